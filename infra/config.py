@@ -1,0 +1,53 @@
+"""Configuration of everything below the tensors: pools, ledger, transport, tracking."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class InferencePoolConfig(BaseModel):
+    """Where generators run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", title="Inference pool")
+
+    kind: Literal["local"] = "local"
+    gpus: int = Field(0, ge=0, description="GPUs to bind; 0 runs on the CPU.")
+
+
+class TrainingPoolConfig(BaseModel):
+    """Where trainer ranks run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", title="Training pool")
+
+    kind: Literal["local"] = "local"
+    gpus: int = Field(0, ge=0, description="GPUs to bind; 0 runs on the CPU.")
+
+
+class LedgerConfig(BaseModel):
+    """The durable record of every sample."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: str | None = Field(None, description="SQLAlchemy URL; default: ledger.sqlite in the run folder.")
+    lease_seconds: float = Field(120.0, gt=0, description="A lease not published within this time is taken back.")
+    max_attempts: int = Field(3, ge=1, description="Capture failures before a sample is quarantined.")
+
+
+class TransportConfig(BaseModel):
+    """What carries hidden states, and how many bytes may be on their way."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["files"] = "files"
+    budget_mib: int = Field(512, ge=1, description="Bound on the bytes held between capture and training.")
+    folder: str | None = Field(None, description="Default: shared memory, or the run folder where that is too small.")
+
+
+class TrackingConfig(BaseModel):
+    """MLflow."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    uri: str | None = Field(None, description="Tracking server; default: $MLFLOW_TRACKING_URI, then runs/mlflow.db.")
+    experiment: str = "draftsmith"
+    registered_model: str | None = Field(None, description="Registry name; default: draft-<recipe name>.")

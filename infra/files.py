@@ -1,0 +1,44 @@
+"""Files that are never read half-written: written aside, fsynced, renamed. Used by every process."""
+
+import hashlib
+import os
+from pathlib import Path
+
+from pydantic import BaseModel
+
+
+def write_atomically(path: Path, data: bytes | str | BaseModel) -> None:
+    """Write `data` to `path` so that a reader sees the old file or the whole new one."""
+    if isinstance(data, BaseModel):
+        data = data.model_dump_json(indent=2) + "\n"
+    if isinstance(data, str):
+        data = data.encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with aside.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames inside `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Make the content of a file that somebody else wrote durable."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def sha256_file(path: Path) -> str:
+    """Hex SHA-256 of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

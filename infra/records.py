@@ -1,0 +1,200 @@
+"""The small typed records that pass between processes, defined once.
+
+Every process imports this module; it knows ids, sizes, paths and numbers, never tensors.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Record(BaseModel):
+    """A frozen, strict record that is written as JSON."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def read(cls, path: Path):
+        """Read the record back from the JSON file at `path`."""
+        return cls.model_validate_json(path.read_text())
+
+
+class TargetRecord(Record):
+    """A target as a plain Hugging Face folder on local disk."""
+
+    name: str
+    path: str
+    revision: str
+    """Hash of the folder's weights and configuration, or the Hub's commit."""
+    model_type: str
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    licence: str
+
+
+class SamplesRecord(Record):
+    """A tokenized, content-hashed set of samples in the cache."""
+
+    path: str
+    dataset_hash: str
+    template_hash: str
+    train_samples: int
+    heldout_samples: int
+    train_tokens: int
+    longest: int
+    """Tokens in the longest training sample."""
+    supervised_share: float
+    dropped: int
+    truncated: int
+    unusable: int
+    """Conversations left out because nothing in them is supervised."""
+
+
+class BufferRecord(Record):
+    """One named buffer inside an object."""
+
+    name: str
+    nbytes: int
+    xxh3: str
+
+
+class ObjectRecord(Record):
+    """What a transport wrote: where an object lies and how to verify it."""
+
+    key: str
+    """`run/epoch/ordinal/attempt`."""
+    location: str
+    buffers: tuple[BufferRecord, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+
+class SampleSlot(Record):
+    """One sample's place in an epoch, as it is entered into the ledger."""
+
+    ordinal: int
+    sample: int
+    """Index into the sample set."""
+    tokens: int
+
+
+class Lease(Record):
+    """A generator's right to capture one sample."""
+
+    epoch: int
+    ordinal: int
+    sample: int
+    tokens: int
+    attempt: int
+    nbytes: int
+    """Bytes reserved in the budget: tokens x bytes per token."""
+
+
+class PlannedSample(Record):
+    """One sample of a planned optimizer step."""
+
+    epoch: int
+    ordinal: int
+    sample: int
+    tokens: int
+    rank: int
+    micro_batch: int
+    object: ObjectRecord
+
+
+class StepPlan(Record):
+    """One optimizer step: who trains which sample in which micro-batch."""
+
+    step: int
+    epoch: int
+    micro_batches: int
+    """Equal on all ranks."""
+    samples: tuple[PlannedSample, ...]
+
+    def of(self, rank: int, micro_batch: int) -> tuple[PlannedSample, ...]:
+        """The samples of one rank's micro-batch; empty means weight 0."""
+        return tuple(s for s in self.samples if s.rank == rank and s.micro_batch == micro_batch)
+
+
+class CheckpointRecord(Record):
+    """A committed checkpoint, as the ledger holds it."""
+
+    step: int
+    path: str
+    manifest_hash: str
+    incarnation: int
+
+
+class Progress(Record):
+    """Where the samples of a run are."""
+
+    pending: int = 0
+    leased: int = 0
+    ready: int = 0
+    taken: int = 0
+    consumed: int = 0
+    quarantined: int = 0
+    bytes_held: int = 0
+    attempts: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.pending + self.leased + self.ready + self.taken + self.consumed + self.quarantined
+
+
+class TrainingResult(Record):
+    """What the trainer leaves behind at the end of a run."""
+
+    steps: int
+    tokens: int
+    """Target tokens trained on, over all epochs."""
+    wall_s: float
+    data_wait_s: float
+    step_s: float
+    """Seconds inside optimizer steps, data wait included."""
+    checkpoint: str
+    """Folder of the final checkpoint."""
+    final_loss: float
+    acceptance_by_position: tuple[float, ...]
+    vocabulary_coverage: float
+    """Share of supervised positions whose target argmax lies in the draft vocabulary."""
+
+
+class ExportRecord(Record):
+    """An exported draft: a Hugging Face folder in a serving engine's layout."""
+
+    path: str
+    layout: Literal["sglang"]
+    sha256: Mapping[str, str]
+
+
+class GateDecision(Record):
+    """Whether a challenger earned promotion, and why."""
+
+    passed: bool
+    against: str
+    """`no draft`, or `version N`."""
+    challenger: float
+    champion: float
+    difference: float
+    lower_bound: float
+    """One-sided 97.5 % bound of the relative difference."""
+    margin: float
+    smallest_detectable: float
+    reason: str
+
+
+class RegisteredDraft(Record):
+    """A version in the model registry."""
+
+    name: str
+    version: int
+    model_id: str
+    aliases: tuple[str, ...]
+    acceptance_length: float | None = None
+    tags: Mapping[str, str] = {}

@@ -1,0 +1,65 @@
+"""Where one run keeps its files. Used by every process of the run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """`runs/<name>/`: configuration, ledger, logs, checkpoints, export, report."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        """The resolved recipe (JSON of RunConfig)."""
+        return self.path / "config.json"
+
+    @property
+    def target(self) -> Path:
+        return self.path / "target.json"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples.json"
+
+    @property
+    def ledger_url(self) -> str:
+        return f"sqlite:///{self.path / 'ledger.sqlite'}"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per logged training step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def training(self) -> Path:
+        return self.path / "training.json"
+
+    @property
+    def export(self) -> Path:
+        return self.path / "export"
+
+    @property
+    def benchmark(self) -> Path:
+        return self.path / "benchmark.json"
+
+    @property
+    def plots(self) -> Path:
+        return self.path / "plots"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.json"

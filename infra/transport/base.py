@@ -1,0 +1,43 @@
+"""The contract of a transport: it moves named buffers and verifies them. It knows no tensors."""
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from infra.records import ObjectRecord
+
+Buffer = memoryview | bytearray | bytes
+
+
+class TransferError(Exception):
+    """An object is missing, short, or does not match its checksum."""
+
+
+class Transport(Protocol):
+    """Moves one object (the named buffers of one sample) from a generator to a trainer."""
+
+    def put(self, key: str, buffers: Mapping[str, Buffer]) -> ObjectRecord:
+        """Write an object; it is whole and readable once this returns. Raises TransferError when it cannot."""
+        ...
+
+    def get(self, record: ObjectRecord, into: Mapping[str, memoryview]) -> None:
+        """Copy an object's buffers into `into` (same names, exact sizes) and verify them.
+
+        Raises TransferError when the object is missing, has other sizes, or fails its checksum.
+        """
+        ...
+
+    def verify(self, record: ObjectRecord) -> bool:
+        """Whether the object is there, whole and unchanged."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Delete an object; deleting what is not there is fine."""
+        ...
+
+    def keys(self) -> Iterable[str]:
+        """Keys of all objects present, for the sweeper."""
+        ...
+
+    def close(self) -> None:
+        """Release this process's handles (the objects stay)."""
+        ...

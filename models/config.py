@@ -1,0 +1,92 @@
+"""One run's configuration: the recipe, and the flow's parameter. Imported everywhere; reaches pydantic only."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from infra.config import InferencePoolConfig, LedgerConfig, TrackingConfig, TrainingPoolConfig, TransportConfig
+from models.benchmark.config import BenchmarkConfig, PromotionConfig
+from models.capture.config import CaptureConfig
+from models.data.config import DataConfig
+from models.drafts.config import DraftConfig
+from models.targets.config import TargetConfig
+from models.training.config import TrainingConfig
+
+
+class RunConfig(BaseModel):
+    """Everything that decides a run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(description="Recipe name; run folders and the registered model are named after it.")
+    seed: int = 0
+    target: TargetConfig
+    data: DataConfig = DataConfig()
+    capture: CaptureConfig = CaptureConfig()
+    draft: DraftConfig
+    training: TrainingConfig = TrainingConfig()
+    benchmark: BenchmarkConfig = BenchmarkConfig()
+    promotion: PromotionConfig = PromotionConfig()
+    inference_pool: InferencePoolConfig = InferencePoolConfig()
+    training_pool: TrainingPoolConfig = TrainingPoolConfig()
+    ledger: LedgerConfig = LedgerConfig()
+    transport: TransportConfig = TransportConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "RunConfig":
+        if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", self.name):
+            raise ValueError(f"name {self.name!r} becomes a folder: use lower-case letters, digits, dots and dashes")
+        ids = self.target.aux_layer_ids
+        if list(ids) != sorted(set(ids)) or ids[0] < 0:
+            raise ValueError(f"target.aux_layer_ids {list(ids)} must be ascending, distinct and not negative")
+        if self.benchmark.lookahead > self.benchmark.max_lookahead:
+            raise ValueError("benchmark.lookahead must not exceed benchmark.max_lookahead")
+        return self
+
+
+def load_recipe(path: Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a recipe and apply `section.field=value` overrides (values are YAML).
+
+    Raises ValueError, with the place and the remedy, for anything that is not a valid recipe.
+    """
+    if not path.is_file():
+        raise ValueError(f"no recipe at {path}: recipes lie in recipes/, for instance recipes/quickstart.yaml")
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path} holds no settings: a recipe is a YAML mapping with at least name, target and draft")
+    for override in overrides or []:
+        _apply(tree, override)
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ValueError(_explain(path, error)) from error
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise ValueError(f"override {override!r} is not of the form section.field=value")
+    *sections, field = key.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise ValueError(f"override {override!r}: {section} is a value, not a section")
+    tree[field] = yaml.safe_load(value)
+
+
+def _explain(path: Path, error: ValidationError) -> str:
+    lines = [f"{path} is not a valid recipe:"]
+    for problem in error.errors():
+        place = ".".join(str(part) for part in problem["loc"]) or "recipe"
+        if problem["type"] == "extra_forbidden":
+            lines.append(f"  {place}: no such setting")
+        else:
+            lines.append(f"  {place}: {problem['msg'].removeprefix('Value error, ')} (got {problem['input']!r:.80})")
+    return "\n".join(lines)
