@@ -11,7 +11,7 @@ class InferencePoolConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", title="Inference pool")
 
     kind: Literal["local"] = "local"
-    gpus: int = Field(0, ge=0, description="GPUs to bind; 0 runs on the CPU.")
+    gpus: int = Field(default=0, ge=0, description="GPUs to bind; 0 runs on the CPU.")
 
 
 class TrainingPoolConfig(BaseModel):
@@ -20,7 +20,7 @@ class TrainingPoolConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", title="Training pool")
 
     kind: Literal["local"] = "local"
-    gpus: int = Field(0, ge=0, description="GPUs to bind; 0 runs on the CPU.")
+    gpus: int = Field(default=0, ge=0, description="GPUs to bind; 0 runs on the CPU.")
 
 
 class LedgerConfig(BaseModel):
@@ -28,9 +28,11 @@ class LedgerConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    url: str | None = Field(None, description="SQLAlchemy URL; default: ledger.sqlite in the run folder.")
-    lease_seconds: float = Field(120.0, gt=0, description="A lease not published within this time is taken back.")
-    max_attempts: int = Field(3, ge=1, description="Capture failures before a sample is quarantined.")
+    url: str | None = Field(default=None, description="SQLAlchemy URL; default: ledger.sqlite in the run folder.")
+    lease_seconds: float = Field(
+        default=120.0, gt=0, description="A lease not published within this time is taken back."
+    )
+    max_attempts: int = Field(default=3, ge=1, description="Capture failures before a sample is quarantined.")
 
 
 class TransportConfig(BaseModel):
@@ -39,8 +41,10 @@ class TransportConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["files"] = "files"
-    budget_mib: int = Field(512, ge=1, description="Bound on the bytes held between capture and training.")
-    folder: str | None = Field(None, description="Default: shared memory, or the run folder where that is too small.")
+    budget_mib: int = Field(default=512, ge=1, description="Bound on the bytes held between capture and training.")
+    folder: str | None = Field(
+        default=None, description="Default: shared memory, or the run folder where that is too small."
+    )
 
 
 class TrackingConfig(BaseModel):
@@ -48,6 +52,8 @@ class TrackingConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    uri: str | None = Field(None, description="Tracking server; default: $MLFLOW_TRACKING_URI, then runs/mlflow.db.")
+    uri: str | None = Field(
+        default=None, description="Tracking server; default: $MLFLOW_TRACKING_URI, then runs/mlflow.db."
+    )
     experiment: str = "draftsmith"
-    registered_model: str | None = Field(None, description="Registry name; default: draft-<recipe name>.")
+    registered_model: str | None = Field(default=None, description="Registry name; default: draft-<recipe name>.")

@@ -45,6 +45,11 @@ class RunConfig(BaseModel):
             raise ValueError(f"target.aux_layer_ids {list(ids)} must be ascending, distinct and not negative")
         if self.benchmark.lookahead > self.benchmark.max_lookahead:
             raise ValueError("benchmark.lookahead must not exceed benchmark.max_lookahead")
+        if self.training_pool.gpus not in (0, self.training.ranks):
+            raise ValueError(
+                f"training_pool.gpus is {self.training_pool.gpus} and training.ranks {self.training.ranks}: a rank needs "
+                "one GPU, so make them equal (or set gpus to 0 for the CPU)"
+            )
         return self
 
 

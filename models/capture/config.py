@@ -11,9 +11,10 @@ class CaptureConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     engine: Literal["transformers"] = "transformers"
-    generators: int = Field(1, ge=1, description="Generator processes per run.")
+    generators: int = Field(default=1, ge=1, description="Generator processes per run.")
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    stored_dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Data type of captured hidden states.")
-    batch_tokens: int = Field(2048, ge=1, description="Prefill about this many tokens at once.")
-    lease_samples: int = Field(8, ge=1, description="Samples leased per ledger transaction.")
-    threads: int | None = Field(None, ge=1, description="CPU threads of one generator; default: its share of the cores.")
+    stored_dtype: Literal["float32", "bfloat16"] = Field(
+        default="bfloat16", description="Data type of captured hidden states."
+    )
+    lease_samples: int = Field(default=8, ge=1, description="Samples leased per ledger transaction.")
+    threads: int | None = Field(default=None, ge=1, description="CPU threads of one generator; default: all cores.")

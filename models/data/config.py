@@ -11,17 +11,23 @@ class DataConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     source: str = Field(
-        "python-docs",
+        default="python-docs",
         description="A `.jsonl` file of conversations (`conversations` or `messages`) or of `text`, a `.txt` file with "
         "blank lines between documents, or `python-docs`: the documentation that every Python carries.",
     )
     chat_template: Literal["tokenizer", "none"] = Field(
-        "tokenizer", description="`tokenizer`: the target's own template. `none`: plain text, every token supervised."
+        default="tokenizer",
+        description="`tokenizer`: the target's own template. `none`: plain text, every token supervised.",
     )
-    max_tokens: int = Field(1024, ge=8, description="Longest sample, in tokens.")
-    min_tokens: int = Field(8, ge=2, description="Shorter samples are left out and counted.")
+    max_tokens: int = Field(default=1024, ge=8, description="Longest sample, in tokens.")
+    min_tokens: int = Field(default=8, ge=2, description="Shorter samples are left out and counted.")
     overlong: Literal["drop", "truncate", "split"] = Field(
-        "truncate", description="What happens to a longer sample; counted either way. `split` is for plain text."
+        default="truncate",
+        description="What happens to a longer sample; counted either way. `split` is for plain text.",
     )
-    heldout_share: float = Field(0.1, gt=0, lt=0.5, description="Held out by a rule: the last share by content hash.")
-    max_samples: int | None = Field(None, ge=1, description="Use at most this many training samples (first by hash).")
+    heldout_share: float = Field(
+        default=0.1, gt=0, lt=0.5, description="Held out by a rule: the last share by content hash."
+    )
+    max_samples: int | None = Field(
+        default=None, ge=1, description="Use at most this many training samples (first by hash)."
+    )

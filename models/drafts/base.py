@@ -1,9 +1,12 @@
-"""What every draft method offers: training loss, proposals while decoding, and a rollout from every position."""
+"""What every draft method offers: a training loss, proposals while decoding, and a rollout from every position."""
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from models.drafts.vocabulary import DraftVocabulary
 
 
 class Proposer(Protocol):
@@ -45,13 +48,92 @@ class ProposalSource(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class PackedSamples:
+    """Captured samples, one behind the other. N is the sum of `lengths`."""
+
+    tokens: Tensor
+    """`[N]` int64."""
+    loss_mask: Tensor
+    """`[N]` bool: the token is one that the target would generate."""
+    aux: Tensor
+    """`[N, K*H]` target features."""
+    last: Tensor
+    """`[N, H]` target hidden states after the final norm."""
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TargetProjection:
+    """The part of the target's head that training needs."""
+
+    rows: Tensor
+    """`[Vd, H]` the head's rows of the draft vocabulary."""
+    full: Tensor | None
+    """`[V, H]` the whole head, where supervision is decided by the target's argmax; None: by the text's own token."""
+    logit_scale: float
+    soft_cap: float | None
+
+
+@dataclass(frozen=True)
+class DraftLoss:
+    """A micro-batch's share of an optimizer step's loss, and its counts. S is the number of proposed positions."""
+
+    loss: Tensor
+    """Scalar: sum over supervised positions / the step's total of supervised positions."""
+    accepted: Tensor
+    """`[S]` positions at which proposals 1..s all equal the target's greatest."""
+    tried: Tensor
+    """`[S]` positions at which proposals 1..s-1 were all accepted."""
+    supervised: Tensor
+    """Scalar count of supervised positions."""
+    covered: Tensor
+    """Scalar count of those that the draft vocabulary can express."""
+
+
 class Draft(torch.nn.Module):
     """A draft model. Subclasses are `models/drafts/<method>/module.py`."""
 
+    config: Any
     aux_layer_ids: tuple[int, ...]
+    vocabulary: DraftVocabulary
+
+    @property
+    def positions(self) -> int:
+        """S: proposed positions that training counts."""
+        raise NotImplementedError
+
+    def start_from(self, head: Tensor) -> None:
+        """Take what an untrained draft can from the target's head `[V, H]`."""
+        raise NotImplementedError
+
+    def loss(self, batch: PackedSamples, target: TargetProjection, total: int, chunk_tokens: int) -> DraftLoss:
+        """Training loss of one micro-batch.
+
+        Args:
+            batch: captured samples.
+            target: the target's head.
+            total: supervised positions of the whole optimizer step, over all ranks and micro-batches.
+            chunk_tokens: positions whose logits may be alive at once.
+        """
+        raise NotImplementedError
 
     def proposer(self) -> Proposer:
         raise NotImplementedError
 
     def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
         raise NotImplementedError
+
+
+def supervised_positions(loss_mask: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """Packed positions `[P]` whose next token is supervised and can be predicted by a draft.
+
+    Position t of a sample is one when t >= 1 (a draft predicts it from position t - 1) and token t + 1 is supervised.
+    """
+    keep = torch.zeros(len(loss_mask), dtype=torch.bool, device=loss_mask.device)
+    start = 0
+    for length in lengths:
+        end = start + length
+        keep[start + 1 : end - 1] = loss_mask[start + 2 : end]
+        start = end
+    return keep.nonzero().squeeze(-1)

@@ -11,17 +11,18 @@ class TargetConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     source: Literal["huggingface", "gguf-package", "tiny"] = Field(
-        "huggingface",
+        default="huggingface",
         description="`huggingface`: a Hub id or local folder. `gguf-package`: a Python package that ships one GGUF "
         "file, converted once. `tiny`: a small Llama trained in about a minute on Python's own documentation.",
     )
     name: str = Field(description="Hub id, folder, or package name.")
-    revision: str | None = Field(None, description="Hub revision; a commit hash is best.")
+    revision: str | None = Field(default=None, description="Hub revision; a commit hash is best.")
     aux_layer_ids: tuple[int, ...] = Field(
-        description="Target layers whose outputs feed the draft, ascending. Layer l is Hugging Face hidden_states[l+1].",
+        description="Target layers whose outputs feed the draft, ascending; layer l is Hugging Face hidden_states[l+1].",
         min_length=1,
     )
     add_bos: bool = Field(
-        False, description="Prepend the beginning-of-text token where the tokenizer does not (Gemma's GGUF tokenizer)."
+        default=False,
+        description="Prepend the beginning-of-text token where the tokenizer does not (Gemma's GGUF tokenizer).",
     )
-    licence: str = Field("unknown", description="Licence of the target's weights; written into every export.")
+    licence: str = Field(default="unknown", description="Licence of the target's weights; written into every export.")

@@ -11,17 +11,19 @@ class Eagle3Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     method: Literal["eagle3"] = "eagle3"
-    vocab_size: int = Field(32_000, ge=16, description="Draft vocabulary: the target's most frequent tokens.")
+    vocab_size: int = Field(default=32_000, ge=16, description="Draft vocabulary: the target's most frequent tokens.")
     num_heads: int = Field(ge=1)
     num_kv_heads: int = Field(ge=1)
     head_dim: int = Field(ge=8)
     intermediate_size: int = Field(ge=8)
-    rope_theta: float = Field(10_000.0, gt=0)
-    rms_norm_eps: float = Field(1e-6, gt=0)
+    rope_theta: float = Field(default=10_000.0, gt=0)
+    rms_norm_eps: float = Field(default=1e-6, gt=0)
     fc_norm: bool = Field(
-        False,
+        default=False,
         description="RMS norm per target feature before fusion. Needed where the residual stream grows a lot (Gemma).",
     )
-    norm_output: bool = Field(False, description="Feed the normed output back instead of the raw one (EAGLE-3.1).")
-    ttt_steps: int = Field(7, ge=1, le=16, description="Unrolled training-time-test steps.")
-    ttt_decay: float = Field(0.8, gt=0, le=1, description="Weight of step j is ttt_decay ** j.")
+    norm_output: bool = Field(
+        default=False, description="Feed the normed output back instead of the raw one (EAGLE-3.1)."
+    )
+    ttt_steps: int = Field(default=7, ge=1, le=16, description="Unrolled training-time-test steps.")
+    ttt_decay: float = Field(default=0.8, gt=0, le=1, description="Weight of step j is ttt_decay ** j.")

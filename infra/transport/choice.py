@@ -1,0 +1,32 @@
+"""Which transport a run uses, and where it keeps its objects. Every process of the run comes to the same answer."""
+
+import os
+from pathlib import Path
+
+from infra.config import TransportConfig
+from infra.run_folder import RunFolder
+from infra.settings import shared_memory_folder
+from infra.transport.base import Transport
+from infra.transport.files import FileTransport
+
+
+def run_memory_folder(run: RunFolder) -> Path:
+    """The run's folder in shared memory: `/dev/shm/draftsmith-<run>`; whoever owns the run removes it."""
+    return shared_memory_folder() / f"draftsmith-{run.name}"
+
+
+def objects_folder(config: TransportConfig, run: RunFolder) -> Path:
+    """Shared memory, or the run folder where shared memory is smaller than twice the budget."""
+    if config.folder is not None:
+        return Path(config.folder) / f"draftsmith-{run.name}" / "objects"
+    memory = shared_memory_folder()
+    if memory.is_dir():
+        room = os.statvfs(memory)
+        if room.f_frsize * room.f_blocks >= 2 * config.budget_mib * 2**20:
+            return run_memory_folder(run) / "objects"
+    return run.path / "objects"
+
+
+def open_transport(config: TransportConfig, run: RunFolder) -> Transport:
+    """The transport of this run, for this process."""
+    return FileTransport(objects_folder(config, run))

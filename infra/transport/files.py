@@ -1,0 +1,100 @@
+"""The plain transport: one file per object in shared memory. Runs in generators and trainer ranks of one machine.
+
+It is the specification and the test double of the faster ones: exact sizes, xxh3 checksums, whole files only.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import xxhash
+
+from infra.records import BufferRecord, ObjectRecord
+from infra.transport.base import Buffer, TransferError
+
+
+class FileTransport:
+    """Objects as files in one folder that every process of the run sees."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def put(self, key: str, buffers: Mapping[str, Buffer]) -> ObjectRecord:
+        """Write the buffers one after the other; the file appears under its name only when it is whole."""
+        path = self._path(key)
+        aside = path.with_name(f".{path.name}.tmp")
+        assert any(memoryview(buffer).nbytes for buffer in buffers.values()), f"{key} is empty"
+        views = {name: memoryview(buffer).cast("B") for name, buffer in buffers.items()}
+        try:
+            with aside.open("wb", buffering=0) as file:
+                # Room is taken before the first byte, so a full tmpfs is an error here and never a torn object.
+                os.posix_fallocate(file.fileno(), 0, sum(view.nbytes for view in views.values()))
+                for view in views.values():
+                    _write_all(file.fileno(), view)
+            aside.rename(path)
+        except OSError as error:
+            aside.unlink(missing_ok=True)
+            raise TransferError(
+                f"cannot write {key} to {self.folder}: {error.strerror}; lower transport.budget_mib or give "
+                "transport.folder a larger file system"
+            ) from error
+        records = tuple(
+            BufferRecord(name=n, nbytes=v.nbytes, xxh3=xxhash.xxh3_128_hexdigest(v)) for n, v in views.items()
+        )
+        return ObjectRecord(key=key, location=path.name, buffers=records)
+
+    def get(self, record: ObjectRecord, into: Mapping[str, memoryview]) -> None:
+        """Copy the object into `into` and verify sizes and checksums."""
+        try:
+            with (self.folder / record.location).open("rb", buffering=0) as file:
+                if os.fstat(file.fileno()).st_size != record.nbytes:
+                    raise TransferError(f"{record.key} has another size than its record says ({record.nbytes} bytes)")
+                for buffer in record.buffers:
+                    view = into[buffer.name].cast("B")
+                    if view.nbytes != buffer.nbytes:
+                        raise TransferError(
+                            f"{record.key}: {buffer.name} is {buffer.nbytes} bytes, expected {view.nbytes}"
+                        )
+                    _read_all(file.fileno(), view, record.key)
+                    if xxhash.xxh3_128_hexdigest(view) != buffer.xxh3:
+                        raise TransferError(f"{record.key}: checksum of {buffer.name} does not match")
+        except FileNotFoundError as error:
+            raise TransferError(f"{record.key} is gone from {self.folder}") from error
+
+    def verify(self, record: ObjectRecord) -> bool:
+        """Read the object back and compare its checksums."""
+        into = {buffer.name: memoryview(bytearray(buffer.nbytes)) for buffer in record.buffers}
+        try:
+            self.get(record, into)
+        except TransferError:
+            return False
+        return True
+
+    def delete(self, key: str) -> None:
+        self._path(key).unlink(missing_ok=True)
+
+    def keys(self) -> Iterator[str]:
+        for path in self.folder.iterdir():
+            if not path.name.startswith("."):
+                yield path.name.replace("+", "/")
+
+    def close(self) -> None:
+        """Nothing is held between calls."""
+
+    def _path(self, key: str) -> Path:
+        assert "+" not in key, key
+        return self.folder / key.replace("/", "+")
+
+
+def _write_all(descriptor: int, view: memoryview) -> None:
+    while view.nbytes:
+        view = view[os.write(descriptor, view) :]
+
+
+def _read_all(descriptor: int, view: memoryview, key: str) -> None:
+    while view.nbytes:
+        count = os.readv(descriptor, [view])
+        if count == 0:
+            raise TransferError(f"{key} is shorter than its record says")
+        view = view[count:]

@@ -1,0 +1,41 @@
+"""How one sample's hidden states lie in named buffers. Known to generators and trainer ranks alike."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from models.targets.model import HiddenStates
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Shapes follow from the run: `aux` `[T, K*H]` and `last` `[T, H]` in `dtype`."""
+
+    aux_count: int
+    hidden_size: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        return (self.aux_count + 1) * self.hidden_size * self.dtype.itemsize
+
+    def pack(self, hidden: HiddenStates) -> dict[str, memoryview]:
+        """Buffers of one captured sample, in the stored data type, on the CPU."""
+        return {"aux": as_bytes(self._stored(hidden.aux)), "last": as_bytes(self._stored(hidden.last))}
+
+    def _stored(self, tensor: Tensor) -> Tensor:
+        return tensor.to("cpu", self.dtype).contiguous()
+
+    def empty(self, tokens: int) -> HiddenStates:
+        """Memory for `tokens` positions, to be filled by a transport."""
+        return HiddenStates(
+            aux=torch.empty(tokens, self.aux_count * self.hidden_size, dtype=self.dtype),
+            last=torch.empty(tokens, self.hidden_size, dtype=self.dtype),
+        )
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """A writable view of a contiguous CPU tensor's bytes."""
+    assert tensor.is_contiguous()
+    return tensor.view(torch.uint8).numpy().reshape(-1).data

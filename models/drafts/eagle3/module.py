@@ -1,0 +1,282 @@
+"""EAGLE-3 (arXiv 2503.01840): one decoder layer over the next token's embedding and the fused target features.
+
+Row i of a sequence takes the target's features of position i and the embedding of token i+1, and predicts token i+2.
+In step j of the training-time test (and of a chain while decoding) it takes its own output of step j-1 and the
+embedding of token i+1+j, and predicts token i+2+j. Parameter names are those of SGLang's layout.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.drafts.base import Draft, DraftLoss, PackedSamples, TargetProjection, supervised_positions
+from models.drafts.eagle3.config import Eagle3Config
+from models.drafts.layers import GatedMLP, RMSNorm, rotary_tables, rotate
+from models.drafts.vocabulary import DraftVocabulary
+from models.losses.soft_cross_entropy import TargetDistribution, soft_cross_entropy
+
+NextTokens = Callable[[int, Tensor], Tensor]
+"""(step j >= 1, normed hidden states of step j-1 `[N, H]`) -> tokens `[N]` that step j embeds."""
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over `cat(embedding, hidden)`; later steps add only their own diagonal."""
+
+    def __init__(self, config: Eagle3Config, hidden_size: int):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.q_proj = nn.Linear(2 * hidden_size, self.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(2 * hidden_size, self.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(2 * hidden_size, self.kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, hidden_size, bias=False)
+
+    def project(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """`[N, 2H]` to rotated queries `[N, heads, d]`, rotated keys and values `[N, kv_heads, d]`."""
+        q = rotate(self.q_proj(x).view(len(x), self.heads, self.head_dim), tables)
+        k = rotate(self.k_proj(x).view(len(x), self.kv_heads, self.head_dim), tables)
+        return q, k, self.v_proj(x).view(len(x), self.kv_heads, self.head_dim)
+
+    def first(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention; the queries are the last rows of `k`'s sequence. Returns `[N, heads * d]`."""
+        mask = None
+        if len(k) > len(q):
+            mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
+        out = F.scaled_dot_product_attention(
+            *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)),
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=self.heads != self.kv_heads,
+        )
+        return out.squeeze(0).transpose(0, 1).flatten(1)
+
+    def later(self, q: Tensor, base: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Row i attends to the first step's rows 0..i and to its own keys of each later step."""
+        group = self.heads // self.kv_heads
+        q = q.transpose(0, 1) * self.head_dim**-0.5
+        keys, values = (x.transpose(0, 1).repeat_interleave(group, dim=0) for x in base)
+        future = torch.ones(q.shape[1], keys.shape[1], dtype=torch.bool, device=q.device).triu(1)
+        scores = [(q @ keys.transpose(1, 2)).masked_fill(future, float("-inf"))]
+        scores += [(q * k.transpose(0, 1).repeat_interleave(group, dim=0)).sum(-1, keepdim=True) for k, _ in own]
+        weights = torch.cat(scores, dim=-1).softmax(-1).to(values.dtype)
+        out = weights[..., : keys.shape[1]] @ values
+        for index, (_, v) in enumerate(own):
+            column = keys.shape[1] + index
+            out = out + weights[..., column : column + 1] * v.transpose(0, 1).repeat_interleave(group, dim=0)
+        return out.transpose(0, 1).flatten(1)
+
+
+class DecoderLayer(nn.Module):
+    """The draft's one layer."""
+
+    def __init__(self, config: Eagle3Config, hidden_size: int):
+        super().__init__()
+        self.input_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, hidden_size)
+        self.post_attention_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(hidden_size, config.intermediate_size)
+
+    def attention_input(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+        return torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden)], dim=-1)
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        hidden = residual + self.self_attn.o_proj(attended)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Eagle3Draft(Draft):
+    """An EAGLE-3 draft for one target.
+
+    Args:
+        config: the method's knobs.
+        embedding: `[V, H]` the target's raw token embeddings, shared and frozen.
+        vocabulary: which target tokens the draft proposes.
+        aux_layer_ids: the K target layers whose outputs it reads.
+    """
+
+    embedding: Tensor
+    target_ids: Tensor
+
+    def __init__(
+        self, config: Eagle3Config, embedding: Tensor, vocabulary: DraftVocabulary, aux_layer_ids: Sequence[int]
+    ):
+        super().__init__()
+        hidden_size = embedding.shape[1]
+        self.config, self.vocabulary, self.aux_layer_ids = config, vocabulary, tuple(aux_layer_ids)
+        aux_count = len(self.aux_layer_ids)
+        self.fc = nn.Linear(aux_count * hidden_size, hidden_size, bias=False)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(hidden_size, config.rms_norm_eps) for _ in range(aux_count))
+        self.midlayer = DecoderLayer(config, hidden_size)
+        self.norm = RMSNorm(hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(hidden_size, len(vocabulary), bias=False)
+        self.register_buffer("embedding", embedding, persistent=False)
+        self.register_buffer("target_ids", vocabulary.target_ids.clone(), persistent=False)
+
+    @property
+    def positions(self) -> int:
+        return self.config.ttt_steps
+
+    @torch.no_grad()
+    def start_from(self, head: Tensor) -> None:
+        """The draft head starts as the target head's rows of the draft vocabulary."""
+        self.lm_head.weight.copy_(head[self.target_ids])
+
+    def fuse(self, aux: Tensor) -> Tensor:
+        """Target features `[N, K*H]` to the draft's input `[N, H]`."""
+        aux = aux.to(self.fc.weight.dtype)
+        if self.config.fc_norm:
+            chunks = aux.chunk(len(self.aux_layer_ids), dim=-1)
+            aux = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+        return self.fc(aux)
+
+    def unroll(
+        self, tokens: Tensor, aux: Tensor, lengths: Sequence[int], steps: int, next_tokens: NextTokens
+    ) -> list[Tensor]:
+        """Run `steps` chained steps from every row of a packed batch at once.
+
+        Args:
+            tokens: `[N]` int64, the token that follows each row.
+            aux: `[N, K*H]` target features.
+            lengths: rows of each packed sequence, summing to N; nothing attends across sequences.
+            steps: number of steps, at least 1.
+            next_tokens: what later steps embed.
+
+        Returns:
+            Normed hidden states `[N, H]` of each step.
+        """
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        positions = torch.cat([torch.arange(n, device=tokens.device) for n in lengths])
+        hidden, outputs, base = self.fuse(aux), [], []
+        own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in lengths]
+        for step in range(steps):
+            if step:
+                tokens = next_tokens(step, outputs[-1])
+            tables = rotary_tables(positions + step, self.config.head_dim, self.config.rope_theta)
+            x = layer.attention_input(F.embedding(tokens, self.embedding), hidden)
+            attended = []
+            projected = (part.split(list(lengths)) for part in attention.project(x, tables))
+            for index, (q, k, v) in enumerate(zip(*projected, strict=True)):
+                if step == 0:
+                    base.append((k, v))
+                    attended.append(attention.first(q, k, v))
+                else:
+                    own[index].append((k, v))
+                    attended.append(attention.later(q, base[index], own[index]))
+            raw = layer.finish(hidden, torch.cat(attended))
+            outputs.append(self.norm(raw))
+            hidden = outputs[-1] if self.config.norm_output else raw
+        return outputs
+
+    def loss(self, batch: PackedSamples, target: TargetProjection, total: int, chunk_tokens: int) -> DraftLoss:
+        """Soft cross-entropy over the training-time test, step j weighted by `ttt_decay ** j` (see Draft.loss)."""
+        steps, tokens = self.config.ttt_steps, batch.tokens
+
+        # Rows whose text ends before a step's token run on padding; their weight is 0.
+        padded = torch.cat([tokens, tokens[:1].expand(steps)])
+
+        def text(step: int, _normed: Tensor | None = None) -> Tensor:
+            return padded[1 + step : 1 + step + len(tokens)]
+
+        outputs = self.unroll(text(0), batch.aux, batch.lengths, steps, text)
+        positions = supervised_positions(batch.loss_mask, batch.lengths)
+        starts = torch.cat([tokens.new_full((n,), sum(batch.lengths[:i])) for i, n in enumerate(batch.lengths)])
+        # Step j predicts from row t - 1 - j, which must lie in the same sample.
+        rows = positions - 1 - torch.arange(steps, device=tokens.device)[:, None]
+        valid = rows >= starts[positions]
+        rows = rows.clamp(min=0)
+        distribution = TargetDistribution(batch.last[positions], target.rows, target.logit_scale, target.soft_cap)
+        covered = self._covered(batch, positions, target, chunk_tokens)
+        decay = self.config.ttt_decay ** torch.arange(steps, device=tokens.device)
+        weights = decay[:, None] * (valid & covered) / total
+        hidden = torch.stack([output[row] for output, row in zip(outputs, rows, strict=True)])
+        if torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+        loss, correct = soft_cross_entropy(hidden, self.lm_head.weight, weights, distribution, chunk_tokens)
+        accepted, tried = _chains(rows, valid, correct & covered, len(tokens))
+        return DraftLoss(loss, accepted, tried, torch.tensor(len(positions)), covered.sum())
+
+    def _covered(self, batch: PackedSamples, positions: Tensor, target: TargetProjection, chunk: int) -> Tensor:
+        """`[P]` bool: the position's decisive token (the target's argmax, or the text's own) can be proposed."""
+        known = torch.zeros(len(self.embedding), dtype=torch.bool, device=positions.device)
+        known[self.target_ids] = True
+        if target.full is None:
+            return known[batch.tokens[positions + 1]]
+        best = [(part.to(target.full.dtype) @ target.full.T).argmax(-1) for part in batch.last[positions].split(chunk)]
+        return known[torch.cat(best)] if best else known[:0]
+
+    @torch.no_grad()
+    def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
+        """Proposals `[T, lookahead]` from every position of one sequence (see ProposalSource)."""
+        proposals: list[Tensor] = []
+
+        def propose(_step: int, normed: Tensor) -> Tensor:
+            proposals.append(self.best_tokens(normed))
+            return proposals[-1]
+
+        outputs = self.unroll(tokens[1:], aux, [len(aux)], lookahead, propose)
+        proposals.append(self.best_tokens(outputs[-1]))
+        return torch.stack(proposals, dim=1)
+
+    def best_tokens(self, normed: Tensor) -> Tensor:
+        """Greedy proposals `[N]` (target ids) from normed hidden states `[N, H]`."""
+        return self.target_ids[self.lm_head(normed).argmax(-1)]
+
+    def proposer(self) -> "Eagle3Proposer":
+        return Eagle3Proposer(self)
+
+
+class Eagle3Proposer:
+    """Chain proposals for one sequence, with the draft's own key-value cache of verified rows."""
+
+    def __init__(self, draft: Eagle3Draft):
+        self.draft = draft
+        config = draft.config
+        empty = draft.fc.weight.new_empty(0, config.num_kv_heads, config.head_dim)
+        self.keys, self.values = empty, empty
+
+    @torch.no_grad()
+    def propose(self, sequence: Tensor, aux: Tensor, lookahead: int) -> Tensor:
+        """Catch up on `aux`'s rows, then chain `lookahead` proposals (see Proposer)."""
+        draft, start = self.draft, len(self.keys)
+        assert len(sequence) == start + len(aux) + 1, "every verified position's features are handed over exactly once"
+        hidden, keys, values = self._step(sequence[start + 1 :], draft.fuse(aux), start, self.keys, self.values)
+        self.keys, self.values = keys, values
+        hidden = hidden[-1:]
+        proposals = []
+        for offset in range(lookahead):
+            normed = draft.norm(hidden)
+            proposals.append(draft.best_tokens(normed))
+            if offset + 1 < lookahead:
+                fed_back = normed if draft.config.norm_output else hidden
+                hidden, keys, values = self._step(proposals[-1], fed_back, len(keys), keys, values)
+        return torch.cat(proposals)
+
+    def _step(
+        self, tokens: Tensor, hidden: Tensor, start: int, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the layer over rows `start ..`; returns raw hidden states and the grown cache."""
+        draft, layer = self.draft, self.draft.midlayer
+        positions = torch.arange(start, start + len(tokens), device=tokens.device)
+        tables = rotary_tables(positions, draft.config.head_dim, draft.config.rope_theta)
+        x = layer.attention_input(F.embedding(tokens, draft.embedding), hidden)
+        q, k, v = layer.self_attn.project(x, tables)
+        keys, values = torch.cat([keys, k]), torch.cat([values, v])
+        return layer.finish(hidden, layer.self_attn.first(q, keys, values)), keys, values
+
+
+def _chains(rows: Tensor, valid: Tensor, correct: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Accepted and tried chains `[S]`: row r's chain goes on to step j only if steps 0..j-1 were correct."""
+    alive = torch.ones(count, dtype=torch.bool, device=rows.device)
+    accepted, tried = [], []
+    for row, here, hit in zip(rows, valid, correct, strict=True):
+        reached = here & alive[row]
+        tried.append(reached.sum())
+        accepted.append((reached & hit).sum())
+        alive = torch.zeros_like(alive).index_put((row[reached & hit],), alive.new_ones(()))
+    return torch.stack(accepted), torch.stack(tried)
+
+
+DRAFT = Eagle3Draft

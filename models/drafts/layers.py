@@ -1,0 +1,45 @@
+"""Building blocks that drafts share: RMS norm, rotary embedding, gated feed-forward. Plain Llama arithmetic."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm, computed in float32."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., size]` any dtype to the same shape in the weight's dtype."""
+        return F.rms_norm(x.to(self.weight.dtype), (x.shape[-1],), self.weight, self.eps)
+
+
+class GatedMLP(nn.Module):
+    """Llama's feed-forward: `down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, size: int, intermediate_size: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for `positions` `[N]`, each `[N, 1, head_dim / 2]`, float32 (float64 for float64 drafts)."""
+    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64) / head_dim
+    angles = positions.to(torch.float64)[:, None, None] * (theta**-exponents)
+    return angles.cos().float(), angles.sin().float()
+
+
+def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply rotary position embedding (half-split layout) to `x` `[N, heads, head_dim]`."""
+    cos, sin = tables
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

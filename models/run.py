@@ -1,0 +1,73 @@
+"""One run as the data plane sees it: its recipe, target, samples, ledger, transport. Opened by every process."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from infra.ledger.ledger import Ledger
+from infra.records import SamplesRecord, TargetRecord
+from infra.run_folder import RunFolder
+from infra.transport.base import Transport
+from infra.transport.choice import open_transport
+from models.capture.layout import Layout
+from models.config import RunConfig
+from models.data.sample_set import SampleSet, Split
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A prepared run: target and samples are on disk."""
+
+    folder: RunFolder
+    config: RunConfig
+    target: TargetRecord
+    samples: SamplesRecord
+
+    @classmethod
+    def open(cls, path: Path) -> "Run":
+        """Read the run's records. Raises ValueError when a step before this one has not been done."""
+        folder = RunFolder(path.absolute())
+        for file in (folder.config, folder.target, folder.samples):
+            if not file.is_file():
+                raise ValueError(f"{file} is missing: prepare the run with `draftsmith retrain`")
+        return cls(
+            folder,
+            RunConfig.model_validate_json(folder.config.read_text()),
+            TargetRecord.read(folder.target),
+            SamplesRecord.read(folder.samples),
+        )
+
+    @property
+    def layout(self) -> Layout:
+        """Shapes and data type of captured hidden states."""
+        dtype = DTYPES[self.config.capture.stored_dtype]
+        return Layout(len(self.config.target.aux_layer_ids), self.target.hidden_size, dtype)
+
+    def open_samples(self, split: Split = "train") -> SampleSet:
+        return SampleSet.open(Path(self.samples.path), split)
+
+    def open_transport(self) -> Transport:
+        return open_transport(self.config.transport, self.folder)
+
+    def open_ledger(self) -> Ledger:
+        """Open the run's ledger, entering the run where nobody has yet."""
+        config = self.config
+        ledger = Ledger.open(config.ledger.url or self.folder.ledger_url, self.folder.name)
+        ledger.create_run(
+            budget_bytes=config.transport.budget_mib * 2**20,
+            bytes_per_token=self.layout.bytes_per_token,
+            lease_seconds=config.ledger.lease_seconds,
+            max_attempts=config.ledger.max_attempts,
+            order=config.training.order,
+        )
+        return ledger
+
+
+def epoch_order(seed: int, epoch: int, count: int) -> Sequence[int]:
+    """Sample indices of one epoch by ordinal: a permutation that depends on (seed, epoch, count) alone."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(count, generator=generator).tolist()

@@ -1,0 +1,84 @@
+"""The draft as Lightning trains it: loss, optimizer, schedule, averaged weights. Runs in every trainer rank."""
+
+import math
+from typing import Any
+
+import lightning
+import torch
+from torch import Tensor
+
+from models.drafts.base import Draft, DraftLoss, TargetProjection
+from models.training.checkpoint import TrainerState
+from models.training.config import TrainingConfig
+from models.training.stream import MicroBatch
+
+
+class DraftModule(lightning.LightningModule):
+    """Trains `draft` against `target`; `resumed` restores optimizer and schedule."""
+
+    def __init__(
+        self,
+        draft: Draft,
+        target: TargetProjection,
+        settings: TrainingConfig,
+        total_steps: int,
+        world: int = 1,
+        resumed: TrainerState | None = None,
+    ):
+        super().__init__()
+        self.draft, self.target, self.settings = draft, target, settings
+        self.total_steps, self.world, self.resumed = total_steps, world, resumed
+        self.averaged = {name: p.detach().clone() for name, p in draft.named_parameters()}
+        self.outcome: DraftLoss | None = None
+        """Counts of the micro-batch just trained; None where there was nothing to train."""
+
+    def training_step(self, batch: MicroBatch, _index: int) -> Tensor:
+        """The micro-batch's share of the step's loss.
+
+        Lightning divides by the number of micro-batches and DDP by the number of ranks; both are undone here, because
+        the loss is already a sum over the step's total of supervised positions.
+        """
+        if batch.samples is None:
+            self.outcome = None
+            return sum((p.sum() * 0.0 for p in self.draft.parameters()), start=torch.zeros((), device=self.device))
+        settings = self.settings
+        self.outcome = self.draft.loss(batch.samples, self.target, batch.total, settings.loss_chunk_tokens)
+        if not bool(torch.isfinite(self.outcome.loss)):
+            raise FloatingPointError(f"the loss of step {batch.step} is not finite: lower training.learning_rate")
+        return self.outcome.loss * settings.micro_batches * self.world
+
+    def configure_optimizers(self) -> Any:
+        settings = self.settings
+        parameters = [p for p in self.draft.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(
+            parameters, lr=settings.learning_rate, betas=settings.betas, weight_decay=settings.weight_decay
+        )
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._schedule)
+        if self.resumed is not None:
+            optimizer.load_state_dict(self.resumed.optimizer)
+            scheduler.load_state_dict(self.resumed.scheduler)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _schedule(self, step: int) -> float:
+        """Linear warm-up, then a cosine down to `min_learning_rate_share`."""
+        settings = self.settings
+        if step < settings.warmup_steps:
+            return (step + 1) / settings.warmup_steps
+        done = (step - settings.warmup_steps) / max(1, self.total_steps - settings.warmup_steps)
+        floor = settings.min_learning_rate_share
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+
+    @torch.no_grad()
+    def average(self, step: int) -> None:
+        """Follow the weights with an exponential moving average that forgets its start quickly."""
+        decay = min(self.settings.ema_decay, step / (step + 10))
+        for name, parameter in self.draft.named_parameters():
+            self.averaged[name].lerp_(parameter.detach().to(self.averaged[name].device), 1 - decay)
+
+    def transfer_batch_to_device(self, batch: MicroBatch, device: torch.device, dataloader_idx: int) -> MicroBatch:
+        return batch.to(device)
+
+    def state(self, counters: dict[str, float]) -> TrainerState:
+        """What a checkpoint needs besides the weights."""
+        scheduler: Any = self.lr_schedulers()
+        return TrainerState(self.trainer.optimizers[0].state_dict(), scheduler.state_dict(), counters)

@@ -1,0 +1,113 @@
+"""Progress of training: one line for a person, one JSON line for the tracker. Runs in every rank, prints in rank 0."""
+
+import json
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from infra.ledger.ledger import Ledger
+from infra.run_folder import RunFolder
+from models.drafts.base import DraftLoss
+from models.training.control import Control
+from models.training.stream import StepStream
+
+
+@dataclass
+class Window:
+    """Sums since the last progress line. S is the number of proposed positions."""
+
+    accepted: torch.Tensor | None = None
+    tried: torch.Tensor | None = None
+    loss: float = 0.0
+    steps: int = 0
+    tokens: int = 0
+    started: float = field(default_factory=time.monotonic)
+    waited_s: float = 0.0
+
+
+class Progress:
+    """Collects counts and says every `log_steps` steps how training goes."""
+
+    def __init__(self, folder: RunFolder, ledger: Ledger, control: Control, stream: StepStream, total_steps: int):
+        self.folder, self.ledger, self.control, self.stream = folder, ledger, control, stream
+        self.total_steps = total_steps
+        self.window = Window()
+        self.tokens = 0
+        self.trained_s = 0.0
+        self.waited_s = 0.0
+        self.supervised = 0
+        self.covered = 0
+        self.loss = 0.0
+        self.acceptance: list[float] = []
+
+    def restore(self, counters: dict[str, float]) -> None:
+        """Go on counting where a checkpoint left off."""
+        self.tokens, self.trained_s = int(counters["tokens"]), counters["trained_s"]
+        self.waited_s = counters["waited_s"]
+        self.supervised, self.covered = int(counters["supervised"]), int(counters["covered"])
+
+    def counters(self) -> dict[str, float]:
+        """What a checkpoint keeps, the open window included."""
+        elapsed = time.monotonic() - self.window.started
+        return {
+            "tokens": float(self.tokens),
+            "trained_s": self.trained_s + elapsed,
+            "waited_s": self.waited_s + self.stream.waited_s - self.window.waited_s,
+            "supervised": float(self.supervised),
+            "covered": float(self.covered),
+        }
+
+    def add(self, outcome: DraftLoss | None) -> None:
+        """Count one micro-batch."""
+        if outcome is None:
+            return
+        window = self.window
+        window.accepted = outcome.accepted.double() + (0 if window.accepted is None else window.accepted)
+        window.tried = outcome.tried.double() + (0 if window.tried is None else window.tried)
+        window.loss += float(outcome.loss.detach())
+        self.supervised += int(outcome.supervised)
+        self.covered += int(outcome.covered)
+
+    def step_done(self, tokens: int) -> None:
+        self.window.steps += 1
+        self.window.tokens += tokens
+        self.tokens += tokens
+
+    def report(self, step: int, learning_rate: float, positions: int) -> None:
+        """Close the window; rank 0 prints a line and appends to metrics.jsonl."""
+        window, now = self.window, time.monotonic()
+        if not window.steps:
+            return
+        zeros = torch.zeros(positions, dtype=torch.float64)
+        counts = [zeros if part is None else part for part in (window.accepted, window.tried)]
+        sums = self.control.total(torch.cat([*counts, torch.tensor([window.loss], dtype=torch.float64)]))
+        accepted, tried = sums[:positions], sums[positions : 2 * positions]
+        elapsed, waited = now - window.started, self.stream.waited_s - window.waited_s
+        self.trained_s, self.waited_s = self.trained_s + elapsed, self.waited_s + waited
+        self.loss = float(sums[-1]) / window.steps
+        self.acceptance = (accepted / tried.clamp(min=1)).tolist()
+        self.window = Window(started=now, waited_s=self.stream.waited_s)
+        if self.control.rank:
+            return
+        states = self.ledger.progress()
+        metrics = {
+            "step": step,
+            "tokens": self.tokens,
+            "loss": self.loss,
+            "learning_rate": learning_rate,
+            "acceptance_by_position": self.acceptance,
+            "tokens_per_s": window.tokens / elapsed,
+            "data_wait_share": waited / elapsed,
+            "samples_in_flight": states.leased + states.ready + states.taken,
+            "seconds": self.trained_s,
+        }
+        with self.folder.metrics.open("a") as file:
+            file.write(json.dumps(metrics) + "\n")
+        shown = " ".join(f"{rate:.2f}" for rate in self.acceptance)
+        print(
+            f"step {step}/{self.total_steps} | loss {self.loss:.3f} | acceptance {shown} | "
+            f"{metrics['tokens_per_s']:.0f} tokens/s | data wait {metrics['data_wait_share']:.1%} | "
+            f"{states.leased + states.ready} samples in flight",
+            flush=True,
+        )

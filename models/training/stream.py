@@ -1,0 +1,181 @@
+"""The stream of captured samples into training: rank 0 plans steps, every rank fetches its part ahead of time.
+
+Runs in every trainer rank. A background worker plans and fetches at most `prefetch_steps` steps ahead, so the trainer
+waits only when generators or transport are slower than the draft step.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import torch
+
+from infra.ledger.answers import EndOfEpoch, Resume, Wait
+from infra.ledger.ledger import Ledger
+from infra.records import SampleSlot, StepPlan
+from models.capture.layout import as_bytes
+from models.drafts.base import PackedSamples, supervised_positions
+from models.run import Run, epoch_order
+from models.targets.model import HiddenStates
+from models.training.control import Control
+
+POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch of an optimizer step on this rank."""
+
+    step: int
+    index: int
+    last_of_step: bool
+    samples: PackedSamples | None
+    """None: nothing to train here; the rank joins with weight 0."""
+    total: int
+    """Supervised positions of the whole step, over all ranks and micro-batches."""
+    step_tokens: int
+    """Tokens of the whole step."""
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The same with its tensors on `device`."""
+        if self.samples is None or device.type == "cpu":
+            return self
+        moved = {n: getattr(self.samples, n).to(device) for n in ("tokens", "loss_mask", "aux", "last")}
+        return replace(self, samples=replace(self.samples, **moved))
+
+
+class StalledError(RuntimeError):
+    """No sample came for too long."""
+
+
+class StepStream:
+    """Iterates over this rank's micro-batches, step after step, until the last epoch or `max_steps` ends."""
+
+    def __init__(self, run: Run, control: Control, ledger: Ledger, resume: Resume, first_step: int):
+        self.run, self.control, self.ledger = run, control, ledger
+        self.incarnation, self.epoch = resume.incarnation, resume.epoch
+        self.settings = run.config.training
+        self.samples = run.open_samples()
+        self.transport = run.open_transport()
+        self.layout = run.layout
+        self.step = first_step
+        self.training_step = first_step
+        """The step that the optimizer works on while later ones are planned."""
+        self.waited_s = 0.0
+        self._opened: set[int] = set()
+        self._stop = threading.Event()
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        # One worker: steps are planned and fetched in order, and a future carries its error to the training thread.
+        with ThreadPoolExecutor(1, "stream") as worker:
+            ahead = deque(worker.submit(self._next_step) for _ in range(self.settings.prefetch_steps + 1))
+            try:
+                while (batches := self._wait_for(ahead.popleft())) is not None:
+                    ahead.append(worker.submit(self._next_step))
+                    self.training_step = batches[0].step
+                    yield from batches
+            finally:
+                self._stop.set()
+                worker.shutdown(cancel_futures=True)
+
+    def _wait_for(self, future: Future[list[MicroBatch] | None]) -> list[MicroBatch] | None:
+        started = time.monotonic()
+        # The worker gives up after stall_s and says why; this bound is for a worker that hangs.
+        batches = future.result(timeout=2 * self.settings.stall_s)
+        self.waited_s += time.monotonic() - started
+        return batches
+
+    def _next_step(self) -> list[MicroBatch] | None:
+        plan = self.control.decide(self._plan() if self.control.rank == 0 else None, StepPlan)
+        if plan is None:
+            return None
+        self.step = plan.step + 1
+        return self._fetch(plan)
+
+    def _plan(self) -> StepPlan | None:
+        """The next step's plan, opening epochs as they come; None at the end of the run."""
+        settings, deadline = self.settings, time.monotonic() + self.settings.stall_s
+        if settings.max_steps is not None and self.step > settings.max_steps:
+            return None
+        while not self._stop.is_set() and self.epoch < settings.epochs:
+            self._open_epoch()
+            answer = self.ledger.plan(
+                self.incarnation,
+                self.epoch,
+                self.step,
+                ranks=self.control.world,
+                micro_batches=settings.micro_batches,
+                samples_per_step=settings.samples_per_step,
+                current_step=self.training_step,
+            )
+            if isinstance(answer, StepPlan):
+                return answer
+            if isinstance(answer, EndOfEpoch):
+                self.epoch += 1
+            elif time.monotonic() > deadline:
+                raise StalledError(_explain_stall(answer, settings.stall_s))
+            else:
+                time.sleep(POLL_S)
+        return None
+
+    def _open_epoch(self) -> None:
+        if self.epoch in self._opened:
+            return
+        lengths = self.samples.lengths.tolist()
+        order = epoch_order(self.run.config.seed, self.epoch, len(lengths))
+        slots = [SampleSlot(ordinal=o, sample=s, tokens=lengths[s]) for o, s in enumerate(order)]
+        self.ledger.open_epoch(self.incarnation, self.epoch, slots)
+        self._opened.add(self.epoch)
+
+    def _fetch(self, plan: StepPlan) -> list[MicroBatch]:
+        total = sum(self._supervised(planned.sample) for planned in plan.samples)
+        step_tokens = sum(planned.tokens for planned in plan.samples)
+        return [
+            MicroBatch(
+                step=plan.step,
+                index=index,
+                last_of_step=index == plan.micro_batches - 1,
+                samples=self._fetch_micro_batch(plan, index),
+                total=max(total, 1),
+                step_tokens=step_tokens,
+            )
+            for index in range(plan.micro_batches)
+        ]
+
+    def _supervised(self, sample: int) -> int:
+        mask = self.samples[sample].loss_mask
+        return len(supervised_positions(mask, (len(mask),)))
+
+    def _fetch_micro_batch(self, plan: StepPlan, index: int) -> PackedSamples | None:
+        """Copy this rank's samples out of the transport into one packed batch, and free their bytes."""
+        planned = plan.of(self.control.rank, index)
+        if not planned:
+            return None
+        lengths = tuple(p.tokens for p in planned)
+        hidden = self.layout.empty(sum(lengths))
+        start = 0
+        for p in planned:
+            part = HiddenStates(hidden.aux[start : start + p.tokens], hidden.last[start : start + p.tokens])
+            self.transport.get(p.object, {"aux": as_bytes(part.aux), "last": as_bytes(part.last)})
+            self.transport.delete(p.object.key)
+            start += p.tokens
+        self.ledger.release(self.incarnation, plan.epoch, *(p.ordinal for p in planned))
+        texts = [self.samples[p.sample] for p in planned]
+        return PackedSamples(
+            tokens=torch.cat([t.tokens for t in texts]),
+            loss_mask=torch.cat([t.loss_mask for t in texts]),
+            aux=hidden.aux,
+            last=hidden.last,
+            lengths=lengths,
+        )
+
+
+def _explain_stall(wait: Wait, seconds: float) -> str:
+    missing = "" if wait.first_missing is None else f"; the first one missing is ordinal {wait.first_missing}"
+    return (
+        f"no progress for {seconds:g} s: step {wait.step} needs {wait.needed} samples and has {wait.ready}{missing}. "
+        "The generators are the slow side: see logs/generator-*.log in the run folder"
+    )

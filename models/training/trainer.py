@@ -1,0 +1,231 @@
+"""The trainer: torchrun ranks that read hidden states and step the draft.
+
+`python -m torch.distributed.run ... -m models.training.trainer RUN`, one process per rank. Rank 0 resumes the run in
+the ledger, plans every step, writes checkpoints and commits them.
+"""
+
+import argparse
+import logging
+import math
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from infra.exit import run_main
+from infra.files import write_atomically
+from infra.ledger.answers import Resume
+from infra.ledger.ledger import Ledger
+from infra.records import TrainingResult
+from models.drafts.base import Draft, TargetProjection
+from models.drafts.registry import build_draft
+from models.drafts.vocabulary import DraftVocabulary
+from models.run import DTYPES, Run
+from models.targets.weights import TargetHead, read_target_head
+from models.training import checkpoint as checkpoints
+from models.training.control import Control
+from models.training.lightning_module import DraftModule
+from models.training.progress import Progress
+from models.training.stream import MicroBatch, StepStream
+
+
+class StepEnd(Callback):
+    """After each optimizer step: average the weights, report, and write a checkpoint when one is due."""
+
+    def __init__(self, trainer: "DraftTrainer"):
+        self.owner = trainer
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: MicroBatch, batch_idx: int
+    ) -> None:
+        self.owner.micro_batch_done(batch)
+
+
+class DraftTrainer:
+    """One rank's training of one run."""
+
+    def __init__(self, run: Run, control: Control):
+        self.run, self.control, self.settings = run, control, run.config.training
+        self.ledger: Ledger = run.open_ledger()
+        self.resume = self._resume()
+        self.step = self.committed = self.resume.checkpoint.step if self.resume.checkpoint else 0
+        self.total_steps = self._total_steps()
+        head = read_target_head(Path(run.target.path), torch.float32)
+        draft = self._build(head)
+        resumed = self._restore(draft)
+        projection = self._projection(head, draft)
+        self.module = DraftModule(draft, projection, self.settings, self.total_steps, control.world, resumed)
+        if resumed is not None:
+            averaged = checkpoints.read_tensors(self._checkpoint_path(), checkpoints.AVERAGED)
+            self.module.averaged = {name: averaged[name] for name in self.module.averaged}
+        self.stream = StepStream(run, control, self.ledger, self.resume, self.step + 1)
+        self.progress = Progress(run.folder, self.ledger, control, self.stream, self.total_steps)
+        if resumed is not None:
+            self.progress.restore(resumed.counters)
+
+    def fit(self) -> TrainingResult:
+        """Train to the end of the last epoch, or `max_steps`; the final checkpoint is committed."""
+        trainer = lightning.Trainer(
+            accelerator="gpu" if torch.cuda.is_available() else "cpu",
+            devices=self.control.world,
+            strategy="ddp" if self.control.world > 1 else "auto",
+            max_epochs=1,  # a stream of unknown length never ends without it
+            accumulate_grad_batches=self.settings.micro_batches,
+            gradient_clip_val=self.settings.clip_norm,
+            precision="bf16-mixed" if self.settings.precision == "bfloat16" else "32-true",
+            callbacks=[StepEnd(self)],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+        )
+        trainer.fit(self.module, train_dataloaders=self.stream)
+        if self.step == 0:
+            raise ValueError("there was nothing to train: every sample is quarantined; see logs/generator-*.log")
+        self._report()
+        self._commit()
+        self.control.wait_for_all()
+        return self._finish()
+
+    def micro_batch_done(self, batch: MicroBatch) -> None:
+        self.progress.add(self.module.outcome)
+        if not batch.last_of_step:
+            return
+        self.step = batch.step
+        self.module.average(self.step)
+        self.progress.step_done(batch.step_tokens)
+        if self.step % self.settings.log_steps == 0:
+            self._report()
+        if self.step % self.settings.checkpoint_steps == 0:
+            self._commit()
+
+    def _report(self) -> None:
+        rate = self.module.trainer.optimizers[0].param_groups[0]["lr"]
+        self.progress.report(self.step, rate, self.module.draft.positions)
+
+    def _resume(self) -> Resume:
+        """Rank 0 takes the run over; every rank learns what it goes on from."""
+        folder, transport = self.run.folder, self.run.open_transport()
+        resume = None
+        if self.control.rank == 0:
+            resume = self.ledger.resume(lambda record: checkpoints.is_whole(folder, record), transport.verify)
+            for record in resume.dropped:
+                print(f"checkpoint of step {record.step} ({record.path}) does not verify and is dropped", flush=True)
+            checkpoints.remove_uncommitted(folder, self.ledger)
+            checkpoints.rewind_metrics(folder, resume.checkpoint.step if resume.checkpoint else 0)
+        resume = self.control.decide(resume, Resume)
+        assert resume is not None
+        return resume
+
+    def _total_steps(self) -> int:
+        per_epoch = math.ceil(self.run.samples.train_samples / self.settings.samples_per_step)
+        return min(per_epoch * self.settings.epochs, self.settings.max_steps or per_epoch * self.settings.epochs)
+
+    def _build(self, head: TargetHead) -> Draft:
+        torch.manual_seed(self.run.config.seed)
+        samples = self.run.open_samples()
+        supervised = samples.tokens[samples.loss_mask.bool()].long()
+        counts = torch.bincount(supervised, minlength=len(head.embedding))
+        config = self.run.config.draft
+        vocabulary = DraftVocabulary.by_frequency(counts, config.vocab_size)
+        draft = build_draft(config, head.embedding, vocabulary, self.run.config.target.aux_layer_ids)
+        draft.start_from(head.head)
+        return draft
+
+    def _restore(self, draft: Draft) -> checkpoints.TrainerState | None:
+        if self.resume.checkpoint is None:
+            return None
+        path = self._checkpoint_path()
+        tensors = checkpoints.read_tensors(path, checkpoints.WEIGHTS)
+        if not torch.equal(tensors.pop(checkpoints.VOCABULARY), draft.vocabulary.target_ids):
+            raise ValueError(f"{path} has another draft vocabulary than the samples now give: start a new run")
+        draft.load_state_dict(tensors)
+        return checkpoints.read_state(path)
+
+    def _checkpoint_path(self) -> Path:
+        assert self.resume.checkpoint is not None
+        return self.run.folder.path / self.resume.checkpoint.path
+
+    def _projection(self, head: TargetHead, draft: Draft) -> TargetProjection:
+        device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+        weight = head.head.to(device, DTYPES[self.settings.precision])
+        return TargetProjection(
+            rows=weight[draft.vocabulary.target_ids.to(device)],
+            full=weight if self.settings.out_of_vocabulary == "argmax" else None,
+            logit_scale=head.logit_scale,
+            soft_cap=head.soft_cap,
+        )
+
+    def _commit(self) -> None:
+        """Write the checkpoint of the present step and commit it; every rank holds the same weights."""
+        if self.step == self.committed:
+            return
+        self.committed = self.step
+        if self.control.rank:
+            return
+        module, run = self.module, self.run
+        weights = module.draft.state_dict() | {checkpoints.VOCABULARY: module.draft.vocabulary.target_ids}
+        record = checkpoints.write_checkpoint(
+            run.folder,
+            self.ledger,
+            incarnation=self.resume.incarnation,
+            step=self.step,
+            tensors={checkpoints.WEIGHTS: weights, checkpoints.AVERAGED: weights | module.averaged},
+            state=module.state(self.progress.counters()),
+            description=checkpoints.DraftDescription(
+                config=run.config.draft.model_dump(),
+                aux_layer_ids=run.config.target.aux_layer_ids,
+                target_path=run.target.path,
+                target_revision=run.target.revision,
+                target_vocab_size=module.draft.vocabulary.target_size,
+            ),
+        )
+        self.ledger.commit(self.resume.incarnation, record)
+        checkpoints.remove_older(run.folder, self.settings.keep_checkpoints)
+
+    def _finish(self) -> TrainingResult:
+        progress = self.progress
+        result = TrainingResult(
+            steps=self.step,
+            tokens=progress.tokens,
+            wall_s=progress.trained_s,
+            data_wait_s=progress.waited_s,
+            step_s=progress.trained_s,
+            checkpoint=f"checkpoints/step-{self.step:06d}",
+            final_loss=progress.loss,
+            acceptance_by_position=tuple(progress.acceptance),
+            vocabulary_coverage=progress.covered / max(1, progress.supervised),
+        )
+        if self.control.rank == 0:
+            write_atomically(self.run.folder.training, result)
+            self.ledger.finish(self.resume.incarnation)
+        return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path)
+    arguments = parser.parse_args()
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module="lightning")
+    run = Run.open(arguments.run)
+    if run.config.training.threads:
+        torch.set_num_threads(run.config.training.threads)
+    control = Control()
+    started = time.monotonic()
+    trainer = DraftTrainer(run, control)
+    if control.rank == 0:
+        print(f"trainer ready after {time.monotonic() - started:.1f} s: {trainer.total_steps} steps", flush=True)
+    result = trainer.fit()
+    if control.rank == 0:
+        print(f"trained {result.steps} steps on {result.tokens} tokens in {result.wall_s:.0f} s", flush=True)
+    control.close()
+
+
+if __name__ == "__main__":
+    run_main(main)
