@@ -1,7 +1,7 @@
 """How long the trainer waits for data when hidden states come at twice its own rate.
 
-A publisher process leases samples and writes ready-made buffers (no target runs). The first pass publishes as fast as it
-can and tells the trainer's own rate; the second is held to twice that. Both rates and the share of the step spent
+A publisher process leases samples and writes ready-made buffers (no target runs). The first pass publishes as fast
+as it can and tells the trainer's own rate; the second is held to twice that. Both rates and the share of the step spent
 waiting, start-up excluded, go to benchmarks/results/data_wait.json.
 
     python benchmarks/data_wait.py [--recipe recipes/quickstart.yaml] [--samples 120]

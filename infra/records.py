@@ -51,6 +51,10 @@ class SamplesRecord(Record):
     truncated: int
     unusable: int
     """Conversations left out because nothing in them is supervised."""
+    split: int = 0
+    """Documents cut into several samples."""
+    duplicates: int = 0
+    """Documents or samples that occurred before, or on the held-out side, and were left out."""
 
 
 class BufferRecord(Record):
@@ -198,3 +202,102 @@ class RegisteredDraft(Record):
     aliases: tuple[str, ...]
     acceptance_length: float | None = None
     tags: Mapping[str, str] = {}
+
+
+class Acceptance(Record):
+    """Acceptance of one source of proposals over one set of conversations: ratios of sums over complete steps."""
+
+    conversations: int
+    length: Mapping[int, float]
+    """By lookahead: tokens emitted after the prefill token / verification steps."""
+    steps: Mapping[int, int]
+    """By lookahead."""
+    by_position: tuple[float | None, ...]
+    """At the largest lookahead: share of steps accepting token i, given 1..i-1; None: never offered."""
+
+
+class Conditions(Record):
+    """What an acceptance number depends on; numbers with different conditions are not compared."""
+
+    target: str
+    target_revision: str
+    draft: str
+    draft_revision: str
+    """SHA-256 of the draft's weights."""
+    dataset_hash: str
+    template_hash: str
+    thinking: bool
+    temperature: float
+    """Of the main figures; the sampled ones name their own."""
+    sampled_temperature: float
+    prompts: int
+    prompt_tokens: int
+    max_new_tokens: int
+    lookahead: int
+    topk: int
+    concurrency: int
+    engine: str
+    versions: Mapping[str, str]
+    dtype: str
+    hardware: str
+    threads: int
+
+
+class DivergenceRecord(Record):
+    """One place where speculative text leaves the target's own; `gap` None where only one text ends."""
+
+    position: int
+    token: int | None
+    gap: float | None
+    delta: float
+    tie: bool
+
+
+class LosslessRecord(Record):
+    """Speculative text against the target's own."""
+
+    tokens: int
+    mismatches: int
+    ties: int
+    divergences: tuple[DivergenceRecord, ...]
+
+
+class SpeedRecord(Record):
+    """Decoding speed at batch 1 after the prefill, plain and speculative, on the same prompts in the same run."""
+
+    tokens: int
+    acceptance_length: float
+    plain_tokens_per_s: float
+    speculative_tokens_per_s: float | None
+    """None where the figure is impossible and therefore not published."""
+    speedup: float | None
+    flagged: bool
+    note: str
+
+
+class BenchmarkResult(Record):
+    """`benchmark.json`: what a draft is worth on the held-out prompts."""
+
+    conditions: Conditions
+    target_distinct_token_share: float
+    """Mean over greedy continuations of distinct tokens / tokens."""
+    sampled_distinct_token_share: float
+    simulated: Acceptance
+    reference: Acceptance
+    """Real decoding of the first conversations, at one lookahead."""
+    gap: float
+    """Relative difference of simulated and reference acceptance length on the reference conversations."""
+    counts_identical: bool
+    """Simulated and reference counts agree step by step (conversations with a tie or mismatch left out)."""
+    counts_compared: int
+    """Conversations of that comparison."""
+    sampled: Acceptance
+    prompt_lookup: Acceptance
+    prompt_lookup_sampled: Acceptance
+    champion: Acceptance | None
+    beats_prompt_lookup: bool
+    lossless: LosslessRecord
+    speed: SpeedRecord
+    gate: GateDecision
+    summary: str
+    wall_s: float

@@ -1,6 +1,9 @@
 """Fixtures for all tests: the tiny target, trained once and kept in the cache, and runs prepared on it."""
 
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,7 +14,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from infra.files import write_atomically
 from infra.records import TargetRecord
 from infra.run_folder import RunFolder
-from infra.transport.choice import run_memory_folder
 from models.config import load_recipe
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -29,23 +31,57 @@ def tiny_target() -> TargetRecord:
 
 
 @pytest.fixture
-def make_run(tmp_path: Path, tiny_target: TargetRecord) -> Iterator[MakeRun]:
+def make_run(tmp_path: Path, tiny_target: TargetRecord, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRun]:
     """Makes run folders of the tiny recipe: `make_run("name", "training.max_steps=3", ...)`."""
-    import shutil
-
     from models.data.prepare import prepare_samples
 
-    made: list[RunFolder] = []
+    # Not /dev/shm itself: nobody owns these runs, so a run that starts meanwhile would sweep them.
+    memory = Path("/dev/shm") / f"tests-of-draftsmith-{os.getpid()}"
+    memory.mkdir(exist_ok=True)
+    monkeypatch.setenv("DRAFTSMITH_SHM", str(memory))
 
     def make(name: str, *overrides: str) -> RunFolder:
         config = load_recipe(TINY, list(overrides))
-        folder = RunFolder(tmp_path / f"{name}-{os.getpid()}")
+        folder = RunFolder(tmp_path / name)
         write_atomically(folder.config, config)
         write_atomically(folder.target, tiny_target)
         write_atomically(folder.samples, prepare_samples(config.data, tiny_target, config.target.add_bos))
-        made.append(folder)
         return folder
 
     yield make
-    for folder in made:
-        shutil.rmtree(run_memory_folder(folder), ignore_errors=True)
+    shutil.rmtree(memory)
+
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a module of the data plane on a run: `start("models.capture.generator", folder)`; none outlives the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def launch(module: str, folder: RunFolder, ranks: int | None = None) -> subprocess.Popen[str]:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+        command = [sys.executable, *torchrun, "-m", module, str(folder.path)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        started.append(process)
+        return process
+
+    yield launch
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.communicate(timeout=30)
+
+
+@pytest.fixture
+def run_to_the_end(start: Start) -> Callable[[RunFolder], None]:
+    """Runs a generator and a one-rank trainer on a prepared run until both have ended well."""
+
+    def run(folder: RunFolder) -> None:
+        processes = [start("models.capture.generator", folder), start("models.training.trainer", folder, ranks=1)]
+        for process in reversed(processes):
+            output, _ = process.communicate(timeout=280)
+            assert process.returncode == 0, output
+
+    return run

@@ -18,7 +18,8 @@ class TargetConfig(BaseModel):
     name: str = Field(description="Hub id, folder, or package name.")
     revision: str | None = Field(default=None, description="Hub revision; a commit hash is best.")
     aux_layer_ids: tuple[int, ...] = Field(
-        description="Target layers whose outputs feed the draft, ascending; layer l is Hugging Face hidden_states[l+1].",
+        description="Target layers whose outputs feed the draft, ascending; layer l is Hugging Face "
+        "hidden_states[l+1].",
         min_length=1,
     )
     add_bos: bool = Field(

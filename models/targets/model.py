@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from models.targets.weights import logit_shape
+
 
 @dataclass(frozen=True)
 class HiddenStates:
@@ -27,9 +29,7 @@ class TargetModel:
         head = model.get_output_embeddings()
         assert isinstance(head, nn.Module)
         self.head_weight: Tensor = head.weight  # type: ignore[assignment]
-        text_config = model.config.get_text_config()
-        self.soft_cap: float | None = getattr(text_config, "final_logit_softcapping", None)
-        self.logit_scale: float = getattr(text_config, "logit_scale", None) or 1.0
+        self.logit_scale, self.soft_cap = logit_shape(model.config)
         self.aux_layer_ids = tuple(aux_layer_ids)
         self._captured: dict[int, Tensor] = {}
         layers = self.body.layers

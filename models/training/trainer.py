@@ -131,6 +131,11 @@ class DraftTrainer:
         samples = self.run.open_samples()
         supervised = samples.tokens[samples.loss_mask.bool()].long()
         counts = torch.bincount(supervised, minlength=len(head.embedding))
+        if len(counts) > len(head.embedding):
+            raise ValueError(
+                f"the samples hold token {len(counts) - 1}, the target knows {len(head.embedding)}: they were made for "
+                "another tokenizer; prepare them again"
+            )
         config = self.run.config.draft
         vocabulary = DraftVocabulary.by_frequency(counts, config.vocab_size)
         draft = build_draft(config, head.embedding, vocabulary, self.run.config.target.aux_layer_ids)

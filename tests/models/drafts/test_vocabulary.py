@@ -26,5 +26,5 @@ def test_refuses_maps_that_are_not_a_vocabulary(ids):
 
 
 def test_refuses_more_tokens_than_the_target_has():
-    with pytest.raises(ValueError, match="draft.vocab_size 5"):
+    with pytest.raises(ValueError, match=r"draft\.vocab_size 5"):
         DraftVocabulary.by_frequency(torch.ones(4), 5)

@@ -1,16 +1,16 @@
 """Streamed training: equal to training in memory, exactly once, and resumed without a trace. Real processes."""
 
 import json
+import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from infra.files import sha256_file
 from infra.records import Progress, TrainingResult
 from models.drafts.base import PackedSamples, TargetProjection
 from models.drafts.registry import build_draft
@@ -21,24 +21,6 @@ from models.targets.weights import read_target_head
 from models.training.lightning_module import DraftModule
 
 SMALL = ["data.max_samples=36", "data.max_tokens=64", "training.samples_per_step=4", "training.log_steps=1"]
-
-
-def generator(folder, index: int = 0) -> subprocess.Popen:
-    command = [sys.executable, "-m", "models.capture.generator", str(folder.path), "--index", str(index)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def trainer(folder, ranks: int = 1) -> subprocess.Popen:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [*launch, "-m", "models.training.trainer", str(folder.path)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def run_to_the_end(folder) -> None:
-    processes = [generator(folder), trainer(folder)]
-    for process in processes:
-        output, _ = process.communicate(timeout=240)
-        assert process.returncode == 0, output
 
 
 def losses(folder) -> list[float]:
@@ -67,7 +49,8 @@ def train_in_memory(run: Run) -> list[float]:
     order = epoch_order(run.config.seed, 0, len(samples))
     steps = [order[i : i + settings.samples_per_step] for i in range(0, len(order), settings.samples_per_step)]
     module = DraftModule(draft, projection, settings, total_steps=len(steps))
-    optimizer, scheduler = (lambda c: (c["optimizer"], c["lr_scheduler"]["scheduler"]))(module.configure_optimizers())
+    configured = module.configure_optimizers()
+    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
     collected = []
     for step in steps:
         chosen = [samples[index] for index in step]
@@ -90,12 +73,7 @@ def train_in_memory(run: Run) -> list[float]:
     return collected
 
 
-@pytest.fixture(scope="module")
-def baseline(request):
-    return {}
-
-
-def test_streaming_equals_memory(make_run):
+def test_streaming_equals_memory(make_run, run_to_the_end):
     folder = make_run("stream", *SMALL)
     run_to_the_end(folder)
     run = Run.open(folder.path)
@@ -108,11 +86,14 @@ def test_streaming_equals_memory(make_run):
     assert losses(folder) == pytest.approx(train_in_memory(run), rel=1e-6)
 
 
-def test_a_killed_and_resumed_run_equals_an_undisturbed_one(make_run):
+def test_a_killed_and_resumed_run_equals_an_undisturbed_one(make_run, run_to_the_end, start):
     undisturbed = make_run("whole", *SMALL)
     run_to_the_end(undisturbed)
     folder = make_run("killed", *SMALL, "training.checkpoint_steps=3")
-    first_generator, first = generator(folder), trainer(folder)
+    first_generator, first = (
+        start("models.capture.generator", folder),
+        start("models.training.trainer", folder, ranks=1),
+    )
     checkpoint = folder.checkpoints / "step-000003"
     deadline = time.monotonic() + 120
     while not checkpoint.exists() and time.monotonic() < deadline:
@@ -138,32 +119,51 @@ def kill_tree(pid: int) -> None:
         one.send_signal(signal.SIGKILL)
 
 
-def test_a_bad_sample_is_quarantined_and_the_rest_is_trained(make_run):
+def test_a_bad_sample_is_quarantined_and_the_rest_is_trained(make_run, run_to_the_end):
     folder = make_run("bad", *SMALL)
     run = Run.open(folder.path)
-    config = run.config.model_dump()
-    # A tokenizer of another vocabulary: one sample holds a token that the target does not know.
-    samples = load_file(Path(run.samples.path) / "train.safetensors")
-    assert config["ledger"]["max_attempts"] == 3
-    damaged = folder.path / "samples"
-    write_damaged(Path(run.samples.path), damaged, samples)
+    assert run.config.ledger.max_attempts == 3
+    poisoned = poison_target(Path(run.target.path), folder.path / "target")
+    folder.target.write_text(run.target.model_copy(update={"path": str(poisoned)}).model_dump_json())
+    damaged = poison_sample(Path(run.samples.path), folder.path / "samples", 7)
     folder.samples.write_text(run.samples.model_copy(update={"path": str(damaged)}).model_dump_json())
     run_to_the_end(folder)
     ledger = Run.open(folder.path).open_ledger()
     assert ledger.progress() == Progress(consumed=35, quarantined=1, attempts=3)
     (bad,) = ledger.quarantined()
     assert bad.sample == 7
-    assert "IndexError" in bad.error
+    assert "not finite" in bad.error
 
 
-def write_damaged(source: Path, folder: Path, samples: dict[str, torch.Tensor]) -> None:
-    from safetensors.torch import save_file
+def test_samples_of_another_tokenizer_are_refused(make_run, start):
+    folder = make_run("other", *SMALL)
+    run = Run.open(folder.path)
+    damaged = poison_sample(Path(run.samples.path), folder.path / "samples", 7, token=5000)
+    folder.samples.write_text(run.samples.model_copy(update={"path": str(damaged)}).model_dump_json())
+    output, _ = start("models.training.trainer", folder, ranks=1).communicate(timeout=120)
+    assert "error: the samples hold token 5000, the target knows 1024" in output
 
-    from infra.files import sha256_file
 
-    samples["tokens"][int(samples["offsets"][7]) + 3] = 5000
-    folder.mkdir()
+POISON = 1  # end of text, which no sample holds
+
+
+def poison_target(source: Path, folder: Path) -> Path:
+    """A copy of the target whose embedding of one token is not a number."""
+    shutil.copytree(source, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][POISON] = float("nan")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def poison_sample(source: Path, folder: Path, index: int, token: int = POISON) -> Path:
+    """A copy of the sample set with one token of one sample changed."""
+    shutil.copytree(source, folder)
+    samples = load_file(folder / "train.safetensors")
+    samples["tokens"][int(samples["offsets"][index]) + 3] = token
     save_file(samples, folder / "train.safetensors")
-    manifest = json.loads((source / "samples.json").read_text())
-    manifest["train_sha256"] = sha256_file(folder / "train.safetensors")
-    (folder / "samples.json").write_text(json.dumps(manifest))
+    manifest = json.loads((folder / "samples.json").read_text())
+    (folder / "samples.json").write_text(
+        json.dumps(manifest | {"train_sha256": sha256_file(folder / "train.safetensors")})
+    )
+    return folder

@@ -1,0 +1,162 @@
+"""The command `draftsmith`. Heavy libraries are imported inside the commands that need them: help comes at once."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from infra.exit import run_main
+
+app = typer.Typer(
+    help="Keeps the draft model of a served LLM sharp.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+drafts = typer.Typer(help="Registered drafts: which there are, and which one serves.", no_args_is_help=True)
+app.add_typer(drafts, name="drafts")
+
+Name = Annotated[str | None, typer.Option("--name", help="Registered model; may be left out where there is one.")]
+PREFECT = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+    "PREFECT_SERVER_LOGGING_LEVEL": "ERROR",
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",  # 20 s is too short for a busy laptop's first start
+}
+
+
+@app.command()
+def retrain(
+    recipe: Annotated[Path | None, typer.Argument(help="A YAML file of recipes/.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[section.field=value]...")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Check the recipe, print it in full, and stop.")] = False,
+    resume: Annotated[str | None, typer.Option("--resume", metavar="RUN", help="Go on with this run.")] = None,
+) -> None:
+    """Train, prove, register and (if it earned that) promote a draft."""
+    from models.config import RunConfig, load_recipe
+
+    if resume is not None:
+        if overrides:
+            raise ValueError("a run is resumed with its own configuration: leave the overrides out, or start a new run")
+        folder = _run_folder(resume)
+        config = RunConfig.model_validate_json((folder / "config.json").read_text())
+        if recipe is not None and load_recipe(recipe).name != config.name:
+            raise ValueError(f"{folder} is a run of the recipe {config.name}, not of {recipe}: leave the recipe out")
+    elif recipe is None:
+        raise ValueError("which recipe? For instance: draftsmith retrain recipes/quickstart.yaml")
+    else:
+        folder, config = None, load_recipe(recipe, overrides)
+    if plan:
+        _print_plan(config)
+        return
+    for name, value in PREFECT.items():
+        os.environ.setdefault(name, value)
+    from flows.retrain_draft import retrain as flow
+
+    print(flow(config, str(folder) if folder else None))
+
+
+def _run_folder(run: str) -> Path:
+    from infra.settings import runs_folder
+
+    for folder in (Path(run).absolute(), runs_folder() / run):
+        if (folder / "config.json").is_file():
+            return folder
+    raise ValueError(f"no run {run}: neither a run folder's path nor a name below {runs_folder()}")
+
+
+def _print_plan(config: object) -> None:
+    import yaml
+    from pydantic import BaseModel
+
+    assert isinstance(config, BaseModel)
+    print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=110), end="")
+
+
+@app.command()
+def bench(
+    target: Annotated[str, typer.Option(help="Folder or Hub id of the target.")],
+    draft: Annotated[Path, typer.Option(help="Folder of an exported draft.")],
+    prompts: Annotated[Path, typer.Option(help="JSONL of conversations, or text.")],
+    lookahead: Annotated[str, typer.Option(help="Numbers of proposed tokens, for instance 3,5.")] = "4",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest continuation.")] = 64,
+    json: Annotated[Path | None, typer.Option(help="Write the result here too.")] = None,
+) -> None:
+    """Measure a draft's acceptance on prompts of your own."""
+    options = {"--target": target, "--draft": str(draft), "--prompts": str(prompts), "--lookahead": lookahead}
+    if json:
+        options["--json"] = str(json)
+    command = [sys.executable, "-m", "models.benchmark.standalone", "--max-new-tokens", str(max_new_tokens)]
+    for option, value in options.items():
+        command += [option, value]
+    raise typer.Exit(subprocess.run(command, check=False).returncode)
+
+
+@drafts.command("list")
+def list_versions(name: Name = None) -> None:
+    """Show every version, its acceptance length and its aliases."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from infra.settings import tracking_uri
+    from infra.tracking.registry import list_drafts
+
+    table = Table()
+    for column in ("draft", "version", "alias", "acceptance length", "beats prompt lookup", "replaces", "run"):
+        table.add_column(column, overflow="fold")
+    for draft in list_drafts(tracking_uri(), name):
+        tags = draft.tags
+        length = "" if draft.acceptance_length is None else f"{draft.acceptance_length:.2f}"
+        shown = (length, tags.get("beats_prompt_lookup", ""), tags.get("replaces", ""), tags.get("run", ""))
+        table.add_row(draft.name, str(draft.version), ", ".join(draft.aliases), *shown)
+    Console().print(table if table.row_count else "no drafts yet: `draftsmith retrain recipes/quickstart.yaml`")
+
+
+@drafts.command()
+def promote(version: Annotated[int, typer.Argument(min=1)], name: Name = None) -> None:
+    """Put a version into service, gate or no gate."""
+    from infra.settings import tracking_uri
+    from infra.tracking import registry
+
+    draft = registry.promote(tracking_uri(), _registered(name), version)
+    replaced = draft.tags.get(registry.REPLACES)
+    print(f"{draft.name} version {draft.version} is champion" + (f", replacing version {replaced}" if replaced else ""))
+
+
+@drafts.command()
+def rollback(name: Name = None) -> None:
+    """Put the version back that the champion replaced."""
+    from infra.settings import tracking_uri
+    from infra.tracking import registry
+
+    draft = registry.rollback(tracking_uri(), _registered(name))
+    print(f"{draft.name} version {draft.version} is champion again")
+
+
+def _registered(name: str | None) -> str:
+    """The one registered draft where no name is given."""
+    from infra.settings import tracking_uri
+    from infra.tracking.registry import list_drafts
+
+    names = sorted({draft.name for draft in list_drafts(tracking_uri(), name)})
+    if not names:
+        raise ValueError(
+            f"no draft {name + ' ' if name else ''}is registered: `draftsmith drafts list` shows what there is"
+        )
+    if len(names) > 1:
+        raise ValueError(f"there are several drafts, name one with --name: {', '.join(names)}")
+    return names[0]
+
+
+def main() -> None:
+    """Run the command line: what a person has to mend becomes one message and exit status 2."""
+    from infra.processes import ProcessFailedError
+
+    try:
+        run_main(app)
+    except ProcessFailedError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2 if error.exit_code == 2 else 1) from None

@@ -1,0 +1,42 @@
+"""The retrain flow: from prompts to a promoted draft. Runs in the flow's process; everything heavy is a child of it."""
+
+from prefect import flow
+
+from models.config import RunConfig
+from tasks.benchmark import benchmark_draft
+from tasks.export import export_draft
+from tasks.generators import generating
+from tasks.pools import lease
+from tasks.prepare import prepare_samples, prepare_target
+from tasks.registry import promote_draft, register_draft
+from tasks.report import write_report
+from tasks.run import open_run
+from tasks.tracking import track_samples, track_training, tracked
+from tasks.training import train
+
+
+@flow(name="retrain")
+def retrain(config: RunConfig, run: str | None = None) -> str:
+    """Train a draft on streamed hidden states, prove it, and promote it if it earned that.
+
+    Args:
+        config: the recipe.
+        run: name or folder of a run to go on with; a new one where None.
+
+    Returns the run folder's path.
+    """
+    with open_run(config, run) as opened, tracked(opened) as tracking:
+        target = prepare_target(opened)
+        samples = prepare_samples(opened, target)
+        track_samples(opened, tracking, samples)
+        with lease(opened, "inference") as inference:
+            with lease(opened, "training") as training, generating(opened, inference) as generators:
+                trained = train(opened, training, generators)
+            track_training(opened, tracking)
+            export = export_draft(opened)
+            result = benchmark_draft(opened, inference, target)
+        draft = register_draft(opened, tracking, target, trained, export, result)
+        if result.gate.passed:
+            draft = promote_draft(opened, draft)
+        write_report(opened, target, samples, trained, result, draft)
+    return str(opened.folder.path)

@@ -1,0 +1,55 @@
+"""What the ledger answers, and the errors it raises. Used by the processes that open it."""
+
+from typing import NamedTuple
+
+from infra.records import CheckpointRecord, Record
+
+
+class StaleIncarnation(Exception):
+    """A newer trainer has resumed this run: whoever gets this must stop and write nothing more."""
+
+
+class RepeatedCrash(Exception):
+    """The trainer crashed again and again at the same step; the message names that step's samples."""
+
+
+class Wait(Record):
+    """The next step cannot be planned yet."""
+
+    step: int
+    needed: int
+    """Samples of that step."""
+    ready: int
+    """Those of them that are ready."""
+    first_missing: int | None
+    """Strict order: lowest ordinal of the step that is not ready."""
+
+
+class EndOfEpoch(Record):
+    """Every sample of the epoch is taken, consumed or quarantined."""
+
+    epoch: int
+
+
+class Resume(Record):
+    """Where a trainer goes on."""
+
+    incarnation: int
+    """Named by every write of this trainer."""
+    checkpoint: CheckpointRecord | None
+    """None: start from the beginning."""
+    epoch: int
+    """The epoch to open (idempotent) and to go on with."""
+    dropped: tuple[CheckpointRecord, ...]
+    """Newer checkpoints whose files do not verify; their rows are gone."""
+    evicted: int
+    """Captured or leased samples given up because the samples before them need their bytes first."""
+
+
+class Quarantined(NamedTuple):
+    """A sample that could not be captured."""
+
+    epoch: int
+    ordinal: int
+    sample: int
+    error: str

@@ -1,0 +1,71 @@
+"""The arithmetic of plans, budgets and bitmaps: pure functions, used by the trainer's rank 0 and by the flow."""
+
+import base64
+import heapq
+from collections.abc import Collection, Sequence
+
+
+def balance(tokens: Sequence[int], ranks: int, micro_batches: int) -> list[tuple[int, int]]:
+    """Spread samples over ranks x micro-batches so that all hold about the same number of tokens.
+
+    `tokens[i]` is sample i's length; the answer's entry i is its (rank, micro_batch). Longest first, each to the
+    emptiest place, ties to the earlier micro-batch, then the lower rank (Graham 1969: at most 4/3 of the best maximum).
+    Depends on nothing but its arguments.
+    """
+    assert ranks >= 1
+    assert micro_batches >= 1
+    places = [(0, micro_batch, rank) for micro_batch in range(micro_batches) for rank in range(ranks)]
+    assigned = [(0, 0)] * len(tokens)
+    for index in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
+        load, micro_batch, rank = places[0]
+        assigned[index] = (rank, micro_batch)
+        heapq.heapreplace(places, (load + tokens[index], micro_batch, rank))
+    return assigned
+
+
+def check_budget(
+    *,
+    budget_bytes: int,
+    bytes_per_token: int,
+    longest_sample_tokens: int,
+    samples_per_step: int,
+    ranks: int,
+    prefetch_steps: int,
+    generator_slots: int,
+) -> None:
+    """Refuse a budget that could stall the run; ValueError carries the numbers.
+
+    `generator_slots` is generators x samples per lease. Every rank holds one step and `prefetch_steps` more, so the
+    budget must hold longest sample x (samples of a step, at least one per rank, x (prefetch + 1) + generator slots).
+    That includes what progress needs in either order: that any one step fits whole (infra.ledger.generators).
+    """
+    longest = longest_sample_tokens * bytes_per_token
+    in_flight = max(ranks, samples_per_step) * (prefetch_steps + 1) + generator_slots
+    needed = longest * in_flight
+    if budget_bytes >= needed:
+        return
+    raise ValueError(
+        f"the transport's budget of {_mib(budget_bytes)} is too small: the longest sample has {longest_sample_tokens} "
+        f"tokens x {bytes_per_token} bytes = {_mib(longest)}, and up to {in_flight} samples are in flight "
+        f"({max(ranks, samples_per_step)} per step x {prefetch_steps + 1} steps + {generator_slots} being captured), "
+        f"which is {_mib(needed)}. Set transport.budget_mib={-(-needed // 2**20)} or more, or lower data.max_tokens, "
+        "training.samples_per_step, training.prefetch_steps or capture.lease_samples"
+    )
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
+
+
+def pack_ordinals(ordinals: Collection[int]) -> str:
+    """A manifest's bitmap of consumed ordinals: bit i of the little-endian integer is ordinal i; base64 text."""
+    bits = bytearray(max(ordinals, default=-1) // 8 + 1)
+    for ordinal in ordinals:
+        bits[ordinal // 8] |= 1 << ordinal % 8
+    return base64.b64encode(bits).decode("ascii")
+
+
+def unpack_ordinals(bitmap: str) -> list[int]:
+    """The ordinals of a `pack_ordinals` bitmap, ascending. ValueError when it is not base64."""
+    bits = base64.b64decode(bitmap, validate=True)
+    return [8 * i + bit for i, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1]

@@ -1,0 +1,189 @@
+"""The ledger's tables, its database's clock and its engine. Imported by every process that opens the ledger.
+
+`runs` holds one row per run: its fixed values, the trainer's incarnation, and the row that every write locks.
+`samples` holds one row per (run, epoch, ordinal); `checkpoints` one row per committed checkpoint.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.exc import ArgumentError
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.functions import FunctionElement
+
+BUSY_TIMEOUT_S = 60
+"""How long a process waits for another one's transaction before it gives up."""
+
+PENDING, LEASED, READY = "pending", "leased", "ready"
+TAKEN, CONSUMED, QUARANTINED = "taken", "consumed", "quarantined"
+STATES = (PENDING, LEASED, READY, TAKEN, CONSUMED, QUARANTINED)
+REMAINING = (PENDING, LEASED, READY)
+"""States of the samples that an epoch still has to plan."""
+
+NO_STEP = -1
+"""Below every step: no checkpoint, or a trainer that has not planned yet."""
+
+metadata = sa.MetaData()
+
+runs = sa.Table(
+    "runs",
+    metadata,
+    sa.Column("name", sa.String(200), primary_key=True),
+    sa.Column("budget_bytes", sa.BigInteger, nullable=False),
+    sa.Column("bytes_per_token", sa.BigInteger, nullable=False),
+    sa.Column("lease_seconds", sa.Double, nullable=False),
+    sa.Column("max_attempts", sa.Integer, nullable=False),
+    sa.Column("plan_order", sa.String(10), nullable=False),
+    sa.Column("incarnation", sa.BigInteger, nullable=False, default=0),
+    sa.Column("attempt_floor", sa.BigInteger, nullable=False, default=0),
+    sa.Column("training", sa.Boolean, nullable=False, default=False),
+    sa.Column("finished", sa.Boolean, nullable=False, default=False),
+    sa.Column("current_step", sa.Integer, nullable=False, default=NO_STEP),
+    sa.Column("crash_step", sa.Integer, nullable=False, default=NO_STEP),
+    sa.Column("crashes", sa.Integer, nullable=False, default=0),
+)
+
+samples = sa.Table(
+    "samples",
+    metadata,
+    sa.Column("run", sa.String(200), sa.ForeignKey("runs.name"), primary_key=True),
+    sa.Column("epoch", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("ordinal", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("sample", sa.Integer, nullable=False),
+    sa.Column("tokens", sa.Integer, nullable=False),
+    sa.Column("state", sa.String(12), nullable=False, default=PENDING),
+    sa.Column("attempt", sa.BigInteger, nullable=False, default=0),
+    sa.Column("failures", sa.Integer, nullable=False, default=0),
+    sa.Column("bytes_held", sa.BigInteger, nullable=False, default=0),
+    sa.Column("owner", sa.String(200)),
+    sa.Column("lease_expires", sa.Double),
+    sa.Column("object", sa.Text),
+    sa.Column("error", sa.Text),
+    sa.Column("step", sa.Integer),
+    sa.Column("rank", sa.Integer),
+    sa.Column("micro_batch", sa.Integer),
+    sa.CheckConstraint(f"state IN {STATES}", name="known_state"),
+    sa.CheckConstraint("bytes_held >= 0", name="bytes_not_negative"),
+)
+sa.Index("samples_by_state", samples.c.run, samples.c.state, samples.c.epoch, samples.c.ordinal)
+sa.Index("samples_by_step", samples.c.run, samples.c.step)
+sa.Index(
+    "samples_holding_bytes",
+    samples.c.run,
+    samples.c.epoch,
+    samples.c.ordinal,
+    sqlite_where=sa.text("bytes_held > 0"),
+    postgresql_where=sa.text("bytes_held > 0"),
+)
+HOLDS_BYTES = sa.text("bytes_held > 0")
+"""As literal text, or SQLite does not use the partial index."""
+
+checkpoints = sa.Table(
+    "checkpoints",
+    metadata,
+    sa.Column("run", sa.String(200), sa.ForeignKey("runs.name"), primary_key=True),
+    sa.Column("step", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("path", sa.Text, nullable=False),
+    sa.Column("manifest_hash", sa.String(128), nullable=False),
+    sa.Column("incarnation", sa.BigInteger, nullable=False),
+)
+
+
+class database_now(FunctionElement[float]):
+    """Seconds since 1970 by the database's clock, the only clock that leases know."""
+
+    type = sa.Double()
+    inherit_cache = True
+
+
+@compiles(database_now, "sqlite")
+def _now_sqlite(element: database_now, compiler: Any, **options: Any) -> str:
+    return "((julianday('now') - 2440587.5) * 86400.0)"
+
+
+@compiles(database_now, "postgresql")
+def _now_postgresql(element: database_now, compiler: Any, **options: Any) -> str:
+    return "CAST(extract(epoch FROM clock_timestamp()) AS double precision)"
+
+
+def open_engine(url: str) -> sa.Engine:
+    """Connect to a ledger's database, making its tables where they are missing.
+
+    Raises ValueError for a URL of another database, for a missing folder, and for a SQLite file on a network file
+    system. Connections that carry the execution option `reads=True` take no write lock.
+    """
+    try:
+        address = sa.make_url(url)
+    except ArgumentError as error:
+        raise ValueError(f"ledger.url {url!r} is no database URL: write sqlite:////absolute/path.sqlite") from error
+    if address.get_backend_name() == "postgresql":
+        engine = sa.create_engine(address, pool_pre_ping=True)
+    elif address.get_backend_name() == "sqlite" and address.database not in (None, "", ":memory:"):
+        engine = _sqlite_engine(address, Path(str(address.database)))
+    else:
+        raise ValueError(
+            f"ledger.url {url!r} must name a SQLite file (sqlite:////path) or PostgreSQL (postgresql://...)"
+        )
+    with engine.begin() as connection:
+        lock_schema(connection)
+        metadata.create_all(connection)
+    return engine
+
+
+def lock_schema(connection: sa.Connection) -> None:
+    """Let one process at a time make tables or runs (on SQLite every write transaction already is alone)."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(sa.text("SELECT pg_advisory_xact_lock(710251)"))
+
+
+def _sqlite_engine(address: sa.URL, file: Path) -> sa.Engine:
+    if not file.parent.is_dir():
+        raise ValueError(f"the ledger's folder {file.parent} does not exist: create it, or set ledger.url")
+    refuse_network_file_system(file)
+    engine = sa.create_engine(address, connect_args={"timeout": BUSY_TIMEOUT_S})
+    event.listen(engine, "connect", _set_up_sqlite)
+    event.listen(engine, "begin", _begin_sqlite)
+    return engine
+
+
+def _set_up_sqlite(connection: Any, record: Any) -> None:
+    connection.isolation_level = None  # the driver would start transactions itself, and too late
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute("PRAGMA synchronous=FULL")
+    connection.execute("PRAGMA foreign_keys=ON")
+
+
+def _begin_sqlite(connection: sa.Connection) -> None:
+    reads = connection.get_execution_options().get("reads", False)
+    connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
+
+
+# fmt: off
+NETWORK_FILE_SYSTEMS = frozenset({
+    "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "wekafs",
+    "fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.s3fs", "fuse.rclone", "fuse.gcsfuse", "fuse.juicefs",
+})
+# fmt: on
+
+
+def refuse_network_file_system(file: Path, mounts: Path = Path("/proc/mounts")) -> None:
+    """Raise ValueError when `file` would lie on a network file system; silent where `mounts` does not exist.
+
+    SQLite's write-ahead log needs memory and locks that all processes share, which such file systems do not give.
+    """
+    if not mounts.exists():
+        return
+    folder = file.parent.resolve()
+    found, kind = Path(), ""
+    for line in mounts.read_text().splitlines():
+        _, point, fs_type, *_ = line.split(" ")
+        place = Path(point.encode().decode("unicode_escape"))
+        if folder.is_relative_to(place) and len(place.parts) >= len(found.parts):
+            found, kind = place, fs_type
+    if kind in NETWORK_FILE_SYSTEMS:
+        raise ValueError(
+            f"the SQLite ledger {file} lies on a network file system ({kind} at {found}), where SQLite is not safe: "
+            "put the run folder on a local disk, or set ledger.url to a PostgreSQL database"
+        )

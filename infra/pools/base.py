@@ -1,0 +1,60 @@
+"""The contract of pools: GPUs leased for one role, on which commands are started. Used by the flow's process."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from infra.processes import Owner, Process
+
+
+class PoolBusyError(Exception):
+    """The GPUs exist, but others hold them now."""
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """What is wanted."""
+
+    role: Literal["inference", "training"]
+    gpus: int
+    """0 runs on the CPU."""
+
+
+class Pool(Protocol):
+    """A lease on devices."""
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """UUIDs of the leased GPUs; empty on the CPU."""
+        ...
+
+    def launch(
+        self,
+        role: str,
+        command: Sequence[str],
+        *,
+        threads: int | None = None,
+        processes: int = 1,
+        index: int | None = None,
+    ) -> Process:
+        """Start a command on the pool's devices.
+
+        `processes`: among how many processes the pool is shared; `index`: which of them this one is, or None where the
+        command starts them all itself (torchrun). `threads`: CPU threads per process; default: its share of the cores.
+        """
+        ...
+
+
+class PoolProvider(Protocol):
+    """Whoever has devices to lease."""
+
+    def acquire(self, spec: PoolSpec, owner: Owner) -> Pool:
+        """Lease devices in the owner's name.
+
+        Raises ValueError, with the numbers, for what can never fit, and PoolBusyError for what does not fit now.
+        """
+        ...
+
+    def release(self, owner: str) -> None:
+        """Stop everything the owner started here and give its devices back. Releasing twice is fine."""
+        ...

@@ -1,0 +1,119 @@
+"""Pools on this machine: its cores, and GPUs found by NVML bound by CUDA_VISIBLE_DEVICES. Used by the flow.
+
+One flock per GPU UUID keeps two runs off one GPU, whichever processes they belong to.
+"""
+
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pynvml
+
+from infra.locks import LockHeldError, hold
+from infra.pools.base import PoolBusyError, PoolSpec
+from infra.processes import Owner, Process, start
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """UUIDs of this machine's GPUs; empty where there is no driver."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return tuple(str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def cores() -> int:
+    """CPU cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+@dataclass
+class LocalPool:
+    """GPUs of this machine, or none of them, and its cores."""
+
+    owner: Owner
+    gpus: tuple[str, ...] = ()
+    started: list[Process] = field(default_factory=list)
+
+    def launch(
+        self,
+        role: str,
+        command: Sequence[str],
+        *,
+        threads: int | None = None,
+        processes: int = 1,
+        index: int | None = None,
+    ) -> Process:
+        """Start a command bound to the pool's GPUs (`index`: to its share of them) and to a number of CPU threads."""
+        environment = {
+            "CUDA_VISIBLE_DEVICES": ",".join(self._share(processes, index)),
+            "OMP_NUM_THREADS": str(threads or max(1, cores() // processes)),
+        }
+        process = start(role, command, self.owner, environment)
+        self.started.append(process)
+        return process
+
+    def _share(self, processes: int, index: int | None) -> tuple[str, ...]:
+        if index is None or not self.gpus:
+            return self.gpus
+        return self.gpus[index::processes] or (self.gpus[index % len(self.gpus)],)
+
+
+class LocalPools:
+    """Leases this machine's devices."""
+
+    def __init__(self, gpus: tuple[str, ...] | None = None, locks: Path | None = None) -> None:
+        self._gpus = visible_gpus() if gpus is None else gpus
+        self._locks = locks or Path(tempfile.gettempdir()) / "draftsmith-gpus"
+        self._held: dict[str, ExitStack] = {}
+
+    def acquire(self, spec: PoolSpec, owner: Owner) -> LocalPool:
+        """Lock GPUs nobody else has locked. Raises ValueError or PoolBusyError, as the contract says."""
+        assert owner.name not in self._held, f"{owner.name} already holds a pool"
+        if spec.gpus > len(self._gpus):
+            raise ValueError(
+                f"the {spec.role} pool wants {spec.gpus} GPUs and this machine has {len(self._gpus)}: "
+                f"set {spec.role}_pool.gpus to at most {len(self._gpus)}, or run where there are more"
+            )
+        with ExitStack() as stack:
+            gpus, descriptors = self._lock_gpus(spec, stack)
+            pool = LocalPool(replace(owner, locks=owner.locks + descriptors), gpus)
+            stack.callback(_stop_all, pool.started)
+            self._held[owner.name] = stack.pop_all()
+        return pool
+
+    def _lock_gpus(self, spec: PoolSpec, stack: ExitStack) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        locked: dict[str, int] = {}
+        for gpu in self._gpus:
+            if len(locked) == spec.gpus:
+                break
+            try:
+                locked[gpu] = stack.enter_context(hold(self._locks / f"{gpu}.lock")).descriptor
+            except LockHeldError:
+                continue
+        if len(locked) < spec.gpus:
+            raise PoolBusyError(
+                f"the {spec.role} pool wants {spec.gpus} GPUs; of this machine's {len(self._gpus)}, "
+                f"{len(self._gpus) - len(locked)} are held by other runs now"
+            )
+        return tuple(locked), tuple(locked.values())
+
+    def release(self, owner: str) -> None:
+        """Stop the owner's processes, then unlock its GPUs."""
+        stack = self._held.pop(owner, None)
+        if stack:
+            stack.close()
+
+
+def _stop_all(processes: list[Process]) -> None:
+    with ExitStack() as stack:
+        for process in processes:
+            stack.callback(process.stop)

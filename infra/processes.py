@@ -1,0 +1,141 @@
+"""Starts data-plane commands under a supervisor, follows their logs and stops them. Used by the flow's process."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from infra import supervisor
+
+TAIL_LINES = 20
+POLL_S = 0.2
+STOP_MARGIN_S = 15.0
+
+
+class ProcessFailedError(Exception):
+    """A data-plane process ended with an error; the message quotes the end of its log."""
+
+    def __init__(self, role: str, exit_code: int, tail: list[str], log: Path) -> None:
+        self.role = role
+        self.exit_code = exit_code
+        self.tail = tail
+        self.log = log
+        ending = f"was killed by signal {exit_code - 128}" if exit_code > 128 else f"ended with exit code {exit_code}"
+        quoted = "\n".join(f"  | {line}" for line in tail) or "  | (nothing was printed)"
+        super().__init__(f"the {role} {ending}. The end of {log}:\n{quoted}")
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who starts processes, and what must not outlive it."""
+
+    name: str
+    logs: Path
+    folders: tuple[Path, ...] = ()
+    """Removed by the supervisors if the starter dies."""
+    locks: tuple[int, ...] = ()
+    """Descriptors of held locks: they stay held until the supervisors have finished."""
+
+
+@dataclass
+class Process:
+    """A running command. Whoever started it stops it; if the starter dies, the supervisor does."""
+
+    role: str
+    log: Path
+    grace_s: float
+    _supervisor: subprocess.Popen[bytes]
+    _read: int
+    """Bytes of the log that were already forwarded."""
+    _partial: bytes = field(default=b"")
+
+    @property
+    def pid(self) -> int:
+        """Process id of the supervisor."""
+        return self._supervisor.pid
+
+    def poll(self) -> int | None:
+        """The exit status, 128 + n after signal n, or None while the command runs."""
+        status = self._supervisor.poll()
+        return 128 - status if status is not None and status < 0 else status
+
+    def check(self) -> bool:
+        """Whether the command has ended well; raises ProcessFailedError when it ended otherwise."""
+        status = self.poll()
+        if status:
+            tail = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+            raise ProcessFailedError(self.role, status, tail, self.log)
+        return status == 0
+
+    def new_lines(self) -> list[str]:
+        """Whole lines printed since the last call, as a terminal would show them after carriage returns."""
+        with self.log.open("rb") as file:
+            file.seek(self._read)
+            data = file.read()
+        self._read += len(data)
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
+        return [line.decode(errors="replace") for line in shown if line.strip()]
+
+    def wait(self, timeout_s: float, on_line: Callable[[str], None] | None = None) -> None:
+        """Wait for a good end, handing over printed lines. Raises ProcessFailedError or TimeoutError."""
+        deadline = time.monotonic() + timeout_s
+        ended = False
+        while not ended:
+            ended = self.poll() is not None
+            for line in self.new_lines() if on_line else []:
+                on_line(line)  # pyright: ignore[reportOptionalCall]
+            if not ended and time.monotonic() > deadline:
+                raise TimeoutError(f"the {self.role} did not end within {timeout_s:g} s; its log is {self.log}")
+            if not ended:
+                time.sleep(POLL_S)
+        self.check()
+
+    def stop(self) -> None:
+        """SIGTERM, grace, SIGKILL for the whole group; returns when nothing is left. Idempotent."""
+        if self._supervisor.poll() is None:
+            self._supervisor.terminate()
+        try:
+            self._supervisor.wait(self.grace_s + STOP_MARGIN_S)
+        except subprocess.TimeoutExpired:
+            self._supervisor.kill()
+            self._supervisor.wait(STOP_MARGIN_S)
+        finally:
+            if self._supervisor.stdin:
+                self._supervisor.stdin.close()
+
+
+def start(
+    role: str,
+    command: Sequence[str],
+    owner: Owner,
+    environment: Mapping[str, str] | None = None,
+    grace_s: float = 10.0,
+) -> Process:
+    """Start `command` under a supervisor with its output appended to `<logs>/<role>.log`."""
+    owner.logs.mkdir(parents=True, exist_ok=True)
+    log = owner.logs / f"{role}.log"
+    # By path and isolated: as a module it would import the package, and site, before it could guard anything.
+    guard = [sys.executable, "-I", "-S", str(Path(supervisor.__file__)), "--grace", str(grace_s)]
+    for folder in owner.folders:
+        guard += ["--owns", str(folder)]
+    with log.open("ab") as output:
+        already = output.tell()
+        process = subprocess.Popen(
+            [*guard, "--", *command],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
+            start_new_session=True,
+            pass_fds=owner.locks,
+        )
+    return Process(role, log, grace_s, process, already)
+
+
+def module(name: str, *arguments: str | Path) -> list[str]:
+    """The command line that runs a module of this project with this interpreter."""
+    return [sys.executable, "-m", name, *map(str, arguments)]

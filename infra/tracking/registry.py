@@ -1,0 +1,125 @@
+"""The model registry: versions of a draft, which one serves (`champion`), which one wants to (`challenger`).
+
+Used by the flow's process and the command line. A promoted version remembers in its tag `replaces` whom it followed:
+that is what a rollback reads.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from mlflow import MlflowClient, artifacts
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+
+from infra.records import RegisteredDraft
+from infra.tracking.client import connect
+
+CHAMPION = "champion"
+CHALLENGER = "challenger"
+REPLACES = "replaces"
+RUN = "run"
+MODEL_ID = "model_id"
+ACCEPTANCE = "acceptance_length"
+
+
+def register(uri: str, name: str, model_id: str, run_id: str, tags: Mapping[str, str]) -> RegisteredDraft:
+    """Register a logged model as the next version of `name`, and make it the challenger."""
+    client = connect(uri)
+    if not _exists(client, name):
+        client.create_registered_model(name)
+    version = client.create_model_version(
+        name, f"models:/{model_id}", run_id, tags={**tags, MODEL_ID: model_id}, model_id=model_id
+    )
+    client.set_registered_model_alias(name, CHALLENGER, str(version.version))
+    return _draft(client, name, int(version.version))
+
+
+def promote(uri: str, name: str, version: int) -> RegisteredDraft:
+    """Make a version the champion. Promoting the present champion changes nothing."""
+    client = connect(uri)
+    draft = _draft(client, name, version)
+    present = champion(uri, name)
+    if present and present.version == version:
+        return draft
+    client.set_model_version_tag(name, str(version), REPLACES, str(present.version) if present else "")
+    client.set_registered_model_alias(name, CHAMPION, str(version))
+    if CHALLENGER in draft.aliases:
+        client.delete_registered_model_alias(name, CHALLENGER)
+    return _draft(client, name, version)
+
+
+def rollback(uri: str, name: str) -> RegisteredDraft:
+    """Make the version that the champion replaced champion again. Raises ValueError where there is none."""
+    client = connect(uri)
+    present = champion(uri, name)
+    if present is None:
+        raise ValueError(f"{name} has no champion to roll back: `draftsmith drafts list` shows what there is")
+    before = present.tags.get(REPLACES)
+    if not before:
+        raise ValueError(f"version {present.version} of {name} replaced no other: promote one with `drafts promote`")
+    client.set_registered_model_alias(name, CHAMPION, before)
+    client.delete_model_version_tag(name, str(present.version), REPLACES)
+    return _draft(client, name, int(before))
+
+
+def champion(uri: str, name: str) -> RegisteredDraft | None:
+    """The version in service, if any."""
+    client = connect(uri)
+    if not _exists(client, name):
+        return None
+    aliases = client.get_registered_model(name).aliases
+    return _draft(client, name, int(aliases[CHAMPION])) if CHAMPION in aliases else None
+
+
+def version_of_run(uri: str, name: str, run: str) -> RegisteredDraft | None:
+    """The version that this run registered, if it came that far."""
+    return next((draft for draft in list_drafts(uri, name) if draft.tags.get(RUN) == run), None)
+
+
+def list_drafts(uri: str, name: str | None = None) -> list[RegisteredDraft]:
+    """All versions of all drafts (or of one), newest first."""
+    client = connect(uri)
+    models = client.search_registered_models(filter_string=f"name = '{name}'" if name else None)
+    found: list[RegisteredDraft] = []
+    for model in models:
+        aliases = {alias: int(version) for alias, version in model.aliases.items()}
+        versions = client.search_model_versions(f"name = '{model.name}'", order_by=["version_number DESC"])
+        found += [_record(version, aliases) for version in versions]
+    return found
+
+
+def download(uri: str, draft: RegisteredDraft, folder: Path) -> Path:
+    """Copy a version's export into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    source = f"models:/{draft.model_id}"
+    connect(uri)
+    artifacts.download_artifacts(artifact_uri=source, dst_path=str(folder), tracking_uri=uri, registry_uri=uri)
+    return folder
+
+
+def _exists(client: MlflowClient, name: str) -> bool:
+    return bool(client.search_registered_models(filter_string=f"name = '{name}'"))
+
+
+def _draft(client: MlflowClient, name: str, version: int) -> RegisteredDraft:
+    try:
+        found = client.get_model_version(name, str(version))
+        aliases = client.get_registered_model(name).aliases
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        raise ValueError(f"{name} has no version {version}: `draftsmith drafts list` shows what there is") from error
+    return _record(found, {alias: int(number) for alias, number in aliases.items()})
+
+
+def _record(version: ModelVersion, aliases: Mapping[str, int]) -> RegisteredDraft:
+    tags = dict(version.tags)
+    number = int(version.version)
+    return RegisteredDraft(
+        name=str(version.name),
+        version=number,
+        model_id=tags.get(MODEL_ID, ""),
+        aliases=tuple(sorted(alias for alias, of in aliases.items() if of == number)),
+        acceptance_length=float(tags[ACCEPTANCE]) if ACCEPTANCE in tags else None,
+        tags=tags,
+    )

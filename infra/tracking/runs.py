@@ -1,0 +1,162 @@
+"""What MLflow remembers of one run: configuration, data, metrics over steps, checkpoints, benchmark.
+
+Used by the flow's process. Checkpoints and drafts are logged models without a flavour: safetensors and JSON, no pickle.
+"""
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, Metric, Param, RunTag
+
+from infra.files import write_atomically
+from infra.records import Record, SamplesRecord
+from infra.tracking.client import connect, experiment_id
+
+BATCH = 500
+"""MLflow takes at most 1,000 metrics and 100 parameters in a request."""
+WEIGHTS = ("*.safetensors", "*.json")
+"""Of a checkpoint; the optimizer's state stays in the run folder."""
+
+
+class TrackedRun(Record):
+    """A run of MLflow, as the run folder remembers it."""
+
+    uri: str
+    experiment_id: str
+    run_id: str
+    logged_step: int = 0
+    """Metrics up to this step are in MLflow."""
+
+
+def start_run(
+    record: Path, uri: str, experiment: str, name: str, config: Mapping[str, Any], tags: Mapping[str, str]
+) -> TrackedRun:
+    """Open the run that the file `record` remembers, or a new one with `config` as its parameters."""
+    client = connect(uri)
+    if record.exists():
+        run = TrackedRun.read(record)
+        client.update_run(run.run_id, status="RUNNING")
+        return run
+    experiment_of_run = experiment_id(client, experiment)
+    created = client.create_run(experiment_of_run, run_name=name, tags=dict(tags))
+    run = TrackedRun(uri=uri, experiment_id=experiment_of_run, run_id=created.info.run_id)
+    parameters = [Param(key, str(value)) for key, value in _flat(config)]
+    for start in range(0, len(parameters), 100):
+        client.log_batch(run.run_id, params=parameters[start : start + 100])
+    client.log_dict(run.run_id, dict(config), "config.json")
+    write_atomically(record, run)
+    return run
+
+
+def end_run(run: TrackedRun, status: str) -> None:
+    """Close the run as FINISHED, FAILED or KILLED."""
+    connect(run.uri).set_terminated(run.run_id, status)
+
+
+def log_samples(run: TrackedRun, name: str, samples: SamplesRecord) -> None:
+    """Log the sample set with its hash."""
+    digest = samples.dataset_hash[:36]  # all that MLflow keeps
+    profile = samples.model_dump_json(exclude={"path"})
+    dataset = Dataset(name, digest, "local", json.dumps({"uri": samples.path}), profile=profile)
+    connect(run.uri).log_inputs(run.run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
+
+
+def log_new_metrics(record: Path, metrics: Path) -> None:
+    """Log the steps that `metrics` (one JSON object per line) has gained, and note that in `record`."""
+    run = TrackedRun.read(record)
+    written = metrics.read_text() if metrics.exists() else ""
+    lines = [json.loads(line) for line in written[: written.rfind("\n") + 1].splitlines()]
+    new = [line for line in lines if line["step"] > run.logged_step]
+    if not new:
+        return
+    points = [point for line in new for point in _points(line)]
+    client = connect(run.uri)
+    for start in range(0, len(points), BATCH):
+        client.log_batch(run.run_id, metrics=points[start : start + BATCH])
+    write_atomically(record, run.model_copy(update={"logged_step": new[-1]["step"]}))
+
+
+def _points(line: dict[str, Any]) -> Iterator[Metric]:
+    now = int(time.time() * 1000)
+    step = int(line["step"])
+    for key, value in line.items():
+        if key == "acceptance_by_position":
+            for position, rate in enumerate(value, start=1):
+                yield Metric(f"acceptance/position-{position}", float(rate), now, step)
+        elif key != "step" and isinstance(value, int | float):
+            yield Metric(key, float(value), now, step)
+
+
+def log_checkpoint(run: TrackedRun, folder: Path, step: int) -> str:
+    """Log a committed checkpoint's weights as a logged model; return its id."""
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".upload-") as upload:
+        for file in (file for pattern in WEIGHTS for file in folder.glob(pattern)):
+            _link(file, Path(upload) / file.name)
+        return log_folder(run, Path(upload), f"step-{step}", step, "checkpoint")
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def log_folder(run: TrackedRun, folder: Path, name: str, step: int, kind: str, **parameters: str) -> str:
+    """Log a folder of safetensors and JSON as a logged model of the run; return its id."""
+    client = connect(run.uri)
+    tags = {"draftsmith.kind": kind}
+    model = client.create_logged_model(
+        run.experiment_id, name, run.run_id, tags, {"step": str(step), **parameters}, model_type=kind
+    )
+    finished = False
+    try:
+        client.log_model_artifacts(model.model_id, str(folder))
+        finished = True
+    finally:
+        client.finalize_logged_model(model.model_id, "READY" if finished else "FAILED")
+    client.log_outputs(run.run_id, [LoggedModelOutput(model.model_id, step)])
+    return str(model.model_id)
+
+
+def logged_checkpoints(run: TrackedRun) -> set[int]:
+    """Steps whose checkpoint is already logged."""
+    found = connect(run.uri).search_logged_models(
+        [run.experiment_id], filter_string=f"source_run_id = '{run.run_id}' AND model_type = 'checkpoint'"
+    )
+    return {int(model.params["step"]) for model in found if str(model.status) == "READY"}
+
+
+def log_benchmark(
+    run: TrackedRun,
+    model_id: str,
+    step: int,
+    *,
+    metrics: Mapping[str, float],
+    conditions: Mapping[str, Any],
+    table: Mapping[str, Sequence[Any]],
+    files: Sequence[Path],
+) -> None:
+    """Log acceptance numbers of one draft, with the conditions under which they hold, a table and the plots."""
+    client = connect(run.uri)
+    now = int(time.time() * 1000)
+    points = [Metric(key, value, now, step, model_id, run_id=run.run_id) for key, value in metrics.items()]
+    tags = [RunTag(f"conditions.{key}", str(value)) for key, value in conditions.items()]
+    client.log_batch(run.run_id, metrics=points, tags=tags)
+    client.log_dict(run.run_id, dict(conditions), "benchmark/conditions.json")
+    client.log_dict(run.run_id, dict(table), "benchmark/acceptance.json")
+    for file in files:
+        client.log_artifact(run.run_id, str(file), "benchmark")
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

@@ -1,0 +1,48 @@
+"""The conditions that every acceptance number carries. Runs in the benchmark."""
+
+from pathlib import Path
+
+import torch
+
+from infra.files import sha256_file
+from infra.provenance import hardware, versions
+from infra.records import Conditions, TargetRecord
+from models.benchmark.config import BenchmarkConfig
+from models.targets.model import TargetModel
+
+
+def conditions(
+    config: BenchmarkConfig,
+    model: TargetModel,
+    *,
+    target: TargetRecord,
+    draft: Path,
+    dataset_hash: str,
+    template_hash: str,
+    prompts: int,
+) -> Conditions:
+    """Everything this process's numbers depend on."""
+    on = torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu"
+    return Conditions(
+        # Folder names, not paths: conditions are published, and revisions say what lies there.
+        target=Path(target.name).name if Path(target.name).is_dir() else target.name,
+        target_revision=target.revision,
+        draft="/".join(draft.absolute().parts[-2:]),
+        draft_revision=sha256_file(draft / "model.safetensors"),
+        dataset_hash=dataset_hash,
+        template_hash=template_hash,
+        thinking=False,
+        temperature=0.0,
+        sampled_temperature=config.sampled_temperature,
+        prompts=prompts,
+        prompt_tokens=config.prompt_tokens,
+        max_new_tokens=config.max_new_tokens,
+        lookahead=config.lookahead,
+        topk=1,
+        concurrency=1,
+        engine="transformers",
+        versions=versions(),
+        dtype=config.compute_dtype,
+        hardware=f"{hardware()}; ran on {on}",
+        threads=torch.get_num_threads(),
+    )

@@ -1,0 +1,82 @@
+"""Loads what is compared: the target once, a draft, perhaps a champion. Runs in the benchmark."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from models.drafts.base import Draft, ProposalSource, Proposer
+from models.export.sglang import load_draft
+from models.targets.model import TargetModel
+
+
+@dataclass(frozen=True)
+class Contestants:
+    """Target and sources of proposals on one device in one data type."""
+
+    target: TargetModel
+    exact: Callable[[], TargetModel]
+    """The target in float32; the target itself where it is."""
+    draft: ProposalSource
+    champion: ProposalSource | None
+    eos_ids: frozenset[int]
+
+
+def load_contestants(target: Path, draft: Path, champion: Path | None, dtype: torch.dtype) -> Contestants:
+    """Load everything; a champion may read other target layers than the draft does."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    drafts = [load_draft(folder, target, dtype, device) for folder in (draft, champion) if folder is not None]
+    layers = sorted({layer for loaded in drafts for layer in loaded.aux_layer_ids})
+    model = TargetModel.load(target, layers, dtype, device)
+    sources = [_reading_its_own(loaded, layers) for loaded in drafts]
+
+    @cache
+    def exact() -> TargetModel:
+        return model if dtype == torch.float32 else TargetModel.load(target, layers, torch.float32, device)
+
+    return Contestants(model, exact, sources[0], sources[1] if champion else None, eos_ids(model))
+
+
+def eos_ids(target: TargetModel) -> frozenset[int]:
+    """Tokens that end a text, by the target's generation configuration."""
+    generation = target.model.generation_config
+    ids = (generation and generation.eos_token_id) or target.model.config.get_text_config().eos_token_id
+    if ids is None:
+        return frozenset()
+    return frozenset([ids] if isinstance(ids, int) else ids)
+
+
+def _reading_its_own(draft: Draft, layers: Sequence[int]) -> ProposalSource:
+    if list(draft.aux_layer_ids) == list(layers):
+        return draft
+    return SelectedLayers(draft, [layers.index(layer) for layer in draft.aux_layer_ids], len(layers))
+
+
+class SelectedLayers:
+    """A `ProposalSource` that hands a draft only the target layers it was trained on."""
+
+    def __init__(self, source: ProposalSource, chosen: Sequence[int], layers: int):
+        self.source, self.chosen, self.layers = source, list(chosen), layers
+
+    def select(self, aux: Tensor) -> Tensor:
+        """`[n, layers * H]` to `[n, chosen * H]`."""
+        return aux.unflatten(-1, (self.layers, -1))[..., self.chosen, :].flatten(-2)
+
+    def proposer(self) -> Proposer:
+        return _SelectedProposer(self, self.source.proposer())
+
+    def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
+        """`[T, lookahead]` int64; see `models.drafts.base.ProposalSource.rollout`."""
+        return self.source.rollout(tokens, self.select(aux), lookahead)
+
+
+@dataclass(frozen=True)
+class _SelectedProposer:
+    layers: SelectedLayers
+    proposer: Proposer
+
+    def propose(self, sequence: Tensor, aux: Tensor, lookahead: int) -> Tensor:
+        return self.proposer.propose(sequence, self.layers.select(aux), lookahead)

@@ -1,0 +1,151 @@
+"""All measurements of a benchmark, in one process with the target loaded once.
+
+Greedy and sampled continuations of the target, simulated walks of every source over them, real decoding of a part.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from models.benchmark.acceptance import acceptance_length
+from models.benchmark.config import BenchmarkConfig
+from models.benchmark.contestants import Contestants
+from models.benchmark.reference import ReferenceRun, decode_reference
+from models.decoding.counts import Counts
+from models.decoding.plain import continue_batch
+from models.decoding.prompt_lookup import PromptLookup
+from models.decoding.simulated import features, simulate
+from models.drafts.base import ProposalSource
+
+Texts = list[list[int]]
+Walk = list[tuple[Counts, ...]]
+"""Per conversation, counts at lookahead 1..max_lookahead."""
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """What was seen, before any figure is made of it."""
+
+    greedy: Texts
+    sampled: Texts
+    draft: Walk
+    prompt_lookup: Walk
+    champion: Walk | None
+    draft_sampled: Walk
+    prompt_lookup_sampled: Walk
+    reference: dict[int, ReferenceRun]
+    """By lookahead."""
+
+    def at(self, walk: Walk, lookahead: int) -> list[Counts]:
+        """One lookahead's counts of every conversation."""
+        return [counts[lookahead - 1] for counts in walk]
+
+    def gap(self, lookahead: int) -> float:
+        """Simulated / reference acceptance length - 1 over the conversations decoded for real."""
+        real = [result.counts for result in self.reference[lookahead].decoded]
+        return acceptance_length(self.at(self.draft, lookahead)[: len(real)]) / acceptance_length(real) - 1
+
+    def identical(self, lookahead: int) -> tuple[bool, int]:
+        """Whether simulated and reference counts agree in every step, and in how many conversations that was asked.
+
+        A conversation with a tie or a mismatch holds two different texts, so its counts may differ.
+        """
+        run = self.reference[lookahead]
+        pairs = [
+            (simulated, result.counts)
+            for simulated, result, comparison in zip(
+                self.at(self.draft, lookahead), run.decoded, run.comparisons, strict=False
+            )
+            if not comparison.divergences
+        ]
+        return all(simulated == real for simulated, real in pairs), len(pairs)
+
+
+def measure(
+    contestants: Contestants,
+    config: BenchmarkConfig,
+    lookaheads: Sequence[int],
+    prompts: Sequence[Sequence[int]],
+    seed: int,
+) -> Measurements:
+    """Measure everything; real decoding at each of `lookaheads`."""
+    assert max(lookaheads) <= config.max_lookahead
+    sources: list[ProposalSource] = [contestants.draft, PromptLookup()]
+    with _bars() as bars:
+        greedy = _continue(contestants, config, prompts, 0.0, seed, _bar(bars, "greedy continuations", len(prompts)))
+        sampled = _continue(
+            contestants, config, prompts, config.sampled_temperature, seed,
+            _bar(bars, "sampled continuations", len(prompts)),
+        )  # fmt: skip
+        champions = [contestants.champion] if contestants.champion else []
+        walks = _walk(contestants, config, [*sources, *champions], prompts, greedy, _bar(bars, "walks", len(prompts)))
+        sampled_walks = _walk(
+            contestants, config, sources, prompts, sampled, _bar(bars, "walks, sampled", len(prompts))
+        )
+        reference = {}
+        for lookahead in lookaheads:
+            decoded = _bar(bars, f"decoding at lookahead {lookahead}", config.reference_tokens)
+            reference[lookahead] = decode_reference(contestants, config, lookahead, prompts, greedy, decoded)
+    return Measurements(
+        greedy=greedy,
+        sampled=sampled,
+        draft=walks[0],
+        prompt_lookup=walks[1],
+        champion=walks[2] if champions else None,
+        draft_sampled=sampled_walks[0],
+        prompt_lookup_sampled=sampled_walks[1],
+        reference=reference,
+    )
+
+
+def _continue(
+    contestants: Contestants,
+    config: BenchmarkConfig,
+    prompts: Sequence[Sequence[int]],
+    temperature: float,
+    seed: int,
+    advance: Callable[[int], None],
+) -> Texts:
+    target = contestants.target
+    return continue_batch(
+        target,
+        prompts,
+        config.max_new_tokens,
+        temperature,
+        contestants.eos_ids,
+        torch.Generator(target.device).manual_seed(seed),
+        batch_size=config.batch_size,
+        advance=advance,
+    )
+
+
+def _walk(
+    contestants: Contestants,
+    config: BenchmarkConfig,
+    sources: Sequence[ProposalSource],
+    prompts: Sequence[Sequence[int]],
+    texts: Texts,
+    advance: Callable[[int], None],
+) -> list[Walk]:
+    """One walk per source; each conversation takes one target forward for all of them."""
+    walks: list[Walk] = [[] for _ in sources]
+    for prompt, text in zip(prompts, texts, strict=True):
+        aux = features(contestants.target, [*prompt, *text])
+        for walk, source in zip(walks, sources, strict=True):
+            walk.append(simulate(source, prompt, text, aux, config.max_lookahead))
+        advance(1)
+    return walks
+
+
+def _bars() -> Progress:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _bar(bars: Progress, description: str, steps: int) -> Callable[[int], None]:
+    task = bars.add_task(description, total=steps)
+    return lambda done: bars.advance(task, done)

@@ -1,0 +1,65 @@
+"""The two plots of a benchmark. Runs in the benchmark."""
+
+import json
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from infra.records import Acceptance, BenchmarkResult
+
+mpl.use("Agg")
+
+SIZE = (7.0, 4.2)
+
+
+def plot_by_position(result: BenchmarkResult, path: Path) -> Path:
+    """Acceptance rate at each position, given that all before it were accepted."""
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axes = figure.add_subplot()
+    temperature = f"temperature {result.conditions.sampled_temperature:g}"
+    shown: list[tuple[str, Acceptance | None, str]] = [
+        ("draft", result.simulated, "C0-o"),
+        ("champion", result.champion, "C2-o"),
+        ("prompt lookup", result.prompt_lookup, "C1-s"),
+        (f"draft, {temperature}", result.sampled, "C0--o"),
+        (f"prompt lookup, {temperature}", result.prompt_lookup_sampled, "C1--s"),
+    ]
+    for label, acceptance, style in shown:
+        if acceptance is None:
+            continue
+        points = [(place, rate) for place, rate in enumerate(acceptance.by_position, start=1) if rate is not None]
+        axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
+    at = result.conditions.lookahead
+    axes.set(
+        xlabel="position of the draft token",
+        ylabel="acceptance rate, given all before",
+        ylim=(0, 1),
+        title=f"{result.conditions.target}: acceptance length {result.simulated.length[at]:.2f} at lookahead {at}",
+    )
+    axes.legend(fontsize="small")
+    axes.grid(alpha=0.3)
+    return _save(figure, path)
+
+
+def plot_training(metrics: Path, path: Path) -> Path:
+    """Loss, and acceptance at each position as training sees it, over tokens trained on."""
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    tokens = [row["tokens"] for row in rows]
+    figure = Figure(figsize=SIZE, layout="constrained")
+    left = figure.add_subplot()
+    left.plot(tokens, [row["loss"] for row in rows], "k-", label="loss")
+    left.set(xlabel="tokens", ylabel="loss", title="Training")
+    right = left.twinx()
+    for place, rates in enumerate(zip(*(row["acceptance_by_position"] for row in rows), strict=True)):
+        right.plot(tokens, rates, f"C{place}-", alpha=0.8, label=f"acceptance at {place + 1}")
+    right.set(ylabel="acceptance rate, given all before", ylim=(0, 1))
+    figure.legend(loc="outside lower center", ncols=5, fontsize="small")
+    left.grid(alpha=0.3)
+    return _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    return path

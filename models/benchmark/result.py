@@ -1,0 +1,75 @@
+"""From measurements to `BenchmarkResult`: figures, verdict of the gate, and what they mean in words."""
+
+from math import isfinite
+
+from infra.records import BenchmarkResult, Conditions, DivergenceRecord, LosslessRecord
+from models.benchmark.acceptance import distinct_token_share, summarise
+from models.benchmark.config import BenchmarkConfig, PromotionConfig
+from models.benchmark.gate import Evidence, decide
+from models.benchmark.measure import Measurements
+from models.benchmark.words import Lengths, against_prompt_lookup
+from models.decoding.lossless import Comparison, total
+
+
+def build_result(
+    found: Measurements,
+    config: BenchmarkConfig,
+    promotion: PromotionConfig,
+    conditions: Conditions,
+    champion_label: str,
+    wall_s: float,
+) -> BenchmarkResult:
+    """Put everything together; the gate judges at `config.lookahead`."""
+    at = config.lookahead
+    draft, lookup = summarise(found.draft), summarise(found.prompt_lookup)
+    draft_sampled, lookup_sampled = summarise(found.draft_sampled), summarise(found.prompt_lookup_sampled)
+    lossless = total([comparison for run in found.reference.values() for comparison in run.comparisons])
+    distinct, distinct_sampled = distinct_token_share(found.greedy), distinct_token_share(found.sampled)
+    evidence = Evidence(distinct, config.min_distinct_token_share, lossless.mismatches, found.gap(at))
+    champion = None if found.champion is None else found.at(found.champion, at)
+    identical, compared = found.identical(at)
+    runs = [found.reference[lookahead] for lookahead in sorted(found.reference)]
+    return BenchmarkResult(
+        conditions=conditions,
+        target_distinct_token_share=distinct,
+        sampled_distinct_token_share=distinct_sampled,
+        simulated=draft,
+        reference=summarise([tuple(d.counts for d in of) for of in zip(*(run.decoded for run in runs), strict=False)]),
+        gap=found.gap(at),
+        counts_identical=identical,
+        counts_compared=compared,
+        sampled=draft_sampled,
+        prompt_lookup=lookup,
+        prompt_lookup_sampled=lookup_sampled,
+        champion=None if found.champion is None else summarise(found.champion),
+        beats_prompt_lookup=draft.length[at] > lookup.length[at],
+        lossless=lossless_record(lossless),
+        speed=found.reference[at].speed,
+        gate=decide(found.at(found.draft, at), champion, champion_label, evidence, promotion),
+        summary=against_prompt_lookup(
+            at,
+            Lengths(draft.length[at], lookup.length[at], distinct),
+            Lengths(draft_sampled.length[at], lookup_sampled.length[at], distinct_sampled),
+            config.sampled_temperature,
+        ),
+        wall_s=wall_s,
+    )
+
+
+def lossless_record(comparison: Comparison) -> LosslessRecord:
+    """The verdict as it is written down."""
+    return LosslessRecord(
+        tokens=comparison.tokens,
+        mismatches=comparison.mismatches,
+        ties=comparison.ties,
+        divergences=tuple(
+            DivergenceRecord(
+                position=found.position,
+                token=found.token,
+                gap=found.gap if isfinite(found.gap) else None,
+                delta=found.delta,
+                tie=found.tie,
+            )
+            for found in comparison.divergences
+        ),
+    )

@@ -1,0 +1,70 @@
+"""`python -m models.benchmark.run RUN`: benchmark of a run's exported draft on its held-out prompts.
+
+Writes RUN/benchmark.json and RUN/plots/. One process, the target loaded once.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from infra.exit import run_main
+from infra.files import write_atomically
+from infra.records import BenchmarkResult
+from models.benchmark.conditions import conditions
+from models.benchmark.contestants import load_contestants
+from models.benchmark.measure import measure
+from models.benchmark.plots import plot_by_position, plot_training
+from models.benchmark.prompts import take_prompts
+from models.benchmark.result import build_result
+from models.benchmark.words import lines, table
+from models.run import DTYPES, Run
+
+
+def benchmark_run(run: Run, champion: Path | None, champion_label: str) -> BenchmarkResult:
+    """Measure, judge, and write everything down. Raises ValueError for a run without export or enough prompts."""
+    begun = time.perf_counter()
+    config = run.config.benchmark
+    samples = run.open_samples("heldout")
+    heldout = (samples[index] for index in range(len(samples)))
+    prompts = take_prompts(
+        ((sample.tokens, sample.loss_mask) for sample in heldout), config.prompts, config.prompt_tokens
+    )
+    contestants = load_contestants(Path(run.target.path), run.folder.export, champion, DTYPES[config.compute_dtype])
+    found = measure(contestants, config, [config.lookahead], prompts, run.config.seed)
+    under = conditions(
+        config,
+        contestants.target,
+        target=run.target,
+        draft=run.folder.export,
+        dataset_hash=run.samples.dataset_hash,
+        template_hash=run.samples.template_hash,
+        prompts=len(prompts),
+    )
+    wall_s = time.perf_counter() - begun
+    result = build_result(found, config, run.config.promotion, under, champion_label, wall_s)
+    write_atomically(run.folder.benchmark, result)
+    plot_by_position(result, run.folder.plots / "acceptance_by_position.png")
+    if run.folder.metrics.is_file():
+        plot_training(run.folder.metrics, run.folder.plots / "training.png")
+    return result
+
+
+def show(result: BenchmarkResult) -> None:
+    """Print the table, and below it what it does not show; the last line is the summary figure."""
+    Console().print(table(result))
+    print("\n".join(lines(result)), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--champion", type=Path, help="exported folder of the draft in service")
+    parser.add_argument("--champion-label", default="champion", help='what the gate calls it, for instance "version 3"')
+    options = parser.parse_args()
+    show(benchmark_run(Run.open(options.run), options.champion, options.champion_label))
+
+
+if __name__ == "__main__":
+    run_main(main)

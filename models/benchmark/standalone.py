@@ -1,0 +1,148 @@
+"""`python -m models.benchmark.standalone`: any exported draft on prompts from a file, without a run.
+
+The same measurements as in a run; `draftsmith bench` starts it.
+"""
+
+import argparse
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from infra.exit import run_main
+from infra.files import write_atomically
+from infra.records import BenchmarkResult, TargetRecord
+from models.benchmark.conditions import conditions
+from models.benchmark.config import BenchmarkConfig, PromotionConfig
+from models.benchmark.contestants import load_contestants
+from models.benchmark.measure import measure
+from models.benchmark.prompts import take_prompts
+from models.benchmark.result import build_result
+from models.benchmark.run import show
+from models.data.config import DataConfig
+from models.data.conversations import read_documents, source_hash
+from models.data.samples import SampleEncoder, chat_template
+from models.run import DTYPES
+from models.targets.config import TargetConfig
+from models.targets.prepare import prepare_target
+
+Template = Literal["auto", "tokenizer", "none"]
+SAMPLES_PER_PROMPT = 4
+"""Samples read for each prompt wanted: some give none, or the same."""
+
+
+def find_target(name: str, aux_layer_ids: Sequence[int]) -> TargetRecord:
+    """A local folder, a Hub id, or a Python package that ships a GGUF file (its name ends in `-gguf`)."""
+    packaged = name.endswith("-gguf") and "/" not in name and not Path(name).exists()
+    source: Literal["gguf-package", "huggingface"] = "gguf-package" if packaged else "huggingface"
+    return prepare_target(TargetConfig(source=source, name=name, aux_layer_ids=tuple(aux_layer_ids)))
+
+
+def read_aux_layer_ids(draft: Path) -> list[int]:
+    """The target layers that an exported draft reads; raises ValueError where there is no export."""
+    path = draft / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{draft} is not an exported draft (no config.json): give the export folder of a run")
+    return json.loads(path.read_text())["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+
+
+def read_prompts(
+    source: str,
+    target: TargetRecord,
+    config: BenchmarkConfig,
+    template: Literal["auto", "tokenizer", "none"],
+    bos: bool,
+) -> tuple[list[list[int]], str]:
+    """Prompts from a file, and the hash of the template used (`none` for plain text)."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target.path)
+    if template == "auto":
+        plain = next(read_documents(source)).plain
+        template = "none" if plain or not tokenizer.chat_template else "tokenizer"
+    data = DataConfig(source=source, chat_template=template, max_tokens=max(1024, 4 * config.prompt_tokens))
+    encoder = SampleEncoder(tokenizer, data, bos)
+    samples = islice(encoder.encode(read_documents(source)), SAMPLES_PER_PROMPT * config.prompts)
+    prompts = take_prompts(
+        ((torch.from_numpy(s.tokens).long(), torch.from_numpy(s.loss_mask)) for s in samples),
+        config.prompts,
+        config.prompt_tokens,
+    )
+    text = "none" if template == "none" else hashlib.sha256(json.dumps([chat_template(tokenizer)]).encode()).hexdigest()
+    return prompts, text
+
+
+def bench(options: argparse.Namespace) -> BenchmarkResult:
+    """Measure one draft on prompts from a file."""
+    begun = time.perf_counter()
+    lookaheads = _lookaheads(options.lookahead)
+    config = BenchmarkConfig(
+        prompts=options.num_prompts,
+        prompt_tokens=options.prompt_tokens,
+        max_new_tokens=options.max_new_tokens,
+        lookahead=lookaheads[0],
+        max_lookahead=max(7, *lookaheads),
+        reference_tokens=options.reference_tokens,
+        compute_dtype=options.dtype,
+    )
+    target = find_target(options.target, read_aux_layer_ids(options.draft))
+    prompts, template_hash = read_prompts(str(options.prompts), target, config, options.chat_template, options.add_bos)
+    contestants = load_contestants(Path(target.path), options.draft, options.champion, DTYPES[config.compute_dtype])
+    found = measure(contestants, config, lookaheads, prompts, options.seed)
+    under = conditions(
+        config,
+        contestants.target,
+        target=target,
+        draft=options.draft,
+        dataset_hash=source_hash(str(options.prompts)),
+        template_hash=template_hash,
+        prompts=len(prompts),
+    )
+    wall_s = time.perf_counter() - begun
+    return build_result(found, config, PromotionConfig(), under, str(options.champion), wall_s)
+
+
+def _lookaheads(text: str) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(1 <= lookahead <= 16 for lookahead in found):
+        raise ValueError(f"--lookahead {text!r}: give numbers from 1 to 16 with commas, for instance 3,5")
+    return list(dict.fromkeys(found))
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="local folder, Hub id, or GGUF package")
+    parser.add_argument("--draft", type=Path, required=True, help="exported draft")
+    parser.add_argument("--champion", type=Path, help="another exported draft to compare with")
+    parser.add_argument("--prompts", type=Path, required=True, help=".jsonl of conversations or text, or .txt")
+    parser.add_argument("--lookahead", default="4", help="decoded for real at each; the gate judges at the first")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--num-prompts", type=int, default=48)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--reference-tokens", type=int, default=1000)
+    parser.add_argument("--chat-template", choices=["auto", "tokenizer", "none"], default="auto")
+    parser.add_argument("--add-bos", action="store_true", help="as in the recipe's target.add_bos")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the result here")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    options = parse()
+    result = bench(options)
+    if options.json:
+        write_atomically(options.json, result)
+    show(result)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,84 @@
+"""A benchmark in words: the table, and one sentence that compares with prompt lookup. Runs in the benchmark."""
+
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from infra.records import Acceptance, BenchmarkResult, DivergenceRecord
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Acceptance lengths of draft and prompt lookup on the same texts, and the texts' share of distinct tokens."""
+
+    draft: float
+    prompt_lookup: float
+    distinct_share: float
+
+
+def against_prompt_lookup(lookahead: int, greedy: Lengths, sampled: Lengths, temperature: float) -> str:
+    """Whether the draft beats the baseline that needs no training, and why not where it does not."""
+    wins = greedy.draft > greedy.prompt_lookup
+    text = (
+        f"the draft {'beats' if wins else 'does not beat'} prompt lookup here: {greedy.draft:.2f} against "
+        f"{greedy.prompt_lookup:.2f} tokens per verification step at lookahead {lookahead}"
+    )
+    repeats = greedy.distinct_share < sampled.distinct_share and sampled.prompt_lookup < greedy.prompt_lookup
+    if not wins and repeats:
+        text += (
+            ", because the target's greedy text repeats itself (distinct-token share "
+            f"{greedy.distinct_share:.2f}, {sampled.distinct_share:.2f} when sampled)"
+        )
+    return (
+        f"{text}; over text sampled at temperature {temperature:g}, {sampled.draft:.2f} against "
+        f"{sampled.prompt_lookup:.2f}"
+    )
+
+
+def table(result: BenchmarkResult) -> Table:
+    """Acceptance length by lookahead, one row per source."""
+    shown = Table(title=f"Acceptance length by lookahead, {result.conditions.target}")
+    shown.add_column("")
+    for lookahead in result.simulated.length:
+        shown.add_column(str(lookahead), justify="right")
+    temperature = f"T={result.conditions.sampled_temperature:g}"
+    rows = {
+        "draft, simulated": result.simulated,
+        "draft, reference": result.reference,
+        "champion, simulated": result.champion,
+        "prompt lookup": result.prompt_lookup,
+        f"draft, {temperature}": result.sampled,
+        f"prompt lookup, {temperature}": result.prompt_lookup_sampled,
+    }
+    for name, acceptance in rows.items():
+        if acceptance is not None:
+            shown.add_row(name, *_cells(acceptance, result))
+    return shown
+
+
+def _cells(acceptance: Acceptance, result: BenchmarkResult) -> list[str]:
+    lengths = acceptance.length
+    return [f"{lengths[at]:.2f}" if at in lengths else "" for at in result.simulated.length]
+
+
+def lines(result: BenchmarkResult) -> list[str]:
+    """What the table does not show, one fact a line; the last one is the summary."""
+    lossless, speed, at = result.lossless, result.speed, result.conditions.lookahead
+    faster = f"{speed.speculative_tokens_per_s:.1f}" if speed.speculative_tokens_per_s else "not published"
+    same = "identical" if result.counts_identical else "NOT identical"
+    found = [
+        f"lossless: {lossless.tokens} tokens, {lossless.mismatches} mismatches, {lossless.ties} ties",
+        f"simulated and reference counts {same} in {result.counts_compared} conversations, gap {result.gap:+.2%}",
+        f"tokens/s at batch 1: {speed.plain_tokens_per_s:.1f} plain, {faster} speculative ({speed.note})",
+        f"distinct-token share of the target: {result.target_distinct_token_share:.2f} greedy, "
+        f"{result.sampled_distinct_token_share:.2f} sampled",
+        f"gate: {'passed' if result.gate.passed else 'not passed'}, {result.gate.reason} (smallest detectable "
+        f"{result.gate.smallest_detectable:.1%})",
+        result.summary,
+    ]
+    found += [f"  tie at token {tie.position}: gap {tie.gap:.2e}, delta {tie.delta:.2e}" for tie in _ties(result)]
+    return [*found, f"acceptance length {result.simulated.length[at]:.2f} at lookahead {at} in {result.wall_s:.0f} s"]
+
+
+def _ties(result: BenchmarkResult) -> list[DivergenceRecord]:
+    return [divergence for divergence in result.lossless.divergences if divergence.tie]

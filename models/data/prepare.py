@@ -1,0 +1,133 @@
+"""`python -m models.data.prepare RUN_FOLDER`: text in, tokenized samples out; writes the run's samples.json.
+
+Runs once at the start of a run, before any generator; a sample set with the same content is taken from the cache.
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from infra.cached_folder import build_once
+from infra.exit import run_main
+from infra.files import sha256_file, write_atomically
+from infra.records import SamplesRecord, TargetRecord
+from infra.run_folder import RunFolder
+from infra.settings import cache_folder
+from models.config import RunConfig
+from models.data.config import DataConfig
+from models.data.conversations import Document, read_documents, source_hash
+from models.data.sample_set import read_manifest, write_sample_set
+from models.data.samples import Counts, EncodedSample, SampleEncoder, Splits, chat_template, divide
+
+FORMAT = 1
+"""Raised whenever the same input would give other samples."""
+
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja")
+
+
+def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> SamplesRecord:
+    """Tokenize `config.source` with the target's tokenizer, or find it done in the cache.
+
+    Raises:
+        ValueError: text, template or limits from which no samples can be made; says where and what to do.
+    """
+    content = source_hash(config.source)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target.path)
+    template_hash = "none" if config.chat_template == "none" else _hash(chat_template(tokenizer))
+    encoder = SampleEncoder(tokenizer, config, add_bos)
+    key = _hash(
+        FORMAT,
+        content,
+        template_hash,
+        tokenizer_hash(Path(target.path)),
+        add_bos,
+        config.model_dump(exclude={"source"}),
+    )
+    folder = cache_folder() / "samples" / key[:32]
+
+    def build(aside: Path) -> None:
+        samples = encoder.encode(_shown(read_documents(config.source)))
+        splits = divide(samples, config, encoder.counts)
+        write_sample_set(aside, splits, _record(splits, encoder.counts, template_hash))
+
+    build_once(folder, build)
+    return read_manifest(folder).samples
+
+
+def tokenizer_hash(folder: Path) -> str:
+    """Hash of the files that decide how text becomes tokens."""
+    files = sorted({path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)})
+    return _hash(*((path.name, sha256_file(path)) for path in files))
+
+
+def _hash(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _shown(documents: Iterable[Document]) -> Iterator[Document]:
+    yield from track(documents, "tokenizing", total=None, console=Console(stderr=True), transient=True)
+
+
+def _record(splits: Splits, counts: Counts, template_hash: str) -> SamplesRecord:
+    lengths = np.array([len(sample.tokens) for sample in splits.train])
+    supervised = sum(int(sample.loss_mask.sum()) for sample in splits.train)
+    return SamplesRecord(
+        path="",
+        dataset_hash=_dataset_hash(splits),
+        template_hash=template_hash,
+        train_samples=len(splits.train),
+        heldout_samples=len(splits.heldout),
+        train_tokens=int(lengths.sum()),
+        longest=int(lengths.max()),
+        supervised_share=supervised / int(lengths.sum()),
+        dropped=counts.dropped,
+        truncated=counts.truncated,
+        split=counts.split,
+        unusable=counts.unusable,
+        duplicates=counts.duplicates,
+    )
+
+
+def _dataset_hash(splits: Splits) -> str:
+    def ids(samples: list[EncodedSample]) -> list[str]:
+        return [sample.id for sample in samples]
+
+    return _hash(ids(splits.train), ids(splits.heldout))
+
+
+def summary(record: SamplesRecord) -> str:
+    """One line for people."""
+    left_out = {
+        "split": record.split,
+        "truncated": record.truncated,
+        "dropped for their length": record.dropped,
+        "unusable": record.unusable,
+        "duplicates": record.duplicates,
+    }
+    notes = "".join(f", {count} {what}" for what, count in left_out.items() if count)
+    return (
+        f"samples: {record.train_samples} to train on ({record.train_tokens} tokens, longest {record.longest}, "
+        f"{record.supervised_share:.1%} supervised), {record.heldout_samples} held out{notes}"
+    )
+
+
+def main() -> None:
+    """Read config.json and target.json of the run folder, write its samples.json."""
+    if len(sys.argv) != 2:
+        raise ValueError("usage: python -m models.data.prepare RUN_FOLDER")
+    folder = RunFolder(Path(sys.argv[1]))
+    config = RunConfig.model_validate_json(folder.config.read_text())
+    record = prepare_samples(config.data, TargetRecord.read(folder.target), config.target.add_bos)
+    write_atomically(folder.samples, record)
+    print(summary(record))
+
+
+if __name__ == "__main__":
+    run_main(main)

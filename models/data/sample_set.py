@@ -1,0 +1,105 @@
+"""A tokenized sample set on disk: written once by the process that prepares it, read by generators and trainers.
+
+One folder holds `train.safetensors`, `heldout.safetensors` and `samples.json`, which is written last and names the
+hashes of both. A file holds `tokens` int32 and `loss_mask` uint8 (all samples one after the other), `offsets` int64
+`[N + 1]` and `ids` uint8 `[N, 16]` (content hashes).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from infra.files import sha256_file, write_atomically
+from infra.records import Record, SamplesRecord
+from models.data.samples import EncodedSample, Splits
+
+Split = Literal["train", "heldout"]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample: `tokens` `[T]` int64, `loss_mask` `[T]` bool (True: the target would generate this token)."""
+
+    tokens: Tensor
+    loss_mask: Tensor
+    id: str
+
+
+class SampleSetManifest(Record):
+    """`samples.json` of a sample set."""
+
+    samples: SamplesRecord
+    train_sha256: str
+    heldout_sha256: str
+
+
+@dataclass(frozen=True)
+class SampleSet:
+    """One side of a sample set; its tensors are mapped, so only what is read takes memory."""
+
+    tokens: Tensor
+    loss_mask: Tensor
+    offsets: Tensor
+    ids: Tensor
+
+    @classmethod
+    def open(cls, folder: Path, split: Split) -> "SampleSet":
+        """Open `folder`; raises ValueError when it is not a whole sample set or its hash does not match."""
+        manifest = read_manifest(folder)
+        path = folder / f"{split}.safetensors"
+        expected = manifest.train_sha256 if split == "train" else manifest.heldout_sha256
+        if not path.is_file() or sha256_file(path) != expected:
+            raise ValueError(f"{path} is missing or was changed: delete {folder} and prepare the samples again")
+        return cls(**load_file(path))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> Sample:
+        start, end = self.offsets[index].item(), self.offsets[index + 1].item()
+        return Sample(
+            tokens=self.tokens[start:end].long(),
+            loss_mask=self.loss_mask[start:end].bool(),
+            id=bytes(self.ids[index].tolist()).hex(),
+        )
+
+    @property
+    def lengths(self) -> Tensor:
+        """`[N]` int64, tokens of each sample."""
+        return self.offsets.diff()
+
+
+def read_manifest(folder: Path) -> SampleSetManifest:
+    """The manifest of a sample set; its `path` is where the folder lies now."""
+    path = folder / "samples.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} is not a sample set (no samples.json): prepare the samples again")
+    manifest: SampleSetManifest = SampleSetManifest.read(path)
+    return manifest.model_copy(update={"samples": manifest.samples.model_copy(update={"path": str(folder)})})
+
+
+def write_sample_set(folder: Path, splits: Splits, record: SamplesRecord) -> None:
+    """Write both sides into `folder`, then the manifest with `record` and the dataset's hash filled in."""
+    hashes = {}
+    for split, samples in (("train", splits.train), ("heldout", splits.heldout)):
+        path = folder / f"{split}.safetensors"
+        save_file(_tensors(samples), path)
+        hashes[f"{split}_sha256"] = sha256_file(path)
+    write_atomically(folder / "samples.json", SampleSetManifest(samples=record, **hashes))
+
+
+def _tensors(samples: Sequence[EncodedSample]) -> dict[str, Tensor]:
+    lengths = np.array([len(sample.tokens) for sample in samples], dtype=np.int64)
+    ids = np.frombuffer(bytes.fromhex("".join(sample.id for sample in samples)), dtype=np.uint8)
+    return {
+        "tokens": torch.from_numpy(np.concatenate([sample.tokens for sample in samples])),
+        "loss_mask": torch.from_numpy(np.concatenate([sample.loss_mask for sample in samples]).astype(np.uint8)),
+        "offsets": torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)),
+        "ids": torch.from_numpy(ids.reshape(-1, 16).copy()),
+    }

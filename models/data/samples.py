@@ -1,0 +1,213 @@
+"""From documents to samples: tokens, loss mask, length limits, and which documents are held out.
+
+Used by the process that prepares samples.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from models.data.config import DataConfig
+from models.data.conversations import Document
+from models.data.loss_mask import tokenize_conversation
+
+ENCODE_BATCH = 256
+"""Documents tokenized at once."""
+
+
+@dataclass(frozen=True)
+class EncodedSample:
+    """One sample: `tokens` `[T]` int32, `loss_mask` `[T]` bool, and the document it is a piece of."""
+
+    tokens: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    document: str
+    """Content hash of the document."""
+
+    @property
+    def id(self) -> str:
+        """Content hash: 32 hexadecimal digits."""
+        return hashlib.sha256(self.tokens.tobytes() + self.loss_mask.tobytes()).hexdigest()[:32]
+
+
+@dataclass
+class Counts:
+    """What happened to the documents on their way."""
+
+    documents: int = 0
+    duplicates: int = 0
+    dropped: int = 0
+    """Left out because of their length."""
+    truncated: int = 0
+    split: int = 0
+    unusable: int = 0
+    """Left out because nothing in them is supervised."""
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The samples of both sides, each ordered by content hash."""
+
+    train: list[EncodedSample]
+    heldout: list[EncodedSample]
+
+
+@dataclass
+class SampleEncoder:
+    """Turns documents into samples by a recipe and a target's tokenizer, and counts what it leaves out.
+
+    Raises:
+        ValueError: the tokenizer lacks the chat template or beginning-of-text token that the recipe asks for.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    config: DataConfig
+    add_bos: bool
+    counts: Counts = field(default_factory=Counts)
+
+    def __post_init__(self) -> None:
+        bos: Any = self.tokenizer.bos_token_id
+        if self.add_bos and bos is None:
+            raise ValueError("target.add_bos is set, but the tokenizer has no beginning-of-text token: set it to false")
+        own = list(self.tokenizer("")["input_ids"])  # type: ignore[arg-type]
+        self._text_prefix = [bos] if self.add_bos or (bos is not None and own[:1] == [bos]) else []
+        self._template = None if self.config.chat_template == "none" else chat_template(self.tokenizer)
+        if self._template is not None and self.config.overlong == "split":
+            raise ValueError(
+                "data.overlong=split cuts plain text only: with a chat template use truncate or drop, or set "
+                "data.chat_template=none"
+            )
+
+    def encode(self, documents: Iterable[Document]) -> Iterator[EncodedSample]:
+        """Samples of all documents in their order; a document seen before is counted and left out."""
+        fresh = self._fresh(documents)
+        while batch := list(islice(fresh, ENCODE_BATCH)):
+            if self._template is None:
+                yield from self._plain(batch)
+            else:
+                for document in batch:
+                    yield from self._conversation(document, self._template)
+
+    def _fresh(self, documents: Iterable[Document]) -> Iterator[Document]:
+        seen: set[str] = set()
+        for document in documents:
+            self.counts.documents += 1
+            if document.content_hash in seen:
+                self.counts.duplicates += 1
+                continue
+            seen.add(document.content_hash)
+            yield document
+
+    def _plain(self, batch: Sequence[Document]) -> Iterator[EncodedSample]:
+        texts = [document.text for document in batch]
+        # verbose=False: a text longer than the target's context is no reason to warn, the limits are applied here.
+        encoded: Any = self.tokenizer(texts, add_special_tokens=False, verbose=False)
+        for document, ids in zip(batch, encoded["input_ids"], strict=True):
+            tokens = np.array(ids, dtype=np.int32)
+            yield from self._limited(document, self._text_prefix, tokens, np.ones(len(tokens), dtype=bool))
+
+    def _conversation(self, document: Document, template: str) -> Iterator[EncodedSample]:
+        if document.plain:
+            raise ValueError(
+                f"{document.place}: plain text has no turns for a chat template: set data.chat_template=none, or give "
+                "conversations"
+            )
+        ids, mask = tokenize_conversation(self.tokenizer, document, template)
+        bos: Any = self.tokenizer.bos_token_id
+        prefix = [bos] if self.add_bos and ids[:1] != [bos] else []
+        yield from self._limited(document, prefix, np.array(ids, dtype=np.int32), mask)
+
+    def _limited(
+        self, document: Document, prefix: list[int], tokens: NDArray[np.int32], mask: NDArray[np.bool_]
+    ) -> Iterator[EncodedSample]:
+        room = self.config.max_tokens - len(prefix)
+        if len(tokens) + len(prefix) < self.config.min_tokens:
+            self.counts.dropped += 1
+            return
+        pieces = [slice(None)]
+        if len(tokens) > room:
+            if self.config.overlong == "drop":
+                self.counts.dropped += 1
+                return
+            if self.config.overlong == "truncate":
+                self.counts.truncated += 1
+                pieces = [slice(room)]
+            else:
+                self.counts.split += 1
+                pieces = even_pieces(len(tokens), room)
+        head = np.array(prefix, dtype=np.int32)
+        unseen = np.zeros(len(prefix), dtype=bool)
+        for piece in pieces:
+            sample = EncodedSample(
+                np.concatenate([head, tokens[piece]]), np.concatenate([unseen, mask[piece]]), document.content_hash
+            )
+            # The first token is predicted from nothing.
+            if sample.loss_mask[1:].any():
+                yield sample
+            else:
+                self.counts.unusable += 1
+
+
+def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The tokenizer's own chat template; raises ValueError when it has none."""
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"the tokenizer in {tokenizer.name_or_path} has no chat template: set data.chat_template=none for plain "
+            "text, or put chat_template.jinja into the target's folder"
+        )
+    return tokenizer.get_chat_template()
+
+
+def even_pieces(length: int, room: int) -> list[slice]:
+    """Cut `length` tokens into the fewest pieces of at most `room`, as equal as possible."""
+    count = -(-length // room)
+    edges = [length * number // count for number in range(count + 1)]
+    return [slice(start, end) for start, end in pairwise(edges)]
+
+
+def heldout_documents(documents: Iterable[str], share: float) -> set[str]:
+    """The rule: of all content hashes in their order, the last `share` (at least one, never all)."""
+    ordered = sorted(set(documents))
+    count = min(max(1, round(share * len(ordered))), len(ordered) - 1)
+    return set(ordered[len(ordered) - count :]) if count > 0 else set()
+
+
+def divide(samples: Iterable[EncodedSample], config: DataConfig, counts: Counts) -> Splits:
+    """Both sides of a sample set; whole documents are held out, and a sample that occurs twice is kept once.
+
+    Raises:
+        ValueError: no sample is left, or too few documents to hold one out.
+    """
+    samples = list(samples)
+    if not samples:
+        _refuse(config, counts)
+    held = heldout_documents((sample.document for sample in samples), config.heldout_share)
+    if not held:
+        raise ValueError("only one document is usable: data.source needs at least two, one of them to be held out")
+    heldout = {sample.id: sample for sample in samples if sample.document in held}
+    train = {sample.id: sample for sample in samples if sample.document not in held and sample.id not in heldout}
+    counts.duplicates += len(samples) - len(heldout) - len(train)
+    if not train:
+        raise ValueError("every training sample also occurs in a held-out document: data.source needs more text")
+    ordered = [train[key] for key in sorted(train)]
+    return Splits(train=ordered[: config.max_samples], heldout=[heldout[key] for key in sorted(heldout)])
+
+
+def _refuse(config: DataConfig, counts: Counts) -> None:
+    if counts.unusable:
+        raise ValueError(
+            f"the supervised share of {config.source} is 0: {counts.unusable} of {counts.documents} documents hold no "
+            f"assistant text within {config.max_tokens} tokens. Check the roles, raise data.max_tokens, or set "
+            "data.chat_template=none"
+        )
+    raise ValueError(
+        f"no sample is left of {config.source}: {counts.dropped} of {counts.documents} documents are shorter than "
+        f"data.min_tokens={config.min_tokens} or longer than data.max_tokens={config.max_tokens} "
+        f"(data.overlong={config.overlong}). Change these limits"
+    )

@@ -1,0 +1,137 @@
+"""The target alone: greedy decoding at batch 1, and continuations of many prompts at once. Runs in benchmarks."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from models.decoding.counts import ended
+from models.targets.model import TargetModel
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """The target after a prompt of P tokens; good for one decoding, which goes on writing to its cache."""
+
+    prompt: tuple[int, ...]
+    cache: DynamicCache
+    aux: Tensor
+    """`[P, K*H]` target features of the prompt."""
+    token: int
+    """The first token of the continuation."""
+
+
+def prefill(target: TargetModel, prompt: Sequence[int]) -> Prefill:
+    """Run the target over `prompt` (at least one token) and take its most likely next token."""
+    if not prompt:
+        raise ValueError("a prompt needs at least one token: check the tokenizer and add_bos")
+    cache = target.new_cache()
+    states = target.forward(_row(target, prompt), cache)
+    token = int(target.logits(states.last[0, -1:]).argmax())
+    return Prefill(tuple(prompt), cache, states.aux[0], token)
+
+
+def decode(target: TargetModel, start: Prefill, max_new_tokens: int, eos_ids: frozenset[int]) -> list[int]:
+    """Greedy continuation of at most `max_new_tokens` tokens, the prefill token first, end of text included."""
+    tokens = [start.token]
+    while not ended(tokens, max_new_tokens, eos_ids):
+        states = target.forward(_row(target, tokens[-1:]), start.cache)
+        tokens.append(int(target.logits(states.last[0]).argmax()))
+    return tokens
+
+
+def continue_greedily(
+    target: TargetModel, prompt: Sequence[int], max_new_tokens: int, eos_ids: frozenset[int]
+) -> list[int]:
+    """Prefill and `decode`."""
+    return decode(target, prefill(target, prompt), max_new_tokens, eos_ids)
+
+
+def continue_batch(
+    target: TargetModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    temperature: float,
+    eos_ids: frozenset[int],
+    generator: torch.Generator | None = None,
+    *,
+    batch_size: int = 16,
+    advance: Callable[[int], None] = lambda finished: None,
+) -> list[list[int]]:
+    """Continue every prompt, greedily (temperature 0) or sampled; results in the order of `prompts`.
+
+    Prompts are sorted by length and taken `batch_size` at a time. A batch starts together at its shortest prompt; a
+    longer prompt goes on reading its own tokens until it ends and writes from then on. So there is no padding, every
+    row has the positions and the attention of its own batch-1 decoding, and the ragged case is the even one.
+
+    Args:
+        target: the target.
+        prompts: token ids, at least one each.
+        max_new_tokens: most tokens of a continuation, the first one included.
+        temperature: 0 for greedy.
+        eos_ids: tokens that end a text; kept as its last token.
+        generator: randomness of sampling, on the target's device.
+        batch_size: prompts decoded together.
+        advance: called with the number of prompts that just finished.
+    """
+    assert batch_size >= 1
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    results: list[list[int]] = [[] for _ in prompts]
+    for first in range(0, len(order), batch_size):
+        chosen = order[first : first + batch_size]
+        batch = _Batch(target, [list(prompts[index]) for index in chosen])
+        texts = batch.run(max_new_tokens, temperature, eos_ids, generator)
+        for index, text in zip(chosen, texts, strict=True):
+            results[index] = text
+        advance(len(chosen))
+    return results
+
+
+class _Batch:
+    """Prompts that are decoded together; rows leave when their text ends."""
+
+    def __init__(self, target: TargetModel, prompts: list[list[int]]):
+        self.target = target
+        self.prompts = prompts
+        self.texts: list[list[int]] = [[] for _ in prompts]
+        self.rows = list(range(len(prompts)))
+
+    def run(
+        self, max_new_tokens: int, temperature: float, eos_ids: frozenset[int], generator: torch.Generator | None
+    ) -> list[list[int]]:
+        cache = self.target.new_cache()
+        read = len(self.prompts[0])
+        tokens = torch.tensor([prompt[:read] for prompt in self.prompts], device=self.target.device)
+        while self.rows:
+            last = self.target.forward(tokens, cache).last[:, -1]
+            writing = [slot for slot, row in enumerate(self.rows) if len(self.prompts[row]) <= read]
+            if writing:
+                for slot, token in zip(writing, self._next(last[writing], temperature, generator), strict=True):
+                    self.texts[self.rows[slot]].append(token)
+            going = [slot for slot, row in enumerate(self.rows) if not ended(self.texts[row], max_new_tokens, eos_ids)]
+            if len(going) < len(self.rows):
+                self.rows = [self.rows[slot] for slot in going]
+                cache.batch_select_indices(torch.tensor(going, dtype=torch.long, device=self.target.device))
+            tokens = torch.tensor([[self._at(row, read)] for row in self.rows], device=self.target.device)
+            read += 1
+        return self.texts
+
+    def _at(self, row: int, position: int) -> int:
+        prompt = self.prompts[row]
+        return prompt[position] if position < len(prompt) else self.texts[row][position - len(prompt)]
+
+    def _next(self, last: Tensor, temperature: float, generator: torch.Generator | None) -> list[int]:
+        logits = self.target.logits(last)
+        if temperature == 0:
+            return logits.argmax(-1).tolist()
+        # Inverse of the cumulative distribution; torch.multinomial takes seconds for a large vocabulary on a CPU.
+        cumulative = (logits / temperature).softmax(-1).cumsum(-1, dtype=torch.double)
+        draws = torch.rand(len(last), 1, dtype=torch.double, device=last.device, generator=generator)
+        drawn = torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True)
+        return drawn[:, 0].clamp(max=logits.shape[-1] - 1).tolist()
+
+
+def _row(target: TargetModel, tokens: Sequence[int]) -> Tensor:
+    return torch.tensor([list(tokens)], device=target.device)

@@ -1,0 +1,70 @@
+"""The simulated walk: acceptance of the target's own text at every lookahead, from one forward. Runs in benchmarks.
+
+Greedy text and a chain of greedy proposals: a proposal is accepted exactly when it equals the text's next token, so the
+counts are those of real decoding. Text sampled at a temperature: a source that proposes greedily proposes x with
+certainty, so speculative sampling accepts x with probability p(x) and otherwise draws from p without x. The text's next
+token, drawn from p, equals x with exactly that probability and is otherwise distributed exactly like that, so the walk
+over sampled text is speculative sampling itself, not an estimate of it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from models.decoding.counts import Counts
+from models.drafts.base import ProposalSource
+from models.targets.model import TargetModel
+
+
+def features(target: TargetModel, tokens: Sequence[int]) -> Tensor:
+    """`[T, K*H]` target features of all but the last of `T + 1` tokens, from one forward."""
+    return target.forward(torch.tensor([list(tokens[:-1])], device=target.device)).aux[0]
+
+
+@torch.no_grad()
+def simulate(
+    source: ProposalSource, prompt: Sequence[int], continuation: Sequence[int], aux: Tensor, max_lookahead: int
+) -> tuple[Counts, ...]:
+    """Walk over a continuation at every lookahead 1..max_lookahead.
+
+    Relies on a chain: the first proposals do not depend on how many follow.
+
+    Args:
+        source: what proposes.
+        prompt: P token ids, at least 1.
+        continuation: N token ids of the target's own, the prefill token first.
+        aux: `[P + N - 1, K*H]` from `features`.
+        max_lookahead: largest lookahead.
+
+    Returns:
+        Counts for lookahead 1..max_lookahead, in that order.
+    """
+    text = [*prompt, *continuation]
+    assert aux.shape[0] == len(text) - 1
+    if len(continuation) < 2:
+        return tuple(Counts(lookahead, ()) for lookahead in range(1, max_lookahead + 1))
+    proposals = source.rollout(torch.tensor(text, device=aux.device), aux, max_lookahead)
+    agreeing = _agreeing(proposals[len(prompt) - 1 : -1].cpu(), torch.tensor(continuation))
+    return tuple(_walk(agreeing, lookahead) for lookahead in range(1, max_lookahead + 1))
+
+
+def _agreeing(proposals: Tensor, continuation: Tensor) -> list[int]:
+    """How many leading proposals equal the text, from each of its N tokens but the last: `[N - 1, L]` to N - 1."""
+    lookahead = proposals.shape[1]
+    # -2 is no token and not NO_PROPOSAL either: nothing agrees beyond the end of the text.
+    padded = torch.cat([continuation[1:], torch.full((lookahead,), -2)])
+    following = padded.unfold(0, lookahead, 1)[: len(proposals)]
+    return (proposals == following).cumprod(dim=1).sum(dim=1).tolist()
+
+
+def _walk(agreeing: list[int], lookahead: int) -> Counts:
+    accepted: list[int] = []
+    place = 0
+    while place < len(agreeing):
+        count = min(agreeing[place], lookahead)
+        if place + count + 1 > len(agreeing):
+            return Counts(lookahead, tuple(accepted), cut=1)
+        accepted.append(count)
+        place += count + 1
+    return Counts(lookahead, tuple(accepted))

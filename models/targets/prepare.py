@@ -1,0 +1,132 @@
+"""`python -m models.targets.prepare RUN_FOLDER`: the target as a local Hugging Face folder.
+
+Writes the run's target.json. Runs once at the start of a run, before anything that needs the target.
+"""
+
+import hashlib
+import re
+import sys
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+
+from infra.exit import run_main
+from infra.files import sha256_file, write_atomically
+from infra.records import TargetRecord
+from infra.run_folder import RunFolder
+from models.config import RunConfig
+from models.targets.config import TargetConfig
+from models.targets.gguf_package import converted_package
+from models.targets.tiny import trained_tiny
+from models.targets.weights import tensor_files
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_COMMIT = re.compile(r"[0-9a-f]{40}")
+_HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model", "*.jinja", "LICENSE*"]
+
+
+def prepare_target(config: TargetConfig) -> TargetRecord:
+    """Find, download, convert or train the target, and check that hidden states can be captured from it.
+
+    Raises:
+        ValueError: no such folder, package or Hub id, no network, or an architecture that cannot be captured.
+    """
+    if config.source == "tiny":
+        folder, revision = trained_tiny(config.name), None
+    elif config.source == "gguf-package":
+        folder, revision = converted_package(config.name), None
+    else:
+        folder, revision = _hugging_face(config)
+    text = _checked(folder, config.aux_layer_ids)
+    return TargetRecord(
+        name=config.name,
+        path=str(folder),
+        revision=revision or _files_hash(folder),
+        model_type=text.model_type,
+        hidden_size=text.hidden_size,
+        num_layers=text.num_hidden_layers,
+        vocab_size=text.vocab_size,
+        licence=config.licence,
+    )
+
+
+def _hugging_face(config: TargetConfig) -> tuple[Path, str | None]:
+    """A local folder in place, or the Hub's snapshot and its commit."""
+    folder = Path(config.name).expanduser()
+    if folder.is_dir():
+        return folder.absolute(), None
+    if not _HUB_ID.fullmatch(config.name):
+        raise ValueError(f"target.name: there is no folder {config.name} (looked in {Path.cwd()})")
+    try:
+        snapshot = Path(snapshot_download(config.name, revision=config.revision, allow_patterns=_HUB_FILES))
+    except LocalEntryNotFoundError as error:
+        raise ValueError(
+            f"target.name: {config.name} is neither a folder here nor in the Hugging Face cache, and the Hub cannot be "
+            "reached: check the network, or give a local folder"
+        ) from error
+    except HfHubHTTPError as error:
+        raise ValueError(
+            f"target.name: the Hub refused {config.name} at revision {config.revision or 'main'}: {error}. Check name "
+            "and revision; for a gated model accept its licence and run `hf auth login`"
+        ) from error
+    return snapshot, snapshot.name if _HUB_COMMIT.fullmatch(snapshot.name) else None
+
+
+def _checked(folder: Path, aux_layer_ids: tuple[int, ...]) -> PretrainedConfig:
+    """The text model's configuration, once the folder is known to be a target that can be captured."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} is no Hugging Face folder: it has no config.json")
+    tensor_files(folder)
+    config = AutoConfig.from_pretrained(folder)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        AutoTokenizer.from_pretrained(folder)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{folder} is not a causal language model with a tokenizer: {error}") from error
+    layers = getattr(model.get_decoder(), "layers", None)
+    head = model.get_output_embeddings()
+    text = config.get_text_config()
+    if layers is None or len(layers) != text.num_hidden_layers:
+        raise ValueError(f"{folder}: the architecture {config.model_type!r} has no decoder layers to capture from")
+    if head is None or getattr(head, "bias", None) is not None:
+        raise ValueError(
+            f"{folder}: the architecture {config.model_type!r} has no plain output head (or one with bias)"
+        )
+    if aux_layer_ids[-1] >= len(layers):
+        raise ValueError(f"target.aux_layer_ids {list(aux_layer_ids)}: the target has layers 0..{len(layers) - 1}")
+    return text
+
+
+def _files_hash(folder: Path) -> str:
+    """Hash of weights, configuration and tokenizer."""
+    digest = hashlib.sha256()
+    for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*.json"), *folder.glob("*.jinja"))):
+        digest.update(f"{path.name} {sha256_file(path)}\n".encode())
+    return digest.hexdigest()[:40]
+
+
+def summary(record: TargetRecord) -> str:
+    """One line for people."""
+    return (
+        f"target: {record.name} ({record.model_type}, {record.num_layers} layers, hidden {record.hidden_size}, "
+        f"vocabulary {record.vocab_size}) at {record.path}"
+    )
+
+
+def main() -> None:
+    """Read config.json of the run folder, write its target.json."""
+    if len(sys.argv) != 2:
+        raise ValueError("usage: python -m models.targets.prepare RUN_FOLDER")
+    folder = RunFolder(Path(sys.argv[1]))
+    config = RunConfig.model_validate_json(folder.config.read_text())
+    record = prepare_target(config.target)
+    write_atomically(folder.target, record)
+    print(summary(record))
+
+
+if __name__ == "__main__":
+    run_main(main)

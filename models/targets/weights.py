@@ -1,0 +1,85 @@
+"""The parts of a target that a draft needs, read from its safetensors files without loading the target.
+
+Used by trainers and benchmarks.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+
+
+@dataclass(frozen=True)
+class TargetHead:
+    """Token embedding and output head of a target.
+
+    `embedding` `[V, H]` is raw: what serving engines feed to a draft, without Gemma's factor sqrt(H). `head` `[V, H]`
+    is the same tensor where the two are tied. Logits are `soft_cap * tanh(logit_scale * h @ head.T / soft_cap)`, or
+    without the cap where it is None.
+    """
+
+    embedding: Tensor
+    head: Tensor
+    logit_scale: float
+    soft_cap: float | None
+
+
+def read_target_head(path: Path, dtype: torch.dtype) -> TargetHead:
+    """Read embedding and head of the Hugging Face folder `path` in `dtype`.
+
+    Raises:
+        ValueError: no safetensors files, or none of the known tensor names in them.
+    """
+    config = AutoConfig.from_pretrained(path)
+    files = tensor_files(path)
+    embedding_name = _named(files, "embed_tokens.weight")
+    if embedding_name is None:
+        raise ValueError(f"{path} has no tensor named *embed_tokens.weight: this family of targets is not supported")
+    head_name = _named(files, "lm_head.weight")
+    if head_name is None and not _tied(config):
+        raise ValueError(f"{path} has no tensor named *lm_head.weight, and its config does not tie the embeddings")
+    embedding = _read(path / files[embedding_name], embedding_name, dtype)
+    head = embedding if head_name is None else _read(path / files[head_name], head_name, dtype)
+    logit_scale, soft_cap = logit_shape(config)
+    return TargetHead(embedding=embedding, head=head, logit_scale=logit_scale, soft_cap=soft_cap)
+
+
+def logit_shape(config: PretrainedConfig) -> tuple[float, float | None]:
+    """(factor, soft cap or None) that a target applies to `h @ head.T`: Cohere multiplies, Granite divides."""
+    text = config.get_text_config()
+    factor = getattr(text, "logit_scale", None) or 1.0
+    divisor = getattr(text, "logits_scaling", None) or 1.0
+    return float(factor) / float(divisor), getattr(text, "final_logit_softcapping", None)
+
+
+def tensor_files(path: Path) -> dict[str, str]:
+    """File name of every tensor in a folder, sharded or not; raises ValueError when there is no safetensors file."""
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        return json.loads(index.read_text())["weight_map"]
+    single = path / "model.safetensors"
+    if not single.is_file():
+        raise ValueError(f"{path} holds no model.safetensors: convert the target with save_pretrained first")
+    with safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single.name)
+
+
+def _named(names: Iterable[str], suffix: str) -> str | None:
+    """The text model's tensor: of several (a vision tower, an extra prediction head) the one nearest to the root."""
+    found = [name for name in names if name == suffix or name.endswith(f".{suffix}")]
+    found = [name for name in found if not {"vision_tower", "audio_tower", "mtp"} & set(name.split("."))]
+    return min(found, key=lambda name: (name.count("."), name), default=None)
+
+
+def _tied(config: PretrainedConfig) -> bool:
+    return any(getattr(part, "tie_word_embeddings", False) for part in (config, config.get_text_config()))
+
+
+def _read(path: Path, name: str, dtype: torch.dtype) -> Tensor:
+    with safe_open(path, framework="pt") as file:
+        return file.get_tensor(name).to(dtype)

@@ -1,0 +1,47 @@
+"""Measures the exported draft on the held-out prompts, beside the present champion."""
+
+import shutil
+
+from prefect import get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+
+from infra.pools.base import Pool
+from infra.records import BenchmarkResult, RegisteredDraft, TargetRecord
+from infra.tracking.registry import champion, download, version_of_run
+from tasks.data_plane import run_main, worth_retrying
+from tasks.run import OpenRun
+
+TIMEOUT_S = 6 * 3600.0
+
+
+@task(name="benchmark", retries=1, retry_condition_fn=worth_retrying, cache_policy=NO_CACHE)
+def benchmark_draft(run: OpenRun, pool: Pool, target: TargetRecord) -> BenchmarkResult:
+    """Measure challenger and champion on the same prompts in one job.
+
+    A resumed run that has registered its draft keeps the figures it was registered with.
+    """
+    registered = version_of_run(run.tracking_uri, run.draft_name, run.folder.name)
+    if registered and run.folder.benchmark.exists():
+        return BenchmarkResult.read(run.folder.benchmark)
+    present = _comparable_champion(run, target)
+    arguments: list[str] = []
+    if present:
+        folder = run.folder.path / "champion"
+        shutil.rmtree(folder, ignore_errors=True)
+        downloaded = download(run.tracking_uri, present, folder)
+        arguments = ["--champion", str(downloaded), "--champion-label", f"version {present.version}"]
+    run_main(run, pool, "benchmark", "models.benchmark.run", *arguments, timeout_s=TIMEOUT_S)
+    return BenchmarkResult.read(run.folder.benchmark)
+
+
+def _comparable_champion(run: OpenRun, target: TargetRecord) -> RegisteredDraft | None:
+    logger = get_run_logger()
+    present = champion(run.tracking_uri, run.draft_name)
+    if present is None:
+        logger.info("no champion of %s yet: the draft is compared with no draft", run.draft_name)
+        return None
+    if present.tags.get("target_revision") != target.revision:
+        logger.warning("champion %s is of another target revision: compared with no draft", present.version)
+        return None
+    logger.info("compared with version %s of %s, the champion", present.version, run.draft_name)
+    return present

@@ -1,0 +1,44 @@
+"""How tasks start the data plane: by command line, followed line by line, always stopped again."""
+
+from prefect import Task, get_run_logger
+from prefect.client.schemas.objects import State, TaskRun
+
+from infra.pools.base import Pool
+from infra.pools.local import LocalPool
+from infra.processes import Process, ProcessFailedError, module
+from tasks.run import OpenRun
+
+REFUSED = 2
+"""Exit status of a main that was given something a person has to mend."""
+
+
+def run_main(run: OpenRun, pool: Pool, role: str, name: str, *arguments: str, timeout_s: float) -> None:
+    """Run `python -m NAME RUN ARGUMENTS` on a pool to its end, its output forwarded to the task's log.
+
+    Raises ProcessFailedError with the end of the log, or TimeoutError.
+    """
+    process = pool.launch(role, module(name, run.folder.path, *arguments))
+    try:
+        process.wait(timeout_s, on_line=get_run_logger().info)
+    finally:
+        process.stop()
+
+
+def on_cpu(run: OpenRun) -> Pool:
+    """This machine's cores, for what needs no lease."""
+    return LocalPool(run.owner)
+
+
+def forward(process: Process) -> None:
+    """Hand what the process has printed since the last time to the task's log."""
+    logger = get_run_logger()
+    for line in process.new_lines():
+        logger.info(line)
+
+
+def worth_retrying(_task: Task, _run: TaskRun, state: State) -> bool:
+    """Crashes are; refusals (exit status 2, ValueError) and a dead generator are not."""
+    error = state.result(raise_on_failure=False)
+    if isinstance(error, ProcessFailedError):
+        return error.exit_code != REFUSED and not error.role.startswith("generator")
+    return not isinstance(error, ValueError)

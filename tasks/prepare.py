@@ -1,0 +1,26 @@
+"""Makes target and samples ready. Both are cached on disk by content hash, so a second run only looks them up."""
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from infra.records import SamplesRecord, TargetRecord
+from tasks.data_plane import on_cpu, run_main, worth_retrying
+from tasks.run import OpenRun
+
+TARGET_TIMEOUT_S = 4 * 3600.0
+"""A large target is downloaded from the Hub."""
+SAMPLES_TIMEOUT_S = 4 * 3600.0
+
+
+@task(name="prepare target", retries=2, retry_delay_seconds=5, retry_condition_fn=worth_retrying, cache_policy=NO_CACHE)
+def prepare_target(run: OpenRun) -> TargetRecord:
+    """Fetch or convert the target into a plain Hugging Face folder."""
+    run_main(run, on_cpu(run), "target", "models.targets.prepare", timeout_s=TARGET_TIMEOUT_S)
+    return TargetRecord.read(run.folder.target)
+
+
+@task(name="prepare samples", retries=1, retry_condition_fn=worth_retrying, cache_policy=NO_CACHE)
+def prepare_samples(run: OpenRun, target: TargetRecord) -> SamplesRecord:
+    """Tokenize the prompts with the target's tokenizer and set the held-out part aside."""
+    run_main(run, on_cpu(run), "samples", "models.data.prepare", timeout_s=SAMPLES_TIMEOUT_S)
+    return SamplesRecord.read(run.folder.samples)

@@ -1,0 +1,64 @@
+"""Opens and closes the run in MLflow, and logs its samples."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from prefect import get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+
+from infra.provenance import git_sha, hardware, versions
+from infra.records import SamplesRecord
+from infra.tracking.runs import (
+    TrackedRun,
+    end_run,
+    log_checkpoint,
+    log_new_metrics,
+    log_samples,
+    logged_checkpoints,
+    start_run,
+)
+from tasks.run import OpenRun
+
+
+@contextmanager
+def tracked(run: OpenRun) -> Iterator[TrackedRun]:
+    """The MLflow run of this run; it ends as FINISHED, FAILED, or (interrupted, cancelled) KILLED."""
+    with ExitStack() as stack:
+        tracking = open_tracking(run)
+        stack.push(lambda kind, *_: end_run(tracking, _status(kind)))
+        yield tracking
+
+
+def _status(kind: type[BaseException] | None) -> str:
+    if kind is None:
+        return "FINISHED"
+    return "FAILED" if issubclass(kind, Exception) else "KILLED"
+
+
+@task(name="open tracking", retries=2, retry_delay_seconds=2, cache_policy=NO_CACHE)
+def open_tracking(run: OpenRun) -> TrackedRun:
+    """Start the MLflow run with configuration, code, versions and hardware, or go on with the one there is."""
+    tags = {"run": run.folder.name, "git_sha": git_sha(), "hardware": hardware(), **versions()}
+    config = run.config.model_dump(mode="json")
+    tracking = start_run(
+        run.tracking_record, run.tracking_uri, run.config.tracking.experiment, run.folder.name, config, tags
+    )
+    get_run_logger().info("MLflow run %s at %s", tracking.run_id, tracking.uri)
+    return tracking
+
+
+@task(name="track samples", retries=2, retry_delay_seconds=2, cache_policy=NO_CACHE)
+def track_samples(run: OpenRun, tracking: TrackedRun, samples: SamplesRecord) -> None:
+    """Log the sample set with its hash."""
+    log_samples(tracking, run.config.data.source, samples)
+
+
+@task(name="track training", retries=2, retry_delay_seconds=5, cache_policy=NO_CACHE)
+def track_training(run: OpenRun, tracking: TrackedRun) -> None:
+    """Log the metrics that are still missing, and every committed checkpoint as a logged model."""
+    log_new_metrics(run.tracking_record, run.folder.metrics)
+    logged = logged_checkpoints(tracking)
+    for folder in sorted(run.folder.checkpoints.glob("step-*")):
+        step = int(folder.name.removeprefix("step-"))
+        if step not in logged:
+            log_checkpoint(tracking, folder, step)

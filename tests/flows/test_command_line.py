@@ -1,0 +1,130 @@
+"""The command line, run as a person runs it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from flows.command_line import app
+from infra.settings import tracking_uri
+from infra.tracking import registry, runs
+from models.config import RunConfig, load_recipe
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where runs and the registry of these tests lie."""
+    return tmp_path_factory.mktemp("home")
+
+
+def draftsmith(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "DRAFTSMITH_RUNS": str(home / "runs"), "COLUMNS": "160", "NO_COLOR": "1"}
+    environment.pop("MLFLOW_TRACKING_URI", None)
+    command = [sys.executable, "-c", "from flows.command_line import main; main()", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def refusal(home: Path, *arguments: str) -> str:
+    ended = draftsmith(home, *arguments)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "Traceback" not in ended.stderr
+    return ended.stderr
+
+
+def test_help_loads_nothing_heavy() -> None:
+    script = """
+import sys
+from typer.testing import CliRunner
+from flows.command_line import app
+result = CliRunner().invoke(app, ["retrain", "--help"])
+assert result.exit_code == 0 and "--resume" in result.output, result.output
+heavy = {"torch", "prefect", "mlflow", "transformers", "lightning", "pandas"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, timeout=60, check=True, env={**os.environ, "COLUMNS": "160"}
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_plan_prints_every_recipe_in_full(tmp_path: Path, recipe: Path) -> None:
+    ended = draftsmith(tmp_path, "retrain", str(recipe), "training.learning_rate=0.5", "--plan")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    printed = RunConfig.model_validate(yaml.safe_load(ended.stdout))
+    assert printed == load_recipe(recipe, ["training.learning_rate=0.5"])
+    assert "stall_s" in ended.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "which recipe?"),
+        (["recipes/nowhere.yaml"], "no recipe at recipes/nowhere.yaml"),
+        (["recipes/tiny.yaml", "training.max_stepz=3", "--plan"], "training.max_stepz: no such setting"),
+        (["recipes/tiny.yaml", "training.max_steps=0"], "training.max_steps: Input should be greater"),
+        (["recipes/tiny.yaml", "training_pool.gpus=3", "--plan"], "a rank needs one GPU"),
+        (["recipes/tiny.yaml", "rubbish"], "section.field=value"),
+        (["--resume", "nowhere"], "no run nowhere"),
+    ],
+)
+def test_refusals_of_retrain(home: Path, arguments: list[str], message: str) -> None:
+    assert message in refusal(home, "retrain", *arguments)
+
+
+def test_a_run_is_resumed_as_it_is(home: Path) -> None:
+    folder = home / "runs" / "tiny-1"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(load_recipe(ROOT / "recipes" / "tiny.yaml", ["seed=7"]).model_dump_json())
+    for name in ("tiny-1", str(folder)):
+        ended = draftsmith(home, "retrain", "--resume", name, "--plan")
+        assert yaml.safe_load(ended.stdout)["seed"] == 7
+    overridden = refusal(home, "retrain", "recipes/tiny.yaml", "seed=8", "--resume", "tiny-1")
+    assert "resumed with its own configuration" in overridden
+    assert "is a run of the recipe tiny" in refusal(home, "retrain", "recipes/quickstart.yaml", "--resume", "tiny-1")
+
+
+def test_drafts_are_listed_promoted_and_rolled_back(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTSMITH_RUNS", str(home / "runs"))
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+    def drafts(*arguments: str) -> str:
+        return CliRunner().invoke(app, ["drafts", *arguments], catch_exceptions=False).output
+
+    with pytest.raises(ValueError, match="no draft is registered"):
+        drafts("promote", "1")
+    assert "no drafts yet" in drafts("list")
+    uri = tracking_uri()
+    run = runs.start_run(home / "tracking.json", uri, "draftsmith", "tiny-1", {}, {})
+    (home / "export").mkdir()
+    (home / "export" / "config.json").write_text("{}")
+    for number in (1, 2):
+        model_id = runs.log_folder(run, home / "export", "draft", 1, "draft")
+        tags = {registry.RUN: f"tiny-{number}", registry.ACCEPTANCE: "3.25", "beats_prompt_lookup": "true"}
+        registry.register(uri, "draft-tiny", model_id, run.run_id, tags)
+        assert f"draft-tiny version {number} is champion" in drafts("promote", str(number))
+    rows = [line.split("│")[1:-1] for line in drafts("list").splitlines() if "draft-tiny" in line]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["draft-tiny", "2", "champion", "3.25", "true", "1", "tiny-2"],
+        ["draft-tiny", "1", "", "3.25", "true", "", "tiny-1"],
+    ]
+    with pytest.raises(ValueError, match="has no version 9"):
+        drafts("promote", "9")
+    assert "draft-tiny version 1 is champion again" in drafts("rollback")
+    with pytest.raises(ValueError, match="replaced no other"):
+        drafts("rollback", "--name", "draft-tiny")
+
+
+def test_a_bench_that_cannot_start_ends_with_its_status(home: Path) -> None:
+    arguments = ["--target", str(home / "no"), "--draft", str(home / "no"), "--prompts", str(home / "no.txt")]
+    ended = draftsmith(home, "bench", *arguments)
+    assert ended.returncode == 2
+    assert "error:" in ended.stderr

@@ -1,0 +1,281 @@
+"""A run around the ledger: generators' objects, a trainer's memory and files. Each write is checked with the model."""
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from ledger_model import Model, Place, Row, Saved, Trainer
+
+from infra.ledger.answers import EndOfEpoch, RepeatedCrash, Resume, Wait
+from infra.ledger.ledger import Ledger
+from infra.ledger.planning import pack_ordinals, unpack_ordinals
+from infra.ledger.schema import samples
+from infra.records import BufferRecord, CheckpointRecord, Lease, ObjectRecord, PlannedSample, StepPlan
+
+EPOCHS = 3
+BYTES_PER_TOKEN = 10
+MAX_ATTEMPTS = 2
+
+
+class World:
+    """What a history of the run has left so far, and the single writes that processes make."""
+
+    ledger: Ledger
+    model: Model
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="ledger-"))
+        self.trainer: Trainer | None = None
+        self.store: dict[str, ObjectRecord] = {}
+        self.files: dict[str, Saved] = {}
+        self.leases: list[Lease] = []
+        self.keys: set[str] = set()
+        self.incarnations: list[int] = []
+        self.forgotten: set[Place] = set()
+        self.history: dict[tuple[int, int, frozenset[Place]], list[Place]] = {}
+
+    def open_ledger(self, name: str) -> None:
+        self.ledger = Ledger.open(f"sqlite:///{self.folder / name}.sqlite", "run")
+        self.ledger.create_run(
+            budget_bytes=self.model.budget,
+            bytes_per_token=BYTES_PER_TOKEN,
+            lease_seconds=600,
+            max_attempts=MAX_ATTEMPTS,
+            order="strict" if self.model.strict else "any",
+        )
+
+    def open_epoch(self, incarnation: int | None, epoch: int) -> None:
+        self.ledger.open_epoch(incarnation, epoch, self.slots)
+        bad = {self.model.rows[place].sample for place in self.model.of("quarantined")}
+        for slot in self.slots:
+            state = "quarantined" if slot.sample in bad else "pending"
+            row = Row(sample=slot.sample, size=slot.tokens * BYTES_PER_TOKEN, state=state)
+            self.model.rows.setdefault((epoch, slot.ordinal), row)
+
+    def lease(self, owner: str, limit: int) -> list[Lease]:
+        leases = self.ledger.lease(owner, limit)
+        assert [(lease.epoch, lease.ordinal) for lease in leases] == self.model.lease(limit)
+        for lease in leases:
+            row = self.model.rows[lease.epoch, lease.ordinal]
+            assert (lease.sample, lease.nbytes) == (row.sample, row.size)
+            assert self.ledger.key(lease) not in self.keys, "an object's key was given out twice"
+            self.keys.add(self.ledger.key(lease))
+            row.state, row.held, row.attempt, row.owner = "leased", row.size, lease.attempt, owner
+        self.leases += leases
+        return leases
+
+    def capture(self, owner: str, limit: int, captured: int) -> list[Lease]:
+        """Lease, publish the first `captured`, and stall with the others."""
+        leases = self.lease(owner, limit)
+        for lease in leases[:captured]:
+            self.leases.remove(lease)
+            self.publish(lease)
+        return leases
+
+    def write_object(self, lease: Lease) -> ObjectRecord:
+        buffer = BufferRecord(name="aux", nbytes=lease.nbytes, xxh3=f"{lease.sample:016x}")
+        record = ObjectRecord(key=self.ledger.key(lease), location="memory", buffers=(buffer,))
+        self.store[record.key] = record
+        return record
+
+    def publish(self, lease: Lease) -> None:
+        """Any lease ever given out may be published, however late."""
+        record = self.write_object(lease)
+        row = self.leased_row(lease)
+        won = self.ledger.publish(lease, record)
+        assert won == (row is not None)
+        if row is None:
+            del self.store[record.key]
+        else:
+            row.state, row.object, row.expired = "ready", record, False
+
+    def fail(self, lease: Lease) -> None:
+        row = self.leased_row(lease)
+        self.ledger.fail(lease, "broken")
+        if row is not None:
+            row.failures += 1
+            row.to("quarantined" if row.failures >= MAX_ATTEMPTS else "pending")
+
+    def renew_or_give_back(self, owner: str, back: bool) -> None:
+        own = [row for row in self.model.rows.values() if row.state == "leased" and row.owner == owner]
+        assert (self.ledger.give_back if back else self.ledger.renew)(owner) == len(own)
+        for row in own:
+            row.expired = False
+            if back:
+                row.to("pending")
+
+    def sweep(self) -> None:
+        present = set(self.store)
+        for key in present - self.ledger.held_keys():
+            del self.store[key]
+
+    def leased_row(self, lease: Lease) -> Row | None:
+        row = self.model.rows.get((lease.epoch, lease.ordinal))
+        return row if row and row.state == "leased" and row.attempt == lease.attempt else None
+
+    def expire_all(self) -> None:
+        """Every generator that stalled is dead for long."""
+        for place in self.model.of("leased"):
+            self.expire(place)
+
+    def expire(self, place: Place) -> None:
+        change = sa.update(samples).where(samples.c.epoch == place[0], samples.c.ordinal == place[1])
+        with self.ledger._engine.begin() as connection:
+            connection.execute(change.values(lease_expires=samples.c.lease_expires - 1e6))
+        self.model.rows[place].expired = True
+
+    def resume(self) -> Resume:
+        return self.ledger.resume(
+            lambda record: record.path in self.files, lambda record: self.store.get(record.key) == record
+        )
+
+    def go_on(self, trainer: Trainer, ranks: int) -> None:
+        """The trainer's next write, where it neither plans ahead nor saves."""
+        unreleased = next(self.planned("planned", "copied", "deleted"), None)
+        if unreleased:
+            self.advance(trainer, unreleased)
+        elif trainer.plans:
+            self.train(trainer)
+        elif isinstance(self.plan(trainer, ranks), Wait):
+            self.capture("a", 3, 3)
+
+    def plan(self, trainer: Trainer, ranks: int) -> Wait | EndOfEpoch | StepPlan:
+        step, expected = trainer.planned + 1, self.model.plan(trainer.epoch, self.size)
+        self.model.current = trainer.trained + 1
+        answer = self.ledger.plan(
+            trainer.incarnation,
+            trainer.epoch,
+            step,
+            ranks=ranks,
+            micro_batches=2,
+            samples_per_step=self.size,
+            current_step=trainer.trained + 1,
+        )
+        if isinstance(answer, StepPlan):
+            places = [(sample.epoch, sample.ordinal) for sample in answer.samples]
+            assert places == expected
+            self.take(trainer, answer, places)
+        else:
+            assert expected == ("wait" if isinstance(answer, Wait) else "end")
+            if isinstance(answer, EndOfEpoch) and not trainer.plans and trainer.epoch + 1 < EPOCHS:
+                trainer.epoch += 1
+                self.open_epoch(trainer.incarnation, trainer.epoch)
+        return answer
+
+    def take(self, trainer: Trainer, plan: StepPlan, places: list[Place]) -> None:
+        assert sorted(s.ordinal for r in range(3) for m in range(2) for s in plan.of(r, m)) == [p[1] for p in places]
+        trainer.plans.append(plan)
+        trainer.planned = plan.step
+        for sample, place in zip(plan.samples, places, strict=True):
+            row = self.model.rows[place]
+            assert (sample.sample, sample.object) == (row.sample, row.object)
+            row.state, row.step = "taken", plan.step
+        if self.model.strict:
+            before = frozenset(place for place in self.model.of("quarantined") if place < places[-1])
+            assert self.history.setdefault((trainer.epoch, plan.step, before), places) == places
+
+    def planned(self, *stages: str) -> Iterator[PlannedSample]:
+        """Samples of planned steps that are at one of these stages."""
+        if self.trainer:
+            for plan in self.trainer.plans:
+                for sample in plan.samples:
+                    if self.trainer.stages.get((sample.epoch, sample.ordinal), "planned") in stages:
+                        yield sample
+
+    def advance(self, trainer: Trainer, sample: PlannedSample) -> None:
+        """Copy an object out, delete it, tell the ledger: one of these at a time."""
+        place = (sample.epoch, sample.ordinal)
+        stage = trainer.stages.get(place, "planned")
+        if stage == "planned":
+            if self.store.get(sample.object.key) != sample.object:
+                self.trainer = None  # what is lost here is captured again after the restart
+                return
+            trainer.stages[place] = "copied"
+        elif stage == "copied":
+            self.store.pop(sample.object.key, None)
+            trainer.stages[place] = "deleted"
+        else:
+            self.ledger.release(trainer.incarnation, *place)
+            self.model.rows[place].held, self.model.rows[place].object = 0, None
+            trainer.stages[place] = "released"
+
+    def train(self, trainer: Trainer) -> None:
+        plan = trainer.plans.pop(0)
+        trainer.weights.update((sample.epoch, sample.ordinal) for sample in plan.samples)
+        trainer.trained = plan.step
+
+    def save(self, trainer: Trainer) -> None:
+        """Write the files of a checkpoint; training may go on before it is committed."""
+        step, path = trainer.trained, f"{trainer.incarnation}-{trainer.trained}"
+        record = CheckpointRecord(step=step, path=path, manifest_hash=path, incarnation=trainer.incarnation)
+        epoch, ordinals = self.ledger.consumed_ordinals(step)
+        assert {(epoch, o) for o in ordinals} == {place for place in trainer.weights if place[0] == epoch}
+        trainer.saving = Saved(record, Counter(trainer.weights), epoch, pack_ordinals(ordinals))
+        trainer.saved = step
+        self.files[path] = trainer.saving
+
+    def commit(self, trainer: Trainer, saving: Saved) -> None:
+        model, record = self.model, saving.record
+        trained = [place for place in model.of("taken") if (model.rows[place].step or 0) <= record.step]
+        assert self.ledger.commit(trainer.incarnation, record) == len(trained)
+        for place in trained:
+            model.rows[place].state = "consumed"
+        model.committed.append(record)
+        model.crash = (0, -1)
+        trainer.saving = None
+
+    def start_trainer(self) -> None:
+        """After a crash, or a second trainer beside one that is not dead yet."""
+        if self.model.crashes()[0] >= 3:
+            before = self.ledger.progress()
+            with pytest.raises(RepeatedCrash):
+                self.resume()
+            assert self.ledger.progress() == before
+            self.ledger.forget_crashes()
+            self.model.training = False
+        resume = self.resume()
+        survivor = self.model.resume(self.files, self.store)
+        assert resume.checkpoint == survivor
+        step = survivor.step if survivor else 0
+        weights = self.files[survivor.path].weights if survivor else Counter[Place]()
+        assert resume.incarnation not in self.incarnations
+        self.incarnations.append(resume.incarnation)
+        if survivor is None and self.forgotten:
+            self.history.clear()
+        self.trainer = Trainer(resume.incarnation, resume.epoch, step, Counter(weights), planned=step, saved=step)
+        self.open_epoch(resume.incarnation, resume.epoch)
+        assert set(self.model.of("consumed")) <= set(weights)
+
+    def lose_the_ledger(self) -> None:
+        """Its trainer dies with it; generators go on with leases of the lost one."""
+        self.trainer = None
+        saved = [self.files[record.path] for record in self.model.committed if record.path in self.files][-1]
+        self.forgotten.update(self.model.of("quarantined"))
+        self.history.clear()
+        self.ledger.close()
+        self.model = Model(self.model.strict, self.model.budget, committed=[saved.record])
+        self.open_ledger(f"rebuilt-{len(list(self.folder.iterdir()))}")
+        consumed = unpack_ordinals(saved.bitmap)
+        self.ledger.rebuild(saved.record, saved.epoch, self.slots, consumed)
+        for slot in self.slots:
+            row = Row(sample=slot.sample, size=slot.tokens * BYTES_PER_TOKEN)
+            if slot.ordinal in consumed:
+                row.state, row.step = "consumed", saved.record.step
+            self.model.rows[saved.epoch, slot.ordinal] = row
+
+    def one_round(self) -> str:
+        """Everybody does what there is to do; `done` at the end of the last epoch, `idle` when there was nothing."""
+        if self.trainer is None:
+            self.start_trainer()
+        leases = self.capture("a", 6, 6)
+        assert self.trainer is not None
+        answer = self.plan(self.trainer, ranks=1)
+        while self.trainer and self.trainer.plans:
+            self.go_on(self.trainer, ranks=1)
+        if self.trainer and isinstance(answer, EndOfEpoch) and answer.epoch == EPOCHS - 1:
+            return "done"
+        return "busy" if leases or not isinstance(answer, Wait) else "idle"

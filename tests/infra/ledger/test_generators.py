@@ -1,0 +1,151 @@
+from collections.abc import Callable
+
+import pytest
+import sqlalchemy as sa
+
+from infra.ledger.ledger import Ledger
+from infra.ledger.schema import samples
+from infra.records import Lease, ObjectRecord, SampleSlot
+
+Slots = Callable[..., list[SampleSlot]]
+Captured = Callable[[Ledger, Lease], ObjectRecord]
+
+
+def expire(ledger: Ledger, ordinal: int) -> None:
+    """Let an hour pass for one lease."""
+    change = sa.update(samples).where(samples.c.ordinal == ordinal, samples.c.state == "leased")
+    with ledger._engine.begin() as connection:
+        connection.execute(change.values(lease_expires=samples.c.lease_expires - 3600))
+
+
+def ordinals(leases: list[Lease]) -> list[int]:
+    return [lease.ordinal for lease in leases]
+
+
+def test_creating_a_run_again(ledger: Ledger, url: str) -> None:
+    values = {"budget_bytes": 100, "bytes_per_token": 10, "lease_seconds": 60, "max_attempts": 2}
+    ledger.create_run(**values, order="strict")
+    with pytest.raises(ValueError, match=r"budget_bytes: 100 there, 101 here.*another name"):
+        ledger.create_run(**(values | {"budget_bytes": 101}), order="strict")
+    with pytest.raises(ValueError, match="must be positive"):
+        ledger.create_run(**(values | {"max_attempts": 0}), order="strict")
+    with Ledger.open(url, "other") as other, pytest.raises(ValueError, match="holds no run 'other'"):
+        other.lease("g", 1)
+    with pytest.raises(ValueError, match="slash"):
+        Ledger.open(url, "a/b")
+
+
+def test_runs_do_not_see_each_other(ledger: Ledger, url: str, slots: Slots) -> None:
+    ledger.open_epoch(None, 0, slots(9))
+    with Ledger.open(url, "other") as other:
+        other.create_run(budget_bytes=100, bytes_per_token=10, lease_seconds=60, max_attempts=2, order="strict")
+        other.open_epoch(None, 0, slots(8, 2))
+        assert ordinals(ledger.lease("g", 8)) == [0]
+        assert ordinals(other.lease("g", 8)) == [0, 1]
+        assert (ledger.held_keys(), other.held_keys()) == ({"run/0/0/1"}, {"other/0/0/1", "other/0/1/1"})
+        assert (ledger.progress().total, other.progress().total) == (1, 2)
+
+
+def test_opening_an_epoch(ledger: Ledger, slots: Slots) -> None:
+    ledger.open_epoch(None, 0, slots(1, 2))
+    ledger.lease("g", 1)
+    ledger.open_epoch(None, 0, slots(1, 2))
+    assert ledger.progress(0).model_dump(exclude_defaults=True) == {"leased": 1, "pending": 1, "bytes_held": 10}
+    with pytest.raises(ValueError, match="other samples"):
+        ledger.open_epoch(None, 0, slots(1, 3))
+    with pytest.raises(ValueError, match="other samples"):
+        ledger.open_epoch(None, 0, slots(1))
+    ledger.open_epoch(None, 2, slots(1))
+    with pytest.raises(ValueError, match="in turn"):
+        ledger.open_epoch(None, 1, slots(1))
+    with pytest.raises(ValueError, match=r"110 bytes, more than the budget of 100.*budget_mib"):
+        ledger.open_epoch(None, 3, slots(11))
+    with pytest.raises(ValueError, match="no tokens"):
+        ledger.open_epoch(None, 3, slots(0))
+
+
+def test_lease_is_in_order_and_never_skips(ledger: Ledger, slots: Slots) -> None:
+    ledger.open_epoch(None, 0, slots(3, 4, 5, 1))
+    first = ledger.lease("a", 1)
+    assert first == [Lease(epoch=0, ordinal=0, sample=100, tokens=3, attempt=1, nbytes=30)]
+    assert ordinals(ledger.lease("b", 9)) == [1], "30 bytes are free: sample 2 does not fit, sample 3 would"
+    assert ledger.lease("b", 9) == []
+    ledger.fail(first[0], "out of memory")
+    assert ordinals(ledger.lease("b", 9)) == [0]
+    assert ledger.progress().bytes_held == 70
+
+
+def test_epochs_are_leased_in_turn(ledger: Ledger, slots: Slots) -> None:
+    ledger.open_epoch(None, 0, slots(1))
+    ledger.open_epoch(None, 1, slots(1, 1))
+    assert [(lease.epoch, lease.ordinal) for lease in ledger.lease("g", 2)] == [(0, 0), (1, 0)]
+
+
+def test_expired_leases_lose(ledger: Ledger, slots: Slots, captured: Captured) -> None:
+    ledger.open_epoch(None, 0, slots(1, 1))
+    late, kept = ledger.lease("slow", 2)
+    expire(ledger, 0)
+    assert ordinals(ledger.lease("fast", 8)) == [0], "the lease that has not expired stays"
+    assert not ledger.publish(late, captured(ledger, late))
+    ledger.fail(late, "too late to count")
+    assert ledger.progress().model_dump(exclude_defaults=True) == {"leased": 2, "bytes_held": 20}
+    assert ledger.publish(kept, captured(ledger, kept))
+    assert not ledger.publish(kept, captured(ledger, kept)), "published already"
+    assert ledger.held_keys() == {"run/0/0/2", "run/0/1/1"}
+
+
+def test_an_expired_lease_that_nobody_took_back_still_publishes(
+    ledger: Ledger, slots: Slots, captured: Captured
+) -> None:
+    ledger.open_epoch(None, 0, slots(1))
+    (lease,) = ledger.lease("slow", 1)
+    expire(ledger, 0)
+    assert ledger.publish(lease, captured(ledger, lease))
+    assert ledger.lease("other", 1) == []
+
+
+def test_renew_and_give_back_touch_own_leases_only(ledger: Ledger, slots: Slots) -> None:
+    ledger.open_epoch(None, 0, slots(1, 1, 1))
+    ledger.lease("a", 2)
+    ledger.lease("b", 1)
+    for ordinal in range(3):
+        expire(ledger, ordinal)
+    assert ledger.renew("a") == 2
+    assert ordinals(ledger.lease("c", 8)) == [2]
+    assert ledger.give_back("a") == 2
+    assert ledger.progress().model_dump(exclude_defaults=True) == {"leased": 1, "pending": 2, "bytes_held": 10}
+
+
+def test_failures_quarantine_and_expiries_do_not(ledger: Ledger, slots: Slots) -> None:
+    ledger.open_epoch(None, 0, slots(1, 1))
+    for _ in range(5):
+        ledger.lease("g", 1)
+        expire(ledger, 0)
+    for error in ("first", "second"):
+        assert ledger.quarantined() == []
+        (lease,) = ledger.lease("g", 1)
+        ledger.fail(lease, error)
+    assert lease.attempt == 7
+    assert ledger.quarantined() == [(0, 0, 100, "second")]
+    assert ordinals(ledger.lease("g", 8)) == [1]
+    assert ledger.progress().attempts == 2
+    ledger.open_epoch(None, 1, slots(1, 1))
+    assert ledger.quarantined() == [(0, 0, 100, "second"), (1, 0, 100, "second")], "for good: in every epoch"
+
+
+def test_publish_refuses_what_the_lease_does_not_cover(ledger: Ledger, slots: Slots, captured: Captured) -> None:
+    ledger.open_epoch(None, 0, slots(1, 2))
+    small, large = ledger.lease("g", 2)
+    with pytest.raises(ValueError, match="does not belong"):
+        ledger.publish(small, captured(ledger, large))
+    with pytest.raises(ValueError, match="20 bytes does not belong"):
+        ledger.publish(small, captured(ledger, large).model_copy(update={"key": ledger.key(small)}))
+
+
+def test_a_finished_run_leases_nothing(ledger: Ledger, slots: Slots) -> None:
+    ledger.open_epoch(None, 0, slots(1))
+    incarnation = ledger.resume(lambda _: True, lambda _: True).incarnation
+    assert not ledger.finished()
+    ledger.finish(incarnation)
+    assert ledger.finished()
+    assert ledger.lease("g", 1) == []

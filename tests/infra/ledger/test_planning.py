@@ -1,0 +1,54 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infra.ledger.planning import balance, check_budget, pack_ordinals, unpack_ordinals
+
+sizes = st.lists(st.integers(1, 4096), max_size=40)
+
+
+@given(tokens=sizes, ranks=st.integers(1, 8), micro_batches=st.integers(1, 4))
+def test_balance_stays_within_grahams_bound(tokens: list[int], ranks: int, micro_batches: int) -> None:
+    places = balance(tokens, ranks, micro_batches)
+    assert places == balance(tokens, ranks, micro_batches)
+    loads = {(rank, micro_batch): 0 for rank in range(ranks) for micro_batch in range(micro_batches)}
+    for count, place in zip(tokens, places, strict=True):
+        loads[place] += count
+    best_possible = max([*tokens, -(-sum(tokens) // len(loads)), *_pairs(tokens, len(loads))], default=0)
+    assert max(loads.values()) <= 4 / 3 * best_possible
+
+
+def _pairs(tokens: list[int], places: int) -> list[int]:
+    """With more samples than places two of the largest places + 1 share one: a lower bound of the optimum."""
+    largest = sorted(tokens, reverse=True)
+    return [largest[places - 1] + largest[places]] if len(tokens) > places else []
+
+
+def test_balance_fills_ranks_before_micro_batches() -> None:
+    assert balance([5, 5, 5], ranks=2, micro_batches=2) == [(0, 0), (1, 0), (0, 1)]
+    assert balance([1, 9, 4, 4], ranks=2, micro_batches=1) == [(1, 0), (0, 0), (1, 0), (1, 0)]
+
+
+@given(ordinals=st.sets(st.integers(0, 300)))
+def test_bitmap_round_trip(ordinals: set[int]) -> None:
+    assert unpack_ordinals(pack_ordinals(ordinals)) == sorted(ordinals)
+
+
+def _budget(**changes: int) -> None:
+    values = {
+        "bytes_per_token": 1024,
+        "longest_sample_tokens": 1024,
+        "samples_per_step": 4,
+        "ranks": 2,
+        "prefetch_steps": 1,
+        "generator_slots": 8,
+    }
+    check_budget(**({"budget_bytes": 16 * 2**20} | values | changes))
+
+
+def test_budget_refusal_carries_the_numbers() -> None:
+    _budget()
+    with pytest.raises(ValueError, match=r"16\.0 MiB is too small.*1\.0 MiB.*17 samples.*transport\.budget_mib=17 "):
+        _budget(generator_slots=9)
+    with pytest.raises(ValueError, match="budget_mib=18"):
+        _budget(ranks=5)

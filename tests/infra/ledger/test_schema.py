@@ -1,0 +1,58 @@
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from infra.ledger.ledger import Ledger
+from infra.ledger.schema import refuse_network_file_system
+
+
+def test_sqlite_is_durable_and_writers_start_with_the_lock(ledger: Ledger, url: str) -> None:
+    with ledger._engine.connect() as connection:
+        assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
+        assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 2
+        assert connection.exec_driver_sql("PRAGMA busy_timeout").scalar() == 60_000
+    with sqlite3.connect(url.removeprefix("sqlite:///"), timeout=0) as other:
+        with ledger._write():
+            with pytest.raises(sqlite3.OperationalError, match="locked"):
+                other.execute("BEGIN IMMEDIATE")
+        with ledger._read():
+            other.execute("BEGIN IMMEDIATE")
+            other.rollback()
+    other.close()
+
+
+@pytest.mark.parametrize(("folder", "refused"), [("local", False), ("share", True), ("share/with space", False)])
+def test_network_file_system(tmp_path: Path, folder: str, refused: bool) -> None:
+    (tmp_path / "share" / "with space").mkdir(parents=True)
+    (tmp_path / "local").mkdir()
+    mounts = tmp_path / "mounts"
+    escaped = str(tmp_path / "share/with space").replace(" ", "\\040")
+    mounts.write_text(
+        f"disk / ext4 rw 0 0\nserver:/x {tmp_path}/share nfs4 rw 0 0\ndisk {escaped} ext4 rw 0 0\n"
+        f"server:/y {tmp_path}/sha nfs4 rw 0 0\n"
+    )
+    file = tmp_path / folder / "ledger.sqlite"
+    if refused:
+        with pytest.raises(ValueError, match=rf"nfs4 at {tmp_path}/share.*ledger\.url"):
+            refuse_network_file_system(file, mounts)
+    else:
+        refuse_network_file_system(file, mounts)
+
+
+def test_network_file_system_is_not_checked_without_a_mount_table(tmp_path: Path) -> None:
+    refuse_network_file_system(tmp_path / "ledger.sqlite", tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("mysql://host/db", "must name a SQLite file"),
+        ("sqlite://", "must name a SQLite file"),
+        ("nonsense", "no database URL"),
+        ("sqlite:////nowhere/at/all.sqlite", "does not exist"),
+    ],
+)
+def test_unusable_urls_are_refused(url: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Ledger.open(url, "run")

@@ -1,0 +1,304 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from infra.ledger.answers import EndOfEpoch, RepeatedCrash, StaleIncarnation, Wait
+from infra.ledger.ledger import Ledger
+from infra.ledger.planning import pack_ordinals, unpack_ordinals
+from infra.records import CheckpointRecord, Lease, ObjectRecord, SampleSlot, StepPlan
+
+Slots = Callable[..., list[SampleSlot]]
+Captured = Callable[[Ledger, Lease], ObjectRecord]
+
+
+def start(ledger: Ledger) -> int:
+    return ledger.resume(lambda _: True, lambda _: True).incarnation
+
+
+def capture(ledger: Ledger, captured: Captured, limit: int = 99) -> list[Lease]:
+    leases = ledger.lease("g", limit)
+    assert all(ledger.publish(lease, captured(ledger, lease)) for lease in leases)
+    return leases
+
+
+def plan(ledger: Ledger, incarnation: int, step: int, size: int = 2, **extra: int) -> StepPlan | Wait | EndOfEpoch:
+    epoch = extra.pop("epoch", 0)
+    return ledger.plan(incarnation, epoch, step, ranks=1, micro_batches=1, samples_per_step=size, **extra)
+
+
+def planned(answer: StepPlan | Wait | EndOfEpoch) -> list[int]:
+    assert isinstance(answer, StepPlan)
+    return [sample.ordinal for sample in answer.samples]
+
+
+def train(ledger: Ledger, captured: Captured, incarnation: int, step: int, size: int = 2) -> None:
+    """Capture, plan, copy out and release one step of epoch 0."""
+    capture(ledger, captured, size)
+    ledger.release(incarnation, 0, *planned(plan(ledger, incarnation, step, size)))
+
+
+def checkpoint(step: int, incarnation: int) -> CheckpointRecord:
+    return CheckpointRecord(step=step, path=f"step-{step}", manifest_hash=f"hash{step}", incarnation=incarnation)
+
+
+def test_strict_waits_for_the_first_and_ends_short(ledger: Ledger, slots: Slots, captured: Captured) -> None:
+    ledger.open_epoch(None, 0, slots(1, 1, 1))
+    incarnation = start(ledger)
+    first, second, third = ledger.lease("g", 3)
+    for lease in (second, third):
+        ledger.publish(lease, captured(ledger, lease))
+    assert plan(ledger, incarnation, 1) == Wait(step=1, needed=2, ready=1, first_missing=0)
+    ledger.publish(first, captured(ledger, first))
+    answer = ledger.plan(incarnation, 0, 1, ranks=2, micro_batches=1, samples_per_step=2)
+    assert planned(answer) == [0, 1]
+    assert isinstance(answer, StepPlan)
+    assert [sample.rank for sample in answer.samples] == [0, 1]
+    assert answer.samples[0].object == captured(ledger, first)
+    assert planned(plan(ledger, incarnation, 2)) == [2]
+    assert plan(ledger, incarnation, 3) == EndOfEpoch(epoch=0)
+
+
+def test_any_takes_what_is_ready(url: str, slots: Slots, captured: Captured) -> None:
+    with Ledger.open(url, "any") as ledger:
+        ledger.create_run(budget_bytes=100, bytes_per_token=10, lease_seconds=60, max_attempts=1, order="any")
+        ledger.open_epoch(None, 0, slots(1, 1, 1, 1, 1))
+        incarnation = start(ledger)
+        leases = ledger.lease("g", 5)
+        ledger.publish(leases[3], captured(ledger, leases[3]))
+        assert plan(ledger, incarnation, 1) == Wait(step=1, needed=2, ready=1, first_missing=None)
+        ledger.publish(leases[1], captured(ledger, leases[1]))
+        assert planned(plan(ledger, incarnation, 1)) == [1, 3]
+        ledger.fail(leases[2], "broken")
+        ledger.publish(leases[4], captured(ledger, leases[4]))
+        assert isinstance(plan(ledger, incarnation, 2), Wait), "sample 0 may still come"
+        ledger.publish(leases[0], captured(ledger, leases[0]))
+        assert planned(plan(ledger, incarnation, 2)) == [0, 4]
+        assert plan(ledger, incarnation, 3) == EndOfEpoch(epoch=0)
+
+
+def test_quarantine_moves_the_next_samples_up(ledger: Ledger, slots: Slots, captured: Captured) -> None:
+    ledger.open_epoch(None, 0, slots(1, 1, 1))
+    incarnation = start(ledger)
+    for _ in range(2):
+        (lease,) = ledger.lease("g", 1)
+        ledger.fail(lease, "broken")
+    capture(ledger, captured)
+    assert planned(plan(ledger, incarnation, 1)) == [1, 2]
+
+
+def test_bytes_are_freed_by_release_not_by_commit(ledger: Ledger, slots: Slots, captured: Captured) -> None:
+    ledger.open_epoch(None, 0, slots(5, 5, 5, 5))
+    incarnation = start(ledger)
+    capture(ledger, captured)
+    plan(ledger, incarnation, 1)
+    assert ledger.lease("g", 1) == []
+    ledger.release(incarnation, 0, 0)
+    ledger.release(incarnation, 0, 0)
+    assert [lease.ordinal for lease in ledger.lease("g", 9)] == [2]
+    assert ledger.consumed_ordinals(1) == (0, [0, 1])
+    assert ledger.commit(incarnation, checkpoint(1, incarnation)) == 2
+    assert ledger.commit(incarnation, checkpoint(1, incarnation)) == 0
+    assert ledger.checkpoints() == [checkpoint(1, incarnation)]
+    ledger.release(incarnation, 0, 1)
+    assert ledger.progress().model_dump(exclude_defaults=True) == {
+        "pending": 1,
+        "leased": 1,
+        "consumed": 2,
+        "bytes_held": 50,
+    }
+    with pytest.raises(AssertionError, match="not taken"):
+        ledger.release(incarnation, 0, 3)
+
+
+def test_steps_only_count_up(ledger: Ledger, slots: Slots, captured: Captured) -> None:
+    ledger.open_epoch(None, 0, slots(1, 1))
+    incarnation = start(ledger)
+    capture(ledger, captured)
+    plan(ledger, incarnation, 5, size=1)
+    with pytest.raises(AssertionError, match="step 5 planned after step 5"):
+        plan(ledger, incarnation, 5, size=1)
+
+
+def test_a_stale_trainer_writes_nothing(ledger: Ledger, slots: Slots, captured: Captured) -> None:
+    ledger.open_epoch(None, 0, slots(1, 1))
+    old = start(ledger)
+    capture(ledger, captured)
+    plan(ledger, old, 1, size=1)
+    new = start(ledger)
+    before = ledger.progress()
+    for write in (
+        lambda: plan(ledger, old, 2),
+        lambda: ledger.release(old, 0, 0),
+        lambda: ledger.commit(old, checkpoint(1, old)),
+        lambda: ledger.finish(old),
+        lambda: ledger.open_epoch(old, 1, slots(1)),
+    ):
+        with pytest.raises(StaleIncarnation, match=f"incarnation {new}; this is {old}"):
+            write()
+    assert ledger.progress() == before
+    assert not ledger.finished()
+    assert ledger.checkpoints() == []
+
+
+def test_resume_goes_back_to_the_newest_whole_checkpoint(ledger: Ledger, slots: Slots, captured: Captured) -> None:
+    ledger.open_epoch(None, 0, slots(*[1] * 8))
+    one = start(ledger)
+    for step in (1, 2, 3):
+        train(ledger, captured, one, step)
+        ledger.commit(one, checkpoint(step, one))
+    capture(ledger, captured)
+    assert planned(plan(ledger, one, 4, size=1)) == [6]
+    ledger.open_epoch(one, 1, slots(1))
+    lost = "run/0/7/1"
+    resume = ledger.resume(lambda c: c.step == 1, lambda o: o.key != lost)
+    assert resume.checkpoint == checkpoint(1, one)
+    assert resume.dropped == (checkpoint(2, one), checkpoint(3, one))
+    assert (resume.incarnation, resume.epoch, resume.evicted) == (one + 1, 0, 0)
+    assert ledger.checkpoints() == [checkpoint(1, one)]
+    assert ledger.progress().model_dump(exclude_defaults=True) == {
+        "consumed": 2,
+        "pending": 5,
+        "ready": 1,
+        "bytes_held": 10,
+    }
+    capture(ledger, captured)
+    assert planned(plan(ledger, resume.incarnation, 2, size=3)) == [2, 3, 4]
+
+
+def test_resume_without_any_whole_checkpoint_starts_over(ledger: Ledger, slots: Slots, captured: Captured) -> None:
+    ledger.open_epoch(None, 0, slots(1, 1))
+    one = start(ledger)
+    train(ledger, captured, one, 1)
+    ledger.commit(one, checkpoint(1, one))
+    ledger.finish(one)
+    resume = ledger.resume(lambda _: False, lambda _: True)
+    assert (resume.checkpoint, resume.dropped) == (None, (checkpoint(1, one),))
+    assert ledger.progress().pending == 2
+    assert not ledger.finished()
+
+
+def test_a_reopened_epoch_reuses_no_key(ledger: Ledger, slots: Slots, captured: Captured) -> None:
+    ledger.open_epoch(None, 0, slots(1))
+    start(ledger)
+    capture(ledger, captured)
+    ledger.open_epoch(None, 1, slots(1))
+    (late,) = ledger.lease("slow", 1)
+    two = start(ledger)
+    ledger.open_epoch(two, 1, slots(1))
+    (again,) = ledger.lease("fast", 1)
+    assert (again.epoch, again.ordinal) == (late.epoch, late.ordinal)
+    assert not ledger.publish(late, captured(ledger, late))
+    assert ledger.publish(again, captured(ledger, again))
+
+
+def test_quarantine_outlives_the_closing_of_its_epoch(ledger: Ledger, slots: Slots, captured: Captured) -> None:
+    ledger.open_epoch(None, 0, slots(1))
+    start(ledger)
+    capture(ledger, captured)
+    ledger.open_epoch(None, 1, slots(1, 1))
+    for _ in range(2):
+        ledger.fail(ledger.lease("g", 1)[0], "broken")
+    two = start(ledger)
+    assert ledger.progress(1).model_dump(exclude_defaults=True) == {"quarantined": 1, "attempts": 2}
+    ledger.open_epoch(two, 1, slots(1, 1))
+    assert ledger.quarantined() == [(1, 0, 100, "broken")]
+    assert ledger.progress(1).total == 2
+
+
+def test_resume_evicts_what_would_block_the_samples_before(ledger: Ledger, slots: Slots, captured: Captured) -> None:
+    ledger.open_epoch(None, 0, slots(5, 5, 5, 5, 5))
+    one = start(ledger)
+    train(ledger, captured, one, 1)
+    capture(ledger, captured)
+    assert ledger.progress().bytes_held == 100
+    resume = ledger.resume(lambda _: True, lambda _: True)
+    assert resume.evicted == 2
+    assert [lease.ordinal for lease in capture(ledger, captured)] == [0, 1]
+    assert planned(plan(ledger, resume.incarnation, 1)) == [0, 1]
+
+
+def test_an_object_published_while_resume_verifies_is_verified_too(
+    ledger: Ledger, slots: Slots, captured: Captured
+) -> None:
+    ledger.open_epoch(None, 0, slots(1, 1))
+    start(ledger)
+    first, second = ledger.lease("g", 2)
+    ledger.publish(first, captured(ledger, first))
+    asked: list[str] = []
+
+    def verify(record: ObjectRecord) -> bool:
+        asked.append(record.key)
+        if len(asked) == 1:
+            assert ledger.publish(second, captured(ledger, second))
+        return record.key == "run/0/0/1"
+
+    ledger.resume(lambda _: True, verify)
+    assert asked == ["run/0/0/1", "run/0/1/1"]
+    assert ledger.progress().model_dump(exclude_defaults=True) == {"ready": 1, "pending": 1, "bytes_held": 10}
+
+
+def test_three_crashes_at_one_step_stop_the_run(ledger: Ledger, slots: Slots, captured: Captured) -> None:
+    ledger.open_epoch(None, 0, slots(1, 2, 1))
+    for _ in range(3):
+        incarnation = start(ledger)
+        capture(ledger, captured)
+        plan(ledger, incarnation, 1, size=1, current_step=1)
+        plan(ledger, incarnation, 2, size=1, current_step=1)
+        plan(ledger, incarnation, 3, size=1, current_step=2)
+    for _ in range(2):
+        with pytest.raises(RepeatedCrash, match=r"3 times at step 2, which trains epoch 0 ordinal 1 \(sample 101, 2 t"):
+            start(ledger)
+    assert ledger.progress().taken == 3, "nothing changed"
+    ledger.forget_crashes()
+    start(ledger)
+
+
+def test_crashes_elsewhere_or_after_a_checkpoint_are_counted_anew(
+    ledger: Ledger, slots: Slots, captured: Captured
+) -> None:
+    ledger.open_epoch(None, 0, slots(1, 1, 1))
+    for step in (1, 1, 2, 2):
+        incarnation = start(ledger)
+        capture(ledger, captured)
+        plan(ledger, incarnation, step)
+    incarnation = start(ledger)
+    plan(ledger, incarnation, 2)
+    ledger.commit(incarnation, checkpoint(2, incarnation))
+    plan(ledger, start(ledger), 9, current_step=2)
+    plan(ledger, start(ledger), 10, current_step=2)
+    with pytest.raises(RepeatedCrash):
+        start(ledger)
+
+
+def test_three_crashes_before_the_first_step(ledger: Ledger, slots: Slots) -> None:
+    ledger.open_epoch(None, 0, slots(1))
+    for _ in range(3):
+        start(ledger)
+    with pytest.raises(RepeatedCrash, match="before its first step"):
+        start(ledger)
+
+
+def test_a_lost_ledger_is_rebuilt(ledger: Ledger, slots: Slots, captured: Captured, tmp_path: Path) -> None:
+    ledger.open_epoch(None, 0, slots(1, 1, 1, 1))
+    one = start(ledger)
+    train(ledger, captured, one, 1)
+    epoch, ordinals = ledger.consumed_ordinals(1)
+    manifest = pack_ordinals(ordinals)
+    (late,) = ledger.lease("slow", 1)
+    with Ledger.open(f"sqlite:///{tmp_path / 'new.sqlite'}", "run") as new:
+        new.create_run(budget_bytes=100, bytes_per_token=10, lease_seconds=60, max_attempts=2, order="strict")
+        with pytest.raises(ValueError, match=r"\[9\] beyond its epoch"):
+            new.rebuild(checkpoint(1, one), epoch, slots(1, 1, 1, 1), [9])
+        new.rebuild(checkpoint(1, one), epoch, slots(1, 1, 1, 1), unpack_ordinals(manifest))
+        with pytest.raises(ValueError, match="not empty"):
+            new.rebuild(checkpoint(1, one), epoch, slots(1, 1, 1, 1), [])
+        resume = new.resume(lambda _: True, lambda _: True)
+        assert (resume.checkpoint, resume.epoch) == (checkpoint(1, one), 0)
+        (again,) = new.lease("fast", 1)
+        assert again.ordinal == late.ordinal
+        assert not new.publish(late, captured(new, late))
+        with pytest.raises(StaleIncarnation):
+            plan(new, one, 2)
+        assert new.publish(again, captured(new, again))
+        assert planned(plan(new, resume.incarnation, 2, size=1)) == [2]

@@ -1,0 +1,107 @@
+"""The local pool binds what it leased, and leases nothing twice."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from infra.locks import hold
+from infra.pools.base import PoolBusyError, PoolSpec
+from infra.pools.local import LocalPools, cores
+from infra.processes import Owner
+
+GPUS = ("GPU-aa", "GPU-bb", "GPU-cc", "GPU-dd")
+SHOW = ["sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES|$OMP_NUM_THREADS"']
+
+
+def shown(pools: LocalPools, folder: Path, gpus: int, **options: int | None) -> str:
+    pool = pools.acquire(PoolSpec("inference", gpus), Owner("run", folder))
+    process = pool.launch("show", SHOW, **options)  # pyright: ignore[reportArgumentType]
+    process.wait(30)
+    pools.release("run")
+    return process.log.read_text().splitlines()[-1]
+
+
+def test_a_cpu_pool_shares_the_cores_and_hides_every_gpu(tmp_path: Path) -> None:
+    pools = LocalPools(GPUS, tmp_path / "locks")
+    assert shown(pools, tmp_path, 0) == f"|{cores()}"
+    assert shown(pools, tmp_path, 0, processes=2) == f"|{max(1, cores() // 2)}"
+    assert shown(pools, tmp_path, 0, processes=2, threads=5) == "|5"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "processes", "index", "expected"),
+    [
+        (2, 2, None, "GPU-aa,GPU-bb"),
+        (2, 2, 1, "GPU-bb"),
+        (4, 2, 1, "GPU-bb,GPU-dd"),
+        (1, 3, 2, "GPU-aa"),
+    ],
+)
+def test_gpus_are_bound(tmp_path: Path, gpus: int, processes: int, index: int | None, expected: str) -> None:
+    pools = LocalPools(GPUS, tmp_path / "locks")
+    assert shown(pools, tmp_path, gpus, processes=processes, index=index).startswith(f"{expected}|")
+
+
+def test_what_can_never_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"training pool wants 5 GPUs and this machine has 4: set training_pool\.gpus"):
+        LocalPools(GPUS, tmp_path).acquire(PoolSpec("training", 5), Owner("run", tmp_path))
+
+
+def test_two_runs_never_share_a_gpu(tmp_path: Path) -> None:
+    first, second = (LocalPools(GPUS, tmp_path / "locks") for _ in range(2))
+    one = first.acquire(PoolSpec("inference", 3), Owner("one", tmp_path))
+    with pytest.raises(PoolBusyError, match="wants 2 GPUs; of this machine's 4, 3 are held"):
+        second.acquire(PoolSpec("training", 2), Owner("two", tmp_path))
+    two = second.acquire(PoolSpec("training", 1), Owner("two", tmp_path))
+    assert set(one.gpus).isdisjoint(two.gpus)
+    first.release("one")
+    first.release("one")
+    second.release("two")
+    assert first.acquire(PoolSpec("inference", 4), Owner("one", tmp_path)).gpus == GPUS
+    first.release("one")
+
+
+def test_release_stops_what_was_started(tmp_path: Path) -> None:
+    pools = LocalPools(GPUS, tmp_path / "locks")
+    pool = pools.acquire(PoolSpec("inference", 1), Owner("run", tmp_path))
+    process = pool.launch("sleeper", ["sleep", "600"])
+    pools.release("run")
+    assert not psutil.pid_exists(process.pid)
+
+
+STARTER = """
+import sys, time
+from pathlib import Path
+from infra.locks import hold
+from infra.pools.base import PoolSpec
+from infra.pools.local import LocalPools
+from infra.processes import Owner
+folder = Path(sys.argv[1])
+pools = LocalPools(("GPU-aa",), folder / "locks")
+pool = pools.acquire(PoolSpec("training", 1), Owner("run", folder))
+script = f"trap 'while [ ! -e {folder}/go ]; do sleep 0.05; done; exit' TERM; echo up; while :; do sleep 0.05; done"
+process = pool.launch("slow-to-end", ["sh", "-c", script])
+while not process.new_lines():
+    time.sleep(0.05)
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_gpu_stays_locked_until_a_killed_starters_processes_are_gone(tmp_path: Path) -> None:
+    pools = LocalPools(("GPU-aa",), tmp_path / "locks")
+    command = [sys.executable, "-c", STARTER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout is not None
+        assert starter.stdout.readline() == "up\n"
+        starter.kill()
+    with pytest.raises(PoolBusyError):
+        pools.acquire(PoolSpec("training", 1), Owner("next", tmp_path))
+    (tmp_path / "go").touch()
+    with hold(tmp_path / "locks" / "GPU-aa.lock", wait_s=30):
+        pass
+    assert pools.acquire(PoolSpec("training", 1), Owner("next", tmp_path)).gpus == ("GPU-aa",)
+    pools.release("next")

@@ -1,0 +1,176 @@
+"""MLflow on a SQLite file of its own: what is logged can be read back, and the registry moves as it should."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from infra.records import SamplesRecord
+from infra.tracking import registry, runs
+from infra.tracking.client import connect
+from infra.tracking.runs import TrackedRun
+
+NAME = "draft-test"
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"sqlite:///{tmp_path_factory.mktemp('tracking') / 'mlflow.db'}"
+
+
+@pytest.fixture
+def record(tmp_path: Path, uri: str) -> Path:
+    config = {"seed": 3, "training": {"learning_rate": 0.1, "betas": [0.9, 0.95]}}
+    runs.start_run(tmp_path / "tracking.json", uri, "test", "run-1", config, {"git_sha": "abc"})
+    return tmp_path / "tracking.json"
+
+
+@pytest.fixture
+def run(record: Path) -> TrackedRun:
+    return TrackedRun.read(record)
+
+
+def new_version(run: TrackedRun, folder: Path, name: str, text: str) -> int:
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors").write_text(text)
+    model_id = runs.log_folder(run, folder, "draft", 20, "draft")
+    tags = {registry.RUN: text, registry.ACCEPTANCE: "2.5", "beats_prompt_lookup": "true"}
+    return registry.register(run.uri, name, model_id, run.run_id, tags).version
+
+
+def test_a_run_has_its_configuration_and_goes_on_where_it_was(record: Path, run: TrackedRun, uri: str) -> None:
+    found = connect(uri).get_run(run.run_id)
+    assert found.data.params == {"seed": "3", "training.learning_rate": "0.1", "training.betas": "[0.9, 0.95]"}
+    assert found.data.tags["git_sha"] == "abc"
+    runs.end_run(run, "FAILED")
+    assert connect(uri).get_run(run.run_id).info.status == "FAILED"
+    again = runs.start_run(record, uri, "test", "run-1", {}, {})
+    assert again == run
+    assert connect(uri).get_run(run.run_id).info.status == "RUNNING"
+
+
+def test_artifacts_lie_beside_the_database(run: TrackedRun, uri: str) -> None:
+    database = Path(uri.removeprefix("sqlite:///"))
+    assert (database.parent / "mlflow-artifacts" / run.run_id / "artifacts" / "config.json").is_file()
+
+
+def test_metrics_are_logged_once_over_steps_and_torn_lines_wait(record: Path, run: TrackedRun, tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": s, "loss": 1 / s, "acceptance_by_position": [0.5, 0.25]}) for s in (10, 20, 30)]
+    runs.log_new_metrics(record, metrics)
+    metrics.write_text("\n".join(lines[:2]) + "\n" + lines[2][:9])
+    runs.log_new_metrics(record, metrics)
+    runs.log_new_metrics(record, metrics)
+    metrics.write_text("\n".join(lines) + "\n")
+    runs.log_new_metrics(record, metrics)
+    client = MlflowClient(run.uri)
+    losses = client.get_metric_history(run.run_id, "loss")
+    assert [(m.step, m.value) for m in losses] == [(10, 0.1), (20, 0.05), (30, 1 / 30)]
+    assert [m.value for m in client.get_metric_history(run.run_id, "acceptance/position-2")] == [0.25] * 3
+
+
+def test_samples_are_logged_with_their_hash(run: TrackedRun, uri: str) -> None:
+    samples = SamplesRecord(
+        path="/cache/samples", dataset_hash="d" * 64, template_hash="t", train_samples=9, heldout_samples=1,
+        train_tokens=900, longest=100, supervised_share=1.0, dropped=0, truncated=0, unusable=0,
+    )  # fmt: skip
+    runs.log_samples(run, "python-docs", samples)
+    (logged,) = connect(uri).get_run(run.run_id).inputs.dataset_inputs
+    assert (logged.dataset.name, logged.dataset.digest) == ("python-docs", "d" * 36)
+    assert json.loads(logged.dataset.profile)["dataset_hash"] == "d" * 64
+
+
+def test_checkpoints_are_logged_models_without_the_optimizer(run: TrackedRun, uri: str, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints" / "step-000020"
+    folder.mkdir(parents=True)
+    for name in ("draft.safetensors", "manifest.json", "state.pt"):
+        (folder / name).write_text(name)
+    model_id = runs.log_checkpoint(run, folder, 20)
+    assert [path.name for path in folder.parent.iterdir()] == ["step-000020"]
+    logged = connect(uri).get_logged_model(model_id)
+    assert sorted(p.name for p in Path(logged.artifact_location.removeprefix("file://")).iterdir()) == [
+        "draft.safetensors",
+        "manifest.json",
+    ]
+    (output,) = connect(uri).get_run(run.run_id).outputs.model_outputs
+    assert (output.model_id, output.step) == (model_id, 20)
+    assert runs.logged_checkpoints(run) == {20}
+
+
+def test_a_benchmark_belongs_to_its_draft_and_keeps_its_conditions(run: TrackedRun, uri: str, tmp_path: Path) -> None:
+    plot = tmp_path / "acceptance.png"
+    plot.write_bytes(b"png")
+    (tmp_path / "export").mkdir()
+    model_id = runs.log_folder(run, tmp_path / "export", "draft", 20, "draft")
+    runs.log_benchmark(
+        run,
+        model_id,
+        20,
+        metrics={"acceptance_length": 2.5},
+        conditions={"temperature": 0.0},
+        table={"lookahead": [1]},
+        files=[plot],
+    )
+    found = connect(uri).get_run(run.run_id)
+    assert found.data.metrics["acceptance_length"] == 2.5
+    assert found.data.tags["conditions.temperature"] == "0.0"
+    assert [metric.value for metric in connect(uri).get_logged_model(model_id).metrics] == [2.5]
+    names = {artifact.path for artifact in connect(uri).list_artifacts(run.run_id, "benchmark")}
+    assert names == {"benchmark/acceptance.json", "benchmark/acceptance.png", "benchmark/conditions.json"}
+
+
+def test_challenger_champion_and_back(run: TrackedRun, uri: str, tmp_path: Path) -> None:
+    name = f"{NAME}-aliases"
+    assert registry.champion(uri, name) is None
+    assert registry.list_drafts(uri, name) == []
+    one, two, three = (new_version(run, tmp_path / "export", name, f"run-{number}") for number in (1, 2, 3))
+    assert registry.list_drafts(uri, name)[0].aliases == ("challenger",)
+    assert registry.promote(uri, name, one).tags[registry.REPLACES] == ""
+    promoted = registry.promote(uri, name, three)
+    assert promoted.aliases == ("champion",)
+    assert promoted.tags[registry.REPLACES] == str(one)
+    assert registry.promote(uri, name, three) == promoted
+    registry.promote(uri, name, two)
+    assert [(d.version, d.aliases) for d in registry.list_drafts(uri, name)] == [(3, ()), (2, ("champion",)), (1, ())]
+    assert registry.rollback(uri, name).version == three
+    assert registry.rollback(uri, name).version == one
+    with pytest.raises(ValueError, match="version 1 of draft-test-aliases replaced no other"):
+        registry.rollback(uri, name)
+    assert [d.aliases for d in registry.list_drafts(uri, name)] == [(), (), ("champion",)]
+
+
+def test_versions_are_found_by_run_and_downloaded(run: TrackedRun, uri: str, tmp_path: Path) -> None:
+    name = f"{NAME}-downloads"
+    for number in (1, 2):
+        new_version(run, tmp_path / "export", name, f"run-{number}")
+    found = registry.version_of_run(uri, name, "run-1")
+    assert found is not None
+    assert (found.version, found.acceptance_length) == (1, 2.5)
+    assert registry.version_of_run(uri, name, "run-9") is None
+    folder = registry.download(uri, found, tmp_path / "champion")
+    assert (folder / "model.safetensors").read_text() == "run-1"
+
+
+def test_refusals_say_what_to_do(run: TrackedRun, uri: str, tmp_path: Path) -> None:
+    name = f"{NAME}-refusals"
+    with pytest.raises(ValueError, match="no champion to roll back"):
+        registry.rollback(uri, name)
+    new_version(run, tmp_path / "export", name, "run-1")
+    with pytest.raises(ValueError, match="has no version 7: `draftsmith drafts list`"):
+        registry.promote(uri, name, 7)
+
+
+def test_processes_may_create_the_database_together(tmp_path: Path) -> None:
+    script = (
+        "import sys; from infra.tracking.client import connect, experiment_id; "
+        "print(experiment_id(connect(sys.argv[1]), 'x'))"
+    )
+    command = [sys.executable, "-c", script, f"sqlite:///{tmp_path / 'new' / 'mlflow.db'}"]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    ended = [process.communicate(timeout=120) for process in started]
+    assert [process.returncode for process in started] == [0, 0, 0], ended
+    assert len({out for out, _ in ended}) == 1
+    assert [err for _, err in ended] == ["", "", ""]

@@ -1,0 +1,192 @@
+"""The whole benchmark on a tiny random target with exported, untrained drafts."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from infra.files import write_atomically
+from infra.records import BenchmarkResult, TargetRecord
+from models.benchmark.contestants import SelectedLayers, load_contestants
+from models.benchmark.run import benchmark_run
+from models.benchmark.standalone import bench, parse
+from models.config import RunConfig
+from models.data.prepare import prepare_samples
+from models.decoding.simulated import features, simulate
+from models.decoding.speculative import speculate
+from models.drafts.eagle3.config import Eagle3Config
+from models.drafts.registry import build_draft
+from models.drafts.vocabulary import DraftVocabulary
+from models.export.sglang import export_checkpoint
+from models.run import Run
+from models.training.checkpoint import AVERAGED, DRAFT, VOCABULARY, DraftDescription
+
+VOCABULARY_SIZE = 80
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """A random three-layer Llama with a word-level tokenizer; loud weights, so that its text varies."""
+    torch.set_num_threads(1)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=1,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 2.5 / parameter.shape[-1] ** 0.5)
+    folder = tmp_path / "target"
+    model.save_pretrained(folder)
+    words = {word: number for number, word in enumerate(["<unk>", "<eos>", *(f"w{n}" for n in range(78))])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """120 plain documents of 12 to 40 words."""
+    draw = random.Random(1)
+    documents = [" ".join(f"w{draw.randrange(78)}" for _ in range(draw.randrange(12, 40))) for _ in range(120)]
+    path = tmp_path / "text.txt"
+    path.write_text("\n\n".join(documents))
+    return path
+
+
+def export(target: Path, folder: Path, layers: tuple[int, ...], seed: int) -> Path:
+    """An untrained draft, exported."""
+    torch.manual_seed(seed)
+    config = Eagle3Config(vocab_size=60, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=32, ttt_steps=2)
+    vocabulary = DraftVocabulary(torch.arange(2, 62), VOCABULARY_SIZE)
+    draft = build_draft(config, torch.zeros(VOCABULARY_SIZE, 32), vocabulary, layers)
+    checkpoint = folder.with_name(f"{folder.name}-checkpoint")
+    checkpoint.mkdir(parents=True)
+    save_file({**draft.state_dict(), VOCABULARY: vocabulary.target_ids}, checkpoint / AVERAGED)
+    description = DraftDescription(
+        config=config.model_dump(),
+        aux_layer_ids=layers,
+        target_path=str(target),
+        target_revision="r",
+        target_vocab_size=VOCABULARY_SIZE,
+    )
+    write_atomically(checkpoint / DRAFT, description)
+    export_checkpoint(checkpoint, target, folder, {})
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path, target: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A run folder as it is after the export."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    config = RunConfig.model_validate(
+        {
+            "name": "bench",
+            "target": {"name": str(target), "aux_layer_ids": [0, 2]},
+            "data": {"source": str(text), "chat_template": "none", "heldout_share": 0.2},
+            "draft": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 32},
+            "benchmark": {"prompts": 12, "max_new_tokens": 16, "reference_tokens": 90, "timed_tokens": 40},
+            "promotion": {"resamples": 500},
+        }
+    )
+    folder = tmp_path / "run"
+    record = TargetRecord(
+        name="t",
+        path=str(target),
+        revision="r",
+        model_type="llama",
+        hidden_size=32,
+        num_layers=3,
+        vocab_size=VOCABULARY_SIZE,
+        licence="none",
+    )
+    write_atomically(folder / "config.json", config)
+    write_atomically(folder / "target.json", record)
+    write_atomically(folder / "samples.json", prepare_samples(config.data, record, add_bos=False))
+    export(target, folder / "export", (0, 2), seed=1)
+    rows = [
+        {"step": step, "tokens": 100 * step, "loss": 5 / step, "acceptance_by_position": [0.1 * step, 0.05 * step]}
+        for step in (1, 2, 3)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Run.open(folder)
+
+
+def test_benchmark_of_a_run(run: Run, target: Path, tmp_path: Path):
+    champion = export(target, tmp_path / "champion", (1,), seed=2)
+    result = benchmark_run(run, champion, "version 7")
+    assert BenchmarkResult.read(run.folder.benchmark) == result
+    assert result.counts_identical
+    assert result.counts_compared >= 5
+    assert result.gap == 0.0
+    assert (result.lossless.mismatches, result.lossless.ties) == (0, 0)
+    assert 90 <= result.lossless.tokens < 90 + 16
+    assert list(result.simulated.length) == list(range(1, 8))
+    assert list(result.reference.length) == [4]
+    assert result.champion is not None
+    assert 1.0 <= result.simulated.length[4] < 1.2, "an untrained draft has nothing accepted"
+    assert not result.gate.passed
+    assert result.gate.against == "no draft"
+    assert result.beats_prompt_lookup == (result.simulated.length[4] > result.prompt_lookup.length[4])
+    assert result.conditions.dataset_hash == run.samples.dataset_hash
+    assert result.conditions.prompts == result.simulated.conversations == 12
+    assert result.target_distinct_token_share > 0.3
+    assert result.speed.tokens >= 40
+    for plot in ("acceptance_by_position.png", "training.png"):
+        assert (run.folder.plots / plot).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_same_run_gives_the_same_figures(run: Run):
+    first, second = (benchmark_run(run, None, "") for _ in range(2))
+    timed = {"speed", "wall_s"}
+    assert first.model_dump(exclude=timed) == second.model_dump(exclude=timed)
+
+
+def test_bench_of_a_file(run: Run, target: Path, text: Path, tmp_path: Path):
+    arguments = ["--target", str(target), "--draft", str(run.folder.export), "--prompts", str(text)]
+    arguments += ["--lookahead", "3,5", "--max-new-tokens", "12", "--num-prompts", "6", "--reference-tokens", "40"]
+    result = bench(parse(arguments))
+    assert list(result.reference.length) == [3, 5]
+    assert result.conditions.lookahead == 3
+    assert result.conditions.template_hash == "none"
+    assert result.lossless.mismatches == 0
+    assert 80 <= result.lossless.tokens <= 120
+
+
+def test_bench_refuses_in_words(run: Run, target: Path, text: Path, tmp_path: Path):
+    common = ["--target", str(target), "--prompts", str(text)]
+    with pytest.raises(ValueError, match="export folder"):
+        bench(parse([*common, "--draft", str(tmp_path)]))
+    with pytest.raises(ValueError, match="for instance 3,5"):
+        bench(parse([*common, "--draft", str(run.folder.export), "--lookahead", "3;5"]))
+
+
+def test_drafts_that_read_other_layers_share_one_target(run: Run, target: Path, tmp_path: Path):
+    """A draft decodes the same whether its layers are all that the target captures, or some of them."""
+    other = export(target, tmp_path / "other", (1, 2), seed=2)
+    alone = load_contestants(target, other, None, torch.float32)
+    together = load_contestants(target, run.folder.export, other, torch.float32)
+    assert isinstance(together.champion, SelectedLayers)
+    assert together.target.aux_layer_ids == (0, 1, 2)
+    assert together.eos_ids == {1}
+    prompt, own = [5, 9, 30, 2, 44], [7, 20, 3, 60, 31]
+    aux = features(together.target, [*prompt, *own])
+    mine = features(alone.target, [*prompt, *own])
+    assert torch.equal(together.champion.select(aux), mine)
+    assert simulate(together.champion, prompt, own, aux, 4) == simulate(alone.draft, prompt, own, mine, 4)
+    first = speculate(together.target, together.champion, prompt, 3, 12, frozenset())
+    assert first == speculate(alone.target, alone.draft, prompt, 3, 12, frozenset())

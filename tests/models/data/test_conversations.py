@@ -1,0 +1,97 @@
+"""Reading: every form that is understood, and refusals that name the line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from models.data.conversations import Document, Message, read_documents, source_hash
+
+TURNS = (Message("user", "hi"), Message("assistant", "hello"))
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("record", "messages", "plain"),
+    [
+        ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}, TURNS, False),
+        ({"messages": [{"role": "user", "content": "hi"}, {"role": "Assistant", "content": "hello"}]}, TURNS, False),
+        ({"text": "some words", "id": 3}, (Message("text", "some words"),), True),
+    ],
+)
+def test_json_lines(tmp_path: Path, record: dict, messages: tuple[Message, ...], plain: bool) -> None:
+    source = write(tmp_path / "a.jsonl", "\n" + json.dumps(record) + "\n\n")
+    assert list(read_documents(source)) == [Document(f"{source}:2", messages, plain)]
+
+
+def test_text_files_are_cut_at_blank_lines(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.txt", "\n\none\ntwo\n  \n\nthree\n")
+    assert [(d.place, d.text) for d in read_documents(source)] == [
+        (f"{source}:3", "one\ntwo"),
+        (f"{source}:7", "three"),
+    ]
+
+
+GOOD = '{"text": "fine"}\n'
+
+REFUSALS = {
+    "broken JSON": (GOOD + "\n{'text': 1}\n", r"a\.jsonl:3: not valid JSON \(.*column 2\)"),
+    "cut JSON": (GOOD + '{"text": "', r"a\.jsonl:2: not valid JSON"),
+    "no known key": (GOOD + '{"prompt": "x", "id": 1}\n', r"a\.jsonl:2: no conversations.*\['id', 'prompt'\]"),
+    "text is no text": ('{"text": 3}\n', r"a\.jsonl:1: no conversations, messages or text"),
+    "not an object": ("[1]\n", r"a\.jsonl:1: a list, not a JSON object"),
+    "no turns": ('{"messages": []}\n', r"a\.jsonl:1: the conversation has no turns"),
+    "unknown role": (
+        GOOD + '{"messages": [{"role": "narrator", "content": "x"}]}',
+        r"a\.jsonl:2: turn 1 has the role 'narrator'",
+    ),
+    "ShareGPT's keys in messages": ('{"messages": [{"from": "human", "value": "x"}]}', r":1: turn 1 needs 'role'"),
+    "content is null": ('{"messages": [{"role": "user", "content": null}]}', r":1: turn 1 needs 'role' and 'content'"),
+    "empty": ("", r"a\.jsonl is empty"),
+    "blank": ("\n  \n", r"a\.jsonl is empty"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusals_name_the_place(tmp_path: Path, case: str) -> None:
+    content, message = REFUSALS[case]
+    source = write(tmp_path / "a.jsonl", content)
+    with pytest.raises(ValueError, match=message):
+        list(read_documents(source))
+
+
+@pytest.mark.parametrize("read", [lambda source: list(read_documents(source)), source_hash])
+def test_files_that_cannot_be_read(tmp_path: Path, read) -> None:
+    with pytest.raises(ValueError, match="there is no such file"):
+        read(str(tmp_path / "missing.jsonl"))
+    with pytest.raises(ValueError, match="of no known kind"):
+        read(write(tmp_path / "a.csv", "a,b"))
+
+
+def test_a_file_that_is_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"caf\xe9 au lait\n")
+    with pytest.raises(ValueError, match="is not UTF-8"):
+        list(read_documents(str(path)))
+
+
+def test_identity_is_the_content(tmp_path: Path) -> None:
+    def only(name: str, text: str) -> Document:
+        return next(read_documents(write(tmp_path / name, text)))
+
+    sharegpt = only("a.jsonl", '{"conversations": [{"from": "human", "value": "hi "}]}')
+    openai = only("b.jsonl", '\n{"messages": [{"role": "user", "content": "hi"}]}')
+    text = only("c.txt", "hi")
+    assert sharegpt.content_hash == openai.content_hash != text.content_hash
+    assert text.content_hash == only("d.jsonl", '{"text": "hi"}').content_hash
+
+
+def test_the_source_hash_follows_the_bytes(tmp_path: Path) -> None:
+    first = source_hash(write(tmp_path / "a.txt", "one"))
+    assert first == source_hash(write(tmp_path / "b.txt", "one"))
+    assert first != source_hash(write(tmp_path / "c.txt", "two"))
+    assert first != source_hash(write(tmp_path / "d.jsonl", "one"))

@@ -1,0 +1,43 @@
+import torch
+
+from models.decoding.counts import Counts
+from models.decoding.simulated import simulate
+
+
+class Fixed:
+    """Proposes from a table: row i stands for `tokens[: i + 2]`."""
+
+    def __init__(self, rows: list[list[int]]):
+        self.rows = torch.tensor(rows)
+
+    def rollout(self, tokens, aux, lookahead):
+        return self.rows[:, :lookahead]
+
+
+def test_by_hand():
+    # Prompt 10 11, continuation 20 21 22 23 24 25 26 27. Row i proposes for positions i + 2, i + 3, i + 4.
+    rows = [
+        [0, 0, 0],  # inside the prompt: never used
+        [21, 22, 0],  # after 20: two accepted, 23 corrects
+        [0, 0, 0],
+        [0, 0, 0],
+        [0, 25, 26],  # after 23: the first is wrong, so nothing counts; 24 corrects
+        [25, 26, 27],  # after 24: all accepted, the text ends before the bonus token: cut
+        [0, 0, 0],
+        [0, 0, 0],
+        [0, 0, 0],
+    ]
+    prompt, continuation = [10, 11], [20, 21, 22, 23, 24, 25, 26, 27]
+    one, two, three = simulate(Fixed(rows), prompt, continuation, torch.empty(9, 0), 3)
+    assert three == Counts(3, (2, 0), cut=1)
+    assert (three.tokens, three.steps) == (4, 2)
+    assert [three.at_position(place) for place in (1, 2, 3)] == [(1, 2), (1, 1), (0, 1)]
+    # Lookahead 2: after 20 two accepted + 23; 23 none + 24; 24 two accepted + 27.
+    assert two == Counts(2, (2, 0, 2))
+    assert [two.at_position(place) for place in (1, 2)] == [(2, 3), (2, 2)]
+    # Lookahead 1: after 20 one + 22; after 22 none + 23; after 23 none + 24; after 24 one + 26; after 26 none + 27.
+    assert one == Counts(1, (1, 0, 0, 1, 0))
+
+
+def test_a_text_of_one_token_has_no_steps():
+    assert simulate(Fixed([[0, 0]]), [1], [2], torch.empty(1, 0), 2) == (Counts(1, ()), Counts(2, ()))

