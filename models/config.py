@@ -47,7 +47,7 @@ class RunConfig(BaseModel):
             raise ValueError("benchmark.lookahead must not exceed benchmark.max_lookahead")
         if self.training_pool.gpus not in (0, self.training.ranks):
             raise ValueError(
-                f"training_pool.gpus is {self.training_pool.gpus} and training.ranks {self.training.ranks}: a rank needs "
+                f"training_pool.gpus is {self.training_pool.gpus}, training.ranks {self.training.ranks}: a rank needs "
                 "one GPU, so make them equal (or set gpus to 0 for the CPU)"
             )
         return self

@@ -57,7 +57,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts a module of the data plane on a run: `start("models.capture.generator", folder)`; none outlives the test."""
+    """Starts a module on a run: `start("models.capture.generator", folder)`; none outlives the test."""
     started: list[subprocess.Popen[str]] = []
 
     def launch(module: str, folder: RunFolder, ranks: int | None = None) -> subprocess.Popen[str]:

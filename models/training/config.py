@@ -36,7 +36,7 @@ class TrainingConfig(BaseModel):
         description="Positions that the draft vocabulary cannot express are left out of the loss, judged by the "
         "target's argmax over its whole vocabulary, or (cheaper, equal on regenerated text) by the text's next token.",
     )
-    loss_chunk_tokens: int = Field(default=1024, ge=1, description="Positions whose logits are alive at once.")
+    loss_chunk_tokens: int = Field(default=256, ge=1, description="Positions whose logits are alive at once.")
     checkpoint_steps: int = Field(default=200, ge=1, description="Steps between checkpoints.")
     keep_checkpoints: int = Field(default=2, ge=1, description="Older checkpoint folders are removed.")
     log_steps: int = Field(default=10, ge=1, description="Steps between progress lines and logged metrics.")

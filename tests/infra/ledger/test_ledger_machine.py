@@ -73,6 +73,8 @@ class LedgerMachine(World, RuleBasedStateMachine):
             self.capture(owner, 1 + pick % 6, pick % 7)
         elif move in ("renew", "give back"):
             self.renew_or_give_back(owner, back=move == "give back")
+            if pick % 3 == 0:
+                self.generator_moves(owner, "publish late", pick)
         elif move == "expire":
             for place in self.model.of("leased")[: 1 + pick % 3]:
                 self.expire(place)
@@ -85,8 +87,9 @@ class LedgerMachine(World, RuleBasedStateMachine):
                 self.capture(owner, 1, 0)
                 if self.leases:
                     self.fail(self.leases.pop(-(1 + pick % 3 % len(self.leases))))
-        elif self.leases:
-            self.publish(self.leases.pop(pick % len(self.leases)))
+        elif move == "publish late":
+            for _ in range(min(1 + pick % 5, len(self.leases))):
+                self.publish(self.leases.pop(pick % len(self.leases)))
 
     def misfortune(self, what: str, pick: int) -> None:
         committed = self.model.committed
@@ -173,7 +176,7 @@ class LedgerMachine(World, RuleBasedStateMachine):
 
 
 LedgerMachine.TestCase.settings = settings(
-    max_examples=60,
+    max_examples=50,
     stateful_step_count=6,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],

@@ -1,0 +1,64 @@
+"""The tiny target, from samples to benchmark: what a draft learns there, and 20,000 lossless tokens."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from infra.records import BenchmarkResult
+from models.benchmark.prompts import take_prompts
+from models.decoding.plain import continue_batch
+from models.decoding.simulated import features, simulate
+from models.drafts.registry import build_draft
+from models.drafts.vocabulary import DraftVocabulary
+from models.run import Run
+from models.targets.model import TargetModel
+from models.targets.weights import read_target_head
+
+LOOKAHEAD = 4
+
+
+@pytest.fixture
+def finished(make_run, run_to_the_end, start):
+    """A run of recipes/tiny.yaml up to its benchmark, with 20,000 tokens decoded for real."""
+    folder = make_run("tiny", "benchmark.prompts=320", "benchmark.reference_tokens=20000")
+    run_to_the_end(folder)
+    for module in ("models.export.sglang", "models.benchmark.run"):
+        process = start(module, folder)
+        output, _ = process.communicate(timeout=400)
+        assert process.returncode == 0, output
+    return Run.open(folder.path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_draft_learns_and_decoding_is_lossless(finished):
+    result = BenchmarkResult.read(finished.folder.benchmark)
+    assert result.lossless.tokens >= 20_000
+    assert result.lossless.mismatches == 0
+    assert result.counts_identical
+    assert result.gap == 0
+    assert result.target_distinct_token_share > 0.25
+    assert result.simulated.length[LOOKAHEAD] >= 2.5
+    assert result.simulated.length[LOOKAHEAD] > result.prompt_lookup.length[LOOKAHEAD]
+    assert result.gate.passed
+    assert untrained_length(finished) <= 1.1
+
+
+def untrained_length(run: Run) -> float:
+    """Simulated acceptance length of the same draft before its first step."""
+    path = Path(run.target.path)
+    target = TargetModel.load(path, run.config.target.aux_layer_ids, torch.float32)
+    head = read_target_head(path, torch.float32)
+    torch.manual_seed(run.config.seed)
+    vocabulary = DraftVocabulary(torch.arange(run.config.draft.vocab_size), len(head.head))
+    draft = build_draft(run.config.draft, head.embedding, vocabulary, run.config.target.aux_layer_ids)
+    draft.start_from(head.head)
+    heldout = run.open_samples("heldout")
+    samples = ((heldout[i].tokens, heldout[i].loss_mask) for i in range(len(heldout)))
+    prompts = take_prompts(samples, 24, run.config.benchmark.prompt_tokens)
+    tokens = steps = 0
+    for prompt, continuation in zip(prompts, continue_batch(target, prompts, 64, 0.0, frozenset()), strict=True):
+        counts = simulate(draft, prompt, continuation, features(target, [*prompt, *continuation]), LOOKAHEAD)[-1]
+        tokens, steps = tokens + counts.tokens, steps + counts.steps
+    return tokens / steps
