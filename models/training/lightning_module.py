@@ -51,7 +51,7 @@ class DraftModule(lightning.LightningModule):
         settings = self.settings
         parameters = [p for p in self.draft.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(
-            parameters, lr=settings.learning_rate, betas=settings.betas, weight_decay=settings.weight_decay
+            parameters, settings.learning_rate, settings.betas, weight_decay=settings.weight_decay, fused=True
         )
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._schedule)
         if self.resumed is not None:

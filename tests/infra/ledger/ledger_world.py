@@ -13,7 +13,7 @@ from infra.ledger.answers import EndOfEpoch, RepeatedCrash, Resume, Wait
 from infra.ledger.ledger import Ledger
 from infra.ledger.planning import pack_ordinals, unpack_ordinals
 from infra.ledger.schema import samples
-from infra.records import BufferRecord, CheckpointRecord, Lease, ObjectRecord, PlannedSample, StepPlan
+from infra.records import BufferRecord, CheckpointRecord, Lease, ObjectRecord, PlannedSample, SampleSlot, StepPlan
 
 EPOCHS = 3
 BYTES_PER_TOKEN = 10
@@ -25,6 +25,8 @@ class World:
 
     ledger: Ledger
     model: Model
+    slots: list[SampleSlot]
+    size: int
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +163,7 @@ class World:
             self.take(trainer, answer, places)
         else:
             assert expected == ("wait" if isinstance(answer, Wait) else "end")
-            if isinstance(answer, EndOfEpoch) and not trainer.plans and trainer.epoch + 1 < EPOCHS:
+            if isinstance(answer, EndOfEpoch) and trainer.epoch + 1 < EPOCHS:
                 trainer.epoch += 1
                 self.open_epoch(trainer.incarnation, trainer.epoch)
         return answer

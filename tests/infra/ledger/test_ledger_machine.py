@@ -72,6 +72,8 @@ class LedgerMachine(World, RuleBasedStateMachine):
         if move == "capture":
             self.capture(owner, 1 + pick % 6, pick % 7)
         elif move in ("renew", "give back"):
+            self.capture("a", 1 + pick % 2, 0)
+            self.capture("b", 1 + pick % 2, 0)
             self.renew_or_give_back(owner, back=move == "give back")
             if pick % 3 == 0:
                 self.generator_moves(owner, "publish late", pick)
@@ -89,7 +91,7 @@ class LedgerMachine(World, RuleBasedStateMachine):
                     self.fail(self.leases.pop(-(1 + pick % 3 % len(self.leases))))
         elif move == "publish late":
             for _ in range(min(1 + pick % 5, len(self.leases))):
-                self.publish(self.leases.pop(pick % len(self.leases)))
+                self.publish(self.leases.pop(0 if pick % 2 else pick % len(self.leases)))
 
     def misfortune(self, what: str, pick: int) -> None:
         committed = self.model.committed
@@ -101,6 +103,7 @@ class LedgerMachine(World, RuleBasedStateMachine):
             self.capture("a", 6, 1)
             self.expire_all()
             self.capture("b", 6, pick % 6)
+            self.generator_moves("a", "publish late", pick)
         elif what == "an object is lost" and self.store:
             self.store.pop(sorted(self.store)[pick % len(self.store)])
         elif what == "a checkpoint is damaged" and committed:
