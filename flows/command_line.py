@@ -4,11 +4,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from infra.exit import run_main
+
+if TYPE_CHECKING:
+    from models.config import RunConfig
 
 app = typer.Typer(
     help="Keeps the draft model of a served LLM sharp.",
@@ -52,11 +55,23 @@ def retrain(
     if plan:
         _print_plan(config)
         return
+    if folder is not None:
+        _forget_crashes(config, folder)
     for name, value in PREFECT.items():
         os.environ.setdefault(name, value)
     from flows.retrain_draft import retrain as flow
 
     print(flow(config, str(folder) if folder else None))
+
+
+def _forget_crashes(config: "RunConfig", folder: Path) -> None:
+    """A person resumes, having seen to the cause: a run stopped by repeated crashes may start again."""
+    from infra.ledger.ledger import Ledger
+    from infra.run_folder import RunFolder
+
+    if (folder / "ledger.sqlite").is_file() or config.ledger.url:
+        with Ledger.open(config.ledger.url or RunFolder(folder).ledger_url, folder.name) as ledger:
+            ledger.forget_crashes()
 
 
 def _run_folder(run: str) -> Path:

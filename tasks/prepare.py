@@ -3,10 +3,13 @@
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from infra.ledger.planning import check_budget
 from infra.records import SamplesRecord, TargetRecord
+from models.config import RunConfig
 from tasks.data_plane import on_cpu, run_main, worth_retrying
 from tasks.run import OpenRun
 
+BYTES = {"float32": 4, "bfloat16": 2}
 TARGET_TIMEOUT_S = 4 * 3600.0
 """A large target is downloaded from the Hub."""
 SAMPLES_TIMEOUT_S = 4 * 3600.0
@@ -23,4 +26,20 @@ def prepare_target(run: OpenRun) -> TargetRecord:
 def prepare_samples(run: OpenRun, target: TargetRecord) -> SamplesRecord:
     """Tokenize the prompts with the target's tokenizer and set the held-out part aside."""
     run_main(run, on_cpu(run), "samples", "models.data.prepare", timeout_s=SAMPLES_TIMEOUT_S)
-    return SamplesRecord.read(run.folder.samples)
+    samples: SamplesRecord = SamplesRecord.read(run.folder.samples)
+    refuse_small_budget(run.config, target, samples)
+    return samples
+
+
+def refuse_small_budget(config: RunConfig, target: TargetRecord, samples: SamplesRecord) -> None:
+    """Raise ValueError, with the numbers, for a transport budget that could stall the run."""
+    states = len(config.target.aux_layer_ids) + 1
+    check_budget(
+        budget_bytes=config.transport.budget_mib * 2**20,
+        bytes_per_token=states * target.hidden_size * BYTES[config.capture.stored_dtype],
+        longest_sample_tokens=samples.longest,
+        samples_per_step=config.training.samples_per_step,
+        ranks=config.training.ranks,
+        prefetch_steps=config.training.prefetch_steps,
+        generator_slots=config.capture.generators * config.capture.lease_samples,
+    )

@@ -116,6 +116,9 @@ class DraftTrainer:
             resume = self.ledger.resume(lambda record: checkpoints.is_whole(folder, record), transport.verify)
             for record in resume.dropped:
                 print(f"checkpoint of step {record.step} ({record.path}) does not verify and is dropped", flush=True)
+            # The store first, then the ledger: a key that is leased and written in between is held.
+            for key in set(transport.keys()) - self.ledger.held_keys():
+                transport.delete(key)
             checkpoints.remove_uncommitted(folder, self.ledger)
             checkpoints.rewind_metrics(folder, resume.checkpoint.step if resume.checkpoint else 0)
         resume = self.control.decide(resume, Resume)

@@ -1,0 +1,34 @@
+"""What is refused before any pool is taken."""
+
+from pathlib import Path
+
+import pytest
+
+from infra.records import SamplesRecord, TargetRecord
+from models.config import load_recipe
+from tasks.prepare import refuse_small_budget
+
+TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
+TARGET = TargetRecord(
+    name="t", path="/t", revision="0", model_type="llama", hidden_size=192, num_layers=4, vocab_size=1024, licence="x"
+)
+SAMPLES = SamplesRecord(
+    path="/s",
+    dataset_hash="0",
+    template_hash="none",
+    train_samples=10,
+    heldout_samples=2,
+    train_tokens=2560,
+    longest=256,
+    supervised_share=1.0,
+    dropped=0,
+    truncated=0,
+    unusable=0,
+)
+# 256 tokens x 4 states x 192 x 4 bytes = 0.75 MiB; (2 per step x 3 steps + 8 leased) samples = 10.5 MiB.
+
+
+def test_a_budget_that_could_stall_the_run_is_refused_with_the_numbers():
+    refuse_small_budget(load_recipe(TINY, ["transport.budget_mib=11"]), TARGET, SAMPLES)
+    with pytest.raises(ValueError, match=r"10\.5 MiB\. Set transport\.budget_mib=11 or more"):
+        refuse_small_budget(load_recipe(TINY, ["transport.budget_mib=10"]), TARGET, SAMPLES)
