@@ -19,8 +19,10 @@ from infra.tracking.runs import TrackedRun
 
 ROOT = Path(__file__).parents[2]
 STEPS = 24
+SAMPLES_PER_STEP = 8
 SMALL = [
     f"training.max_steps={STEPS}",
+    f"training.samples_per_step={SAMPLES_PER_STEP}",
     "training.checkpoint_steps=6",
     "training.log_steps=2",
     "benchmark.prompts=8",
@@ -83,7 +85,7 @@ def test_a_killed_run_resumes_and_loses_nothing(tmp_path: Path, tiny_target: Tar
 
     report = json.loads((folder / "report.json").read_text())
     assert report["train"]["steps"] == STEPS
-    assert report["samples"]["consumed"] == STEPS * 8
+    assert report["samples"]["consumed"] == STEPS * SAMPLES_PER_STEP
     assert report["samples"]["quarantined"] == 0
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(2, STEPS + 1, 2))

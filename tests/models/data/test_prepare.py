@@ -105,9 +105,10 @@ def test_the_main_writes_the_record_or_one_message(
     assert not folder.samples.exists()
 
 
-def test_python_docs_are_enough_to_train_on(tiny_samples: SamplesRecord) -> None:
-    assert tiny_samples.train_samples > 3000
-    assert tiny_samples.train_tokens > 600_000
-    assert tiny_samples.longest <= 256
-    lengths = SampleSet.open(Path(tiny_samples.path), "train").lengths
+def test_python_docs_are_enough_to_train_on(tiny_config: RunConfig, tiny_target: TargetRecord) -> None:
+    everything = prepare_samples(tiny_config.data.model_copy(update={"max_samples": None}), tiny_target, False)
+    assert everything.train_samples > 3000
+    assert everything.train_tokens > 600_000
+    assert everything.longest <= 256
+    lengths = SampleSet.open(Path(everything.path), "train").lengths
     assert lengths.float().median() > 128

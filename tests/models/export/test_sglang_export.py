@@ -78,6 +78,7 @@ def check_layout(export: Path, run: Run) -> None:
     layer = "midlayer."
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
         "fc.weight": (hidden, 3 * hidden),
+        **{f"fc_norm.{index}.weight": (hidden,) for index in range(3)},
         layer + "input_layernorm.weight": (hidden,),
         layer + "hidden_norm.weight": (hidden,),
         layer + "post_attention_layernorm.weight": (hidden,),
@@ -93,6 +94,7 @@ def check_layout(export: Path, run: Run) -> None:
         "d2t": (draft.vocab_size,),
         "t2d": (run.target.vocab_size,),
     }
+    assert settings["fc_norm"] is True
     assert settings["architectures"] == ["LlamaForCausalLMEagle3"]
     assert settings["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == list(run.config.target.aux_layer_ids)
     assert settings["draftsmith"]["target_revision"] == run.target.revision
