@@ -19,7 +19,26 @@ from models.config import load_recipe
 RECIPES = Path(__file__).parent.parent / "recipes"
 TINY = RECIPES / "tiny.yaml"
 
+ALLOWED_SKIPS = Path(__file__).parent / "allowed_skips.txt"
+
 MakeRun = Callable[..., RunFolder]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for name in _forbidden_skips(terminalreporter):
+        terminalreporter.write_line(f"skipped, but not listed in {ALLOWED_SKIPS.name}: {name}", red=True)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if exitstatus == pytest.ExitCode.OK and reporter is not None and _forbidden_skips(reporter):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _forbidden_skips(reporter: pytest.TerminalReporter) -> list[str]:
+    allowed = {line for line in ALLOWED_SKIPS.read_text().splitlines() if line and not line.startswith("#")}
+    return sorted({report.nodeid for report in reporter.stats.get("skipped", [])} - allowed)
 
 
 @pytest.fixture(scope="session")
