@@ -11,6 +11,8 @@ from infra.records import Acceptance, BenchmarkResult
 mpl.use("Agg")
 
 SIZE = (7.0, 4.2)
+LEAST_OFFERED = 20
+"""A rate of fewer trials says nothing."""
 
 
 def plot_by_position(result: BenchmarkResult, path: Path) -> Path:
@@ -28,18 +30,29 @@ def plot_by_position(result: BenchmarkResult, path: Path) -> Path:
     for label, acceptance, style in shown:
         if acceptance is None:
             continue
-        points = [(place, rate) for place, rate in enumerate(acceptance.by_position, start=1) if rate is not None]
-        axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
+        rates = well_supported(acceptance)
+        axes.plot(range(1, len(rates) + 1), rates, style, label=label, markersize=4)
     at = result.conditions.lookahead
     axes.set(
-        xlabel="position of the draft token",
+        xlabel=f"position of the draft token (shown where it was offered at least {LEAST_OFFERED} times)",
         ylabel="acceptance rate, given all before",
         ylim=(0, 1),
         title=f"{result.conditions.target}: acceptance length {result.simulated.length[at]:.2f} at lookahead {at}",
     )
-    axes.legend(fontsize="small")
+    figure.legend(loc="outside lower center", ncols=3, fontsize="small")
     axes.grid(alpha=0.3)
     return _save(figure, path)
+
+
+def well_supported(acceptance: Acceptance) -> list[float]:
+    """Rates by position, from the first on, as long as a position was offered often enough."""
+    offered, rates = float(acceptance.steps[max(acceptance.steps)]), []
+    for rate in acceptance.by_position:
+        if rate is None or round(offered) < LEAST_OFFERED:
+            break
+        rates.append(rate)
+        offered *= rate
+    return rates
 
 
 def plot_training(metrics: Path, path: Path) -> Path:
