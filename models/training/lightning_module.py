@@ -59,6 +59,12 @@ class DraftModule(lightning.LightningModule):
             scheduler.load_state_dict(self.resumed.scheduler)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        """Lightning refuses fused optimizers under autocast for fear of scaled gradients; bfloat16 has no scaling."""
+        torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.settings.clip_norm)
+
     def _schedule(self, step: int) -> float:
         """Linear warm-up, then a cosine down to `min_learning_rate_share`."""
         settings = self.settings

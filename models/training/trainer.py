@@ -75,7 +75,6 @@ class DraftTrainer:
             strategy="ddp" if self.control.world > 1 else "auto",
             max_epochs=1,  # a stream of unknown length never ends without it
             accumulate_grad_batches=self.settings.micro_batches,
-            gradient_clip_val=self.settings.clip_norm,
             precision="bf16-mixed" if self.settings.precision == "bfloat16" else "32-true",
             callbacks=[StepEnd(self)],
             logger=False,

@@ -110,6 +110,14 @@ def test_a_killed_and_resumed_run_equals_an_undisturbed_one(make_run, run_to_the
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
+def test_bfloat16_follows_float32(make_run, run_to_the_end):
+    exact, rounded = make_run("float32", *SMALL), make_run("bfloat16", *SMALL, "training.precision=bfloat16")
+    run_to_the_end(exact)
+    run_to_the_end(rounded)
+    assert losses(rounded) == pytest.approx(losses(exact), rel=0.02)
+    assert losses(rounded) != losses(exact)
+
+
 def kill_tree(pid: int) -> None:
     """SIGKILL a process and everything below it (torchrun's ranks lead sessions of their own)."""
     import psutil
