@@ -67,8 +67,8 @@ def measure(base: Path, name: str, recipe: Path, overrides: list[str], tokens_pe
     write_atomically(folder.samples, prepare_samples(config.data, target, config.target.add_bos))
     publisher = multiprocessing.get_context("spawn").Process(target=publish, args=(folder.path, tokens_per_s))
     publisher.start()
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    subprocess.run([*launch, "-m", "models.training.trainer", str(folder.path)], check=True, timeout=3600)
+    launch = [sys.executable, "-m", "models.training.launch", str(folder.path)]
+    subprocess.run(launch, check=True, timeout=3600)
     publisher.join(timeout=60)
     shutil.rmtree(run_memory_folder(folder), ignore_errors=True)
     first, *lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]

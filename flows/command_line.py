@@ -39,13 +39,14 @@ def retrain(
     resume: Annotated[str | None, typer.Option("--resume", metavar="RUN", help="Go on with this run.")] = None,
 ) -> None:
     """Train, prove, register and (if it earned that) promote a draft."""
-    from models.config import RunConfig, load_recipe
+    from models.config import RunConfig, load_recipe, with_overrides
 
     if resume is not None:
-        if overrides:
-            raise ValueError("a run is resumed with its own configuration: leave the overrides out, or start a new run")
+        if recipe is not None and "=" in str(recipe):
+            recipe, overrides = None, [str(recipe), *(overrides or [])]
         folder = _run_folder(resume)
         config = RunConfig.model_validate_json((folder / "config.json").read_text())
+        config = with_overrides(config, overrides or [])
         if recipe is not None and load_recipe(recipe).name != config.name:
             raise ValueError(f"{folder} is a run of the recipe {config.name}, not of {recipe}: leave the recipe out")
     elif recipe is None:

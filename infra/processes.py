@@ -24,8 +24,9 @@ class ProcessFailedError(Exception):
         self.tail = tail
         self.log = log
         ending = f"was killed by signal {exit_code - 128}" if exit_code > 128 else f"ended with exit code {exit_code}"
+        self.headline = f"{role} {ending}"
         quoted = "\n".join(f"  | {line}" for line in tail) or "  | (nothing was printed)"
-        super().__init__(f"the {role} {ending}. The end of {log}:\n{quoted}")
+        super().__init__(f"{self.headline}. The end of {log}:\n{quoted}")
 
 
 @dataclass(frozen=True)

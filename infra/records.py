@@ -151,6 +151,29 @@ class Progress(Record):
         return self.pending + self.leased + self.ready + self.taken + self.consumed + self.quarantined
 
 
+class CaptureRates(Record):
+    """What generators captured in a stretch of time."""
+
+    tokens: int
+    prefill_s: float
+    """Seconds of prefilling, summed over samples."""
+    put_s: float
+    """Seconds of writing to the transport, summed over samples."""
+    generators: int
+
+
+class SideRates(Record):
+    """What each side of the data path could do by itself, in tokens per second; None: not seen yet."""
+
+    inference: float | None
+    transport: float | None
+    training: float | None
+    data_wait_share: float
+    """Share of the trainer's time spent waiting for samples."""
+    generators: int
+    ranks: int
+
+
 class TrainingResult(Record):
     """What the trainer leaves behind at the end of a run."""
 
@@ -167,6 +190,7 @@ class TrainingResult(Record):
     acceptance_by_position: tuple[float, ...]
     vocabulary_coverage: float
     """Share of supervised positions whose target argmax lies in the draft vocabulary."""
+    rates: SideRates
 
 
 class ExportRecord(Record):

@@ -38,7 +38,7 @@ def main() -> int:
         stdin=subprocess.DEVNULL,
         process_group=0,
         # Sound here, unlike in the starter: this process has one thread, so the signal means that it died.
-        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),  # noqa: PLW1509
+        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),  # noqa: PLW1509
     )
     orphaned = _wait(child, wakeup, options.grace)
     _kill_descendants()

@@ -71,7 +71,38 @@ def load_recipe(path: Path, overrides: list[str] | None = None) -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise ValueError(_explain(path, error)) from error
+        raise ValueError(_explain(str(path), error)) from error
+
+
+PLACEMENT = frozenset(
+    {"training.ranks", "training.micro_batches", "training_pool.gpus", "inference_pool.gpus", "capture.generators"}
+)
+"""Settings that a resumed run may change: they decide where it runs, not what it comes to."""
+
+
+def with_overrides(config: RunConfig, overrides: list[str]) -> RunConfig:
+    """A run's configuration with another placement; ValueError for an override of anything else."""
+    tree = config.model_dump(mode="json")
+    for override in overrides:
+        if override.partition("=")[0] not in PLACEMENT:
+            raise ValueError(
+                f"override {override!r}: a run is resumed with its own configuration; leave it out, or start a new run "
+                f"(these may change: {', '.join(sorted(PLACEMENT))})"
+            )
+        _apply(tree, override)
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ValueError(_explain("the run's configuration", error)) from error
+
+
+def without_placement(config: RunConfig) -> dict[str, Any]:
+    """What two configurations must share to be of the same run."""
+    tree = config.model_dump(mode="json")
+    for setting in PLACEMENT:
+        section, _, field = setting.partition(".")
+        del tree[section][field]
+    return tree
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
@@ -86,8 +117,8 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     tree[field] = yaml.safe_load(value)
 
 
-def _explain(path: Path, error: ValidationError) -> str:
-    lines = [f"{path} is not a valid recipe:"]
+def _explain(what: str, error: ValidationError) -> str:
+    lines = [f"{what} is not valid:"]
     for problem in error.errors():
         place = ".".join(str(part) for part in problem["loc"]) or "recipe"
         if problem["type"] == "extra_forbidden":

@@ -3,13 +3,11 @@
 from prefect import Task, get_run_logger
 from prefect.client.schemas.objects import State, TaskRun
 
+from infra.exit import REFUSED
 from infra.pools.base import Pool
 from infra.pools.local import LocalPool
-from infra.processes import Process, ProcessFailedError, module
+from infra.processes import ProcessFailedError, module
 from tasks.run import OpenRun
-
-REFUSED = 2
-"""Exit status of a main that was given something a person has to mend."""
 
 
 def run_main(run: OpenRun, pool: Pool, role: str, name: str, *arguments: str, timeout_s: float) -> None:
@@ -29,16 +27,9 @@ def on_cpu(run: OpenRun) -> Pool:
     return LocalPool(run.owner)
 
 
-def forward(process: Process) -> None:
-    """Hand what the process has printed since the last time to the task's log."""
-    logger = get_run_logger()
-    for line in process.new_lines():
-        logger.info(line)
-
-
 def worth_retrying(_task: Task, _run: TaskRun, state: State) -> bool:
-    """Crashes are; refusals (exit status 2, ValueError) and a dead generator are not."""
+    """Crashes are; refusals (exit status 2, ValueError) are not."""
     error = state.result(raise_on_failure=False)
     if isinstance(error, ProcessFailedError):
-        return error.exit_code != REFUSED and not error.role.startswith("generator")
+        return error.exit_code != REFUSED
     return not isinstance(error, ValueError)

@@ -2,35 +2,35 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
+from infra.keep_running import KeptProcess
 from infra.pools.base import Pool
-from infra.processes import Process, module
+from infra.processes import module
 from tasks.run import OpenRun
 
 
 @contextmanager
-def generating(run: OpenRun, pool: Pool) -> Iterator[list[Process]]:
+def generating(run: OpenRun, pool: Pool) -> Iterator[list[KeptProcess]]:
     """Generators that run while the trainer trains."""
     with ExitStack() as stack:
         generators = start_generators(run, pool)
         for generator in generators:
-            stack.callback(generator.stop)
+            stack.callback(generator.close)
         yield generators
 
 
 @task(name="start generators", cache_policy=NO_CACHE)
-def start_generators(run: OpenRun, pool: Pool) -> list[Process]:
+def start_generators(run: OpenRun, pool: Pool) -> list[KeptProcess]:
     """Start the configured number of generators on the inference pool; the pool's release stops them too."""
     capture = run.config.capture
     generators = []
     for index in range(capture.generators):
         command = module("models.capture.generator", run.folder.path, "--index", str(index))
-        role = f"generator-{index}"
-        generators.append(
-            pool.launch(role, command, threads=capture.threads, processes=capture.generators, index=index)
-        )
-        get_run_logger().info("%s: log in %s", role, generators[-1].log)
+        placed = {"threads": capture.threads, "processes": capture.generators, "index": index}
+        generators.append(KeptProcess(partial(pool.launch, f"generator-{index}", command, **placed)))
+        get_run_logger().info("generator-%d: log in %s", index, generators[-1].process.log)
     return generators

@@ -7,8 +7,8 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
+from infra.bottleneck import in_words, slow_side
 from infra.files import write_atomically
-from infra.ledger.ledger import Ledger
 from infra.records import (
     Acceptance,
     BenchmarkResult,
@@ -32,7 +32,7 @@ def write_report(
     draft: RegisteredDraft,
 ) -> None:
     """Write `report.json`, show the result in the log and as artifacts of the flow run."""
-    with Ledger.open(run.config.ledger.url or run.folder.ledger_url, run.folder.name) as ledger:
+    with run.open_ledger() as ledger:
         progress = ledger.progress()
     report = {
         "run": run.folder.name,
@@ -71,6 +71,8 @@ def training_report(trained: TrainingResult, progress: Progress) -> dict[str, An
             "final_loss": trained.final_loss,
             "acceptance_by_position": trained.acceptance_by_position,
             "vocabulary_coverage": trained.vocabulary_coverage,
+            "slow_side": slow_side(trained.rates),
+            "bottleneck": in_words(trained.rates),
         },
     }
 

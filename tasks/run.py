@@ -10,12 +10,13 @@ from pathlib import Path
 from prefect import get_run_logger
 
 from infra.files import write_atomically
+from infra.ledger.ledger import Ledger
 from infra.locks import Lock, LockHeldError, hold, own_folder, sweep
 from infra.processes import Owner
 from infra.run_folder import RunFolder
 from infra.settings import runs_folder, shared_memory_folder, tracking_uri
 from infra.transport.choice import objects_folder
-from models.config import RunConfig
+from models.config import RunConfig, without_placement
 
 LAST_PROCESSES_S = 60.0
 
@@ -36,6 +37,9 @@ class OpenRun:
     def tracking_record(self) -> Path:
         """Which MLflow run is this one's."""
         return self.folder.path / "tracking.json"
+
+    def open_ledger(self) -> Ledger:
+        return Ledger.open(self.config.ledger.url or self.folder.ledger_url, self.folder.name)
 
     @property
     def draft_name(self) -> str:
@@ -89,7 +93,7 @@ def _new_folder(recipe: str) -> Path:
 
 def _remember(config: RunConfig, folder: RunFolder) -> None:
     if folder.config.exists():
-        if RunConfig.model_validate_json(folder.config.read_text()) != config:
+        before = RunConfig.model_validate_json(folder.config.read_text())
+        if without_placement(before) != without_placement(config):
             raise ValueError(f"{folder.path} belongs to another configuration: resume it as it is, or start a new run")
-        return
     write_atomically(folder.config, config)

@@ -2,58 +2,54 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
 
 from mlflow.exceptions import MlflowException
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
+from infra.bottleneck import StallWatch
+from infra.keep_running import KeptProcess, follow
 from infra.pools.base import Pool
-from infra.processes import Process, module
+from infra.processes import module
 from infra.records import TrainingResult
 from infra.tracking.runs import log_new_metrics
-from tasks.data_plane import forward, worth_retrying
 from tasks.run import OpenRun
 
-POLL_S = 0.5
 TRACKING_S = 15.0
 
 
-@task(name="train", retries=2, retry_delay_seconds=2, retry_condition_fn=worth_retrying, cache_policy=NO_CACHE)
-def train(run: OpenRun, pool: Pool, generators: Sequence[Process]) -> TrainingResult:
-    """Train to the end. A retry resumes from the ledger; a generator's death is an error that names its log.
+@task(name="train", cache_policy=NO_CACHE)
+def train(run: OpenRun, pool: Pool, generators: Sequence[KeptProcess]) -> TrainingResult:
+    """Train to the end; a trainer or generator that crashes is started again and goes on from the ledger.
 
-    There is no time limit here: the trainer gives up by itself when no samples come (training.stall_s).
+    There is no time limit here: the trainer gives up by itself when no samples come (training.stall_s), and the watch
+    gives up on a trainer that hangs.
     """
-    ranks = run.config.training.ranks
-    torchrun = ("--standalone", "--nproc-per-node", str(ranks), "-m", "models.training.trainer")
-    command = module("torch.distributed.run", *torchrun, run.folder.path)
-    trainer = pool.launch("trainer", command, threads=run.config.training.threads, processes=ranks)
-    try:
-        _follow(run, trainer, generators)
-    finally:
-        trainer.stop()
+    ranks, logger = run.config.training.ranks, get_run_logger()
+    command = module("models.training.launch", run.folder.path, "--ranks", str(ranks))
+    placed = {"threads": run.config.training.threads, "processes": ranks}
+    trainer = KeptProcess(partial(pool.launch, "trainer", command, **placed))
+    with closing(trainer), run.open_ledger() as ledger:
+        watch = StallWatch(ledger, 2 * run.config.training.stall_s)
+        follow(trainer, generators, logger.info, logger.warning, [watch.check, _Tracking(run).catch_up])
     log_new_metrics(run.tracking_record, run.folder.metrics)
     return TrainingResult.read(run.folder.training)
 
 
-def _follow(run: OpenRun, trainer: Process, generators: Sequence[Process]) -> None:
-    tracked = time.monotonic()
-    ended = False
-    while not ended:
-        for generator in generators:
-            generator.check()
-        ended = trainer.poll() is not None
-        forward(trainer)
-        trainer.check()
-        if not ended and time.monotonic() - tracked > TRACKING_S:
-            _track(run)
-            tracked = time.monotonic()
-        time.sleep(0 if ended else POLL_S)
-
-
-def _track(run: OpenRun) -> None:
+class _Tracking:
     """Metrics on the way are a convenience: a tracking server that is away must not cost the training."""
-    try:
-        log_new_metrics(run.tracking_record, run.folder.metrics)
-    except MlflowException as error:
-        get_run_logger().warning("metrics stay behind in %s for now: %s", run.folder.metrics, error)
+
+    def __init__(self, run: OpenRun):
+        self._run, self._tracked = run, time.monotonic()
+
+    def catch_up(self) -> None:
+        if time.monotonic() - self._tracked < TRACKING_S:
+            return
+        self._tracked = time.monotonic()
+        try:
+            log_new_metrics(self._run.tracking_record, self._run.folder.metrics)
+        except MlflowException as error:
+            metrics = self._run.folder.metrics
+            get_run_logger().warning("metrics stay behind in %s for now: %s", metrics, error)

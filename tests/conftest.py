@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -80,8 +81,7 @@ def start() -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def launch(module: str, folder: RunFolder, ranks: int | None = None) -> subprocess.Popen[str]:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-        command = [sys.executable, *torchrun, "-m", module, str(folder.path)]
+        command = [sys.executable, "-m", module, str(folder.path), *(["--ranks", str(ranks)] if ranks else [])]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         started.append(process)
         return process
@@ -94,11 +94,23 @@ def start() -> Iterator[Start]:
 
 
 @pytest.fixture
+def kill_tree() -> Callable[[int], None]:
+    """SIGKILL for a process and everything below it."""
+
+    def kill(pid: int) -> None:
+        process = psutil.Process(pid)
+        for one in [process, *process.children(recursive=True)]:
+            one.kill()
+
+    return kill
+
+
+@pytest.fixture
 def run_to_the_end(start: Start) -> Callable[[RunFolder], None]:
     """Runs a generator and a one-rank trainer on a prepared run until both have ended well."""
 
     def run(folder: RunFolder) -> None:
-        processes = [start("models.capture.generator", folder), start("models.training.trainer", folder, ranks=1)]
+        processes = [start("models.capture.generator", folder), start("models.training.launch", folder, ranks=1)]
         for process in reversed(processes):
             output, _ = process.communicate(timeout=280)
             assert process.returncode == 0, output

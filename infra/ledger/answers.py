@@ -5,11 +5,11 @@ from typing import NamedTuple
 from infra.records import CheckpointRecord, Record
 
 
-class StaleIncarnation(Exception):
+class StaleIncarnation(ValueError):
     """A newer trainer has resumed this run: whoever gets this must stop and write nothing more."""
 
 
-class RepeatedCrash(Exception):
+class RepeatedCrash(ValueError):
     """The trainer crashed again and again at the same step; the message names that step's samples."""
 
 
@@ -53,3 +53,15 @@ class Quarantined(NamedTuple):
     ordinal: int
     sample: int
     error: str
+
+
+class Oldest(NamedTuple):
+    """The first sample that is still to be trained."""
+
+    epoch: int
+    ordinal: int
+    state: str
+    owner: str | None
+    tokens: int
+    held_s: float | None
+    """Seconds since its lease was last renewed."""

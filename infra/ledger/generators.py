@@ -79,8 +79,8 @@ class GeneratorSide(Transactions):
                 self._write_leases(connection, owner, run.lease_seconds, leases)
             return leases
 
-    def publish(self, lease: Lease, record: ObjectRecord) -> bool:
-        """Offer a captured object to the trainer.
+    def publish(self, lease: Lease, record: ObjectRecord, prefill_s: float = 0.0, put_s: float = 0.0) -> bool:
+        """Offer a captured object to the trainer, with the seconds that its prefill and its writing took.
 
         False when the lease was lost meanwhile: then the caller deletes its own object. Raises ValueError for an
         object of another key or larger than the lease.
@@ -90,7 +90,14 @@ class GeneratorSide(Transactions):
                 f"object {record.key} of {record.nbytes} bytes does not belong to the lease of {self.key(lease)}, "
                 f"{lease.nbytes} bytes: a sample's object is tokens x bytes_per_token under the lease's own key"
             )
-        published = {"state": READY, "object": record.model_dump_json(), "lease_expires": None}
+        published = {
+            "state": READY,
+            "object": record.model_dump_json(),
+            "lease_expires": None,
+            "prefill_s": prefill_s,
+            "put_s": put_s,
+            "published": database_now(),
+        }
         with self._write() as (connection, _):
             change = sa.update(samples).where(self._held_by(lease)).values(**published)
             return connection.execute(change).rowcount == 1

@@ -9,14 +9,14 @@ from typing import Literal, Self
 
 import sqlalchemy as sa
 
-from infra.ledger.answers import Quarantined
 from infra.ledger.generators import GeneratorSide
+from infra.ledger.questions import Questions
 from infra.ledger.resume import ResumeSide
 from infra.ledger.schema import PENDING, QUARANTINED, lock_schema, open_engine, runs, samples
-from infra.records import Progress, SampleSlot
+from infra.records import SampleSlot
 
 
-class Ledger(GeneratorSide, ResumeSide):
+class Ledger(GeneratorSide, ResumeSide, Questions):
     """One process's connection to one run's ledger. Threads may share it; a forked child may not."""
 
     @classmethod
@@ -98,24 +98,6 @@ class Ledger(GeneratorSide, ResumeSide):
             ]
             if rows:
                 connection.execute(sa.insert(samples), rows)
-
-    def progress(self, epoch: int | None = None) -> Progress:
-        """Samples per state, bytes held and capture failures so far (`attempts`), of one epoch or of all."""
-        here = self._rows() if epoch is None else self._rows(samples.c.epoch == epoch)
-        columns = (samples.c.bytes_held, samples.c.failures)
-        sums = [sa.func.sum(column) for column in columns]
-        query = sa.select(samples.c.state, sa.func.count(), *sums).where(here).group_by(samples.c.state)
-        with self._read() as connection:
-            rows = [tuple(row) for row in connection.execute(query)]
-        counts = {state: count for state, count, _, _ in rows}
-        return Progress(**counts, bytes_held=sum(int(r[2]) for r in rows), attempts=sum(int(r[3]) for r in rows))
-
-    def quarantined(self) -> list[Quarantined]:
-        """Every quarantined sample with its last error, by epoch and ordinal."""
-        columns = (samples.c.epoch, samples.c.ordinal, samples.c.sample, samples.c.error)
-        query = sa.select(*columns).where(self._rows(samples.c.state == QUARANTINED)).order_by(*columns[:2])
-        with self._read() as connection:
-            return [Quarantined(*row) for row in connection.execute(query)]
 
     def _missing(self, connection: sa.Connection, epoch: int, slots: Sequence[SampleSlot]) -> list[SampleSlot]:
         columns = (samples.c.ordinal, samples.c.sample, samples.c.tokens)

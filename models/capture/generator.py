@@ -74,15 +74,17 @@ class Generator:
             tokens = self.samples[lease.sample].tokens
             if len(tokens) != lease.tokens:
                 raise ValueError(f"sample {lease.sample} has {len(tokens)} tokens, the ledger says {lease.tokens}")
+            started = time.perf_counter()
             hidden = self.prefill(tokens)
             if not bool(torch.isfinite(hidden.aux).all() & torch.isfinite(hidden.last).all()):
                 raise ValueError(f"sample {lease.sample}: hidden states are not finite")
+            captured = time.perf_counter()
             record = self.transport.put(key, self.layout.pack(hidden))
         except Exception as error:  # noqa: BLE001 (one bad sample must not end a generator; the ledger keeps the error)
             print(f"sample {lease.sample} failed: {type(error).__name__}: {error}", flush=True)
             self.ledger.fail(lease, f"{type(error).__name__}: {error}")
             return False
-        if self.ledger.publish(lease, record):
+        if self.ledger.publish(lease, record, captured - started, time.perf_counter() - captured):
             return True
         self.transport.delete(key)
         return False

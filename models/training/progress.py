@@ -6,11 +6,16 @@ from dataclasses import dataclass, field
 
 import torch
 
+from infra.bottleneck import side_rates, slow_side
 from infra.ledger.ledger import Ledger
+from infra.records import SideRates
 from infra.run_folder import RunFolder
 from models.drafts.base import DraftLoss
 from models.training.control import Control
 from models.training.stream import StepStream
+
+RATES_S = 60.0
+"""Captures of so many seconds are what the progress line calls the generators' rate."""
 
 
 @dataclass
@@ -24,6 +29,8 @@ class Window:
     tokens: int = 0
     started: float = field(default_factory=time.monotonic)
     waited_s: float = 0.0
+    """The stream's waiting and fetching when the window opened."""
+    fetch_s: float = 0.0
 
 
 class Progress:
@@ -34,6 +41,8 @@ class Progress:
         self.total_steps = total_steps
         self.window = Window()
         self.tokens = 0
+        self.fetched = 0
+        """Tokens of this trainer's own life, whoever trained before."""
         self.trained_s = 0.0
         self.waited_s = 0.0
         self.supervised = 0
@@ -72,6 +81,7 @@ class Progress:
     def step_done(self, tokens: int) -> None:
         self.window.steps += 1
         self.window.tokens += tokens
+        self.fetched += tokens
         self.tokens += tokens
 
     def report(self, step: int, learning_rate: float, positions: int) -> None:
@@ -87,10 +97,15 @@ class Progress:
         self.trained_s, self.waited_s = self.trained_s + elapsed, self.waited_s + waited
         self.loss = float(sums[-1]) / window.steps
         self.acceptance = (accepted / tried.clamp(min=1)).tolist()
-        self.window = Window(started=now, waited_s=self.stream.waited_s)
+        fetched = self.stream.fetch_s - window.fetch_s
+        self.window = Window(started=now, waited_s=self.stream.waited_s, fetch_s=self.stream.fetch_s)
         if self.control.rank:
             return
         states = self.ledger.progress()
+        rates = side_rates(
+            self.ledger.capture_rates(RATES_S),
+            trained_tokens=window.tokens, trained_s=elapsed, waited_s=waited, fetch_s=fetched, ranks=self.control.world,
+        )  # fmt: skip
         metrics = {
             "step": step,
             "tokens": self.tokens,
@@ -101,6 +116,8 @@ class Progress:
             "data_wait_share": waited / elapsed,
             "samples_in_flight": states.leased + states.ready + states.taken,
             "seconds": self.trained_s,
+            "slow_side": slow_side(rates),
+            **{f"{side}_tokens_per_s": getattr(rates, side) for side in ("inference", "transport", "training")},
         }
         with self.folder.metrics.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
@@ -108,6 +125,21 @@ class Progress:
         print(
             f"step {step}/{self.total_steps} | loss {self.loss:.3f} | acceptance {shown} | "
             f"{metrics['tokens_per_s']:.0f} tokens/s | data wait {metrics['data_wait_share']:.1%} | "
-            f"{states.leased + states.ready} samples in flight",
+            f"{states.leased + states.ready} samples in flight | {_slow(rates)}",
             flush=True,
         )
+
+    def rates(self) -> SideRates:
+        """Of the whole run so far; the fetching since this trainer started stands for all of it."""
+        captured = self.ledger.capture_rates()
+        return side_rates(
+            captured,
+            trained_tokens=self.tokens, trained_s=self.trained_s, waited_s=self.waited_s,
+            fetch_s=self.stream.fetch_s * captured.tokens / max(1, self.fetched), ranks=self.control.world,
+        )  # fmt: skip
+
+
+def _slow(rates: SideRates) -> str:
+    sides = (("inference", rates.inference), ("transport", rates.transport), ("training", rates.training))
+    shown = ", ".join(f"{side} {rate:,.0f}" for side, rate in sides if rate is not None)
+    return f"slow side: {slow_side(rates)} ({shown} tokens/s)"

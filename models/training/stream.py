@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from infra.bottleneck import StallError, blame
 from infra.ledger.answers import EndOfEpoch, Resume, Wait
 from infra.ledger.ledger import Ledger
 from infra.records import SampleSlot, StepPlan
@@ -47,10 +48,6 @@ class MicroBatch:
         return replace(self, samples=replace(self.samples, **moved))
 
 
-class StalledError(RuntimeError):
-    """No sample came for too long."""
-
-
 class StepStream:
     """Iterates over this rank's micro-batches, step after step, until the last epoch or `max_steps` ends."""
 
@@ -65,6 +62,9 @@ class StepStream:
         self.training_step = first_step
         """The step that the optimizer works on while later ones are planned."""
         self.waited_s = 0.0
+        """Seconds in which the optimizer waited for a step."""
+        self.fetch_s = 0.0
+        """Seconds spent copying samples out of the transport, in the background."""
         self._opened: set[int] = set()
         self._stop = threading.Event()
 
@@ -116,10 +116,14 @@ class StepStream:
             if isinstance(answer, EndOfEpoch):
                 self.epoch += 1
             elif time.monotonic() > deadline:
-                raise StalledError(_explain_stall(answer, settings.stall_s))
+                raise StallError(self._explain_stall(answer))
             else:
                 time.sleep(POLL_S)
         return None
+
+    def _explain_stall(self, wait: Wait) -> str:
+        needs = f"step {wait.step} needs {wait.needed} samples and has {wait.ready}"
+        return f"no progress for {self.settings.stall_s:g} s: {needs}; {blame(self.ledger)}"
 
     def _open_epoch(self) -> None:
         if self.epoch in self._opened:
@@ -157,11 +161,13 @@ class StepStream:
         lengths = tuple(p.tokens for p in planned)
         hidden = self.layout.empty(sum(lengths))
         start = 0
+        started = time.monotonic()
         for p in planned:
             part = HiddenStates(hidden.aux[start : start + p.tokens], hidden.last[start : start + p.tokens])
             self.transport.get(p.object, {"aux": as_bytes(part.aux), "last": as_bytes(part.last)})
             self.transport.delete(p.object.key)
             start += p.tokens
+        self.fetch_s += time.monotonic() - started
         self.ledger.release(self.incarnation, plan.epoch, *(p.ordinal for p in planned))
         texts = [self.samples[p.sample] for p in planned]
         return PackedSamples(
@@ -171,11 +177,3 @@ class StepStream:
             last=hidden.last,
             lengths=lengths,
         )
-
-
-def _explain_stall(wait: Wait, seconds: float) -> str:
-    missing = "" if wait.first_missing is None else f"; the first one missing is ordinal {wait.first_missing}"
-    return (
-        f"no progress for {seconds:g} s: step {wait.step} needs {wait.needed} samples and has {wait.ready}{missing}. "
-        "The generators are the slow side: see logs/generator-*.log in the run folder"
-    )

@@ -1,7 +1,7 @@
 """The trainer: torchrun ranks that read hidden states and step the draft.
 
-`python -m torch.distributed.run ... -m models.training.trainer RUN`, one process per rank. Rank 0 resumes the run in
-the ledger, plans every step, writes checkpoints and commits them.
+`python -m models.training.launch RUN` starts `python -m models.training.trainer RUN`, one process per rank. Rank 0
+resumes the run in the ledger, plans every step, writes checkpoints and commits them.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from infra.exit import run_main
+from infra.exit import die_with_parent, run_main
 from infra.files import write_atomically
 from infra.ledger.answers import Resume
 from infra.ledger.ledger import Ledger
@@ -207,6 +207,7 @@ class DraftTrainer:
             final_loss=progress.loss,
             acceptance_by_position=tuple(progress.acceptance),
             vocabulary_coverage=progress.covered / max(1, progress.supervised),
+            rates=progress.rates(),
         )
         if self.control.rank == 0:
             write_atomically(self.run.folder.training, result)
@@ -218,6 +219,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path)
     arguments = parser.parse_args()
+    die_with_parent()
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="lightning")
     run = Run.open(arguments.run)

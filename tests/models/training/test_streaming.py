@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import signal
 import time
 from pathlib import Path
 
@@ -86,13 +85,13 @@ def test_streaming_equals_memory(make_run, run_to_the_end):
     assert losses(folder) == pytest.approx(train_in_memory(run), rel=1e-6)
 
 
-def test_a_killed_and_resumed_run_equals_an_undisturbed_one(make_run, run_to_the_end, start):
+def test_a_killed_and_resumed_run_equals_an_undisturbed_one(make_run, run_to_the_end, start, kill_tree):
     undisturbed = make_run("whole", *SMALL)
     run_to_the_end(undisturbed)
     folder = make_run("killed", *SMALL, "training.checkpoint_steps=3")
     first_generator, first = (
         start("models.capture.generator", folder),
-        start("models.training.trainer", folder, ranks=1),
+        start("models.training.launch", folder, ranks=1),
     )
     checkpoint = folder.checkpoints / "step-000003"
     deadline = time.monotonic() + 120
@@ -118,15 +117,6 @@ def test_bfloat16_follows_float32(make_run, run_to_the_end):
     assert losses(rounded) != losses(exact)
 
 
-def kill_tree(pid: int) -> None:
-    """SIGKILL a process and everything below it (torchrun's ranks lead sessions of their own)."""
-    import psutil
-
-    process = psutil.Process(pid)
-    for one in [process, *process.children(recursive=True)]:
-        one.send_signal(signal.SIGKILL)
-
-
 def test_a_bad_sample_is_quarantined_and_the_rest_is_trained(make_run, run_to_the_end):
     folder = make_run("bad", *SMALL)
     run = Run.open(folder.path)
@@ -148,7 +138,7 @@ def test_samples_of_another_tokenizer_are_refused(make_run, start):
     run = Run.open(folder.path)
     damaged = poison_sample(Path(run.samples.path), folder.path / "samples", 7, token=5000)
     folder.samples.write_text(run.samples.model_copy(update={"path": str(damaged)}).model_dump_json())
-    output, _ = start("models.training.trainer", folder, ranks=1).communicate(timeout=120)
+    output, _ = start("models.training.launch", folder, ranks=1).communicate(timeout=120)
     assert "error: the samples hold token 5000, the target knows 1024" in output
 
 

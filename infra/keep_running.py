@@ -1,0 +1,103 @@
+"""Keeps data-plane commands running: what crashes is started again, with back-off, so many times. Used by the flow.
+
+The starter restarts, not the supervisor: a supervisor can be killed too, and then this is who notices.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+from infra.exit import REFUSED
+from infra.processes import Process, ProcessFailedError
+
+RESTARTS = 5
+BACKOFF_S = 1.0
+"""Wait before the first restart; it doubles with each one."""
+STEADY_S = 600.0
+"""A command that ran for so long has earned its restarts back."""
+POLL_S = 0.2
+
+OnLine = Callable[[str], None]
+
+
+class KeptProcess:
+    """A command that is started again when it crashes. Whoever made it stops it."""
+
+    def __init__(self, launch: Callable[[], Process], restarts: int = RESTARTS, backoff_s: float = BACKOFF_S):
+        self._launch, self._restarts, self._backoff_s = launch, restarts, backoff_s
+        self._crashes = 0
+        self._start_at = 0.0
+        self.failure: ProcessFailedError | None = None
+        """Why it is not started any more."""
+        self._start()
+
+    def _start(self) -> None:
+        self.process = self._launch()
+        self._started = time.monotonic()
+        self._waiting = False
+
+    def tend(self, on_line: OnLine, on_event: OnLine) -> bool:
+        """Forward what was printed, start again what has crashed; whether the command has ended well.
+
+        Sets `failure` when the command refused its input (exit status 2) or crashed once too often.
+        """
+        if self.failure is not None:
+            return False
+        if self._waiting:
+            if time.monotonic() >= self._start_at:
+                self._start()
+            return False
+        status = self.process.poll()
+        for line in self.process.new_lines():
+            on_line(line)
+        if status:
+            self._crashed(on_event)
+        return status == 0
+
+    def _crashed(self, on_event: OnLine) -> None:
+        try:
+            self.process.check()
+        except ProcessFailedError as error:
+            if time.monotonic() - self._started > STEADY_S:
+                self._crashes = 0
+            if error.exit_code == REFUSED or self._crashes == self._restarts:
+                self.failure = error
+                return
+            wait_s = self._backoff_s * 2**self._crashes
+            self._crashes += 1
+            self._start_at, self._waiting = time.monotonic() + wait_s, True
+            on_event(f"{error.headline}; restart {self._crashes} of {self._restarts} in {wait_s:g} s")
+
+    def close(self) -> None:
+        """Stop the command; returns when nothing of it is left. Idempotent."""
+        self.process.stop()
+
+
+def follow(
+    trainer: KeptProcess,
+    generators: Sequence[KeptProcess],
+    on_line: OnLine,
+    on_event: OnLine,
+    checks: Sequence[Callable[[], None]] = (),
+) -> None:
+    """Tend trainer and generators until the trainer has ended well.
+
+    A generator that fails for good is left out while others go on. Raises ProcessFailedError for the trainer, or for
+    the last generator, that cannot be started any more. `checks` are called at every poll.
+    """
+    going = list(generators)
+    ended = False
+    while not ended:
+        for generator in list(going):
+            generator.tend(lambda _line: None, on_event)
+            if generator.failure is not None:
+                going.remove(generator)
+                if not going:
+                    raise generator.failure
+                on_event(f"{generator.failure.headline} and is left out; still going: {len(going)}")
+        ended = trainer.tend(on_line, on_event)
+        if trainer.failure is not None:
+            raise trainer.failure
+        for check in checks:
+            check()
+        if not ended:
+            time.sleep(POLL_S)

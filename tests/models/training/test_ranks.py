@@ -1,0 +1,94 @@
+"""Several ranks, accumulation, and another number of ranks after a resume: the same training. Real processes, gloo."""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from infra.records import Progress, TrainingResult
+from infra.run_folder import RunFolder
+from models.config import with_overrides
+from models.run import Run
+
+# 43 samples: no number of ranks or micro-batches divides the last step.
+SMALL = [
+    "data.max_samples=43",
+    "data.max_tokens=64",
+    "training.samples_per_step=6",
+    "training.log_steps=1",
+    "training.warmup_steps=4",
+]
+
+
+@pytest.fixture
+def train(make_run: Callable[..., RunFolder], start: Callable[..., Any]) -> Callable[..., RunFolder]:
+    """Trains a run to its end on some ranks: `train("name", 2, "training.micro_batches=4")`."""
+
+    def run(name: str | RunFolder, ranks: int, *overrides: str) -> RunFolder:
+        folder = name if isinstance(name, RunFolder) else make_run(name, *SMALL, f"training.ranks={ranks}", *overrides)
+        processes = [start("models.capture.generator", folder), start("models.training.launch", folder, ranks=ranks)]
+        for process in reversed(processes):
+            output, _ = process.communicate(timeout=200)
+            assert process.returncode == 0, output
+        return folder
+
+    return run
+
+
+def losses(folder: RunFolder) -> list[float]:
+    return [json.loads(line)["loss"] for line in folder.metrics.read_text().splitlines()]
+
+
+def weights(folder: RunFolder) -> dict[str, torch.Tensor]:
+    checkpoint = folder.path / TrainingResult.read(folder.training).checkpoint
+    return load_file(checkpoint / "draft.safetensors")
+
+
+def distance(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """Largest relative difference of a tensor: |a - b| / |b|."""
+    assert mine.keys() == theirs.keys()
+    pairs = [(mine[name].double(), theirs[name].double()) for name in theirs]
+    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ranks_and_accumulation_change_nothing(train: Callable[..., RunFolder]) -> None:
+    alone = train("alone", 1)
+    assert len(losses(alone)) == 8
+    for ranks, micro_batches in ((1, 4), (2, 1), (2, 4), (3, 1), (3, 4)):
+        name = f"{ranks}-ranks-{micro_batches}-micro-batches"
+        folder = train(name, ranks, f"training.micro_batches={micro_batches}")
+        assert losses(folder) == pytest.approx(losses(alone), rel=1e-5), name
+        assert distance(weights(folder), weights(alone)) < 1e-5, name
+        assert Run.open(folder.path).open_ledger().progress() == Progress(consumed=43)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_ranks(
+    train: Callable[..., RunFolder],
+    make_run: Callable[..., RunFolder],
+    start: Callable[..., Any],
+    kill_tree: Callable[[int], None],
+) -> None:
+    undisturbed = train("undisturbed", 1)
+    folder = make_run("moved", *SMALL, "training.ranks=2", "training.checkpoint_steps=1", "training.keep_checkpoints=9")
+    processes = [start("models.capture.generator", folder), start("models.training.launch", folder, ranks=2)]
+    deadline = time.monotonic() + 120
+    while not (folder.checkpoints / "step-000003").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for process in reversed(processes):
+        kill_tree(process.pid)
+        process.communicate(timeout=30)
+    run = Run.open(folder.path)
+    before = run.open_ledger().progress()
+    assert 0 < before.consumed < 43, "killed too late"
+    folder.config.write_text(with_overrides(run.config, ["training.ranks=3"]).model_dump_json())
+    train(folder, 3)
+    assert run.open_ledger().progress() == Progress(consumed=43)
+    assert losses(folder) == pytest.approx(losses(undisturbed), rel=1e-5)
+    assert distance(weights(folder), weights(undisturbed)) < 1e-5
