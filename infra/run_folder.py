@@ -20,6 +20,11 @@ class RunFolder:
         return self.path / "config.json"
 
     @property
+    def run_lock(self) -> Path:
+        """Held by the process that runs the run."""
+        return self.path / "run.lock"
+
+    @property
     def target(self) -> Path:
         return self.path / "target.json"
 
@@ -63,3 +68,8 @@ class RunFolder:
     @property
     def report(self) -> Path:
         return self.path / "report.json"
+
+    @property
+    def report_page(self) -> Path:
+        """The report for people: one self-contained page."""
+        return self.path / "report.html"

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
+from infra.data_plane import start_generator
 from infra.keep_running import KeptProcess
 from infra.pools.base import Pool
-from infra.processes import module
 from tasks.run import OpenRun
 
 
@@ -26,11 +25,8 @@ def generating(run: OpenRun, pool: Pool) -> Iterator[list[KeptProcess]]:
 @task(name="start generators", cache_policy=NO_CACHE)
 def start_generators(run: OpenRun, pool: Pool) -> list[KeptProcess]:
     """Start the configured number of generators on the inference pool; the pool's release stops them too."""
-    capture = run.config.capture
-    generators = []
+    capture, generators = run.config.capture, []
     for index in range(capture.generators):
-        command = module("models.capture.generator", run.folder.path, "--index", str(index))
-        placed = {"threads": capture.threads, "processes": capture.generators, "index": index}
-        generators.append(KeptProcess(partial(pool.launch, f"generator-{index}", command, **placed)))
+        generators.append(start_generator(pool, run.folder, index, capture.generators, capture.threads))
         get_run_logger().info("generator-%d: log in %s", index, generators[-1].process.log)
     return generators

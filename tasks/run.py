@@ -2,23 +2,24 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 from prefect import get_run_logger
+from prefect.runtime import flow_run as this_flow_run
 
 from infra.files import write_atomically
 from infra.ledger.ledger import Ledger
-from infra.locks import Lock, LockHeldError, hold, own_folder, sweep
+from infra.ownership import own_run
 from infra.processes import Owner
 from infra.run_folder import RunFolder
-from infra.settings import runs_folder, shared_memory_folder, tracking_uri
-from infra.transport.choice import objects_folder
+from infra.settings import runs_folder, tracking_uri
 from models.config import RunConfig, without_placement
 
-LAST_PROCESSES_S = 60.0
+FLOW_RUN = "flow_run"
+"""File in the run folder: id of the flow run that made it."""
 
 
 @dataclass(frozen=True)
@@ -53,30 +54,23 @@ def open_run(config: RunConfig, name: str | None) -> Iterator[OpenRun]:
 
     Raises ValueError where another process owns it, or where the folder belongs to another configuration.
     """
-    folder = RunFolder(runs_folder() / name if name else _new_folder(config.name))
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(hold(folder.path / "run.lock"))
-            # The supervisors of a killed owner hold this one until they have stopped its processes.
-            processes = stack.enter_context(hold(folder.path / "processes.lock", wait_s=LAST_PROCESSES_S))
-            locks, folders = [processes], []
-            for gone in sweep(shared_memory_folder()):
-                get_run_logger().info("removed %s, whose owner is gone", gone)
-            objects = objects_folder(config.transport, folder).parent
-            if objects != folder.path:
-                locks.append(stack.enter_context(own_folder(objects)))
-                folders.append(objects)
-        except LockHeldError as error:
-            raise ValueError(
-                f"run {folder.name} is owned by another process ({error} is locked): wait until it ends, or stop it"
-            ) from error
+    folder = RunFolder(runs_folder() / name) if name else _folder_of_this_flow_run(config.name)
+    with own_run(folder, config.transport, get_run_logger().info) as owner:
         _remember(config, folder)
         get_run_logger().info("run folder: %s", folder.path)
-        yield OpenRun(config, folder, _owner(folder, locks, folders))
+        yield OpenRun(config, folder, owner)
 
 
-def _owner(folder: RunFolder, locks: list[Lock], folders: list[Path]) -> Owner:
-    return Owner(folder.name, folder.logs, tuple(folders), tuple(lock.descriptor for lock in locks))
+def _folder_of_this_flow_run(recipe: str) -> RunFolder:
+    """A new folder, or the one this flow run made when it ran before: "Retry" in Prefect's UI resumes."""
+    flow_run = this_flow_run.get_id()
+    assert flow_run, "a run is opened inside a flow run"
+    for note in runs_folder().glob(f"*/{FLOW_RUN}"):
+        if note.read_text() == flow_run:
+            return RunFolder(note.parent)
+    folder = _new_folder(recipe)
+    write_atomically(folder / FLOW_RUN, flow_run)
+    return RunFolder(folder)
 
 
 def _new_folder(recipe: str) -> Path:

@@ -3,16 +3,15 @@
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from functools import partial
 
 from mlflow.exceptions import MlflowException
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from infra.bottleneck import StallWatch
+from infra.data_plane import start_trainer
 from infra.keep_running import KeptProcess, follow
 from infra.pools.base import Pool
-from infra.processes import module
 from infra.records import TrainingResult
 from infra.tracking.runs import log_new_metrics
 from tasks.run import OpenRun
@@ -27,12 +26,10 @@ def train(run: OpenRun, pool: Pool, generators: Sequence[KeptProcess]) -> Traini
     There is no time limit here: the trainer gives up by itself when no samples come (training.stall_s), and the watch
     gives up on a trainer that hangs.
     """
-    ranks, logger = run.config.training.ranks, get_run_logger()
-    command = module("models.training.launch", run.folder.path, "--ranks", str(ranks))
-    placed = {"threads": run.config.training.threads, "processes": ranks}
-    trainer = KeptProcess(partial(pool.launch, "trainer", command, **placed))
+    settings, logger = run.config.training, get_run_logger()
+    trainer = start_trainer(pool, run.folder, settings.ranks, settings.threads)
     with closing(trainer), run.open_ledger() as ledger:
-        watch = StallWatch(ledger, 2 * run.config.training.stall_s)
+        watch = StallWatch(ledger, 2 * settings.stall_s)
         follow(trainer, generators, logger.info, logger.warning, [watch.check, _Tracking(run).catch_up])
     log_new_metrics(run.tracking_record, run.folder.metrics)
     return TrainingResult.read(run.folder.training)

@@ -1,0 +1,38 @@
+"""Owning a run: nobody else runs it, and nothing of it outlives its owner. Used by the process that starts a run."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+from infra.config import TransportConfig
+from infra.locks import LockHeldError, hold, own_folder, sweep
+from infra.processes import Owner
+from infra.run_folder import RunFolder
+from infra.settings import shared_memory_folder
+from infra.transport.choice import objects_folder
+
+LAST_PROCESSES_S = 60.0
+
+
+@contextmanager
+def own_run(folder: RunFolder, transport: TransportConfig, say: Callable[[str], None]) -> Iterator[Owner]:
+    """Hold the run's locks and its place in shared memory, and remove what dead runs left there.
+
+    Raises ValueError where another process owns the run.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(hold(folder.run_lock))
+            # The supervisors of a killed owner hold this one until they have stopped its processes.
+            locks = [stack.enter_context(hold(folder.path / "processes.lock", wait_s=LAST_PROCESSES_S))]
+            for gone in sweep(shared_memory_folder()):
+                say(f"removed {gone}, whose owner is gone")
+            folders = []
+            objects = objects_folder(transport, folder).parent
+            if objects != folder.path:
+                locks.append(stack.enter_context(own_folder(objects)))
+                folders.append(objects)
+        except LockHeldError as error:
+            raise ValueError(
+                f"run {folder.name} is owned by another process ({error} is locked): wait until it ends, or stop it"
+            ) from error
+        yield Owner(folder.name, folder.logs, tuple(folders), tuple(lock.descriptor for lock in locks))
