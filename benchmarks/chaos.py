@@ -38,7 +38,7 @@ from infra.provenance import git_sha, hardware
 from infra.records import Progress, TrainingResult
 from infra.run_folder import RunFolder
 from infra.settings import shared_memory_folder
-from models.config import RunConfig, load_recipe
+from models.config import load_recipe, read_config
 
 RESULT = Path(__file__).parent / "results" / "chaos.json"
 RECIPE = Path(__file__).parent.parent / "recipes" / "tiny.yaml"
@@ -80,7 +80,7 @@ class Outcome:
 def drive(path: Path) -> None:
     """Own the run and train it to its end, as the flow does."""
     folder = RunFolder(path)
-    config: RunConfig = RunConfig.model_validate_json(folder.config.read_text())
+    config = read_config(folder.config)
     with ExitStack() as stack:
         pool = LocalPool(stack.enter_context(own_run(folder, config.transport, print)))
         capture, training = config.capture, config.training

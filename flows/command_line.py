@@ -1,6 +1,6 @@
 """The command `draftsmith`. Heavy libraries are imported inside the commands that need them: help comes at once."""
 
-import os
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flows.doctor_command import doctor
+from flows.status_command import find_run, status
+from flows.ui_command import ui
 from infra.exit import run_main
 
 if TYPE_CHECKING:
@@ -23,12 +26,6 @@ drafts = typer.Typer(help="Registered drafts: which there are, and which one ser
 app.add_typer(drafts, name="drafts")
 
 Name = Annotated[str | None, typer.Option("--name", help="Registered model; may be left out where there is one.")]
-PREFECT = {
-    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    "DO_NOT_TRACK": "1",
-    "PREFECT_SERVER_LOGGING_LEVEL": "ERROR",
-    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",  # 20 s is too short for a busy laptop's first start
-}
 
 
 @app.command()
@@ -39,14 +36,14 @@ def retrain(
     resume: Annotated[str | None, typer.Option("--resume", metavar="RUN", help="Go on with this run.")] = None,
 ) -> None:
     """Train, prove, register and (if it earned that) promote a draft."""
-    from models.config import RunConfig, load_recipe, with_overrides
+    from infra.servers import ensure_prefect_api
+    from models.config import load_recipe, read_config, with_overrides
 
     if resume is not None:
         if recipe is not None and "=" in str(recipe):
             recipe, overrides = None, [str(recipe), *(overrides or [])]
-        folder = _run_folder(resume)
-        config = RunConfig.model_validate_json((folder / "config.json").read_text())
-        config = with_overrides(config, overrides or [])
+        folder = find_run(resume)
+        config = with_overrides(read_config(folder / "config.json"), overrides or [])
         if recipe is not None and load_recipe(recipe).name != config.name:
             raise ValueError(f"{folder} is a run of the recipe {config.name}, not of {recipe}: leave the recipe out")
     elif recipe is None:
@@ -58,11 +55,29 @@ def retrain(
         return
     if folder is not None:
         _forget_crashes(config, folder)
-    for name, value in PREFECT.items():
-        os.environ.setdefault(name, value)
+    _refuse_clashes()
+    for logger in ("prefect.flow_runs", "prefect.task_runs"):
+        logging.getLogger(logger).addFilter(_without_traceback)
+    ensure_prefect_api()
     from flows.retrain_draft import retrain as flow
 
     print(flow(config, str(folder) if folder else None))
+
+
+def _refuse_clashes() -> None:
+    """Versions that are known to break a run break it here, with the remedy."""
+    from infra.doctor.software import check_clashes, installed
+
+    for finding in check_clashes(installed()):
+        if finding.verdict == "problem":
+            raise ValueError(f"{finding.found}. Mend it with: {finding.remedy}")
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """A refusal is for people: the flow's log names it, without the way it took through the code."""
+    if record.exc_info and isinstance(record.exc_info[1], ValueError):
+        record.exc_info = None
+    return True
 
 
 def _forget_crashes(config: "RunConfig", folder: Path) -> None:
@@ -73,15 +88,6 @@ def _forget_crashes(config: "RunConfig", folder: Path) -> None:
     if (folder / "ledger.sqlite").is_file() or config.ledger.url:
         with Ledger.open(config.ledger.url or RunFolder(folder).ledger_url, folder.name) as ledger:
             ledger.forget_crashes()
-
-
-def _run_folder(run: str) -> Path:
-    from infra.settings import runs_folder
-
-    for folder in (Path(run).absolute(), runs_folder() / run):
-        if (folder / "config.json").is_file():
-            return folder
-    raise ValueError(f"no run {run}: neither a run folder's path nor a name below {runs_folder()}")
 
 
 def _print_plan(config: object) -> None:
@@ -167,6 +173,11 @@ def _registered(name: str | None) -> str:
     return names[0]
 
 
+app.command()(status)
+app.command()(doctor)
+app.command()(ui)
+
+
 def main() -> None:
     """Run the command line: what a person has to mend becomes one message and exit status 2."""
     from infra.processes import ProcessFailedError
@@ -175,4 +186,4 @@ def main() -> None:
         run_main(app)
     except ProcessFailedError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(2 if error.exit_code == 2 else 1) from None
+        raise SystemExit(1) from None

@@ -11,6 +11,8 @@ from infra.settings import shared_memory_folder
 from infra.transport.choice import objects_folder
 
 LAST_PROCESSES_S = 60.0
+LOOK_S = 1.0
+"""Somebody who only looks whether the run is owned holds its lock for a moment."""
 
 
 @contextmanager
@@ -21,7 +23,7 @@ def own_run(folder: RunFolder, transport: TransportConfig, say: Callable[[str], 
     """
     with ExitStack() as stack:
         try:
-            stack.enter_context(hold(folder.run_lock))
+            stack.enter_context(hold(folder.run_lock, wait_s=LOOK_S))
             # The supervisors of a killed owner hold this one until they have stopped its processes.
             locks = [stack.enter_context(hold(folder.path / "processes.lock", wait_s=LAST_PROCESSES_S))]
             for gone in sweep(shared_memory_folder()):

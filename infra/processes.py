@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from infra import supervisor
+from infra.exit import REFUSED
 
 TAIL_LINES = 20
 POLL_S = 0.2
@@ -27,6 +28,14 @@ class ProcessFailedError(Exception):
         self.headline = f"{role} {ending}"
         quoted = "\n".join(f"  | {line}" for line in tail) or "  | (nothing was printed)"
         super().__init__(f"{self.headline}. The end of {log}:\n{quoted}")
+
+
+class ProcessRefusedError(ProcessFailedError, ValueError):
+    """A data-plane process was given something a person has to mend; the message is the process's own."""
+
+    def __str__(self) -> str:
+        _, found, said = "\n".join(self.tail).rpartition("error: ")
+        return said if found else super().__str__()
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,8 @@ class Process:
         status = self.poll()
         if status:
             tail = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-            raise ProcessFailedError(self.role, status, tail, self.log)
+            kind = ProcessRefusedError if status == REFUSED else ProcessFailedError
+            raise kind(self.role, status, tail, self.log)
         return status == 0
 
     def new_lines(self) -> list[str]:

@@ -254,6 +254,7 @@ class Conditions(Record):
     temperature: float
     """Of the main figures; the sampled ones name their own."""
     sampled_temperature: float
+    sampled_top_p: float = 1.0
     prompts: int
     prompt_tokens: int
     max_new_tokens: int
@@ -316,6 +317,12 @@ class BenchmarkResult(Record):
     counts_compared: int
     """Conversations of that comparison."""
     sampled: Acceptance
+    """Simulated, over text that the target alone sampled. The draft proposes greedily: exactly what speculative
+    sampling accepts of such proposals (each with the target's probability of it), on all conversations."""
+    sampled_reference: Acceptance | None = None
+    """Real decoding at that temperature and top-p of the first conversations, at one lookahead. The draft samples its
+    proposals from its own distribution, so this is another decoder's figure than `sampled`, each conversation holds
+    another text, and over some hundred tokens it is a rough one. None: not measured."""
     prompt_lookup: Acceptance
     prompt_lookup_sampled: Acceptance
     champion: Acceptance | None

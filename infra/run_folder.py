@@ -33,8 +33,12 @@ class RunFolder:
         return self.path / "samples.json"
 
     @property
+    def ledger_file(self) -> Path:
+        return self.path / "ledger.sqlite"
+
+    @property
     def ledger_url(self) -> str:
-        return f"sqlite:///{self.path / 'ledger.sqlite'}"
+        return f"sqlite:///{self.ledger_file}"
 
     @property
     def logs(self) -> Path:

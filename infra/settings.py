@@ -1,7 +1,10 @@
 """The one place that reads environment variables."""
 
 import os
+import tomllib
 from pathlib import Path
+
+TRUE = frozenset({"1", "true", "yes", "on"})
 
 
 def cache_folder() -> Path:
@@ -27,3 +30,62 @@ def shared_memory_folder() -> Path:
 def rank_from_environment() -> tuple[int, int]:
     """(rank, world size) as torchrun sets them; (0, 1) without it."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def prefect_home() -> Path:
+    """Prefect's own folder, with the database of runs made without a server: $PREFECT_HOME, or ~/.prefect."""
+    return Path(os.environ.get("PREFECT_HOME", Path.home() / ".prefect")).expanduser()
+
+
+def prefect_api_url() -> str | None:
+    """The Prefect server flows report to: $PREFECT_API_URL, or the active profile's; None = one of their own."""
+    found = os.environ.get("PREFECT_API_URL")
+    if found:
+        return found
+    profiles = Path(os.environ.get("PREFECT_PROFILES_PATH", prefect_home() / "profiles.toml"))
+    try:
+        content = tomllib.loads(profiles.read_text())
+    except (FileNotFoundError, tomllib.TOMLDecodeError):
+        return None
+    active = os.environ.get("PREFECT_PROFILE") or content.get("active", "")
+    return content.get("profiles", {}).get(active, {}).get("PREFECT_API_URL")
+
+
+def use_private_prefect_api(url: str) -> None:
+    """Point this process, and what it starts, to a Prefect server that ends with it."""
+    os.environ["PREFECT_API_URL"] = url
+    os.environ["DRAFTSMITH_PRIVATE_PREFECT"] = "1"
+
+
+def prefect_is_private() -> bool:
+    """Whether the Prefect server ends with the command that started it, so that its addresses are of no use later."""
+    return "DRAFTSMITH_PRIVATE_PREFECT" in os.environ
+
+
+def allows_mlflow_file_store() -> bool:
+    """Whether $MLFLOW_ALLOW_FILE_STORE permits MLflow's old store of plain files."""
+    return os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() in TRUE
+
+
+def proxy_for(host: str) -> str | None:
+    """The proxy that plain HTTP to `host` goes through ($http_proxy or $all_proxy, less $no_proxy); None = direct."""
+    from urllib.request import getproxies, proxy_bypass
+
+    proxies = getproxies()
+    if proxy_bypass(host):
+        return None
+    return proxies.get("http") or proxies.get("all")
+
+
+def hub_offline() -> bool:
+    """Whether $HF_HUB_OFFLINE (or its older name $TRANSFORMERS_OFFLINE) forbids downloads from the Hugging Face Hub."""
+    return any(os.environ.get(name, "").lower() in TRUE for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+
+
+def hub_token() -> str | None:
+    """Where a Hugging Face token is kept, never the token: "$HF_TOKEN", a file's path, or None."""
+    if os.environ.get("HF_TOKEN"):
+        return "$HF_TOKEN"
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")).expanduser()
+    file = Path(os.environ.get("HF_TOKEN_PATH", home / "token")).expanduser()
+    return str(file) if file.is_file() else None

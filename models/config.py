@@ -74,6 +74,17 @@ def load_recipe(path: Path, overrides: list[str] | None = None) -> RunConfig:
         raise ValueError(_explain(str(path), error)) from error
 
 
+def read_config(path: Path) -> RunConfig:
+    """A run's own configuration, `config.json`; ValueError for one that this version cannot run."""
+    try:
+        return RunConfig.model_validate_json(path.read_text())
+    except ValidationError as error:
+        raise ValueError(
+            f"{_explain(str(path), error)}\nThe run was made by another version of Draftsmith: use that one, or "
+            "start a new run"
+        ) from error
+
+
 PLACEMENT = frozenset(
     {"training.ranks", "training.micro_batches", "training_pool.gpus", "inference_pool.gpus", "capture.generators"}
 )

@@ -12,7 +12,7 @@ from infra.run_folder import RunFolder
 from infra.transport.base import Transport
 from infra.transport.choice import open_transport
 from models.capture.layout import Layout
-from models.config import RunConfig
+from models.config import RunConfig, read_config
 from models.data.sample_set import SampleSet, Split
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -36,7 +36,7 @@ class Run:
                 raise ValueError(f"{file} is missing: prepare the run with `draftsmith retrain`")
         return cls(
             folder,
-            RunConfig.model_validate_json(folder.config.read_text()),
+            read_config(folder.config),
             TargetRecord.read(folder.target),
             SamplesRecord.read(folder.samples),
         )

@@ -3,10 +3,9 @@
 from prefect import Task, get_run_logger
 from prefect.client.schemas.objects import State, TaskRun
 
-from infra.exit import REFUSED
 from infra.pools.base import Pool
 from infra.pools.local import LocalPool
-from infra.processes import ProcessFailedError, module
+from infra.processes import module
 from tasks.run import OpenRun
 
 
@@ -28,8 +27,5 @@ def on_cpu(run: OpenRun) -> Pool:
 
 
 def worth_retrying(_task: Task, _run: TaskRun, state: State) -> bool:
-    """Crashes are; refusals (exit status 2, ValueError) are not."""
-    error = state.result(raise_on_failure=False)
-    if isinstance(error, ProcessFailedError):
-        return error.exit_code != REFUSED
-    return not isinstance(error, ValueError)
+    """Crashes are; what a person has to mend is not."""
+    return not isinstance(state.result(raise_on_failure=False), ValueError)

@@ -8,6 +8,8 @@ from infra.records import BenchmarkResult, ExportRecord, RegisteredDraft, Target
 from infra.tracking import registry
 from infra.tracking.runs import TrackedRun, log_benchmark, log_folder
 from tasks.data_plane import worth_retrying
+from tasks.report_facts import sources
+from tasks.report_markdown import draft_markdown, version_markdown
 from tasks.run import OpenRun
 
 RETRIES = {"retries": 2, "retry_delay_seconds": 5, "retry_condition_fn": worth_retrying, "cache_policy": NO_CACHE}
@@ -27,22 +29,36 @@ def register_draft(
     if registered:
         return registered
     model_id = log_folder(tracking, run.folder.export, "draft", trained.steps, "draft", layout=export.layout)
-    plots = sorted(run.folder.plots.glob("*.png"))
-    figures, table = _figures(result), acceptance_table(result)
     conditions = result.conditions.model_dump()
-    log_benchmark(tracking, model_id, trained.steps, metrics=figures, conditions=conditions, table=table, files=plots)
+    log_benchmark(
+        tracking,
+        model_id,
+        metrics=_figures(result),
+        curves=_curves(result),
+        conditions=conditions,
+        table=acceptance_table(result),
+        files=sorted(run.folder.plots.glob("*.png")),
+    )
     tags = {
         registry.RUN: run.folder.name,
-        registry.ACCEPTANCE: f"{figures['acceptance_length']:.4f}",
+        registry.ACCEPTANCE: f"{result.simulated.length[result.conditions.lookahead]:.4f}",
         "lookahead": str(result.conditions.lookahead),
         "beats_prompt_lookup": str(result.beats_prompt_lookup).lower(),
-        "gate": f"{'passed' if result.gate.passed else 'not passed'}: {result.gate.reason}",
+        "gate": "passed" if result.gate.passed else "not passed",
         "target": target.name,
         "target_revision": target.revision,
         "dataset_hash": result.conditions.dataset_hash,
         "git_sha": git_sha(),
     }
-    draft = registry.register(tracking.uri, run.draft_name, model_id, tracking.run_id, tags)
+    draft = registry.register(
+        tracking.uri,
+        run.draft_name,
+        model_id,
+        tracking.run_id,
+        tags,
+        about=draft_markdown(target),
+        description=version_markdown(target, result),
+    )
     get_run_logger().info("registered version %s of %s", draft.version, draft.name)
     return draft
 
@@ -61,34 +77,32 @@ def promote_draft(run: OpenRun, draft: RegisteredDraft) -> RegisteredDraft:
 def acceptance_table(result: BenchmarkResult) -> dict[str, list[float | int | None]]:
     """Acceptance length by lookahead, one column per source of proposals."""
     lookaheads = sorted(result.simulated.length)
-    table: dict[str, list[float | int | None]] = {"lookahead": [*lookaheads]}
-    columns = {
-        "simulated": result.simulated,
-        "reference": result.reference,
-        "sampled": result.sampled,
-        "prompt lookup": result.prompt_lookup,
-        "prompt lookup, sampled": result.prompt_lookup_sampled,
-        "champion": result.champion,
-    }
-    for name, column in columns.items():
-        if column:
-            table[name] = [column.length.get(lookahead) for lookahead in lookaheads]
-    return table
+    columns = {name: [of.length.get(at) for at in lookaheads] for name, of in sources(result).items()}
+    return {"lookahead": [*lookaheads], **columns}
 
 
 def _figures(result: BenchmarkResult) -> dict[str, float]:
     lookahead = result.conditions.lookahead
     figures = {
         "acceptance_length": result.simulated.length[lookahead],
-        "reference_acceptance_length": result.reference.length[lookahead],
-        "sampled_acceptance_length": result.sampled.length[lookahead],
-        "prompt_lookup_acceptance_length": result.prompt_lookup.length[lookahead],
-        "target_distinct_token_share": result.target_distinct_token_share,
-        "lossless_mismatches": result.lossless.mismatches,
-        "plain_tokens_per_s": result.speed.plain_tokens_per_s,
-        "gate_lower_bound": result.gate.lower_bound,
+        "benchmark/acceptance_length_reference": result.reference.length[lookahead],
+        "benchmark/acceptance_length_sampled": result.sampled.length[lookahead],
+        "benchmark/acceptance_length_prompt_lookup": result.prompt_lookup.length[lookahead],
+        "benchmark/target_distinct_token_share": result.target_distinct_token_share,
+        "benchmark/lossless_mismatches": result.lossless.mismatches,
+        "benchmark/plain_tokens_per_s": result.speed.plain_tokens_per_s,
+        "benchmark/gate_lower_bound": result.gate.lower_bound,
     }
-    figures |= {f"acceptance_length/lookahead-{k}": length for k, length in result.simulated.length.items()}
     if result.speed.speculative_tokens_per_s is not None:
-        figures["speculative_tokens_per_s"] = result.speed.speculative_tokens_per_s
+        figures["benchmark/speculative_tokens_per_s"] = result.speed.speculative_tokens_per_s
     return figures
+
+
+def _curves(result: BenchmarkResult) -> dict[str, dict[int, float]]:
+    """What MLflow draws over lookahead."""
+    shown = {"draft": result.simulated, "prompt_lookup": result.prompt_lookup, "champion": result.champion}
+    return {
+        f"acceptance_length_by_lookahead/{name}": dict(acceptance.length)
+        for name, acceptance in shown.items()
+        if acceptance
+    }

@@ -1,14 +1,20 @@
-"""Writes the run's report: `report.json` for machines, Prefect artifacts for people."""
+"""Writes the run's report: `report.json` for machines, `report.html` and the pages of Prefect and MLflow for people."""
 
 import json
+import shlex
+from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 
 from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
+from prefect.runtime import flow_run
+from prefect.utilities.urls import url_for
 
 from infra.bottleneck import in_words, slow_side
 from infra.files import write_atomically
+from infra.provenance import git_sha
 from infra.records import (
     Acceptance,
     BenchmarkResult,
@@ -18,7 +24,12 @@ from infra.records import (
     TargetRecord,
     TrainingResult,
 )
-from tasks.registry import acceptance_table
+from infra.settings import prefect_is_private
+from infra.shareable import without_passwords
+from infra.tracking.runs import TrackedRun, describe_run
+from tasks.report_facts import Link, RunFacts, acceptance_by_lookahead
+from tasks.report_markdown import run_note, run_page, version_line
+from tasks.report_page import render
 from tasks.run import OpenRun
 
 
@@ -31,22 +42,69 @@ def write_report(
     result: BenchmarkResult,
     draft: RegisteredDraft,
 ) -> None:
-    """Write `report.json`, show the result in the log and as artifacts of the flow run."""
+    """Write `report.json` and `report.html`, and show the same in Prefect, in MLflow and in the log."""
     with run.open_ledger() as ledger:
-        progress = ledger.progress()
+        progress, quarantined = ledger.progress(), ledger.quarantined()
+    facts = RunFacts(
+        run=run.folder.name, config=run.config, target=target, samples=samples,
+        trained=trained, result=result, draft=draft, progress=progress, quarantined=quarantined,
+        written=datetime.now().astimezone(), links=tuple(links(run)), git_sha=git_sha(),
+    )  # fmt: skip
+    write_files(run, facts)
+    tracking = TrackedRun.read(run.tracking_record)
+    tags = {"gate": "passed" if result.gate.passed else "not passed", "version": f"{draft.name} {draft.version}"}
+    describe_run(tracking, run_note(facts), tags, [run.folder.report, run.folder.report_page])
+    table: list[dict[str, Any]] = [{**row} for row in acceptance_by_lookahead(result)]
+    create_table_artifact(table, key="acceptance-length", description="Acceptance length by lookahead")
+    page = run_page(facts, run.folder.plots)
+    create_markdown_artifact(page, key="report", description=version_line(result))
+    get_run_logger().info("%s\nreport: %s", result.summary, run.folder.report_page)
+
+
+def write_files(run: OpenRun, facts: RunFacts) -> None:
+    """Write `report.json` and `report.html`."""
+    draft = facts.draft
     report = {
-        "run": run.folder.name,
-        "data": samples.model_dump(exclude={"path"}),
-        **training_report(trained, progress),
-        **benchmark_report(result),
+        "run": facts.run,
+        "data": facts.samples.model_dump(exclude={"path"}),
+        **training_report(facts.trained, facts.progress),
+        **benchmark_report(facts.result),
         "draft": {"name": draft.name, "version": draft.version, "alias": _alias(draft), "model_id": draft.model_id},
     }
-    report["target"] |= target.model_dump(include={"name", "revision", "licence"})
+    report["target"] |= facts.target.model_dump(include={"name", "revision", "licence"})
     write_atomically(run.folder.report, json.dumps(report, indent=2) + "\n")
-    table = acceptance_table(result)
-    create_table_artifact(dict(table), key="acceptance-length", description="Acceptance length by lookahead")
-    create_markdown_artifact(_in_words(run, result, draft), key="report", description="What the run came to")
-    get_run_logger().info("%s\nreport: %s", result.summary, run.folder.report)
+    write_atomically(run.folder.report_page, render(facts, run.folder.plots))
+
+
+def links(run: OpenRun) -> Iterator[Link]:
+    """Where more about the run is to be found."""
+    yield tracking_link(TrackedRun.read(run.tracking_record))
+    prefect = flow_run_url()
+    if prefect and not prefect_is_private():
+        yield Link("Prefect flow run", prefect, prefect)
+    else:
+        yield Link("Prefect flow run", f"draftsmith ui  # flow run {run.folder.name}")
+    yield Link("Run folder", str(run.folder.path))
+    for name, path in (
+        ("Exported draft", run.folder.export),
+        ("Logs", run.folder.logs),
+        ("The same as data", run.folder.report),
+    ):
+        yield Link(name, path.name, path.name)
+
+
+def tracking_link(tracking: TrackedRun) -> Link:
+    """The run's page in MLflow, or how to open it where no server is behind the address."""
+    uri = without_passwords(tracking.uri)
+    if uri.startswith(("http://", "https://")):
+        page = f"{uri.rstrip('/')}/#/experiments/{tracking.experiment_id}/runs/{tracking.run_id}"
+        return Link("MLflow run", page, page)
+    return Link("MLflow run", f"mlflow ui --backend-store-uri {shlex.quote(uri)}  # run {tracking.run_id}")
+
+
+def flow_run_url() -> str | None:
+    """The flow run's page, where the flow runs with a Prefect server that has one."""
+    return url_for("flow-run", obj_id=flow_run.id) if flow_run.id else None
 
 
 def _alias(draft: RegisteredDraft) -> str | None:
@@ -89,6 +147,7 @@ def benchmark_report(result: BenchmarkResult) -> dict[str, Any]:
             "simulated": _lengths(result.simulated),
             "reference": _lengths(result.reference),
             "sampled": _lengths(result.sampled),
+            "sampled_reference": result.sampled_reference and _lengths(result.sampled_reference),
             "gap": result.gap,
             "counts_identical": result.counts_identical,
         },
@@ -108,14 +167,3 @@ def benchmark_report(result: BenchmarkResult) -> dict[str, Any]:
 
 def _lengths(acceptance: Acceptance) -> dict[str, Any]:
     return {"length": dict(acceptance.length), "by_position": list(acceptance.by_position)}
-
-
-def _in_words(run: OpenRun, result: BenchmarkResult, draft: RegisteredDraft) -> str:
-    verdict = "passed" if result.gate.passed else "not passed"
-    return (
-        f"# {run.folder.name}\n\n{result.summary}\n\n"
-        f"- Draft: `{draft.name}` version {draft.version} ({_alias(draft) or 'no alias'})\n"
-        f"- Gate {verdict}: {result.gate.reason}\n"
-        f"- Lossless: {result.lossless.tokens} tokens, {result.lossless.mismatches} mismatches, "
-        f"{result.lossless.ties} ties\n- Files: `{run.folder.path}`\n"
-    )

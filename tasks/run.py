@@ -16,7 +16,7 @@ from infra.ownership import own_run
 from infra.processes import Owner
 from infra.run_folder import RunFolder
 from infra.settings import runs_folder, tracking_uri
-from models.config import RunConfig, without_placement
+from models.config import RunConfig, read_config, without_placement
 
 FLOW_RUN = "flow_run"
 """File in the run folder: id of the flow run that made it."""
@@ -87,7 +87,7 @@ def _new_folder(recipe: str) -> Path:
 
 def _remember(config: RunConfig, folder: RunFolder) -> None:
     if folder.config.exists():
-        before = RunConfig.model_validate_json(folder.config.read_text())
+        before = read_config(folder.config)
         if without_placement(before) != without_placement(config):
             raise ValueError(f"{folder.path} belongs to another configuration: resume it as it is, or start a new run")
     write_atomically(folder.config, config)

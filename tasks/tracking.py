@@ -2,12 +2,18 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from getpass import getuser
+from uuid import UUID
 
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
+from prefect.runtime import flow_run
+from prefect.utilities.urls import url_for
 
 from infra.provenance import git_sha, hardware, versions
 from infra.records import SamplesRecord
+from infra.tracking.client import NOTE
 from infra.tracking.runs import (
     TrackedRun,
     end_run,
@@ -37,14 +43,37 @@ def _status(kind: type[BaseException] | None) -> str:
 
 @task(name="open tracking", retries=2, retry_delay_seconds=2, cache_policy=NO_CACHE)
 def open_tracking(run: OpenRun) -> TrackedRun:
-    """Start the MLflow run with configuration, code, versions and hardware, or go on with the one there is."""
-    tags = {"run": run.folder.name, "git_sha": git_sha(), "hardware": hardware(), **versions()}
+    """Start the MLflow run with configuration, code, versions and hardware, or go on with the one there is.
+
+    The flow run is given the run's name: all pages then speak of the same thing.
+    """
+    tags = {
+        "target": run.config.target.name,
+        "git_sha": git_sha(),
+        "hardware": hardware(),
+        **versions(),
+        "mlflow.user": _user(),
+        "mlflow.source.name": f"draftsmith retrain {run.folder.name}",
+        "mlflow.source.type": "JOB",
+        NOTE: f"Trains a draft for {run.config.target.name}. What the run came to is written here when it has ended.",
+    }
+    if flow_run.id:
+        with get_client(sync_client=True) as client:
+            client.update_flow_run(UUID(flow_run.id), name=run.folder.name)
+        tags["prefect.flow_run"] = url_for("flow-run", obj_id=flow_run.id) or str(flow_run.id)
     config = run.config.model_dump(mode="json")
     tracking = start_run(
         run.tracking_record, run.tracking_uri, run.config.tracking.experiment, run.folder.name, config, tags
     )
     get_run_logger().info("MLflow run %s at %s", tracking.run_id, tracking.uri)
     return tracking
+
+
+def _user() -> str:
+    try:
+        return getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        return "unknown"
 
 
 @task(name="track samples", retries=2, retry_delay_seconds=2, cache_policy=NO_CACHE)

@@ -1,11 +1,15 @@
 """Trains the draft: torchrun in a process group of its own, beside the generators that feed it."""
 
+import json
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
 
+from httpx import HTTPError
 from mlflow.exceptions import MlflowException
 from prefect import get_run_logger, task
+from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 
 from infra.bottleneck import StallWatch
@@ -29,24 +33,38 @@ def train(run: OpenRun, pool: Pool, generators: Sequence[KeptProcess]) -> Traini
     settings, logger = run.config.training, get_run_logger()
     trainer = start_trainer(pool, run.folder, settings.ranks, settings.threads)
     with closing(trainer), run.open_ledger() as ledger:
-        watch = StallWatch(ledger, 2 * settings.stall_s)
-        follow(trainer, generators, logger.info, logger.warning, [watch.check, _Tracking(run).catch_up])
-    log_new_metrics(run.tracking_record, run.folder.metrics)
+        watch, shown = StallWatch(ledger, 2 * settings.stall_s), _Shown(run)
+        follow(trainer, generators, logger.info, logger.warning, [watch.check, shown.catch_up])
+        shown.catch_up(at_once=True)
     return TrainingResult.read(run.folder.training)
 
 
-class _Tracking:
-    """Metrics on the way are a convenience: a tracking server that is away must not cost the training."""
+class _Shown:
+    """What others see of a training on its way: a progress bar in Prefect, curves in MLflow.
+
+    Both are a convenience: a server that is away must not cost the training.
+    """
 
     def __init__(self, run: OpenRun):
-        self._run, self._tracked = run, time.monotonic()
+        self._run, self._looked, self._bar = run, 0.0, None
 
-    def catch_up(self) -> None:
-        if time.monotonic() - self._tracked < TRACKING_S:
+    def catch_up(self, at_once: bool = False) -> None:
+        if not at_once and time.monotonic() - self._looked < TRACKING_S:
             return
-        self._tracked = time.monotonic()
+        self._looked = time.monotonic()
+        metrics = self._run.folder.metrics
         try:
-            log_new_metrics(self._run.tracking_record, self._run.folder.metrics)
-        except MlflowException as error:
-            metrics = self._run.folder.metrics
+            self._advance(metrics)
+            log_new_metrics(self._run.tracking_record, metrics)
+        except (MlflowException, HTTPError) as error:
             get_run_logger().warning("metrics stay behind in %s for now: %s", metrics, error)
+
+    def _advance(self, metrics: Path) -> None:
+        lines = metrics.read_text().splitlines() if metrics.is_file() else []
+        last = json.loads(lines[-1]) if lines else {"step": 0, "total_steps": 1}
+        percent = 100.0 * last["step"] / last["total_steps"]
+        if self._bar is None:
+            description = f"Optimizer steps of {self._run.folder.name}"
+            self._bar = create_progress_artifact(percent, key="training-progress", description=description)
+        else:
+            update_progress_artifact(self._bar, percent)  # pyright: ignore[reportArgumentType]

@@ -55,7 +55,9 @@ class Questions(Transactions):
             row = connection.execute(query).first()
         return Oldest(*row) if row else None
 
-    def is_training(self) -> bool:
-        """Whether a trainer has taken the run over and not finished."""
+    def since_last_capture(self) -> float | None:
+        """Seconds since a sample was last published; None where none was."""
         with self._read() as connection:
-            return bool(connection.execute(sa.select(runs.c.training).where(runs.c.name == self.run)).scalar())
+            return connection.execute(
+                sa.select(database_now() - sa.func.max(samples.c.published)).where(self._rows())
+            ).scalar()

@@ -17,6 +17,8 @@ from mlflow import MlflowClient
 
 SQLITE = "sqlite:///"
 CREATION_S = 120.0
+NOTE = "mlflow.note.content"
+"""The tag that MLflow's pages show as the description, in Markdown."""
 
 
 def connect(uri: str) -> MlflowClient:

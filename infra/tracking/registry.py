@@ -4,6 +4,7 @@ Used by the flow's process and the command line. A promoted version remembers in
 that is what a rollback reads.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from infra.records import RegisteredDraft
-from infra.tracking.client import connect
+from infra.tracking.client import NOTE, connect
 
 CHAMPION = "champion"
 CHALLENGER = "challenger"
@@ -20,16 +21,30 @@ REPLACES = "replaces"
 RUN = "run"
 MODEL_ID = "model_id"
 ACCEPTANCE = "acceptance_length"
+VERSIONS_OF_MODEL = "mlflow.modelVersions"
+"""MLflow's own tag, by which a logged model's page shows its versions."""
 
 
-def register(uri: str, name: str, model_id: str, run_id: str, tags: Mapping[str, str]) -> RegisteredDraft:
-    """Register a logged model as the next version of `name`, and make it the challenger."""
+def register(
+    uri: str, name: str, model_id: str, run_id: str, tags: Mapping[str, str], *, about: str = "", description: str = ""
+) -> RegisteredDraft:
+    """Register a logged model as the next version of `name`, and make it the challenger.
+
+    `about` describes all versions, `description` this one (Markdown).
+    """
     client = connect(uri)
     if not _exists(client, name):
-        client.create_registered_model(name)
+        client.create_registered_model(name, description=about)
     version = client.create_model_version(
-        name, f"models:/{model_id}", run_id, tags={**tags, MODEL_ID: model_id}, model_id=model_id
+        name,
+        f"models:/{model_id}",
+        run_id,
+        tags={**tags, MODEL_ID: model_id},
+        description=description,
+        model_id=model_id,
     )
+    versions = json.dumps([{"name": name, "version": str(version.version)}])
+    client.set_logged_model_tags(model_id, {VERSIONS_OF_MODEL: versions, NOTE: description})
     client.set_registered_model_alias(name, CHALLENGER, str(version.version))
     return _draft(client, name, int(version.version))
 

@@ -15,12 +15,20 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, 
 
 from infra.files import write_atomically
 from infra.records import Record, SamplesRecord
-from infra.tracking.client import connect, experiment_id
+from infra.shareable import without_passwords
+from infra.tracking.client import NOTE, connect, experiment_id
 
 BATCH = 500
 """MLflow takes at most 1,000 metrics and 100 parameters in a request."""
 WEIGHTS = ("*.safetensors", "*.json")
 """Of a checkpoint; the optimizer's state stays in the run folder."""
+HEADLINES = ("loss", "learning_rate")
+"""Metrics outside any group: MLflow shows them first."""
+EXPERIMENT_NOTE = (
+    "Each run trains a draft, proves it by speculative decoding and registers it. Choose *Model training* at the top "
+    "left; a run's description says what it came to, its artifact `report.html` shows everything, and the registered "
+    "model's aliases say which version serves (`champion`) and which one wants to (`challenger`)."
+)
 
 
 class TrackedRun(Record):
@@ -36,13 +44,19 @@ class TrackedRun(Record):
 def start_run(
     record: Path, uri: str, experiment: str, name: str, config: Mapping[str, Any], tags: Mapping[str, str]
 ) -> TrackedRun:
-    """Open the run that the file `record` remembers, or a new one with `config` as its parameters."""
+    """Open the run that the file `record` remembers, or a new one with `config` as its parameters.
+
+    Passwords in the configuration's addresses are not logged.
+    """
     client = connect(uri)
+    config = without_passwords(config)
     if record.exists():
         run = TrackedRun.read(record)
         client.update_run(run.run_id, status="RUNNING")
         return run
     experiment_of_run = experiment_id(client, experiment)
+    if NOTE not in client.get_experiment(experiment_of_run).tags:
+        client.set_experiment_tag(experiment_of_run, NOTE, EXPERIMENT_NOTE)
     created = client.create_run(experiment_of_run, run_name=name, tags=dict(tags))
     run = TrackedRun(uri=uri, experiment_id=experiment_of_run, run_id=created.info.run_id)
     parameters = [Param(key, str(value)) for key, value in _flat(config)]
@@ -51,6 +65,14 @@ def start_run(
     client.log_dict(run.run_id, dict(config), "config.json")
     write_atomically(record, run)
     return run
+
+
+def describe_run(run: TrackedRun, note: str, tags: Mapping[str, str], files: Sequence[Path]) -> None:
+    """Give the run its description (Markdown), further tags, and its reports as artifacts."""
+    client = connect(run.uri)
+    client.log_batch(run.run_id, tags=[RunTag(key, value) for key, value in {**tags, NOTE: note}.items()])
+    for file in files:
+        client.log_artifact(run.run_id, str(file))
 
 
 def end_run(run: TrackedRun, status: str) -> None:
@@ -87,9 +109,9 @@ def _points(line: dict[str, Any]) -> Iterator[Metric]:
     for key, value in line.items():
         if key == "acceptance_by_position":
             for position, rate in enumerate(value, start=1):
-                yield Metric(f"acceptance/position-{position}", float(rate), now, step)
+                yield Metric(f"training_acceptance/position_{position}", float(rate), now, step)
         elif key != "step" and isinstance(value, int | float):
-            yield Metric(key, float(value), now, step)
+            yield Metric(key if key in HEADLINES else f"data_path/{key}", float(value), now, step)
 
 
 def log_checkpoint(run: TrackedRun, folder: Path, step: int) -> str:
@@ -97,7 +119,7 @@ def log_checkpoint(run: TrackedRun, folder: Path, step: int) -> str:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".upload-") as upload:
         for file in (file for pattern in WEIGHTS for file in folder.glob(pattern)):
             _link(file, Path(upload) / file.name)
-        return log_folder(run, Path(upload), f"step-{step}", step, "checkpoint")
+        return log_folder(run, Path(upload), f"checkpoint-{step:06d}", step, "checkpoint")
 
 
 def _link(source: Path, target: Path) -> None:
@@ -135,19 +157,26 @@ def logged_checkpoints(run: TrackedRun) -> set[int]:
 def log_benchmark(
     run: TrackedRun,
     model_id: str,
-    step: int,
     *,
     metrics: Mapping[str, float],
+    curves: Mapping[str, Mapping[int, float]],
     conditions: Mapping[str, Any],
     table: Mapping[str, Sequence[Any]],
     files: Sequence[Path],
 ) -> None:
-    """Log acceptance numbers of one draft, with the conditions under which they hold, a table and the plots."""
+    """Log acceptance numbers of one draft, with the conditions under which they hold, a table and the plots.
+
+    Figures that stand alone are logged at step 0, which MLflow draws as bars, and a curve's points over their own x
+    (a lookahead).
+    """
     client = connect(run.uri)
     now = int(time.time() * 1000)
-    points = [Metric(key, value, now, step, model_id, run_id=run.run_id) for key, value in metrics.items()]
-    tags = [RunTag(f"conditions.{key}", str(value)) for key, value in conditions.items()]
-    client.log_batch(run.run_id, metrics=points, tags=tags)
+    points = [Metric(key, value, now, 0, model_id, run_id=run.run_id) for key, value in metrics.items()]
+    points += [
+        Metric(key, value, now, x, run_id=run.run_id) for key, curve in curves.items() for x, value in curve.items()
+    ]
+    client.log_batch(run.run_id, metrics=points)
+    client.log_model_params(model_id, {f"conditions.{key}": str(value) for key, value in _flat(conditions)})
     client.log_dict(run.run_id, dict(conditions), "benchmark/conditions.json")
     client.log_dict(run.run_id, dict(table), "benchmark/acceptance.json")
     for file in files:

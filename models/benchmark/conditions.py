@@ -34,6 +34,7 @@ def conditions(
         thinking=False,
         temperature=0.0,
         sampled_temperature=config.sampled_temperature,
+        sampled_top_p=config.sampled_top_p,
         prompts=prompts,
         prompt_tokens=config.prompt_tokens,
         max_new_tokens=config.max_new_tokens,

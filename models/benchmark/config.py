@@ -28,6 +28,12 @@ class BenchmarkConfig(BaseModel):
     sampled_temperature: float = Field(
         default=1.0, gt=0, description="Temperature of the sampled figures shown beside greedy."
     )
+    sampled_top_p: float = Field(
+        default=1.0, gt=0, le=1, description="Top-p of the sampled figures, after the temperature; 1 keeps every token."
+    )
+    sampled_reference_tokens: int = Field(
+        default=128, ge=0, description="Tokens decoded for real at that temperature; 0: that figure is left out."
+    )
     min_distinct_token_share: float = Field(
         default=0.05, ge=0, le=1, description="Below this the target is degenerate and its acceptance means nothing."
     )

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from models.drafts.base import Draft, ProposalSource, Proposer
+from models.decoding.sampling import Sampling
+from models.drafts.base import Draft, Proposals, ProposalSource, Proposer
 from models.export.sglang import load_draft
 from models.targets.model import TargetModel
 
@@ -80,3 +81,6 @@ class _SelectedProposer:
 
     def propose(self, sequence: Tensor, aux: Tensor, lookahead: int) -> Tensor:
         return self.proposer.propose(sequence, self.layers.select(aux), lookahead)
+
+    def sample(self, sequence: Tensor, aux: Tensor, lookahead: int, sampling: Sampling) -> Proposals:
+        return self.proposer.sample(sequence, self.layers.select(aux), lookahead, sampling)

@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from models.benchmark.acceptance import acceptance_length
+from models.benchmark.bars import bars
 from models.benchmark.config import BenchmarkConfig
 from models.benchmark.contestants import Contestants
-from models.benchmark.reference import ReferenceRun, decode_reference
+from models.benchmark.reference import ReferenceRun, decode_reference, decode_sampled
 from models.decoding.counts import Counts
 from models.decoding.plain import continue_batch
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.simulated import features, simulate
+from models.decoding.speculative import Decoded
 from models.drafts.base import ProposalSource
 
 Texts = list[list[int]]
@@ -38,6 +38,7 @@ class Measurements:
     prompt_lookup_sampled: Walk
     reference: dict[int, ReferenceRun]
     """By lookahead."""
+    sampled_reference: tuple[Decoded, ...]
 
     def at(self, walk: Walk, lookahead: int) -> list[Counts]:
         """One lookahead's counts of every conversation."""
@@ -74,21 +75,21 @@ def measure(
     """Measure everything; real decoding at each of `lookaheads`."""
     assert max(lookaheads) <= config.max_lookahead
     sources: list[ProposalSource] = [contestants.draft, PromptLookup()]
-    with _bars() as bars:
-        greedy = _continue(contestants, config, prompts, 0.0, seed, _bar(bars, "greedy continuations", len(prompts)))
+    with bars() as bar:
+        greedy = _continue(contestants, config, prompts, 0.0, seed, bar("greedy continuations", len(prompts)))
         sampled = _continue(
             contestants, config, prompts, config.sampled_temperature, seed,
-            _bar(bars, "sampled continuations", len(prompts)),
+            bar("sampled continuations", len(prompts)),
         )  # fmt: skip
         champions = [contestants.champion] if contestants.champion else []
-        walks = _walk(contestants, config, [*sources, *champions], prompts, greedy, _bar(bars, "walks", len(prompts)))
-        sampled_walks = _walk(
-            contestants, config, sources, prompts, sampled, _bar(bars, "walks, sampled", len(prompts))
-        )
+        walks = _walk(contestants, config, [*sources, *champions], prompts, greedy, bar("walks", len(prompts)))
+        sampled_walks = _walk(contestants, config, sources, prompts, sampled, bar("walks, sampled", len(prompts)))
         reference = {}
         for lookahead in lookaheads:
-            decoded = _bar(bars, f"decoding at lookahead {lookahead}", config.reference_tokens)
+            decoded = bar(f"decoding at lookahead {lookahead}", config.reference_tokens)
             reference[lookahead] = decode_reference(contestants, config, lookahead, prompts, greedy, decoded)
+        sampled_decoded = bar("decoding, sampled", config.sampled_reference_tokens)
+        sampled_reference = decode_sampled(contestants, config, prompts, seed, sampled_decoded)
     return Measurements(
         greedy=greedy,
         sampled=sampled,
@@ -98,6 +99,7 @@ def measure(
         draft_sampled=sampled_walks[0],
         prompt_lookup_sampled=sampled_walks[1],
         reference=reference,
+        sampled_reference=sampled_reference,
     )
 
 
@@ -117,6 +119,7 @@ def _continue(
         temperature,
         contestants.eos_ids,
         torch.Generator(target.device).manual_seed(seed),
+        top_p=config.sampled_top_p,
         batch_size=config.batch_size,
         advance=advance,
     )
@@ -138,14 +141,3 @@ def _walk(
             walk.append(simulate(source, prompt, text, aux, config.max_lookahead))
         advance(1)
     return walks
-
-
-def _bars() -> Progress:
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-
-def _bar(bars: Progress, description: str, steps: int) -> Callable[[int], None]:
-    task = bars.add_task(description, total=steps)
-    return lambda done: bars.advance(task, done)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from infra.records import Acceptance, BenchmarkResult
 
@@ -39,6 +40,7 @@ def plot_by_position(result: BenchmarkResult, path: Path) -> Path:
         ylim=(0, 1),
         title=f"{result.conditions.target}: acceptance length {result.simulated.length[at]:.2f} at lookahead {at}",
     )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.legend(loc="outside lower center", ncols=3, fontsize="small")
     axes.grid(alpha=0.3)
     return _save(figure, path)

@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from infra.records import SpeedRecord
 from models.benchmark.acceptance import acceptance_length
 from models.benchmark.config import BenchmarkConfig
@@ -11,7 +13,8 @@ from models.benchmark.contestants import Contestants
 from models.benchmark.speed import speed_record
 from models.decoding.lossless import Comparison, LosslessCheck, total
 from models.decoding.plain import decode, prefill
-from models.decoding.speculative import Decoded, decode_speculatively
+from models.decoding.sampling import Sampling
+from models.decoding.speculative import Decoded, decode_speculatively, speculate
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,36 @@ def decode_reference(
     length = acceptance_length([result.counts for result in decoded[: timing.conversations]])
     speed = speed_record(timing.tokens, timing.plain_s, timing.speculative_s, length)
     return ReferenceRun(tuple(decoded), tuple(comparisons), speed)
+
+
+def decode_sampled(
+    contestants: Contestants,
+    config: BenchmarkConfig,
+    prompts: Sequence[Sequence[int]],
+    seed: int,
+    advance: Callable[[int], None],
+) -> tuple[Decoded, ...]:
+    """Decode conversations in order, at the sampled temperature, until `sampled_reference_tokens` tokens are there."""
+    generator = torch.Generator(contestants.target.device).manual_seed(seed)
+    sampling = Sampling(config.sampled_temperature, config.sampled_top_p, generator)
+    decoded: list[Decoded] = []
+    done = 0
+    for prompt in prompts:
+        if done >= config.sampled_reference_tokens:
+            break
+        result = speculate(
+            contestants.target,
+            contestants.draft,
+            prompt,
+            config.lookahead,
+            config.max_new_tokens,
+            contestants.eos_ids,
+            sampling=sampling,
+        )
+        decoded.append(result)
+        done += len(result.tokens)
+        advance(len(result.tokens))
+    return tuple(decoded)
 
 
 def _plainly(contestants: Contestants, config: BenchmarkConfig, prompt: Sequence[int]) -> tuple[list[int], float]:

@@ -7,7 +7,7 @@ from models.benchmark.acceptance import distinct_token_share, summarise
 from models.benchmark.config import BenchmarkConfig, PromotionConfig
 from models.benchmark.gate import Evidence, decide
 from models.benchmark.measure import Measurements
-from models.benchmark.words import Lengths, against_prompt_lookup
+from models.benchmark.words import Lengths, against_prompt_lookup, sampled_at
 from models.decoding.lossless import Comparison, total
 
 
@@ -28,6 +28,7 @@ def build_result(
     evidence = Evidence(distinct, config.min_distinct_token_share, lossless.mismatches, found.gap(at))
     champion = None if found.champion is None else found.at(found.champion, at)
     identical, compared = found.identical(at)
+    sampled = [(decoded.counts,) for decoded in found.sampled_reference]
     runs = [found.reference[lookahead] for lookahead in sorted(found.reference)]
     return BenchmarkResult(
         conditions=conditions,
@@ -39,6 +40,7 @@ def build_result(
         counts_identical=identical,
         counts_compared=compared,
         sampled=draft_sampled,
+        sampled_reference=summarise(sampled) if sampled else None,
         prompt_lookup=lookup,
         prompt_lookup_sampled=lookup_sampled,
         champion=None if found.champion is None else summarise(found.champion),
@@ -50,7 +52,7 @@ def build_result(
             at,
             Lengths(draft.length[at], lookup.length[at], distinct),
             Lengths(draft_sampled.length[at], lookup_sampled.length[at], distinct_sampled),
-            config.sampled_temperature,
+            sampled_at(conditions),
         ),
         wall_s=wall_s,
     )

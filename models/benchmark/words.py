@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from infra.records import Acceptance, BenchmarkResult, DivergenceRecord
+from infra.records import Acceptance, BenchmarkResult, Conditions, DivergenceRecord
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,9 @@ class Lengths:
     distinct_share: float
 
 
-def against_prompt_lookup(lookahead: int, greedy: Lengths, sampled: Lengths, temperature: float) -> str:
-    """Whether the draft beats the baseline that needs no training, and why not where it does not."""
+def against_prompt_lookup(lookahead: int, greedy: Lengths, sampled: Lengths, at: str) -> str:
+    """Whether the draft beats the baseline that needs no training, and why not where it does not; `at` names how the
+    sampled text was drawn."""
     wins = greedy.draft > greedy.prompt_lookup
     text = (
         f"the draft {'beats' if wins else 'does not beat'} prompt lookup here: {greedy.draft:.2f} against "
@@ -29,10 +30,13 @@ def against_prompt_lookup(lookahead: int, greedy: Lengths, sampled: Lengths, tem
             ", because the target's greedy text repeats itself (distinct-token share "
             f"{greedy.distinct_share:.2f}, {sampled.distinct_share:.2f} when sampled)"
         )
-    return (
-        f"{text}; over text sampled at temperature {temperature:g}, {sampled.draft:.2f} against "
-        f"{sampled.prompt_lookup:.2f}"
-    )
+    return f"{text}; over text sampled at {at}, {sampled.draft:.2f} against {sampled.prompt_lookup:.2f}"
+
+
+def sampled_at(conditions: Conditions) -> str:
+    """Temperature and, where it leaves tokens out, top-p of the sampled figures."""
+    top_p = f", top-p {conditions.sampled_top_p:g}" if conditions.sampled_top_p < 1 else ""
+    return f"T={conditions.sampled_temperature:g}{top_p}"
 
 
 def table(result: BenchmarkResult) -> Table:
@@ -41,14 +45,15 @@ def table(result: BenchmarkResult) -> Table:
     shown.add_column("")
     for lookahead in result.simulated.length:
         shown.add_column(str(lookahead), justify="right")
-    temperature = f"T={result.conditions.sampled_temperature:g}"
+    sampled = sampled_at(result.conditions)
     rows = {
         "draft, simulated": result.simulated,
         "draft, reference": result.reference,
         "champion, simulated": result.champion,
         "prompt lookup": result.prompt_lookup,
-        f"draft, {temperature}": result.sampled,
-        f"prompt lookup, {temperature}": result.prompt_lookup_sampled,
+        f"draft, {sampled}, greedy proposals": result.sampled,
+        f"draft, {sampled}, sampled proposals": result.sampled_reference,
+        f"prompt lookup, {sampled}": result.prompt_lookup_sampled,
     }
     for name, acceptance in rows.items():
         if acceptance is not None:
@@ -72,12 +77,24 @@ def lines(result: BenchmarkResult) -> list[str]:
         f"tokens/s at batch 1: {speed.plain_tokens_per_s:.1f} plain, {faster} speculative ({speed.note})",
         f"distinct-token share of the target: {result.target_distinct_token_share:.2f} greedy, "
         f"{result.sampled_distinct_token_share:.2f} sampled",
+        *_sampled_reference(result),
         f"gate: {'passed' if result.gate.passed else 'not passed'}, {result.gate.reason} (smallest detectable "
         f"{result.gate.smallest_detectable:.1%})",
         result.summary,
     ]
     found += [f"  tie at token {tie.position}: gap {tie.gap:.2e}, delta {tie.delta:.2e}" for tie in _ties(result)]
     return [*found, f"acceptance length {result.simulated.length[at]:.2f} at lookahead {at} in {result.wall_s:.0f} s"]
+
+
+def _sampled_reference(result: BenchmarkResult) -> list[str]:
+    real, at = result.sampled_reference, result.conditions.lookahead
+    if real is None:
+        return []
+    return [
+        f"at {sampled_at(result.conditions)} and lookahead {at}: {real.length[at]:.2f} where the draft samples its "
+        f"proposals (real decoding, {real.steps[at]} steps), {result.sampled.length[at]:.2f} where it proposes "
+        f"greedily (simulated, {result.sampled.steps[at]} steps); two decoders, so the figures need not agree"
+    ]
 
 
 def _ties(result: BenchmarkResult) -> list[DivergenceRecord]:

@@ -20,11 +20,13 @@ from infra.files import sha256_file, write_atomically
 from infra.records import SamplesRecord, TargetRecord
 from infra.run_folder import RunFolder
 from infra.settings import cache_folder
-from models.config import RunConfig
+from models.config import read_config
 from models.data.config import DataConfig
 from models.data.conversations import Document, read_documents, source_hash
 from models.data.sample_set import read_manifest, write_sample_set
 from models.data.samples import Counts, EncodedSample, SampleEncoder, Splits, chat_template, divide
+from models.preflight import check_run
+from models.run import Run
 
 FORMAT = 1
 """Raised whenever the same input would give other samples."""
@@ -123,10 +125,11 @@ def main() -> None:
     if len(sys.argv) != 2:
         raise ValueError("usage: python -m models.data.prepare RUN_FOLDER")
     folder = RunFolder(Path(sys.argv[1]))
-    config = RunConfig.model_validate_json(folder.config.read_text())
+    config = read_config(folder.config)
     record = prepare_samples(config.data, TargetRecord.read(folder.target), config.target.add_bos)
     write_atomically(folder.samples, record)
     print(summary(record))
+    check_run(Run.open(folder.path))
 
 
 if __name__ == "__main__":

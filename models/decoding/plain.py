@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from models.decoding.counts import ended
+from models.decoding.sampling import GREEDY, Sampling
 from models.targets.model import TargetModel
 
 
@@ -23,13 +24,13 @@ class Prefill:
     """The first token of the continuation."""
 
 
-def prefill(target: TargetModel, prompt: Sequence[int]) -> Prefill:
-    """Run the target over `prompt` (at least one token) and take its most likely next token."""
+def prefill(target: TargetModel, prompt: Sequence[int], sampling: Sampling = GREEDY) -> Prefill:
+    """Run the target over `prompt` (at least one token) and choose the next token."""
     if not prompt:
         raise ValueError("a prompt needs at least one token: check the tokenizer and add_bos")
     cache = target.new_cache()
     states = target.forward(_row(target, prompt), cache)
-    token = int(target.logits(states.last[0, -1:]).argmax())
+    token = int(sampling.choose(target.logits(states.last[0, -1:])))
     return Prefill(tuple(prompt), cache, states.aux[0], token)
 
 
@@ -49,7 +50,7 @@ def continue_greedily(
     return decode(target, prefill(target, prompt), max_new_tokens, eos_ids)
 
 
-def continue_batch(
+def continue_batch(  # noqa: PLR0913 (every caller names what it needs; a bundle would only hide them)
     target: TargetModel,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
@@ -57,6 +58,7 @@ def continue_batch(
     eos_ids: frozenset[int],
     generator: torch.Generator | None = None,
     *,
+    top_p: float = 1.0,
     batch_size: int = 16,
     advance: Callable[[int], None] = lambda finished: None,
 ) -> list[list[int]]:
@@ -73,16 +75,18 @@ def continue_batch(
         temperature: 0 for greedy.
         eos_ids: tokens that end a text; kept as its last token.
         generator: randomness of sampling, on the target's device.
+        top_p: share of probability that sampling draws from, see `Sampling.distribution`.
         batch_size: prompts decoded together.
         advance: called with the number of prompts that just finished.
     """
     assert batch_size >= 1
+    sampling = Sampling(temperature, top_p, generator)
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     results: list[list[int]] = [[] for _ in prompts]
     for first in range(0, len(order), batch_size):
         chosen = order[first : first + batch_size]
         batch = _Batch(target, [list(prompts[index]) for index in chosen])
-        texts = batch.run(max_new_tokens, temperature, eos_ids, generator)
+        texts = batch.run(max_new_tokens, eos_ids, sampling)
         for index, text in zip(chosen, texts, strict=True):
             results[index] = text
         advance(len(chosen))
@@ -98,9 +102,7 @@ class _Batch:
         self.texts: list[list[int]] = [[] for _ in prompts]
         self.rows = list(range(len(prompts)))
 
-    def run(
-        self, max_new_tokens: int, temperature: float, eos_ids: frozenset[int], generator: torch.Generator | None
-    ) -> list[list[int]]:
+    def run(self, max_new_tokens: int, eos_ids: frozenset[int], sampling: Sampling) -> list[list[int]]:
         cache = self.target.new_cache()
         read = len(self.prompts[0])
         tokens = torch.tensor([prompt[:read] for prompt in self.prompts], device=self.target.device)
@@ -108,7 +110,8 @@ class _Batch:
             last = self.target.forward(tokens, cache).last[:, -1]
             writing = [slot for slot, row in enumerate(self.rows) if len(self.prompts[row]) <= read]
             if writing:
-                for slot, token in zip(writing, self._next(last[writing], temperature, generator), strict=True):
+                chosen = sampling.choose(self.target.logits(last[writing])).tolist()
+                for slot, token in zip(writing, chosen, strict=True):
                     self.texts[self.rows[slot]].append(token)
             going = [slot for slot, row in enumerate(self.rows) if not ended(self.texts[row], max_new_tokens, eos_ids)]
             if len(going) < len(self.rows):
@@ -121,16 +124,6 @@ class _Batch:
     def _at(self, row: int, position: int) -> int:
         prompt = self.prompts[row]
         return prompt[position] if position < len(prompt) else self.texts[row][position - len(prompt)]
-
-    def _next(self, last: Tensor, temperature: float, generator: torch.Generator | None) -> list[int]:
-        logits = self.target.logits(last)
-        if temperature == 0:
-            return logits.argmax(-1).tolist()
-        # Inverse of the cumulative distribution; torch.multinomial takes seconds for a large vocabulary on a CPU.
-        cumulative = (logits / temperature).softmax(-1).cumsum(-1, dtype=torch.double)
-        draws = torch.rand(len(last), 1, dtype=torch.double, device=last.device, generator=generator)
-        drawn = torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True)
-        return drawn[:, 0].clamp(max=logits.shape[-1] - 1).tolist()
 
 
 def _row(target: TargetModel, tokens: Sequence[int]) -> Tensor:

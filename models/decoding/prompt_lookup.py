@@ -9,7 +9,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from models.decoding.speculative import NO_PROPOSAL
+from models.decoding.sampling import Sampling
+from models.drafts.base import NO_PROPOSAL, Proposals
 
 LONGEST_NGRAM = 3
 
@@ -70,3 +71,7 @@ class PromptLookupProposer:
         """`[lookahead]` int64; see `models.drafts.base.Proposer.propose`."""
         self._history.extend(sequence[len(self._history.tokens) :].tolist())
         return torch.tensor(self._history.propose(lookahead), dtype=torch.long, device=sequence.device)
+
+    def sample(self, sequence: Tensor, aux: Tensor, lookahead: int, sampling: Sampling) -> Proposals:
+        """The same proposals, with certainty; see `models.drafts.base.Proposer.sample`."""
+        return Proposals(self.propose(sequence, aux, lookahead), None)

@@ -1,10 +1,10 @@
 """The simulated walk: acceptance of the target's own text at every lookahead, from one forward. Runs in benchmarks.
 
 Greedy text and a chain of greedy proposals: a proposal is accepted exactly when it equals the text's next token, so the
-counts are those of real decoding. Text sampled at a temperature: a source that proposes greedily proposes x with
-certainty, so speculative sampling accepts x with probability p(x) and otherwise draws from p without x. The text's next
-token, drawn from p, equals x with exactly that probability and is otherwise distributed exactly like that, so the walk
-over sampled text is speculative sampling itself, not an estimate of it.
+counts are those of real decoding. Text drawn from p, after temperature and top-p: a source that proposes greedily
+proposes x with certainty, so speculative sampling accepts x with probability p(x) and otherwise draws from p without x.
+The text's next token, drawn from p, equals x with exactly that probability and is otherwise distributed exactly like
+that, so the walk over sampled text is speculative sampling itself, not an estimate of it.
 """
 
 from collections.abc import Sequence

@@ -6,7 +6,38 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from models.decoding.sampling import Sampling
 from models.drafts.vocabulary import DraftVocabulary
+
+NO_PROPOSAL = -1
+"""Stands where a source has nothing to propose; neither it nor anything after it is verified or accepted."""
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """k proposed tokens and what they were drawn from."""
+
+    tokens: Tensor
+    """`[k]` int64, target-vocabulary ids."""
+    probabilities: Tensor | None
+    """`[k, V]` over the target's vocabulary, row i given the proposals before it: at most 7 MB for a lookahead of 7
+    and 262,144 tokens in float32. None: proposed with certainty."""
+
+    def usable(self) -> "Proposals":
+        """Those before the first `NO_PROPOSAL`."""
+        tokens = self.tokens.tolist()
+        if NO_PROPOSAL not in tokens:
+            return self
+        count = tokens.index(NO_PROPOSAL)
+        return Proposals(self.tokens[:count], None if self.probabilities is None else self.probabilities[:count])
+
+    def over(self, vocabulary: int) -> Tensor:
+        """`[k, V]` the distributions, written out where they are certain; every token is a real one."""
+        if self.probabilities is None:
+            certain = torch.zeros(len(self.tokens), vocabulary, device=self.tokens.device)
+            return certain.scatter_(1, self.tokens.unsqueeze(-1), 1.0)
+        assert self.probabilities.shape == (len(self.tokens), vocabulary)
+        return self.probabilities
 
 
 class Proposer(Protocol):
@@ -22,6 +53,13 @@ class Proposer(Protocol):
 
         Returns:
             `[lookahead]` int64, target-vocabulary ids.
+        """
+        ...
+
+    def sample(self, sequence: Tensor, aux: Tensor, lookahead: int, sampling: Sampling) -> Proposals:
+        """Propose the next `lookahead` tokens as `propose` does, but drawn after temperature and top-p.
+
+        A source that knows tokens only proposes them with certainty.
         """
         ...
 

@@ -17,7 +17,7 @@ from infra.exit import run_main
 from infra.files import sha256_file, write_atomically
 from infra.records import TargetRecord
 from infra.run_folder import RunFolder
-from models.config import RunConfig
+from models.config import read_config
 from models.targets.config import TargetConfig
 from models.targets.gguf_package import converted_package
 from models.targets.tiny import trained_tiny
@@ -80,8 +80,8 @@ def _checked(folder: Path, aux_layer_ids: tuple[int, ...]) -> PretrainedConfig:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is no Hugging Face folder: it has no config.json")
     tensor_files(folder)
-    config = AutoConfig.from_pretrained(folder)
     try:
+        config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         AutoTokenizer.from_pretrained(folder)
@@ -122,7 +122,7 @@ def main() -> None:
     if len(sys.argv) != 2:
         raise ValueError("usage: python -m models.targets.prepare RUN_FOLDER")
     folder = RunFolder(Path(sys.argv[1]))
-    config = RunConfig.model_validate_json(folder.config.read_text())
+    config = read_config(folder.config)
     record = prepare_target(config.target)
     write_atomically(folder.target, record)
     print(summary(record))

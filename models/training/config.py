@@ -44,3 +44,8 @@ class TrainingConfig(BaseModel):
     stall_s: float = Field(
         default=600.0, gt=0, description="Give up after waiting this long for the next step's samples."
     )
+
+    def total_steps(self, train_samples: int) -> int:
+        """Optimizer steps of the whole run; the last step of an epoch may be short."""
+        whole = -(-train_samples // self.samples_per_step) * self.epochs
+        return whole if self.max_steps is None else min(whole, self.max_steps)

@@ -108,6 +108,7 @@ class Progress:
         )  # fmt: skip
         metrics = {
             "step": step,
+            "total_steps": self.total_steps,
             "tokens": self.tokens,
             "loss": self.loss,
             "learning_rate": learning_rate,
@@ -117,17 +118,23 @@ class Progress:
             "samples_in_flight": states.leased + states.ready + states.taken,
             "seconds": self.trained_s,
             "slow_side": slow_side(rates),
-            **{f"{side}_tokens_per_s": getattr(rates, side) for side in ("inference", "transport", "training")},
+            "rates": rates.model_dump(),
         }
         with self.folder.metrics.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
         shown = " ".join(f"{rate:.2f}" for rate in self.acceptance)
         print(
-            f"step {step}/{self.total_steps} | loss {self.loss:.3f} | acceptance {shown} | "
+            f"step {step}/{self.total_steps}{self._time_left(step)} | loss {self.loss:.3f} | acceptance {shown} | "
             f"{metrics['tokens_per_s']:.0f} tokens/s | data wait {metrics['data_wait_share']:.1%} | "
             f"{states.leased + states.ready} samples in flight | {_slow(rates)}",
             flush=True,
         )
+
+    def _time_left(self, step: int) -> str:
+        seconds = (self.total_steps - step) * self.trained_s / step
+        if step == self.total_steps:
+            return ""
+        return f", {seconds / 60:.0f} min left" if seconds > 90 else f", {seconds:.0f} s left"
 
     def rates(self) -> SideRates:
         """Of the whole run so far; the fetching since this trainer started stands for all of it."""

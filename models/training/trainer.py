@@ -6,7 +6,6 @@ resumes the run in the ledger, plans every step, writes checkpoints and commits 
 
 import argparse
 import logging
-import math
 import time
 import warnings
 from pathlib import Path
@@ -53,7 +52,7 @@ class DraftTrainer:
         self.ledger: Ledger = run.open_ledger()
         self.resume = self._resume()
         self.step = self.committed = self.resume.checkpoint.step if self.resume.checkpoint else 0
-        self.total_steps = self._total_steps()
+        self.total_steps = self.settings.total_steps(run.samples.train_samples)
         head = read_target_head(Path(run.target.path), torch.float32)
         draft = self._build(head)
         resumed = self._restore(draft)
@@ -123,10 +122,6 @@ class DraftTrainer:
         resume = self.control.decide(resume, Resume)
         assert resume is not None
         return resume
-
-    def _total_steps(self) -> int:
-        per_epoch = math.ceil(self.run.samples.train_samples / self.settings.samples_per_step)
-        return min(per_epoch * self.settings.epochs, self.settings.max_steps or per_epoch * self.settings.epochs)
 
     def _build(self, head: TargetHead) -> Draft:
         torch.manual_seed(self.run.config.seed)

@@ -1,30 +1,30 @@
-"""The deployment of prefect.yaml, run once by a real Prefect server and a real worker."""
+"""The deployment of prefect.yaml under a real Prefect server and worker: run, cancelled, killed, and gone on with."""
 
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
+import psutil
 import pytest
 import yaml
+from mlflow import MlflowClient
 
+from infra.ledger.ledger import Ledger
 from infra.records import TargetRecord
+from infra.run_folder import RunFolder
+from infra.tracking.runs import TrackedRun
 from models.config import RunConfig, load_recipe
 
 ROOT = Path(__file__).parents[2]
-PREFECT = [sys.executable, "-m", "prefect"]
-START_S = 120.0
-RUN_S = 480.0
+STEPS, SAMPLES_PER_STEP = 160, 4
 SMALL = [
-    "training.max_steps=20",
+    f"training.max_steps={STEPS}",
+    f"training.samples_per_step={SAMPLES_PER_STEP}",
+    "training.checkpoint_steps=10",
+    "training.log_steps=5",
     "benchmark.prompts=8",
     "benchmark.max_new_tokens=16",
     "benchmark.reference_tokens=64",
@@ -42,104 +42,106 @@ def test_the_deployment_carries_the_quickstart_recipe(deployment: dict[str, Any]
     assert RunConfig.model_validate(deployment["parameters"]["config"]) == load_recipe(ROOT / "recipes/quickstart.yaml")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextmanager
-def running(command: list[str], environment: dict[str, str], log: Path) -> Iterator[None]:
-    """A command in a process group of its own, stopped at the end."""
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
-        )
-    try:
-        yield
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(30)
-
-
 @pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
-    return inherited | {
-        "PWD": str(ROOT),
-        "PREFECT_HOME": str(tmp_path / "prefect"),
-        "PREFECT_API_URL": f"http://127.0.0.1:{free_port()}/api",
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "DO_NOT_TRACK": "1",
-        "PREFECT_SERVER_UI_ENABLED": "false",
-        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
-        "PREFECT_WORKER_QUERY_SECONDS": "1",
-        "DRAFTSMITH_RUNS": str(tmp_path / "runs"),
-    }
+def submit(stack: Any) -> Callable[..., str]:
+    """Submits the deployment and returns the flow run's id."""
+
+    def create(run: str | None) -> str:
+        config = load_recipe(ROOT / "recipes" / "tiny.yaml", SMALL).model_dump(mode="json")
+        deployed = stack.get("deployments/name/retrain/retrain")
+        body = {"parameters": {"config": config, "run": run}}
+        return stack.post(f"deployments/{deployed['id']}/create_flow_run", body)["id"]
+
+    return create
 
 
-def prefect(environment: dict[str, str], *arguments: str) -> str:
-    ended = subprocess.run(
-        [*PREFECT, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
-
-
-def wait_for_server(api: str) -> None:
-    deadline = time.monotonic() + START_S
-    while True:
+def processes_of(folder: RunFolder) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
         try:
-            if httpx.get(f"{api}/health", timeout=5).is_success:
-                return
-        except httpx.TransportError:
-            assert time.monotonic() < deadline, "the server did not start"
-            time.sleep(0.5)
+            if str(folder.path) in process.cmdline():
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
 
 
-def wait_for_run(api: str, run: str) -> dict[str, Any]:
-    deadline = time.monotonic() + RUN_S
-    while time.monotonic() < deadline:
-        found = httpx.get(f"{api}/flow_runs/{run}", timeout=30).raise_for_status().json()
-        if found["state"]["type"] in {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}:
-            return found
-        time.sleep(1)
-    raise AssertionError("the flow run did not end")
+def named(folder: RunFolder, module: str) -> psutil.Process:
+    return next(p for p in processes_of(folder) if module in p.cmdline() and "--grace" not in p.cmdline())
+
+
+def trained(folder: RunFolder, more_than: int) -> bool:
+    if not folder.ledger_file.exists():
+        return False
+    with Ledger.open(folder.ledger_url, folder.name) as ledger:
+        return ledger.progress().consumed > more_than
+
+
+def flow_process() -> psutil.Process:
+    """The flow run's process: the worker's child that runs the engine."""
+    return next(p for p in psutil.process_iter() if any("prefect" in part and "engine" in part for part in p.cmdline()))
+
+
+def mlflow_status(folder: RunFolder) -> str:
+    tracking = TrackedRun.read(folder.path / "tracking.json")
+    return MlflowClient(tracking.uri).get_run(tracking.run_id).info.status
+
+
+def test_a_recipe_that_is_none_is_refused_by_the_server(stack: Any) -> None:
+    deployed = stack.get("deployments/name/retrain/retrain")
+    assert [schedule["active"] for schedule in deployed["schedules"]] == [False]
+    assert "RunConfig" in deployed["parameter_openapi_schema"]["definitions"]
+    with pytest.raises(Exception, match="409"):
+        stack.post(f"deployments/{deployed['id']}/create_flow_run", {"parameters": {"config": {}}})
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_worker_runs_the_deployment(tmp_path: Path, environment: dict[str, str], tiny_target: TargetRecord) -> None:
-    api = environment["PREFECT_API_URL"]
-    config = load_recipe(ROOT / "recipes" / "tiny.yaml", SMALL)
-    port = api.removesuffix("/api").rpartition(":")[2]
-    with ExitStack() as stack:
-        server = [*PREFECT, "server", "start", "--host", "127.0.0.1", "--port", port]
-        stack.enter_context(running(server, environment, tmp_path / "server.log"))
-        wait_for_server(api)
-        prefect(environment, "work-pool", "create", "draftsmith", "--type", "process")
-        prefect(environment, "--no-prompt", "deploy", "--all")
-        deployed = httpx.get(f"{api}/deployments/name/retrain/retrain", timeout=30).raise_for_status().json()
-        assert [schedule["active"] for schedule in deployed["schedules"]] == [False]
-        assert "RunConfig" in deployed["parameter_openapi_schema"]["definitions"]
-        refused = httpx.post(
-            f"{api}/deployments/{deployed['id']}/create_flow_run", json={"parameters": {"config": {}}}, timeout=30
-        )
-        assert refused.status_code == 409, refused.text
+def test_cancelled_killed_retried_and_finished(
+    stack: Any, submit: Callable[..., str], until: Callable[..., None], tiny_target: TargetRecord
+) -> None:
+    folder = RunFolder(stack.runs / "deployed")
+    with stack.worker() as worker:
+        cancelled = submit("deployed")
+        until(lambda: trained(folder, 0), "for a checkpoint")
+        stack.post(f"flow_runs/{cancelled}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}})
+        assert stack.wait_for(cancelled)["state"]["type"] == "CANCELLED", stack.log()
+        assert processes_of(folder) == []
+        assert list(stack.memory.iterdir()) == []
+        assert mlflow_status(folder) == "KILLED"
 
-        stack.enter_context(
-            running([*PREFECT, "worker", "start", "--pool", "draftsmith"], environment, tmp_path / "worker.log")
+        # Generator and rank die, and the flow goes on; then it dies itself.
+        second = submit("deployed")
+        until(
+            lambda: folder.path.joinpath("logs/trainer.log").read_text().count("trainer ready") > 1, "for the trainer"
         )
-        body = {"parameters": {"config": config.model_dump(mode="json"), "run": "deployed"}}
-        created = httpx.post(f"{api}/deployments/{deployed['id']}/create_flow_run", json=body, timeout=30)
-        found = wait_for_run(api, created.raise_for_status().json()["id"])
-        assert found["state"]["type"] == "COMPLETED", found["state"]["message"] + (tmp_path / "worker.log").read_text()
+        named(folder, "models.capture.generator").kill()
+        named(folder, "models.training.trainer").kill()
+        until(lambda: trained(folder, STEPS * SAMPLES_PER_STEP // 2), "for half of the samples")
+        flow_process().kill()
+        assert stack.wait_for(second)["state"]["type"] == "CRASHED", stack.log()
+        until(lambda: processes_of(folder) == [], "for the data plane's end")
+        assert list(stack.memory.iterdir()) == []
 
-        report = json.loads((tmp_path / "runs" / "deployed" / "report.json").read_text())
-        assert report["samples"]["consumed"] == 20 * config.training.samples_per_step
-        artifacts = httpx.post(f"{api}/artifacts/filter", json={}, timeout=30).raise_for_status().json()
-        assert {artifact["key"] for artifact in artifacts} == {"acceptance-length", "report"}
+        # What "Retry" in the UI does; then the worker dies with the flow.
+        stack.post(
+            f"flow_runs/{second}/set_state", {"state": {"type": "SCHEDULED", "name": "AwaitingRetry"}, "force": True}
+        )
+        until(lambda: processes_of(folder), "for the retry")
+        flow = flow_process()
+        os.killpg(worker.pid, signal.SIGKILL)
+        flow.kill()
+        until(lambda: processes_of(folder) == [], "for the data plane's end")
+    with stack.worker():
+        last = submit("deployed")
+        found = stack.wait_for(last)
+        assert found["state"]["type"] == "COMPLETED", found["state"]["message"] + stack.log()
+    report = json.loads(folder.report.read_text())
+    assert report["samples"]["consumed"] == STEPS * SAMPLES_PER_STEP
+    steps = [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()]
+    assert steps == list(range(5, STEPS + 1, 5))
+    assert processes_of(folder) == []
+    assert list(stack.memory.iterdir()) == []
+    assert mlflow_status(folder) == "FINISHED"
+    keys = {artifact["key"] for artifact in stack.post("artifacts/filter", {})}
+    assert {"acceptance-length", "report"} <= keys

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 from prefect.logging import disable_run_logger
@@ -45,14 +46,26 @@ def config() -> RunConfig:
     return load_recipe(ROOT / "recipes" / "tiny.yaml")
 
 
-def test_new_runs_get_folders_of_their_own_and_remember_their_configuration(config: RunConfig) -> None:
-    with open_run(config, None) as one, open_run(config, None) as two:
-        assert one.folder.path != two.folder.path
-        assert one.folder.name.startswith("tiny-")
-        assert RunConfig.model_validate_json(one.folder.config.read_text()) == config
-        assert run_memory_folder(one.folder).is_dir()
-        assert one.draft_name == "draft-tiny"
+def in_flow_run(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", str(UUID(int=number)))
+
+
+def test_new_runs_get_folders_of_their_own_and_remember_their_configuration(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_flow_run(1, monkeypatch)
+    with open_run(config, None) as one:
+        in_flow_run(2, monkeypatch)
+        with open_run(config, None) as two:
+            assert one.folder.path != two.folder.path
+            assert one.folder.name.startswith("tiny-")
+            assert RunConfig.model_validate_json(one.folder.config.read_text()) == config
+            assert run_memory_folder(one.folder).is_dir()
+            assert one.draft_name == "draft-tiny"
     assert not run_memory_folder(one.folder).exists()
+    in_flow_run(1, monkeypatch)
+    with open_run(config, None) as again:
+        assert again.folder.path == one.folder.path
 
 
 def test_of_two_that_open_a_run_one_says_so(config: RunConfig) -> None:

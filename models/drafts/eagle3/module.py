@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.drafts.base import Draft, DraftLoss, PackedSamples, TargetProjection, supervised_positions
+from models.decoding.sampling import Sampling
+from models.drafts.base import Draft, DraftLoss, PackedSamples, Proposals, TargetProjection, supervised_positions
 from models.drafts.eagle3.config import Eagle3Config
 from models.drafts.layers import GatedMLP, RMSNorm, rotary_tables, rotate
 from models.drafts.vocabulary import DraftVocabulary
@@ -237,9 +238,27 @@ class Eagle3Proposer:
         empty = draft.fc.weight.new_empty(0, config.num_kv_heads, config.head_dim)
         self.keys, self.values = empty, empty
 
-    @torch.no_grad()
     def propose(self, sequence: Tensor, aux: Tensor, lookahead: int) -> Tensor:
-        """Catch up on `aux`'s rows, then chain `lookahead` proposals (see Proposer)."""
+        """Greedy proposals `[lookahead]` (see Proposer)."""
+        return self._chain(sequence, aux, lookahead, self.draft.best_tokens)
+
+    def sample(self, sequence: Tensor, aux: Tensor, lookahead: int, sampling: Sampling) -> Proposals:
+        """Sampled proposals; what lies outside the draft vocabulary has probability 0 (see Proposer)."""
+        draft = self.draft
+        drawn_from: list[Tensor] = []
+
+        def choose(normed: Tensor) -> Tensor:
+            drawn_from.append(sampling.distribution(draft.lm_head(normed)))
+            return draft.target_ids[sampling.draw(drawn_from[-1])]
+
+        tokens = self._chain(sequence, aux, lookahead, choose)
+        probabilities = drawn_from[0].new_zeros(lookahead, len(draft.embedding))
+        probabilities[:, draft.target_ids] = torch.cat(drawn_from)
+        return Proposals(tokens, probabilities)
+
+    @torch.no_grad()
+    def _chain(self, sequence: Tensor, aux: Tensor, lookahead: int, choose: Callable[[Tensor], Tensor]) -> Tensor:
+        """Catch up on `aux`'s rows, then chain `lookahead` tokens `choose`n from normed hidden states `[1, H]`."""
         draft, start = self.draft, len(self.keys)
         assert len(sequence) == start + len(aux) + 1, "every verified position's features are handed over exactly once"
         hidden, keys, values = self._step(sequence[start + 1 :], draft.fuse(aux), start, self.keys, self.values)
@@ -248,7 +267,7 @@ class Eagle3Proposer:
         proposals = []
         for offset in range(lookahead):
             normed = draft.norm(hidden)
-            proposals.append(draft.best_tokens(normed))
+            proposals.append(choose(normed))
             if offset + 1 < lookahead:
                 fed_back = normed if draft.config.norm_output else hidden
                 hidden, keys, values = self._step(proposals[-1], fed_back, len(keys), keys, values)

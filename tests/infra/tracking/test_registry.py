@@ -10,7 +10,7 @@ from mlflow import MlflowClient
 
 from infra.records import SamplesRecord
 from infra.tracking import registry, runs
-from infra.tracking.client import connect
+from infra.tracking.client import NOTE, connect
 from infra.tracking.runs import TrackedRun
 
 NAME = "draft-test"
@@ -69,7 +69,7 @@ def test_metrics_are_logged_once_over_steps_and_torn_lines_wait(record: Path, ru
     client = MlflowClient(run.uri)
     losses = client.get_metric_history(run.run_id, "loss")
     assert [(m.step, m.value) for m in losses] == [(10, 0.1), (20, 0.05), (30, 1 / 30)]
-    assert [m.value for m in client.get_metric_history(run.run_id, "acceptance/position-2")] == [0.25] * 3
+    assert [m.value for m in client.get_metric_history(run.run_id, "training_acceptance/position_2")] == [0.25] * 3
 
 
 def test_samples_are_logged_with_their_hash(run: TrackedRun, uri: str) -> None:
@@ -108,18 +108,52 @@ def test_a_benchmark_belongs_to_its_draft_and_keeps_its_conditions(run: TrackedR
     runs.log_benchmark(
         run,
         model_id,
-        20,
         metrics={"acceptance_length": 2.5},
-        conditions={"temperature": 0.0},
+        curves={"acceptance_length_by_lookahead/draft": {1: 1.5, 4: 2.5}},
+        conditions={"temperature": 0.0, "versions": {"torch": "2"}},
         table={"lookahead": [1]},
         files=[plot],
     )
-    found = connect(uri).get_run(run.run_id)
-    assert found.data.metrics["acceptance_length"] == 2.5
-    assert found.data.tags["conditions.temperature"] == "0.0"
-    assert [metric.value for metric in connect(uri).get_logged_model(model_id).metrics] == [2.5]
-    names = {artifact.path for artifact in connect(uri).list_artifacts(run.run_id, "benchmark")}
+    client = connect(uri)
+    assert client.get_run(run.run_id).data.metrics["acceptance_length"] == 2.5
+    curve = client.get_metric_history(run.run_id, "acceptance_length_by_lookahead/draft")
+    assert [(point.step, point.value) for point in curve] == [(1, 1.5), (4, 2.5)]
+    model = client.get_logged_model(model_id)
+    assert [metric.value for metric in model.metrics] == [2.5]
+    assert model.params["conditions.temperature"] == "0.0"
+    assert model.params["conditions.versions.torch"] == "2"
+    names = {artifact.path for artifact in client.list_artifacts(run.run_id, "benchmark")}
     assert names == {"benchmark/acceptance.json", "benchmark/acceptance.png", "benchmark/conditions.json"}
+
+
+def test_pages_are_described_and_hide_passwords(tmp_path: Path, uri: str) -> None:
+    config = {"ledger": {"url": "postgresql://me:secret@db/x"}}
+    run = runs.start_run(tmp_path / "tracking.json", uri, "described", "run-1", config, {NOTE: "Trains."})
+    client = connect(uri)
+    assert "champion" in client.get_experiment(run.experiment_id).tags[NOTE]
+    assert client.get_run(run.run_id).data.tags[NOTE] == "Trains."
+    assert client.get_run(run.run_id).data.params["ledger.url"] == "postgresql://me:***@db/x"
+    (tmp_path / "report.html").write_text("<p>")
+    runs.describe_run(run, "# Trained", {"gate": "passed"}, [tmp_path / "report.html"])
+    tags = client.get_run(run.run_id).data.tags
+    assert (tags[NOTE], tags["gate"]) == ("# Trained", "passed")
+    assert {artifact.path for artifact in client.list_artifacts(run.run_id)} == {"config.json", "report.html"}
+    (config_json,) = tmp_path.parent.rglob(f"{run.run_id}/artifacts/config.json")
+    assert "secret" not in config_json.read_text()
+
+
+def test_versions_and_their_models_are_described(run: TrackedRun, uri: str, tmp_path: Path) -> None:
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "model.safetensors").write_text("weights")
+    model_id = runs.log_folder(run, tmp_path / "export", "draft", 20, "draft")
+    name = f"{NAME}-described"
+    draft = registry.register(uri, name, model_id, run.run_id, {}, about="Drafts of x.", description="2.50 per step.")
+    client = connect(uri)
+    assert client.get_registered_model(name).description == "Drafts of x."
+    assert client.get_model_version(name, str(draft.version)).description == "2.50 per step."
+    tags = client.get_logged_model(model_id).tags
+    assert tags[NOTE] == "2.50 per step."
+    assert json.loads(tags[registry.VERSIONS_OF_MODEL]) == [{"name": name, "version": "1"}]
 
 
 def test_challenger_champion_and_back(run: TrackedRun, uri: str, tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 import json
 import random
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -13,10 +15,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from infra.files import write_atomically
 from infra.records import BenchmarkResult, TargetRecord
 from models.benchmark.contestants import SelectedLayers, load_contestants
+from models.benchmark.reference import decode_sampled
 from models.benchmark.run import benchmark_run
 from models.benchmark.standalone import bench, parse
+from models.benchmark.words import lines, table
 from models.config import RunConfig
 from models.data.prepare import prepare_samples
+from models.decoding.sampling import Sampling
 from models.decoding.simulated import features, simulate
 from models.decoding.speculative import speculate
 from models.drafts.eagle3.config import Eagle3Config
@@ -99,7 +104,8 @@ def run(tmp_path: Path, target: Path, text: Path, monkeypatch: pytest.MonkeyPatc
             "target": {"name": str(target), "aux_layer_ids": [0, 2]},
             "data": {"source": str(text), "chat_template": "none", "heldout_share": 0.2},
             "draft": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 32},
-            "benchmark": {"prompts": 12, "max_new_tokens": 16, "reference_tokens": 90, "timed_tokens": 40},
+            "benchmark": {"prompts": 12, "max_new_tokens": 16, "reference_tokens": 90, "timed_tokens": 40}
+            | {"sampled_temperature": 0.8, "sampled_top_p": 0.95, "sampled_reference_tokens": 40},
             "promotion": {"resamples": 500},
         }
     )
@@ -137,6 +143,15 @@ def test_benchmark_of_a_run(run: Run, target: Path, tmp_path: Path):
     assert 90 <= result.lossless.tokens < 90 + 16
     assert list(result.simulated.length) == list(range(1, 8))
     assert list(result.reference.length) == [4]
+    assert result.sampled_reference is not None
+    assert list(result.sampled_reference.length) == [4]
+    assert result.sampled_reference.conversations == 3, "40 tokens, at most 16 a conversation"
+    assert 1.0 <= result.sampled_reference.length[4] < 2.0
+    assert (result.conditions.sampled_temperature, result.conditions.sampled_top_p) == (0.8, 0.95)
+    shown = Console(width=120, file=StringIO())
+    shown.print(table(result))
+    assert "draft, T=0.8, top-p 0.95, sampled proposals" in shown.file.getvalue()
+    assert any("samples its proposals" in line for line in lines(result))
     assert result.champion is not None
     assert 1.0 <= result.simulated.length[4] < 1.2, "an untrained draft has nothing accepted"
     assert not result.gate.passed
@@ -190,3 +205,15 @@ def test_drafts_that_read_other_layers_share_one_target(run: Run, target: Path, 
     assert simulate(together.champion, prompt, own, aux, 4) == simulate(alone.draft, prompt, own, mine, 4)
     first = speculate(together.target, together.champion, prompt, 3, 12, frozenset())
     assert first == speculate(alone.target, alone.draft, prompt, 3, 12, frozenset())
+    drawn = [
+        speculate(one.target, source, prompt, 3, 12, frozenset(), sampling=Sampling(1.0, 0.9, generator))
+        for one, source in ((together, together.champion), (alone, alone.draft))
+        for generator in [torch.Generator().manual_seed(1)]
+    ]
+    assert drawn[0] == drawn[1]
+
+
+def test_the_sampled_reference_can_be_left_out(run: Run):
+    config = run.config.benchmark.model_copy(update={"sampled_reference_tokens": 0})
+    loaded = load_contestants(Path(run.target.path), run.folder.export, None, torch.float32)
+    assert decode_sampled(loaded, config, [[5, 9, 30]], 0, lambda _: None) == ()

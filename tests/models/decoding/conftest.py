@@ -8,6 +8,8 @@ from torch import Tensor
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from models.decoding.plain import prefill
+from models.decoding.sampling import Sampling
+from models.drafts.base import Proposals
 from models.targets.model import TargetModel
 
 VOCABULARY = 61
@@ -29,6 +31,9 @@ class CorruptedOracle:
             text.append(self._next(tuple(text)))
         own = text[len(sequence) :]
         return torch.tensor([self._perhaps_wrong(len(sequence), step, token) for step, token in enumerate(own)])
+
+    def sample(self, sequence: Tensor, aux: Tensor, lookahead: int, sampling: Sampling) -> Proposals:
+        return Proposals(self.propose(sequence, aux, lookahead), None)
 
     def _next(self, text: tuple[int, ...]) -> int:
         if text not in self.known:
@@ -59,13 +64,13 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture
-def llama() -> Callable[[int], TargetModel]:
+@pytest.fixture(scope="session")
+def llama() -> Callable[..., TargetModel]:
     """A two-layer Llama by seed."""
 
-    def build(seed: int) -> TargetModel:
+    def build(seed: int, vocabulary: int = VOCABULARY) -> TargetModel:
         config = LlamaConfig(
-            vocab_size=VOCABULARY,
+            vocab_size=vocabulary,
             hidden_size=32,
             intermediate_size=48,
             num_hidden_layers=2,

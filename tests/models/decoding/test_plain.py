@@ -3,6 +3,7 @@ from collections import Counter
 import torch
 
 from models.decoding.plain import continue_batch, continue_greedily, prefill
+from models.decoding.sampling import Sampling
 from models.targets.model import TargetModel
 
 NEVER = frozenset()
@@ -75,6 +76,15 @@ def test_sampled_first_tokens_follow_the_target(llama, prompts):
         # Total variation of 4,000 draws over 61 tokens is about sqrt(61 / 4000) / 2 at most.
         assert (frequencies - expected).abs().sum() / 2 < 0.09
     assert len(seen) > 20
+
+
+def test_top_p_leaves_out_what_is_unlikely(llama, prompts):
+    target, sampling = llama(3), Sampling(4.0, 0.6)
+    allowed = sampling.distribution(target.logits(target.forward(torch.tensor([prompts[0]])).last[0, -1:]))[0] > 0
+    generator = torch.Generator().manual_seed(3)
+    texts = continue_batch(target, [prompts[0]] * 2000, 1, 4.0, NEVER, generator, top_p=0.6, batch_size=2000)
+    assert {text[0] for text in texts} == set(allowed.nonzero()[:, 0].tolist())
+    assert 3 < allowed.sum() < 55
 
 
 def test_prefill_gives_features_of_the_prompt(llama, prompts):

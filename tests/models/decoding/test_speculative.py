@@ -3,10 +3,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from models.decoding.plain import continue_greedily
+from models.decoding.counts import Counts
+from models.decoding.plain import continue_batch, continue_greedily
 from models.decoding.prompt_lookup import PromptLookup
+from models.decoding.sampling import Sampling
 from models.decoding.simulated import features, simulate
-from models.decoding.speculative import NO_PROPOSAL, speculate
+from models.decoding.speculative import speculate
+from models.drafts.base import NO_PROPOSAL
 
 NEVER = frozenset()
 
@@ -48,6 +51,29 @@ def test_lossless_and_counts_as_simulated(llama, oracle, *, seed, error_share, l
         assert list(decoded.tokens) == own
         assert decoded.counts == simulate(source, prompt, own, aux, lookahead)[lookahead - 1]
         assert decoded.forwards == decoded.counts.steps + decoded.counts.cut
+        # Where only the likeliest token is in the nucleus, sampling has no choice: the rejection rule must agree.
+        assert decoded == speculate(target, source, prompt, lookahead, most, ends, sampling=Sampling(1.3, 1e-9))
+
+
+def test_the_walk_over_sampled_text_accepts_as_often_as_real_decoding(llama):
+    """What a source proposes with certainty is accepted as often as the simulated walk says."""
+    target, source, most, draws = llama(1, 16), PromptLookup(), 14, 250
+    generator, prompt = torch.Generator().manual_seed(1), [3, 9, 3, 1, 9]
+    sampling = Sampling(1.0, 0.95, generator)
+    real = [speculate(target, source, prompt, 2, most, NEVER, sampling=sampling).counts for _ in range(draws)]
+    texts = continue_batch(target, [prompt] * draws, most, 1.0, NEVER, generator, top_p=0.95, batch_size=draws)
+    walked = [simulate(source, prompt, text, features(target, [*prompt, *text]), 2)[1] for text in texts]
+    shares, errors = zip(*(accepted_per_step(counts) for counts in (real, walked)), strict=True)
+    assert abs(shares[0] - shares[1]) < 5 * (errors[0] ** 2 + errors[1] ** 2) ** 0.5
+    assert shares[0] > 10 * errors[0], "something must be accepted, or nothing is compared"
+
+
+def accepted_per_step(counts: list[Counts]) -> tuple[float, float]:
+    """A ratio of sums over conversations, and its standard error (linearised)."""
+    rows = torch.tensor([[sum(count.accepted), count.steps] for count in counts]).double()
+    share = rows[:, 0].sum() / rows[:, 1].sum()
+    error = (rows[:, 0] - share * rows[:, 1]).std() / rows[:, 1].mean() / len(counts) ** 0.5
+    return float(share), float(error)
 
 
 def test_sliding_window_target_with_cropping(gemma, oracle, prompts):

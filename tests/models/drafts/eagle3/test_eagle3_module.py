@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from models.decoding.sampling import Sampling
 from models.drafts.base import PackedSamples, TargetProjection, supervised_positions
 from models.drafts.eagle3.config import Eagle3Config
 from models.drafts.eagle3.module import Eagle3Draft
@@ -93,6 +94,48 @@ def test_rollout_equals_the_proposer(variant):
         proposed = proposer.propose(tokens[: row + 2], batch.aux[seen : row + 1], 5)
         seen = row + 1
         assert proposed.tolist() == rollout[row].tolist(), row
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("rule", [(1.0, 1.0), (0.7, 0.8)])
+def test_sampled_proposals_come_from_the_drafts_own_distribution(variant, rule):
+    """Distributions given with a chain are those that training's forward gives for the chain's own tokens."""
+    draft = make_draft(seed=2, dtype=torch.float32, **variant)
+    batch, lookahead = make_batch((9,), dtype=torch.float32), 4
+    sequence = torch.cat([batch.tokens, torch.tensor([3])])
+    seen = set()
+    for seed in range(5):
+        sampling = Sampling(*rule, torch.Generator().manual_seed(seed))
+        found = draft.proposer().sample(sequence, batch.aux, lookahead, sampling)
+        text = torch.cat([sequence, found.tokens])
+        outputs = draft.unroll(text[1:10], batch.aux, (9,), lookahead, lambda j, _, text=text: text.roll(-1 - j)[:9])
+        expected = torch.zeros(lookahead, TARGET_VOCABULARY)
+        rows = torch.stack([output[-1] for output in outputs])
+        expected[:, draft.target_ids] = sampling.distribution(draft.lm_head(rows))
+        assert torch.allclose(found.probabilities, expected, atol=1e-5)
+        assert bool((found.probabilities.gather(1, found.tokens[:, None]) > 0).all())
+        seen.add(tuple(found.tokens.tolist()))
+    assert len(seen) > 1
+
+
+def test_sampled_tokens_follow_that_distribution():
+    draft, batch, draws = make_draft(seed=2, dtype=torch.float32), make_batch((3,), dtype=torch.float32), 3000
+    sequence = torch.cat([batch.tokens, torch.tensor([3])])
+    sampling = Sampling(1.0, generator=torch.Generator().manual_seed(1))
+    found = [draft.proposer().sample(sequence, batch.aux, 1, sampling) for _ in range(draws)]
+    shares = torch.cat([one.tokens for one in found]).bincount(minlength=TARGET_VOCABULARY) / draws
+    # Total variation of 3,000 draws over 24 tokens is about sqrt(24 / 3000) / 2 at most.
+    assert (shares - found[0].probabilities[0]).abs().sum() / 2 < 0.06
+
+
+def test_sampling_leaves_the_proposer_as_proposing_does():
+    draft, batch = make_draft(seed=2, dtype=torch.float32), make_batch((20,), dtype=torch.float32)
+    tokens = torch.cat([batch.tokens, torch.tensor([3])])
+    one, other = draft.proposer(), draft.proposer()
+    one.propose(tokens[:9], batch.aux[:8], 4)
+    other.sample(tokens[:9], batch.aux[:8], 4, Sampling(1.0, generator=torch.Generator().manual_seed(1)))
+    proposed = one.propose(tokens, batch.aux[8:], 4)
+    assert proposed.tolist() == other.sample(tokens, batch.aux[8:], 4, Sampling(1.0, 1e-9)).tokens.tolist()
 
 
 def test_packing_equals_one_sample_at_a_time():

@@ -1,0 +1,178 @@
+"""`draftsmith status`: a run in words: where its samples are, how fast it goes, what is slow."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from infra.ledger.ledger import Ledger
+    from infra.records import Progress
+    from infra.run_folder import RunFolder
+    from models.config import RunConfig
+
+STATES = ("consumed", "taken", "ready", "leased", "pending", "quarantined")
+QUIET_S = 60.0
+"""A running trainer that has said nothing for so long is asked after."""
+LISTED = 10
+BAR = 40
+
+
+def status(
+    run: Annotated[str | None, typer.Argument(help="Name or folder of a run; the newest one where left out.")] = None,
+) -> None:
+    """Say where every sample of a run is, how fast it goes, and what is slow."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from infra.run_folder import RunFolder
+    from models.config import read_config
+
+    folder = RunFolder(find_run(run))
+    config = read_config(folder.config)
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, text in describe(folder, config):
+        table.add_row(name, text)
+    console = Console()
+    console.print(table, highlight=False)
+
+
+def find_run(run: str | None) -> Path:
+    """The run's folder; raises ValueError where there is none."""
+    from infra.settings import runs_folder
+
+    if run is None:
+        runs = sorted(runs_folder().glob("*/config.json"), key=lambda file: file.stat().st_mtime)
+        if not runs:
+            raise ValueError(f"no runs in {runs_folder()}: start one with `draftsmith retrain recipes/quickstart.yaml`")
+        return runs[-1].parent
+    for folder in (Path(run).absolute(), runs_folder() / run):
+        if (folder / "config.json").is_file():
+            return folder
+    raise ValueError(f"no run {run}: neither a run folder's path nor a name below {runs_folder()}")
+
+
+def describe(folder: "RunFolder", config: "RunConfig") -> Iterator[tuple[str, str]]:
+    """Name and text of every line."""
+    from infra.ledger.ledger import Ledger
+
+    owned = is_owned(folder)
+    stage = stage_of(folder)
+    yield "run", folder.name
+    yield "state", _state(folder, stage, owned)
+    metrics = _last_metrics(folder)
+    if config.ledger.url or folder.ledger_file.is_file():
+        with Ledger.open(config.ledger.url or folder.ledger_url, folder.name) as ledger:
+            yield from _samples(ledger, config)
+            yield from _training(folder, config, metrics)
+            if owned and stage == "training" and (quiet := _quiet_s(folder, ledger)) > QUIET_S:
+                from infra.bottleneck import blame
+
+                yield "stalled?", f"nothing moved for {quiet:.0f} s: {blame(ledger)}"
+    yield "files", str(folder.path)
+
+
+def is_owned(folder: "RunFolder") -> bool:
+    """Whether a process runs the run now."""
+    from infra.locks import LockHeldError, hold
+
+    if not folder.run_lock.exists():
+        return False
+    try:
+        with hold(folder.run_lock):
+            return False
+    except LockHeldError:
+        return True
+
+
+def stage_of(folder: "RunFolder") -> str:
+    """What the run is at, told by the files that are there."""
+    stages = (
+        (folder.target, "preparing the target"),
+        (folder.samples, "preparing the samples"),
+        (folder.training, "training"),
+        (folder.path / "export.json", "exporting"),
+        (folder.benchmark, "benchmarking"),
+        (folder.report, "registering"),
+    )
+    return next((stage for file, stage in stages if not file.is_file()), "finished")
+
+
+def _state(folder: "RunFolder", stage: str, owned: bool) -> str:
+    if stage == "finished":
+        return "finished" + _verdict(folder)
+    if owned:
+        return stage
+    return f"interrupted while {stage}; go on with: draftsmith retrain --resume {folder.name}"
+
+
+def _verdict(folder: "RunFolder") -> str:
+    report = json.loads(folder.report.read_text())
+    lookahead = report["conditions"]["lookahead"]
+    length = report["acceptance"]["simulated"]["length"][str(lookahead)]
+    draft = report["draft"]
+    named = f"{draft['name']} version {draft['version']}" + (f" ({draft['alias']})" if draft["alias"] else "")
+    return f": {named}, acceptance length {length:.2f} at lookahead {lookahead}"
+
+
+def _samples(ledger: "Ledger", config: "RunConfig") -> Iterator[tuple[str, str]]:
+    states = ledger.progress()
+    if not states.total:
+        yield "samples", "none in the ledger yet"
+        return
+    counts = ", ".join(f"{getattr(states, state)} {state}" for state in STATES if getattr(states, state))
+    yield "samples", f"{_bar(states)} {states.total}: {counts}"
+    yield (
+        "on their way",
+        f"{states.bytes_held / 2**20:.0f} of {config.transport.budget_mib} MiB between capture and training",
+    )
+    if states.attempts:
+        yield "failures", f"{states.attempts} captures failed"
+    bad = ledger.quarantined()
+    for sample in bad[:LISTED]:
+        yield "quarantined", f"epoch {sample.epoch} ordinal {sample.ordinal} (sample {sample.sample}): {sample.error}"
+    if len(bad) > LISTED:
+        yield "", f"and {len(bad) - LISTED} more"
+
+
+def _bar(states: "Progress") -> str:
+    done = round(BAR * (states.consumed + states.quarantined) / states.total)
+    moving = round(BAR * (states.taken + states.ready + states.leased) / states.total)
+    return "█" * done + "▒" * min(moving, BAR - done) + "░" * max(0, BAR - done - moving)
+
+
+def _training(folder: "RunFolder", config: "RunConfig", last: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
+    from infra.bottleneck import in_words
+    from infra.records import SamplesRecord, SideRates
+
+    if last is None:
+        return
+    samples: SamplesRecord = SamplesRecord.read(folder.samples)
+    total = config.training.total_steps(samples.train_samples)
+    rates = " ".join(f"{rate:.2f}" for rate in last["acceptance_by_position"])
+    left = (total - last["step"]) * last["seconds"] / last["step"]
+    rest = f", about {left / 60:.0f} min left" if last["step"] < total else ""
+    yield (
+        "training",
+        f"step {last['step']} of {total}, loss {last['loss']:.3f}, acceptance by position {rates}, "
+        f"{last['tokens_per_s']:,.0f} tokens/s{rest}",
+    )
+    yield "bottleneck", in_words(SideRates.model_validate(last["rates"]))
+
+
+def _last_metrics(folder: "RunFolder") -> dict[str, Any] | None:
+    lines = folder.metrics.read_text().splitlines() if folder.metrics.is_file() else []
+    return json.loads(lines[-1]) if lines else None
+
+
+def _quiet_s(folder: "RunFolder", ledger: "Ledger") -> float:
+    """Seconds since a sample was last captured or a step last reported."""
+    reported = time.time() - folder.metrics.stat().st_mtime if folder.metrics.is_file() else float("inf")
+    captured = ledger.since_last_capture()
+    quiet = min(reported, float("inf") if captured is None else captured)
+    return 0.0 if quiet == float("inf") else quiet

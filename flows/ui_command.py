@@ -1,0 +1,141 @@
+"""`draftsmith ui`: Prefect's and MLflow's pages over the runs of this machine, on loopback, until Ctrl-C.
+
+Each server runs under a supervisor: stopped, killed or crashed, this command leaves none behind.
+"""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import typer
+
+from infra.health import public, trouble
+from infra.locks import Lock, LockHeldError, hold
+from infra.processes import Owner
+from infra.servers import ANSWER_S, GRACE_S, HOST, POLL_S, Server, is_free, start_mlflow, start_prefect, wait_until_up
+from infra.settings import prefect_api_url, runs_folder, tracking_uri
+
+PREFECT_PORT, MLFLOW_PORT = 4200, 5000
+PORTS_TRIED = 100
+
+
+def ui(
+    prefect_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 4200, or the next free.")] = None,
+    mlflow_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 5000, or the next free.")] = None,
+) -> None:
+    """Show all runs in Prefect's and MLflow's pages, on this machine alone, until Ctrl-C."""
+    from rich.console import Console
+
+    prefect, mlflow = _prefect_elsewhere(prefect_port), _mlflow_elsewhere()
+    if prefect and mlflow:
+        _print_addresses(prefect, mlflow)
+        return
+    with ExitStack() as stack:
+        stop = stack.enter_context(_told_to_stop())
+        status = stack.enter_context(Console(stderr=True).status("starting (half a minute the first time)"))
+        lock = stack.enter_context(_the_only_one(runs_folder() / ".ui"))
+        owner = Owner("ui", lock.path.parent, locks=(lock.descriptor,))
+        ports: set[int] = set()
+        if prefect is None:
+            # Flows may be pointed to a server of this machine that has ended: `_prefect_elsewhere` found it silent.
+            usual = urlsplit(prefect_api_url() or "").port or PREFECT_PORT
+            prefect = start_prefect(owner, *_free_port("--prefect-port", prefect_port, usual, ports))
+            stack.callback(prefect.stop)
+        if mlflow is None and not stop.is_set():
+            mlflow = start_mlflow(owner, *_free_port("--mlflow-port", mlflow_port, MLFLOW_PORT, ports))
+            stack.callback(mlflow.stop)
+        if mlflow is None or not wait_until_up([prefect, mlflow], stop):
+            return
+        status.stop()
+        (owner.logs / "addresses").write_text(f"Prefect {prefect.address}, MLflow {mlflow.address}")
+        _print_addresses(prefect, mlflow)
+        while not stop.wait(POLL_S):
+            for server in (prefect, mlflow):
+                server.check()
+        print("stopping both" if prefect.process and mlflow.process else "stopping it", flush=True)
+
+
+@contextmanager
+def _told_to_stop() -> Iterator[threading.Event]:
+    """Set by Ctrl-C and SIGTERM, so that neither interrupts the stopping itself."""
+    stop = threading.Event()
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _the_only_one(folder: Path) -> Iterator[Lock]:
+    """Own the folder of the servers' logs. Raises ValueError where another `draftsmith ui` shows the same runs."""
+    try:
+        with hold(folder / "lock", wait_s=GRACE_S + 1) as lock:  # a killed one's servers are gone after their grace
+            (folder / "addresses").unlink(missing_ok=True)
+            for log in folder.glob("*.log"):
+                log.unlink()
+            yield lock
+    except LockHeldError:
+        addresses = folder / "addresses"
+        shown = addresses.read_text() if addresses.is_file() else "it is still starting"
+        raise ValueError(
+            f"`draftsmith ui` shows the runs of {folder.parent} already: {shown}. Stop that one first to start anew"
+        ) from None
+
+
+def _prefect_elsewhere(port: int | None) -> Server | None:
+    """The server that flows report to, if it answers; None where one is to be started here."""
+    url = prefect_api_url()
+    if url is None or port is not None:
+        return None
+    why = trouble(f"{url.rstrip('/')}/health", ANSWER_S)
+    if why is None:
+        return Server("Prefect", public(url).rstrip("/").removesuffix("/api"), note="was running already")
+    if urlsplit(url).hostname in (HOST, "localhost"):
+        return None
+    raise ValueError(f"PREFECT_API_URL names {public(url)}, but {why}: start that server, or unset PREFECT_API_URL")
+
+
+def _mlflow_elsewhere() -> Server | None:
+    uri = tracking_uri().rstrip("/")
+    if not uri.startswith(("http://", "https://")):
+        return None
+    why = trouble(f"{uri}/health", ANSWER_S)
+    if why is None:
+        return Server("MLflow", public(uri), note="was running already")
+    raise ValueError(
+        f"MLFLOW_TRACKING_URI names {public(uri)}, but {why}: start that server, or unset MLFLOW_TRACKING_URI"
+    )
+
+
+def _free_port(option: str, wanted: int | None, usual: int, taken: set[int]) -> tuple[int, str]:
+    """The wanted port, or the first free one from the usual one on, and a note where it is not that one.
+
+    Raises ValueError when there is none.
+    """
+    for port in range(usual, usual + PORTS_TRIED) if wanted is None else [wanted]:
+        if port not in taken and is_free(port):
+            taken.add(port)
+            moved = wanted is None and port != usual
+            return port, f"is not at port {usual}: another program holds it" if moved else ""
+    if wanted is not None:
+        raise ValueError(f"{option} {wanted} is taken by another program: leave the option out, or name a free port")
+    raise ValueError(f"the ports from {usual} to {usual + PORTS_TRIED - 1} are all taken: name a free one by {option}")
+
+
+def _print_addresses(prefect: Server, mlflow: Server) -> None:
+    print(f"Prefect  {prefect.address}  runs, their tasks, logs and reports")
+    print(f'MLflow   {mlflow.address}  press "Model training" there: curves (Experiments), drafts (Model registry)')
+    for server in (prefect, mlflow):
+        if server.note:
+            print(f"{server.name} {server.note}.")
+    if prefect.process:
+        print("\nRuns show up as they are; they start sooner and report straight to this server after")
+        print(f"  export PREFECT_API_URL={prefect.address}/api")
+    if prefect.process or mlflow.process:
+        print("\nCtrl-C stops what was started here.", flush=True)

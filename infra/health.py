@@ -1,0 +1,39 @@
+"""Whether a server answers HTTP. Used by `draftsmith doctor` and `draftsmith ui`."""
+
+import threading
+import urllib.error
+import urllib.request
+from http.client import HTTPException
+from urllib.parse import urlsplit
+
+
+def trouble(url: str, timeout_s: float, direct: bool = False) -> str | None:
+    """Why `GET url` does not answer with success within `timeout_s` seconds, in a few words; None when it does.
+
+    Proxies of the environment are used as the servers' own clients use them, unless `direct`.
+    """
+    answer: list[str | None] = []
+    # In a thread: looking up a name may take longer than any socket's timeout.
+    asking = threading.Thread(target=lambda: answer.append(_ask(url, timeout_s, direct)), daemon=True)
+    asking.start()
+    asking.join(timeout_s)
+    return answer[0] if answer else f"no answer within {timeout_s:g} s"
+
+
+def _ask(url: str, timeout_s: float, direct: bool) -> str | None:
+    try:
+        opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if direct else []))
+        with opener.open(url, timeout=timeout_s):
+            return None
+    except urllib.error.HTTPError as error:
+        return f"it answers {error.code} {error.reason}"
+    except urllib.error.URLError as error:
+        return str(error.reason)
+    except (OSError, HTTPException, ValueError) as error:
+        return str(error) or type(error).__name__
+
+
+def public(url: str) -> str:
+    """A URL without the user and password it may hold."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

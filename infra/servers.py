@@ -1,0 +1,149 @@
+"""Prefect's and MLflow's servers on loopback, each under a supervisor. Used by the command line."""
+
+import atexit
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from infra.health import trouble
+from infra.processes import TAIL_LINES, Owner, Process, ProcessFailedError, module, start
+from infra.settings import prefect_api_url, runs_folder, tracking_uri, use_private_prefect_api
+
+HOST = "127.0.0.1"
+START_S = 300.0
+"""Making both databases took 25 s on two idle cores."""
+ANSWER_S = 2.0
+POLL_S = 0.3
+GRACE_S = 5.0
+SQLITE = "sqlite:///"
+PREFECT = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+    "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+    "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+    # Leases in memory would be lost, and their slots never freed, when the server ends before a run.
+    "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+    "PREFECT_SERVER_CONCURRENCY_MAXIMUM_CONCURRENCY_SLOT_WAIT_SECONDS": "5",
+}
+MLFLOW = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "1",
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+}
+
+
+@dataclass(frozen=True)
+class Server:
+    """One server, running here or elsewhere."""
+
+    name: str
+    address: str
+    process: Process | None = None
+    """None: somebody else runs it."""
+    health: str = ""
+    note: str = ""
+    """What a person may not expect of its address."""
+
+    def is_up(self) -> bool:
+        """Whether it answers. Raises ProcessFailedError when its process has ended."""
+        self.check()
+        return trouble(self.health, ANSWER_S, direct=True) is None
+
+    def check(self) -> None:
+        """Raises ProcessFailedError when the process has ended, well or not: it was to run on."""
+        if self.process and self.process.check():
+            raise ProcessFailedError(self.name, 0, self.last_lines(), self.process.log)
+
+    def last_lines(self) -> list[str]:
+        """The end of the log."""
+        return self.process.log.read_text(errors="replace").splitlines()[-TAIL_LINES:] if self.process else []
+
+    def stop(self) -> None:
+        """Stop what was started here."""
+        if self.process:
+            self.process.stop()
+
+
+def start_prefect(owner: Owner, port: int, note: str = "") -> Server:
+    """Prefect's server over its home database, in which runs made without a server are, too."""
+    address = f"http://{HOST}:{port}"
+    # The page asks the API at this address: one left over from elsewhere would show nothing.
+    environment = _unless_set(PREFECT) | {"PREFECT_API_URL": f"{address}/api"}
+    command = module("prefect", "server", "start", "--host", HOST, "--port", str(port))
+    process = start("prefect-server", command, owner, environment, grace_s=GRACE_S)
+    return Server("Prefect", address, process, f"{address}/api/health", note)
+
+
+def start_mlflow(owner: Owner, port: int, note: str = "") -> Server:
+    """MLflow's server over the runs' database, with new experiments' files where the runs themselves put them."""
+    uri, artifacts = tracking_uri(), runs_folder() / "mlflow-artifacts"
+    if uri.startswith(SQLITE):
+        database = Path(uri.removeprefix(SQLITE)).absolute()
+        artifacts = database.with_name(f"{database.stem}-artifacts")
+        if not database.exists():
+            from infra.tracking.client import connect
+
+            connect(uri)  # with the lock that a run starting now takes, too
+    address = f"http://{HOST}:{port}"
+    environment = _unless_set(MLFLOW) | {  # not as options: a database's address may hold a password
+        "MLFLOW_BACKEND_STORE_URI": uri,
+        "MLFLOW_DEFAULT_ARTIFACT_ROOT": artifacts.as_uri(),
+        "MLFLOW_ARTIFACTS_DESTINATION": artifacts.as_uri(),
+    }
+    command = module("mlflow", "server", "--workers", "1", "--host", HOST, "--port", str(port))
+    process = start("mlflow-server", command, owner, environment, grace_s=GRACE_S)
+    return Server("MLflow", address, process, f"{address}/health", note)
+
+
+def wait_until_up(servers: list[Server], stop: threading.Event) -> bool:
+    """Whether all answer; False when told to stop first. Raises ValueError when one does not in time."""
+    deadline = time.monotonic() + START_S
+    waiting = [server for server in servers if server.process]
+    while waiting and not stop.wait(POLL_S):
+        waiting = [server for server in waiting if not server.is_up()]
+        if waiting and time.monotonic() > deadline:
+            late = waiting[0]
+            quoted = "\n".join(f"  | {line}" for line in late.last_lines()) or "  | (nothing was printed)"
+            raise ValueError(
+                f"{late.name} does not answer at {late.address} after {START_S:g} s: look at its log, whose end is\n"
+                f"{quoted}"
+            )
+    return not stop.is_set()
+
+
+def ensure_prefect_api() -> None:
+    """A Prefect API for this process's flows: the one that is configured, or a private server until the process ends.
+
+    Prefect's own temporary server outlives a process that is killed or told to stop; a supervised one does not.
+    """
+    if prefect_api_url() is not None:
+        return
+    server = start_prefect(Owner("prefect", runs_folder() / ".servers"), _any_free_port())
+    # After Prefect's own exit handlers, which still send logs: those are registered later, so they run before.
+    atexit.register(server.stop)
+    wait_until_up([server], threading.Event())
+    use_private_prefect_api(f"{server.address}/api")
+
+
+def is_free(port: int) -> bool:
+    """Whether nobody listens at a port of this machine."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except (OSError, OverflowError):
+            return False
+    return True
+
+
+def _any_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def _unless_set(defaults: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in defaults.items() if name not in os.environ}

@@ -1,0 +1,43 @@
+"""How far a benchmark has come: bars on a terminal, a line now and then in a log. Runs in the benchmark."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+LINE_S = 15.0
+
+Advance = Callable[[int], None]
+Bar = Callable[[str, int], Advance]
+"""Opens a bar of so many steps; what it returns is called with the steps just done."""
+
+
+@contextmanager
+def bars() -> Iterator[Bar]:
+    """Bars, or lines at most every `LINE_S` seconds where nobody sees them move."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as shown:
+
+        def bar(description: str, steps: int) -> Advance:
+            task = shown.add_task(description, total=steps)
+            return lambda done: shown.advance(task, done)
+
+        yield bar
+
+
+def _lines(description: str, steps: int) -> Advance:
+    state = {"done": 0, "said": time.monotonic()}
+
+    def advance(done: int) -> None:
+        state["done"] += done
+        if time.monotonic() - state["said"] >= LINE_S and state["done"] < steps:
+            state["said"] = time.monotonic()
+            print(f"{description}: {state['done']} of {steps}", flush=True)
+
+    return advance

@@ -1,0 +1,81 @@
+"""How the next token is chosen: the one place where temperature and top-p make a distribution. Runs in benchmarks."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FEW = 1024
+"""Most likely tokens among which a nucleus is looked for first."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Temperature 0 is greedy; otherwise tokens are drawn after temperature and, then, top-p.
+
+    Raises ValueError for a negative temperature, or a top-p outside (0, 1].
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    generator: torch.Generator | None = None
+    """Randomness, on the device of what is drawn from; None: torch's own."""
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"temperature {self.temperature}: 0 is greedy, 1 the model's own distribution")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top-p {self.top_p}: give a probability above 0, at most 1 (1 leaves nothing out)")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def distribution(self, logits: Tensor) -> Tensor:
+        """Probabilities after temperature and top-p.
+
+        Top-p (nucleus sampling, Holtzman et al., arXiv 1904.09751) keeps the smallest set of most likely tokens whose
+        probabilities reach `top_p` together, the one that reaches it included.
+
+        Args:
+            logits: `[..., V]`, taken as float32; the temperature must not be 0.
+
+        Returns:
+            `[..., V]` float32.
+        """
+        assert not self.greedy
+        probabilities = (logits.float() / self.temperature).softmax(-1)
+        if self.top_p == 1:
+            return probabilities
+        likely, tokens = self._likeliest(probabilities)
+        before = likely.cumsum(-1, dtype=torch.double) - likely
+        nucleus = likely.masked_fill(before >= self.top_p, 0)
+        nucleus /= nucleus.sum(-1, keepdim=True)
+        return torch.zeros_like(probabilities).scatter(-1, tokens, nucleus)
+
+    def _likeliest(self, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities and tokens in descending order, at least all of every row's nucleus."""
+        # Sorting a vocabulary of 262,144 takes longer than a small target's forward; a nucleus seldom needs it.
+        likely, tokens = probabilities.topk(min(FEW, probabilities.shape[-1]), dim=-1)
+        if bool((likely.sum(-1, dtype=torch.double) >= self.top_p).all()):
+            return likely, tokens
+        return probabilities.sort(dim=-1, descending=True)
+
+    def draw(self, weights: Tensor) -> Tensor:
+        """Draw one token per row in proportion to `weights` `[..., V]`, which need not sum to 1: `[...]` int64."""
+        # Inverse of the cumulative distribution; torch.multinomial takes seconds for a large vocabulary on a CPU.
+        cumulative = weights.cumsum(-1, dtype=torch.double)
+        # In (0, 1], so that the first place to reach its share never is a token of weight 0.
+        shares = 1 - self.uniform(weights[..., :1])
+        return torch.searchsorted(cumulative, shares * cumulative[..., -1:]).squeeze(-1)
+
+    def uniform(self, like: Tensor) -> Tensor:
+        """Float64 numbers in [0, 1), of the shape and on the device of `like`."""
+        return torch.rand(like.shape, dtype=torch.double, device=like.device, generator=self.generator)
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """The next token of each row of `[..., V]` logits: `[...]` int64."""
+        return logits.argmax(-1) if self.greedy else self.draw(self.distribution(logits))
+
+
+GREEDY = Sampling()

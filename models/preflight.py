@@ -1,0 +1,55 @@
+"""What would only fail after GPUs were taken, asked before. Runs at the end of `models.data.prepare`."""
+
+import shutil
+
+import torch
+
+from models.benchmark.prompts import take_prompts
+from models.drafts.registry import build_draft
+from models.drafts.vocabulary import DraftVocabulary
+from models.run import Run
+
+BYTES_PER_PARAMETER = 16
+"""Of a checkpoint: weights, averaged weights and AdamW's two moments, in float32."""
+
+
+def check_run(run: Run) -> None:
+    """Raise ValueError, with the remedy, for a run that could not train, save, or be measured."""
+    _check_disk(run, _draft_parameters(run))
+    heldout = run.open_samples("heldout")
+    benchmark = run.config.benchmark
+    take_prompts(
+        ((heldout[i].tokens, heldout[i].loss_mask) for i in range(len(heldout))),
+        benchmark.prompts,
+        benchmark.prompt_tokens,
+    )
+
+
+def _draft_parameters(run: Run) -> int:
+    """Parameters of the draft, built without memory; whatever the draft refuses is refused here."""
+    config, target = run.config.draft, run.target
+    if config.vocab_size > target.vocab_size:
+        raise ValueError(
+            f"draft.vocab_size {config.vocab_size} exceeds the target's vocabulary of {target.vocab_size} tokens: "
+            f"set it to at most {target.vocab_size}"
+        )
+    vocabulary = DraftVocabulary(torch.arange(config.vocab_size), target.vocab_size)
+    with torch.device("meta"):
+        embedding = torch.empty(target.vocab_size, target.hidden_size)
+        draft = build_draft(config, embedding, vocabulary, run.config.target.aux_layer_ids)
+    return sum(parameter.numel() for parameter in draft.parameters())
+
+
+def _check_disk(run: Run, parameters: int) -> None:
+    # One more than are kept: a new checkpoint is whole before the oldest goes. The export and its copies in the
+    # registry take less than another one.
+    kept = run.config.training.keep_checkpoints
+    needed = (kept + 2) * parameters * BYTES_PER_PARAMETER
+    free = shutil.disk_usage(run.folder.path).free
+    if free < needed:
+        raise ValueError(
+            f"the disk of {run.folder.path} has {free / 2**30:.1f} GiB free, and {kept} "
+            f"checkpoints of a draft with {parameters / 1e6:.0f} million parameters, with its export, take "
+            f"{needed / 2**30:.1f} GiB: free some, put runs elsewhere ($DRAFTSMITH_RUNS), or lower "
+            "training.keep_checkpoints"
+        )

@@ -1,0 +1,126 @@
+"""Everything that a run's report is made of, and how its figures are written. No Prefect, no torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from infra.ledger.answers import Quarantined
+from infra.records import (
+    Acceptance,
+    BenchmarkResult,
+    Progress,
+    RegisteredDraft,
+    SamplesRecord,
+    TargetRecord,
+    TrainingResult,
+)
+from models.config import RunConfig
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a finished run came to, as its tasks recorded it."""
+
+    run: str
+    """Name of the run."""
+    config: RunConfig
+    target: TargetRecord
+    samples: SamplesRecord
+    trained: TrainingResult
+    result: BenchmarkResult
+    draft: RegisteredDraft
+    progress: Progress
+    quarantined: Sequence[Quarantined]
+    written: datetime
+    links: Sequence["Link"] = ()
+    git_sha: str = "unknown"
+
+
+@dataclass(frozen=True)
+class Link:
+    """Where more is to be found: an address, or text that a person copies where there is none."""
+
+    name: str
+    text: str
+    href: str | None = None
+    """An http(s) address, or a path relative to the run folder."""
+
+    @property
+    def is_anywhere(self) -> bool:
+        """Whether it is of use outside the run folder."""
+        return self.href is None or self.href.startswith(("http://", "https://"))
+
+
+def sources(result: BenchmarkResult) -> dict[str, Acceptance]:
+    """Every source of proposals that was measured, the draft first."""
+    top_p = f", top-p {result.conditions.sampled_top_p:g}" if result.conditions.sampled_top_p < 1 else ""
+    sampled = f"temperature {result.conditions.sampled_temperature:g}{top_p}"
+    measured: dict[str, Acceptance | None] = {
+        "draft, simulated": result.simulated,
+        "draft, real decoding": result.reference,
+        "champion": result.champion,
+        "prompt lookup": result.prompt_lookup,
+        f"draft, {sampled}, greedy proposals": result.sampled,
+        f"draft, {sampled}, sampled proposals": result.sampled_reference,
+        f"prompt lookup, {sampled}": result.prompt_lookup_sampled,
+    }
+    return {name: acceptance for name, acceptance in measured.items() if acceptance}
+
+
+def acceptance_rows(result: BenchmarkResult) -> list[dict[str, str]]:
+    """Acceptance length by lookahead: one row per source, one column per lookahead; empty where not measured."""
+    lookaheads = sorted(result.simulated.length)
+    return [
+        {"": name} | {str(at): length(acceptance.length[at]) if at in acceptance.length else "" for at in lookaheads}
+        for name, acceptance in sources(result).items()
+    ]
+
+
+def acceptance_by_lookahead(result: BenchmarkResult) -> list[dict[str, int | str]]:
+    """The same the other way round: one row per lookahead, for Prefect, whose page needs named columns."""
+    return [
+        {"lookahead": at}
+        | {name: length(of.length[at]) if at in of.length else "" for name, of in sources(result).items()}
+        for at in sorted(result.simulated.length)
+    ]
+
+
+def length(value: float) -> str:
+    """An acceptance length."""
+    return f"{value:.2f}"
+
+
+def count(value: int) -> str:
+    return f"{value:,}"
+
+
+def share(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def signed(value: float) -> str:
+    """A relative difference."""
+    return f"{value:+.1%}".replace("-", "−")
+
+
+def rate(value: float | None) -> str:
+    """Tokens per second."""
+    if value is None:
+        return "not published"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def duration(seconds: float) -> str:
+    """Two units at most: `4.2 s`, `5 min 11 s`, `3 h 7 min`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def plural(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

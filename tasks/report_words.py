@@ -1,0 +1,113 @@
+"""What a run's figures mean, in three sentences: how good, compared with what, and what happens next."""
+
+from infra.records import BenchmarkResult, GateDecision, RegisteredDraft
+from infra.tracking.registry import CHAMPION
+from tasks.report_facts import length, rate, share, signed
+
+NO_DRAFT = "no draft"
+
+
+def meaning(target: str, result: BenchmarkResult, draft: RegisteredDraft) -> tuple[str, str, str]:
+    """Exactly three sentences for somebody who was not there."""
+    return how_good(target, result), compared(result), what_next(result.gate, draft)
+
+
+def how_good(target: str, result: BenchmarkResult) -> str:
+    """The acceptance length, and what decoding gained from it."""
+    at = result.conditions.lookahead
+    return (
+        f"On {result.conditions.prompts} held-out prompts the draft lets {target} emit "
+        f"{length(result.simulated.length[at])} tokens per verification step at lookahead {at} (1.00 would mean that "
+        f"nothing it proposes is accepted), and {_speed(result)}."
+    )
+
+
+def _speed(result: BenchmarkResult) -> str:
+    speed = result.speed
+    if speed.speedup is None:
+        return f"no speed-up is published, because the timing was implausible ({speed.note.rstrip('.')})"
+    how = f"{rate(speed.speculative_tokens_per_s)} instead of {rate(speed.plain_tokens_per_s)} tokens per second"
+    if speed.speedup < 1:
+        return f"decoding at batch 1 became slower with it, {how}"
+    return f"decoding at batch 1 was {speed.speedup:.2f} times as fast with it, {how}"
+
+
+def compared(result: BenchmarkResult) -> str:
+    """Prompt lookup first (it costs nothing), then the draft that was in service."""
+    at = result.conditions.lookahead
+    lookup = length(result.prompt_lookup.length[at])
+    if result.beats_prompt_lookup:
+        baseline = f"It beats prompt lookup, which needs no training and reaches {lookup} on the same texts"
+    else:
+        baseline = (
+            f"It does not beat prompt lookup, which needs no training and reaches {lookup} on the same texts, so on "
+            "texts like these prompt lookup is the better choice"
+        )
+    return f"{baseline}; {_against(result)}."
+
+
+def _against(result: BenchmarkResult) -> str:
+    gate, at = result.gate, result.conditions.lookahead
+    if result.champion is None:
+        return "there was no draft in service to compare it with"
+    champion = result.champion.length[at]
+    difference = result.simulated.length[at] / champion - 1
+    words = f"against the draft in service, which reaches {length(champion)}, the difference is {signed(difference)}"
+    if gate.against == NO_DRAFT:
+        return words
+    return f"{words} (at least {signed(gate.lower_bound)} with 97.5 % confidence)"
+
+
+def what_next(gate: GateDecision, draft: RegisteredDraft) -> str:
+    """Who serves now, and what a person can do about it."""
+    version = f"version {draft.version} of {draft.name}"
+    if not gate.passed:
+        return (
+            f"The gate is not passed ({gate.reason.rstrip('.')}), so {version} "
+            f"{_stays(draft)}, until a better one comes or somebody runs `draftsmith drafts promote {draft.version} "
+            f"--name {draft.name}`"
+        ) + "."
+    if CHAMPION not in draft.aliases:
+        return (
+            f"The gate is passed, but somebody has moved the aliases since, so {version} is registered and does not "
+            "serve."
+        )
+    back = draft.tags.get("replaces")
+    undo = f"; `draftsmith drafts rollback --name {draft.name}` puts version {back} back" if back else ""
+    return f"The gate is passed, so {version} is the champion, the draft that serving takes from now on{undo}."
+
+
+def _stays(draft: RegisteredDraft) -> str:
+    if CHAMPION in draft.aliases:
+        return "is the champion only because somebody promoted it"
+    return "waits as the challenger" if draft.aliases else "is registered and does not serve"
+
+
+def gate_line(gate: GateDecision) -> str:
+    """The gate's decision with its figures."""
+    return (
+        f"gate {'passed' if gate.passed else 'not passed'} ({gate.reason.rstrip('.')}); the smallest difference that "
+        f"these prompts can show is {share(gate.smallest_detectable)}"
+    )
+
+
+def lossless_line(result: BenchmarkResult) -> str:
+    """Whether speculative decoding changed the text."""
+    lossless = result.lossless
+    differ = f"{_of(lossless.mismatches, 'mismatch', 'mismatches')} and {_of(lossless.ties, 'tie', 'ties')}"
+    if lossless.mismatches:
+        return f"NOT lossless: {differ} in {lossless.tokens:,} tokens compared with the target's own text"
+    return f"lossless: {lossless.tokens:,} tokens equal the target's own text, with {differ}"
+
+
+def _of(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
+
+
+def agreement_line(result: BenchmarkResult) -> str:
+    """Whether simulated acceptance is what real decoding accepts."""
+    same = "identical" if result.counts_identical else "NOT identical"
+    return (
+        f"simulated and really decoded counts are {same} step by step in {result.counts_compared} conversations, their "
+        f"acceptance lengths differ by {share(abs(result.gap))}"
+    )

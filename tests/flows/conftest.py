@@ -1,0 +1,143 @@
+"""A real Prefect server with the project's deployments, and workers that tests start and kill."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PREFECT = [sys.executable, "-m", "prefect"]
+WAIT_S = 480.0
+ENDED = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def running(command: list[str], environment: dict[str, str], log: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """A command in a process group of its own, stopped at the end."""
+    with log.open("a") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(30)
+
+
+@dataclass
+class Stack:
+    """The server and what is asked of it."""
+
+    home: Path
+    environment: dict[str, str]
+
+    @property
+    def api(self) -> str:
+        return self.environment["PREFECT_API_URL"]
+
+    @property
+    def runs(self) -> Path:
+        return self.home / "runs"
+
+    @property
+    def memory(self) -> Path:
+        return Path(self.environment["DRAFTSMITH_SHM"])
+
+    def prefect(self, *arguments: str) -> None:
+        ended = subprocess.run(
+            [*PREFECT, *arguments], cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=120,
+            check=False,
+        )  # fmt: skip
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+
+    def worker(self) -> Any:
+        """A worker of the deployments' work pool, as a context manager."""
+        log = self.home / "worker.log"
+        return running([*PREFECT, "worker", "start", "--pool", "draftsmith"], self.environment, log)
+
+    def get(self, path: str) -> Any:
+        return httpx.get(f"{self.api}/{path}", timeout=60).raise_for_status().json()
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        return httpx.post(f"{self.api}/{path}", json=body, timeout=60).raise_for_status().json()
+
+    def wait_for(self, flow_run: str, *states: str) -> dict[str, Any]:
+        """The flow run once it is in one of the states."""
+        until(lambda: self.get(f"flow_runs/{flow_run}")["state"]["type"] in (states or ENDED))
+        return self.get(f"flow_runs/{flow_run}")
+
+    def log(self) -> str:
+        return (self.home / "worker.log").read_text()[-6000:]
+
+
+def until(condition: Callable[[], object], what: str = "") -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain {what}"
+        time.sleep(0.2)
+
+
+@pytest.fixture(name="until")
+def until_fixture() -> Callable[..., None]:
+    """Waits, with an end: `until(condition, "for what")`."""
+    return until
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A server, with prefect.yaml deployed; no worker."""
+    home = tmp_path_factory.mktemp("prefect")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+    port = free_port()
+    found = Stack(
+        home,
+        inherited
+        | {
+            "PWD": str(ROOT),
+            "PREFECT_HOME": str(home / "prefect"),
+            "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "DO_NOT_TRACK": "1",
+            "PREFECT_SERVER_UI_ENABLED": "false",
+            "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+            "PREFECT_WORKER_QUERY_SECONDS": "1",
+            "DRAFTSMITH_RUNS": str(home / "runs"),
+            "DRAFTSMITH_SHM": str(home / "shm"),
+        },
+    )
+    found.memory.mkdir()
+    server = [*PREFECT, "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    with running(server, found.environment, home / "server.log"):
+        until(lambda: _healthy(found.api), "for the server")
+        found.prefect("work-pool", "create", "draftsmith", "--type", "process")
+        found.prefect("--no-prompt", "deploy", "--all")
+        yield found
+
+
+def _healthy(api: str) -> bool:
+    try:
+        return httpx.get(f"{api}/health", timeout=5).is_success
+    except httpx.TransportError:
+        return False

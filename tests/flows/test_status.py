@@ -1,0 +1,102 @@
+"""`draftsmith status` over runs at every stage: what a person reads."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flows.command_line import app
+from infra.ledger.ledger import Ledger
+from infra.locks import hold
+from infra.records import BufferRecord, CheckpointRecord, ObjectRecord, SampleSlot
+from infra.run_folder import RunFolder
+
+
+@pytest.fixture
+def run(make_run: Callable[..., RunFolder]) -> RunFolder:
+    """A run on its way: of ten samples two are consumed, one taken, one ready, one leased, one quarantined."""
+    folder = make_run("tiny-1", "data.max_samples=10", "training.samples_per_step=1", "ledger.max_attempts=1")
+    with Ledger.open(folder.ledger_url, folder.name) as ledger:
+        ledger.create_run(budget_bytes=2**26, bytes_per_token=1024, lease_seconds=60, max_attempts=1, order="strict")
+        slots = [SampleSlot(ordinal=i, sample=i, tokens=8) for i in range(10)]
+        taken = ledger.resume(lambda _: True, lambda _: True)
+        ledger.open_epoch(taken.incarnation, 0, slots)
+        for lease in ledger.lease("generator-0-77", 6):
+            if lease.ordinal == 2:
+                ledger.fail(lease, "ValueError: hidden states are not finite")
+            elif lease.ordinal != 5:
+                buffer = BufferRecord(name="aux", nbytes=lease.nbytes, xxh3="0")
+                record = ObjectRecord(key=ledger.key(lease), location="nowhere", buffers=(buffer,))
+                assert ledger.publish(lease, record, prefill_s=0.5, put_s=0.01)
+        for step in (1, 2, 3):
+            ledger.plan(taken.incarnation, 0, step, ranks=1, micro_batches=1, samples_per_step=1)
+        record = CheckpointRecord(step=2, path="checkpoints/step-000002", manifest_hash="x", incarnation=1)
+        ledger.commit(taken.incarnation, record)
+    return folder
+
+
+def told(folder: RunFolder) -> str:
+    result = CliRunner().invoke(app, ["status", str(folder.path)], env={"COLUMNS": "200"}, catch_exceptions=False)
+    assert result.exit_code == 0
+    return re.sub(r"\s+", " ", result.output)
+
+
+def write_metrics(folder: RunFolder, **rates: float | None) -> None:
+    sides = {"inference": 900.0, "transport": 50_000.0, "training": 600.0, "data_wait_share": 0.01} | rates
+    line = {
+        "step": 2,
+        "loss": 7.25,
+        "seconds": 60.0,
+        "tokens_per_s": 580.0,
+        "acceptance_by_position": [0.5, 0.25],
+        "rates": sides | {"generators": 1, "ranks": 1},
+    }
+    folder.metrics.write_text(json.dumps(line) + "\n")
+
+
+def test_where_every_sample_is(run: RunFolder) -> None:
+    text = told(run)
+    assert "10: 2 consumed, 1 taken, 1 ready, 1 leased, 4 pending, 1 quarantined" in text
+    assert "epoch 0 ordinal 2 (sample 2): ValueError: hidden states are not finite" in text
+    assert "interrupted while training; go on with: draftsmith retrain --resume tiny-1" in text
+    assert "bottleneck" not in text
+
+
+def test_a_run_that_moves(run: RunFolder) -> None:
+    write_metrics(run)
+    with hold(run.run_lock):
+        text = told(run)
+    assert "state training samples" in text
+    assert "step 2 of 10, loss 7.250, acceptance by position 0.50 0.25, 580 tokens/s, about 4 min left" in text
+    assert "training is the slow side" in text
+    assert "stalled" not in text
+
+
+@pytest.mark.parametrize(
+    ("rates", "side"),
+    [
+        ({"data_wait_share": 0.4, "inference": 350.0}, "inference"),
+        ({"data_wait_share": 0.4, "inference": 900.0, "transport": 300.0}, "transport"),
+        ({"data_wait_share": 0.04, "inference": 350.0}, "training"),
+        ({"data_wait_share": 0.9, "inference": None, "transport": None}, "inference"),
+    ],
+)
+def test_the_slow_side_is_named(run: RunFolder, rates: dict[str, float | None], side: str) -> None:
+    write_metrics(run, **rates)
+    assert f"{side} is the slow side" in told(run)
+
+
+def test_the_newest_run_is_meant_where_none_is_named(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DRAFTSMITH_RUNS", str(tmp_path / "runs"))
+    with pytest.raises(ValueError, match=r"no runs in .*: start one with"):
+        CliRunner().invoke(app, ["status"], catch_exceptions=False)
+    for name in ("older", "newer"):
+        shutil.copytree(run.path, tmp_path / "runs" / name)
+        (tmp_path / "runs" / name / "config.json").write_text(run.config.read_text())
+    assert "run newer" in re.sub(r"\s+", " ", CliRunner().invoke(app, ["status"]).output)
+    with pytest.raises(ValueError, match="no run oldest"):
+        CliRunner().invoke(app, ["status", "oldest"], catch_exceptions=False)

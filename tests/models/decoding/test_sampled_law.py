@@ -1,0 +1,234 @@
+"""Sampled speculative text follows the target: three tokens' joint distribution against exact enumeration.
+
+What is drawn is the decoder's own text: `Conversation` and `decode_side_by_side` are all that `decode_speculatively`
+consists of, run with thousands of conversations where that has one. The target is a real one whose forwards were
+computed in advance for every text that can occur; the last tests run the same draws with its key-value cache.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.decoding import rejection
+from models.decoding.plain import Prefill
+from models.decoding.sampling import Sampling
+from models.decoding.speculative import Conversation, decode_side_by_side, speculate
+from models.drafts.base import Proposals
+from models.targets.model import HiddenStates, TargetModel
+
+VOCABULARY, PROMPT = 16, (3, 9, 1)
+DEPTH = 4
+"""Two tokens and two proposals after them: the longest text before the third token is there."""
+DRAWS, FEWER, TOGETHER = 200_000, 20_000, 5_000
+REJECTED = 1e-4
+NEVER: frozenset[int] = frozenset()
+ALL, NUCLEUS = (1.0, 1.0), (0.7, 0.8)
+
+
+class Text:
+    """What a key-value cache has taken in."""
+
+    tokens: tuple[int, ...] = ()
+
+    def crop(self, removed: int) -> None:
+        self.tokens = self.tokens[: len(self.tokens) + removed]
+
+
+class Remembering(TargetModel):
+    """A target that went through every continuation of `PROMPT` by `DEPTH` tokens; its `last` are already logits."""
+
+    def __init__(self, target: TargetModel):
+        self.head_weight = target.head_weight
+        codes = torch.arange(VOCABULARY**DEPTH)
+        digits = torch.stack([codes // VOCABULARY**place % VOCABULARY for place in reversed(range(DEPTH))], dim=1)
+        texts = torch.cat([torch.tensor(PROMPT).expand(len(codes), -1), digits], dim=1)
+        last = [target.forward(part).last.flatten(0, 1) for part in texts.split(8192)]
+        self.known = torch.cat([target.logits(part) for part in last]).unflatten(0, texts.shape)
+
+    def new_cache(self):
+        return Text()
+
+    def forward(self, tokens, cache=None, attention_mask=None):
+        start = len(cache.tokens)
+        cache.tokens += tuple(tokens[0].tolist())
+        code = 0
+        for token in cache.tokens[len(PROMPT) :]:
+            code = code * VOCABULARY + token
+        code *= VOCABULARY ** (DEPTH + len(PROMPT) - len(cache.tokens))
+        known = self.known[code : code + 1, start : len(cache.tokens)]
+        return HiddenStates(known, known)  # the drafts here read no features, but count them
+
+    def logits(self, last):
+        return last
+
+    def law(self, temperature: float, top_p: float) -> Tensor:
+        """`[V, V, V]` float64: the probability of every three tokens after the prompt."""
+        first, second, third = (nucleus(self.after(written), temperature, top_p) for written in range(3))
+        return first[:, None, None] * second[:, :, None] * third
+
+    def after(self, written: int) -> Tensor:
+        """Logits after every text of so many tokens, `[V, ..., V]`."""
+        places = [VOCABULARY] * written
+        return self.known[:, len(PROMPT) - 1 + written].view(*places, -1, VOCABULARY).select(written, 0)
+
+
+def nucleus(logits: Tensor, temperature: float, top_p: float) -> Tensor:
+    """A token stays if those that are likelier do not reach top-p; written as a count over all pairs."""
+    shares = (logits.double() / temperature).softmax(-1)
+    likelier = (shares[..., None, :] > shares[..., :, None]) * shares[..., None, :]
+    kept = shares * (likelier.sum(-1) < top_p)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+class Disagreeing:
+    """A draft that knows the last two tokens only, 11 of the 16 tokens, and what it knows is noisy."""
+
+    def __init__(self, target: Remembering):
+        generator = torch.Generator().manual_seed(5)
+        self.ids = torch.randperm(VOCABULARY, generator=generator)[:11].sort().values
+        known = target.after(2)[..., self.ids]
+        self.logits = known + 0.7 * torch.randn(known.shape, generator=generator)
+        self.waiting: dict[tuple[int, ...], Iterator[tuple[Tensor, Tensor]]] = {}
+
+    def proposer(self):
+        return self
+
+    def sample(self, sequence, aux, lookahead, sampling):
+        place = (*sequence[-2:].tolist(), lookahead)
+        found = next(self.waiting.get(place, iter(())), None)
+        if found is None:
+            self.waiting[place] = self.chains(place[:2], lookahead, sampling)
+            found = next(self.waiting[place])
+        return Proposals(*found)
+
+    def chains(self, last: tuple[int, int], lookahead: int, sampling: Sampling) -> Iterator[tuple[Tensor, Tensor]]:
+        """Many chains that start after the same two tokens, drawn at once."""
+        before, here = (torch.full((512,), token) for token in last)
+        tokens, drawn_from = [], []
+        for _ in range(lookahead):
+            q = sampling.distribution(self.logits[before, here])
+            before, here = here, self.ids[sampling.draw(q)]
+            tokens.append(here)
+            drawn_from.append(q.new_zeros(512, VOCABULARY).index_copy(1, self.ids, q))
+        return zip(torch.stack(tokens, 1).unbind(), torch.stack(drawn_from, 1).unbind(), strict=True)
+
+
+class Certain(Disagreeing):
+    """Proposes the likeliest token, as a source without a distribution."""
+
+    def chains(self, last, lookahead, sampling):
+        tokens, probabilities = zip(*super().chains(last, lookahead, Sampling(1.0, 1e-9)), strict=True)
+        assert all(rows.max() == 1 for rows in probabilities)
+        return zip(tokens, [None] * len(tokens), strict=True)
+
+
+@pytest.fixture(scope="module")
+def real(llama: Callable[..., TargetModel]) -> TargetModel:
+    """A quieter head than the others': many texts have their chance."""
+    quiet = llama(21, VOCABULARY)
+    with torch.no_grad():
+        quiet.head_weight *= 0.25
+    return quiet
+
+
+@pytest.fixture(scope="module")
+def target(real: TargetModel) -> Remembering:
+    return Remembering(real)
+
+
+def draw(target: Remembering, source: Disagreeing, sampling: Sampling, draws: int) -> Tensor:
+    """`[V, V, V]` how often every three tokens were written, with lookahead 1 and 2 in turn.
+
+    With lookahead 1 the third token can be a bonus token, with lookahead 2 a second proposal.
+    """
+    counts = torch.zeros(VOCABULARY**3)
+    gc.disable()  # a third of the time would go into walking over the conversations, again and again
+    for _ in range(draws // TOGETHER):
+        firsts = sampling.choose(target.known[0, len(PROMPT) - 1].expand(TOGETHER, -1)).tolist()
+        texts = [begin(target, source, token, 1 + turn % 2, sampling) for turn, token in enumerate(firsts)]
+        decode_side_by_side(texts, sampling)
+        written = torch.tensor([text.tokens for text in texts]) @ torch.tensor([VOCABULARY**2, VOCABULARY, 1])
+        counts += written.bincount(minlength=VOCABULARY**3)
+    gc.enable()
+    return counts.view(VOCABULARY, VOCABULARY, VOCABULARY)
+
+
+def begin(target: Remembering, source: Disagreeing, token: int, lookahead: int, sampling: Sampling) -> Conversation:
+    cache = Text()
+    cache.tokens = PROMPT
+    start = Prefill(PROMPT, cache, target.known[0, : len(PROMPT)], token)
+    return Conversation(target, source, start, lookahead, 3, NEVER, sampling=sampling)
+
+
+def p_value(counts: Tensor, law: Tensor) -> float:
+    """Pearson's chi-squared, cells pooled until 5 draws are expected in each; 0 if an impossible text was written."""
+    if bool((counts[law == 0] > 0).any()):
+        return 0.0
+    pools = [[0.0, 0.0]]
+    expected, order = (law[law > 0] * counts.sum()).sort()
+    for hoped, seen in zip(expected.tolist(), counts[law > 0][order].tolist(), strict=True):
+        if pools[-1][0] >= 5:
+            pools.append([0.0, 0.0])
+        pools[-1] = [pools[-1][0] + hoped, pools[-1][1] + seen]
+    statistic = sum((seen - hoped) ** 2 / hoped for hoped, seen in pools)
+    half = torch.tensor([(len(pools) - 1) / 2, statistic / 2], dtype=torch.double)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+@pytest.mark.parametrize("rule", [ALL, NUCLEUS])
+def test_three_tokens_follow_the_target(target, rule):
+    sampling = Sampling(*rule, torch.Generator().manual_seed(1))
+    assert p_value(draw(target, Disagreeing(target), sampling, DRAWS), target.law(*rule)) >= REJECTED
+
+
+@pytest.mark.parametrize("rule", [ALL, NUCLEUS])
+def test_a_decoder_without_the_residual_distribution_is_rejected(target, rule, monkeypatch):
+    monkeypatch.setattr(rejection, "residual", lambda p, q: p)
+    sampling = Sampling(*rule, torch.Generator().manual_seed(1))
+    assert p_value(draw(target, Disagreeing(target), sampling, FEWER), target.law(*rule)) < REJECTED
+
+
+@pytest.mark.parametrize("rule", [ALL, NUCLEUS])
+def test_certain_proposals_follow_the_target_too(target, rule):
+    sampling = Sampling(*rule, torch.Generator().manual_seed(1))
+    assert p_value(draw(target, Certain(target), sampling, FEWER), target.law(*rule)) >= REJECTED
+
+
+def test_a_draft_that_misstates_what_it_drew_from_is_rejected(target):
+    class Misstating(Disagreeing):
+        def sample(self, sequence, aux, lookahead, sampling):
+            tokens = super().sample(sequence, aux, lookahead, sampling).tokens
+            return Proposals(tokens, torch.full((lookahead, VOCABULARY), 1 / VOCABULARY))
+
+    sampling = Sampling(*ALL, torch.Generator().manual_seed(1))
+    assert p_value(draw(target, Misstating(target), sampling, FEWER), target.law(*ALL)) < REJECTED
+
+
+@pytest.mark.parametrize("rule", [ALL, NUCLEUS])
+def test_the_draft_disagrees(target, rule):
+    """Or the tests above would prove little: some proposals are rejected, some accepted, and the text varies."""
+    sampling = Sampling(*rule, torch.Generator().manual_seed(1))
+    source = Disagreeing(target)
+    firsts = sampling.choose(target.after(0).expand(400, -1)).tolist()
+    texts = [begin(target, source, token, 1, sampling) for token in firsts]
+    decode_side_by_side(texts, sampling)
+    assert 0.2 < sum(text.accepted[0] for text in texts) / 400 < 0.8
+    assert (target.law(*rule) * DRAWS >= 5).sum() > 100
+
+
+@pytest.mark.parametrize("rule", [ALL, NUCLEUS])
+def test_key_value_cache_and_memory_give_the_same_draws(real, target, rule):
+    """`speculate` from the prompt on, with the real target, writes what the texts above are made of."""
+    seen = set()
+    for seed in range(60):
+        both = [
+            speculate(one, Disagreeing(target), PROMPT, 1 + seed % 2, 3, NEVER, sampling=Sampling(*rule, generator))
+            for one in (real, target)
+            for generator in [torch.Generator().manual_seed(seed)]
+        ]
+        assert both[0] == both[1]
+        seen.add(both[0].tokens)
+    assert len(seen) > 20

@@ -1,0 +1,219 @@
+"""The report's files, and the same in Prefect and in MLflow."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.testing.utilities import prefect_test_harness
+
+from infra.ledger.answers import Quarantined
+from infra.records import (
+    Acceptance,
+    BenchmarkResult,
+    ExportRecord,
+    GateDecision,
+    Progress,
+    RegisteredDraft,
+    SampleSlot,
+    SamplesRecord,
+    TargetRecord,
+    TrainingResult,
+)
+from infra.tracking.client import NOTE, connect
+from infra.tracking.runs import TrackedRun
+from tasks.registry import register_draft
+from tasks.report import benchmark_report, tracking_link, training_report, write_report
+from tasks.report_facts import acceptance_by_lookahead, acceptance_rows, duration, signed
+from tasks.report_markdown import escaped, markdown_table
+from tasks.report_words import compared, how_good, what_next
+from tasks.run import OpenRun
+from tasks.tracking import open_tracking
+
+
+def test_the_report_holds_what_was_promised(result: BenchmarkResult, trained: TrainingResult) -> None:
+    shown = training_report(trained, Progress(consumed=30, pending=9, quarantined=1, attempts=3))
+    assert shown["samples"] == {"total": 40, "consumed": 30, "quarantined": 1, "capture_failures": 3}
+    assert shown["tokens"] == 1000
+    expected = {"steps": 20, "wall_s": 754.0, "data_wait_share": 0.05, "tokens_per_s": 100.0, "slow_side": "training"}
+    assert expected.items() <= shown["train"].items()
+    report = benchmark_report(result)
+    assert report["acceptance"]["simulated"] == {"length": {1: 1.5, 4: 3.5}, "by_position": [0.9, 0.5, None]}
+    assert report["acceptance"]["reference"]["length"] == {4: 3.5}
+    assert report["baseline"]["prompt_lookup"] == 2.1
+    assert report["target"]["distinct_token_share"] == 0.4
+    assert report["lossless"] == {"tokens": 1000, "mismatches": 0, "ties": 1}
+    assert report["speed"]["plain_tokens_per_s"] == 50.0
+    assert report["speed"]["speculative_tokens_per_s"] is None
+    assert report["conditions"]["lookahead"] == 4
+
+
+@pytest.mark.slow
+def test_prefect_and_mlflow_show_the_run(
+    *,
+    run: OpenRun,
+    tracking: TrackedRun,
+    target: TargetRecord,
+    samples: SamplesRecord,
+    trained: TrainingResult,
+    export: ExportRecord,
+    result: BenchmarkResult,
+) -> None:
+    draft = register_draft.fn(run, tracking, target, trained, export, result)
+    lose_a_sample(run, "out of | memory")
+
+    @flow
+    def reporting() -> None:
+        open_tracking(run)
+        write_report(run, target, samples, trained, result, draft)
+
+    with prefect_test_harness(server_startup_timeout=120):
+        reporting()
+        with get_client(sync_client=True) as client:
+            (named,) = client.read_flow_runs()
+            artifacts = {str(found.key): found for found in client.read_artifacts()}
+    assert named.name == run.folder.name
+    assert set(artifacts) == {"acceptance-length", "report"}
+    table: list[dict[str, Any]] = json.loads(str(artifacts["acceptance-length"].data))
+    assert table == acceptance_by_lookahead(result)
+    assert table[1]["draft, simulated"] == "3.50"
+    page = str(artifacts["report"].data)
+    assert "data:image/png;base64," in page
+    assert "3.50" in page
+    assert "out of \\| memory" in page
+    assert artifacts["report"].description == (
+        "3.50 tokens per step, gate passed against no draft (+250.0%), prompt lookup 2.10"
+    )
+
+    logged = connect(tracking.uri).get_run(tracking.run_id)
+    assert "Acceptance length 3.50" in logged.data.tags[NOTE]
+    assert "data:image" not in logged.data.tags[NOTE]
+    assert logged.data.tags["gate"] == "passed"
+    names = {artifact.path for artifact in connect(tracking.uri).list_artifacts(tracking.run_id)}
+    assert {"report.html", "report.json", "benchmark"} <= names
+    assert "out of | memory" in run.folder.report_page.read_text()
+    assert json.loads(run.folder.report.read_text())["samples"]["quarantined"] == 1
+
+
+def lose_a_sample(run: OpenRun, error: str) -> None:
+    with run.open_ledger() as ledger:
+        ledger.create_run(budget_bytes=1000, bytes_per_token=1, lease_seconds=60, max_attempts=1, order="any")
+        ledger.open_epoch(None, 0, [SampleSlot(ordinal=0, sample=7, tokens=10)])
+        (lease,) = ledger.lease("generator-0", 1)
+        ledger.fail(lease, error)
+        assert ledger.quarantined() == [Quarantined(0, 0, 7, error)]
+
+
+def test_the_table_has_a_row_per_source(result: BenchmarkResult) -> None:
+    rows = acceptance_rows(result)
+    assert rows[0] == {"": "draft, simulated", "1": "1.50", "4": "3.50"}
+    assert rows[1] == {"": "draft, real decoding", "1": "", "4": "3.50"}
+    assert [row[""] for row in rows[2:]] == [
+        "prompt lookup",
+        "draft, temperature 1, greedy proposals",
+        "prompt lookup, temperature 1",
+    ]
+    both = acceptance_rows(result.model_copy(update={"sampled_reference": result.reference}))
+    assert both[-2] == {"": "draft, temperature 1, sampled proposals", "1": "", "4": "3.50"}
+
+
+def test_prefect_gets_named_columns(result: BenchmarkResult) -> None:
+    one, four = acceptance_by_lookahead(result)
+    assert (one["lookahead"], one["draft, simulated"], one["draft, real decoding"]) == (1, "1.50", "")
+    assert (four["lookahead"], four["prompt lookup"]) == (4, "2.10")
+    assert all(name and not name.isdigit() for name in one)  # the page breaks without, and sorts by number
+
+
+@pytest.mark.parametrize(
+    ("uri", "text", "href"),
+    [
+        ("https://mlflow.example/", "https://mlflow.example/#/experiments/3/runs/r", True),
+        ("https://me:secret@mlflow.example", "https://me:***@mlflow.example/#/experiments/3/runs/r", True),
+        (
+            "sqlite:////my runs/mlflow.db",
+            "mlflow ui --backend-store-uri 'sqlite:////my runs/mlflow.db'  # run r",
+            False,
+        ),
+        ("postgresql://me:secret@db/mlflow", "mlflow ui --backend-store-uri 'postgresql://me:***@db/mlflow'", False),
+    ],
+)
+def test_a_server_is_linked_and_a_database_gets_a_command(uri: str, text: str, href: bool) -> None:
+    link = tracking_link(TrackedRun(uri=uri, experiment_id="3", run_id="r"))
+    assert link.text.startswith(text)
+    assert link.href == (link.text if href else None)
+
+
+def test_a_champion_in_service_is_compared_with(result: BenchmarkResult) -> None:
+    champion = Acceptance(conversations=8, length={1: 1.4, 4: 2.8}, steps={4: 60}, by_position=(0.8,))
+    gate = result.gate.model_copy(update={"against": "version 6", "lower_bound": 0.19})
+    words = compared(result.model_copy(update={"champion": champion, "gate": gate}))
+    assert "against the draft in service, which reaches 2.80, the difference is +25.0% (at least +19.0% with" in words
+    assert "no draft in service" in compared(result)
+
+
+def test_a_speed_is_told_as_it_was(result: BenchmarkResult) -> None:
+    assert "no speed-up is published" in how_good("tiny", result)
+    for speedup, faster, words in ((1.5, 75.0, "1.50 times as fast"), (0.8, 40.0, "became slower")):
+        speed = result.speed.model_copy(update={"speedup": speedup, "speculative_tokens_per_s": faster})
+        told = how_good("tiny", result.model_copy(update={"speed": speed}))
+        assert words in told
+        assert f"{faster} instead of 50.0 tokens per second" in told
+
+
+@pytest.mark.parametrize(
+    ("passed", "aliases", "replaces", "expected"),
+    [
+        (True, ("champion",), "2", "`draftsmith drafts rollback --name d` puts version 2 back"),
+        (True, ("champion",), "", "is the champion, the draft that serving takes from now on."),
+        (True, (), "", "somebody has moved the aliases since"),
+        (False, ("challenger",), "", "waits as the challenger"),
+        (False, ("champion",), "", "only because somebody promoted it"),
+        (False, (), "", "is registered and does not serve"),
+    ],
+)
+def test_what_comes_next_is_what_the_registry_says(
+    gate: GateDecision, passed: bool, aliases: tuple[str, ...], replaces: str, expected: str
+) -> None:
+    draft = RegisteredDraft(name="d", version=3, model_id="m", aliases=aliases, tags={"replaces": replaces})
+    assert expected in what_next(gate.model_copy(update={"passed": passed}), draft)
+
+
+@pytest.fixture
+def gate(result: BenchmarkResult) -> GateDecision:
+    return result.gate
+
+
+@given(st.lists(st.text(), min_size=1, max_size=4))
+def test_a_table_keeps_its_shape_whatever_is_in_it(cells: list[str]) -> None:
+    lines = markdown_table([{str(at): cell for at, cell in enumerate(cells)}]).split("\n")
+    assert len(lines) == 3
+    bars = [line.replace("\\\\", "").replace("\\|", "").count("|") for line in lines]
+    assert bars == [len(cells) + 1] * 3
+
+
+@given(st.text())
+def test_escaped_text_loses_only_its_line_breaks(text: str) -> None:
+    plain = escaped(text)
+    assert "".join(part.replace("\\", "") for part in plain.split("\\\\")) == " ".join(text.split()).replace("\\", "")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.94, "0.9 s"), (59.7, "1 min 0 s"), (311, "5 min 11 s"), (3599.6, "1 h 0 min"), (90061, "25 h 1 min")],
+)
+def test_durations_have_two_units_at_most(seconds: float, shown: str) -> None:
+    assert duration(seconds) == shown
+
+
+def test_differences_carry_their_sign() -> None:
+    assert [signed(value) for value in (0.604, 0.0, -0.1)] == ["+60.4%", "+0.0%", "−10.0%"]
+
+
+def test_the_template_is_shipped() -> None:
+    root = Path(__file__).parents[2]
+    assert list((root / "tasks").glob("*.jinja"))
+    assert 'package-data.tasks = ["*.jinja"]' in (root / "pyproject.toml").read_text()
