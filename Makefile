@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Where there is a GPU, pip may take the CUDA build; where there is none, this version has a CPU build.
 TORCH := $(if $(shell command -v nvidia-smi),torch,torch==2.13.0)
 
-.PHONY: quickstart test lint check bench clean
+.PHONY: quickstart test lint check bench chaos clean
 
 quickstart: $(VENV)/.ready
 	$(BIN)/draftsmith retrain recipes/quickstart.yaml
@@ -31,6 +31,10 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/pip install --quiet '$(TORCH)'
 	$(BIN)/pip install --quiet --editable '.[quickstart,dev]'
 	@touch $@
+
+# 200 runs under fire, about an hour and a half on two cores.
+chaos: $(VENV)/.ready
+	$(BIN)/python benchmarks/chaos.py
 
 clean:
 	rm -rf $(VENV) runs
