@@ -73,8 +73,10 @@ def blame(ledger: Ledger) -> str:
     place = f"epoch {oldest.epoch} ordinal {oldest.ordinal} ({oldest.tokens} tokens)"
     if oldest.state == LEASED:
         held = f" for {oldest.held_s:.0f} s" if oldest.held_s else ""
-        log = f"logs/{str(oldest.owner).rpartition('-')[0]}.log"
-        return f"inference is to blame: {oldest.owner} has held {place}{held} without publishing it; see {log}"
+        return (
+            f"inference is to blame: {oldest.owner} has held {place}{held} without publishing it; "
+            f"see logs/{oldest.owner}.log"
+        )
     if oldest.state == PENDING:
         return (
             f"inference is to blame: nobody captures {place}, {states.pending} samples are pending; "

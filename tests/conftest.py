@@ -80,8 +80,10 @@ def start() -> Iterator[Start]:
     """Starts a module on a run: `start("models.capture.generator", folder)`; none outlives the test."""
     started: list[subprocess.Popen[str]] = []
 
-    def launch(module: str, folder: RunFolder, ranks: int | None = None) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", module, str(folder.path), *(["--ranks", str(ranks)] if ranks else [])]
+    def launch(module: str, folder: RunFolder, **options: int) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", module, str(folder.path)]
+        for name, value in options.items():
+            command += [f"--{name}", str(value)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         started.append(process)
         return process

@@ -120,7 +120,7 @@ class GeneratorSide(Transactions):
             return connection.execute(change.values(lease_expires=database_now() + run.lease_seconds)).rowcount
 
     def give_back(self, owner: str) -> int:
-        """Give all leases of `owner` back, at a clean shutdown; their number."""
+        """Give all leases of `owner` back, at a clean shutdown or by its successor; their number."""
         with self._write() as (connection, _):
             return self._to_pending(connection, samples.c.state == LEASED, samples.c.owner == owner)
 

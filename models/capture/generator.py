@@ -4,7 +4,6 @@
 """
 
 import argparse
-import os
 import signal
 import time
 from pathlib import Path
@@ -103,7 +102,9 @@ def main() -> None:
     if run.config.capture.threads:
         torch.set_num_threads(run.config.capture.threads)
     started = time.monotonic()
-    generator = Generator(run, f"generator-{arguments.index}-{os.getpid()}")
+    generator = Generator(run, f"generator-{arguments.index}")
+    # Whoever had this index before is dead: what it held need not wait for its leases to expire.
+    generator.ledger.give_back(generator.owner)
     signal.signal(signal.SIGTERM, generator.stop)
     generator.check_canary()
     print(f"generator {arguments.index} ready after {time.monotonic() - started:.1f} s: canary passed", flush=True)

@@ -112,6 +112,20 @@ def is_whole(folder: RunFolder, record: CheckpointRecord) -> bool:
     return all((path / n).is_file() and sha256_file(path / n) == digest for n, digest in manifest.sha256.items())
 
 
+def record_of(folder: RunFolder, path: Path) -> CheckpointRecord | None:
+    """A checkpoint folder's record made anew from its manifest; None where the checkpoint is not whole."""
+    if not (path / MANIFEST).is_file():
+        return None
+    manifest = Manifest.read(path / MANIFEST)
+    record = CheckpointRecord(
+        step=manifest.step,
+        path=str(path.relative_to(folder.path)),
+        manifest_hash=sha256_file(path / MANIFEST),
+        incarnation=manifest.incarnation,
+    )
+    return record if is_whole(folder, record) else None
+
+
 def read_tensors(path: Path, name: str) -> dict[str, Tensor]:
     """One of a checkpoint's tensor files."""
     return load_file(path / name)

@@ -19,9 +19,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     options = parser.parse_args()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    agent = ["--standalone", "--nproc-per-node", str(options.ranks), "-m", "models.training.trainer", str(options.run)]
+    logs = ["--log-dir", str(options.run / "logs" / "ranks")]  # by default a folder that torchrun leaves in /tmp
+    ranks = ["--standalone", "--nproc-per-node", str(options.ranks), *logs]
     try:
-        torchrun.run(torchrun.parse_args(agent))
+        torchrun.run(torchrun.parse_args([*ranks, "-m", "models.training.trainer", str(options.run)]))
     except ChildFailedError as error:
         status = error.get_first_failure()[1].exitcode
         raise SystemExit(status if status > 0 else 128 - status) from None

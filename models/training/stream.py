@@ -16,12 +16,13 @@ import torch
 from infra.bottleneck import StallError, blame
 from infra.ledger.answers import EndOfEpoch, Resume, Wait
 from infra.ledger.ledger import Ledger
-from infra.records import SampleSlot, StepPlan
+from infra.records import StepPlan
 from models.capture.layout import as_bytes
 from models.drafts.base import PackedSamples, supervised_positions
-from models.run import Run, epoch_order
+from models.run import Run
 from models.targets.model import HiddenStates
 from models.training.control import Control
+from models.training.takeover import epoch_slots
 
 POLL_S = 0.02
 
@@ -128,10 +129,7 @@ class StepStream:
     def _open_epoch(self) -> None:
         if self.epoch in self._opened:
             return
-        lengths = self.samples.lengths.tolist()
-        order = epoch_order(self.run.config.seed, self.epoch, len(lengths))
-        slots = [SampleSlot(ordinal=o, sample=s, tokens=lengths[s]) for o, s in enumerate(order)]
-        self.ledger.open_epoch(self.incarnation, self.epoch, slots)
+        self.ledger.open_epoch(self.incarnation, self.epoch, epoch_slots(self.run, self.epoch))
         self._opened.add(self.epoch)
 
     def _fetch(self, plan: StepPlan) -> list[MicroBatch]:

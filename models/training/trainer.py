@@ -30,6 +30,7 @@ from models.training.control import Control
 from models.training.lightning_module import DraftModule
 from models.training.progress import Progress
 from models.training.stream import MicroBatch, StepStream
+from models.training.takeover import take_over
 
 
 class StepEnd(Callback):
@@ -108,17 +109,8 @@ class DraftTrainer:
 
     def _resume(self) -> Resume:
         """Rank 0 takes the run over; every rank learns what it goes on from."""
-        folder, transport = self.run.folder, self.run.open_transport()
-        resume = None
-        if self.control.rank == 0:
-            resume = self.ledger.resume(lambda record: checkpoints.is_whole(folder, record), transport.verify)
-            for record in resume.dropped:
-                print(f"checkpoint of step {record.step} ({record.path}) does not verify and is dropped", flush=True)
-            # The store first, then the ledger: a key that is leased and written in between is held.
-            for key in set(transport.keys()) - self.ledger.held_keys():
-                transport.delete(key)
-            checkpoints.remove_uncommitted(folder, self.ledger)
-            checkpoints.rewind_metrics(folder, resume.checkpoint.step if resume.checkpoint else 0)
+        first = self.control.rank == 0
+        resume = take_over(self.run, self.ledger, self.run.open_transport()) if first else None
         resume = self.control.decide(resume, Resume)
         assert resume is not None
         return resume

@@ -1,8 +1,11 @@
 """Several ranks, accumulation, and another number of ranks after a resume: the same training. Real processes, gloo."""
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,3 +95,30 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     assert run.open_ledger().progress() == Progress(consumed=43)
     assert losses(folder) == pytest.approx(losses(undisturbed), rel=1e-5)
     assert distance(weights(folder), weights(undisturbed)) < 1e-5
+
+
+@pytest.mark.slow
+def test_accumulation_reduces_gradients_once_per_step(
+    make_run: Callable[..., RunFolder], start: Callable[..., Any], tmp_path: Path
+) -> None:
+    folder = make_run("counted", *SMALL, "training.ranks=2", "training.micro_batches=3", "training.max_steps=5")
+    generator = start("models.capture.generator", folder)
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--log-dir",
+        str(tmp_path),
+    ]
+    script = Path(__file__).with_name("counting_trainer.py")
+    ended = subprocess.run(
+        [*torchrun, str(script), str(folder.path), str(tmp_path / "reduced")],
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    generator.communicate(timeout=60)
+    # One bucket holds all gradients, but for the first step, before DDP has put it together anew.
+    assert int((tmp_path / "reduced").read_text()) in {5, 6}

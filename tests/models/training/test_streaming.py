@@ -117,6 +117,49 @@ def test_bfloat16_follows_float32(make_run, run_to_the_end):
     assert losses(rounded) != losses(exact)
 
 
+def test_generators_come_and_go(make_run, start):
+    """Three generators; one is told to stop and one is killed in the middle, and nothing is lost."""
+    folder = make_run("several", *SMALL, "data.max_samples=120", "ledger.lease_seconds=5")
+    trainer = start("models.training.launch", folder, ranks=1)
+    stopped, killed, staying = [start("models.capture.generator", folder, index=index) for index in range(3)]
+    deadline = time.monotonic() + 120
+    while not folder.metrics.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    stopped.terminate()
+    killed.kill()
+    output, _ = stopped.communicate(timeout=60)
+    assert stopped.returncode == 0, output
+    for process in (trainer, staying):
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+    assert Run.open(folder.path).open_ledger().progress() == Progress(consumed=120)
+    assert losses(folder) == pytest.approx(train_in_memory(Run.open(folder.path)), rel=1e-6)
+
+
+def test_a_lost_ledger_is_rebuilt_from_the_checkpoint(make_run, run_to_the_end, start, kill_tree):
+    undisturbed = make_run("whole", *SMALL)
+    run_to_the_end(undisturbed)
+    folder = make_run("lost", *SMALL, "training.checkpoint_steps=3", "training.keep_checkpoints=9")
+    processes = start("models.capture.generator", folder), start("models.training.launch", folder, ranks=1)
+    deadline = time.monotonic() + 120
+    while not (folder.checkpoints / "step-000003").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for process in processes:
+        kill_tree(process.pid)
+        process.communicate(timeout=30)
+    for file in folder.path.glob("ledger.sqlite*"):
+        file.unlink()
+    # A checkpoint that does not verify is not the one to rebuild from.
+    torn = shutil.copytree(folder.checkpoints / "step-000003", folder.checkpoints / "step-000009")
+    (torn / "draft.safetensors").write_bytes(b"torn")
+    run_to_the_end(folder)
+    ledger = Run.open(folder.path).open_ledger()
+    assert ledger.progress() == Progress(consumed=36)
+    assert losses(folder) == losses(undisturbed)
+    mine, theirs = final_weights(folder), final_weights(undisturbed)
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
 def test_a_bad_sample_is_quarantined_and_the_rest_is_trained(make_run, run_to_the_end):
     folder = make_run("bad", *SMALL)
     run = Run.open(folder.path)

@@ -1,0 +1,48 @@
+"""How a trainer takes its run over: from the ledger, or, where that was lost, from the newest checkpoint's manifest.
+
+Runs in the trainer's rank 0 before anything is planned.
+"""
+
+from infra.ledger.answers import Resume
+from infra.ledger.ledger import Ledger
+from infra.ledger.planning import unpack_ordinals
+from infra.records import SampleSlot
+from infra.transport.base import Transport
+from models.run import Run, epoch_order
+from models.training import checkpoint as checkpoints
+
+
+def take_over(run: Run, ledger: Ledger, transport: Transport) -> Resume:
+    """Take the run over, and remove what no row of the ledger knows: objects, checkpoints, metrics of undone steps."""
+    folder = run.folder
+    _rebuild_if_lost(run, ledger)
+    resume = ledger.resume(lambda record: checkpoints.is_whole(folder, record), transport.verify)
+    for record in resume.dropped:
+        print(f"checkpoint of step {record.step} ({record.path}) does not verify and is dropped", flush=True)
+    # The store first, then the ledger: a key that is leased and written in between is held.
+    for key in set(transport.keys()) - ledger.held_keys():
+        transport.delete(key)
+    checkpoints.remove_uncommitted(folder, ledger)
+    checkpoints.rewind_metrics(folder, resume.checkpoint.step if resume.checkpoint else 0)
+    return resume
+
+
+def epoch_slots(run: Run, epoch: int) -> list[SampleSlot]:
+    """Every sample of an epoch in its order."""
+    lengths = run.open_samples().lengths.tolist()
+    order = epoch_order(run.config.seed, epoch, len(lengths))
+    return [SampleSlot(ordinal=o, sample=s, tokens=lengths[s]) for o, s in enumerate(order)]
+
+
+def _rebuild_if_lost(run: Run, ledger: Ledger) -> None:
+    """An empty ledger beside a whole checkpoint is a lost one."""
+    if ledger.progress().total or ledger.checkpoints():
+        return
+    for path in sorted(run.folder.checkpoints.glob("step-*"), reverse=True):
+        record = checkpoints.record_of(run.folder, path)
+        if record is None:
+            continue
+        manifest = checkpoints.Manifest.read(path / checkpoints.MANIFEST)
+        ledger.rebuild(record, manifest.epoch, epoch_slots(run, manifest.epoch), unpack_ordinals(manifest.consumed))
+        print(f"the ledger was lost; it is rebuilt from the checkpoint of step {record.step}", flush=True)
+        return
