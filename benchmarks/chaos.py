@@ -19,8 +19,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from itertools import chain
+from multiprocessing import get_context
 from pathlib import Path
 
 import psutil
@@ -83,10 +86,10 @@ def drive(path: Path) -> None:
     config = read_config(folder.config)
     with ExitStack() as stack:
         pool = LocalPool(stack.enter_context(own_run(folder, config.transport, print)))
-        capture, training = config.capture, config.training
+        settings, training = config.generator, config.training
         generators = [
-            stack.enter_context(closing(start_generator(pool, folder, index, capture.generators, capture.threads)))
-            for index in range(capture.generators)
+            stack.enter_context(closing(start_generator(pool, folder, index, settings.count, settings.threads)))
+            for index in range(settings.count)
         ]
         trainer = stack.enter_context(closing(start_trainer(pool, folder, training.ranks, training.threads)))
         ledger = stack.enter_context(Ledger.open(folder.ledger_url, folder.name))
@@ -153,7 +156,7 @@ class Scenario:
         self.outcome = Outcome(seed, ranks, generators, self.dice.randint(2, 12))
         overrides = [
             f"training.ranks={ranks}",
-            f"capture.generators={generators}",
+            f"generator.count={generators}",
             f"training.checkpoint_steps={self.outcome.checkpoint_steps}",
         ]
         self.folder = copy_run(prepared, base, f"seed-{seed}", overrides)
@@ -269,8 +272,15 @@ def reference_of(base: Path, prepared: RunFolder, ranks: int) -> str:
     return weights_hash(folder)
 
 
+def campaigns(seeds: range, side_by_side: int) -> list[Outcome]:
+    """All seeds, in so many processes, each with shared memory of its own."""
+    shares = [seeds[first::side_by_side] for first in range(side_by_side)]
+    with ProcessPoolExecutor(side_by_side, mp_context=get_context("spawn")) as processes:
+        return sorted(chain.from_iterable(processes.map(campaign, shares)), key=lambda outcome: outcome.seed)
+
+
 def campaign(seeds: range) -> list[Outcome]:
-    """All seeds, one after the other."""
+    """Seeds one after the other."""
     outcomes = []
     with (
         tempfile.TemporaryDirectory(prefix="chaos-") as scratch,
@@ -297,6 +307,7 @@ def campaign(seeds: range) -> list[Outcome]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0:200", help="first:end")
+    parser.add_argument("--side-by-side", type=int, default=2, help="runs at the same time")
     parser.add_argument("--json", type=Path, default=RESULT)
     parser.add_argument("--drive", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -304,7 +315,7 @@ def main() -> None:
         drive(options.drive)
         return
     first, end = map(int, options.seeds.split(":"))
-    outcomes = campaign(range(first, end))
+    outcomes = campaigns(range(first, end), options.side_by_side)
     failed = [outcome.seed for outcome in outcomes if outcome.faults]
     kills = Counter(kill.rpartition(" at ")[0] for outcome in outcomes for kill in outcome.kills)
     result = {

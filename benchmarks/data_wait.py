@@ -45,7 +45,7 @@ def publish(path: Path, tokens_per_s: float | None) -> None:
     )
     started, published = time.monotonic(), 0
     while not ledger.finished():
-        leases = ledger.lease("publisher", run.config.capture.lease_samples)
+        leases = ledger.lease("publisher", run.config.generator.lease_samples)
         for lease in leases:
             part = HiddenStates(ready.aux[: lease.tokens], ready.last[: lease.tokens])
             ledger.publish(lease, transport.put(ledger.key(lease), layout.pack(part)))

@@ -23,7 +23,7 @@ from models.benchmark.result import lossless_record
 from models.benchmark.standalone import find_target, read_aux_layer_ids, read_prompts
 from models.data.conversations import source_hash
 from models.decoding.plain import continue_batch
-from models.run import DTYPES
+from models.dtypes import DTYPES
 
 RESULTS = Path(__file__).parent / "results"
 

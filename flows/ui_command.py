@@ -15,8 +15,9 @@ import typer
 
 from infra.health import public, trouble
 from infra.locks import Lock, LockHeldError, hold
+from infra.ports import HOST, is_free
 from infra.processes import Owner
-from infra.servers import ANSWER_S, GRACE_S, HOST, POLL_S, Server, is_free, start_mlflow, start_prefect, wait_until_up
+from infra.servers import ANSWER_S, GRACE_S, POLL_S, Server, start_mlflow, start_prefect, wait_until_up
 from infra.settings import prefect_api_url, runs_folder, tracking_uri
 
 PREFECT_PORT, MLFLOW_PORT = 4200, 5000

@@ -9,6 +9,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from infra.config import TransportConfig
+
 
 class Record(BaseModel):
     """A frozen, strict record that is written as JSON."""
@@ -76,6 +78,27 @@ class ObjectRecord(Record):
     @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers)
+
+
+class CaptureSpec(Record):
+    """What an engine's capture plugin has to know of a run."""
+
+    transport: TransportConfig
+    run: Path
+    """The run's folder."""
+    aux_count: int
+    hidden_size: int
+    dtype: str
+    """Of the stored hidden states."""
+
+
+class CaptureReply(Record):
+    """What the capture plugin answers for one sample: its record, or why there is none."""
+
+    record: ObjectRecord | None = None
+    put_s: float = 0.0
+    """Seconds of writing to the transport."""
+    error: str | None = None
 
 
 class SampleSlot(Record):

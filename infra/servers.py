@@ -2,17 +2,16 @@
 
 import atexit
 import os
-import socket
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from infra.health import trouble
+from infra.ports import HOST, any_free_port
 from infra.processes import TAIL_LINES, Owner, Process, ProcessFailedError, module, start
 from infra.settings import prefect_api_url, runs_folder, tracking_uri, use_private_prefect_api
 
-HOST = "127.0.0.1"
 START_S = 300.0
 """Making both databases took 25 s on two idle cores."""
 ANSWER_S = 2.0
@@ -121,28 +120,11 @@ def ensure_prefect_api() -> None:
     """
     if prefect_api_url() is not None:
         return
-    server = start_prefect(Owner("prefect", runs_folder() / ".servers"), _any_free_port())
+    server = start_prefect(Owner("prefect", runs_folder() / ".servers"), any_free_port())
     # After Prefect's own exit handlers, which still send logs: those are registered later, so they run before.
     atexit.register(server.stop)
     wait_until_up([server], threading.Event())
     use_private_prefect_api(f"{server.address}/api")
-
-
-def is_free(port: int) -> bool:
-    """Whether nobody listens at a port of this machine."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except (OSError, OverflowError):
-            return False
-    return True
-
-
-def _any_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 def _unless_set(defaults: dict[str, str]) -> dict[str, str]:

@@ -1,8 +1,11 @@
 """The one place that reads environment variables."""
 
 import os
+import sys
 import tomllib
 from pathlib import Path
+
+from infra.records import CaptureSpec
 
 TRUE = frozenset({"1", "true", "yes", "on"})
 
@@ -25,6 +28,26 @@ def tracking_uri() -> str:
 def shared_memory_folder() -> Path:
     """Where transports keep objects: $DRAFTSMITH_SHM, or /dev/shm."""
     return Path(os.environ.get("DRAFTSMITH_SHM", "/dev/shm"))
+
+
+CAPTURE = "DRAFTSMITH_CAPTURE"
+"""JSON of a CaptureSpec: set for an engine whose plugin is to capture."""
+
+
+def capture_spec() -> CaptureSpec | None:
+    """What the capture plugin of this engine captures, and where to; None: it does not."""
+    text = os.environ.get(CAPTURE)
+    return None if text is None else CaptureSpec.model_validate_json(text)
+
+
+def sglang_environment() -> Path:
+    """The environment that SGLang lives in: $DRAFTSMITH_SGLANG, or .venv-sglang beside this one."""
+    return Path(os.environ.get("DRAFTSMITH_SGLANG", Path(sys.prefix).parent / ".venv-sglang")).expanduser()
+
+
+def leased_gpus() -> list[str]:
+    """The GPUs that this process's pool gave it, by $CUDA_VISIBLE_DEVICES."""
+    return [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
 
 
 def rank_from_environment() -> tuple[int, int]:

@@ -85,7 +85,7 @@ def _kill_descendants() -> None:
     """SIGKILL and reap whatever is left below this process, in whichever session it hides."""
     deadline = time.monotonic() + KILL_S
     while time.monotonic() < deadline:
-        for pid in _descendants():
+        for pid in descendants(os.getpid()):
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -98,8 +98,8 @@ def _kill_descendants() -> None:
         time.sleep(0.02)
 
 
-def _descendants() -> list[int]:
-    """Process ids below this one, from /proc."""
+def descendants(pid: int) -> list[int]:
+    """Process ids below `pid`, from /proc."""
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -107,11 +107,11 @@ def _descendants() -> list[int]:
         except (FileNotFoundError, ProcessLookupError):
             continue
         parents[int(stat.parent.name)] = int(fields[1])
-    found = {os.getpid()}
+    found = {pid}
     while True:
-        grown = found | {pid for pid, parent in parents.items() if parent in found}
+        grown = found | {child for child, parent in parents.items() if parent in found}
         if grown == found:
-            return sorted(found - {os.getpid()})
+            return sorted(found - {pid})
         found = grown
 
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from infra.config import InferencePoolConfig, LedgerConfig, TrackingConfig, TrainingPoolConfig, TransportConfig
 from models.benchmark.config import BenchmarkConfig, PromotionConfig
-from models.capture.config import CaptureConfig
+from models.capture.config import GeneratorConfig
 from models.data.config import DataConfig
 from models.drafts.config import DraftConfig
 from models.targets.config import TargetConfig
@@ -25,7 +25,7 @@ class RunConfig(BaseModel):
     seed: int = 0
     target: TargetConfig
     data: DataConfig = DataConfig()
-    capture: CaptureConfig = CaptureConfig()
+    generator: GeneratorConfig = GeneratorConfig()
     draft: DraftConfig
     training: TrainingConfig = TrainingConfig()
     benchmark: BenchmarkConfig = BenchmarkConfig()
@@ -86,7 +86,7 @@ def read_config(path: Path) -> RunConfig:
 
 
 PLACEMENT = frozenset(
-    {"training.ranks", "training.micro_batches", "training_pool.gpus", "inference_pool.gpus", "capture.generators"}
+    {"training.ranks", "training.micro_batches", "training_pool.gpus", "inference_pool.gpus", "generator.count"}
 )
 """Settings that a resumed run may change: they decide where it runs, not what it comes to."""
 

@@ -14,8 +14,7 @@ from infra.transport.choice import open_transport
 from models.capture.layout import Layout
 from models.config import RunConfig, read_config
 from models.data.sample_set import SampleSet, Split
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from models.dtypes import DTYPES
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Run:
     @property
     def layout(self) -> Layout:
         """Shapes and data type of captured hidden states."""
-        dtype = DTYPES[self.config.capture.stored_dtype]
+        dtype = DTYPES[self.config.generator.stored_dtype]
         return Layout(len(self.config.target.aux_layer_ids), self.target.hidden_size, dtype)
 
     def open_samples(self, split: Split = "train") -> SampleSet:

@@ -25,8 +25,8 @@ def generating(run: OpenRun, pool: Pool) -> Iterator[list[KeptProcess]]:
 @task(name="start generators", cache_policy=NO_CACHE)
 def start_generators(run: OpenRun, pool: Pool) -> list[KeptProcess]:
     """Start the configured number of generators on the inference pool; the pool's release stops them too."""
-    capture, generators = run.config.capture, []
-    for index in range(capture.generators):
-        generators.append(start_generator(pool, run.folder, index, capture.generators, capture.threads))
+    settings, generators = run.config.generator, []
+    for index in range(settings.count):
+        generators.append(start_generator(pool, run.folder, index, settings.count, settings.threads))
         get_run_logger().info("generator-%d: log in %s", index, generators[-1].process.log)
     return generators

@@ -36,10 +36,10 @@ def refuse_small_budget(config: RunConfig, target: TargetRecord, samples: Sample
     states = len(config.target.aux_layer_ids) + 1
     check_budget(
         budget_bytes=config.transport.budget_mib * 2**20,
-        bytes_per_token=states * target.hidden_size * BYTES[config.capture.stored_dtype],
+        bytes_per_token=states * target.hidden_size * BYTES[config.generator.stored_dtype],
         longest_sample_tokens=samples.longest,
         samples_per_step=config.training.samples_per_step,
         ranks=config.training.ranks,
         prefetch_steps=config.training.prefetch_steps,
-        generator_slots=config.capture.generators * config.capture.lease_samples,
+        generator_slots=config.generator.slots,
     )

@@ -1,6 +1,5 @@
 """All checks of `draftsmith doctor`, each on its own: one that cannot be made says so and ends no other."""
 
-import sys
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -33,7 +32,7 @@ def examine() -> list[Finding]:
         ("GPUs", lambda: devices.check_gpus(gpus())),
         ("torch build", lambda: _check_torch(versions().get("torch"), gpus())),
         ("RDMA", devices.check_rdma),
-        ("engines", lambda: software.check_engines(versions(), Path(sys.prefix).parent / ".venv-sglang")),
+        ("engines", lambda: software.check_engines(versions(), settings.sglang_environment())),
         ("Prefect server", lambda: network.check_prefect(settings.prefect_api_url())),
         ("MLflow", lambda: network.check_mlflow(settings.tracking_uri())),
         ("proxies", network.check_proxies),

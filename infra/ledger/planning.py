@@ -49,7 +49,7 @@ def check_budget(
         f"tokens x {bytes_per_token} bytes = {_mib(longest)}, and up to {in_flight} samples are in flight "
         f"({max(ranks, samples_per_step)} per step x {prefetch_steps + 1} steps + {generator_slots} being captured), "
         f"which is {_mib(needed)}. Set transport.budget_mib={-(-needed // 2**20)} or more, or lower data.max_tokens, "
-        "training.samples_per_step, training.prefetch_steps or capture.lease_samples"
+        "training.samples_per_step, training.prefetch_steps or generator.lease_samples"
     )
 
 

@@ -19,7 +19,8 @@ from models.benchmark.plots import plot_by_position, plot_training
 from models.benchmark.prompts import take_prompts
 from models.benchmark.result import build_result
 from models.benchmark.words import lines, table
-from models.run import DTYPES, Run
+from models.dtypes import DTYPES
+from models.run import Run
 
 
 def benchmark_run(run: Run, champion: Path | None, champion_label: str) -> BenchmarkResult:

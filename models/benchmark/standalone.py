@@ -28,7 +28,7 @@ from models.benchmark.run import show
 from models.data.config import DataConfig
 from models.data.conversations import read_documents, source_hash
 from models.data.samples import SampleEncoder, chat_template
-from models.run import DTYPES
+from models.dtypes import DTYPES
 from models.targets.config import TargetConfig
 from models.targets.prepare import prepare_target
 

@@ -5,8 +5,12 @@ from torch import Tensor
 
 from models.capture.layout import Layout
 from models.targets.model import HiddenStates, TargetModel
+from models.targets.weights import TargetHead
 
 RELATIVE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+"""By the data type that the target computes in."""
+ROUNDING = {torch.float32: 0.0, torch.bfloat16: 4e-3}
+"""By the data type that hidden states are stored in."""
 
 
 def check_capture(target: TargetModel, captured: HiddenStates, tokens: Tensor, layout: Layout) -> None:
@@ -14,19 +18,13 @@ def check_capture(target: TargetModel, captured: HiddenStates, tokens: Tensor, l
 
     Raises ValueError that names what is wrong: shapes, values of a layer, the final norm, or the predicted tokens.
     """
-    expected = {
-        "aux": (len(tokens), layout.aux_count * layout.hidden_size),
-        "last": (len(tokens), layout.hidden_size),
-    }
-    for name, shape in expected.items():
-        tensor: Tensor = getattr(captured, name)
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"canary: {name} has shape {list(tensor.shape)}, the run needs {list(shape)}")
-        if not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"canary: {name} has values that are not finite; try capture.compute_dtype=float32")
+    try:
+        layout.check(captured, len(tokens))
+    except ValueError as error:
+        raise ValueError(f"canary: {error}") from None
     with torch.no_grad():
         reference = target.model(tokens[None].to(target.device), output_hidden_states=True)
-    tolerance = RELATIVE_TOLERANCE[target.head_weight.dtype]
+    tolerance = RELATIVE_TOLERANCE[target.head_weight.dtype] + ROUNDING[captured.last.dtype]
     for chunk, layer_id in zip(captured.aux.chunk(layout.aux_count, dim=-1), target.aux_layer_ids, strict=True):
         _compare(f"layer {layer_id}", chunk, reference.hidden_states[layer_id + 1][0], tolerance)
     _compare("the output after the final norm", captured.last, reference.hidden_states[-1][0], tolerance)
@@ -34,6 +32,21 @@ def check_capture(target: TargetModel, captured: HiddenStates, tokens: Tensor, l
     agreement = (own == reference.logits[0].argmax(-1)).float().mean().item()
     if agreement < 0.9:
         raise ValueError(f"canary: head(last) gives the target's own next token at only {agreement:.0%} of positions")
+
+
+def check_next_token(head: TargetHead, last: Tensor, token: int) -> None:
+    """Raise ValueError unless `token`, an engine's own greedy choice, is the head's choice on its `last` `[H]`.
+
+    Or as good as that: rounding may exchange two near the top.
+    """
+    logits = head.logits(last[None].to(head.head))[0]
+    tolerance = RELATIVE_TOLERANCE[head.head.dtype] + ROUNDING[last.dtype]
+    gap = (logits.max() - logits[token]) / (logits.max() - logits.mean())
+    if not gap <= tolerance:
+        raise ValueError(
+            f"canary: the engine's next token is {token}, head(last) says {int(logits.argmax())}: what was captured is "
+            "not the output after the final norm"
+        )
 
 
 def _compare(what: str, captured: Tensor, reference: Tensor, tolerance: float) -> None:

@@ -1,4 +1,4 @@
-"""A generator: leases samples, prefills them with the target, writes their hidden states. One process each.
+"""A generator: leases samples, has its engine prefill them and write their hidden states. One process each.
 
 `python -m models.capture.generator RUN --index I` runs until the ledger says that the run is finished.
 """
@@ -6,91 +6,118 @@
 import argparse
 import signal
 import time
+from collections import deque
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from pathlib import Path
 from types import FrameType
 
 import torch
-from torch import Tensor
 
 from infra.exit import run_main
-from infra.ledger.ledger import Ledger
 from infra.records import Lease
-from infra.transport.base import Transport
-from models.capture.canary import check_capture
-from models.capture.layout import Layout
-from models.data.sample_set import SampleSet
-from models.run import DTYPES, Run
-from models.targets.model import HiddenStates, TargetModel
+from infra.transport.sweep import sweep
+from models.capture.engine import Captured, Engine, EngineError
+from models.run import Run
 
 IDLE_S = 0.05
+WAIT_S = 1.0
+"""Longest wait for a capture before leases are renewed and stops are seen."""
 CANARY_TOKENS = 32
 
 
 class Generator:
-    """The plain engine: one sample per forward, so that its values depend on nothing but the sample."""
+    """Keeps its engine busy with leased samples, and the ledger informed."""
 
-    def __init__(self, run: Run, owner: str):
-        self.owner = owner
-        self.layout: Layout = run.layout
-        self.ledger: Ledger = run.open_ledger()
-        self.transport: Transport = run.open_transport()
-        self.samples: SampleSet = run.open_samples()
-        self.lease_samples = run.config.capture.lease_samples
+    def __init__(self, run: Run, engine: Engine, owner: str):
+        self.owner, self.engine = owner, engine
+        self.ledger, self.transport, self.samples = run.open_ledger(), run.open_transport(), run.open_samples()
+        self.lease_samples = run.config.generator.lease_samples
+        self.renew_s = run.config.ledger.lease_seconds / 4
         self.stopping = False
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = DTYPES[run.config.capture.compute_dtype]
-        self.target = TargetModel.load(Path(run.target.path), run.config.target.aux_layer_ids, dtype, device)
-
-    def prefill(self, tokens: Tensor) -> HiddenStates:
-        """Hidden states of one sample, `tokens` `[T]`."""
-        hidden = self.target.forward(tokens[None].to(self.target.device))
-        return HiddenStates(aux=hidden.aux[0], last=hidden.last[0])
-
-    def check_canary(self) -> None:
-        """Raise ValueError unless a first capture agrees with an independent forward."""
-        tokens = self.samples[0].tokens[:CANARY_TOKENS]
-        check_capture(self.target, self.prefill(tokens), tokens, self.layout)
+        self._waiting: deque[Lease] = deque()
+        self._flying: dict[Future[Captured], tuple[Lease, float]] = {}
+        self._last_done = self._renewed = 0.0
 
     def run(self) -> int:
-        """Lease and capture until the run is finished; the number of published samples."""
+        """Lease and capture until the run is finished; the number of published samples.
+
+        Raises EngineError, with all leases still held: whoever takes this place gives them back.
+        """
         published = 0
-        while not self.stopping and not self.ledger.finished():
-            leases = self.ledger.lease(self.owner, self.lease_samples)
-            for lease in leases:
-                if self.stopping:
-                    break
-                published += self.capture(lease)
-                self.ledger.renew(self.owner)
-            if not leases:
-                time.sleep(IDLE_S)
+        # On an error the engine is closed first, which ends the captures that the threads still wait for.
+        with ThreadPoolExecutor(self.engine.in_flight) as threads, closing(self.engine):
+            while not self.stopping and not self.ledger.finished():
+                self._fill(threads)
+                published += self._collect()
+            while self._flying and self.stopping:
+                published += self._collect()
         self.ledger.give_back(self.owner)
         return published
 
-    def capture(self, lease: Lease) -> bool:
-        """Capture one sample; a failure is recorded with the sample and the generator goes on."""
-        key = self.ledger.key(lease)
+    def _fill(self, threads: ThreadPoolExecutor) -> None:
+        """Keep one sample more with the engine than it works on, so that it never waits for the ledger."""
+        if not self._waiting and len(self._flying) <= self.engine.in_flight:
+            self._waiting.extend(self.ledger.lease(self.owner, self.lease_samples))
+        while self._waiting and len(self._flying) <= self.engine.in_flight:
+            lease = self._waiting.popleft()
+            self._flying[threads.submit(self._capture, lease)] = (lease, time.perf_counter())
+
+    def _capture(self, lease: Lease) -> Captured:
+        tokens = self.samples[lease.sample].tokens
+        if len(tokens) != lease.tokens:
+            raise ValueError(f"sample {lease.sample} has {len(tokens)} tokens, the ledger says {lease.tokens}")
+        return self.engine.capture(self.ledger.key(lease), tokens)
+
+    def _collect(self) -> int:
+        """Publish what is done; the number of samples."""
+        if not self._flying:
+            time.sleep(IDLE_S)
+        done, _ = wait(self._flying, WAIT_S, FIRST_COMPLETED)
+        published = sum(self._publish(future, *self._flying.pop(future)) for future in done)
+        if time.perf_counter() - self._renewed > self.renew_s:
+            self._renewed = time.perf_counter()
+            self.ledger.renew(self.owner)
+        return published
+
+    def _publish(self, future: Future[Captured], lease: Lease, begun: float) -> bool:
+        """Offer one capture to the trainer; a failure is recorded with its sample and the generator goes on."""
         try:
-            tokens = self.samples[lease.sample].tokens
-            if len(tokens) != lease.tokens:
-                raise ValueError(f"sample {lease.sample} has {len(tokens)} tokens, the ledger says {lease.tokens}")
-            started = time.perf_counter()
-            hidden = self.prefill(tokens)
-            if not bool(torch.isfinite(hidden.aux).all() & torch.isfinite(hidden.last).all()):
-                raise ValueError(f"sample {lease.sample}: hidden states are not finite")
-            captured = time.perf_counter()
-            record = self.transport.put(key, self.layout.pack(hidden))
+            captured = future.result()
+        except EngineError:
+            raise
         except Exception as error:  # noqa: BLE001 (one bad sample must not end a generator; the ledger keeps the error)
             print(f"sample {lease.sample} failed: {type(error).__name__}: {error}", flush=True)
             self.ledger.fail(lease, f"{type(error).__name__}: {error}")
             return False
-        if self.ledger.publish(lease, record, captured - started, time.perf_counter() - captured):
+        # Captures overlap: each counts from the end of the one before, so that all together make the busy time.
+        now = time.perf_counter()
+        prefill_s = max(0.0, now - max(begun, self._last_done) - captured.put_s)
+        self._last_done = now
+        if self.ledger.publish(lease, captured.record, prefill_s, captured.put_s):
             return True
-        self.transport.delete(key)
+        self.transport.delete(captured.record.key)
         return False
 
+    def take_over(self) -> None:
+        """Whoever had this place before is dead: what it held need not wait for its leases to expire."""
+        self.ledger.give_back(self.owner)
+        sweep(self.transport, self.ledger)
+
     def stop(self, _signal: int, _frame: FrameType | None) -> None:
-        """Finish the sample in hand, give the other leases back, and end."""
+        """Finish the samples in hand, give the other leases back, and end."""
         self.stopping = True
+
+
+def start_engine(run: Run, index: int) -> Engine:
+    """The engine that the run's configuration names, loaded. Raises ValueError for what a person has to mend."""
+    if run.config.generator.engine == "sglang":
+        from models.capture.sglang.engine import SGLangEngine
+
+        return SGLangEngine(run, index)
+    from models.capture.plain_engine import PlainEngine
+
+    return PlainEngine(run)
 
 
 def main() -> None:
@@ -99,16 +126,16 @@ def main() -> None:
     parser.add_argument("--index", type=int, default=0)
     arguments = parser.parse_args()
     run = Run.open(arguments.run)
-    if run.config.capture.threads:
-        torch.set_num_threads(run.config.capture.threads)
+    if run.config.generator.threads:
+        torch.set_num_threads(run.config.generator.threads)
     started = time.monotonic()
-    generator = Generator(run, f"generator-{arguments.index}")
-    # Whoever had this index before is dead: what it held need not wait for its leases to expire.
-    generator.ledger.give_back(generator.owner)
-    signal.signal(signal.SIGTERM, generator.stop)
-    generator.check_canary()
-    print(f"generator {arguments.index} ready after {time.monotonic() - started:.1f} s: canary passed", flush=True)
-    published = generator.run()
+    with closing(start_engine(run, arguments.index)) as engine:
+        generator = Generator(run, engine, f"generator-{arguments.index}")
+        generator.take_over()
+        engine.check_canary(generator.samples[0].tokens[:CANARY_TOKENS])
+        signal.signal(signal.SIGTERM, generator.stop)
+        print(f"generator {arguments.index} ready after {time.monotonic() - started:.1f} s: canary passed", flush=True)
+        published = generator.run()
     print(f"generator {arguments.index} done: {published} samples captured", flush=True)
 
 

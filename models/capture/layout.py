@@ -20,6 +20,16 @@ class Layout:
     def bytes_per_token(self) -> int:
         return (self.aux_count + 1) * self.hidden_size * self.dtype.itemsize
 
+    def check(self, hidden: HiddenStates, tokens: int) -> None:
+        """Raise ValueError unless `hidden` has this layout's shapes for `tokens` positions, and finite values."""
+        expected = {"aux": (tokens, self.aux_count * self.hidden_size), "last": (tokens, self.hidden_size)}
+        for name, shape in expected.items():
+            tensor: Tensor = getattr(hidden, name)
+            if tuple(tensor.shape) != shape:
+                raise ValueError(f"{name} has shape {list(tensor.shape)}, the run needs {list(shape)}")
+            if not bool(torch.isfinite(tensor).all()):
+                raise ValueError(f"{name} has values that are not finite; try generator.compute_dtype=float32")
+
     def pack(self, hidden: HiddenStates) -> dict[str, memoryview]:
         """Buffers of one captured sample, in the stored data type, on the CPU."""
         return {"aux": as_bytes(self._stored(hidden.aux)), "last": as_bytes(self._stored(hidden.last))}
@@ -33,6 +43,10 @@ class Layout:
             aux=torch.empty(tokens, self.aux_count * self.hidden_size, dtype=self.dtype),
             last=torch.empty(tokens, self.hidden_size, dtype=self.dtype),
         )
+
+    def views(self, hidden: HiddenStates) -> dict[str, memoryview]:
+        """Where a transport writes `hidden`, which is contiguous."""
+        return {"aux": as_bytes(hidden.aux), "last": as_bytes(hidden.last)}
 
 
 def as_bytes(tensor: Tensor) -> memoryview:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from models.targets.weights import logit_shape
+from models.targets.weights import TargetHead, logit_shape
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class TargetModel:
         head = model.get_output_embeddings()
         assert isinstance(head, nn.Module)
         self.head_weight: Tensor = head.weight  # type: ignore[assignment]
-        self.logit_scale, self.soft_cap = logit_shape(model.config)
+        self._head = TargetHead(self.head_weight, self.head_weight, *logit_shape(model.config))
         self.aux_layer_ids = tuple(aux_layer_ids)
         self._captured: dict[int, Tensor] = {}
         layers = self.body.layers
@@ -82,6 +82,4 @@ class TargetModel:
     @torch.no_grad()
     def logits(self, last: Tensor) -> Tensor:
         """`[N, H]` hidden states after the final norm to `[N, V]` float32 logits."""
-        # W @ h.T is several times faster than F.linear for a large head and few rows on a CPU.
-        logits = (self.head_weight @ last.T).T.float() * self.logit_scale
-        return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
+        return self._head.logits(last)

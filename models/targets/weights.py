@@ -28,6 +28,13 @@ class TargetHead:
     logit_scale: float
     soft_cap: float | None
 
+    @torch.no_grad()
+    def logits(self, last: Tensor) -> Tensor:
+        """`[N, H]` hidden states after the final norm to `[N, V]` float32 logits."""
+        # W @ h.T is several times faster than F.linear for a large head and few rows on a CPU.
+        logits = (self.head @ last.T).T.float() * self.logit_scale
+        return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
+
 
 def read_target_head(path: Path, dtype: torch.dtype) -> TargetHead:
     """Read embedding and head of the Hugging Face folder `path` in `dtype`.

@@ -17,7 +17,6 @@ from infra.bottleneck import StallError, blame
 from infra.ledger.answers import EndOfEpoch, Resume, Wait
 from infra.ledger.ledger import Ledger
 from infra.records import StepPlan
-from models.capture.layout import as_bytes
 from models.drafts.base import PackedSamples, supervised_positions
 from models.run import Run
 from models.targets.model import HiddenStates
@@ -162,7 +161,7 @@ class StepStream:
         started = time.monotonic()
         for p in planned:
             part = HiddenStates(hidden.aux[start : start + p.tokens], hidden.last[start : start + p.tokens])
-            self.transport.get(p.object, {"aux": as_bytes(part.aux), "last": as_bytes(part.last)})
+            self.transport.get(p.object, self.layout.views(part))
             self.transport.delete(p.object.key)
             start += p.tokens
         self.fetch_s += time.monotonic() - started

@@ -8,6 +8,7 @@ from infra.ledger.ledger import Ledger
 from infra.ledger.planning import unpack_ordinals
 from infra.records import SampleSlot
 from infra.transport.base import Transport
+from infra.transport.sweep import sweep
 from models.run import Run, epoch_order
 from models.training import checkpoint as checkpoints
 
@@ -19,9 +20,7 @@ def take_over(run: Run, ledger: Ledger, transport: Transport) -> Resume:
     resume = ledger.resume(lambda record: checkpoints.is_whole(folder, record), transport.verify)
     for record in resume.dropped:
         print(f"checkpoint of step {record.step} ({record.path}) does not verify and is dropped", flush=True)
-    # The store first, then the ledger: a key that is leased and written in between is held.
-    for key in set(transport.keys()) - ledger.held_keys():
-        transport.delete(key)
+    sweep(transport, ledger)
     checkpoints.remove_uncommitted(folder, ledger)
     checkpoints.rewind_metrics(folder, resume.checkpoint.step if resume.checkpoint else 0)
     return resume

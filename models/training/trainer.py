@@ -23,7 +23,8 @@ from infra.records import TrainingResult
 from models.drafts.base import Draft, TargetProjection
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
-from models.run import DTYPES, Run
+from models.dtypes import DTYPES
+from models.run import Run
 from models.targets.weights import TargetHead, read_target_head
 from models.training import checkpoint as checkpoints
 from models.training.control import Control

@@ -1,0 +1,91 @@
+"""The command line of an SGLang server. Used by whoever starts one: generators, and the serving benchmark."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from infra.ports import HOST
+from infra.sglang.config import SGLangConfig
+
+CPU_MEMORY_FRACTION = 0.5
+CPU_KV_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """What a server serves, and on what."""
+
+    python: Path
+    """Of the environment that SGLang lives in."""
+    target: Path
+    dtype: str
+    gpus: int
+    """0 runs on the CPU."""
+    longest: int
+    """Tokens of the longest request, its answer included."""
+    in_flight: int
+
+
+def capture_command(spec: ServerSpec, config: SGLangConfig, aux_layer_ids: Sequence[int], port: int) -> list[str]:
+    """A server that captures `aux_layer_ids` and the output after the final norm of every prefill."""
+    return [
+        *_server(spec, config, port),
+        "--enable-return-aux-hidden-states",
+        # Only names the convention of the layer ids here: no draft is loaded.
+        *("--speculative-algorithm", "EAGLE3"),
+        # The engine's defaults differ by architecture.
+        *("--return-aux-hidden-state-layer-ids", *map(str, aux_layer_ids)),
+        # A prefix that comes from the cache is not computed, so it has no hidden states.
+        "--disable-radix-cache",
+        # A replayed graph writes to buffers of its own.
+        *("--disable-prefill-cuda-graph", "--disable-decode-cuda-graph"),
+        *config.arguments,
+    ]
+
+
+def _server(spec: ServerSpec, config: SGLangConfig, port: int) -> list[str]:
+    command = [str(spec.python), "-m", "sglang.launch_server", "--model-path", str(spec.target)]
+    command += ["--host", HOST, "--port", str(port), "--dtype", spec.dtype]
+    # Prompts come as token ids; the first request is ours, and says more than the server's own warm-up.
+    command += ["--skip-tokenizer-init", "--skip-server-warmup"]
+    command += ["--log-level", "info", "--log-level-http", "warning"]
+    command += ["--tensor-parallel-size", str(config.tensor_parallel or max(1, spec.gpus // config.data_parallel))]
+    command += ["--max-running-requests", str(max(spec.in_flight, config.data_parallel))]
+    optional = {
+        "--data-parallel-size": config.data_parallel if config.data_parallel > 1 else None,
+        "--quantization": config.quantization,
+        "--mem-fraction-static": config.memory_fraction,
+        "--context-length": config.context_length,
+        "--chunked-prefill-size": config.chunked_prefill_tokens,
+        "--attention-backend": config.attention_backend,
+    }
+    if spec.gpus == 0:
+        optional |= _cpu_options(spec, config)
+    return command + [part for name, value in optional.items() if value is not None for part in (name, str(value))]
+
+
+def _cpu_options(spec: ServerSpec, config: SGLangConfig) -> dict[str, object]:
+    """What SGLang cannot work out without a GPU."""
+    return {
+        "--device": "cpu",
+        "--sampling-backend": "pytorch",
+        "--grammar-backend": "none",
+        "--mem-fraction-static": config.memory_fraction or CPU_MEMORY_FRACTION,
+        "--max-total-tokens": max(CPU_KV_TOKENS, 2 * spec.in_flight * spec.longest),
+        "--chunked-prefill-size": config.chunked_prefill_tokens or -1,
+    }
+
+
+def on_cpu(config: SGLangConfig, threads: int) -> dict[str, str]:
+    """The environment of a server on the CPU.
+
+    Several ranks share this process's cores: left to itself SGLang wants a NUMA node for each.
+    """
+    environment = {"OMP_NUM_THREADS": str(threads)}
+    ranks = (config.tensor_parallel or 1) * config.data_parallel
+    if ranks > 1:
+        cores = sorted(os.sched_getaffinity(0))
+        shares = [cores[rank::ranks] or [cores[rank % len(cores)]] for rank in range(ranks)]
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
+    return environment

@@ -1,0 +1,103 @@
+"""The life of an SGLang server: started under a supervisor, ready by its health, stopped again. Used by generators."""
+
+import getpass
+import re
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from infra.health import trouble
+from infra.ports import HOST, reserved_port
+from infra.processes import Owner, Process, ProcessFailedError, start
+from infra.sglang.leftovers import Leftovers
+
+ANSWER_S = 5.0
+POLL_S = 0.3
+GRACE_S = 1.0
+"""Whoever stops a server has drained it; left to itself it waits some seconds more."""
+LOG_LINES = 400
+"""Of its end, in which the reason of a failed start is looked for: every process of the server prints its own."""
+
+REFUSALS = (
+    (
+        r"Model (\w+) does not implement set_eagle3_layers_to_capture",
+        "this release of SGLang cannot capture hidden states of {0}: set generator.engine=transformers, or try a newer "
+        "SGLang",
+    ),
+    (r"sglang serve: error: (.*)", "SGLang does not know these arguments: {0}; mend generator.sglang"),
+    (r"Repo id must be in the form .*: '(.*?)'", "SGLang finds no target at {0}"),
+    (r"^(?:ValueError|NotImplementedError): (.+)", "SGLang refuses: {0}"),
+)
+"""What a person has to mend: starting again would not help."""
+
+
+class SGLangServer:
+    """A server of this process. Whoever started it stops it; if this process dies, its supervisor does."""
+
+    def __init__(
+        self, command: Callable[[int], Sequence[str]], role: str, owner: Owner, environment: Mapping[str, str]
+    ):
+        owner.logs.mkdir(parents=True, exist_ok=True)
+        self._leftovers = Leftovers(owner.logs / f"{role}.leftovers")
+        self._leftovers.remove()
+        with ExitStack() as stack:
+            port, lock = stack.enter_context(reserved_port())
+            owner = replace(owner, locks=(*owner.locks, lock.descriptor))
+            stack.callback(self._leftovers.remove)
+            environment = {**environment, **self._own_folder()}
+            self.process: Process = start(role, command(port), owner, environment, grace_s=GRACE_S)
+            stack.callback(self.process.stop)
+            self._stack = stack.pop_all()
+        self.address = f"http://{HOST}:{port}"
+        self._last: deque[str] = deque(maxlen=LOG_LINES)
+
+    def _own_folder(self) -> dict[str, str]:
+        """A folder for its sockets; compiled kernels stay where they are found again."""
+        compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+        folder = Path(tempfile.mkdtemp(prefix="draftsmith-sglang-"))
+        self._leftovers.add(folder)
+        return {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Wait until it answers.
+
+        Raises ValueError for what a person has to mend, ProcessFailedError when it died of something else, and
+        TimeoutError.
+        """
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            self.check_start()
+            self._leftovers.add_shared_memory(self.process.pid)
+            if trouble(f"{self.address}/health", ANSWER_S, direct=True) is None:
+                return
+            time.sleep(POLL_S)
+        raise TimeoutError(
+            f"{self.process.role} was not ready within {timeout_s:g} s; its log is {self.process.log} "
+            "(generator.sglang.start_timeout_s)"
+        )
+
+    def check_start(self) -> None:
+        """Raises ValueError or ProcessFailedError when the server has ended."""
+        ended = self.process.poll() is not None
+        self._last.extend(self.process.new_lines())
+        if not ended:
+            return
+        for pattern, words in REFUSALS:
+            for line in self._last:
+                found = re.search(pattern, line)
+                if found:
+                    raise ValueError(f"{words.format(found[1])} (the whole log: {self.process.log})")
+        self.check()
+
+    def check(self) -> None:
+        """Raises ProcessFailedError, with the end of the log, when the server has ended: it was to run on."""
+        if self.process.check():
+            raise ProcessFailedError(self.process.role, 0, list(self._last)[-20:], self.process.log)
+
+    def stop(self) -> None:
+        """Stop it and give its port back. Idempotent."""
+        self._stack.close()

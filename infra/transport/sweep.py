@@ -1,0 +1,14 @@
+"""Deletes objects that no row of the ledger holds: killed processes left them. Used by trainers and generators."""
+
+from infra.ledger.ledger import Ledger
+from infra.transport.base import Transport
+
+CANARY = "/canary/"
+"""In the keys of objects that a generator writes, reads and deletes by itself."""
+
+
+def sweep(transport: Transport, ledger: Ledger) -> None:
+    """The store is listed first, then the ledger: a key that is leased and written in between is held."""
+    for key in set(transport.keys()) - ledger.held_keys():
+        if CANARY not in key:
+            transport.delete(key)

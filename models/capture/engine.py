@@ -1,0 +1,43 @@
+"""The contract of a generator's engine: it prefills samples and leaves their hidden states in the transport."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from infra.records import ObjectRecord
+
+
+class EngineError(Exception):
+    """The engine itself is broken; no sample is to blame."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A sample's hidden states in the transport."""
+
+    record: ObjectRecord
+    put_s: float
+    """Seconds of writing."""
+
+
+class Engine(Protocol):
+    """The plain one runs in the generator, others beside it."""
+
+    in_flight: int
+    """Samples that it captures at the same time, each from a thread of its own."""
+
+    def check_canary(self, tokens: Tensor) -> None:
+        """Capture `tokens` `[T]` and compare with an independent forward. Raises ValueError naming what is wrong."""
+        ...
+
+    def capture(self, key: str, tokens: Tensor) -> Captured:
+        """Prefill `tokens` `[T]` and write their hidden states under `key`.
+
+        Raises EngineError when the engine is broken; any other exception is the sample's.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop what was started. Idempotent."""
+        ...

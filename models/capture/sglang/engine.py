@@ -1,0 +1,134 @@
+"""The SGLang engine: a server per generator, whose plugin writes the hidden states. Runs in the generator."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import httpx
+from torch import Tensor
+
+from infra.pools.local import cores
+from infra.processes import Owner, ProcessFailedError
+from infra.records import CaptureReply, CaptureSpec
+from infra.settings import CAPTURE, leased_gpus, sglang_environment
+from infra.sglang.command import ServerSpec, capture_command, on_cpu
+from infra.sglang.server import SGLangServer
+from infra.transport.sweep import CANARY
+from models.capture.canary import check_capture, check_next_token
+from models.capture.engine import Captured, EngineError
+from models.dtypes import DTYPES
+from models.run import Run
+from models.targets.model import TargetModel
+from models.targets.weights import read_target_head, tensor_files
+
+NAME = "draftsmith"
+"""Of the plugin's parameter and reply."""
+COMPARED_BYTES = 4 * 2**30
+"""Targets with weights of up to so many bytes are compared with a forward in transformers, on the CPU."""
+CONNECT_S = 10.0
+
+
+class SGLangEngine:
+    """Starts its server, and asks it for one token of every sample."""
+
+    def __init__(self, run: Run, index: int):
+        self.run, self.layout, self.transport = run, run.layout, run.open_transport()
+        self.settings = run.config.generator.sglang
+        self.in_flight = self.settings.requests_in_flight
+        self._canary = f"{run.folder.name}{CANARY}{index}-{os.getpid()}"
+        self.server = SGLangServer(
+            self._command, f"sglang-{index}", Owner(run.folder.name, run.folder.logs), self._environment()
+        )
+        try:
+            self.server.wait_until_ready(self.settings.start_timeout_s)
+        except BaseException:
+            self.server.stop()
+            raise
+        timeout = httpx.Timeout(self.settings.request_timeout_s, connect=CONNECT_S)
+        self._client = httpx.Client(base_url=self.server.address, timeout=timeout, trust_env=False)
+
+    def _command(self, port: int) -> list[str]:
+        config = self.run.config
+        spec = ServerSpec(
+            python=sglang_environment() / "bin" / "python",
+            target=Path(self.run.target.path),
+            dtype=config.generator.compute_dtype,
+            gpus=len(leased_gpus()),
+            longest=self.run.samples.longest + 1,
+            in_flight=self.in_flight,
+        )
+        return capture_command(spec, self.settings, config.target.aux_layer_ids, port)
+
+    def _environment(self) -> dict[str, str]:
+        """What the plugin in the server has to know."""
+        config = self.run.config
+        spec = CaptureSpec(
+            transport=config.transport,
+            run=self.run.folder.path,
+            aux_count=self.layout.aux_count,
+            hidden_size=self.layout.hidden_size,
+            dtype=config.generator.stored_dtype,
+        )
+        environment = {CAPTURE: spec.model_dump_json()}
+        if not leased_gpus():
+            environment |= on_cpu(self.settings, config.generator.threads or max(1, cores() // config.generator.count))
+        return environment
+
+    def capture(self, key: str, tokens: Tensor) -> Captured:
+        return self._ask(key, tokens)[0]
+
+    def _ask(self, key: str, tokens: Tensor) -> tuple[Captured, int]:
+        """Prefill one prompt; its hidden states in the transport, and the engine's own next token."""
+        sampling = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True, "custom_params": {NAME: key}}
+        try:
+            answer = self._client.post("/generate", json={"input_ids": tokens.tolist(), "sampling_params": sampling})
+        except httpx.TransportError as error:
+            raise EngineError(self._died(error, len(tokens))) from error
+        if answer.is_error:
+            raise ValueError(f"SGLang refused the prompt of {len(tokens)} tokens: {answer.text[:500]}")
+        content: dict[str, Any] = answer.json()
+        found = content["meta_info"].get(NAME)
+        if not found:
+            raise ValueError(
+                "SGLang answered without hidden states: the capture plugin did not attach (no entry point draftsmith "
+                f"in {sglang_environment()}, or $SGLANG_PLUGINS leaves it out); its log is "
+                f"{self.server.process.log}"
+            )
+        reply = CaptureReply.model_validate(found[0])
+        if reply.record is None:
+            raise ValueError(f"capture in SGLang failed: {reply.error}")
+        return Captured(reply.record, reply.put_s), content["output_ids"][0]
+
+    def _died(self, error: httpx.TransportError, tokens: int) -> str:
+        try:
+            self.server.check()
+        except ProcessFailedError as failure:
+            return str(failure)
+        if isinstance(error, httpx.TimeoutException):
+            return (
+                f"{self.server.process.role} did not answer a prompt of {tokens} tokens within "
+                f"{self.settings.request_timeout_s:g} s (generator.sglang.request_timeout_s); its log is "
+                f"{self.server.process.log}"
+            )
+        return f"{self.server.process.role} broke a connection off ({error}); its log is {self.server.process.log}"
+
+    def check_canary(self, tokens: Tensor) -> None:
+        """Twice the same prompt, which an active prefix cache would not survive, and values where the target fits."""
+        for attempt in (1, 2):
+            key = f"{self._canary}/{attempt}"
+            try:
+                captured, next_token = self._ask(key, tokens)
+                hidden = self.layout.empty(len(tokens))
+                self.transport.get(captured.record, self.layout.views(hidden))
+            finally:
+                self.transport.delete(key)
+            path, dtype = Path(self.run.target.path), DTYPES[self.run.config.generator.compute_dtype]
+            self.layout.check(hidden, len(tokens))
+            check_next_token(read_target_head(path, dtype), hidden.last[-1], next_token)
+        if sum((path / file).stat().st_size for file in set(tensor_files(path).values())) <= COMPARED_BYTES:
+            target = TargetModel.load(path, self.run.config.target.aux_layer_ids, dtype)
+            check_capture(target, hidden, tokens, self.layout)
+
+    def close(self) -> None:
+        self.server.stop()
+        self._client.close()

@@ -1,0 +1,5 @@
+"""Data types by the names that recipes use. Used wherever tensors are."""
+
+import torch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -1,0 +1,136 @@
+"""Training on what SGLang servers stream: as from memory, with two servers, and whatever happens to a server."""
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from infra.records import Progress
+from infra.run_folder import RunFolder
+from models.run import Run
+
+pytestmark = pytest.mark.slow
+SMALL = (
+    "generator.engine=sglang",
+    "data.max_samples=36",
+    "data.max_tokens=96",
+    "training.samples_per_step=4",
+    "training.log_steps=1",
+    "training.warmup_steps=4",
+)
+
+
+def losses(folder: RunFolder) -> list[float]:
+    return [json.loads(line)["loss"] for line in folder.metrics.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """The loss curve with the plain engine, once."""
+    return {}
+
+
+@pytest.fixture
+def expected(
+    plain: dict[str, list[float]],
+    make_run: Callable[..., RunFolder],
+    run_to_the_end: Callable[[RunFolder], None],
+) -> list[float]:
+    if not plain:
+        folder = make_run("plain", *SMALL, "generator.engine=transformers")
+        run_to_the_end(folder)
+        plain["losses"] = losses(folder)
+    return plain["losses"]
+
+
+def processes_of(folder: RunFolder) -> list[psutil.Process]:
+    """Whatever holds the run's name in its command line or its logs open: generators, trainers, servers."""
+    found = []
+    for one in psutil.process_iter():
+        try:
+            if str(folder.path) in " ".join([*one.cmdline(), os.readlink(f"/proc/{one.pid}/fd/1")]):
+                found.append(one)
+        except (OSError, psutil.Error):
+            continue
+    return found
+
+
+def assert_trained_once(folder: RunFolder, expected: list[float]) -> None:
+    run = Run.open(folder.path)
+    assert run.open_ledger().progress() == Progress(consumed=36)
+    assert losses(folder) == pytest.approx(expected, rel=1e-4)
+    assert not list(run.open_transport().keys())
+    assert not processes_of(folder)
+    assert not list(Path("/dev/shm").glob("sglang_loads_*"))
+
+
+def test_two_servers_feed_one_trainer(
+    make_run: Callable[..., RunFolder], start: Callable[..., Any], expected: list[float]
+) -> None:
+    folder = make_run("two", *SMALL, "generator.count=2", "generator.lease_samples=2")
+    generators = [start("models.capture.generator", folder, index=index) for index in range(2)]
+    trainer = start("models.training.launch", folder, ranks=1)
+    for process in (trainer, *generators):
+        output, _ = process.communicate(timeout=280)
+        assert process.returncode == 0, output
+    assert_trained_once(folder, expected)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("killed in prefill", "sglang-0"),
+        ("killed before the reply", "sglang-0"),
+        ("hung", "sglang-0 did not answer a prompt of .* tokens within 10 s"),
+    ],
+)
+def test_no_sample_is_lost_or_doubled(
+    make_run: Callable[..., RunFolder],
+    start: Callable[..., Any],
+    expected: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    fault: str,
+    message: str,
+) -> None:
+    folder = make_run("faulty", *SMALL, "generator.sglang.request_timeout_s=10")
+    monkeypatch.setenv("DRAFTSMITH_TEST_FAULT", f"{fault}:5:{tmp_path / 'marker'}")
+    trainer = start("models.training.launch", folder, ranks=1)
+    first = start("models.capture.generator", folder)
+    output, _ = first.communicate(timeout=120)
+    assert first.returncode == 1, output
+    said = [line for line in output.splitlines() if line.startswith("models.capture.engine.EngineError")]
+    assert len(said) == 1, output
+    assert re.search(message, said[0]), said
+    second = start("models.capture.generator", folder)
+    for process in (trainer, second):
+        output, _ = process.communicate(timeout=200)
+        assert process.returncode == 0, output
+    assert_trained_once(folder, expected)
+
+
+def test_a_killed_generator_takes_its_server_along(
+    make_run: Callable[..., RunFolder], start: Callable[..., Any], expected: list[float]
+) -> None:
+    """Its server's supervisor sees to that, and its successor to what SGLang left in shared memory."""
+    folder = make_run("killed", *SMALL)
+    generator = start("models.capture.generator", folder)
+    ready = next(line for line in generator.stdout if "ready after" in line)
+    assert ready
+    generator.kill()
+    generator.communicate(timeout=30)
+    deadline = time.monotonic() + 30
+    while processes_of(folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not processes_of(folder)
+    trainer, successor = start("models.training.launch", folder, ranks=1), start("models.capture.generator", folder)
+    for process in (trainer, successor):
+        output, _ = process.communicate(timeout=200)
+        assert process.returncode == 0, output
+    assert_trained_once(folder, expected)

@@ -1,0 +1,118 @@
+"""What real SGLang servers capture equals transformers: architectures, chunks, tensor parallelism, lengths."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from infra.records import TargetRecord
+from models.capture.sglang.engine import SGLangEngine
+from models.run import Run
+from models.targets.model import HiddenStates, TargetModel
+
+LENGTHS = (1, 2, 7, 33, 64, 65, 130, 250)
+IDS = (0, 1, 2)
+CHUNK = 64
+SETTINGS = {
+    "llama": (),
+    "llama, chunked": (f"generator.sglang.chunked_prefill_tokens={CHUNK}",),
+    "qwen3": (),
+    "qwen3, chunked, tensor parallel 2": (
+        f"generator.sglang.chunked_prefill_tokens={CHUNK}",
+        "generator.sglang.tensor_parallel=2",
+    ),
+}
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class Served:
+    """One server, and the same target in transformers."""
+
+    run: Run
+    engine: SGLangEngine
+    reference: TargetModel
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
+def served(
+    request: pytest.FixtureRequest,
+    sglang_run: Callable[..., Run],
+    tiny_target: TargetRecord,
+    qwen3_target: TargetRecord,
+) -> Iterator[Served]:
+    target = tiny_target if request.param.startswith("llama") else qwen3_target
+    run = sglang_run(*SETTINGS[request.param], target=target)
+    with closing(SGLangEngine(run, 0)) as engine:
+        yield Served(run, engine, TargetModel.load(Path(target.path), IDS, torch.float32))
+
+
+def prompts() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(4, 1000, (length,), generator=generator) for length in LENGTHS]
+
+
+def test_hidden_states_equal_transformers(served: Served) -> None:
+    """All at once, so that the server batches several prompts into one prefill."""
+    tokens = prompts()
+    with ThreadPoolExecutor(len(tokens)) as threads:
+        keys = [f"{served.run.folder.name}/0/{index}/1" for index in range(len(tokens))]
+        captured = list(threads.map(served.engine.capture, keys, tokens))
+    transport, layout = served.run.open_transport(), served.run.layout
+    for prompt, one in zip(tokens, captured, strict=True):
+        assert one.record.nbytes == len(prompt) * layout.bytes_per_token
+        hidden = layout.empty(len(prompt))
+        transport.get(one.record, layout.views(hidden))
+        expected = served.reference.forward(prompt[None])
+        assert worst(hidden, expected) <= 1e-4
+        transport.delete(one.record.key)
+    assert not list(transport.keys())
+
+
+def worst(hidden: HiddenStates, expected: HiddenStates) -> float:
+    """Largest absolute difference."""
+    pairs = ((hidden.aux, expected.aux[0]), (hidden.last, expected.last[0]))
+    return max((mine - theirs).abs().max().item() for mine, theirs in pairs)
+
+
+def test_the_canary_passes(served: Served) -> None:
+    served.engine.check_canary(prompts()[4])
+    assert not list(served.run.open_transport().keys())
+
+
+def test_other_requests_pass_untouched(served: Served) -> None:
+    prompt = prompts()[4]
+    sampling = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
+    answer = httpx.post(
+        f"{served.engine.server.address}/generate",
+        json={"input_ids": prompt.tolist(), "sampling_params": sampling},
+        timeout=60,
+        trust_env=False,
+    ).json()
+    assert "draftsmith" not in answer["meta_info"]
+    tokens = prompt[None]
+    for _ in range(8):
+        tokens = torch.cat(
+            [tokens, served.reference.logits(served.reference.forward(tokens).last[:, -1]).argmax(-1)[None]], 1
+        )
+    assert answer["output_ids"] == tokens[0, len(prompt) :].tolist()
+    assert not list(served.run.open_transport().keys())
+
+
+def test_a_failed_capture_fails_its_request_alone(served: Served) -> None:
+    prompt = prompts()[5]
+    with pytest.raises(ValueError, match=r"capture in SGLang failed: .*no/such\+key"):
+        served.engine.capture("no/such+key", prompt)
+    captured = served.engine.capture("right/0/0/1", prompt)
+    served.run.open_transport().delete(captured.record.key)
+
+
+def test_a_prompt_that_is_too_long_is_refused_by_name(served: Served) -> None:
+    with pytest.raises(ValueError, match="SGLang refused the prompt of 40000 tokens"):
+        served.engine.capture("long/0/0/1", torch.full((40000,), 5))
