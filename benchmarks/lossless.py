@@ -13,7 +13,8 @@ from pathlib import Path
 
 from infra.exit import run_main
 from infra.files import write_atomically
-from infra.records import Conditions, LosslessRecord, Record
+from infra.records import Record
+from infra.results import Conditions, LosslessRecord
 from models.benchmark.acceptance import acceptance_length, distinct_token_share
 from models.benchmark.conditions import conditions
 from models.benchmark.config import BenchmarkConfig

@@ -3,7 +3,7 @@
 from prefect import flow
 
 from models.config import RunConfig
-from tasks.benchmark import benchmark_draft
+from tasks.benchmark import benchmark_draft, benchmark_served
 from tasks.export import export_draft
 from tasks.generators import generating
 from tasks.pools import lease
@@ -34,6 +34,7 @@ def retrain(config: RunConfig, run: str | None = None) -> str:
                 trained = train(opened, training, generators)
             track_training(opened, tracking)
             export = export_draft(opened)
+            benchmark_served(opened, inference)
             result = benchmark_draft(opened, inference, target)
         draft = register_draft(opened, tracking, target, trained, export, result)
         if result.gate.passed:

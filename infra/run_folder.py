@@ -66,6 +66,11 @@ class RunFolder:
         return self.path / "benchmark.json"
 
     @property
+    def served(self) -> Path:
+        """The serving engine's figures."""
+        return self.path / "served.json"
+
+    @property
     def plots(self) -> Path:
         return self.path / "plots"
 

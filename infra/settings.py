@@ -45,6 +45,11 @@ def sglang_environment() -> Path:
     return Path(os.environ.get("DRAFTSMITH_SGLANG", Path(sys.prefix).parent / ".venv-sglang")).expanduser()
 
 
+def sglang_platform() -> str | None:
+    """The platform plugin that SGLang is told to use, by $SGLANG_PLATFORM."""
+    return os.environ.get("SGLANG_PLATFORM")
+
+
 def leased_gpus() -> list[str]:
     """The GPUs that this process's pool gave it, by $CUDA_VISIBLE_DEVICES."""
     return [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]

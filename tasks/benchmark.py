@@ -6,7 +6,8 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from infra.pools.base import Pool
-from infra.records import BenchmarkResult, RegisteredDraft, TargetRecord
+from infra.records import TargetRecord
+from infra.results import BenchmarkResult, RegisteredDraft
 from infra.tracking.registry import champion, download, version_of_run
 from tasks.data_plane import run_main, worth_retrying
 from tasks.run import OpenRun
@@ -32,6 +33,13 @@ def benchmark_draft(run: OpenRun, pool: Pool, target: TargetRecord) -> Benchmark
         arguments = ["--champion", str(downloaded), "--champion-label", f"version {present.version}"]
     run_main(run, pool, "benchmark", "models.benchmark.run", *arguments, timeout_s=TIMEOUT_S)
     return BenchmarkResult.read(run.folder.benchmark)
+
+
+@task(name="serving benchmark", retries=1, retry_condition_fn=worth_retrying, cache_policy=NO_CACHE)
+def benchmark_served(run: OpenRun, pool: Pool) -> None:
+    """The exported draft in the serving engine, where that is the run's engine; the benchmark joins its figures."""
+    if run.config.generator.engine == "sglang" and run.config.benchmark.served_concurrency:
+        run_main(run, pool, "serving-benchmark", "models.benchmark.served", timeout_s=TIMEOUT_S)
 
 
 def _comparable_champion(run: OpenRun, target: TargetRecord) -> RegisteredDraft | None:

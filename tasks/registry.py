@@ -4,7 +4,8 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from infra.provenance import git_sha
-from infra.records import BenchmarkResult, ExportRecord, RegisteredDraft, TargetRecord, TrainingResult
+from infra.records import ExportRecord, TargetRecord, TrainingResult
+from infra.results import BenchmarkResult, RegisteredDraft
 from infra.tracking import registry
 from infra.tracking.runs import TrackedRun, log_benchmark, log_folder
 from tasks.data_plane import worth_retrying

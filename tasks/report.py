@@ -15,15 +15,8 @@ from prefect.utilities.urls import url_for
 from infra.bottleneck import in_words, slow_side
 from infra.files import write_atomically
 from infra.provenance import git_sha
-from infra.records import (
-    Acceptance,
-    BenchmarkResult,
-    Progress,
-    RegisteredDraft,
-    SamplesRecord,
-    TargetRecord,
-    TrainingResult,
-)
+from infra.records import Progress, SamplesRecord, TargetRecord, TrainingResult
+from infra.results import Acceptance, BenchmarkResult, RegisteredDraft
 from infra.settings import prefect_is_private
 from infra.shareable import without_passwords
 from infra.tracking.runs import TrackedRun, describe_run
@@ -148,6 +141,7 @@ def benchmark_report(result: BenchmarkResult) -> dict[str, Any]:
             "reference": _lengths(result.reference),
             "sampled": _lengths(result.sampled),
             "sampled_reference": result.sampled_reference and _lengths(result.sampled_reference),
+            "served": result.served and result.served.model_dump(mode="json"),
             "gap": result.gap,
             "counts_identical": result.counts_identical,
         },

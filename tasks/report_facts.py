@@ -5,15 +5,8 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from infra.ledger.answers import Quarantined
-from infra.records import (
-    Acceptance,
-    BenchmarkResult,
-    Progress,
-    RegisteredDraft,
-    SamplesRecord,
-    TargetRecord,
-    TrainingResult,
-)
+from infra.records import Progress, SamplesRecord, TargetRecord, TrainingResult
+from infra.results import Acceptance, BenchmarkResult, RegisteredDraft
 from models.config import RunConfig
 
 
@@ -58,6 +51,7 @@ def sources(result: BenchmarkResult) -> dict[str, Acceptance]:
     measured: dict[str, Acceptance | None] = {
         "draft, simulated": result.simulated,
         "draft, real decoding": result.reference,
+        "draft, served": result.served and result.served.acceptance,
         "champion": result.champion,
         "prompt lookup": result.prompt_lookup,
         f"draft, {sampled}, greedy proposals": result.sampled,

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from infra.bottleneck import in_words
-from infra.records import BenchmarkResult, TargetRecord
+from infra.records import TargetRecord
+from infra.results import BenchmarkResult
 from tasks.report_facts import Link, RunFacts, acceptance_rows, length, plural, signed
 from tasks.report_page import embedded, sample_states, sentence
 from tasks.report_words import agreement_line, compared, gate_line, how_good, lossless_line, meaning

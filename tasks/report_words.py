@@ -1,6 +1,6 @@
 """What a run's figures mean, in three sentences: how good, compared with what, and what happens next."""
 
-from infra.records import BenchmarkResult, GateDecision, RegisteredDraft
+from infra.results import BenchmarkResult, GateDecision, RegisteredDraft
 from infra.tracking.registry import CHAMPION
 from tasks.report_facts import length, rate, share, signed
 
@@ -107,7 +107,8 @@ def _of(number: int, one: str, many: str) -> str:
 def agreement_line(result: BenchmarkResult) -> str:
     """Whether simulated acceptance is what real decoding accepts."""
     same = "identical" if result.counts_identical else "NOT identical"
+    served = f"; {result.served.summary}" if result.served else ""
     return (
         f"simulated and really decoded counts are {same} step by step in {result.counts_compared} conversations, their "
-        f"acceptance lengths differ by {share(abs(result.gap))}"
+        f"acceptance lengths differ by {share(abs(result.gap))}{served}"
     )

@@ -12,7 +12,7 @@ from mlflow import MlflowClient, artifacts
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
-from infra.records import RegisteredDraft
+from infra.results import RegisteredDraft
 from infra.tracking.client import NOTE, connect
 
 CHAMPION = "champion"

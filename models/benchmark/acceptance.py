@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from infra.records import Acceptance
+from infra.results import Acceptance
 from models.decoding.counts import Counts
 
 

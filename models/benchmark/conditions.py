@@ -6,7 +6,8 @@ import torch
 
 from infra.files import sha256_file
 from infra.provenance import hardware, versions
-from infra.records import Conditions, TargetRecord
+from infra.records import TargetRecord
+from infra.results import Conditions
 from models.benchmark.config import BenchmarkConfig
 from models.targets.model import TargetModel
 

@@ -21,6 +21,11 @@ class BenchmarkConfig(BaseModel):
     timed_tokens: int = Field(
         default=256, ge=1, description="Of these, tokens decoded by the target alone as well, both timed."
     )
+    served_concurrency: tuple[int, ...] = Field(
+        default=(1, 4),
+        description="Requests at a time in the serving benchmark, which runs where SGLang is the engine; [] leaves it "
+        "out.",
+    )
     batch_size: int = Field(default=16, ge=1, description="Continuations generated together.")
     compute_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Of target and draft; only float32 shows every figure without ties."

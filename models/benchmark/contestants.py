@@ -11,6 +11,7 @@ from torch import Tensor
 from models.decoding.sampling import Sampling
 from models.drafts.base import Draft, Proposals, ProposalSource, Proposer
 from models.export.sglang import load_draft
+from models.targets.end_of_text import eos_ids
 from models.targets.model import TargetModel
 
 
@@ -38,16 +39,7 @@ def load_contestants(target: Path, draft: Path, champion: Path | None, dtype: to
     def exact() -> TargetModel:
         return model if dtype == torch.float32 else TargetModel.load(target, layers, torch.float32, device)
 
-    return Contestants(model, exact, sources[0], sources[1] if champion else None, eos_ids(model))
-
-
-def eos_ids(target: TargetModel) -> frozenset[int]:
-    """Tokens that end a text, by the target's generation configuration."""
-    generation = target.model.generation_config
-    ids = (generation and generation.eos_token_id) or target.model.config.get_text_config().eos_token_id
-    if ids is None:
-        return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)
+    return Contestants(model, exact, sources[0], sources[1] if champion else None, eos_ids(target))
 
 
 def _reading_its_own(draft: Draft, layers: Sequence[int]) -> ProposalSource:

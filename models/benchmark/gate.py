@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from infra.records import GateDecision
+from infra.results import GateDecision
 from models.benchmark.acceptance import acceptance_length
 from models.benchmark.bootstrap import Difference, paired_difference
 from models.benchmark.config import PromotionConfig
@@ -24,6 +24,8 @@ class Evidence:
     mismatches: int
     gap: float
     """Relative, between simulated and reference acceptance length."""
+    served_gap: float | None = None
+    """Relative, between served and simulated acceptance length; None: not served."""
 
     def objection(self, max_gap: float) -> str | None:
         """The first reason to block, in words."""
@@ -38,6 +40,11 @@ class Evidence:
             return (
                 f"simulated and reference acceptance length differ by {abs(self.gap):.1%}, more than {max_gap:.1%}: "
                 "the draft does not decode as it was trained"
+            )
+        if self.served_gap is not None and abs(self.served_gap) > max_gap:
+            return (
+                f"served and simulated acceptance length differ by {abs(self.served_gap):.1%}, more than "
+                f"{max_gap:.1%}: the serving engine does not decode as the draft was trained"
             )
         return None
 

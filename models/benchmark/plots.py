@@ -7,7 +7,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from infra.records import Acceptance, BenchmarkResult
+from infra.results import Acceptance, BenchmarkResult
 
 mpl.use("Agg")
 

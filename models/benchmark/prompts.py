@@ -4,7 +4,16 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from models.run import Run
+
 LEAST_TOKENS = 2
+
+
+def heldout_prompts(run: Run) -> list[list[int]]:
+    """The prompts of a run's benchmarks. Raises ValueError where there are too few."""
+    config, samples = run.config.benchmark, run.open_samples("heldout")
+    heldout = (samples[index] for index in range(len(samples)))
+    return take_prompts(((sample.tokens, sample.loss_mask) for sample in heldout), config.prompts, config.prompt_tokens)
 
 
 def take_prompts(samples: Iterable[tuple[Tensor, Tensor]], count: int, prompt_tokens: int) -> list[list[int]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from infra.records import SpeedRecord
+from infra.results import SpeedRecord
 from models.benchmark.acceptance import acceptance_length
 from models.benchmark.config import BenchmarkConfig
 from models.benchmark.contestants import Contestants

@@ -2,7 +2,7 @@
 
 from math import isfinite
 
-from infra.records import BenchmarkResult, Conditions, DivergenceRecord, LosslessRecord
+from infra.results import BenchmarkResult, Conditions, DivergenceRecord, LosslessRecord, ServedResult
 from models.benchmark.acceptance import distinct_token_share, summarise
 from models.benchmark.config import BenchmarkConfig, PromotionConfig
 from models.benchmark.gate import Evidence, decide
@@ -17,7 +17,9 @@ def build_result(
     promotion: PromotionConfig,
     conditions: Conditions,
     champion_label: str,
+    *,
     wall_s: float,
+    served: ServedResult | None = None,
 ) -> BenchmarkResult:
     """Put everything together; the gate judges at `config.lookahead`."""
     at = config.lookahead
@@ -25,7 +27,8 @@ def build_result(
     draft_sampled, lookup_sampled = summarise(found.draft_sampled), summarise(found.prompt_lookup_sampled)
     lossless = total([comparison for run in found.reference.values() for comparison in run.comparisons])
     distinct, distinct_sampled = distinct_token_share(found.greedy), distinct_token_share(found.sampled)
-    evidence = Evidence(distinct, config.min_distinct_token_share, lossless.mismatches, found.gap(at))
+    served_gap = served.length / draft.length[at] - 1 if served and served.length else None
+    evidence = Evidence(distinct, config.min_distinct_token_share, lossless.mismatches, found.gap(at), served_gap)
     champion = None if found.champion is None else found.at(found.champion, at)
     identical, compared = found.identical(at)
     sampled = [(decoded.counts,) for decoded in found.sampled_reference]
@@ -43,6 +46,7 @@ def build_result(
         sampled_reference=summarise(sampled) if sampled else None,
         prompt_lookup=lookup,
         prompt_lookup_sampled=lookup_sampled,
+        served=served,
         champion=None if found.champion is None else summarise(found.champion),
         beats_prompt_lookup=draft.length[at] > lookup.length[at],
         lossless=lossless_record(lossless),

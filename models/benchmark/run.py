@@ -11,12 +11,12 @@ from rich.console import Console
 
 from infra.exit import run_main
 from infra.files import write_atomically
-from infra.records import BenchmarkResult
+from infra.results import BenchmarkResult, ServedResult
 from models.benchmark.conditions import conditions
 from models.benchmark.contestants import load_contestants
 from models.benchmark.measure import measure
 from models.benchmark.plots import plot_by_position, plot_training
-from models.benchmark.prompts import take_prompts
+from models.benchmark.prompts import heldout_prompts
 from models.benchmark.result import build_result
 from models.benchmark.words import lines, table
 from models.dtypes import DTYPES
@@ -27,11 +27,7 @@ def benchmark_run(run: Run, champion: Path | None, champion_label: str) -> Bench
     """Measure, judge, and write everything down. Raises ValueError for a run without export or enough prompts."""
     begun = time.perf_counter()
     config = run.config.benchmark
-    samples = run.open_samples("heldout")
-    heldout = (samples[index] for index in range(len(samples)))
-    prompts = take_prompts(
-        ((sample.tokens, sample.loss_mask) for sample in heldout), config.prompts, config.prompt_tokens
-    )
+    prompts = heldout_prompts(run)
     contestants = load_contestants(Path(run.target.path), run.folder.export, champion, DTYPES[config.compute_dtype])
     found = measure(contestants, config, [config.lookahead], prompts, run.config.seed)
     under = conditions(
@@ -44,7 +40,8 @@ def benchmark_run(run: Run, champion: Path | None, champion_label: str) -> Bench
         prompts=len(prompts),
     )
     wall_s = time.perf_counter() - begun
-    result = build_result(found, config, run.config.promotion, under, champion_label, wall_s)
+    served = ServedResult.read(run.folder.served) if run.folder.served.is_file() else None
+    result = build_result(found, config, run.config.promotion, under, champion_label, wall_s=wall_s, served=served)
     write_atomically(run.folder.benchmark, result)
     plot_by_position(result, run.folder.plots / "acceptance_by_position.png")
     if run.folder.metrics.is_file():

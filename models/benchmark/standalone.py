@@ -17,7 +17,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from infra.exit import run_main
 from infra.files import write_atomically
-from infra.records import BenchmarkResult, TargetRecord
+from infra.records import TargetRecord
+from infra.results import BenchmarkResult
 from models.benchmark.conditions import conditions
 from models.benchmark.config import BenchmarkConfig, PromotionConfig
 from models.benchmark.contestants import load_contestants
@@ -103,7 +104,7 @@ def bench(options: argparse.Namespace) -> BenchmarkResult:
         prompts=len(prompts),
     )
     wall_s = time.perf_counter() - begun
-    return build_result(found, config, PromotionConfig(), under, str(options.champion), wall_s)
+    return build_result(found, config, PromotionConfig(), under, str(options.champion), wall_s=wall_s)
 
 
 def _lookaheads(text: str) -> list[int]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from infra.records import Acceptance, BenchmarkResult, Conditions, DivergenceRecord
+from infra.results import Acceptance, BenchmarkResult, Conditions, DivergenceRecord
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ def table(result: BenchmarkResult) -> Table:
     rows = {
         "draft, simulated": result.simulated,
         "draft, reference": result.reference,
+        "draft, served": result.served and result.served.acceptance,
         "champion, simulated": result.champion,
         "prompt lookup": result.prompt_lookup,
         f"draft, {sampled}, greedy proposals": result.sampled,
@@ -75,6 +76,7 @@ def lines(result: BenchmarkResult) -> list[str]:
         f"lossless: {lossless.tokens} tokens, {lossless.mismatches} mismatches, {lossless.ties} ties",
         f"simulated and reference counts {same} in {result.counts_compared} conversations, gap {result.gap:+.2%}",
         f"tokens/s at batch 1: {speed.plain_tokens_per_s:.1f} plain, {faster} speculative ({speed.note})",
+        *([result.served.summary] if result.served else []),
         f"distinct-token share of the target: {result.target_distinct_token_share:.2f} greedy, "
         f"{result.sampled_distinct_token_share:.2f} sampled",
         *_sampled_reference(result),

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infra.records import BenchmarkResult
+from infra.results import BenchmarkResult
 from models.benchmark.prompts import take_prompts
 from models.decoding.plain import continue_batch
 from models.decoding.simulated import features, simulate
@@ -19,11 +19,14 @@ LOOKAHEAD = 4
 
 
 @pytest.fixture
-def finished(make_run, run_to_the_end, start):
-    """A run of recipes/tiny.yaml up to its benchmark, with 20,000 tokens decoded for real."""
-    folder = make_run("tiny", "benchmark.prompts=320", "benchmark.reference_tokens=20000")
+def finished(make_run, run_to_the_end, start, monkeypatch):
+    """A run of recipes/tiny.yaml up to its benchmarks: 20,000 tokens decoded for real, and as many served by SGLang."""
+    monkeypatch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")
+    folder = make_run(
+        "tiny", "benchmark.prompts=320", "benchmark.reference_tokens=20000", "benchmark.served_concurrency=[4]"
+    )
     run_to_the_end(folder)
-    for module in ("models.export.sglang", "models.benchmark.run"):
+    for module in ("models.export.sglang", "models.benchmark.served", "models.benchmark.run"):
         process = start(module, folder)
         output, _ = process.communicate(timeout=400)
         assert process.returncode == 0, output
@@ -31,7 +34,7 @@ def finished(make_run, run_to_the_end, start):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_draft_learns_and_decoding_is_lossless(finished):
     result = BenchmarkResult.read(finished.folder.benchmark)
     assert result.lossless.tokens >= 20_000
@@ -42,6 +45,8 @@ def test_the_draft_learns_and_decoding_is_lossless(finished):
     assert result.simulated.length[LOOKAHEAD] >= 2.5
     assert result.simulated.length[LOOKAHEAD] > result.prompt_lookup.length[LOOKAHEAD]
     assert result.gate.passed
+    assert result.served.same_text == result.served.acceptance.conversations == result.simulated.conversations
+    assert result.served.length == pytest.approx(result.simulated.length[LOOKAHEAD], rel=0.05)
     assert untrained_length(finished) <= 1.1
 
 

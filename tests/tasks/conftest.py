@@ -6,19 +6,8 @@ from pathlib import Path
 import pytest
 from prefect.logging import disable_run_logger
 
-from infra.records import (
-    Acceptance,
-    BenchmarkResult,
-    Conditions,
-    ExportRecord,
-    GateDecision,
-    LosslessRecord,
-    SamplesRecord,
-    SideRates,
-    SpeedRecord,
-    TargetRecord,
-    TrainingResult,
-)
+from infra.records import ExportRecord, SamplesRecord, SideRates, TargetRecord, TrainingResult
+from infra.results import Acceptance, BenchmarkResult, Conditions, GateDecision, LosslessRecord, SpeedRecord
 from infra.tracking.runs import TrackedRun, start_run
 from models.config import load_recipe
 from tasks.run import OpenRun, open_run

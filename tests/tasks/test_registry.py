@@ -1,6 +1,7 @@
 """From a benchmark to a registered, promoted version."""
 
-from infra.records import BenchmarkResult, ExportRecord, TargetRecord, TrainingResult
+from infra.records import ExportRecord, TargetRecord, TrainingResult
+from infra.results import BenchmarkResult
 from infra.tracking import registry
 from infra.tracking.client import NOTE, connect
 from infra.tracking.runs import TrackedRun

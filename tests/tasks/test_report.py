@@ -12,18 +12,8 @@ from prefect.client.orchestration import get_client
 from prefect.testing.utilities import prefect_test_harness
 
 from infra.ledger.answers import Quarantined
-from infra.records import (
-    Acceptance,
-    BenchmarkResult,
-    ExportRecord,
-    GateDecision,
-    Progress,
-    RegisteredDraft,
-    SampleSlot,
-    SamplesRecord,
-    TargetRecord,
-    TrainingResult,
-)
+from infra.records import ExportRecord, Progress, SampleSlot, SamplesRecord, TargetRecord, TrainingResult
+from infra.results import Acceptance, BenchmarkResult, GateDecision, RegisteredDraft
 from infra.tracking.client import NOTE, connect
 from infra.tracking.runs import TrackedRun
 from tasks.registry import register_draft

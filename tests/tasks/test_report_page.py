@@ -13,16 +13,8 @@ import yaml
 
 from infra.bottleneck import in_words
 from infra.ledger.answers import Quarantined
-from infra.records import (
-    BenchmarkResult,
-    DivergenceRecord,
-    LosslessRecord,
-    Progress,
-    RegisteredDraft,
-    SamplesRecord,
-    TargetRecord,
-    TrainingResult,
-)
+from infra.records import Progress, SamplesRecord, TargetRecord, TrainingResult
+from infra.results import BenchmarkResult, DivergenceRecord, LosslessRecord, RegisteredDraft
 from models.config import RunConfig, load_recipe
 from tasks.report_facts import Link, RunFacts
 from tasks.report_page import render

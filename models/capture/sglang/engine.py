@@ -2,16 +2,14 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
-import httpx
 from torch import Tensor
 
-from infra.pools.local import cores
-from infra.processes import Owner, ProcessFailedError
+from infra.processes import Owner
 from infra.records import CaptureReply, CaptureSpec
-from infra.settings import CAPTURE, leased_gpus, sglang_environment
-from infra.sglang.command import ServerSpec, capture_command, on_cpu
+from infra.settings import CAPTURE, sglang_environment
+from infra.sglang.client import ServerError, SGLangClient
+from infra.sglang.command import capture_command
 from infra.sglang.server import SGLangServer
 from infra.transport.sweep import CANARY
 from models.capture.canary import check_capture, check_next_token
@@ -19,13 +17,13 @@ from models.capture.engine import Captured, EngineError
 from models.dtypes import DTYPES
 from models.run import Run
 from models.targets.model import TargetModel
+from models.targets.served import server_environment, server_spec
 from models.targets.weights import read_target_head, tensor_files
 
 NAME = "draftsmith"
 """Of the plugin's parameter and reply."""
 COMPARED_BYTES = 4 * 2**30
 """Targets with weights of up to so many bytes are compared with a forward in transformers, on the CPU."""
-CONNECT_S = 10.0
 
 
 class SGLangEngine:
@@ -44,18 +42,12 @@ class SGLangEngine:
         except BaseException:
             self.server.stop()
             raise
-        timeout = httpx.Timeout(self.settings.request_timeout_s, connect=CONNECT_S)
-        self._client = httpx.Client(base_url=self.server.address, timeout=timeout, trust_env=False)
+        self._client = SGLangClient(self.server, self.settings.request_timeout_s)
 
     def _command(self, port: int) -> list[str]:
         config = self.run.config
-        spec = ServerSpec(
-            python=sglang_environment() / "bin" / "python",
-            target=Path(self.run.target.path),
-            dtype=config.generator.compute_dtype,
-            gpus=len(leased_gpus()),
-            longest=self.run.samples.longest + 1,
-            in_flight=self.in_flight,
+        spec = server_spec(
+            self.run, config.generator.compute_dtype, longest=self.run.samples.longest + 1, in_flight=self.in_flight
         )
         return capture_command(spec, self.settings, config.target.aux_layer_ids, port)
 
@@ -69,10 +61,7 @@ class SGLangEngine:
             hidden_size=self.layout.hidden_size,
             dtype=config.generator.stored_dtype,
         )
-        environment = {CAPTURE: spec.model_dump_json()}
-        if not leased_gpus():
-            environment |= on_cpu(self.settings, config.generator.threads or max(1, cores() // config.generator.count))
-        return environment
+        return server_environment(self.run, config.generator.count) | {CAPTURE: spec.model_dump_json()}
 
     def capture(self, key: str, tokens: Tensor) -> Captured:
         return self._ask(key, tokens)[0]
@@ -81,36 +70,19 @@ class SGLangEngine:
         """Prefill one prompt; its hidden states in the transport, and the engine's own next token."""
         sampling = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True, "custom_params": {NAME: key}}
         try:
-            answer = self._client.post("/generate", json={"input_ids": tokens.tolist(), "sampling_params": sampling})
-        except httpx.TransportError as error:
-            raise EngineError(self._died(error, len(tokens))) from error
-        if answer.is_error:
-            raise ValueError(f"SGLang refused the prompt of {len(tokens)} tokens: {answer.text[:500]}")
-        content: dict[str, Any] = answer.json()
-        found = content["meta_info"].get(NAME)
+            answer = self._client.generate(tokens.tolist(), sampling)
+        except ServerError as error:
+            raise EngineError(str(error)) from error
+        found = answer.meta.get(NAME)
         if not found:
             raise ValueError(
                 "SGLang answered without hidden states: the capture plugin did not attach (no entry point draftsmith "
-                f"in {sglang_environment()}, or $SGLANG_PLUGINS leaves it out); its log is "
-                f"{self.server.process.log}"
+                f"in {sglang_environment()}, or $SGLANG_PLUGINS leaves it out); its log is {self.server.process.log}"
             )
         reply = CaptureReply.model_validate(found[0])
         if reply.record is None:
             raise ValueError(f"capture in SGLang failed: {reply.error}")
-        return Captured(reply.record, reply.put_s), content["output_ids"][0]
-
-    def _died(self, error: httpx.TransportError, tokens: int) -> str:
-        try:
-            self.server.check()
-        except ProcessFailedError as failure:
-            return str(failure)
-        if isinstance(error, httpx.TimeoutException):
-            return (
-                f"{self.server.process.role} did not answer a prompt of {tokens} tokens within "
-                f"{self.settings.request_timeout_s:g} s (generator.sglang.request_timeout_s); its log is "
-                f"{self.server.process.log}"
-            )
-        return f"{self.server.process.role} broke a connection off ({error}); its log is {self.server.process.log}"
+        return Captured(reply.record, reply.put_s), answer.tokens[0]
 
     def check_canary(self, tokens: Tensor) -> None:
         """Twice the same prompt, which an active prefix cache would not survive, and values where the target fits."""

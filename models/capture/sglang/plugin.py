@@ -21,6 +21,7 @@ from infra.run_folder import RunFolder
 from infra.settings import capture_spec
 from infra.transport.choice import open_transport
 from models.capture.layout import Layout
+from models.capture.sglang import gemma3
 from models.capture.sglang.assembly import Assembly, CaptureError
 from models.dtypes import DTYPES
 from models.targets.model import HiddenStates
@@ -131,3 +132,4 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
 
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.run_batch", after_run_batch, HookType.AFTER)
+    HookRegistry.register(gemma3.LAYER, gemma3.whole_output, HookType.AROUND)

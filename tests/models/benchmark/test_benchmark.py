@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from infra.files import write_atomically
-from infra.records import BenchmarkResult, TargetRecord
+from infra.records import TargetRecord
+from infra.results import BenchmarkResult
 from models.benchmark.contestants import SelectedLayers, load_contestants
 from models.benchmark.reference import decode_sampled
 from models.benchmark.run import benchmark_run

@@ -1,6 +1,6 @@
 """What a plot leaves out."""
 
-from infra.records import Acceptance
+from infra.results import Acceptance
 from models.benchmark.plots import well_supported
 
 

@@ -10,8 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from infra.files import write_atomically
 from infra.records import SamplesRecord
+from models.benchmark.served import counts_of, serving
 from models.data.sample_set import read_manifest, write_sample_set
 from models.data.samples import EncodedSample, Splits
+from models.decoding.counts import Counts
 from models.decoding.plain import continue_greedily
 from models.decoding.speculative import speculate
 from models.export.sglang import load_draft
@@ -60,15 +62,27 @@ def overfit(make_run, run_to_the_end, start):
     return Run.open(folder.path), target, text
 
 
-def test_an_overfit_draft_is_accepted_nearly_always_and_its_export_is_complete(overfit, tmp_path):
+@pytest.mark.slow
+def test_an_overfit_draft_is_accepted_nearly_always_and_its_export_is_complete(overfit, tmp_path, monkeypatch):
     run, target, text = overfit
     target_path = Path(run.target.path)
     draft = load_draft(run.folder.export, target_path, torch.float32)
     decoded = speculate(target, draft, text[:PROMPT_TOKENS], LOOKAHEAD, NEW_TOKENS, frozenset())
     assert list(decoded.tokens) == text[PROMPT_TOKENS:]
     assert decoded.counts.tokens / decoded.counts.steps >= 0.95 * (LOOKAHEAD + 1)
+    monkeypatch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")
+    check_served(run, text, decoded.counts)
     check_layout(run.folder.export, run)
     check_refusals(run.folder.export, target_path, tmp_path)
+
+
+def check_served(run: Run, text: list[int], counts: Counts) -> None:
+    """The real engine takes the same steps as the reference decoder."""
+    sampling = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    with serving(run, run.folder.export) as client:
+        answer = client.generate_in_steps(text[:PROMPT_TOKENS], sampling)
+    assert answer.tokens == text[PROMPT_TOKENS:]
+    assert counts_of(answer, LOOKAHEAD) == counts
 
 
 def check_layout(export: Path, run: Run) -> None:

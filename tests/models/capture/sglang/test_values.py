@@ -12,9 +12,12 @@ import torch
 
 from infra.records import TargetRecord
 from models.capture.sglang.engine import SGLangEngine
+from models.config import load_recipe
 from models.run import Run
 from models.targets.model import HiddenStates, TargetModel
+from models.targets.prepare import prepare_target
 
+RECIPES = Path(__file__).parents[4] / "recipes"
 LENGTHS = (1, 2, 7, 33, 64, 65, 130, 250)
 IDS = (0, 1, 2)
 CHUNK = 64
@@ -51,6 +54,14 @@ def served(
     run = sglang_run(*SETTINGS[request.param], target=target)
     with closing(SGLangEngine(run, 0)) as engine:
         yield Served(run, engine, TargetModel.load(Path(target.path), IDS, torch.float32))
+
+
+def test_gemma_once(sglang_run: Callable[..., Run], engine_of: Callable[..., SGLangEngine]) -> None:
+    """The real Gemma 3 270M: sliding windows, its own norms, residuals a thousand times larger than the tiny ones."""
+    config = load_recipe(RECIPES / "quickstart.yaml")
+    target = prepare_target(config.target)
+    run = sglang_run("target.aux_layer_ids=[2, 9, 15]", target=target)
+    engine_of(run).check_canary(torch.tensor([2, *range(1000, 1600)]))
 
 
 def prompts() -> list[torch.Tensor]:

@@ -1,0 +1,184 @@
+"""The records of what a draft is worth: acceptance, conditions, verdicts, registered versions.
+
+Like `infra.records`, of which they are a part: ids, sizes, paths and numbers, never tensors.
+"""
+
+from collections.abc import Mapping
+
+from infra.records import Record
+
+
+class GateDecision(Record):
+    """Whether a challenger earned promotion, and why."""
+
+    passed: bool
+    against: str
+    """`no draft`, or `version N`."""
+    challenger: float
+    champion: float
+    difference: float
+    lower_bound: float
+    """One-sided 97.5 % bound of the relative difference."""
+    margin: float
+    smallest_detectable: float
+    reason: str
+
+
+class RegisteredDraft(Record):
+    """A version in the model registry."""
+
+    name: str
+    version: int
+    model_id: str
+    aliases: tuple[str, ...]
+    acceptance_length: float | None = None
+    tags: Mapping[str, str] = {}
+
+
+class Acceptance(Record):
+    """Acceptance of one source of proposals over one set of conversations: ratios of sums over complete steps."""
+
+    conversations: int
+    length: Mapping[int, float]
+    """By lookahead: tokens emitted after the prefill token / verification steps."""
+    steps: Mapping[int, int]
+    """By lookahead."""
+    by_position: tuple[float | None, ...]
+    """At the largest lookahead: share of steps accepting token i, given 1..i-1; None: never offered."""
+
+
+class Conditions(Record):
+    """What an acceptance number depends on; numbers with different conditions are not compared."""
+
+    target: str
+    target_revision: str
+    draft: str
+    draft_revision: str
+    """SHA-256 of the draft's weights."""
+    dataset_hash: str
+    template_hash: str
+    thinking: bool
+    temperature: float
+    """Of the main figures; the sampled ones name their own."""
+    sampled_temperature: float
+    sampled_top_p: float = 1.0
+    prompts: int
+    prompt_tokens: int
+    max_new_tokens: int
+    lookahead: int
+    topk: int
+    concurrency: int
+    engine: str
+    versions: Mapping[str, str]
+    dtype: str
+    hardware: str
+    threads: int
+
+
+class DivergenceRecord(Record):
+    """One place where speculative text leaves the target's own; `gap` None where only one text ends."""
+
+    position: int
+    token: int | None
+    gap: float | None
+    delta: float
+    tie: bool
+
+
+class LosslessRecord(Record):
+    """Speculative text against the target's own."""
+
+    tokens: int
+    mismatches: int
+    ties: int
+    divergences: tuple[DivergenceRecord, ...]
+
+
+class SpeedRecord(Record):
+    """Decoding speed at batch 1 after the prefill, plain and speculative, on the same prompts in the same run."""
+
+    tokens: int
+    acceptance_length: float
+    plain_tokens_per_s: float
+    speculative_tokens_per_s: float | None
+    """None where the figure is impossible and therefore not published."""
+    speedup: float | None
+    flagged: bool
+    note: str
+
+
+class ServedSpeed(Record):
+    """All prompts through a serving engine at one concurrency."""
+
+    concurrency: int
+    tokens_per_s: float
+    latency_p50_s: float
+    latency_p95_s: float
+
+
+class ServedResult(Record):
+    """`served.json`: what the serving engine does with the draft; empty where it cannot run."""
+
+    lookahead: int
+    acceptance: Acceptance | None = None
+    same_text: int = 0
+    """Conversations in which target and draft gave the target's own text."""
+    plain: tuple[ServedSpeed, ...] = ()
+    speculative: tuple[ServedSpeed, ...] = ()
+    note: str
+
+    @property
+    def length(self) -> float | None:
+        """Acceptance length; None where it was not served."""
+        return self.acceptance and self.acceptance.length[self.lookahead]
+
+    @property
+    def summary(self) -> str:
+        """One line for people."""
+        if self.acceptance is None:
+            return self.note
+        speeds = ", ".join(
+            f"{fast.tokens_per_s / slow.tokens_per_s:.2f}x at {slow.concurrency}"
+            for slow, fast in zip(self.plain, self.speculative, strict=True)
+        )
+        return (
+            f"served: acceptance length {self.length:.2f} at lookahead {self.lookahead} over "
+            f"{self.acceptance.steps[self.lookahead]} verification steps, the target's own text in {self.same_text} of "
+            f"{self.acceptance.conversations} conversations, throughput against the target alone {speeds} at a time"
+        )
+
+
+class BenchmarkResult(Record):
+    """`benchmark.json`: what a draft is worth on the held-out prompts."""
+
+    conditions: Conditions
+    target_distinct_token_share: float
+    """Mean over greedy continuations of distinct tokens / tokens."""
+    sampled_distinct_token_share: float
+    simulated: Acceptance
+    reference: Acceptance
+    """Real decoding of the first conversations, at one lookahead."""
+    gap: float
+    """Relative difference of simulated and reference acceptance length on the reference conversations."""
+    counts_identical: bool
+    """Simulated and reference counts agree step by step (conversations with a tie or mismatch left out)."""
+    counts_compared: int
+    """Conversations of that comparison."""
+    sampled: Acceptance
+    """Simulated, over text that the target alone sampled. The draft proposes greedily: exactly what speculative
+    sampling accepts of such proposals (each with the target's probability of it), on all conversations."""
+    sampled_reference: Acceptance | None = None
+    """Real decoding at that temperature and top-p of the first conversations, at one lookahead. The draft samples its
+    proposals from its own distribution, so this is another decoder's figure than `sampled`, each conversation holds
+    another text, and over some hundred tokens it is a rough one. None: not measured."""
+    prompt_lookup: Acceptance
+    prompt_lookup_sampled: Acceptance
+    served: ServedResult | None = None
+    """The serving engine's own figures; None: not asked for."""
+    champion: Acceptance | None
+    beats_prompt_lookup: bool
+    lossless: LosslessRecord
+    speed: SpeedRecord
+    gate: GateDecision
+    summary: str
+    wall_s: float

@@ -1,0 +1,97 @@
+"""Asks an SGLang server to generate. Used by generators and benchmarks; one client serves several threads."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import httpx
+
+from infra.processes import ProcessFailedError
+from infra.sglang.server import SGLangServer
+
+CONNECT_S = 10.0
+REFUSAL_CHARACTERS = 500
+DATA, DONE = "data: ", "[DONE]"
+
+
+class ServerError(Exception):
+    """The server is dead or hangs; no request is to blame."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back for one prompt."""
+
+    tokens: list[int]
+    """Generated ones."""
+    meta: dict[str, Any]
+    """SGLang's `meta_info`."""
+    steps: tuple[int, ...] = ()
+    """Tokens that came with each step of the engine, the prefill's one first; empty where nobody asked."""
+
+
+class SGLangClient:
+    """Token ids in, token ids out."""
+
+    def __init__(self, server: SGLangServer, request_timeout_s: float):
+        self.server, self._timeout_s = server, request_timeout_s
+        # Connections for as many threads as there are; no proxy of the environment stands between us and loopback.
+        self._http = httpx.Client(
+            base_url=server.address,
+            timeout=httpx.Timeout(request_timeout_s, connect=CONNECT_S),
+            limits=httpx.Limits(max_connections=None),
+            trust_env=False,
+        )
+
+    def generate_in_steps(self, tokens: Sequence[int], sampling: dict[str, Any]) -> Answer:
+        """Continue one prompt and watch the engine's steps. Raises as `generate` does."""
+        body = {"input_ids": list(tokens), "sampling_params": sampling, "stream": True}
+        seen, last = [0], {}
+        try:
+            with self._http.stream("POST", "/generate", json=body) as answer:
+                if answer.is_error:
+                    answer.read()
+                    raise ValueError(self._refusal(answer, len(tokens)))
+                for line in answer.iter_lines():
+                    if line.startswith(DATA) and line != DATA + DONE:
+                        last = json.loads(line.removeprefix(DATA))
+                        seen.append(last["meta_info"]["completion_tokens"])
+        except httpx.TransportError as error:
+            raise ServerError(self._reason(error, len(tokens))) from error
+        steps = tuple(after - before for before, after in pairwise(seen) if after > before)
+        return Answer(last["output_ids"], last["meta_info"], steps)
+
+    def generate(self, tokens: Sequence[int], sampling: dict[str, Any]) -> Answer:
+        """Continue one prompt.
+
+        Raises ServerError, and ValueError for a prompt or settings that the server refuses.
+        """
+        try:
+            answer = self._http.post("/generate", json={"input_ids": list(tokens), "sampling_params": sampling})
+        except httpx.TransportError as error:
+            raise ServerError(self._reason(error, len(tokens))) from error
+        if answer.is_error:
+            raise ValueError(self._refusal(answer, len(tokens)))
+        content = answer.json()
+        return Answer(content["output_ids"], content["meta_info"])
+
+    def _refusal(self, answer: httpx.Response, tokens: int) -> str:
+        return f"SGLang refused the prompt of {tokens} tokens: {answer.text[:REFUSAL_CHARACTERS]}"
+
+    def _reason(self, error: httpx.TransportError, tokens: int) -> str:
+        process = self.server.process
+        try:
+            self.server.check()
+        except ProcessFailedError as failure:
+            return str(failure)
+        if isinstance(error, httpx.TimeoutException):
+            return (
+                f"{process.role} did not answer a prompt of {tokens} tokens within {self._timeout_s:g} s "
+                f"(generator.sglang.request_timeout_s); its log is {process.log}"
+            )
+        return f"{process.role} broke a connection off ({error}); its log is {process.log}"
+
+    def close(self) -> None:
+        self._http.close()

@@ -1,0 +1,170 @@
+"""Chain speculation (EAGLE-3, topk 1, greedy) for a real SGLang server on a plain CPU: test equipment.
+
+SGLang has seams for most of it (`sglang_speculation_platform.py`); six kernels without one are replaced here through
+its hook registry. Active only with `SGLANG_PLATFORM=draftsmith_test_cpu`.
+"""
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAME = "draftsmith_test_cpu"
+OPS = "sglang.kernels.ops.speculative."
+
+
+def activate() -> str | None:
+    """Entry point of the platform."""
+    if os.environ.get("SGLANG_PLATFORM") != NAME:
+        return None
+    from models.capture.sglang.cpu_platform import activate as plain
+
+    return None if plain() is None else "sglang_speculation_platform.SpeculatingCpu"
+
+
+def register() -> None:
+    """Entry point of the kernels."""
+    if os.environ.get("SGLANG_PLATFORM") != NAME:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    replaced = {
+        "cache_locs.assign_draft_cache_locs_contiguous_func": assign_draft_cache_locs,
+        "eagle.fill_bonus_tokens_func": fill_bonus_tokens,
+        "eagle.fill_accept_out_cache_loc_func": fill_accepted_cache_locs,
+        "spec_tree.build_tree_kernel_efficient_func": build_chain,
+        "spec_tree.verify_tree_greedy_func": verify_chain,
+    }
+    for name, function in replaced.items():
+        HookRegistry.register(OPS + name, function, HookType.REPLACE)
+    pool = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
+    HookRegistry.register(pool, assign_req_to_token_pool, HookType.REPLACE)
+    factory = "sglang.srt.speculative.draft_utils.DraftBackendFactory."
+    HookRegistry.register(factory + "create_decode_backend", decode_backend, HookType.AROUND)
+    HookRegistry.register(factory + "create_draft_extend_backend", extend_backend, HookType.AROUND)
+
+
+def decode_backend(_original: Any, factory: Any) -> Any:
+    """Attention of the draft's own steps; none where it takes only one."""
+    from sglang_speculation_attention import DraftSteps
+
+    if factory.speculative_num_steps <= 1:
+        return None
+    return DraftSteps(factory.draft_model_runner, factory.topk, factory.speculative_num_steps)
+
+
+def extend_backend(_original: Any, factory: Any) -> Any:
+    from sglang_speculation_attention import VerifyingAttention, named
+
+    return named(VerifyingAttention(factory.draft_model_runner))
+
+
+def assign_req_to_token_pool(
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start_offset: Tensor,
+    end_offset: Tensor,
+    out_cache_loc: Tensor,
+    _batch_size: int,
+) -> None:
+    """New places in the KV cache become each request's positions from start to end."""
+    taken = 0
+    rows = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
+    for request, start, end in rows:
+        places = out_cache_loc[taken : taken + end - start]
+        req_to_token[request, start:end] = places.to(req_to_token.dtype)
+        taken += end - start
+
+
+def assign_draft_cache_locs(
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    seq_lens: Tensor,
+    out_cache_loc: Tensor,
+    topk: int,
+    num_cols: int,
+    positions: Tensor | None = None,
+    mrope: Tensor | None = None,
+) -> None:
+    """Each request's next `topk * num_cols` places in the KV cache, one request after the other."""
+    count = topk * num_cols
+    for row, (request, length) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)):
+        places = req_to_token[request, length : length + count]
+        out_cache_loc[row * count : (row + 1) * count] = places.to(out_cache_loc.dtype)
+    if positions is not None:
+        positions.copy_(seq_lens)
+    if mrope is not None:
+        mrope.copy_(seq_lens.expand(3, -1))
+
+
+def fill_bonus_tokens(
+    accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, accept_stride: int, batch_size: int
+) -> None:
+    """The last accepted token of each request."""
+    last = torch.arange(batch_size) * accept_stride + accept_lens.long() - 1
+    bonus_tokens.copy_(accept_tokens.flatten()[last])
+
+
+def fill_accepted_cache_locs(
+    accept_index: Tensor, out_cache_loc: Tensor, accept_out_cache_loc: Tensor, _size: int
+) -> None:
+    """Places of the accepted tokens, side by side."""
+    chosen = accept_index.flatten()
+    chosen = chosen[chosen >= 0].long()
+    accept_out_cache_loc[: len(chosen)] = out_cache_loc[chosen]
+
+
+def build_chain(
+    _parents: Tensor,
+    _selected: Tensor,
+    seq_lens: Tensor,
+    tree_mask: Tensor,
+    positions: Tensor,
+    retrieve_index: Tensor,
+    retrieve_next: Tensor,
+    _retrieve_sibling: Tensor,
+    topk: int,
+    _steps: int,
+    count: int,
+    mask_mode: Any,
+) -> None:
+    """Node i follows node i - 1; `count` nodes per request, the first is the token that is already sure."""
+    assert topk == 1, "chains only"
+    nodes = torch.arange(count)
+    visible = nodes[:, None] >= nodes[None, :]
+    offset = 0
+    for row, length in enumerate(seq_lens.tolist()):
+        retrieve_index[row] = nodes + row * count
+        retrieve_next[row, :-1] = nodes[1:]
+        positions[row * count : (row + 1) * count] = length + nodes
+        if int(mask_mode) == 0:  # rows over the prefix and the nodes
+            size = count * (length + count)
+            tree_mask[offset : offset + size].view(count, length + count)[:, length:] = visible
+            offset += size
+        else:
+            tree_mask[row * count**2 : (row + 1) * count**2] = visible.flatten()
+
+
+def verify_chain(
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrieve_index: Tensor,
+    retrieve_next_token: Tensor,
+    retrieve_next_sibling: Tensor,
+    target_predict: Tensor,
+    topk: int = -1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Candidates `[B, n]` are accepted as long as each is what the target predicts `[B, n]` after the one before."""
+    choices = target_predict.reshape(candidates.shape)
+    depth = accept_index.shape[1]
+    agrees = candidates[:, 1:depth] == choices[:, : depth - 1]
+    accepted = agrees.long().cumprod(-1).sum(-1)
+    for row, count in enumerate(accepted.tolist()):
+        places = retrieve_index[row, : count + 1]
+        accept_index[row, : count + 1] = places.to(accept_index.dtype)
+        predicts[places.long()] = choices[row, : count + 1].to(predicts.dtype)
+    accept_token_num.copy_(accepted)
+    return predicts, accept_index, accept_token_num
