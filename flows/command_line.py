@@ -36,7 +36,6 @@ def retrain(
     resume: Annotated[str | None, typer.Option("--resume", metavar="RUN", help="Go on with this run.")] = None,
 ) -> None:
     """Train, prove, register and (if it earned that) promote a draft."""
-    from infra.servers import ensure_prefect_api
     from models.config import load_recipe, read_config, with_overrides
 
     if resume is not None:
@@ -55,13 +54,37 @@ def retrain(
         return
     if folder is not None:
         _forget_crashes(config, folder)
+    _ready_for_flows()
+    from flows.retrain_draft import retrain as flow
+
+    print(flow(config, str(folder) if folder else None))
+
+
+@app.command()
+def regenerate(
+    recipe: Annotated[Path, typer.Argument(help="A YAML file of recipes/, with data.regeneration.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[section.field=value]...")] = None,
+) -> None:
+    """Have the target answer the recipe's prompts itself; retraining does so too, and finds it done."""
+    from models.config import load_recipe
+
+    config = load_recipe(recipe, overrides)
+    if config.data.regeneration is None:
+        raise ValueError(f"{recipe} does not regenerate: add data.regeneration={{}} for its defaults")
+    _ready_for_flows()
+    from flows.regenerate_text import regenerate as flow
+
+    print(flow(config))
+
+
+def _ready_for_flows() -> None:
+    """Versions that work, a log for people, and a Prefect server."""
+    from infra.servers import ensure_prefect_api
+
     _refuse_clashes()
     for logger in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(logger).addFilter(_without_traceback)
     ensure_prefect_api()
-    from flows.retrain_draft import retrain as flow
-
-    print(flow(config, str(folder) if folder else None))
 
 
 def _refuse_clashes() -> None:

@@ -59,6 +59,32 @@ class SamplesRecord(Record):
     """Documents or samples that occurred before, or on the held-out side, and were left out."""
 
 
+class RegeneratedRecord(Record):
+    """`regenerated.json`: the target's own answers to the recipe's prompts."""
+
+    path: str
+    """JSONL in the cache."""
+    documents: int
+    duplicates: int
+    """Documents left out because the same was asked before."""
+    tokens: int
+    """Generated ones."""
+    cut: int
+    """Documents with an answer that came to the length limit."""
+    engine: str
+    settings: Mapping[str, float | int | str]
+    wall_s: float
+
+    @property
+    def summary(self) -> str:
+        """One line for people."""
+        shown = ", ".join(f"{name} {value}" for name, value in self.settings.items())
+        return (
+            f"regenerated: {self.documents} documents, {self.tokens} tokens by {self.engine} in {self.wall_s:.0f} s, "
+            f"{self.cut} cut at the limit, {self.duplicates} duplicates left out ({shown})"
+        )
+
+
 class BufferRecord(Record):
     """One named buffer inside an object."""
 

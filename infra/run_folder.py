@@ -29,6 +29,11 @@ class RunFolder:
         return self.path / "target.json"
 
     @property
+    def regenerated(self) -> Path:
+        """The target's own answers, where the recipe asks for them."""
+        return self.path / "regenerated.json"
+
+    @property
     def samples(self) -> Path:
         return self.path / "samples.json"
 

@@ -4,7 +4,8 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.ledger.planning import check_budget
-from infra.records import SamplesRecord, TargetRecord
+from infra.pools.base import Pool
+from infra.records import RegeneratedRecord, SamplesRecord, TargetRecord
 from models.config import RunConfig
 from tasks.data_plane import on_cpu, run_main, worth_retrying
 from tasks.run import OpenRun
@@ -13,6 +14,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 TARGET_TIMEOUT_S = 4 * 3600.0
 """A large target is downloaded from the Hub."""
 SAMPLES_TIMEOUT_S = 4 * 3600.0
+REGENERATION_TIMEOUT_S = 7 * 24 * 3600.0
 
 
 @task(name="prepare target", retries=2, retry_delay_seconds=5, retry_condition_fn=worth_retrying, cache_policy=NO_CACHE)
@@ -20,6 +22,14 @@ def prepare_target(run: OpenRun) -> TargetRecord:
     """Fetch or convert the target into a plain Hugging Face folder."""
     run_main(run, on_cpu(run), "target", "models.targets.prepare", timeout_s=TARGET_TIMEOUT_S)
     return TargetRecord.read(run.folder.target)
+
+
+@task(name="regenerate text", retries=2, retry_condition_fn=worth_retrying, cache_policy=NO_CACHE)
+def regenerate_text(run: OpenRun, pool: Pool) -> RegeneratedRecord:
+    """The target's own answers to the recipe's prompts; a retry goes on where the last one died."""
+    name = "models.regeneration.regenerate"
+    run_main(run, pool, "regenerate", name, timeout_s=REGENERATION_TIMEOUT_S)
+    return RegeneratedRecord.read(run.folder.regenerated)
 
 
 @task(name="prepare samples", retries=1, retry_condition_fn=worth_retrying, cache_policy=NO_CACHE)

@@ -4,6 +4,8 @@
 `samples` holds one row per (run, epoch, ordinal); `checkpoints` one row per committed checkpoint.
 """
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from sqlalchemy import event
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
+
+from infra.locks import hold
 
 BUSY_TIMEOUT_S = 60
 """How long a process waits for another one's transaction before it gives up."""
@@ -145,15 +149,22 @@ def _sqlite_engine(address: sa.URL, file: Path) -> sa.Engine:
     if not file.parent.is_dir():
         raise ValueError(f"the ledger's folder {file.parent} does not exist: create it, or set ledger.url")
     refuse_network_file_system(file)
+    _write_ahead(file)
     engine = sa.create_engine(address, connect_args={"timeout": BUSY_TIMEOUT_S})
     event.listen(engine, "connect", _set_up_sqlite)
     event.listen(engine, "begin", _begin_sqlite)
     return engine
 
 
+def _write_ahead(file: Path) -> None:
+    """Switch a new file to the write-ahead log for good; of two that try at once SQLite refuses one without waiting."""
+    with hold(file.with_name(f"{file.name}.lock"), wait_s=BUSY_TIMEOUT_S):
+        with closing(sqlite3.connect(file, timeout=BUSY_TIMEOUT_S)) as connection:
+            connection.execute("PRAGMA journal_mode=WAL")
+
+
 def _set_up_sqlite(connection: Any, record: Any) -> None:
     connection.isolation_level = None  # the driver would start transactions itself, and too late
-    connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=FULL")
     connection.execute("PRAGMA foreign_keys=ON")
 

@@ -141,12 +141,13 @@ def serving(run: Run, draft: Path | None) -> Iterator[SGLangClient]:
     """A server that is up, and stopped again."""
     config, settings = run.config.benchmark, run.config.generator.sglang
     longest = config.prompt_tokens + config.max_new_tokens + config.lookahead + 1
-    spec = server_spec(run, config.compute_dtype, longest, max(config.served_concurrency))
+    target, in_flight = Path(run.target.path), max(config.served_concurrency)
+    spec = server_spec(target, config.compute_dtype, longest, in_flight)
     server = SGLangServer(
         lambda port: serving_command(spec, settings, draft, config.lookahead, port),
         "sglang-serving" if draft is None else "sglang-serving-draft",
         Owner(run.folder.name, run.folder.logs),
-        server_environment(run, 1),
+        server_environment(run.config.generator, 1),
     )
     try:
         server.wait_until_ready(settings.start_timeout_s)

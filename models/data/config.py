@@ -5,6 +5,20 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
+class RegenerationConfig(BaseModel):
+    """Answers by the target itself in place of the given ones: what a draft meets when it serves."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", title="Regeneration")
+
+    temperature: float = Field(default=0.7, ge=0, description="0 is greedy.")
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    max_new_tokens: int = Field(default=1024, ge=1, description="Longest answer, in tokens.")
+    prompt_tokens: int = Field(default=32, ge=1, description="Of plain text, so many tokens are kept as the prompt.")
+    thinking: Literal["keep", "strip"] = Field(
+        default="keep", description="What an answer says before `</think>`: part of the sample, or left out."
+    )
+
+
 class DataConfig(BaseModel):
     """Prompts in, samples out."""
 
@@ -24,6 +38,9 @@ class DataConfig(BaseModel):
     overlong: Literal["drop", "truncate", "split"] = Field(
         default="truncate",
         description="What happens to a longer sample; counted either way. `split` is for plain text.",
+    )
+    regeneration: RegenerationConfig | None = Field(
+        default=None, description="Set it to train on the target's own answers to these prompts."
     )
     heldout_share: float = Field(
         default=0.1, gt=0, lt=0.5, description="Held out by a rule: the last share by content hash."

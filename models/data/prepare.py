@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from infra.cached_folder import build_once
 from infra.exit import run_main
 from infra.files import sha256_file, write_atomically
-from infra.records import SamplesRecord, TargetRecord
+from infra.records import RegeneratedRecord, SamplesRecord, TargetRecord
 from infra.run_folder import RunFolder
 from infra.settings import cache_folder
 from models.config import read_config
@@ -126,7 +126,10 @@ def main() -> None:
         raise ValueError("usage: python -m models.data.prepare RUN_FOLDER")
     folder = RunFolder(Path(sys.argv[1]))
     config = read_config(folder.config)
-    record = prepare_samples(config.data, TargetRecord.read(folder.target), config.target.add_bos)
+    data = config.data
+    if data.regeneration is not None:
+        data = data.model_copy(update={"source": RegeneratedRecord.read(folder.regenerated).path})
+    record = prepare_samples(data, TargetRecord.read(folder.target), config.target.add_bos)
     write_atomically(folder.samples, record)
     print(summary(record))
     check_run(Run.open(folder.path))

@@ -18,6 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PREFECT = [sys.executable, "-m", "prefect"]
 WAIT_S = 480.0
+BUSY_S = 60.0
 ENDED = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 
 
@@ -78,10 +79,19 @@ class Stack:
         return running([*PREFECT, "worker", "start", "--pool", "draftsmith"], self.environment, log)
 
     def get(self, path: str) -> Any:
-        return httpx.get(f"{self.api}/{path}", timeout=60).raise_for_status().json()
+        return self._ask("GET", path, None)
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        return httpx.post(f"{self.api}/{path}", json=body, timeout=60).raise_for_status().json()
+        return self._ask("POST", path, body)
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
+        """Asks again, as Prefect's own client does, while the server's SQLite is busy."""
+        deadline = time.monotonic() + BUSY_S
+        while True:
+            answer = httpx.request(method, f"{self.api}/{path}", json=body, timeout=60)
+            if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE or time.monotonic() > deadline:
+                return answer.raise_for_status().json()
+            time.sleep(1)
 
     def wait_for(self, flow_run: str, *states: str) -> dict[str, Any]:
         """The flow run once it is in one of the states."""

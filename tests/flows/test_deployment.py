@@ -77,9 +77,16 @@ def trained(folder: RunFolder, more_than: int) -> bool:
         return ledger.progress().consumed > more_than
 
 
-def flow_process() -> psutil.Process:
-    """The flow run's process: the worker's child that runs the engine."""
-    return next(p for p in psutil.process_iter() if any("prefect" in part and "engine" in part for part in p.cmdline()))
+def flow_process(stack: Any) -> psutil.Process:
+    """The flow run's process: the engine that a worker of this server started."""
+    for process in psutil.process_iter():
+        try:
+            engine = any("prefect" in part and "engine" in part for part in process.cmdline())
+            if engine and process.environ().get("PREFECT_API_URL") == stack.api:
+                return process
+        except psutil.Error:
+            continue
+    raise AssertionError("no flow of this server is running")
 
 
 def mlflow_status(folder: RunFolder) -> str:
@@ -118,7 +125,7 @@ def test_cancelled_killed_retried_and_finished(
         named(folder, "models.capture.generator").kill()
         named(folder, "models.training.trainer").kill()
         until(lambda: trained(folder, STEPS * SAMPLES_PER_STEP // 2), "for half of the samples")
-        flow_process().kill()
+        flow_process(stack).kill()
         assert stack.wait_for(second)["state"]["type"] == "CRASHED", stack.log()
         until(lambda: processes_of(folder) == [], "for the data plane's end")
         assert list(stack.memory.iterdir()) == []
@@ -128,7 +135,7 @@ def test_cancelled_killed_retried_and_finished(
             f"flow_runs/{second}/set_state", {"state": {"type": "SCHEDULED", "name": "AwaitingRetry"}, "force": True}
         )
         until(lambda: processes_of(folder), "for the retry")
-        flow = flow_process()
+        flow = flow_process(stack)
         os.killpg(worker.pid, signal.SIGKILL)
         flow.kill()
         until(lambda: processes_of(folder) == [], "for the data plane's end")

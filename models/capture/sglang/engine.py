@@ -46,9 +46,8 @@ class SGLangEngine:
 
     def _command(self, port: int) -> list[str]:
         config = self.run.config
-        spec = server_spec(
-            self.run, config.generator.compute_dtype, longest=self.run.samples.longest + 1, in_flight=self.in_flight
-        )
+        longest = self.run.samples.longest + 1
+        spec = server_spec(Path(self.run.target.path), config.generator.compute_dtype, longest, self.in_flight)
         return capture_command(spec, self.settings, config.target.aux_layer_ids, port)
 
     def _environment(self) -> dict[str, str]:
@@ -61,7 +60,7 @@ class SGLangEngine:
             hidden_size=self.layout.hidden_size,
             dtype=config.generator.stored_dtype,
         )
-        return server_environment(self.run, config.generator.count) | {CAPTURE: spec.model_dump_json()}
+        return server_environment(config.generator, config.generator.count) | {CAPTURE: spec.model_dump_json()}
 
     def capture(self, key: str, tokens: Tensor) -> Captured:
         return self._ask(key, tokens)[0]

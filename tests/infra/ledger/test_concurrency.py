@@ -4,6 +4,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -16,6 +17,19 @@ from infra.records import CheckpointRecord, Lease, SampleSlot, StepPlan
 
 SAMPLES = 40
 SLOTS = [SampleSlot(ordinal=i, sample=1000 + i, tokens=1 + i * 7 % 5) for i in range(SAMPLES)]
+
+
+def test_many_may_make_a_ledger_at_once(tmp_path: Path) -> None:
+    for number in range(20):
+        start = threading.Barrier(8)
+
+        def make(url: str = f"sqlite:///{tmp_path}/{number}.sqlite", start: threading.Barrier = start) -> None:
+            start.wait(30)
+            Ledger.open(url, "run").close()
+
+        with ThreadPoolExecutor(8) as threads:
+            for made in [threads.submit(make) for _ in range(8)]:
+                made.result(60)
 
 
 @contextmanager

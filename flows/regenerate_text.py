@@ -1,0 +1,24 @@
+"""The regenerate flow: the target's own answers to a recipe's prompts, without training. Runs in the flow's process."""
+
+from prefect import flow
+
+from models.config import RunConfig
+from tasks.pools import lease
+from tasks.prepare import prepare_target, regenerate_text
+from tasks.run import open_run
+
+
+@flow(name="regenerate")
+def regenerate(config: RunConfig, run: str | None = None) -> str:
+    """Regenerate the text of a recipe; a later retraining with the same settings finds it done.
+
+    Args:
+        config: the recipe; its `data.regeneration` says how.
+        run: name or folder of a run to go on with; a new one where None.
+
+    Returns the path of the text, one document a line.
+    """
+    with open_run(config, run) as opened:
+        prepare_target(opened)
+        with lease(opened, "inference") as inference:
+            return regenerate_text(opened, inference).path

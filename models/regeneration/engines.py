@@ -1,0 +1,134 @@
+"""What generates text for regeneration: the target in transformers, or behind an SGLang server."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from infra.processes import Owner
+from infra.records import TargetRecord
+from infra.run_folder import RunFolder
+from infra.sglang.client import SGLangClient
+from infra.sglang.command import serving_command
+from infra.sglang.server import SGLangServer
+from models.config import RunConfig
+from models.data.config import RegenerationConfig
+from models.decoding.plain import continue_batch
+from models.dtypes import DTYPES
+from models.targets.end_of_text import eos_ids
+from models.targets.model import TargetModel
+from models.targets.served import server_environment, server_spec
+
+ROUNDS = 8
+"""Prompts given to a server at once, in multiples of what it works on: the slowest of them all is waited for."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A run that is to be regenerated: its samples are still to come."""
+
+    folder: RunFolder
+    config: RunConfig
+    target: TargetRecord
+
+    @property
+    def settings(self) -> RegenerationConfig:
+        """Raises ValueError for a recipe without."""
+        settings = self.config.data.regeneration
+        if settings is None:
+            raise ValueError("the recipe does not regenerate: set data.regeneration, {} for its defaults")
+        return settings
+
+
+class TextEngine(Protocol):
+    """Continues prompts with the target, by the recipe's sampling settings."""
+
+    together: int
+    """Prompts that it likes to get at once."""
+
+    def generate(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Continuations of token ids, end-of-text token included where it came to that."""
+        ...
+
+    def close(self) -> None:
+        """Stop what was started. Idempotent."""
+        ...
+
+
+class PlainTextEngine:
+    """The target in transformers, all prompts in one batch."""
+
+    together = 16
+
+    def __init__(self, task: Task):
+        path, config = Path(task.target.path), task.config
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = DTYPES[config.generator.compute_dtype]
+        self._settings = task.settings
+        self._target = TargetModel.load(path, config.target.aux_layer_ids, dtype, device)
+        self._ends = eos_ids(path)
+        self._random = torch.Generator(self._target.device).manual_seed(config.seed)
+
+    def generate(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        settings = self._settings
+        return continue_batch(
+            self._target,
+            prompts,
+            settings.max_new_tokens,
+            settings.temperature,
+            self._ends,
+            self._random,
+            top_p=settings.top_p,
+            batch_size=self.together,
+        )
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+class SGLangTextEngine:
+    """A server of its own, with as many requests in flight as the recipe says."""
+
+    def __init__(self, task: Task):
+        config, settings, path = task.config.generator, task.settings, Path(task.target.path)
+        self._in_flight = config.sglang.requests_in_flight
+        self.together = ROUNDS * self._in_flight
+        longest = task.config.data.max_tokens + settings.max_new_tokens
+        spec = server_spec(path, config.compute_dtype, longest, self._in_flight)
+        self._server = SGLangServer(
+            lambda port: serving_command(spec, config.sglang, None, 0, port),
+            "sglang-regenerate",
+            Owner(task.folder.name, task.folder.logs),
+            server_environment(config, 1),
+        )
+        try:
+            self._server.wait_until_ready(config.sglang.start_timeout_s)
+        except BaseException:
+            self._server.stop()
+            raise
+        self._client = SGLangClient(self._server, config.sglang.request_timeout_s)
+        self._sampling: dict[str, Any] = {
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "max_new_tokens": settings.max_new_tokens,
+            "stop_token_ids": sorted(eos_ids(path)),
+        }
+
+    def generate(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        with ThreadPoolExecutor(self._in_flight) as threads:
+            return list(threads.map(self._one, prompts))
+
+    def _one(self, prompt: Sequence[int]) -> list[int]:
+        return self._client.generate(prompt, self._sampling).tokens
+
+    def close(self) -> None:
+        self._server.stop()
+        self._client.close()
+
+
+def start_text_engine(task: Task) -> TextEngine:
+    """The engine that the run's configuration names. Raises ValueError for what a person has to mend."""
+    return SGLangTextEngine(task) if task.config.generator.engine == "sglang" else PlainTextEngine(task)

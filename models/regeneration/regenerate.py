@@ -1,0 +1,173 @@
+"""`python -m models.regeneration.regenerate RUN`: the target's own answers to the recipe's prompts.
+
+Writes RUN/regenerated.json; the text lies in the cache, by the hash of everything that decides it. Answers are written
+down as they come, so that a process that died is followed by one that goes on. Runs before samples are made.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from infra.exit import run_main
+from infra.files import sync_folder, write_atomically
+from infra.locks import LockHeldError, hold
+from infra.records import RegeneratedRecord, TargetRecord
+from infra.run_folder import RunFolder
+from infra.settings import cache_folder
+from models.benchmark.bars import Advance, bars
+from models.config import read_config
+from models.data.conversations import Document, read_documents, source_hash
+from models.regeneration.dialogue import Dialogue, Prompter
+from models.regeneration.engines import Task, TextEngine, start_text_engine
+
+FORMAT = 1
+"""Raised whenever the same input would give other prompts."""
+LOCK_WAIT_S = 24 * 3600.0
+"""Another run may be regenerating the same text."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One line of the file of answers."""
+
+    asked: str
+    tokens: int
+    cut: bool
+    document: dict[str, object]
+
+    def line(self) -> str:
+        return json.dumps({"asked": self.asked, "tokens": self.tokens, "cut": self.cut, **self.document}) + "\n"
+
+
+def regenerate(task: Task) -> RegeneratedRecord:
+    """Regenerate, or find it done in the cache. Raises ValueError for what a person has to mend."""
+    begun = time.monotonic()
+    file = cache_folder() / "regenerated" / f"{_key(task)}.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    dialogues = _distinct(task)
+    if not file.is_file():
+        try:
+            with hold(file.with_suffix(".lock"), wait_s=LOCK_WAIT_S):
+                if not file.is_file():
+                    _answer_all(task, list(dialogues.values()), file)
+        except LockHeldError as error:
+            raise ValueError(f"another process has been regenerating {file} for a day: stop it") from error
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return RegeneratedRecord(
+        path=str(file),
+        documents=len(lines),
+        duplicates=sum(1 for _ in read_documents(task.config.data.source)) - len(dialogues),
+        tokens=sum(line["tokens"] for line in lines),
+        cut=sum(line["cut"] for line in lines),
+        engine=task.config.generator.engine,
+        settings=task.settings.model_dump(mode="json"),
+        wall_s=time.monotonic() - begun,
+    )
+
+
+def _key(task: Task) -> str:
+    """Hash of everything that decides the answers, but for the dice."""
+    config = task.config
+    parts = [
+        FORMAT,
+        source_hash(config.data.source),
+        task.target.revision,
+        task.settings.model_dump(mode="json"),
+        config.data.chat_template,
+        config.target.add_bos,
+        config.generator.engine,
+        config.generator.compute_dtype,
+        config.seed,
+    ]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _distinct(task: Task) -> dict[str, Dialogue]:
+    """Everything that is asked, once, in the order of the source."""
+    found: dict[str, Dialogue] = {}
+    for document in read_documents(task.config.data.source):
+        dialogue = Dialogue(document)
+        found.setdefault(dialogue.asked, dialogue)
+    return found
+
+
+def _answer_all(task: Task, dialogues: list[Dialogue], file: Path) -> None:
+    """Answers of all dialogues in their order; those written down by a process that died are kept."""
+    part = file.with_suffix(".part")
+    done = _read_part(part)
+    open_ones = iter([dialogue for dialogue in dialogues if dialogue.asked not in done])
+    config = task.config
+    prompter = Prompter(
+        AutoTokenizer.from_pretrained(task.target.path),
+        task.settings,
+        templated=config.data.chat_template == "tokenizer",
+        add_bos=config.target.add_bos,
+    )
+    with closing(start_text_engine(task)) as engine, part.open("a") as written, bars() as bar:
+        advance = bar("regenerated documents", len(dialogues))
+        advance(len(done))
+        for answered in _in_rounds(engine, prompter, open_ones, advance):
+            done[answered.asked] = answered.line()
+            written.write(answered.line())
+            written.flush()
+            os.fsync(written.fileno())
+    write_atomically(file, "".join(done[dialogue.asked] for dialogue in dialogues))
+    part.unlink()
+    sync_folder(file.parent)
+
+
+def _read_part(part: Path) -> dict[str, str]:
+    """Lines by what was asked; a torn last one is left out."""
+    lines = part.read_text().splitlines(keepends=True) if part.is_file() else []
+    whole = [line for line in lines if line.endswith("\n")]
+    if len(whole) < len(lines):
+        write_atomically(part, "".join(whole))
+    return {json.loads(line)["asked"]: line for line in whole}
+
+
+def _in_rounds(
+    engine: TextEngine, prompter: Prompter, waiting: Iterator[Dialogue], advance: Advance
+) -> Iterator[Answered]:
+    """Every round asks for the next answer of as many dialogues as the engine likes to get at once."""
+    active: list[Dialogue] = []
+    while True:
+        active += [dialogue for dialogue in islice(waiting, engine.together - len(active)) if dialogue.advance()]
+        if not active:
+            return
+        prompts = [prompter.prompt(dialogue) for dialogue in active]
+        for dialogue, prompt, tokens in zip(active, prompts, engine.generate(prompts), strict=True):
+            prompter.answer(dialogue, prompt, tokens)
+        finished = [dialogue for dialogue in active if dialogue.document.plain or not dialogue.advance()]
+        active = [dialogue for dialogue in active if dialogue not in finished]
+        for dialogue in finished:
+            yield Answered(dialogue.asked, dialogue.tokens, dialogue.cut, _as_record(dialogue.finished()))
+        advance(len(finished))
+
+
+def _as_record(document: Document) -> dict[str, object]:
+    """As `read_documents` reads it back."""
+    if document.plain:
+        return {"text": document.text}
+    return {"messages": [message.as_dict() for message in document.messages]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    folder = RunFolder(parser.parse_args().run.absolute())
+    record = regenerate(Task(folder, read_config(folder.config), TargetRecord.read(folder.target)))
+    write_atomically(folder.regenerated, record)
+    print(record.summary, flush=True)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,182 @@
+"""On-policy text: what the target answers, once for each question, whatever dies in between."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from infra.files import write_atomically
+from infra.records import RegeneratedRecord, SamplesRecord, TargetRecord
+from infra.run_folder import RunFolder
+from models.config import load_recipe
+from models.data.config import RegenerationConfig
+from models.data.conversations import Document, Message, read_documents
+from models.data.prepare import prepare_samples
+from models.decoding.plain import continue_greedily
+from models.regeneration.dialogue import Dialogue, Prompter
+from models.regeneration.engines import Task
+from models.regeneration.regenerate import regenerate
+from models.targets.model import TargetModel
+from models.targets.prepare import prepare_target
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}]\n{{ m['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]\n{% endif %}"
+)
+QUESTIONS = ["What does sorted return?", "How is a list made?", "What is a module?", "When is a file closed?"]
+
+
+@pytest.fixture(scope="module")
+def chat_target(tmp_path_factory: pytest.TempPathFactory, tiny_target: TargetRecord) -> TargetRecord:
+    """The tiny target with a chat template."""
+    folder = tmp_path_factory.mktemp("target") / "chat"
+    shutil.copytree(tiny_target.path, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return prepare_target(load_recipe(RECIPES / "tiny.yaml").target.model_copy(
+        update={"source": "huggingface", "name": str(folder)}
+    ))  # fmt: skip
+
+
+def conversation(*contents: str) -> dict[str, Any]:
+    roles = ["user", "assistant"] * len(contents)
+    turns = zip(roles, contents, strict=False)
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+@pytest.fixture
+def task_of(tmp_path: Path, chat_target: TargetRecord, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Task]:
+    """A run that is to be regenerated, with a cache of its own: `task_of(conversations, "data.x=y")`."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+
+    def make(conversations: list[dict[str, Any]], *overrides: str) -> Task:
+        source = tmp_path / "prompts.jsonl"
+        source.write_text("".join(json.dumps(one) + "\n" for one in conversations))
+        greedy = "{temperature: 0, max_new_tokens: 12, prompt_tokens: 8}"
+        config = load_recipe(
+            RECIPES / "tiny.yaml",
+            [f"data.source={source}", "data.chat_template=tokenizer", "data.overlong=truncate",
+             f"data.regeneration={greedy}", *overrides],
+        )  # fmt: skip
+        folder = RunFolder(tmp_path / "run")
+        write_atomically(folder.config, config)
+        write_atomically(folder.target, chat_target)
+        return Task(folder, config, chat_target)
+
+    return make
+
+
+def answers(record: RegeneratedRecord) -> list[list[str]]:
+    return [
+        [message.content for message in document.messages if message.role == "assistant"]
+        for document in read_documents(record.path)
+    ]
+
+
+def by_hand(target: TargetRecord, *turns: str) -> list[str]:
+    """Greedy answers to the user's turns, one after the other, by batch-1 decoding."""
+    model = TargetModel.load(Path(target.path), (0,), torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(target.path)
+    text, found = "", []
+    for turn in turns:
+        text += f"[user]\n{turn}</s>[assistant]\n"
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        tokens = continue_greedily(model, [0, *ids], 12, frozenset([1]))
+        found.append(tokenizer.decode(tokens, skip_special_tokens=True).strip())
+        text += f"{found[-1]}</s>"
+    return found
+
+
+def test_answers_are_the_target_s_own(task_of: Callable[..., Task], chat_target: TargetRecord) -> None:
+    """Given answers do not matter, a missing one is added, later turns see the target's own, questions count once."""
+    task = task_of(
+        [
+            conversation(QUESTIONS[0], "It returns nothing.", QUESTIONS[1], "By hand."),
+            conversation(QUESTIONS[2]),
+            conversation(QUESTIONS[2], "Something else."),
+        ]
+    )
+    record = regenerate(task)
+    assert answers(record) == [by_hand(chat_target, QUESTIONS[0], QUESTIONS[1]), by_hand(chat_target, QUESTIONS[2])]
+    assert (record.documents, record.duplicates) == (2, 1)
+    assert record.settings["temperature"] == 0
+    assert regenerate(task) == record.model_copy(update={"wall_s": pytest.approx(0, abs=60)})
+
+
+def test_plain_text_is_continued(task_of: Callable[..., Task], chat_target: TargetRecord) -> None:
+    text = "Return a new list containing all items from the iterable in ascending order."
+    record = regenerate(task_of([{"text": text}], "data.chat_template=none"))
+    (document,) = read_documents(record.path)
+    tokenizer: Any = AutoTokenizer.from_pretrained(chat_target.path)
+    prompt = [0, *tokenizer(text, add_special_tokens=False)["input_ids"][:8]]
+    tokens = continue_greedily(
+        TargetModel.load(Path(chat_target.path), (0,), torch.float32), prompt, 12, frozenset([1])
+    )
+    assert document.text == tokenizer.decode(prompt + tokens, skip_special_tokens=True)
+    assert document.plain
+
+
+@pytest.mark.parametrize(("thinking", "expected"), [("keep", "<think>hm</think> four"), ("strip", "four")])
+def test_thinking(chat_target: TargetRecord, thinking: str, expected: str) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(chat_target.path)
+    settings = RegenerationConfig.model_validate({"thinking": thinking})
+    prompter = Prompter(tokenizer, settings, templated=True, add_bos=False)
+    dialogue = Dialogue(Document("here", (Message("user", "two and two?"),), plain=False))
+    assert dialogue.advance()
+    said = tokenizer("<think>hm</think> four", add_special_tokens=False)["input_ids"]
+    prompter.answer(dialogue, prompter.prompt(dialogue), [*said, 1])
+    assert dialogue.finished().messages[-1] == Message("assistant", expected)
+    assert not dialogue.advance()
+
+
+def test_what_was_answered_before_a_kill_is_kept(
+    task_of: Callable[..., Task], start: Callable[..., Any], tmp_path: Path
+) -> None:
+    task = task_of([conversation(f"{number} {QUESTIONS[number % 4]}") for number in range(160)])
+    first = start("models.regeneration.regenerate", task.folder)
+    folder = tmp_path / "cache" / "regenerated"
+    deadline = time.monotonic() + 120
+    while not any(part.stat().st_size for part in folder.glob("*.part")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    first.kill()
+    first.communicate(timeout=30)
+    (part,) = folder.glob("*.part")
+    before = part.read_text().splitlines()
+    assert 0 < len(before) < 160
+    with part.open("a") as file:
+        file.write('{"asked": "torn')
+    second = start("models.regeneration.regenerate", task.folder)
+    output, _ = second.communicate(timeout=200)
+    assert second.returncode == 0, output
+    record = RegeneratedRecord.read(task.folder.regenerated)
+    lines = Path(record.path).read_text().splitlines()
+    assert len(lines) == record.documents == 160
+    assert set(before) <= set(lines)
+    assert not part.exists()
+
+
+@pytest.mark.slow
+def test_sglang_answers_the_same(task_of: Callable[..., Task]) -> None:
+    prompts = [conversation(question, "x", "And why?") for question in QUESTIONS]
+    plain, served = regenerate(task_of(prompts)), regenerate(task_of(prompts, "generator.engine=sglang"))
+    assert served.path != plain.path
+    assert answers(served) == answers(plain)
+
+
+def test_samples_are_made_of_the_answers(task_of: Callable[..., Task], start: Callable[..., Any]) -> None:
+    prompts = [conversation(f"{number} {QUESTIONS[number % 4]}", "Nobody says this.") for number in range(40)]
+    task = task_of(prompts, "benchmark.prompts=2")
+    record = regenerate(task)
+    write_atomically(task.folder.regenerated, record)
+    process = start("models.data.prepare", task.folder)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    samples = SamplesRecord.read(task.folder.samples)
+    data = task.config.data.model_copy(update={"source": record.path})
+    assert samples == prepare_samples(data, task.target, task.config.target.add_bos)
