@@ -4,6 +4,7 @@ import shutil
 
 import torch
 
+from infra.sglang.environment import sglang_python
 from models.benchmark.prompts import take_prompts
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
@@ -15,6 +16,8 @@ BYTES_PER_PARAMETER = 16
 
 def check_run(run: Run) -> None:
     """Raise ValueError, with the remedy, for a run that could not train, save, or be measured."""
+    if run.config.generator.engine == "sglang":
+        sglang_python()
     _check_disk(run, _draft_parameters(run))
     heldout = run.open_samples("heldout")
     benchmark = run.config.benchmark

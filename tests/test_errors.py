@@ -203,6 +203,24 @@ def test_a_full_disk(
     assert "lower training.keep_checkpoints" in said
 
 
+def test_sglang_that_is_not_there(
+    refuse: Refuse, tmp_path: Path, tiny_target: TargetRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = run_folder(tmp_path, "data.max_samples=40", "generator.engine=sglang")
+    write_atomically(folder.target, tiny_target)
+    monkeypatch.setattr(sys, "argv", ["prepare", str(folder.path)])
+    monkeypatch.setenv("DRAFTSMITH_SGLANG", str(tmp_path / "nowhere"))
+    said = refuse(data.main)
+    assert f"there is no sglang in {tmp_path / 'nowhere'}" in said
+    assert "`make sglang` sets it up" in said
+
+
+def test_a_recipe_that_does_not_regenerate(tmp_path: Path) -> None:
+    said = draftsmith(tmp_path, "regenerate", str(TINY))
+    assert "does not regenerate" in said
+    assert "add data.regeneration={}" in said
+
+
 def test_a_small_budget(refuse: Refuse, tiny_target: TargetRecord) -> None:
     config = load_recipe(TINY, ["transport.budget_mib=1"])
     samples = SamplesRecord(

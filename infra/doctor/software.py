@@ -132,11 +132,14 @@ def _check_transformers(versions: Versions) -> Finding:
 def _check_sglang(environment: Path) -> list[Finding]:
     name = "engine SGLang"
     if not environment.is_dir():
-        remedy = "none needed on the CPU: transformers is the engine; for GPUs make it and install sglang>=0.5.23 there"
+        remedy = "none needed with generator.engine=transformers; `make sglang` makes it"
         return [note(name, f"no environment at {environment}", remedy)]
     versions = installed([str(path) for path in environment.glob("lib/python3*/site-packages")])
     if "sglang" not in versions:
         return [note(name, f"not installed in {environment}", f"{environment}/bin/pip install 'sglang>=0.5.23'")]
+    if THIS not in versions:
+        found = f"{versions['sglang']} in {environment}, without Draftsmith's capture plugin"
+        return [problem(name, found, f"{environment}/bin/pip install --no-deps --editable . in the project's folder")]
     clashes = [one for one in check_clashes(versions) if one.verdict != "ok"]
     return [one.model_copy(update={"name": name}) for one in clashes] or [
         ok(name, f"{versions['sglang']} in {environment}")

@@ -3,15 +3,19 @@
 from pathlib import Path
 
 from infra.pools.local import cores
-from infra.settings import leased_gpus, sglang_environment
+from infra.settings import leased_gpus
 from infra.sglang.command import ServerSpec, on_cpu
+from infra.sglang.environment import sglang_python
 from models.capture.config import GeneratorConfig
 
 
 def server_spec(target: Path, dtype: str, longest: int, in_flight: int) -> ServerSpec:
-    """`longest`: tokens of the longest request, its answer included; `in_flight`: requests at a time."""
+    """`longest`: tokens of the longest request, its answer included; `in_flight`: requests at a time.
+
+    Raises ValueError where SGLang is missing.
+    """
     return ServerSpec(
-        python=sglang_environment() / "bin" / "python",
+        python=sglang_python(),
         target=target,
         dtype=dtype,
         gpus=len(leased_gpus()),

@@ -363,6 +363,9 @@ def test_engines_and_an_environment_of_their_own(tmp_path: Path) -> None:
     packages = tmp_path / "env" / "lib" / "python3.11" / "site-packages"
     packages.mkdir(parents=True)
     assert "not installed" in sglang().found
+    tree(packages, {"sglang.dist-info/METADATA": "Name: sglang\nVersion: 0.5.23\n"})
+    assert (sglang().verdict, "without Draftsmith's capture plugin" in sglang().found) == ("problem", True)
+    tree(packages, {"draftsmith.dist-info/METADATA": "Name: draftsmith\nVersion: 0.1.0\n"})
     for version, verdict in (("0.5.23", "ok"), ("0.5.20", "note")):
         info = tree(packages, {"sglang.dist-info/METADATA": f"Name: sglang\nVersion: {version}\n"})
         assert (sglang().verdict, version in sglang().found) == (verdict, True), info

@@ -1,0 +1,17 @@
+"""The environment that SGLang lives in, beside ours. Used by whoever starts a server."""
+
+from pathlib import Path
+
+from infra.settings import sglang_environment
+
+
+def sglang_python() -> Path:
+    """Its Python. Raises ValueError, with the remedy, where SGLang or our distribution in it is missing."""
+    folder = sglang_environment()
+    for wanted in ("sglang", "draftsmith"):
+        if not any(folder.glob(f"lib/python3*/site-packages/{wanted}-*.dist-info")):
+            raise ValueError(
+                f"generator.engine=sglang: there is no {wanted} in {folder}. `make sglang` sets it up "
+                "($DRAFTSMITH_SGLANG names another place), or set generator.engine=transformers"
+            )
+    return folder / "bin" / "python"

@@ -1,0 +1,27 @@
+"""Ports for servers that bind late: never one that somebody listens on or has reserved."""
+
+import socket
+
+import pytest
+
+from infra import ports
+
+
+def test_a_reserved_port_is_nobody_else_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    three = [ports.any_free_port() for _ in range(3)]
+    monkeypatch.setattr(ports.random, "sample", lambda _ports, _count: three)
+    with socket.socket() as taken:
+        taken.bind((ports.HOST, three[0]))
+        taken.listen()
+        with ports.reserved_port() as (first, lock), ports.reserved_port() as (second, _):
+            assert (first, second) == (three[1], three[2])
+            assert lock.path.name == str(first)
+    with ports.reserved_port() as (again, _):
+        assert again == three[0]
+
+
+def test_none_left() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ports.random, "sample", lambda _ports, _count: [])
+        with pytest.raises(ValueError, match=r"no free port in 21000\.\.28999"), ports.reserved_port():
+            pass

@@ -1,0 +1,98 @@
+"""Chunks become prompts again, whatever order they come in, and nothing is kept of requests that ended."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.capture.sglang.assembly import Assembly, CaptureError
+from models.targets.model import HiddenStates
+
+
+@dataclass
+class Request:
+    """What the assembly reads of SGLang's `Req`."""
+
+    rid: str
+    length: int
+    ended: bool = False
+    origin_input_ids: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.origin_input_ids = list(range(self.length))
+
+    def finished(self) -> bool:
+        return self.ended
+
+
+def rows(request: Request, start: int, count: int) -> HiddenStates:
+    """Row r of request i is (i, r): nothing else could be mistaken for it."""
+    place = torch.arange(start, start + count, dtype=torch.float32)
+    mark = torch.full_like(place, float(request.rid))
+    return HiddenStates(aux=torch.stack([mark, place, -place], -1), last=torch.stack([mark, place], -1))
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[tuple[int, int | str]]:
+    """(request, chunk length), (request, "retract") and (request, "abort"), interleaved."""
+    moves = st.one_of(st.integers(1, 9), st.sampled_from(["retract", "abort"]))
+    return draw(st.lists(st.tuples(st.integers(0, 3), moves), max_size=60))
+
+
+@given(histories())
+def test_what_is_whole_is_exact(history: list[tuple[int, int | str]]) -> None:
+    assembly, serial = Assembly(), 0
+    requests, reached = {}, {}
+    for slot, move in history:
+        if slot not in requests:
+            serial += 1
+            requests[slot], reached[slot] = Request(str(serial), 5 + serial % 17), 0
+        request = requests[slot]
+        if move == "retract":
+            reached[slot] = 0
+            continue
+        if move == "abort":
+            request.ended = True
+            del requests[slot]
+            continue
+        assembly.drop_finished()
+        count = min(int(move), request.length - reached[slot])
+        part = rows(request, reached[slot], count)
+        whole = assembly.add(request, reached[slot], part)
+        for tensor in (part.aux, part.last):
+            tensor.fill_(-1)  # the engine uses its buffers again
+        reached[slot] += count
+        assert (whole is not None) == (reached[slot] == request.length)
+        if whole is not None:
+            if count < request.length:
+                expected = rows(request, 0, request.length)
+                assert torch.equal(whole.aux, expected.aux)
+                assert torch.equal(whole.last, expected.last)
+            del requests[slot]
+    assembly.drop_finished()
+    assert len(assembly) <= len(requests)
+
+
+def test_a_prompt_in_one_piece_is_not_copied() -> None:
+    request = Request("1", 6)
+    part = rows(request, 0, 6)
+    assert Assembly().add(request, 0, part) is part
+
+
+def test_rows_from_a_cache_are_named() -> None:
+    assembly, request = Assembly(), Request("1", 6)
+    with pytest.raises(CaptureError, match=r"rows 0\.\.3 of the prompt were not computed"):
+        assembly.add(request, 4, rows(request, 4, 2))
+    assert len(assembly) == 0
+
+
+def test_the_reason_of_an_early_chunk_is_told_with_the_last() -> None:
+    assembly, request = Assembly(), Request("1", 6)
+    assert assembly.add(request, 0, rows(request, 0, 2)) is None
+    assembly.fail(request, "out of memory")
+    for start in (2, 4):
+        with pytest.raises(CaptureError, match="out of memory"):
+            assembly.add(request, start, rows(request, start, 2))
+    assert len(assembly) == 0
