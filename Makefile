@@ -13,7 +13,7 @@ quickstart: $(VENV)/.ready
 	$(BIN)/draftsmith retrain recipes/quickstart.yaml
 
 test: $(VENV)/.ready $(SGLANG)/.test-ready
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadgroup
+	$(BIN)/python -m pytest
 
 # What CI adds to the tests: style, types, architecture.
 lint: $(VENV)/.ready

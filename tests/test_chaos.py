@@ -17,7 +17,7 @@ SEEDS = 18
 @pytest.mark.timeout(1800)
 def test_runs_under_fire_are_whole(tmp_path: Path, tiny_target: TargetRecord) -> None:
     result = tmp_path / "chaos.json"
-    command = [sys.executable, "benchmarks/chaos.py", "--seeds", f"0:{SEEDS}", "--side-by-side", "1"]
+    command = [sys.executable, "benchmarks/chaos.py", "--seeds", f"0:{SEEDS}", "--side-by-side", "2"]
     command += ["--json", str(result)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1700, check=False)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]

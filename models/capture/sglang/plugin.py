@@ -11,6 +11,7 @@ A request is ours when `sampling_params.custom_params` holds an object's key und
 """
 
 import time
+from functools import cache
 from typing import Any
 
 import torch
@@ -100,9 +101,6 @@ class HostCopier:
         return copy
 
 
-_capture: Capture | None = None
-
-
 def after_run_batch(result: Any, scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
     """The hook. Only extend batches of generation, and of each tensor-parallel group only one rank."""
     output = getattr(result, "logits_output", None)
@@ -110,12 +108,20 @@ def after_run_batch(result: Any, scheduler: Any, batch: Any, *_: Any, **__: Any)
         return
     if not any((request.sampling_params.custom_params or {}).get(NAME) for request in batch.reqs):
         return
-    global _capture  # noqa: PLW0603 (the registry calls a function; one scheduler lives in a process)
-    if _capture is None:
-        spec = capture_spec()
-        assert spec is not None, "registered without a capture specification"
-        _capture = Capture(spec)
-    output.customized_info = (output.customized_info or {}) | {NAME: _capture.take(scheduler, batch, output)}
+    try:
+        replies = _this_process_s_capture().take(scheduler, batch, output)
+    except Exception as error:  # noqa: BLE001 (as above: nothing that goes wrong here may end the engine)
+        failed = CaptureReply(error=f"{type(error).__name__}: {error}").model_dump(mode="json")
+        replies = [failed for _ in batch.reqs]
+    output.customized_info = (output.customized_info or {}) | {NAME: replies}
+
+
+@cache
+def _this_process_s_capture() -> Capture:
+    """Made at the first request: plugins load in processes too that never capture."""
+    spec = capture_spec()
+    assert spec is not None, "registered without a capture specification"
+    return Capture(spec)
 
 
 def _is_writer() -> bool:

@@ -49,6 +49,16 @@ def expected(
     return plain["losses"]
 
 
+def segments() -> set[Path]:
+    """What SGLang servers have in shared memory."""
+    return set(Path("/dev/shm").glob("sglang_*"))
+
+
+@pytest.fixture
+def before() -> set[Path]:
+    return segments()
+
+
 def processes_of(folder: RunFolder) -> list[psutil.Process]:
     """Whatever holds the run's name in its command line or its logs open: generators, trainers, servers."""
     found = []
@@ -61,17 +71,18 @@ def processes_of(folder: RunFolder) -> list[psutil.Process]:
     return found
 
 
-def assert_trained_once(folder: RunFolder, expected: list[float]) -> None:
+def assert_trained_once(folder: RunFolder, expected: list[float], before: set[Path]) -> None:
     run = Run.open(folder.path)
     assert run.open_ledger().progress() == Progress(consumed=36)
     assert losses(folder) == pytest.approx(expected, rel=1e-4)
     assert not list(run.open_transport().keys())
     assert not processes_of(folder)
-    assert not list(Path("/dev/shm").glob("sglang_loads_*"))
+    assert not list(folder.logs.glob("*.leftovers"))
+    assert segments() <= before
 
 
 def test_two_servers_feed_one_trainer(
-    make_run: Callable[..., RunFolder], start: Callable[..., Any], expected: list[float]
+    make_run: Callable[..., RunFolder], start: Callable[..., Any], expected: list[float], before: set[Path]
 ) -> None:
     folder = make_run("two", *SMALL, "generator.count=2", "generator.lease_samples=2")
     generators = [start("models.capture.generator", folder, index=index) for index in range(2)]
@@ -79,7 +90,7 @@ def test_two_servers_feed_one_trainer(
     for process in (trainer, *generators):
         output, _ = process.communicate(timeout=280)
         assert process.returncode == 0, output
-    assert_trained_once(folder, expected)
+    assert_trained_once(folder, expected, before)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +105,7 @@ def test_no_sample_is_lost_or_doubled(
     make_run: Callable[..., RunFolder],
     start: Callable[..., Any],
     expected: list[float],
+    before: set[Path],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     fault: str,
@@ -112,11 +124,11 @@ def test_no_sample_is_lost_or_doubled(
     for process in (trainer, second):
         output, _ = process.communicate(timeout=200)
         assert process.returncode == 0, output
-    assert_trained_once(folder, expected)
+    assert_trained_once(folder, expected, before)
 
 
 def test_a_killed_generator_takes_its_server_along(
-    make_run: Callable[..., RunFolder], start: Callable[..., Any], expected: list[float]
+    make_run: Callable[..., RunFolder], start: Callable[..., Any], expected: list[float], before: set[Path]
 ) -> None:
     """Its server's supervisor sees to that, and its successor to what SGLang left in shared memory."""
     folder = make_run("killed", *SMALL)
@@ -133,4 +145,4 @@ def test_a_killed_generator_takes_its_server_along(
     for process in (trainer, successor):
         output, _ = process.communicate(timeout=200)
         assert process.returncode == 0, output
-    assert_trained_once(folder, expected)
+    assert_trained_once(folder, expected, before)
