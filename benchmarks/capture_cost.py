@@ -60,9 +60,9 @@ def plain_server(run: Run) -> Iterator[SGLangServer]:
         "sglang-plain",
         Owner(run.folder.name, run.folder.logs),
         server_environment(config, 1),
+        settings.start_timeout_s,
     )
     try:
-        server.wait_until_ready(settings.start_timeout_s)
         yield server
     finally:
         server.stop()

@@ -22,35 +22,12 @@ TINY = RECIPES / "tiny.yaml"
 
 ALLOWED_SKIPS = Path(__file__).parent / "allowed_skips.txt"
 
-WITH_SERVERS = {"test_sglang_export.py", "test_tiny_run.py", "test_regenerate.py"}
-"""Files outside the folders named sglang that start SGLang servers."""
-LONGEST = (
-    "test_refusals.py",
-    "test_chaos.py",
-    "test_deployment.py",
-    "test_retrain.py",
-    "test_ranks.py",
-    "test_streaming.py",
-    "test_tiny_run.py",
-)
-
 MakeRun = Callable[..., RunFolder]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for name in _forbidden_skips(terminalreporter):
         terminalreporter.write_line(f"skipped, but not listed in {ALLOWED_SKIPS.name}: {name}", red=True)
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files go to workers whole (pytest-xdist), the long ones first; only one SGLang server runs at a time."""
-    rank = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST)))
-    for item in items:
-        serves = "sglang" in item.path.parts or item.path.name in WITH_SERVERS
-        group = "sglang" if serves else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.hookimpl(trylast=True)

@@ -36,11 +36,20 @@ REFUSALS = (
 
 
 class SGLangServer:
-    """A server of this process. Whoever started it stops it; if this process dies, its supervisor does."""
+    """A server that is up once this is made. Whoever made it stops it; if that process dies, its supervisor does.
+
+    Raises ValueError for what a person has to mend, ProcessFailedError when it died of something else, TimeoutError.
+    """
 
     def __init__(
-        self, command: Callable[[int], Sequence[str]], role: str, owner: Owner, environment: Mapping[str, str]
+        self,
+        command: Callable[[int], Sequence[str]],
+        role: str,
+        owner: Owner,
+        environment: Mapping[str, str],
+        start_timeout_s: float,
     ):
+        self._last: deque[str] = deque(maxlen=LOG_LINES)
         owner.logs.mkdir(parents=True, exist_ok=True)
         self._leftovers = Leftovers(owner.logs / f"{role}.leftovers")
         self._leftovers.remove()
@@ -51,9 +60,9 @@ class SGLangServer:
             environment = {**environment, **self._own_folder()}
             self.process: Process = start(role, command(port), owner, environment, grace_s=GRACE_S)
             stack.callback(self.process.stop)
+            self.address = f"http://{HOST}:{port}"
+            self._wait_until_ready(start_timeout_s)
             self._stack = stack.pop_all()
-        self.address = f"http://{HOST}:{port}"
-        self._last: deque[str] = deque(maxlen=LOG_LINES)
 
     def _own_folder(self) -> dict[str, str]:
         """A folder for its sockets; compiled kernels stay where they are found again."""
@@ -62,15 +71,10 @@ class SGLangServer:
         self._leftovers.add(folder)
         return {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
 
-    def wait_until_ready(self, timeout_s: float) -> None:
-        """Wait until it answers.
-
-        Raises ValueError for what a person has to mend, ProcessFailedError when it died of something else, and
-        TimeoutError.
-        """
+    def _wait_until_ready(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            self.check_start()
+            self._check_start()
             self._leftovers.add_shared_memory(self.process.pid)
             if trouble(f"{self.address}/health", ANSWER_S, direct=True) is None:
                 return
@@ -80,7 +84,7 @@ class SGLangServer:
             "(generator.sglang.start_timeout_s)"
         )
 
-    def check_start(self) -> None:
+    def _check_start(self) -> None:
         """Raises ValueError or ProcessFailedError when the server has ended."""
         ended = self.process.poll() is not None
         self._last.extend(self.process.new_lines())

@@ -148,9 +148,9 @@ def serving(run: Run, draft: Path | None) -> Iterator[SGLangClient]:
         "sglang-serving" if draft is None else "sglang-serving-draft",
         Owner(run.folder.name, run.folder.logs),
         server_environment(run.config.generator, 1),
+        settings.start_timeout_s,
     )
     try:
-        server.wait_until_ready(settings.start_timeout_s)
         client = SGLangClient(server, settings.request_timeout_s)
         yield client
         client.close()

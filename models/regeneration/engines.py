@@ -103,12 +103,8 @@ class SGLangTextEngine:
             "sglang-regenerate",
             Owner(task.folder.name, task.folder.logs),
             server_environment(config, 1),
+            config.sglang.start_timeout_s,
         )
-        try:
-            self._server.wait_until_ready(config.sglang.start_timeout_s)
-        except BaseException:
-            self._server.stop()
-            raise
         self._client = SGLangClient(self._server, config.sglang.request_timeout_s)
         self._sampling: dict[str, Any] = {
             "temperature": settings.temperature,

@@ -34,14 +34,10 @@ class SGLangEngine:
         self.settings = run.config.generator.sglang
         self.in_flight = self.settings.requests_in_flight
         self._canary = f"{run.folder.name}{CANARY}{index}-{os.getpid()}"
+        owner = Owner(run.folder.name, run.folder.logs)
         self.server = SGLangServer(
-            self._command, f"sglang-{index}", Owner(run.folder.name, run.folder.logs), self._environment()
+            self._command, f"sglang-{index}", owner, self._environment(), self.settings.start_timeout_s
         )
-        try:
-            self.server.wait_until_ready(self.settings.start_timeout_s)
-        except BaseException:
-            self.server.stop()
-            raise
         self._client = SGLangClient(self.server, self.settings.request_timeout_s)
 
     def _command(self, port: int) -> list[str]:
