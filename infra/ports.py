@@ -4,8 +4,8 @@ import os
 import random
 import socket
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from infra.locks import Lock, LockHeldError, hold
@@ -13,6 +13,8 @@ from infra.locks import Lock, LockHeldError, hold
 HOST = "127.0.0.1"
 LASTING = range(21000, 29000)
 """Below those that the kernel gives to outgoing connections."""
+LISTEN = "0A"
+"""State of a socket in /proc/net/tcp."""
 
 
 def is_free(port: int) -> bool:
@@ -31,6 +33,30 @@ def any_free_port() -> int:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
+
+
+def is_foreign(port: int, processes: Iterable[int]) -> bool:
+    """Whether somebody listens at a port of this machine, and none of `processes` (from /proc: on Linux alone)."""
+    sockets = {f"socket:[{inode}]" for inode in _listening(port)}
+    return bool(sockets) and not any(sockets & _open_files(process) for process in processes)
+
+
+def _listening(port: int) -> Iterator[str]:
+    """Inodes of the sockets that listen at a port, at whatever address."""
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        for line in table.read_text().splitlines()[1:] if table.is_file() else []:
+            _, local, _, state, *_rest = fields = line.split()
+            if state == LISTEN and int(local.rpartition(":")[2], 16) == port:
+                yield fields[9]
+
+
+def _open_files(process: int) -> set[str]:
+    found: set[str] = set()
+    with suppress(OSError):  # the process has ended
+        for descriptor in Path(f"/proc/{process}/fd").iterdir():
+            with suppress(OSError):
+                found.add(os.readlink(descriptor))
+    return found
 
 
 @contextmanager

@@ -30,9 +30,12 @@ class Leftovers:
         self._write({*self._read(), *(path for path in _mapped(pid) if path.stat().st_ctime >= self._begun)})
 
     def remove(self) -> None:
-        """Remove what is listed. Idempotent."""
+        """Remove what is listed, and segments named after a listed folder's files. Idempotent."""
         for path in self._read():
             if path.is_dir():
+                for socket in path.iterdir():
+                    for segment in SHARED_MEMORY.glob(f"sglang_*_{socket.name}_*"):
+                        segment.unlink(missing_ok=True)
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)

@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from infra.health import trouble
-from infra.ports import HOST, reserved_port
+from infra.ports import HOST, is_foreign, reserved_port
 from infra.processes import Owner, Process, ProcessFailedError, start
 from infra.sglang.leftovers import Leftovers
+from infra.supervisor import descendants
 
 ANSWER_S = 5.0
 POLL_S = 0.3
@@ -38,7 +39,8 @@ REFUSALS = (
 class SGLangServer:
     """A server that is up once this is made. Whoever made it stops it; if that process dies, its supervisor does.
 
-    Raises ValueError for what a person has to mend, ProcessFailedError when it died of something else, TimeoutError.
+    Raises ValueError for what a person has to mend, ProcessFailedError when it died of something else, TimeoutError,
+    and ConnectionError where another program took its port: the next start takes another one.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class SGLangServer:
             self.process: Process = start(role, command(port), owner, environment, grace_s=GRACE_S)
             stack.callback(self.process.stop)
             self.address = f"http://{HOST}:{port}"
-            self._wait_until_ready(start_timeout_s)
+            self._wait_until_ready(port, start_timeout_s)
             self._stack = stack.pop_all()
 
     def _own_folder(self) -> dict[str, str]:
@@ -71,10 +73,12 @@ class SGLangServer:
         self._leftovers.add(folder)
         return {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
 
-    def _wait_until_ready(self, timeout_s: float) -> None:
+    def _wait_until_ready(self, port: int, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             self._check_start()
+            if is_foreign(port, descendants(self.process.pid)):
+                raise ConnectionError(f"another program took port {port} before {self.process.role} listened there")
             self._leftovers.add_shared_memory(self.process.pid)
             if trouble(f"{self.address}/health", ANSWER_S, direct=True) is None:
                 return

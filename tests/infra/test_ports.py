@@ -1,5 +1,6 @@
 """Ports for servers that bind late: never one that somebody listens on or has reserved."""
 
+import os
 import socket
 
 import pytest
@@ -25,3 +26,13 @@ def test_none_left() -> None:
         patch.setattr(ports.random, "sample", lambda _ports, _count: [])
         with pytest.raises(ValueError, match=r"no free port in 21000\.\.28999"), ports.reserved_port():
             pass
+
+
+def test_who_listens() -> None:
+    with socket.socket() as mine:
+        mine.bind((ports.HOST, 0))
+        port = mine.getsockname()[1]
+        assert not ports.is_foreign(port, [])
+        mine.listen()
+        assert not ports.is_foreign(port, [1, os.getpid()])
+        assert ports.is_foreign(port, [os.getppid(), 2**30])

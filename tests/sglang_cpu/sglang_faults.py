@@ -1,6 +1,7 @@
 """Faults on demand inside a real SGLang server: `$DRAFTSMITH_TEST_FAULT` is `<fault>:<n>:<marker file>`.
 
-The fault happens once, at the n-th prefill of captured requests, and leaves the marker file behind.
+The fault happens once, at the n-th prefill of captured requests, and leaves the marker file behind. "slow" is none:
+every prefill takes SLOW_S, and the marker holds the number of prompts that the plugin has parts of.
 """
 
 import os
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 TARGET = "sglang.srt.managers.scheduler.Scheduler.run_batch"
+CAPTURE = "models.capture.sglang.plugin.Capture.take"
+SLOW_S = 0.1
 _seen: list[Any] = []
 
 
@@ -42,15 +45,38 @@ def hang(_scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
         time.sleep(3600)
 
 
+def fail_in_hook(take: Any, capture: Any, scheduler: Any, batch: Any, output: Any) -> Any:
+    """Runs in place of the capture itself."""
+    if _due(batch):
+        raise RuntimeError("broken on purpose")
+    return take(capture, scheduler, batch, output)
+
+
+def slow(_scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
+    if batch.forward_mode.is_extend():
+        time.sleep(SLOW_S)
+
+
+def count_parts(take: Any, capture: Any, scheduler: Any, batch: Any, output: Any) -> Any:
+    replies = take(capture, scheduler, batch, output)
+    marker = Path(os.environ["DRAFTSMITH_TEST_FAULT"].split(":")[2])
+    marker.with_suffix(".new").write_text(str(len(capture.assembly)))
+    marker.with_suffix(".new").rename(marker)
+    return replies
+
+
 def register() -> None:
     fault = os.environ.get("DRAFTSMITH_TEST_FAULT", "").partition(":")[0]
     if not fault:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    hook, kind = {
-        "killed in prefill": (kill_in_prefill, HookType.BEFORE),
-        "killed before the reply": (kill_before_reply, HookType.AFTER),
-        "hung": (hang, HookType.BEFORE),
+    hooks = {
+        "killed in prefill": [(TARGET, kill_in_prefill, HookType.BEFORE)],
+        "killed before the reply": [(TARGET, kill_before_reply, HookType.AFTER)],
+        "hung": [(TARGET, hang, HookType.BEFORE)],
+        "hook raising": [(CAPTURE, fail_in_hook, HookType.AROUND)],
+        "slow": [(TARGET, slow, HookType.BEFORE), (CAPTURE, count_parts, HookType.AROUND)],
     }[fault]
-    HookRegistry.register(TARGET, hook, kind)
+    for target, hook, kind in hooks:
+        HookRegistry.register(target, hook, kind)

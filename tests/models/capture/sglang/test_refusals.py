@@ -1,6 +1,7 @@
 """A server that would capture something wrong is refused before it captures anything, with the reason."""
 
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,14 @@ pytestmark = pytest.mark.slow
 TOKENS = torch.arange(10, 42)
 
 
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """A refused server leaves no shared memory behind."""
+    before = set(Path("/dev/shm").glob("sglang_*"))
+    yield
+    assert set(Path("/dev/shm").glob("sglang_*")) <= before
+
+
 class WithPrefixCache(SGLangEngine):
     def _command(self, port: int) -> list[str]:
         return [part for part in super()._command(port) if part != "--disable-radix-cache"]
@@ -23,6 +32,19 @@ class WithPrefixCache(SGLangEngine):
 class WithoutPlugin(SGLangEngine):
     def _environment(self) -> dict[str, str]:
         return super()._environment() | {"SGLANG_PLUGINS": "draftsmith_cpu"}
+
+
+class WithoutItsPort(SGLangEngine):
+    def _command(self, port: int) -> list[str]:
+        self.stranger = socket.create_server(("127.0.0.1", port))
+        return super()._command(port)
+
+
+def test_a_port_that_another_program_took(
+    sglang_run: Callable[..., Run], engine_of: Callable[..., SGLangEngine]
+) -> None:
+    with pytest.raises(ConnectionError, match=r"another program took port \d+ before sglang-0 listened there"):
+        engine_of(sglang_run(), WithoutItsPort)
 
 
 def test_an_active_prefix_cache(sglang_run: Callable[..., Run], engine_of: Callable[..., SGLangEngine]) -> None:

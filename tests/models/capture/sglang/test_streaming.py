@@ -81,15 +81,47 @@ def assert_trained_once(folder: RunFolder, expected: list[float], before: set[Pa
     assert segments() <= before
 
 
-def test_two_servers_feed_one_trainer(
+def test_servers_join_and_leave_a_run(
     make_run: Callable[..., RunFolder], start: Callable[..., Any], expected: list[float], before: set[Path]
 ) -> None:
-    folder = make_run("two", *SMALL, "generator.count=2", "generator.lease_samples=2")
+    """The budget is small enough that neither can capture everything before the other is there."""
+    folder = make_run("two", *SMALL, "generator.count=2", "generator.lease_samples=2", "transport.budget_mib=6")
     generators = [start("models.capture.generator", folder, index=index) for index in range(2)]
+    for generator in generators:
+        assert any("ready after" in line for line in generator.stdout)
     trainer = start("models.training.launch", folder, ranks=1)
-    for process in (trainer, *generators):
-        output, _ = process.communicate(timeout=280)
+    with Run.open(folder.path).open_ledger() as ledger:
+        assert wait_until(lambda: ledger.progress().taken, 120)
+    generators[0].terminate()
+    for process in (*generators, trainer):
+        output, _ = process.communicate(timeout=200)
         assert process.returncode == 0, output
+        assert "done: 0 samples captured" not in output
+    assert_trained_once(folder, expected, before)
+
+
+def wait_until(condition: Callable[[], object], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return bool(condition())
+
+
+def test_an_error_in_the_hook_costs_an_attempt_and_nothing_else(
+    make_run: Callable[..., RunFolder],
+    start: Callable[..., Any],
+    expected: list[float],
+    before: set[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    folder = make_run("raising", *SMALL)
+    monkeypatch.setenv("DRAFTSMITH_TEST_FAULT", f"hook raising:5:{tmp_path / 'marker'}")
+    trainer, generator = start("models.training.launch", folder, ranks=1), start("models.capture.generator", folder)
+    for process in (trainer, generator):
+        output, _ = process.communicate(timeout=200)
+        assert process.returncode == 0, output
+    assert "failed: ValueError: capture in SGLang failed: RuntimeError: broken on purpose" in output
     assert_trained_once(folder, expected, before)
 
 
@@ -137,10 +169,7 @@ def test_a_killed_generator_takes_its_server_along(
     assert ready
     generator.kill()
     generator.communicate(timeout=30)
-    deadline = time.monotonic() + 30
-    while processes_of(folder) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not processes_of(folder)
+    assert wait_until(lambda: not processes_of(folder), 30)
     trainer, successor = start("models.training.launch", folder, ranks=1), start("models.capture.generator", folder)
     for process in (trainer, successor):
         output, _ = process.communicate(timeout=200)

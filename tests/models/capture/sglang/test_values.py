@@ -1,5 +1,6 @@
-"""What real SGLang servers capture equals transformers: architectures, chunks, tensor parallelism, lengths."""
+"""What real SGLang servers capture equals transformers: architectures, chunks, parallelism, lengths, aborts."""
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -24,7 +25,7 @@ CHUNK = 64
 SETTINGS = {
     "llama": (),
     "llama, chunked": (f"generator.sglang.chunked_prefill_tokens={CHUNK}",),
-    "qwen3": (),
+    "qwen3, data parallel 2": ("generator.sglang.data_parallel=2",),
     "qwen3, chunked, tensor parallel 2": (
         f"generator.sglang.chunked_prefill_tokens={CHUNK}",
         "generator.sglang.tensor_parallel=2",
@@ -127,3 +128,33 @@ def test_a_failed_capture_fails_its_request_alone(served: Served) -> None:
 def test_a_prompt_that_is_too_long_is_refused_by_name(served: Served) -> None:
     with pytest.raises(ValueError, match="SGLang refused the prompt of 40000 tokens"):
         served.engine.capture("long/0/0/1", torch.full((40000,), 5))
+
+
+def test_an_aborted_prompt_leaves_nothing(
+    sglang_run: Callable[..., Run],
+    engine_of: Callable[..., SGLangEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Aborted between its chunks; the parts that were captured are forgotten, and the key is free for another try."""
+    parts = tmp_path / "parts"
+    monkeypatch.setenv("DRAFTSMITH_TEST_FAULT", f"slow:0:{parts}")
+    run = sglang_run(f"generator.sglang.chunked_prefill_tokens={CHUNK}")
+    engine = engine_of(run)
+    prompt, address = torch.full((12 * CHUNK,), 5), engine.server.address
+    with ThreadPoolExecutor(1) as thread, httpx.Client(base_url=address, timeout=60, trust_env=False) as client:
+        custom = {"max_new_tokens": 1, "custom_params": {"draftsmith": "aborted/0/0/1"}}
+        body = {"rid": "aborted", "input_ids": prompt.tolist(), "sampling_params": custom}
+        asked = thread.submit(client.post, "/generate", json=body)
+        while not parts.exists():
+            assert not asked.done(), asked.result().text
+            time.sleep(0.01)
+        assert parts.read_text() == "1"
+        client.post("/abort_request", json={"rid": "aborted"})
+        answer = asked.result()
+    assert "abort" in answer.text
+    assert not list(run.open_transport().keys())
+    captured = engine.capture("aborted/0/0/2", prompt)
+    assert parts.read_text() == "0"
+    assert captured.record.nbytes == len(prompt) * run.layout.bytes_per_token
+    run.open_transport().delete(captured.record.key)
