@@ -32,14 +32,12 @@ SMALL = [
 ]
 
 
-@pytest.fixture
-def deployment() -> dict[str, Any]:
-    (found,) = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
-    return found
-
-
-def test_the_deployment_carries_the_quickstart_recipe(deployment: dict[str, Any]) -> None:
-    assert RunConfig.model_validate(deployment["parameters"]["config"]) == load_recipe(ROOT / "recipes/quickstart.yaml")
+@pytest.mark.parametrize(("name", "overrides"), [("retrain", []), ("regenerate", ["data.regeneration={}"])])
+def test_the_deployments_carry_the_quickstart_recipe(name: str, overrides: list[str]) -> None:
+    deployments = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+    (found,) = (deployment for deployment in deployments if deployment["name"] == name)
+    recipe = load_recipe(ROOT / "recipes/quickstart.yaml", overrides)
+    assert RunConfig.model_validate(found["parameters"]["config"]) == recipe
 
 
 @pytest.fixture

@@ -73,7 +73,8 @@ def processes_of(folder: RunFolder) -> list[psutil.Process]:
 
 def assert_trained_once(folder: RunFolder, expected: list[float], before: set[Path]) -> None:
     run = Run.open(folder.path)
-    assert run.open_ledger().progress() == Progress(consumed=36)
+    progress = run.open_ledger().progress()
+    assert progress == Progress(consumed=36, attempts=progress.attempts)
     assert losses(folder) == pytest.approx(expected, rel=1e-4)
     assert not list(run.open_transport().keys())
     assert not processes_of(folder)
@@ -121,7 +122,8 @@ def test_an_error_in_the_hook_costs_an_attempt_and_nothing_else(
     for process in (trainer, generator):
         output, _ = process.communicate(timeout=200)
         assert process.returncode == 0, output
-    assert "failed: ValueError: capture in SGLang failed: RuntimeError: broken on purpose" in output
+    failed = output.count("failed: ValueError: capture in SGLang failed: RuntimeError: broken on purpose")
+    assert failed == Run.open(folder.path).open_ledger().progress().attempts > 0
     assert_trained_once(folder, expected, before)
 
 
