@@ -13,7 +13,7 @@ import yaml
 from mlflow import MlflowClient
 
 from infra.ledger.ledger import Ledger
-from infra.records import TargetRecord
+from infra.records import RegeneratedRecord, TargetRecord
 from infra.run_folder import RunFolder
 from infra.tracking.runs import TrackedRun
 from models.config import RunConfig, load_recipe
@@ -42,11 +42,11 @@ def test_the_deployments_carry_the_quickstart_recipe(name: str, overrides: list[
 
 @pytest.fixture
 def submit(stack: Any) -> Callable[..., str]:
-    """Submits the deployment and returns the flow run's id."""
+    """Submits a deployment with the tiny recipe and returns the flow run's id."""
 
-    def create(run: str | None) -> str:
-        config = load_recipe(ROOT / "recipes" / "tiny.yaml", SMALL).model_dump(mode="json")
-        deployed = stack.get("deployments/name/retrain/retrain")
+    def create(name: str, run: str, *overrides: str) -> str:
+        config = load_recipe(ROOT / "recipes" / "tiny.yaml", list(overrides)).model_dump(mode="json")
+        deployed = stack.get(f"deployments/name/{name}/{name}")
         body = {"parameters": {"config": config, "run": run}}
         return stack.post(f"deployments/{deployed['id']}/create_flow_run", body)["id"]
 
@@ -107,7 +107,7 @@ def test_cancelled_killed_retried_and_finished(
 ) -> None:
     folder = RunFolder(stack.runs / "deployed")
     with stack.worker() as worker:
-        cancelled = submit("deployed")
+        cancelled = submit("retrain", "deployed", *SMALL)
         until(lambda: trained(folder, 0), "for a checkpoint")
         stack.post(f"flow_runs/{cancelled}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}})
         assert stack.wait_for(cancelled)["state"]["type"] == "CANCELLED", stack.log()
@@ -116,7 +116,7 @@ def test_cancelled_killed_retried_and_finished(
         assert mlflow_status(folder) == "KILLED"
 
         # Generator and rank die, and the flow goes on; then it dies itself.
-        second = submit("deployed")
+        second = submit("retrain", "deployed", *SMALL)
         until(
             lambda: folder.path.joinpath("logs/trainer.log").read_text().count("trainer ready") > 1, "for the trainer"
         )
@@ -138,7 +138,7 @@ def test_cancelled_killed_retried_and_finished(
         flow.kill()
         until(lambda: processes_of(folder) == [], "for the data plane's end")
     with stack.worker():
-        last = submit("deployed")
+        last = submit("retrain", "deployed", *SMALL)
         found = stack.wait_for(last)
         assert found["state"]["type"] == "COMPLETED", found["state"]["message"] + stack.log()
     report = json.loads(folder.report.read_text())
@@ -150,3 +150,19 @@ def test_cancelled_killed_retried_and_finished(
     assert mlflow_status(folder) == "FINISHED"
     keys = {artifact["key"] for artifact in stack.post("artifacts/filter", {})}
     assert {"acceptance-length", "report"} <= keys
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_text_is_regenerated(stack: Any, submit: Callable[..., str], tiny_target: TargetRecord, tmp_path: Path) -> None:
+    folder, source = RunFolder(stack.runs / "regenerated"), tmp_path / "prompts.txt"
+    source.write_text("A list is a sequence of\n\nEvery module has a name that")
+    settings = (f"data.source={source}", 'data.regeneration={"max_new_tokens": 8, "prompt_tokens": 6}')
+    with stack.worker():
+        found = stack.wait_for(submit("regenerate", "regenerated", *settings))
+    assert found["state"]["type"] == "COMPLETED", found["state"]["message"] + stack.log()
+    record = RegeneratedRecord.read(folder.regenerated)
+    texts = [json.loads(line)["text"] for line in Path(record.path).read_text().splitlines()]
+    assert len(texts) == 2
+    assert sum(text.startswith("A list is") for text in texts) == 1
+    assert processes_of(folder) == []

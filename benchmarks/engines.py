@@ -1,0 +1,78 @@
+"""Whether drafts trained on SGLang's hidden states accept as much as those trained on transformers': several seeds.
+
+    python benchmarks/engines.py [--recipe recipes/quickstart.yaml] [--seeds 0:3] [section.field=value ...]
+
+Every run is the recipe's whole flow in a folder of its own; the acceptance lengths, on the same held-out prompts, come
+from its report. The means are set against the spread between seeds.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from infra.exit import run_main
+from infra.files import write_atomically
+from infra.provenance import git_sha, hardware
+
+RESULT = Path(__file__).parent / "results" / "engines.json"
+ROOT = Path(__file__).parents[1]
+ENGINES = ("transformers", "sglang")
+QUICK = ("benchmark.reference_tokens=64", "benchmark.timed_tokens=16", "benchmark.sampled_reference_tokens=16")
+"""What is not compared here is kept short."""
+
+
+def acceptance(recipe: Path, engine: str, seed: int, overrides: list[str]) -> dict[str, float]:
+    """Run the flow and return the acceptance length by lookahead, simulated."""
+    with tempfile.TemporaryDirectory(prefix="draftsmith-engines-") as runs:
+        settings = [f"seed={seed}", f"generator.engine={engine}", *QUICK, *overrides]
+        command = [str(Path(sys.executable).with_name("draftsmith")), "retrain", str(recipe), *settings]
+        ended = subprocess.run(
+            command, env={**os.environ, "DRAFTSMITH_RUNS": runs}, capture_output=True, text=True, check=False
+        )
+        if ended.returncode:
+            raise ValueError(f"the run of seed {seed} with {engine} failed:\n{ended.stdout}{ended.stderr}")
+        (report,) = Path(runs).glob("*/report.json")
+        return json.loads(report.read_text())["acceptance"]["simulated"]["length"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.yaml")
+    parser.add_argument("--seeds", default="0:3", help="first:end")
+    parser.add_argument("--lookahead", default="4")
+    parser.add_argument("--json", type=Path, default=RESULT)
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_args()
+    first, end = map(int, options.seeds.split(":"))
+    lengths: dict[str, list[float]] = {engine: [] for engine in ENGINES}
+    for seed, engine in ((seed, engine) for seed in range(first, end) for engine in ENGINES):
+        found = acceptance(options.recipe, engine, seed, options.overrides)[options.lookahead]
+        lengths[engine].append(found)
+        print(f"seed {seed}, {engine}: acceptance length {found:.4f}", flush=True)
+    means = {engine: statistics.mean(found) for engine, found in lengths.items()}
+    result = {
+        "commit": git_sha(),
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": hardware(),
+        "recipe": options.recipe.stem,
+        "overrides": [*QUICK, *options.overrides],
+        "seeds": options.seeds,
+        "lookahead": int(options.lookahead),
+        "acceptance_length": lengths,
+        "mean": means,
+        "difference_of_means": means["sglang"] - means["transformers"],
+        "largest_difference_between_seeds_of_one_engine": max(max(found) - min(found) for found in lengths.values()),
+        "largest_difference_at_one_seed": max(abs(a - b) for a, b in zip(*lengths.values(), strict=True)),
+    }
+    write_atomically(options.json, json.dumps(result, indent=1) + "\n")
+    print(f"{means} over {end - first} seeds each: {options.json}")
+
+
+if __name__ == "__main__":
+    run_main(main)
