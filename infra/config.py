@@ -40,7 +40,11 @@ class TransportConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["files"] = "files"
+    kind: Literal["auto", "arena", "files"] = Field(
+        default="auto",
+        description="`arena`: one reused piece of shared memory, the fast one. `files`: a file per sample. "
+        "`auto`: the arena where shared memory is large enough.",
+    )
     budget_mib: int = Field(default=512, ge=1, description="Bound on the bytes held between capture and training.")
     folder: str | None = Field(
         default=None, description="Default: shared memory, or the run folder where that is too small."

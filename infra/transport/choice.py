@@ -6,8 +6,12 @@ from pathlib import Path
 from infra.config import TransportConfig
 from infra.run_folder import RunFolder
 from infra.settings import shared_memory_folder
+from infra.transport.arena import ArenaTransport
 from infra.transport.base import Transport
 from infra.transport.files import FileTransport
+
+BEYOND_BUDGET = 32 * 2**20
+"""Room for what generators write, read and delete before they lease anything: their canaries."""
 
 
 def run_memory_folder(run: RunFolder) -> Path:
@@ -19,14 +23,20 @@ def objects_folder(config: TransportConfig, run: RunFolder) -> Path:
     """Shared memory, or the run folder where shared memory is smaller than twice the budget."""
     if config.folder is not None:
         return Path(config.folder) / f"draftsmith-{run.name}" / "objects"
+    return (run_memory_folder(run) if _fits(config) else run.path) / "objects"
+
+
+def _fits(config: TransportConfig) -> bool:
     memory = shared_memory_folder()
-    if memory.is_dir():
-        room = os.statvfs(memory)
-        if room.f_frsize * room.f_blocks >= 2 * config.budget_mib * 2**20:
-            return run_memory_folder(run) / "objects"
-    return run.path / "objects"
+    if not memory.is_dir():
+        return False
+    room = os.statvfs(memory)
+    return room.f_frsize * room.f_blocks >= 2 * config.budget_mib * 2**20
 
 
 def open_transport(config: TransportConfig, run: RunFolder) -> Transport:
     """The transport of this run, for this process."""
-    return FileTransport(objects_folder(config, run))
+    folder = objects_folder(config, run)
+    if config.kind == "arena" or (config.kind == "auto" and config.folder is None and _fits(config)):
+        return ArenaTransport(folder, config.budget_mib * 2**20 + BEYOND_BUDGET)
+    return FileTransport(folder)

@@ -1,0 +1,184 @@
+"""The fast transport of one machine: one arena in shared memory, touched once and used again for every object.
+
+Runs in generators and trainer ranks. No file is made and no page is cleared for a sample: that is what writing a new
+file costs. Bytes are hashed chunk by chunk while they are in the processor's cache.
+"""
+
+import mmap
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import xxhash
+
+from infra.locks import LockHeldError, hold
+from infra.records import BufferRecord, ObjectRecord
+from infra.transport import extents
+from infra.transport.base import Buffer, TransferError
+from infra.transport.extents import Extent, Extents
+
+CHUNK = 256 * 2**10
+"""Bytes that are copied, then hashed: they fit into the second-level cache."""
+CREATE_S = 600.0
+"""Touching hundreds of gigabytes takes a while."""
+ROOM_S = 60.0
+"""Wait for room: the ledger's budget bounds what it knows, so only what it does not know yet can be in the way."""
+POLL_S = 0.01
+
+
+class ArenaTransport:
+    """Objects in one mapped file that every process of the run shares."""
+
+    def __init__(self, folder: Path, capacity: int, room_s: float = ROOM_S):
+        self.folder, self._room_s = folder, room_s
+        _create(folder, capacity)
+        with (folder / "arena").open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self._bytes = memoryview(self._map)
+        self._extents = Extents(folder / "extents")
+        self._writer = uuid.uuid4().hex
+        self._alive = ExitStack()
+        self._alive.enter_context(hold(self._writer_lock(self._writer)))
+
+    def put(self, key: str, buffers: Mapping[str, Buffer]) -> ObjectRecord:
+        """Write the buffers one after the other. Raises TransferError where room is not found within a minute."""
+        views = {name: memoryview(buffer).cast("B") for name, buffer in buffers.items()}
+        nbytes = sum(view.nbytes for view in views.values())
+        assert nbytes, f"{key} is empty"
+        self.delete(key)
+        place = _Place(self._bytes, self._room(key, nbytes))
+        records = tuple(BufferRecord(name=n, nbytes=v.nbytes, xxh3=place.write(v)) for n, v in views.items())
+        if not self._extents.finish(key):
+            raise TransferError(f"{key} was deleted while it was written: its lease had expired")
+        return ObjectRecord(key=key, location=_location(place.extents), buffers=records)
+
+    def _room(self, key: str, nbytes: int) -> tuple[Extent, ...]:
+        deadline = time.monotonic() + self._room_s
+        while (found := self._extents.allocate(key, nbytes, self._writer)) is None:
+            if time.monotonic() > deadline:
+                raise TransferError(
+                    f"no room for {key} ({nbytes} bytes) in the arena of {len(self._bytes)} bytes within "
+                    f"{self._room_s:g} s: raise transport.budget_mib"
+                )
+            time.sleep(POLL_S)
+        return found
+
+    def get(self, record: ObjectRecord, into: Mapping[str, memoryview]) -> None:
+        """Copy the object into `into` and verify sizes and checksums."""
+        place = _Place(self._bytes, self._find(record))
+        for buffer in record.buffers:
+            view = into[buffer.name].cast("B")
+            if view.nbytes != buffer.nbytes:
+                raise TransferError(f"{record.key}: {buffer.name} is {buffer.nbytes} bytes, expected {view.nbytes}")
+            if place.read(view) != buffer.xxh3:
+                raise TransferError(f"{record.key}: checksum of {buffer.name} does not match")
+
+    def _find(self, record: ObjectRecord) -> tuple[Extent, ...]:
+        found = self._extents.find(record.key)
+        if not found:
+            raise TransferError(f"{record.key} is gone from {self.folder}")
+        if sum(length for _, length in found) != record.nbytes or _location(found) != record.location:
+            raise TransferError(f"{record.key} has another size than its record says ({record.nbytes} bytes)")
+        return found
+
+    def verify(self, record: ObjectRecord) -> bool:
+        """Compare the object's checksums where it lies."""
+        try:
+            place = _Place(self._bytes, self._find(record))
+        except TransferError:
+            return False
+        return all(place.hash(buffer.nbytes) == buffer.xxh3 for buffer in record.buffers)
+
+    def delete(self, key: str) -> None:
+        self._extents.free(key, self._lives)
+
+    def _lives(self, writer: str) -> bool:
+        """Whether the process that opened the arena under this name is still there."""
+        try:
+            with hold(self._writer_lock(writer)):
+                self._writer_lock(writer).unlink()
+        except LockHeldError:
+            return True
+        return False
+
+    def _writer_lock(self, writer: str) -> Path:
+        return self.folder / "writers" / writer
+
+    def keys(self) -> Iterator[str]:
+        yield from self._extents.keys()
+
+    def close(self) -> None:
+        """Give the mapping back. Idempotent."""
+        self._alive.close()
+        self._extents.close()
+        self._bytes.release()
+        self._map.close()
+
+
+class _Place:
+    """An object's extents, read or written from the first byte on."""
+
+    def __init__(self, arena: memoryview, where: tuple[Extent, ...]):
+        self.extents = where
+        pieces = ((start + at, min(CHUNK, length - at)) for start, length in where for at in range(0, length, CHUNK))
+        self._pieces = [arena[start : start + length] for start, length in pieces]
+
+    def write(self, view: memoryview) -> str:
+        """Copy `view` to the next bytes; its checksum."""
+        hashing = xxhash.xxh3_128()
+        for piece in self._next(view.nbytes):
+            piece[:] = view[: piece.nbytes]
+            hashing.update(piece)
+            view = view[piece.nbytes :]
+        return hashing.hexdigest()
+
+    def read(self, view: memoryview) -> str:
+        """Copy the next bytes to `view`; their checksum, taken from the copy."""
+        hashing = xxhash.xxh3_128()
+        for piece in self._next(view.nbytes):
+            view[: piece.nbytes] = piece
+            hashing.update(view[: piece.nbytes])
+            view = view[piece.nbytes :]
+        return hashing.hexdigest()
+
+    def hash(self, nbytes: int) -> str:
+        """Checksum of the next bytes."""
+        hashing = xxhash.xxh3_128()
+        for piece in self._next(nbytes):
+            hashing.update(piece)
+        return hashing.hexdigest()
+
+    def _next(self, nbytes: int) -> Iterator[memoryview]:
+        while nbytes:
+            piece = self._pieces.pop(0)
+            if piece.nbytes > nbytes:
+                self._pieces.insert(0, piece[nbytes:])
+                piece = piece[:nbytes]
+            nbytes -= piece.nbytes
+            yield piece
+
+
+def _create(folder: Path, capacity: int) -> None:
+    """Make the arena, every page of it in memory, unless it is there. One process does, the others wait."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with hold(folder / "lock", wait_s=CREATE_S):
+        if (folder / "arena").exists():
+            return
+        extents.create(folder / "extents", capacity)
+        aside = folder / "arena.new"
+        try:
+            with aside.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, capacity)
+        except OSError as error:
+            raise TransferError(
+                f"no room for {capacity} bytes in {folder}: {error.strerror}; lower transport.budget_mib or give "
+                "transport.folder a larger file system"
+            ) from error
+        aside.rename(folder / "arena")
+
+
+def _location(where: tuple[Extent, ...]) -> str:
+    return ",".join(f"{start}+{length}" for start, length in where)

@@ -1,0 +1,151 @@
+"""Both transports of one machine: whole objects or errors, never something in between."""
+
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infra.config import TransportConfig
+from infra.records import ObjectRecord
+from infra.run_folder import RunFolder
+from infra.transport.arena import ArenaTransport
+from infra.transport.base import TransferError, Transport
+from infra.transport.choice import objects_folder, open_transport, run_memory_folder
+from infra.transport.files import FileTransport
+
+KEY = "run/0/3/1"
+CAPACITY = 20_000
+KINDS: dict[str, Callable[[Path], Transport]] = {
+    "files": FileTransport,
+    "arena": lambda folder: ArenaTransport(folder, CAPACITY, room_s=0.1),
+}
+
+
+@pytest.fixture(params=KINDS)
+def make(request: pytest.FixtureRequest) -> Callable[[Path], Transport]:
+    return KINDS[request.param]
+
+
+@pytest.fixture
+def transport(make: Callable[[Path], Transport], tmp_path: Path) -> Iterator[Transport]:
+    opened = make(tmp_path / "objects")
+    yield opened
+    opened.close()
+
+
+def read(transport: Transport, record: ObjectRecord) -> dict[str, bytes]:
+    into = {buffer.name: bytearray(buffer.nbytes) for buffer in record.buffers}
+    transport.get(record, {name: memoryview(buffer) for name, buffer in into.items()})
+    return {name: bytes(buffer) for name, buffer in into.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=50)
+@given(
+    buffers=st.dictionaries(st.sampled_from(["aux", "last", "more"]), st.binary(min_size=1, max_size=5000), min_size=1)
+)
+def test_what_goes_in_comes_out(tmp_path_factory: pytest.TempPathFactory, kind: str, buffers: dict[str, bytes]) -> None:
+    transport = KINDS[kind](tmp_path_factory.mktemp("objects"))
+    record = transport.put(KEY, buffers)
+    assert record.nbytes == sum(map(len, buffers.values()))
+    assert read(transport, record) == buffers
+    assert transport.verify(record)
+    assert list(transport.keys()) == [KEY]
+    transport.delete(KEY)
+    transport.delete(KEY)
+    assert list(transport.keys()) == []
+    assert not transport.verify(record)
+    transport.close()
+
+
+def test_another_process_reads_what_one_has_written(make: Callable[[Path], Transport], tmp_path: Path) -> None:
+    first, second = make(tmp_path / "objects"), make(tmp_path / "objects")
+    record = first.put(KEY, {"aux": b"0123456789", "last": b"abc"})
+    first.close()
+    assert read(second, record) == {"aux": b"0123456789", "last": b"abc"}
+    assert second.put(KEY, {"aux": b"new"}).nbytes == 3
+    assert list(second.keys()) == [KEY]
+    second.close()
+
+
+@pytest.mark.parametrize("position", [0, 5, 12])
+def test_a_changed_byte_is_found(transport: Transport, tmp_path: Path, position: int) -> None:
+    record = transport.put(KEY, {"aux": b"0123456789", "last": b"abc"})
+    flip(transport, record, position)
+    assert not transport.verify(record)
+    with pytest.raises(TransferError, match=r"run/0/3/1: checksum of (aux|last)"):
+        read(transport, record)
+
+
+def flip(transport: Transport, record: ObjectRecord, position: int) -> None:
+    """Change one bit of an object where it lies."""
+    if isinstance(transport, FileTransport):
+        path, start = transport.folder / record.location, 0
+    else:
+        assert isinstance(transport, ArenaTransport)
+        path, start = transport.folder / "arena", int(record.location.partition("+")[0])
+    with path.open("r+b") as file:
+        file.seek(start + position)
+        (byte,) = file.read(1)
+        file.seek(start + position)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_another_size_is_found(transport: Transport) -> None:
+    record = transport.put(KEY, {"aux": b"0123456789"})
+    with pytest.raises(TransferError, match="aux is 10 bytes, expected 4"):
+        transport.get(record, {"aux": memoryview(bytearray(4))})
+    transport.put(KEY, {"aux": b"012345678"})
+    with pytest.raises(TransferError, match="another size"):
+        read(transport, record)
+
+
+def test_a_missing_object_is_named(transport: Transport) -> None:
+    record = transport.put(KEY, {"aux": b"0"})
+    transport.delete(KEY)
+    with pytest.raises(TransferError, match="run/0/3/1 is gone"):
+        read(transport, record)
+
+
+@pytest.fixture
+def small_disk() -> Iterator[None]:
+    """No file may grow over 100 kB."""
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, previous)
+
+
+@pytest.mark.usefixtures("small_disk")
+def test_no_room_for_a_file_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    transport = FileTransport(tmp_path)
+    with pytest.raises(TransferError, match=r"lower transport\.budget_mib"):
+        transport.put(KEY, {"aux": bytes(200_000)})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("small_disk")
+def test_no_room_for_an_arena_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(TransferError, match=r"no room for 200000 bytes .* lower transport\.budget_mib"):
+        ArenaTransport(tmp_path, 200_000)
+    assert not (tmp_path / "arena").exists()
+
+
+def test_the_arena_is_chosen_where_shared_memory_is_large_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunFolder(tmp_path / "a-run")
+    monkeypatch.setenv("DRAFTSMITH_SHM", str(tmp_path))
+    assert isinstance(open_transport(TransportConfig(budget_mib=1), run), ArenaTransport)
+    assert isinstance(open_transport(TransportConfig(budget_mib=1, kind="files"), run), FileTransport)
+    assert objects_folder(TransportConfig(budget_mib=1), run) == run_memory_folder(run) / "objects"
+    assert isinstance(open_transport(TransportConfig(budget_mib=2**40), run), FileTransport)
+    assert objects_folder(TransportConfig(budget_mib=2**40), run) == run.path / "objects"
+    chosen = objects_folder(TransportConfig(folder=str(tmp_path / "mine")), run)
+    assert chosen == tmp_path / "mine" / "draftsmith-a-run" / "objects"
