@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from infra.files import write_atomically
+from infra.postgres import PostgresServer
+from infra.processes import Owner
 from infra.records import TargetRecord
 from infra.run_folder import RunFolder
 from models.config import load_recipe
@@ -48,6 +51,17 @@ def tiny_target() -> TargetRecord:
     from models.targets.prepare import prepare_target
 
     return prepare_target(load_recipe(TINY).target)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """A real PostgreSQL, in memory: a disk's fsync is not what the tests are about."""
+    folder = Path(tempfile.mkdtemp(prefix="tests-of-draftsmith-", dir="/dev/shm"))
+    folder.chmod(0o755)
+    server = PostgresServer(folder / "postgres", Owner("tests", folder / "logs"))
+    yield server
+    server.stop()
+    shutil.rmtree(folder)
 
 
 @pytest.fixture

@@ -20,6 +20,15 @@ from infra.locks import hold
 BUSY_TIMEOUT_S = 60
 """How long a process waits for another one's transaction before it gives up."""
 
+POSTGRESQL = {
+    "connect_timeout": 10,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 30_000,
+}
+"""Of libpq: a server that has vanished without a word is given up within half a minute."""
+
 PENDING, LEASED, READY = "pending", "leased", "ready"
 TAKEN, CONSUMED, QUARANTINED = "taken", "consumed", "quarantined"
 STATES = (PENDING, LEASED, READY, TAKEN, CONSUMED, QUARANTINED)
@@ -126,7 +135,9 @@ def open_engine(url: str) -> sa.Engine:
     except ArgumentError as error:
         raise ValueError(f"ledger.url {url!r} is no database URL: write sqlite:////absolute/path.sqlite") from error
     if address.get_backend_name() == "postgresql":
-        engine = sa.create_engine(address, pool_pre_ping=True)
+        # A connection that was lost is noticed, and made anew, before a transaction begins on it.
+        address = address.set(drivername="postgresql+psycopg")
+        engine = sa.create_engine(address, pool_pre_ping=True, connect_args=POSTGRESQL)
     elif address.get_backend_name() == "sqlite" and address.database not in (None, "", ":memory:"):
         engine = _sqlite_engine(address, Path(str(address.database)))
     else:

@@ -1,6 +1,7 @@
-"""A small run on a real SQLite file."""
+"""A small run on a real SQLite file, and on a real PostgreSQL."""
 
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,8 +14,15 @@ sys.path.append(str(Path(__file__).parent))  # test modules import ledger_model 
 
 
 @pytest.fixture
-def url(tmp_path: Path) -> str:
+def sqlite_url(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path / 'ledger.sqlite'}"
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, sqlite_url: str) -> str:
+    if request.param == "sqlite":
+        return sqlite_url
+    return request.getfixturevalue("postgres").make_database(uuid.uuid4().hex)
 
 
 @pytest.fixture

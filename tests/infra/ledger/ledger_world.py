@@ -3,6 +3,7 @@
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -39,11 +40,12 @@ class World:
         self.leases: list[Lease] = []
         self.keys: set[str] = set()
         self.incarnations: list[int] = []
+        self.serial = count()
         self.forgotten: set[Place] = set()
         self.history: dict[tuple[int, int, frozenset[Place]], list[Place]] = {}
 
     def open_ledger(self, name: str) -> None:
-        self.ledger = Ledger.open(f"sqlite:///{self.folder / name}.sqlite", "run")
+        self.ledger = Ledger.open(self.new_database(name), "run")
         self.ledger.create_run(
             budget_bytes=self.model.budget,
             bytes_per_token=BYTES_PER_TOKEN,
@@ -51,6 +53,10 @@ class World:
             max_attempts=MAX_ATTEMPTS,
             order="strict" if self.model.strict else "any",
         )
+
+    def new_database(self, name: str) -> str:
+        """The URL of an empty database."""
+        return f"sqlite:///{self.folder / name}.sqlite"
 
     def open_epoch(self, incarnation: int | None, epoch: int) -> None:
         self.ledger.open_epoch(incarnation, epoch, self.slots)
@@ -262,7 +268,7 @@ class World:
         self.history.clear()
         self.ledger.close()
         self.model = Model(self.model.strict, self.model.budget, committed=[saved.record])
-        self.open_ledger(f"rebuilt-{len(list(self.folder.iterdir()))}")
+        self.open_ledger(f"rebuilt-{len(self.incarnations)}-{next(self.serial)}")
         consumed = unpack_ordinals(saved.bitmap)
         self.ledger.rebuild(saved.record, saved.epoch, self.slots, consumed)
         for slot in self.slots:

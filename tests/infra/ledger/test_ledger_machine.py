@@ -6,6 +6,7 @@ multiset of (epoch, ordinal) that a trainer's weights have seen; it is saved wit
 
 import shutil
 from collections import Counter
+from typing import ClassVar
 
 import pytest
 import sqlalchemy as sa
@@ -17,6 +18,7 @@ from ledger_world import BYTES_PER_TOKEN, EPOCHS, MAX_ATTEMPTS, World
 
 from infra.ledger.answers import StaleIncarnation
 from infra.ledger.schema import samples
+from infra.postgres import PostgresServer
 from infra.records import CheckpointRecord, SampleSlot
 
 OWNERS = ("a", "b")
@@ -178,10 +180,30 @@ class LedgerMachine(World, RuleBasedStateMachine):
         assert self.ledger.lease("a", 6) == []
 
 
-LedgerMachine.TestCase.settings = settings(
-    max_examples=50,
-    stateful_step_count=6,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
-)
+def lived(examples: int) -> settings:
+    return settings(
+        max_examples=examples,
+        stateful_step_count=6,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+    )
+
+
+LedgerMachine.TestCase.settings = lived(50)
 TestLedgerMachine = LedgerMachine.TestCase
+
+
+class PostgresMachine(LedgerMachine):
+    server: ClassVar[PostgresServer]
+
+    def new_database(self, name: str) -> str:
+        return self.server.make_database(f"{self.folder.name}-{name}")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def server(postgres: PostgresServer) -> None:
+    PostgresMachine.server = postgres
+
+
+PostgresMachine.TestCase.settings = lived(15)
+TestPostgresMachine = PostgresMachine.TestCase

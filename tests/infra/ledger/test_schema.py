@@ -2,12 +2,21 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from infra.ledger.ledger import Ledger
 from infra.ledger.schema import refuse_network_file_system
+from infra.postgres import PostgresServer
+from infra.records import Progress
 
 
-def test_sqlite_is_durable_and_writers_start_with_the_lock(ledger: Ledger, url: str) -> None:
+def test_sqlite_is_durable_and_writers_start_with_the_lock(sqlite_url: str) -> None:
+    with Ledger.open(sqlite_url, "run") as ledger:
+        ledger.create_run(budget_bytes=100, bytes_per_token=10, lease_seconds=60, max_attempts=2, order="strict")
+        check_locks(ledger, sqlite_url)
+
+
+def check_locks(ledger: Ledger, url: str) -> None:
     with ledger._engine.connect() as connection:
         assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
         assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 2
@@ -20,6 +29,16 @@ def test_sqlite_is_durable_and_writers_start_with_the_lock(ledger: Ledger, url: 
             other.execute("BEGIN IMMEDIATE")
             other.rollback()
     other.close()
+
+
+def test_a_lost_connection_is_made_anew(postgres: PostgresServer) -> None:
+    with Ledger.open(postgres.make_database("lost"), "run") as ledger:
+        ledger.create_run(budget_bytes=100, bytes_per_token=10, lease_seconds=60, max_attempts=2, order="strict")
+        postgres.kill()
+        with pytest.raises(sa.exc.OperationalError, match="refused"):
+            ledger.progress()
+        postgres.start()
+        assert ledger.progress() == Progress()
 
 
 @pytest.mark.parametrize(("folder", "refused"), [("local", False), ("share", True), ("share/with space", False)])
