@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Where there is a GPU, pip may take the CUDA build; where there is none, this version has a CPU build.
 TORCH := $(if $(shell command -v nvidia-smi),torch,torch==2.13.0)
+MOONCAKE := $(if $(shell command -v nvidia-smi),mooncake-cuda,mooncake)
 
 SGLANG := .venv-sglang
 
@@ -31,7 +32,7 @@ bench: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet '$(TORCH)'
-	$(BIN)/pip install --quiet --editable '.[quickstart,dev]'
+	$(BIN)/pip install --quiet --editable '.[quickstart,dev,$(MOONCAKE)]'
 	@touch $@
 
 # SGLang pins a torch of its own, so it lives beside ours; our distribution is there for its two entry points.

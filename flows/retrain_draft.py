@@ -11,6 +11,7 @@ from tasks.prepare import prepare_samples, prepare_target, regenerate_text
 from tasks.registry import promote_draft, register_draft
 from tasks.report import write_report
 from tasks.run import open_run
+from tasks.store import storing
 from tasks.tracking import track_samples, track_training, tracked
 from tasks.training import train
 
@@ -33,8 +34,12 @@ def retrain(config: RunConfig, run: str | None = None) -> str:
         samples = prepare_samples(opened, target)
         track_samples(opened, tracking, samples)
         with lease(opened, "inference") as inference:
-            with lease(opened, "training") as training, generating(opened, inference) as generators:
-                trained = train(opened, training, generators)
+            with (
+                lease(opened, "training") as training,
+                storing(opened, training) as store,
+                generating(opened, inference) as generators,
+            ):
+                trained = train(opened, training, generators, store)
             track_training(opened, tracking)
             export = export_draft(opened)
             benchmark_served(opened, inference)

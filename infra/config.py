@@ -40,14 +40,21 @@ class TransportConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["auto", "arena", "files"] = Field(
+    kind: Literal["auto", "arena", "files", "mooncake"] = Field(
         default="auto",
-        description="`arena`: one reused piece of shared memory, the fast one. `files`: a file per sample. "
-        "`auto`: the arena where shared memory is large enough.",
+        description="`arena`: one reused piece of shared memory, the fast one of one machine. `files`: a file per "
+        "sample. `auto`: the arena where shared memory is large enough. `mooncake`: between machines, by RDMA or TCP.",
     )
     budget_mib: int = Field(default=512, ge=1, description="Bound on the bytes held between capture and training.")
     folder: str | None = Field(
         default=None, description="Default: shared memory, or the run folder where that is too small."
+    )
+    address: str = Field(
+        default="127.0.0.1",
+        description="Mooncake's: address of the machine that holds the store, in a private network of all machines.",
+    )
+    protocol: Literal["auto", "rdma", "tcp"] = Field(
+        default="auto", description="Mooncake's; `auto`: RDMA where this machine has a device with an active port."
     )
 
 

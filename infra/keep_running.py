@@ -78,11 +78,12 @@ def follow(
     on_line: OnLine,
     on_event: OnLine,
     checks: Sequence[Callable[[], None]] = (),
+    services: Sequence[KeptProcess] = (),
 ) -> None:
-    """Tend trainer and generators until the trainer has ended well.
+    """Tend trainer, generators and the services that both need until the trainer has ended well.
 
-    A generator that fails for good is left out while others go on. Raises ProcessFailedError for the trainer, or for
-    the last generator, that cannot be started any more. `checks` are called at every poll.
+    A generator that fails for good is left out while others go on. Raises ProcessFailedError for the trainer, a
+    service, or the last generator, that cannot be started any more. `checks` are called at every poll.
     """
     going = list(generators)
     ended = False
@@ -94,9 +95,12 @@ def follow(
                 if not going:
                     raise generator.failure
                 on_event(f"{generator.failure.headline} and is left out; still going: {len(going)}")
+        for service in services:
+            service.tend(lambda _line: None, on_event)
         ended = trainer.tend(on_line, on_event)
-        if trainer.failure is not None:
-            raise trainer.failure
+        for needed in (trainer, *services):
+            if needed.failure is not None:
+                raise needed.failure
         for check in checks:
             check()
         if not ended:

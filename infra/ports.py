@@ -17,12 +17,12 @@ LISTEN = "0A"
 """State of a socket in /proc/net/tcp."""
 
 
-def is_free(port: int) -> bool:
+def is_free(port: int, host: str = HOST) -> bool:
     """Whether nobody listens at a port of this machine."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((HOST, port))
+            probe.bind((host, port))
         except (OSError, OverflowError):
             return False
     return True
@@ -33,6 +33,14 @@ def any_free_port() -> int:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
+
+
+def own_address(peer: str) -> str:
+    """This machine's address in the network in which `peer` (host:port) is. Nothing is sent."""
+    host, _, port = peer.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))
+        return str(probe.getsockname()[0])
 
 
 def is_foreign(port: int, processes: Iterable[int]) -> bool:
@@ -60,13 +68,13 @@ def _open_files(process: int) -> set[str]:
 
 
 @contextmanager
-def reserved_port() -> Iterator[tuple[int, Lock]]:
+def reserved_port(host: str = HOST) -> Iterator[tuple[int, Lock]]:
     """For a server that binds only after minutes of loading: a free port, and the lock that keeps ours off it."""
     folder = Path(tempfile.gettempdir()) / f"draftsmith-ports-{os.getuid()}"
     for port in random.sample(LASTING, len(LASTING)):
         try:
             with hold(folder / str(port)) as lock:
-                if is_free(port):
+                if is_free(port, host):
                     yield port, lock
                     return
         except LockHeldError:

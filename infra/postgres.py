@@ -53,6 +53,8 @@ class PostgresServer:
         command = [*_unprivileged(), str(self._programs / "initdb"), *making, "--encoding=UTF8", "--locale=C"]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
         assert ended.returncode == 0, ended.stderr
+        # With the password, from the network that it listens in.
+        (self.folder / "data" / "pg_hba.conf").write_text("host all all samenet scram-sha-256\n")
 
     def start(self) -> None:
         """Start it, for the first time or after `kill`, at the same port."""
@@ -68,19 +70,21 @@ class PostgresServer:
             command += ["-c", f"{name}={value}"]
         self.process: Process = start("postgres", command, self._owner, grace_s=STOP_S)
         deadline = time.monotonic() + START_S
-        while not self._answers():
+        while (trouble := self._trouble()) is not None:
             self.process.check()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"PostgreSQL did not answer within {START_S:g} s; its log is {self.process.log}")
+                raise TimeoutError(
+                    f"PostgreSQL was not there within {START_S:g} s ({trouble}); its log is {self.process.log}"
+                )
             time.sleep(POLL_S)
 
-    def _answers(self) -> bool:
+    def _trouble(self) -> str | None:
         engine = sa.create_engine(self.url("postgres"), poolclass=sa.NullPool)
         try:
             engine.connect().close()
-        except OperationalError:
-            return False
-        return True
+        except OperationalError as error:
+            return str(error.orig)
+        return None
 
     def url(self, database: str) -> str:
         """The SQLAlchemy URL of a database."""

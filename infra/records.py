@@ -200,6 +200,19 @@ class Progress(Record):
         return self.pending + self.leased + self.ready + self.taken + self.consumed + self.quarantined
 
 
+class StoreRecord(Record):
+    """`store.json`: where a run's Mooncake store is."""
+
+    master: str
+    """host:port of its master."""
+    web: str
+    """host:port at which the master lists keys."""
+    protocol: Literal["rdma", "tcp"]
+    segment: str
+    """File in shared memory of the store's machine."""
+    nbytes: int
+
+
 class CaptureRates(Record):
     """What generators captured in a stretch of time."""
 

@@ -59,6 +59,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def store(self) -> Path:
+        """Where the run's Mooncake store is, if it has one."""
+        return self.path / "store.json"
+
+    @property
     def training(self) -> Path:
         return self.path / "training.json"
 

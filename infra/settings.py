@@ -30,6 +30,14 @@ def shared_memory_folder() -> Path:
     return Path(os.environ.get("DRAFTSMITH_SHM", "/dev/shm"))
 
 
+MOONCAKE = {
+    "MC_STORE_MEMCPY": "0",  # on hosts without RDMA its copying threads crash (Mooncake #1986)
+    "MC_STORE_CLIENT_SETUP_RETRIES": "3",  # else a master that is away blocks for a minute and a half
+    "MC_TCP_ENABLE_CONNECTION_POOL": "1",  # else every transfer uses up a port for 60 s
+    "MC_STORE_CLIENT_METRIC": "0",
+    "MC_LOG_LEVEL": "WARNING",
+}
+
 CAPTURE = "DRAFTSMITH_CAPTURE"
 """JSON of a CaptureSpec: set for an engine whose plugin is to capture."""
 
@@ -48,6 +56,12 @@ def sglang_environment() -> Path:
 def sglang_platform() -> str | None:
     """The platform plugin that SGLang is told to use, by $SGLANG_PLATFORM."""
     return os.environ.get("SGLANG_PLATFORM")
+
+
+def use_mooncake_settings() -> None:
+    """What Mooncake's library reads when its first client is made; what a person has set stays."""
+    for name, value in MOONCAKE.items():
+        os.environ.setdefault(name, value)
 
 
 def leased_gpus() -> list[str]:

@@ -4,6 +4,7 @@ import shutil
 
 import torch
 
+from infra.mooncake.environment import check_mooncake, choose_protocol
 from infra.sglang.environment import sglang_python
 from models.benchmark.prompts import take_prompts
 from models.drafts.registry import build_draft
@@ -18,6 +19,9 @@ def check_run(run: Run) -> None:
     """Raise ValueError, with the remedy, for a run that could not train, save, or be measured."""
     if run.config.generator.engine == "sglang":
         sglang_python()
+    if run.config.transport.kind == "mooncake":
+        check_mooncake()
+        choose_protocol(run.config.transport.protocol)
     _check_disk(run, _draft_parameters(run))
     heldout = run.open_samples("heldout")
     benchmark = run.config.benchmark

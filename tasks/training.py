@@ -24,8 +24,8 @@ TRACKING_S = 15.0
 
 
 @task(name="train", cache_policy=NO_CACHE)
-def train(run: OpenRun, pool: Pool, generators: Sequence[KeptProcess]) -> TrainingResult:
-    """Train to the end; a trainer or generator that crashes is started again and goes on from the ledger.
+def train(run: OpenRun, pool: Pool, generators: Sequence[KeptProcess], store: Sequence[KeptProcess]) -> TrainingResult:
+    """Train to the end; whichever process crashes is started again and goes on from the ledger.
 
     There is no time limit here: the trainer gives up by itself when no samples come (training.stall_s), and the watch
     gives up on a trainer that hangs.
@@ -34,7 +34,7 @@ def train(run: OpenRun, pool: Pool, generators: Sequence[KeptProcess]) -> Traini
     trainer = start_trainer(pool, run.folder, settings.ranks, settings.threads)
     with closing(trainer), run.open_ledger() as ledger:
         watch, shown = StallWatch(ledger, 2 * settings.stall_s), _Shown(run)
-        follow(trainer, generators, logger.info, logger.warning, [watch.check, shown.catch_up])
+        follow(trainer, generators, logger.info, logger.warning, [watch.check, shown.catch_up], store)
         shown.catch_up(at_once=True)
     return TrainingResult.read(run.folder.training)
 

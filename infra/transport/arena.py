@@ -1,7 +1,7 @@
 """The fast transport of one machine: one arena in shared memory, touched once and used again for every object.
 
 Runs in generators and trainer ranks. No file is made and no page is cleared for a sample: that is what writing a new
-file costs. Bytes are hashed chunk by chunk while they are in the processor's cache.
+file costs.
 """
 
 import mmap
@@ -17,11 +17,10 @@ import xxhash
 from infra.locks import LockHeldError, hold
 from infra.records import BufferRecord, ObjectRecord
 from infra.transport import extents
-from infra.transport.base import Buffer, TransferError
+from infra.transport.base import Buffer, TransferError, flat
+from infra.transport.copying import copy_hashed
 from infra.transport.extents import Extent, Extents
 
-CHUNK = 256 * 2**10
-"""Bytes that are copied, then hashed: they fit into the second-level cache."""
 CREATE_S = 600.0
 """Touching hundreds of gigabytes takes a while."""
 ROOM_S = 60.0
@@ -45,9 +44,7 @@ class ArenaTransport:
 
     def put(self, key: str, buffers: Mapping[str, Buffer]) -> ObjectRecord:
         """Write the buffers one after the other. Raises TransferError where room is not found within a minute."""
-        views = {name: memoryview(buffer).cast("B") for name, buffer in buffers.items()}
-        nbytes = sum(view.nbytes for view in views.values())
-        assert nbytes, f"{key} is empty"
+        views, nbytes = flat(buffers, key)
         self.delete(key)
         place = _Place(self._bytes, self._room(key, nbytes))
         records = tuple(BufferRecord(name=n, nbytes=v.nbytes, xxh3=place.write(v)) for n, v in views.items())
@@ -123,15 +120,13 @@ class _Place:
 
     def __init__(self, arena: memoryview, where: tuple[Extent, ...]):
         self.extents = where
-        pieces = ((start + at, min(CHUNK, length - at)) for start, length in where for at in range(0, length, CHUNK))
-        self._pieces = [arena[start : start + length] for start, length in pieces]
+        self._pieces = [arena[start : start + length] for start, length in where]
 
     def write(self, view: memoryview) -> str:
         """Copy `view` to the next bytes; its checksum."""
         hashing = xxhash.xxh3_128()
         for piece in self._next(view.nbytes):
-            piece[:] = view[: piece.nbytes]
-            hashing.update(piece)
+            copy_hashed(piece, view[: piece.nbytes], hashing)
             view = view[piece.nbytes :]
         return hashing.hexdigest()
 
@@ -139,8 +134,7 @@ class _Place:
         """Copy the next bytes to `view`; their checksum, taken from the copy."""
         hashing = xxhash.xxh3_128()
         for piece in self._next(view.nbytes):
-            view[: piece.nbytes] = piece
-            hashing.update(view[: piece.nbytes])
+            copy_hashed(view[: piece.nbytes], piece, hashing)
             view = view[piece.nbytes :]
         return hashing.hexdigest()
 

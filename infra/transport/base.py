@@ -12,6 +12,15 @@ class TransferError(Exception):
     """An object is missing, short, or does not match its checksum."""
 
 
+def flat(buffers: Mapping[str, Buffer], key: str) -> tuple[dict[str, memoryview], int]:
+    """The buffers as bytes, and how many there are; keys leave `+` and `#` to the transports' own names."""
+    assert not {"+", "#"} & set(key), key
+    views = {name: memoryview(buffer).cast("B") for name, buffer in buffers.items()}
+    nbytes = sum(view.nbytes for view in views.values())
+    assert nbytes, f"{key} is empty"
+    return views, nbytes
+
+
 class Transport(Protocol):
     """Moves one object (the named buffers of one sample) from a generator to a trainer."""
 

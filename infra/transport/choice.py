@@ -4,11 +4,13 @@ import os
 from pathlib import Path
 
 from infra.config import TransportConfig
+from infra.records import StoreRecord
 from infra.run_folder import RunFolder
 from infra.settings import shared_memory_folder
 from infra.transport.arena import ArenaTransport
 from infra.transport.base import Transport
 from infra.transport.files import FileTransport
+from infra.transport.mooncake import MooncakeTransport
 
 BEYOND_BUDGET = 32 * 2**20
 """Room for what generators write, read and delete before they lease anything: their canaries."""
@@ -36,6 +38,8 @@ def _fits(config: TransportConfig) -> bool:
 
 def open_transport(config: TransportConfig, run: RunFolder) -> Transport:
     """The transport of this run, for this process."""
+    if config.kind == "mooncake":
+        return MooncakeTransport(StoreRecord.read(run.store))
     folder = objects_folder(config, run)
     if config.kind == "arena" or (config.kind == "auto" and config.folder is None and _fits(config)):
         return ArenaTransport(folder, config.budget_mib * 2**20 + BEYOND_BUDGET)

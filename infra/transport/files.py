@@ -10,7 +10,7 @@ from pathlib import Path
 import xxhash
 
 from infra.records import BufferRecord, ObjectRecord
-from infra.transport.base import Buffer, TransferError
+from infra.transport.base import Buffer, TransferError, flat
 
 
 class FileTransport:
@@ -22,14 +22,13 @@ class FileTransport:
 
     def put(self, key: str, buffers: Mapping[str, Buffer]) -> ObjectRecord:
         """Write the buffers one after the other; the file appears under its name only when it is whole."""
+        views, nbytes = flat(buffers, key)
         path = self._path(key)
         aside = path.with_name(f".{path.name}.tmp")
-        assert any(memoryview(buffer).nbytes for buffer in buffers.values()), f"{key} is empty"
-        views = {name: memoryview(buffer).cast("B") for name, buffer in buffers.items()}
         try:
             with aside.open("wb", buffering=0) as file:
                 # Room is taken before the first byte, so a full tmpfs is an error here and never a torn object.
-                os.posix_fallocate(file.fileno(), 0, sum(view.nbytes for view in views.values()))
+                os.posix_fallocate(file.fileno(), 0, nbytes)
                 for view in views.values():
                     _write_all(file.fileno(), view)
             aside.rename(path)
@@ -83,7 +82,6 @@ class FileTransport:
         """Nothing is held between calls."""
 
     def _path(self, key: str) -> Path:
-        assert "+" not in key, key
         return self.folder / key.replace("/", "+")
 
 

@@ -11,6 +11,7 @@ import httpx
 import pytest
 import torch
 
+from infra.files import write_atomically
 from infra.records import TargetRecord
 from models.capture.sglang.engine import SGLangEngine
 from models.config import load_recipe
@@ -24,7 +25,7 @@ IDS = (0, 1, 2)
 CHUNK = 64
 SETTINGS = {
     "llama": (),
-    "llama, chunked": (f"generator.sglang.chunked_prefill_tokens={CHUNK}",),
+    "llama, chunked, by Mooncake": (f"generator.sglang.chunked_prefill_tokens={CHUNK}", "transport.kind=mooncake"),
     "qwen3, data parallel 2": ("generator.sglang.data_parallel=2",),
     "qwen3, chunked, tensor parallel 2": (
         f"generator.sglang.chunked_prefill_tokens={CHUNK}",
@@ -53,6 +54,8 @@ def served(
 ) -> Iterator[Served]:
     target = tiny_target if request.param.startswith("llama") else qwen3_target
     run = sglang_run(*SETTINGS[request.param], target=target)
+    if run.config.transport.kind == "mooncake":
+        write_atomically(run.folder.store, request.getfixturevalue("mooncake_store"))
     with closing(SGLangEngine(run, 0)) as engine:
         yield Served(run, engine, TargetModel.load(Path(target.path), IDS, torch.float32))
 

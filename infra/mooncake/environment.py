@@ -1,0 +1,45 @@
+"""Whether Mooncake runs here, and how. Used by whoever starts its processes or opens a client."""
+
+import ctypes
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+INSTALL = "pip install 'draftsmith[mooncake]' (draftsmith[mooncake-cuda] on machines with CUDA)"
+
+
+def check_mooncake() -> None:
+    """Raise ValueError, with the remedy, where Mooncake or a library that it needs is missing."""
+    if find_spec("mooncake") is None:
+        raise ValueError(f"transport.kind=mooncake: Mooncake is not installed: {INSTALL}, or set transport.kind=auto")
+    try:
+        ctypes.CDLL("libibverbs.so.1")
+    except OSError:
+        raise ValueError(
+            "transport.kind=mooncake: Mooncake needs libibverbs, even without RDMA: `apt install libibverbs1`, or set "
+            "transport.kind=auto"
+        ) from None
+
+
+def master_program() -> Path:
+    """Mooncake's master, which its package carries without the right to run it."""
+    spec = find_spec("mooncake")
+    assert spec is not None, "checked before"
+    assert spec.origin is not None
+    program = Path(spec.origin).with_name("mooncake_master")
+    if not os.access(program, os.X_OK):
+        program.chmod(0o755)
+    return program
+
+
+def choose_protocol(wanted: Literal["auto", "rdma", "tcp"], root: Path = Path("/")) -> Literal["rdma", "tcp"]:
+    """RDMA where a device of this machine has an active port. Raises ValueError where it is wanted in vain."""
+    states = (root / "sys/class/infiniband").glob("*/ports/*/state")
+    there = any("ACTIVE" in state.read_text() for state in states)
+    if wanted == "rdma" and not there:
+        raise ValueError(
+            "transport.protocol=rdma: no RDMA device of this machine has an active port (`draftsmith doctor` lists "
+            "them): set transport.protocol=auto or tcp"
+        )
+    return "rdma" if there and wanted != "tcp" else "tcp"

@@ -1,0 +1,23 @@
+"""Starts the Mooncake store of runs that have one."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from prefect import get_run_logger
+
+from infra.keep_running import KeptProcess
+from infra.mooncake.services import start_store
+from infra.pools.base import Pool
+from infra.transport.choice import objects_folder
+from tasks.run import OpenRun
+
+
+@contextmanager
+def storing(run: OpenRun, pool: Pool) -> Iterator[list[KeptProcess]]:
+    """The store's processes, on the trainer's machine; none for transports of one machine."""
+    settings = run.config.transport
+    if settings.kind != "mooncake":
+        yield []
+        return
+    with start_store(pool, run.folder, settings, objects_folder(settings, run.folder), get_run_logger().info) as store:
+        yield store
