@@ -5,6 +5,8 @@ Used by the trainer's progress line, by `draftsmith status`, by the report, and 
 
 import time
 
+from sqlalchemy.exc import OperationalError
+
 from infra.ledger.ledger import Ledger
 from infra.ledger.schema import LEASED, PENDING
 from infra.records import CaptureRates, SideRates
@@ -100,13 +102,21 @@ class StallWatch:
         self._since = self._looked = time.monotonic()
 
     def check(self) -> None:
-        """Raise StallError when neither a sample was captured nor one trained for `stall_s` seconds."""
+        """Raise StallError when neither a sample was captured nor one trained for `stall_s` seconds.
+
+        A database that is away for less is none of this watch's business: the run's processes come back to it.
+        """
         now = time.monotonic()
         if now - self._looked < min(5.0, self._stall_s / 4):
             return
         self._looked = now
-        captured = self._ledger.capture_rates().tokens
-        seen = (self._ledger.progress(), captured)
+        try:
+            captured = self._ledger.capture_rates().tokens
+            seen = (self._ledger.progress(), captured)
+        except OperationalError as error:
+            if now - self._since > self._stall_s:
+                raise StallError(f"the ledger has not answered for {now - self._since:.0f} s: {error.orig}") from error
+            return
         if seen != self._seen or not captured:
             self._seen, self._since = seen, now
         elif now - self._since > self._stall_s:

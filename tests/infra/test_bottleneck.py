@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from infra.bottleneck import StallError, StallWatch, blame, in_words, side_rates, slow_side
 from infra.ledger.ledger import Ledger
+from infra.postgres import PostgresServer
 from infra.records import BufferRecord, CaptureRates, Lease, ObjectRecord, SampleSlot, SideRates
 
 
@@ -74,6 +75,17 @@ def test_a_watch_waits_for_the_first_sample_and_then_for_the_next(ledger: Ledger
     watch.check()
     with pytest.raises(StallError, match=r"no progress for .* s: training is to blame"):
         watch.check()
+
+
+def test_a_database_that_is_away_is_waited_for(postgres: PostgresServer) -> None:
+    with Ledger.open(postgres.make_database("away"), "run") as ledger:
+        hasty, patient = StallWatch(ledger, 0.0), StallWatch(ledger, 1e6)
+        patient._looked = float("-inf")
+        postgres.kill()
+        patient.check()
+        with pytest.raises(StallError, match=r"the ledger has not answered for .* s: .*refused"):
+            hasty.check()
+        postgres.start()
 
 
 @given(
