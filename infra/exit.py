@@ -23,12 +23,12 @@ def run_main(main: Callable[[], None]) -> None:
         raise SystemExit(REFUSED) from None
 
 
-def die_with_parent() -> None:
-    """From now on a parent's death kills this process too (Linux; elsewhere its supervisor alone sees to that).
+def die_with_parent(parent: int) -> None:
+    """From now on the death of `parent` kills this process too (Linux; elsewhere its supervisor alone sees to that).
 
-    For processes whose parent is no supervisor: torchrun puts its ranks into sessions of their own.
+    For processes whose parent is no supervisor: torchrun puts its ranks into sessions of their own. The parent tells
+    its process id: it may have died while this process was still importing.
     """
-    parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:

@@ -6,6 +6,7 @@ that neither a person nor whoever restarts it learns what happened.
 
 import argparse
 import logging
+import os
 from pathlib import Path
 
 from torch.distributed import run as torchrun
@@ -22,7 +23,8 @@ def main() -> None:
     logs = ["--log-dir", str(options.run / "logs" / "ranks")]  # by default a folder that torchrun leaves in /tmp
     ranks = ["--standalone", "--nproc-per-node", str(options.ranks), *logs]
     try:
-        torchrun.run(torchrun.parse_args([*ranks, "-m", "models.training.trainer", str(options.run)]))
+        trainer = ["-m", "models.training.trainer", str(options.run), "--parent", str(os.getpid())]
+        torchrun.run(torchrun.parse_args([*ranks, *trainer]))
     except ChildFailedError as error:
         status = error.get_first_failure()[1].exitcode
         raise SystemExit(status if status > 0 else 128 - status) from None

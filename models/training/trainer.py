@@ -206,8 +206,9 @@ class DraftTrainer:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path)
+    parser.add_argument("--parent", type=int, required=True, help="process id of the launcher")
     arguments = parser.parse_args()
-    die_with_parent()
+    die_with_parent(arguments.parent)
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="lightning")
     run = Run.open(arguments.run)

@@ -1,8 +1,22 @@
 """People get one message; defects keep their traceback."""
 
+import os
+import select
+import subprocess
+import sys
+
 import pytest
 
 from infra.exit import run_main
+
+MORTAL = "import sys, time; from infra.exit import die_with_parent; die_with_parent(int(sys.argv[1])); {}"
+PARENT = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid())], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(60)
+"""
 
 
 def test_a_refusal_is_one_message_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -21,3 +35,21 @@ def test_a_defect_is_not_hidden() -> None:
 
     with pytest.raises(KeyError):
         run_main(main)
+
+
+def test_whoever_was_orphaned_before_it_could_say_so_ends() -> None:
+    script = MORTAL.format("time.sleep(60)")
+    orphan = subprocess.run([sys.executable, "-c", script, str(2**22)], timeout=30, check=False)
+    assert orphan.returncode == 1
+
+
+def test_a_parent_s_death_is_its_child_s() -> None:
+    script = MORTAL.format("print('ready', flush=True); time.sleep(60)")
+    with subprocess.Popen([sys.executable, "-c", PARENT, script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        descriptor = os.pidfd_open(child)
+        parent.kill()
+    readable, _, _ = select.select([descriptor], [], [], 30)  # a process that has ended is
+    assert readable
+    os.close(descriptor)

@@ -1,16 +1,20 @@
 """Streamed training: equal to training in memory, exactly once, and resumed without a trace. Real processes."""
 
 import json
+import os
 import shutil
 import time
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 import torch
 from safetensors.torch import load_file, save_file
 
 from infra.files import sha256_file
-from infra.records import Progress, TrainingResult
+from infra.ledger.schema import samples
+from infra.records import ObjectRecord, Progress, TrainingResult
+from infra.transport.choice import objects_folder
 from models.drafts.base import PackedSamples, TargetProjection
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
@@ -158,6 +162,53 @@ def test_a_lost_ledger_is_rebuilt_from_the_checkpoint(make_run, run_to_the_end, 
     assert losses(folder) == losses(undisturbed)
     mine, theirs = final_weights(folder), final_weights(undisturbed)
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cut", "message"),
+    [("arena", False, "checksum of aux does not match"), ("files", True, "another size than its record says")],
+)
+def test_a_damaged_object_is_captured_again(make_run, run_to_the_end, start, kind, cut, message):
+    """While training goes on, the last captured object is damaged where it lies: one restart, and the same losses."""
+    undisturbed = make_run("whole", *SMALL)
+    run_to_the_end(undisturbed)
+    folder = make_run("damaged", *SMALL, f"transport.kind={kind}", "training.prefetch_steps=1")
+    generator = start("models.capture.generator", folder)
+    ledger = Run.open(folder.path).open_ledger()
+    deadline = time.monotonic() + 120
+    while ledger.progress().ready < 36 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    trainer = start("models.training.launch", folder, ranks=1)
+    while not ledger.progress().taken and time.monotonic() < deadline:
+        time.sleep(0.005)
+    damage(folder, last_object(ledger), cut)
+    output, _ = trainer.communicate(timeout=120)
+    assert trainer.returncode == 1, output
+    assert message in output
+    again = start("models.training.launch", folder, ranks=1)
+    for process in (again, generator):
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+    assert ledger.progress() == Progress(consumed=36)
+    assert losses(folder) == losses(undisturbed)
+
+
+def last_object(ledger) -> ObjectRecord:
+    query = sa.select(samples.c.object).where(samples.c.ordinal == 35)
+    with ledger._read() as connection:
+        return ObjectRecord.model_validate_json(connection.execute(query).scalar_one())
+
+
+def damage(folder, record: ObjectRecord, cut: bool) -> None:
+    objects = objects_folder(Run.open(folder.path).config.transport, folder)
+    if cut:
+        os.truncate(objects / record.location, record.nbytes - 1)
+        return
+    with (objects / "arena").open("r+b") as arena:
+        arena.seek(int(record.location.partition("+")[0]))
+        (byte,) = arena.read(1)
+        arena.seek(-1, os.SEEK_CUR)
+        arena.write(bytes([byte ^ 1]))
 
 
 def test_a_bad_sample_is_quarantined_and_the_rest_is_trained(make_run, run_to_the_end):
