@@ -8,43 +8,31 @@ pair of rounds is taken. Bytes written are compared with the formula: tokens x (
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import torch
+from prepared import prepared_run
 
 from infra.exit import run_main
 from infra.files import write_atomically
 from infra.processes import Owner
 from infra.provenance import git_sha, hardware
-from infra.run_folder import RunFolder
 from infra.sglang.client import SGLangClient
 from infra.sglang.command import serving_command
 from infra.sglang.server import SGLangServer
 from models.capture.sglang.engine import SGLangEngine
-from models.config import load_recipe
-from models.data.prepare import prepare_samples
 from models.run import Run
-from models.targets.prepare import prepare_target
 from models.targets.served import server_environment, server_spec
 
 RESULT = Path(__file__).parent / "results" / "capture_cost.json"
 ROOT = Path(__file__).parents[1]
-
-
-def prepared(recipe: Path, folder: Path) -> Run:
-    config = load_recipe(recipe, ["generator.engine=sglang"])
-    run = RunFolder(folder)
-    target = prepare_target(config.target)
-    write_atomically(run.config, config)
-    write_atomically(run.target, target)
-    write_atomically(run.samples, prepare_samples(config.data, target, config.target.add_bos))
-    return Run.open(folder)
 
 
 @contextmanager
@@ -122,8 +110,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--json", type=Path, default=RESULT)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="capture-cost-") as folder:
-        run = prepared(options.recipe, Path(folder) / "run")
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="draftsmith-")))
+        name = f"capture-cost-{os.getpid()}"
+        run = stack.enter_context(prepared_run(folder / name, options.recipe, ["generator.engine=sglang"]))
         found = measure(run, options.rounds, options.prompts, options.tokens)
         conditions = {
             "commit": git_sha(),

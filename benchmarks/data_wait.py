@@ -11,7 +11,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,16 +18,12 @@ import time
 from pathlib import Path
 
 import torch
+from prepared import prepared_run
 
 from infra.files import write_atomically
 from infra.provenance import git_sha, hardware
-from infra.run_folder import RunFolder
-from infra.transport.choice import run_memory_folder
-from models.config import load_recipe
-from models.data.prepare import prepare_samples
 from models.run import Run
 from models.targets.model import HiddenStates
-from models.targets.prepare import prepare_target
 
 RESULT = Path(__file__).parent / "results" / "data_wait.json"
 
@@ -59,18 +54,13 @@ def publish(path: Path, tokens_per_s: float | None) -> None:
 
 def measure(base: Path, name: str, recipe: Path, overrides: list[str], tokens_per_s: float | None) -> dict[str, float]:
     """Train once; rates over the progress lines after the first (which holds the start-up)."""
-    folder = RunFolder(base / name)
-    config = load_recipe(recipe, overrides)
-    target = prepare_target(config.target)
-    write_atomically(folder.config, config)
-    write_atomically(folder.target, target)
-    write_atomically(folder.samples, prepare_samples(config.data, target, config.target.add_bos))
-    publisher = multiprocessing.get_context("spawn").Process(target=publish, args=(folder.path, tokens_per_s))
-    publisher.start()
-    launch = [sys.executable, "-m", "models.training.launch", str(folder.path)]
-    subprocess.run(launch, check=True, timeout=3600)
-    publisher.join(timeout=60)
-    shutil.rmtree(run_memory_folder(folder), ignore_errors=True)
+    with prepared_run(base / name, recipe, overrides) as run:
+        folder = run.folder
+        publisher = multiprocessing.get_context("spawn").Process(target=publish, args=(folder.path, tokens_per_s))
+        publisher.start()
+        launch = [sys.executable, "-m", "models.training.launch", str(folder.path)]
+        subprocess.run(launch, check=True, timeout=3600)
+        publisher.join(timeout=60)
     first, *lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     seconds = lines[-1]["seconds"] - first["seconds"]
     spans = [later["seconds"] - earlier["seconds"] for earlier, later in zip([first, *lines], lines, strict=False)]

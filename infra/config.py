@@ -1,8 +1,8 @@
 """Configuration of everything below the tensors: pools, ledger, transport, tracking."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class InferencePoolConfig(BaseModel):
@@ -40,14 +40,17 @@ class TransportConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["auto", "arena", "files", "mooncake"] = Field(
+    kind: Literal["auto", "arena", "files", "mooncake", "stored"] = Field(
         default="auto",
         description="`arena`: one reused piece of shared memory, the fast one of one machine. `files`: a file per "
-        "sample. `auto`: the arena where shared memory is large enough. `mooncake`: between machines, by RDMA or TCP.",
+        "sample. `auto`: the arena where shared memory is large enough. `mooncake`: between machines, by RDMA or TCP. "
+        "`stored`: hidden states are kept in `folder` and captured once.",
     )
     budget_mib: int = Field(default=512, ge=1, description="Bound on the bytes held between capture and training.")
     folder: str | None = Field(
-        default=None, description="Default: shared memory, or the run folder where that is too small."
+        default=None,
+        description="Default: shared memory, or the run folder where that is too small. For `stored`: a folder or an "
+        "s3:// URL.",
     )
     address: str = Field(
         default="127.0.0.1",
@@ -56,6 +59,14 @@ class TransportConfig(BaseModel):
     protocol: Literal["auto", "rdma", "tcp"] = Field(
         default="auto", description="Mooncake's; `auto`: RDMA where this machine has a device with an active port."
     )
+
+    @model_validator(mode="after")
+    def _stored_needs_a_folder(self) -> Self:
+        if self.kind == "stored" and self.folder is None:
+            raise ValueError(
+                "kind=stored keeps hidden states: say where by transport.folder (a folder or an s3:// URL)"
+            )
+        return self
 
 
 class TrackingConfig(BaseModel):

@@ -6,6 +6,7 @@ import torch
 
 from infra.mooncake.environment import check_mooncake, choose_protocol
 from infra.sglang.environment import sglang_python
+from infra.transport.stored import local_folder
 from models.benchmark.prompts import take_prompts
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
@@ -23,6 +24,7 @@ def check_run(run: Run) -> None:
         check_mooncake()
         choose_protocol(run.config.transport.protocol)
     _check_disk(run, _draft_parameters(run))
+    _check_store(run)
     heldout = run.open_samples("heldout")
     benchmark = run.config.benchmark
     take_prompts(
@@ -45,6 +47,23 @@ def _draft_parameters(run: Run) -> int:
         embedding = torch.empty(target.vocab_size, target.hidden_size)
         draft = build_draft(config, embedding, vocabulary, run.config.target.aux_layer_ids)
     return sum(parameter.numel() for parameter in draft.parameters())
+
+
+def _check_store(run: Run) -> None:
+    """Kept hidden states fill disks: said, with the numbers, before the first is captured."""
+    settings = run.config.transport
+    folder = local_folder(settings.folder) if settings.kind == "stored" and settings.folder else None
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    needed = run.samples.train_tokens * run.layout.bytes_per_token
+    there, free = sum(file.stat().st_size for file in folder.iterdir()), shutil.disk_usage(folder).free
+    if free + there < needed:
+        raise ValueError(
+            f"transport.kind=stored: {run.samples.train_tokens:,} tokens x {run.layout.bytes_per_token} bytes are "
+            f"{needed / 2**30:.1f} GiB of hidden states, and {folder} has {free / 2**30:.1f} GiB free: stream them "
+            "(transport.kind=auto), lower data.max_samples, or name another transport.folder"
+        )
 
 
 def _check_disk(run: Run, parameters: int) -> None:

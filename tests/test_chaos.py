@@ -23,5 +23,6 @@ def test_runs_under_fire_are_whole(tmp_path: Path, tiny_target: TargetRecord) ->
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
     found = json.loads(result.read_text())
     assert (found["runs"], found["failed"]) == (SEEDS, [])
-    assert set(found["kills"]) == {"generator", "rank", "generator and rank", "torchrun", "supervisor", "flow"}
+    assert set(found["kills"]) >= {"generator", "rank", "torchrun", "supervisor", "flow", "master", "store", "postgres"}
+    assert ("interface" in found["kills"]) == ("two hosts" in found["grounds"])
     assert found["resumed_by_a_fresh_flow"] > 0

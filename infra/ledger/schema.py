@@ -5,13 +5,14 @@
 """
 
 import sqlite3
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import event
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy.exc import ArgumentError, OperationalError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
@@ -28,6 +29,9 @@ POSTGRESQL = {
     "tcp_user_timeout": 30_000,
 }
 """Of libpq: a server that has vanished without a word is given up within half a minute."""
+
+SERVER_S = 30.0
+POLL_S = 0.2
 
 PENDING, LEASED, READY = "pending", "leased", "ready"
 TAKEN, CONSUMED, QUARANTINED = "taken", "consumed", "quarantined"
@@ -138,6 +142,7 @@ def open_engine(url: str) -> sa.Engine:
         # A connection that was lost is noticed, and made anew, before a transaction begins on it.
         address = address.set(drivername="postgresql+psycopg")
         engine = sa.create_engine(address, pool_pre_ping=True, connect_args=POSTGRESQL)
+        _wait_until_there(engine)
     elif address.get_backend_name() == "sqlite" and address.database not in (None, "", ":memory:"):
         engine = _sqlite_engine(address, Path(str(address.database)))
     else:
@@ -148,6 +153,19 @@ def open_engine(url: str) -> sa.Engine:
         lock_schema(connection)
         metadata.create_all(connection)
     return engine
+
+
+def _wait_until_there(engine: sa.Engine) -> None:
+    """A server that is just being started again is waited for. Raises OperationalError when it does not come."""
+    deadline = time.monotonic() + SERVER_S
+    while True:
+        try:
+            engine.connect().close()
+            return
+        except OperationalError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(POLL_S)
 
 
 def lock_schema(connection: sa.Connection) -> None:

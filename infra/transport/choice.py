@@ -11,6 +11,7 @@ from infra.transport.arena import ArenaTransport
 from infra.transport.base import Transport
 from infra.transport.files import FileTransport
 from infra.transport.mooncake import MooncakeTransport
+from infra.transport.stored import StoredTransport
 
 BEYOND_BUDGET = 32 * 2**20
 """Room for what generators write, read and delete before they lease anything: their canaries."""
@@ -23,7 +24,7 @@ def run_memory_folder(run: RunFolder) -> Path:
 
 def objects_folder(config: TransportConfig, run: RunFolder) -> Path:
     """Shared memory, or the run folder where shared memory is smaller than twice the budget."""
-    if config.folder is not None:
+    if config.folder is not None and config.kind != "stored":
         return Path(config.folder) / f"draftsmith-{run.name}" / "objects"
     return (run_memory_folder(run) if _fits(config) else run.path) / "objects"
 
@@ -38,6 +39,9 @@ def _fits(config: TransportConfig) -> bool:
 
 def open_transport(config: TransportConfig, run: RunFolder) -> Transport:
     """The transport of this run, for this process."""
+    if config.kind == "stored":
+        assert config.folder is not None, "checked with the recipe"
+        return StoredTransport(config.folder)
     if config.kind == "mooncake":
         return MooncakeTransport(StoreRecord.read(run.store))
     folder = objects_folder(config, run)

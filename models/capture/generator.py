@@ -111,6 +111,15 @@ class Generator:
 
 def start_engine(run: Run, index: int) -> Engine:
     """The engine that the run's configuration names, loaded. Raises ValueError for what a person has to mend."""
+    engine = _start_prefilling(run, index)
+    if run.config.transport.kind != "stored":
+        return engine
+    from models.capture.stored_engine import StoredEngine
+
+    return StoredEngine(run, engine)
+
+
+def _start_prefilling(run: Run, index: int) -> Engine:
     if run.config.generator.engine == "sglang":
         from models.capture.sglang.engine import SGLangEngine
 

@@ -164,6 +164,21 @@ def test_a_lost_ledger_is_rebuilt_from_the_checkpoint(make_run, run_to_the_end, 
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
+def test_stored_hidden_states_are_captured_once(make_run, run_to_the_end, tmp_path):
+    """The offline mode: the same losses as streamed, and another run of the same text finds everything."""
+    streamed = make_run("streamed", *SMALL)
+    run_to_the_end(streamed)
+    kept = tmp_path / "kept"
+    stored = [*SMALL, "transport.kind=stored", f"transport.folder={kept}"]
+    first, second = make_run("first", *stored), make_run("second", *stored)
+    run_to_the_end(first)
+    written = {path: path.stat().st_mtime_ns for path in kept.iterdir()}
+    assert len(written) == 2 * 36
+    run_to_the_end(second)
+    assert {path: path.stat().st_mtime_ns for path in kept.iterdir()} == written
+    assert losses(first) == losses(second) == losses(streamed)
+
+
 @pytest.mark.parametrize(
     ("kind", "cut", "message"),
     [("arena", False, "checksum of aux does not match"), ("files", True, "another size than its record says")],

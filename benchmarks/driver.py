@@ -1,0 +1,105 @@
+"""What the flow does with a run, without Prefect: owns it, starts its processes and keeps them running.
+
+python benchmarks/driver.py RUN                       all of it on this machine
+python benchmarks/driver.py RUN --side trainer        store and trainer; whoever starts it drives the generators
+python benchmarks/driver.py RUN --side generator
+python benchmarks/driver.py --postgres FOLDER ADDRESS a PostgreSQL that is started again whenever it dies
+python benchmarks/driver.py RUN --progress            the ledger's counts, as JSON
+"""
+
+import argparse
+import time
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+from infra.bottleneck import StallWatch
+from infra.data_plane import start_generator, start_trainer
+from infra.keep_running import KeptProcess, follow
+from infra.ledger.ledger import Ledger
+from infra.mooncake.services import start_store
+from infra.ownership import own_run
+from infra.pools.local import LocalPool
+from infra.postgres import PostgresServer
+from infra.processes import Owner, ProcessFailedError
+from infra.run_folder import RunFolder
+from infra.transport.choice import objects_folder
+from models.config import RunConfig, read_config
+
+DATABASE = "ledgers"
+READY = "ready"
+STALL_S = 120.0
+POLL_S = 0.2
+
+
+def drive(folder: RunFolder, config: RunConfig, with_generators: bool) -> None:
+    """Own the run and train it to its end."""
+    with ExitStack() as stack:
+        pool = LocalPool(stack.enter_context(own_run(folder, config.transport, print)))
+        store: list[KeptProcess] = []
+        if config.transport.kind == "mooncake":
+            objects = objects_folder(config.transport, folder)
+            store = stack.enter_context(start_store(pool, folder, config.transport, objects, print))
+        print(READY, flush=True)
+        generators = start_generators(stack, pool, folder, config) if with_generators else []
+        training = config.training
+        trainer = stack.enter_context(closing(start_trainer(pool, folder, training.ranks, training.threads)))
+        ledger = stack.enter_context(Ledger.open(config.ledger.url or folder.ledger_url, folder.name))
+        follow(trainer, generators, print, print, [StallWatch(ledger, STALL_S).check], store)
+
+
+def start_generators(stack: ExitStack, pool: LocalPool, folder: RunFolder, config: RunConfig) -> list[KeptProcess]:
+    settings = config.generator
+    return [
+        stack.enter_context(closing(start_generator(pool, folder, index, settings.count, settings.threads)))
+        for index in range(settings.count)
+    ]
+
+
+def drive_generators(folder: RunFolder, config: RunConfig) -> None:
+    """Generators alone, until all have ended well."""
+    with ExitStack() as stack:
+        left = start_generators(stack, LocalPool(Owner(folder.name, folder.logs)), folder, config)
+        while left:
+            left = [one for one in left if not one.tend(lambda _line: None, print)]
+            for one in left:
+                if one.failure is not None:
+                    raise one.failure
+            time.sleep(POLL_S)
+
+
+def keep_postgres(folder: Path, address: str) -> None:
+    """Until it is killed: then the server's supervisor stops the server."""
+    server = PostgresServer(folder, Owner("chaos", folder.with_name("logs")), host=address)
+    folder.with_name("url").write_text(server.make_database(DATABASE))
+    print(READY, flush=True)
+    while True:
+        try:
+            server.process.check()
+        except ProcessFailedError:
+            server.start()
+        time.sleep(POLL_S)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, nargs="?")
+    parser.add_argument("--side", choices=["both", "trainer", "generator"], default="both")
+    parser.add_argument("--progress", action="store_true")
+    parser.add_argument("--postgres", nargs=2, metavar=("FOLDER", "ADDRESS"))
+    options = parser.parse_args()
+    if options.postgres:
+        keep_postgres(Path(options.postgres[0]), options.postgres[1])
+        return
+    folder = RunFolder(options.run.absolute())
+    config = read_config(folder.config)
+    if options.progress:
+        with Ledger.open(config.ledger.url or folder.ledger_url, folder.name) as ledger:
+            print(ledger.progress().model_dump_json())
+    elif options.side == "generator":
+        drive_generators(folder, config)
+    else:
+        drive(folder, config, with_generators=options.side == "both")
+
+
+if __name__ == "__main__":
+    main()
