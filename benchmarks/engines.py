@@ -3,7 +3,7 @@
     python benchmarks/engines.py [--recipe recipes/quickstart.yaml] [--seeds 0:3] [section.field=value ...]
 
 Every run is the recipe's whole flow in a folder of its own; the acceptance lengths, on the same held-out prompts, come
-from its report. The means are set against the spread between seeds.
+from its report. The means are set against the spread between seeds. Stopped, it goes on with the runs that are missing.
 """
 
 import argparse
@@ -41,6 +41,19 @@ def acceptance(recipe: Path, engine: str, seed: int, overrides: list[str]) -> di
         return json.loads(report.read_text())["acceptance"]["simulated"]["length"]
 
 
+def summary(lengths: dict[str, dict[str, float]]) -> dict[str, object]:
+    """Means over the seeds that both engines have, and how far apart figures are."""
+    seeds = [seed for seed in lengths[ENGINES[0]] if seed in lengths[ENGINES[1]]]
+    pairs = [(lengths[ENGINES[0]][seed], lengths[ENGINES[1]][seed]) for seed in seeds]
+    means = dict(zip(ENGINES, map(statistics.mean, zip(*pairs, strict=True)), strict=True))
+    return {
+        "mean": means,
+        "difference_of_means": means["sglang"] - means["transformers"],
+        "largest_difference_between_seeds_of_one_engine": max(max(one) - min(one) for one in zip(*pairs, strict=True)),
+        "largest_difference_at_one_seed": max(abs(a - b) for a, b in pairs),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.yaml")
@@ -49,29 +62,29 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULT)
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
-    first, end = map(int, options.seeds.split(":"))
-    lengths: dict[str, list[float]] = {engine: [] for engine in ENGINES}
-    for seed, engine in ((seed, engine) for seed in range(first, end) for engine in ENGINES):
-        found = acceptance(options.recipe, engine, seed, options.overrides)[options.lookahead]
-        lengths[engine].append(found)
-        print(f"seed {seed}, {engine}: acceptance length {found:.4f}", flush=True)
-    means = {engine: statistics.mean(found) for engine, found in lengths.items()}
-    result = {
+    conditions = {
         "commit": git_sha(),
         "date": time.strftime("%Y-%m-%d"),
         "hardware": hardware(),
         "recipe": options.recipe.stem,
         "overrides": [*QUICK, *options.overrides],
-        "seeds": options.seeds,
         "lookahead": int(options.lookahead),
-        "acceptance_length": lengths,
-        "mean": means,
-        "difference_of_means": means["sglang"] - means["transformers"],
-        "largest_difference_between_seeds_of_one_engine": max(max(found) - min(found) for found in lengths.values()),
-        "largest_difference_at_one_seed": max(abs(a - b) for a, b in zip(*lengths.values(), strict=True)),
     }
+    part = options.json.with_suffix(".part.json")
+    lengths: dict[str, dict[str, float]] = {engine: {} for engine in ENGINES}
+    if part.is_file():
+        lengths = json.loads(part.read_text())
+    for seed, engine in (
+        (str(seed), engine) for seed in range(*map(int, options.seeds.split(":"))) for engine in ENGINES
+    ):
+        if seed not in lengths[engine]:
+            lengths[engine][seed] = acceptance(options.recipe, engine, int(seed), options.overrides)[options.lookahead]
+            write_atomically(part, json.dumps(lengths))
+        print(f"seed {seed}, {engine}: acceptance length {lengths[engine][seed]:.4f}", flush=True)
+    result = conditions | {"acceptance_length_by_seed": lengths} | summary(lengths)
     write_atomically(options.json, json.dumps(result, indent=1) + "\n")
-    print(f"{means} over {end - first} seeds each: {options.json}")
+    part.unlink()
+    print(f"{result['mean']}: {options.json}")
 
 
 if __name__ == "__main__":

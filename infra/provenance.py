@@ -5,7 +5,8 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from infra.pools.local import cores, visible_gpus
+from infra.pools.gpus import visible_gpus
+from infra.pools.local import cores
 
 PACKAGES = ("torch", "transformers", "lightning", "sglang", "prefect", "mlflow")
 

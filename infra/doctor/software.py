@@ -1,6 +1,5 @@
 """Checks of installed packages and engines. Used by `draftsmith doctor`; nothing is imported, metadata is read."""
 
-import ctypes
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from infra.doctor.finding import Finding, note, ok, problem
+from infra.mooncake.environment import INSTALL, check_mooncake, choose_protocol
 
 Versions = Mapping[str, str]
 """Normalised distribution name -> installed version."""
@@ -119,7 +119,7 @@ def declared() -> list[str]:
 
 def check_engines(versions: Versions, sglang_environment: Path) -> list[Finding]:
     """Which engines can run the target, and whether Mooncake can carry."""
-    return [_check_transformers(versions), *_check_sglang(sglang_environment), _check_mooncake()]
+    return [_check_transformers(versions), *_check_sglang(sglang_environment), check_mooncake_here()]
 
 
 def _check_transformers(versions: Versions) -> Finding:
@@ -146,18 +146,14 @@ def _check_sglang(environment: Path) -> list[Finding]:
     ]
 
 
-def _check_mooncake() -> Finding:
+def check_mooncake_here(root: Path = Path("/")) -> Finding:
+    """Whether Mooncake runs, and by which protocol it would carry between machines."""
     name = "Mooncake"
     if find_spec("mooncake") is None:
-        return note(
-            name, "not installed", "none needed on one machine; mooncake-transfer-engine carries between several"
-        )
+        return note(name, "not installed", f"none needed on one machine; between several: {INSTALL}")
     try:
-        ctypes.CDLL("libibverbs.so.1")
-    except OSError:
-        return note(
-            name,
-            "installed, but libibverbs.so.1 is missing",
-            "install libibverbs1 (Debian, Ubuntu) or libibverbs (RHEL)",
-        )
-    return ok(name, "installed")
+        check_mooncake()
+    except ValueError:
+        remedy = "install libibverbs1 (Debian, Ubuntu) or libibverbs (RHEL)"
+        return note(name, "installed, but libibverbs.so.1 is missing", remedy)
+    return ok(name, f"installed; between machines it carries by {choose_protocol('auto', root).upper()}")

@@ -12,8 +12,9 @@ from functools import cache
 from infra.mooncake.environment import check_mooncake
 from infra.mooncake.staging import Staging
 from infra.ports import own_address
+from infra.rdma import nearest_devices
 from infra.records import StoreRecord
-from infra.settings import use_mooncake_settings
+from infra.settings import leased_gpus, use_mooncake_settings
 from infra.transport.base import TransferError
 
 PIECE = 4 * 2**20
@@ -50,7 +51,8 @@ class MooncakeClient:
         self.store = MooncakeDistributedStore()
         address = own_address(store.master)
         # No memory of its own: a generator that leaves must not take unread samples along.
-        status = self.store.setup(address, "P2PHANDSHAKE", 0, 0, store.protocol, "", store.master)
+        devices = _near_devices() if store.protocol == "rdma" else ""
+        status = self.store.setup(address, "P2PHANDSHAKE", 0, 0, store.protocol, devices, store.master)
         if status:
             raise ConnectionError(f"no Mooncake store answers at {store.master} (status {status})")
         self.staging = Staging(self._register, self._unregister)
@@ -114,6 +116,13 @@ class MooncakeClient:
 
     def _unregister(self, address: int) -> None:
         self.store.unregister_buffer(address)
+
+
+def _near_devices() -> str:
+    """RDMA devices near the GPUs that this process's pool gave it."""
+    from infra.pools.gpus import pci_addresses  # NVML is not in every environment that captures
+
+    return ",".join(nearest_devices(pci_addresses(leased_gpus())))
 
 
 def client_of(store: StoreRecord) -> MooncakeClient:

@@ -6,6 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from infra.rdma import active_devices
+
 INSTALL = "pip install 'draftsmith[mooncake]' (draftsmith[mooncake-cuda] on machines with CUDA)"
 
 
@@ -35,8 +37,7 @@ def master_program() -> Path:
 
 def choose_protocol(wanted: Literal["auto", "rdma", "tcp"], root: Path = Path("/")) -> Literal["rdma", "tcp"]:
     """RDMA where a device of this machine has an active port. Raises ValueError where it is wanted in vain."""
-    states = (root / "sys/class/infiniband").glob("*/ports/*/state")
-    there = any("ACTIVE" in state.read_text() for state in states)
+    there = bool(active_devices(root))
     if wanted == "rdma" and not there:
         raise ValueError(
             "transport.protocol=rdma: no RDMA device of this machine has an active port (`draftsmith doctor` lists "

@@ -10,24 +10,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import pynvml
-
 from infra.locks import LockHeldError, hold
 from infra.pools.base import PoolBusyError, PoolSpec
+from infra.pools.gpus import visible_gpus
 from infra.processes import Owner, Process, start
-
-
-def visible_gpus() -> tuple[str, ...]:
-    """UUIDs of this machine's GPUs; empty where there is no driver."""
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ()
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return tuple(str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles)
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def cores() -> int:

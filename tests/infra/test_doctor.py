@@ -485,3 +485,12 @@ def test_the_hub_and_a_token_that_is_never_shown(bare_environment: Path, monkeyp
 def test_addresses_are_shown_without_their_secrets() -> None:
     assert public("https://token@host:80/x?y=1") == "https://host:80/x?y=1"
     assert public("http://host/api") == "http://host/api"
+
+
+def test_mooncake_s_protocol_is_stated(tmp_path: Path) -> None:
+    port = tmp_path / "sys/class/infiniband/mlx5_0/ports/1"
+    port.mkdir(parents=True)
+    for state, protocol in (("1: DOWN", "TCP"), ("4: ACTIVE", "RDMA")):
+        (port / "state").write_text(state)
+        finding = software.check_mooncake_here(tmp_path)
+        assert finding.verdict == "note" or finding.found.endswith(f"it carries by {protocol}")
