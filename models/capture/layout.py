@@ -37,11 +37,11 @@ class Layout:
     def _stored(self, tensor: Tensor) -> Tensor:
         return tensor.to("cpu", self.dtype).contiguous()
 
-    def empty(self, tokens: int) -> HiddenStates:
-        """Memory for `tokens` positions, to be filled by a transport."""
+    def empty(self, tokens: int, pinned: bool = False) -> HiddenStates:
+        """Memory for `tokens` positions, to be filled by a transport; `pinned`: a GPU copies from it by itself."""
         return HiddenStates(
-            aux=torch.empty(tokens, self.aux_count * self.hidden_size, dtype=self.dtype),
-            last=torch.empty(tokens, self.hidden_size, dtype=self.dtype),
+            aux=torch.empty(tokens, self.aux_count * self.hidden_size, dtype=self.dtype, pin_memory=pinned),
+            last=torch.empty(tokens, self.hidden_size, dtype=self.dtype, pin_memory=pinned),
         )
 
     def views(self, hidden: HiddenStates) -> dict[str, memoryview]:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -41,11 +42,22 @@ class MicroBatch:
     """Tokens of the whole step."""
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """The same with its tensors on `device`."""
+        """The same with its tensors on `device`, copied on a stream of its own beside what the GPU still computes."""
         if self.samples is None or device.type == "cpu":
             return self
-        moved = {n: getattr(self.samples, n).to(device) for n in ("tokens", "loss_mask", "aux", "last")}
+        copying, computing = _copy_stream(device), torch.cuda.current_stream(device)
+        with torch.cuda.stream(copying):
+            names = ("tokens", "loss_mask", "aux", "last")
+            moved = {name: getattr(self.samples, name).to(device, non_blocking=True) for name in names}
+        computing.wait_stream(copying)
+        for tensor in moved.values():
+            tensor.record_stream(computing)
         return replace(self, samples=replace(self.samples, **moved))
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class StepStream:
@@ -156,7 +168,7 @@ class StepStream:
         if not planned:
             return None
         lengths = tuple(p.tokens for p in planned)
-        hidden = self.layout.empty(sum(lengths))
+        hidden = self.layout.empty(sum(lengths), pinned=torch.cuda.is_available())
         start = 0
         started = time.monotonic()
         for p in planned:

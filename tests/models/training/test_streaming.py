@@ -140,6 +140,28 @@ def test_generators_come_and_go(make_run, start):
     assert losses(folder) == pytest.approx(train_in_memory(Run.open(folder.path)), rel=1e-6)
 
 
+@pytest.mark.parametrize("first", ["generator", "trainer"])
+def test_bytes_held_never_exceed_the_budget(make_run, start, first):
+    """A generator that is far ahead of the trainer fills the store and waits; one that is behind is waited for."""
+    folder = make_run("bounded", *SMALL, "transport.budget_mib=3", "generator.lease_samples=1")
+    ledger, held, processes = Run.open(folder.path).open_ledger(), [0], []
+    if first == "trainer":
+        processes.append(start("models.training.launch", folder, ranks=1))
+    processes.append(start("models.capture.generator", folder))
+    deadline = time.monotonic() + 120
+    while first == "generator" and held[-1] < 2.5 * 2**20 and time.monotonic() < deadline:
+        held.append(ledger.progress().bytes_held)
+        time.sleep(0.01)
+    if first == "generator":
+        processes.append(start("models.training.launch", folder, ranks=1))
+    while any(process.poll() is None for process in processes):
+        held.append(ledger.progress().bytes_held)
+        time.sleep(0.01)
+    assert [process.returncode for process in processes] == [0, 0]
+    assert ledger.progress() == Progress(consumed=36)
+    assert max(held) <= 3 * 2**20
+
+
 def test_a_lost_ledger_is_rebuilt_from_the_checkpoint(make_run, run_to_the_end, start, kill_tree):
     undisturbed = make_run("whole", *SMALL)
     run_to_the_end(undisturbed)
