@@ -4,6 +4,7 @@ import shutil
 
 import torch
 
+from infra.ledger.schema import check_server
 from infra.mooncake.environment import check_mooncake, choose_protocol
 from infra.sglang.environment import sglang_python
 from infra.transport.stored import local_folder
@@ -23,6 +24,8 @@ def check_run(run: Run) -> None:
     if run.config.transport.kind == "mooncake":
         check_mooncake()
         choose_protocol(run.config.transport.protocol)
+    if run.config.ledger.url is not None:
+        check_server(run.config.ledger.url)
     _check_disk(run, _draft_parameters(run))
     _check_store(run)
     heldout = run.open_samples("heldout")

@@ -18,6 +18,7 @@ import yaml
 from infra.exit import run_main
 from infra.files import write_atomically
 from infra.locks import hold
+from infra.mooncake import environment as mooncake
 from infra.records import SamplesRecord, TargetRecord
 from infra.run_folder import RunFolder
 from models.config import load_recipe
@@ -60,6 +61,7 @@ RECIPES = [
     ("layers out of order", None, ["target.aux_layer_ids=[2, 1]"], "must be ascending", "aux_layer_ids"),
     ("lookahead beyond the walk", None, ["benchmark.lookahead=9"], "must not exceed", "benchmark.max_lookahead"),
     ("ranks without GPUs", None, ["training_pool.gpus=3"], "a rank needs one GPU", "make them equal"),
+    ("nowhere to keep", None, ["transport.kind=stored"], "say where by transport.folder", ""),
     ("override of no form", None, ["seed"], "is not of the form section.field=value", ""),
     ("override into a value", None, ["name.deep=1"], "name is a value, not a section", ""),
 ]
@@ -213,6 +215,61 @@ def test_sglang_that_is_not_there(
     said = refuse(data.main)
     assert f"there is no sglang in {tmp_path / 'nowhere'}" in said
     assert "`make sglang` sets it up" in said
+
+
+PLACES = [
+    (["transport.kind=mooncake"], "no mooncake", "Mooncake is not installed", "pip install 'draftsmith[mooncake]'"),
+    (["transport.kind=mooncake"], "no libibverbs", "needs libibverbs", "apt install libibverbs1"),
+    (
+        ["transport.kind=mooncake", "transport.protocol=rdma"],
+        "",
+        "no RDMA device",
+        "set transport.protocol=auto or tcp",
+    ),
+    (["transport.kind=stored", "transport.folder=kept"], "no disk", "GiB of hidden states", "lower data.max_samples"),
+    (
+        ["ledger.url=postgresql://me:secret@127.0.0.1:9/x"],
+        "",
+        "me:***@127.0.0.1:9/x does not let us in",
+        "Start the server",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "missing", "what", "remedy"), PLACES)
+def test_places_that_are_not_there(
+    refuse: Refuse,
+    tmp_path: Path,
+    tiny_target: TargetRecord,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    missing: str,
+    what: str,
+    remedy: str,
+) -> None:
+    folder = run_folder(tmp_path, "data.max_samples=40", *overrides)
+    write_atomically(folder.target, tiny_target)
+    monkeypatch.setattr(sys, "argv", ["prepare", str(folder.path)])
+    monkeypatch.chdir(tmp_path)
+    if missing == "no disk":
+        usage = {tmp_path / "kept": 2**20}
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=usage.get(Path(path), 2**40)))
+    if overrides[0] == "transport.kind=mooncake":
+        monkeypatch.setattr(mooncake, "find_spec", lambda _name: None if missing == "no mooncake" else "there")
+        libraries = {"libibverbs.so.1": 0} if missing != "no libibverbs" else {}
+        monkeypatch.setattr(mooncake.ctypes, "CDLL", lambda name: found(libraries, name))
+        monkeypatch.setattr(mooncake, "active_devices", lambda _root: [])
+    said = refuse(data.main)
+    assert what in said
+    assert remedy in said
+    assert "secret" not in said
+
+
+def found(libraries: dict[str, int], name: str) -> int:
+    """As the loader answers."""
+    if name not in libraries:
+        raise OSError(name)
+    return libraries[name]
 
 
 def test_a_recipe_that_does_not_regenerate(tmp_path: Path) -> None:

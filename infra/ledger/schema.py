@@ -30,6 +30,7 @@ POSTGRESQL = {
 }
 """Of libpq: a server that has vanished without a word is given up within half a minute."""
 
+DRIVER = "postgresql+psycopg"
 SERVER_S = 30.0
 POLL_S = 0.2
 
@@ -140,7 +141,7 @@ def open_engine(url: str) -> sa.Engine:
         raise ValueError(f"ledger.url {url!r} is no database URL: write sqlite:////absolute/path.sqlite") from error
     if address.get_backend_name() == "postgresql":
         # A connection that was lost is noticed, and made anew, before a transaction begins on it.
-        address = address.set(drivername="postgresql+psycopg")
+        address = address.set(drivername=DRIVER)
         engine = sa.create_engine(address, pool_pre_ping=True, connect_args=POSTGRESQL)
         _wait_until_there(engine)
     elif address.get_backend_name() == "sqlite" and address.database not in (None, "", ":memory:"):
@@ -153,6 +154,21 @@ def open_engine(url: str) -> sa.Engine:
         lock_schema(connection)
         metadata.create_all(connection)
     return engine
+
+
+def check_server(url: str) -> None:
+    """Raise ValueError, with the reason and without the password, where `url` names a PostgreSQL that refuses us."""
+    address = sa.make_url(url)
+    if address.get_backend_name() != "postgresql":
+        return
+    address = address.set(drivername=DRIVER)
+    try:
+        sa.create_engine(address, connect_args=POSTGRESQL, poolclass=sa.NullPool).connect().close()
+    except OperationalError as error:
+        raise ValueError(
+            f"ledger.url: {address.render_as_string()} does not let us in: {str(error.orig).splitlines()[0]}. Start "
+            "the server, or mend the URL; without one the ledger is a file in the run folder"
+        ) from error
 
 
 def _wait_until_there(engine: sa.Engine) -> None:
