@@ -25,9 +25,11 @@ lint: $(VENV)/.ready
 
 check: lint test
 
-bench: $(VENV)/.ready
-	$(BIN)/python benchmarks/data_wait.py
-	$(BIN)/python benchmarks/lossless.py
+# Figures of benchmarks/results/, about two hours on two cores; nothing else should run meanwhile.
+bench: $(VENV)/.ready $(SGLANG)/.ready
+	for name in data_wait lossless transport ledger stored capture_cost engines; do \
+	    $(BIN)/python benchmarks/$$name.py || exit 1; \
+	done
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -54,7 +56,7 @@ $(SGLANG)/.test-ready: $(SGLANG)/.ready tests/sglang_cpu/pyproject.toml
 	$(SGLANG)/bin/pip install --quiet --no-deps --editable tests/sglang_cpu
 	@touch $@
 
-# 200 runs under fire, about an hour on two cores.
+# 200 runs under fire, more than an hour on two cores; with root, a third of them on two hosts.
 chaos: $(VENV)/.ready
 	$(BIN)/python benchmarks/chaos.py
 

@@ -5,10 +5,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import fsspec
 import psutil
 import pytest
 
@@ -16,11 +18,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from infra.config import TransportConfig
 from infra.files import write_atomically
+from infra.health import trouble
 from infra.mooncake.environment import check_mooncake
 from infra.mooncake.services import start_store
 from infra.pools.local import LocalPool
+from infra.ports import HOST, any_free_port
 from infra.postgres import PostgresServer
 from infra.processes import Owner
+from infra.processes import start as start_process
 from infra.records import StoreRecord, TargetRecord
 from infra.run_folder import RunFolder
 from models.config import load_recipe
@@ -93,6 +98,30 @@ def mooncake_store() -> Iterator[StoreRecord]:
         pool, config = LocalPool(Owner("tests", run.logs)), TransportConfig(budget_mib=1)
         with start_store(pool, run, config, folder, print):
             yield StoreRecord.read(run.store)
+
+
+@pytest.fixture(scope="session")
+def s3_bucket() -> Iterator[str]:
+    """URL of an empty bucket on an S3 server of our own; this process and its children are let in."""
+    port = any_free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", HOST, "-p", str(port)]
+    access = {
+        "AWS_ENDPOINT_URL": f"http://{HOST}:{port}",
+        "AWS_ACCESS_KEY_ID": "tests",
+        "AWS_SECRET_ACCESS_KEY": "tests",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    with pytest.MonkeyPatch.context() as patch, memory_folder() as folder:
+        for name, value in access.items():
+            patch.setenv(name, value)
+        server = start_process("s3", command, Owner("tests", folder / "logs"), grace_s=1.0)
+        deadline = time.monotonic() + 60
+        while trouble(f"http://{HOST}:{port}/moto-api/", 2.0, direct=True) and time.monotonic() < deadline:
+            server.check()
+            time.sleep(0.1)
+        fsspec.filesystem("s3").mkdir("draftsmith-tests")
+        yield "s3://draftsmith-tests"
+        server.stop()
 
 
 @pytest.fixture

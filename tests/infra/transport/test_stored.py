@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from infra.config import TransportConfig
@@ -11,6 +12,19 @@ from infra.transport.stored import StoredTransport, local_folder
 
 NAME = "0123abcd"
 DATA = {"aux": b"0123456789", "last": b"abc"}
+
+
+def test_on_s3(s3_bucket: str) -> None:
+    first, second = (StoredTransport(f"{s3_bucket}/kept") for _ in range(2))
+    data = os.urandom(12 * 2**20)
+    record = first.put(NAME, {"aux": data[:-5], "last": data[-5:]})
+    assert second.find(NAME) == record
+    assert second.find("another") is None
+    into = {"aux": bytearray(len(data) - 5), "last": bytearray(5)}
+    second.get(record, {name: memoryview(buffer) for name, buffer in into.items()})
+    assert bytes(into["aux"] + into["last"]) == data
+    fsspec.filesystem("s3").pipe_file(f"{s3_bucket}/kept/{NAME}", data[:-1])
+    assert second.find(NAME) is None
 
 
 def test_another_process_finds_it(tmp_path: Path) -> None:
