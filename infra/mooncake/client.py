@@ -68,14 +68,25 @@ class MooncakeClient:
             self.delete(key)  # Mooncake keeps what is there and says that all is well
         left, deadline = _pieces(key, address, nbytes), time.monotonic() + self._wait_s
         while left:
-            statuses = self.store.batch_put_from(*_columns(left), self._pinned)
-            left = [piece for piece, status in zip(left, statuses, strict=True) if status]
-            worst = min(statuses)
+            worst, left = self._write(left)
             if left and (worst not in PASSES or time.monotonic() > deadline):
                 self._forget(key)
                 raise TransferError(f"cannot write {key} ({nbytes} bytes): {_reason(worst)}")
             if left:
                 time.sleep(POLL_S)
+
+    def _write(self, pieces: list[Piece]) -> tuple[int, list[Piece]]:
+        """The worst status, and the pieces that are not there yet.
+
+        A piece of which a broken-off write left a trace counts as written at the next try: so it is asked for, and
+        what is not whole is removed.
+        """
+        statuses = self.store.batch_put_from(*_columns(pieces), self._pinned)
+        there = self.store.batch_is_exist([key for key, _, _ in pieces])
+        left = [piece for piece, status, found in zip(pieces, statuses, there, strict=True) if status or found != 1]
+        if left:
+            self.store.batch_remove([key for key, _, _ in left], True)
+        return min(statuses) or NO_TRANSFER, left
 
     def get(self, key: str, address: int, nbytes: int) -> None:
         """Read an object into registered memory. Raises TransferError."""
