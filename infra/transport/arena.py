@@ -47,7 +47,10 @@ class ArenaTransport:
         views, nbytes = flat(buffers, key)
         self.delete(key)
         place = _Place(self._bytes, self._room(key, nbytes))
-        records = tuple(BufferRecord(name=n, nbytes=v.nbytes, xxh3=place.write(v)) for n, v in views.items())
+        with ExitStack() as undo:
+            undo.callback(self._extents.free, key, lambda _writer: False)
+            records = tuple(BufferRecord(name=n, nbytes=v.nbytes, xxh3=place.write(v)) for n, v in views.items())
+            undo.pop_all()
         if not self._extents.finish(key):
             raise TransferError(f"{key} was deleted while it was written: its lease had expired")
         return ObjectRecord(key=key, location=_location(place.extents), buffers=records)

@@ -159,6 +159,17 @@ def test_bytes_are_not_given_away_under_a_writer(tmp_path: Path, monkeypatch: py
     other.close()
 
 
+def test_a_write_that_breaks_off_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = ArenaTransport(tmp_path / "arena", 100, room_s=0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr(arena._Place, "write", lambda _place, _view: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            transport.put("run/0/0/1", {"aux": bytes(80)})
+    assert list(transport.keys()) == []
+    assert transport.put("run/0/1/1", {"aux": bytes(100)}).nbytes == 100
+    transport.close()
+
+
 KILLED = """
 import os, sys
 from pathlib import Path
