@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,6 +37,11 @@ TINY = RECIPES / "tiny.yaml"
 ALLOWED_SKIPS = Path(__file__).parent / "allowed_skips.txt"
 
 MakeRun = Callable[..., RunFolder]
+
+
+def pytest_configure() -> None:
+    """Whoever starts the tests in the background has them ignore Ctrl-C, and so would all that they start."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

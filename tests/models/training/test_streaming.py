@@ -22,6 +22,7 @@ from models.run import Run, epoch_order
 from models.targets.model import TargetModel
 from models.targets.weights import read_target_head
 from models.training.lightning_module import DraftModule
+from models.training.takeover import epoch_slots
 
 SMALL = ["data.max_samples=36", "data.max_tokens=64", "training.samples_per_step=4", "training.log_steps=1"]
 
@@ -144,7 +145,7 @@ def test_generators_come_and_go(make_run, start):
 def test_bytes_held_never_exceed_the_budget(make_run, start, first):
     """A generator that is far ahead of the trainer fills the store and waits; one that is behind is waited for."""
     folder = make_run("bounded", *SMALL, "transport.budget_mib=3", "generator.lease_samples=1")
-    ledger, held, processes = Run.open(folder.path).open_ledger(), [0], []
+    ledger, held, processes = with_its_first_epoch(folder), [0], []
     if first == "trainer":
         processes.append(start("models.training.launch", folder, ranks=1))
     processes.append(start("models.capture.generator", folder))
@@ -210,8 +211,8 @@ def test_a_damaged_object_is_captured_again(make_run, run_to_the_end, start, kin
     undisturbed = make_run("whole", *SMALL)
     run_to_the_end(undisturbed)
     folder = make_run("damaged", *SMALL, f"transport.kind={kind}", "training.prefetch_steps=1")
+    ledger = with_its_first_epoch(folder)
     generator = start("models.capture.generator", folder)
-    ledger = Run.open(folder.path).open_ledger()
     deadline = time.monotonic() + 120
     while ledger.progress().ready < 36 and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -228,6 +229,14 @@ def test_a_damaged_object_is_captured_again(make_run, run_to_the_end, start, kin
         assert process.returncode == 0, output
     assert ledger.progress() == Progress(consumed=36)
     assert losses(folder) == losses(undisturbed)
+
+
+def with_its_first_epoch(folder):
+    """The run's ledger, in which generators find work before any trainer is there."""
+    run = Run.open(folder.path)
+    ledger = run.open_ledger()
+    ledger.open_epoch(None, 0, epoch_slots(run, 0))
+    return ledger
 
 
 def last_object(ledger) -> ObjectRecord:
