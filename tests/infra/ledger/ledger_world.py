@@ -185,8 +185,9 @@ class World:
             assert (sample.sample, sample.object) == (row.sample, row.object)
             row.state, row.step = "taken", plan.step
         if self.model.strict:
-            before = frozenset(place for place in self.model.of("quarantined") if place < places[-1])
-            assert self.history.setdefault((trainer.epoch, plan.step, before), places) == places
+            # One that is quarantined later shortens the step that it was in.
+            missing = frozenset(place for place in self.model.of("quarantined") if place[0] == trainer.epoch)
+            assert self.history.setdefault((trainer.epoch, plan.step, missing), places) == places
 
     def planned(self, *stages: str) -> Iterator[PlannedSample]:
         """Samples of planned steps that are at one of these stages."""
