@@ -275,8 +275,11 @@ class Scenario:
             found.append(f"steps: {steps}")
         if weights_hash(folder) != reference:
             found.append("final weights differ from an undisturbed run's")
-        found += [f"process left: {' '.join(process.cmdline())}" for process in processes_of(folder)]
-        found += [f"shared memory left: {path}" for path in shared_memory_folder().iterdir()]
+        left = [
+            next((kind for kind in MARKS if self._is(process, kind)), "another") for process in processes_of(folder)
+        ]
+        found += [f"process left: {kind}" for kind in left]
+        found += [f"shared memory left: {path.name}" for path in shared_memory_folder().iterdir()]
         for lock in (folder.run_lock, folder.path / "processes.lock"):
             with hold(lock):
                 pass

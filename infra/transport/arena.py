@@ -17,7 +17,7 @@ import xxhash
 from infra.locks import LockHeldError, hold
 from infra.records import BufferRecord, ObjectRecord
 from infra.transport import extents
-from infra.transport.base import Buffer, TransferError, flat
+from infra.transport.base import Buffer, TransferError, check_sum, flat, target
 from infra.transport.copying import copy_hashed
 from infra.transport.extents import Extent, Extents
 
@@ -70,11 +70,7 @@ class ArenaTransport:
         """Copy the object into `into` and verify sizes and checksums."""
         place = _Place(self._bytes, self._find(record))
         for buffer in record.buffers:
-            view = into[buffer.name].cast("B")
-            if view.nbytes != buffer.nbytes:
-                raise TransferError(f"{record.key}: {buffer.name} is {buffer.nbytes} bytes, expected {view.nbytes}")
-            if place.read(view) != buffer.xxh3:
-                raise TransferError(f"{record.key}: checksum of {buffer.name} does not match")
+            check_sum(record, buffer, place.read(target(record, buffer, into)))
 
     def _find(self, record: ObjectRecord) -> tuple[Extent, ...]:
         found = self._extents.find(record.key)

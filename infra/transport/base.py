@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from infra.records import ObjectRecord
+from infra.records import BufferRecord, ObjectRecord
 
 Buffer = memoryview | bytearray | bytes
 
@@ -19,6 +19,29 @@ def flat(buffers: Mapping[str, Buffer], key: str) -> tuple[dict[str, memoryview]
     nbytes = sum(view.nbytes for view in views.values())
     assert nbytes, f"{key} is empty"
     return views, nbytes
+
+
+def target(record: ObjectRecord, buffer: BufferRecord, into: Mapping[str, memoryview]) -> memoryview:
+    """Where a buffer goes, as bytes. Raises TransferError where another size is expected."""
+    view = into[buffer.name].cast("B")
+    if view.nbytes != buffer.nbytes:
+        raise TransferError(f"{record.key}: {buffer.name} is {buffer.nbytes} bytes, expected {view.nbytes}")
+    return view
+
+
+def check_sum(record: ObjectRecord, buffer: BufferRecord, found: str) -> None:
+    """Raise TransferError where the bytes that arrived have another checksum than those that were put."""
+    if found != buffer.xxh3:
+        raise TransferError(f"{record.key}: checksum of {buffer.name} does not match")
+
+
+def reads_back(transport: "Transport", record: ObjectRecord) -> bool:
+    """Whether an object is whole, found by reading it into memory of its own."""
+    try:
+        transport.get(record, {buffer.name: memoryview(bytearray(buffer.nbytes)) for buffer in record.buffers})
+    except TransferError:
+        return False
+    return True
 
 
 class Transport(Protocol):

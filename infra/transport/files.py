@@ -10,7 +10,7 @@ from pathlib import Path
 import xxhash
 
 from infra.records import BufferRecord, ObjectRecord
-from infra.transport.base import Buffer, TransferError, flat
+from infra.transport.base import Buffer, TransferError, check_sum, flat, reads_back, target
 
 
 class FileTransport:
@@ -50,25 +50,15 @@ class FileTransport:
                 if os.fstat(file.fileno()).st_size != record.nbytes:
                     raise TransferError(f"{record.key} has another size than its record says ({record.nbytes} bytes)")
                 for buffer in record.buffers:
-                    view = into[buffer.name].cast("B")
-                    if view.nbytes != buffer.nbytes:
-                        raise TransferError(
-                            f"{record.key}: {buffer.name} is {buffer.nbytes} bytes, expected {view.nbytes}"
-                        )
+                    view = target(record, buffer, into)
                     _read_all(file.fileno(), view, record.key)
-                    if xxhash.xxh3_128_hexdigest(view) != buffer.xxh3:
-                        raise TransferError(f"{record.key}: checksum of {buffer.name} does not match")
+                    check_sum(record, buffer, xxhash.xxh3_128_hexdigest(view))
         except FileNotFoundError as error:
             raise TransferError(f"{record.key} is gone from {self.folder}") from error
 
     def verify(self, record: ObjectRecord) -> bool:
         """Read the object back and compare its checksums."""
-        into = {buffer.name: memoryview(bytearray(buffer.nbytes)) for buffer in record.buffers}
-        try:
-            self.get(record, into)
-        except TransferError:
-            return False
-        return True
+        return reads_back(self, record)
 
     def delete(self, key: str) -> None:
         self._path(key).unlink(missing_ok=True)

@@ -9,7 +9,7 @@ import xxhash
 
 from infra.mooncake.client import client_of
 from infra.records import BufferRecord, ObjectRecord, StoreRecord
-from infra.transport.base import Buffer, TransferError, flat
+from infra.transport.base import Buffer, check_sum, flat, reads_back, target
 from infra.transport.copying import copy_hashed
 
 LOCATION = "mooncake"
@@ -41,22 +41,14 @@ class MooncakeTransport:
             self._client.get(record.key, staged.address, record.nbytes)
             start = 0
             for buffer in record.buffers:
-                view, hashing = into[buffer.name].cast("B"), xxhash.xxh3_128()
-                if view.nbytes != buffer.nbytes:
-                    raise TransferError(f"{record.key}: {buffer.name} is {buffer.nbytes} bytes, expected {view.nbytes}")
+                view, hashing = target(record, buffer, into), xxhash.xxh3_128()
                 copy_hashed(view, staged.view[start : start + buffer.nbytes], hashing)
-                if hashing.hexdigest() != buffer.xxh3:
-                    raise TransferError(f"{record.key}: checksum of {buffer.name} does not match")
+                check_sum(record, buffer, hashing.hexdigest())
                 start += buffer.nbytes
 
     def verify(self, record: ObjectRecord) -> bool:
         """Read the object back and compare its checksums."""
-        into = {buffer.name: memoryview(bytearray(buffer.nbytes)) for buffer in record.buffers}
-        try:
-            self.get(record, into)
-        except TransferError:
-            return False
-        return True
+        return reads_back(self, record)
 
     def delete(self, key: str) -> None:
         self._client.delete(key)

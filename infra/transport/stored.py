@@ -12,7 +12,7 @@ import fsspec
 import xxhash
 
 from infra.records import BufferRecord, ObjectRecord
-from infra.transport.base import Buffer, TransferError, flat
+from infra.transport.base import Buffer, TransferError, check_sum, flat, reads_back, target
 
 RECORD = ".json"
 
@@ -60,25 +60,16 @@ class StoredTransport:
         try:
             with self._files.open(self._path(record.location), "rb") as file:
                 for buffer in record.buffers:
-                    view = into[buffer.name].cast("B")
-                    if view.nbytes != buffer.nbytes:
-                        raise TransferError(
-                            f"{record.key}: {buffer.name} is {buffer.nbytes} bytes, expected {view.nbytes}"
-                        )
+                    view = target(record, buffer, into)
                     if file.readinto(view) != buffer.nbytes:
                         raise TransferError(f"{record.key} has another size than its record says")
-                    if xxhash.xxh3_128_hexdigest(view) != buffer.xxh3:
-                        raise TransferError(f"{record.key}: checksum of {buffer.name} does not match")
+                    check_sum(record, buffer, xxhash.xxh3_128_hexdigest(view))
         except FileNotFoundError as error:
             raise TransferError(f"{record.key} is gone from {self._root}") from error
 
     def verify(self, record: ObjectRecord) -> bool:
         """Read the object back and compare its checksums."""
-        try:
-            self.get(record, {buffer.name: memoryview(bytearray(buffer.nbytes)) for buffer in record.buffers})
-        except TransferError:
-            return False
-        return True
+        return reads_back(self, record)
 
     def delete(self, key: str) -> None:
         """Kept."""

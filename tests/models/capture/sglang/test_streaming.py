@@ -94,11 +94,18 @@ def test_servers_join_and_leave_a_run(
     with Run.open(folder.path).open_ledger() as ledger:
         assert wait_until(lambda: ledger.progress().taken, 120)
     generators[0].terminate()
-    for process in (*generators, trainer):
+    assert not any("done: 0 samples captured" in said for said in end_well(*generators, trainer))
+    assert_trained_once(folder, expected, before)
+
+
+def end_well(*processes: Any) -> list[str]:
+    """What they said."""
+    said = []
+    for process in processes:
         output, _ = process.communicate(timeout=200)
         assert process.returncode == 0, output
-        assert "done: 0 samples captured" not in output
-    assert_trained_once(folder, expected, before)
+        said.append(output)
+    return said
 
 
 def wait_until(condition: Callable[[], object], seconds: float) -> bool:
@@ -119,10 +126,8 @@ def test_an_error_in_the_hook_costs_an_attempt_and_nothing_else(
     folder = make_run("raising", *SMALL)
     monkeypatch.setenv("DRAFTSMITH_TEST_FAULT", f"hook raising:5:{tmp_path / 'marker'}")
     trainer, generator = start("models.training.launch", folder, ranks=1), start("models.capture.generator", folder)
-    for process in (trainer, generator):
-        output, _ = process.communicate(timeout=200)
-        assert process.returncode == 0, output
-    failed = output.count("failed: ValueError: capture in SGLang failed: RuntimeError: broken on purpose")
+    _, said = end_well(trainer, generator)
+    failed = said.count("failed: ValueError: capture in SGLang failed: RuntimeError: broken on purpose")
     assert failed == Run.open(folder.path).open_ledger().progress().attempts > 0
     assert_trained_once(folder, expected, before)
 
@@ -155,9 +160,7 @@ def test_no_sample_is_lost_or_doubled(
     assert len(said) == 1, output
     assert re.search(message, said[0]), said
     second = start("models.capture.generator", folder)
-    for process in (trainer, second):
-        output, _ = process.communicate(timeout=200)
-        assert process.returncode == 0, output
+    end_well(trainer, second)
     assert_trained_once(folder, expected, before)
 
 
@@ -173,7 +176,5 @@ def test_a_killed_generator_takes_its_server_along(
     generator.communicate(timeout=30)
     assert wait_until(lambda: not processes_of(folder), 30)
     trainer, successor = start("models.training.launch", folder, ranks=1), start("models.capture.generator", folder)
-    for process in (trainer, successor):
-        output, _ = process.communicate(timeout=200)
-        assert process.returncode == 0, output
+    end_well(trainer, successor)
     assert_trained_once(folder, expected, before)
