@@ -179,7 +179,7 @@ def start() -> Iterator[Start]:
     for process in started:
         if process.poll() is None:
             process.kill()
-            process.communicate(timeout=30)
+            print(*process.args[2:], "was still there:", process.communicate(timeout=30)[0])
 
 
 @pytest.fixture
