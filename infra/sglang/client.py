@@ -37,11 +37,12 @@ class SGLangClient:
 
     def __init__(self, server: SGLangServer, request_timeout_s: float):
         self.server, self._timeout_s = server, request_timeout_s
-        # Connections for as many threads as there are; no proxy of the environment stands between us and loopback.
+        # A connection for every request: one that idled may be closed by the server just as the next request leaves.
+        # No proxy of the environment stands between us and loopback.
         self._http = httpx.Client(
             base_url=server.address,
             timeout=httpx.Timeout(request_timeout_s, connect=CONNECT_S),
-            limits=httpx.Limits(max_connections=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             trust_env=False,
         )
 
