@@ -20,5 +20,5 @@ def regenerate(config: RunConfig, run: str | None = None) -> str:
     """
     with open_run(config, run) as opened:
         prepare_target(opened)
-        with lease(opened, "inference") as inference:
+        with lease(opened, "inference") as (inference,):
             return regenerate_text(opened, inference).path

@@ -29,19 +29,19 @@ def retrain(config: RunConfig, run: str | None = None) -> str:
     with open_run(config, run) as opened, tracked(opened) as tracking:
         target = prepare_target(opened)
         if config.data.regeneration:
-            with lease(opened, "inference") as inference:
+            with lease(opened, "inference") as (inference,):
                 regenerate_text(opened, inference)
         samples = prepare_samples(opened, target)
         track_samples(opened, tracking, samples)
-        with lease(opened, "inference") as inference:
-            with (
-                lease(opened, "training") as training,
-                storing(opened, training) as store,
-                generating(opened, inference) as generators,
-            ):
-                trained = train(opened, training, generators, store)
-            track_training(opened, tracking)
-            export = export_draft(opened)
+        with (
+            lease(opened, "inference", "training") as (inference, training),
+            storing(opened, training) as store,
+            generating(opened, inference) as generators,
+        ):
+            trained = train(opened, training, generators, store)
+        track_training(opened, tracking)
+        export = export_draft(opened)
+        with lease(opened, "inference") as (inference,):
             benchmark_served(opened, inference)
             result = benchmark_draft(opened, inference, target)
         draft = register_draft(opened, tracking, target, trained, export, result)

@@ -14,9 +14,9 @@ from infra.records import CaptureRates, SideRates
 WAITING = 0.05
 """Share of waiting from which the trainer counts as waiting for data."""
 HINTS = {
-    "inference": "more generators (generator.count, inference_pool.gpus) would help",
+    "inference": "more generators (generator.count, pools.inference_gpus) would help",
     "transport": "a faster transport or more generators writing at once would help",
-    "training": "more ranks (training.ranks, training_pool.gpus) would help",
+    "training": "more ranks (training.ranks, pools.training_gpus) would help",
 }
 
 

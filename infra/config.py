@@ -5,22 +5,14 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
-class InferencePoolConfig(BaseModel):
-    """Where generators run."""
+class PoolsConfig(BaseModel):
+    """Where generators and trainer ranks run."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", title="Inference pool")
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["local"] = "local"
-    gpus: int = Field(default=0, ge=0, description="GPUs to bind; 0 runs on the CPU.")
-
-
-class TrainingPoolConfig(BaseModel):
-    """Where trainer ranks run."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", title="Training pool")
-
-    kind: Literal["local"] = "local"
-    gpus: int = Field(default=0, ge=0, description="GPUs to bind; 0 runs on the CPU.")
+    kind: Literal["local"] = Field(default="local", description="`local`: this machine.")
+    inference_gpus: int = Field(default=0, ge=0, description="GPUs for generators; 0 runs them on the CPU.")
+    training_gpus: int = Field(default=0, ge=0, description="GPUs for trainer ranks; 0 runs them on the CPU.")
 
 
 class LedgerConfig(BaseModel):

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from infra.config import InferencePoolConfig, LedgerConfig, TrackingConfig, TrainingPoolConfig, TransportConfig
+from infra.config import LedgerConfig, PoolsConfig, TrackingConfig, TransportConfig
 from models.benchmark.config import BenchmarkConfig, PromotionConfig
 from models.capture.config import GeneratorConfig
 from models.data.config import DataConfig
@@ -30,8 +30,7 @@ class RunConfig(BaseModel):
     training: TrainingConfig = TrainingConfig()
     benchmark: BenchmarkConfig = BenchmarkConfig()
     promotion: PromotionConfig = PromotionConfig()
-    inference_pool: InferencePoolConfig = InferencePoolConfig()
-    training_pool: TrainingPoolConfig = TrainingPoolConfig()
+    pools: PoolsConfig = PoolsConfig()
     ledger: LedgerConfig = LedgerConfig()
     transport: TransportConfig = TransportConfig()
     tracking: TrackingConfig = TrackingConfig()
@@ -45,10 +44,11 @@ class RunConfig(BaseModel):
             raise ValueError(f"target.aux_layer_ids {list(ids)} must be ascending, distinct and not negative")
         if self.benchmark.lookahead > self.benchmark.max_lookahead:
             raise ValueError("benchmark.lookahead must not exceed benchmark.max_lookahead")
-        if self.training_pool.gpus not in (0, self.training.ranks):
+        gpus, ranks = self.pools.training_gpus, self.training.ranks
+        if gpus not in (0, ranks):
             raise ValueError(
-                f"training_pool.gpus is {self.training_pool.gpus}, training.ranks {self.training.ranks}: a rank needs "
-                "one GPU, so make them equal (or set gpus to 0 for the CPU)"
+                f"pools.training_gpus is {gpus}, training.ranks {ranks}: a rank needs one GPU, so make them equal (or "
+                "set it to 0 for the CPU)"
             )
         return self
 
@@ -85,20 +85,20 @@ def read_config(path: Path) -> RunConfig:
         ) from error
 
 
-PLACEMENT = frozenset(
-    {"training.ranks", "training.micro_batches", "training_pool.gpus", "inference_pool.gpus", "generator.count"}
-)
-"""Settings that a resumed run may change: they decide where it runs, not what it comes to."""
+POOLS = "pools"
+PLACEMENT = frozenset({"training.ranks", "training.micro_batches", "generator.count"})
+"""Settings that a resumed run may change, like all of `pools`: they decide where it runs, not what it comes to."""
 
 
 def with_overrides(config: RunConfig, overrides: list[str]) -> RunConfig:
     """A run's configuration with another placement; ValueError for an override of anything else."""
     tree = config.model_dump(mode="json")
     for override in overrides:
-        if override.partition("=")[0] not in PLACEMENT:
+        setting = override.partition("=")[0]
+        if setting not in PLACEMENT and not setting.startswith(f"{POOLS}."):
             raise ValueError(
                 f"override {override!r}: a run is resumed with its own configuration; leave it out, or start a new run "
-                f"(these may change: {', '.join(sorted(PLACEMENT))})"
+                f"(these may change: {', '.join(sorted(PLACEMENT))}, and all of {POOLS})"
             )
         _apply(tree, override)
     try:
@@ -109,7 +109,7 @@ def with_overrides(config: RunConfig, overrides: list[str]) -> RunConfig:
 
 def without_placement(config: RunConfig) -> dict[str, Any]:
     """What two configurations must share to be of the same run."""
-    tree = config.model_dump(mode="json")
+    tree = config.model_dump(mode="json", exclude={POOLS})
     for setting in PLACEMENT:
         section, _, field = setting.partition(".")
         del tree[section][field]

@@ -6,6 +6,8 @@ from typing import Literal, Protocol
 
 from infra.processes import Owner, Process
 
+Role = Literal["inference", "training"]
+
 
 class PoolBusyError(Exception):
     """The GPUs exist, but others hold them now."""
@@ -15,7 +17,7 @@ class PoolBusyError(Exception):
 class PoolSpec:
     """What is wanted."""
 
-    role: Literal["inference", "training"]
+    role: Role
     gpus: int
     """0 runs on the CPU."""
 
@@ -48,8 +50,8 @@ class Pool(Protocol):
 class PoolProvider(Protocol):
     """Whoever has devices to lease."""
 
-    def acquire(self, spec: PoolSpec, owner: Owner) -> Pool:
-        """Lease devices in the owner's name.
+    def acquire(self, specs: Sequence[PoolSpec], owner: Owner) -> Sequence[Pool]:
+        """Lease a pool per spec in the owner's name, all of them or none.
 
         Raises ValueError, with the numbers, for what can never fit, and PoolBusyError for what does not fit now.
         """

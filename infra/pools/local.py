@@ -6,8 +6,9 @@ One flock per GPU UUID keeps two runs off one GPU, whichever processes they belo
 import os
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 
 from infra.locks import LockHeldError, hold
@@ -61,42 +62,53 @@ class LocalPools:
         self._locks = locks or Path(tempfile.gettempdir()) / "draftsmith-gpus"
         self._held: dict[str, ExitStack] = {}
 
-    def acquire(self, spec: PoolSpec, owner: Owner) -> LocalPool:
+    def acquire(self, specs: Sequence[PoolSpec], owner: Owner) -> tuple[LocalPool, ...]:
         """Lock GPUs nobody else has locked. Raises ValueError or PoolBusyError, as the contract says."""
-        assert owner.name not in self._held, f"{owner.name} already holds a pool"
-        if spec.gpus > len(self._gpus):
+        assert owner.name not in self._held, f"{owner.name} already holds pools"
+        wanted = sum(spec.gpus for spec in specs)
+        if wanted > len(self._gpus):
+            settings = " and ".join(f"pools.{spec.role}_gpus" for spec in specs)
             raise ValueError(
-                f"the {spec.role} pool wants {spec.gpus} GPUs and this machine has {len(self._gpus)}: "
-                f"set {spec.role}_pool.gpus to at most {len(self._gpus)}, or run where there are more"
+                f"{_in_words(specs)} and this machine has {len(self._gpus)}: lower {settings}, or run where there are "
+                "more"
             )
         with ExitStack() as stack:
-            gpus, descriptors = self._lock_gpus(spec, stack)
-            pool = LocalPool(replace(owner, locks=owner.locks + descriptors), gpus)
-            stack.callback(_stop_all, pool.started)
+            locked = self._lock(wanted, stack)
+            if len(locked) < wanted:
+                raise PoolBusyError(
+                    f"{_in_words(specs)}; of this machine's {len(self._gpus)}, {len(self._gpus) - len(locked)} are "
+                    "held by other runs now"
+                )
+            left = iter(locked.items())
+            pools = tuple(_pool(owner, dict(islice(left, spec.gpus))) for spec in specs)
+            for pool in pools:
+                stack.callback(_stop_all, pool.started)
             self._held[owner.name] = stack.pop_all()
-        return pool
+        return pools
 
-    def _lock_gpus(self, spec: PoolSpec, stack: ExitStack) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    def _lock(self, count: int, stack: ExitStack) -> dict[str, int]:
+        """Up to `count` GPUs, with the descriptors of their locks."""
         locked: dict[str, int] = {}
         for gpu in self._gpus:
-            if len(locked) == spec.gpus:
+            if len(locked) == count:
                 break
-            try:
+            with suppress(LockHeldError):
                 locked[gpu] = stack.enter_context(hold(self._locks / f"{gpu}.lock")).descriptor
-            except LockHeldError:
-                continue
-        if len(locked) < spec.gpus:
-            raise PoolBusyError(
-                f"the {spec.role} pool wants {spec.gpus} GPUs; of this machine's {len(self._gpus)}, "
-                f"{len(self._gpus) - len(locked)} are held by other runs now"
-            )
-        return tuple(locked), tuple(locked.values())
+        return locked
 
     def release(self, owner: str) -> None:
         """Stop the owner's processes, then unlock its GPUs."""
         stack = self._held.pop(owner, None)
         if stack:
             stack.close()
+
+
+def _in_words(specs: Sequence[PoolSpec]) -> str:
+    return " and ".join(f"the {spec.role} pool wants {spec.gpus} GPUs" for spec in specs)
+
+
+def _pool(owner: Owner, locked: dict[str, int]) -> LocalPool:
+    return LocalPool(replace(owner, locks=(*owner.locks, *locked.values())), tuple(locked))
 
 
 def _stop_all(processes: list[Process]) -> None:

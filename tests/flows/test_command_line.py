@@ -70,7 +70,7 @@ def test_plan_prints_every_recipe_in_full(tmp_path: Path, recipe: Path) -> None:
         (["recipes/nowhere.yaml"], "no recipe at recipes/nowhere.yaml"),
         (["recipes/tiny.yaml", "training.max_stepz=3", "--plan"], "training.max_stepz: no such setting"),
         (["recipes/tiny.yaml", "training.max_steps=0"], "training.max_steps: Input should be greater"),
-        (["recipes/tiny.yaml", "training_pool.gpus=3", "--plan"], "a rank needs one GPU"),
+        (["recipes/tiny.yaml", "pools.training_gpus=3", "--plan"], "a rank needs one GPU"),
         (["recipes/tiny.yaml", "rubbish"], "section.field=value"),
         (["--resume", "nowhere"], "no run nowhere"),
     ],

@@ -17,7 +17,7 @@ SHOW = ["sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES|$OMP_NUM_THREADS"']
 
 
 def shown(pools: LocalPools, folder: Path, gpus: int, **options: int | None) -> str:
-    pool = pools.acquire(PoolSpec("inference", gpus), Owner("run", folder))
+    (pool,) = pools.acquire([PoolSpec("inference", gpus)], Owner("run", folder))
     process = pool.launch("show", SHOW, **options)  # pyright: ignore[reportArgumentType]
     process.wait(30)
     pools.release("run")
@@ -46,27 +46,43 @@ def test_gpus_are_bound(tmp_path: Path, gpus: int, processes: int, index: int | 
 
 
 def test_what_can_never_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"training pool wants 5 GPUs and this machine has 4: set training_pool\.gpus"):
-        LocalPools(GPUS, tmp_path).acquire(PoolSpec("training", 5), Owner("run", tmp_path))
+    with pytest.raises(
+        ValueError, match=r"training pool wants 5 GPUs and this machine has 4: lower pools\.training_gpus"
+    ):
+        LocalPools(GPUS, tmp_path).acquire([PoolSpec("training", 5)], Owner("run", tmp_path))
 
 
 def test_two_runs_never_share_a_gpu(tmp_path: Path) -> None:
     first, second = (LocalPools(GPUS, tmp_path / "locks") for _ in range(2))
-    one = first.acquire(PoolSpec("inference", 3), Owner("one", tmp_path))
+    (one,) = first.acquire([PoolSpec("inference", 3)], Owner("one", tmp_path))
     with pytest.raises(PoolBusyError, match="wants 2 GPUs; of this machine's 4, 3 are held"):
-        second.acquire(PoolSpec("training", 2), Owner("two", tmp_path))
-    two = second.acquire(PoolSpec("training", 1), Owner("two", tmp_path))
+        second.acquire([PoolSpec("training", 2)], Owner("two", tmp_path))
+    (two,) = second.acquire([PoolSpec("training", 1)], Owner("two", tmp_path))
     assert set(one.gpus).isdisjoint(two.gpus)
     first.release("one")
     first.release("one")
     second.release("two")
-    assert first.acquire(PoolSpec("inference", 4), Owner("one", tmp_path)).gpus == GPUS
+    (all_of_them,) = first.acquire([PoolSpec("inference", 4)], Owner("one", tmp_path))
+    assert all_of_them.gpus == GPUS
     first.release("one")
+
+
+def test_pools_of_several_roles_come_together_or_not_at_all(tmp_path: Path) -> None:
+    first, second = (LocalPools(GPUS, tmp_path / "locks") for _ in range(2))
+    specs = [PoolSpec("inference", 1), PoolSpec("training", 2)]
+    inference, training = first.acquire(specs, Owner("one", tmp_path))
+    assert (inference.gpus, training.gpus) == (GPUS[:1], GPUS[1:3])
+    with pytest.raises(PoolBusyError, match="inference pool wants 1 GPUs and the training pool wants 2 GPUs; of this"):
+        second.acquire(specs, Owner("two", tmp_path))
+    (left,) = second.acquire([PoolSpec("training", 1)], Owner("two", tmp_path))
+    assert left.gpus == GPUS[3:]
+    first.release("one")
+    second.release("two")
 
 
 def test_release_stops_what_was_started(tmp_path: Path) -> None:
     pools = LocalPools(GPUS, tmp_path / "locks")
-    pool = pools.acquire(PoolSpec("inference", 1), Owner("run", tmp_path))
+    (pool,) = pools.acquire([PoolSpec("inference", 1)], Owner("run", tmp_path))
     process = pool.launch("sleeper", ["sleep", "600"])
     pools.release("run")
     assert not psutil.pid_exists(process.pid)
@@ -81,7 +97,7 @@ from infra.pools.local import LocalPools
 from infra.processes import Owner
 folder = Path(sys.argv[1])
 pools = LocalPools(("GPU-aa",), folder / "locks")
-pool = pools.acquire(PoolSpec("training", 1), Owner("run", folder))
+(pool,) = pools.acquire([PoolSpec("training", 1)], Owner("run", folder))
 script = f"trap 'while [ ! -e {folder}/go ]; do sleep 0.05; done; exit' TERM; echo up; while :; do sleep 0.05; done"
 process = pool.launch("slow-to-end", ["sh", "-c", script])
 while not process.new_lines():
@@ -99,9 +115,10 @@ def test_a_gpu_stays_locked_until_a_killed_starters_processes_are_gone(tmp_path:
         assert starter.stdout.readline() == "up\n"
         starter.kill()
     with pytest.raises(PoolBusyError):
-        pools.acquire(PoolSpec("training", 1), Owner("next", tmp_path))
+        pools.acquire([PoolSpec("training", 1)], Owner("next", tmp_path))
     (tmp_path / "go").touch()
     with hold(tmp_path / "locks" / "GPU-aa.lock", wait_s=30):
         pass
-    assert pools.acquire(PoolSpec("training", 1), Owner("next", tmp_path)).gpus == ("GPU-aa",)
+    (pool,) = pools.acquire([PoolSpec("training", 1)], Owner("next", tmp_path))
+    assert pool.gpus == ("GPU-aa",)
     pools.release("next")
