@@ -8,7 +8,7 @@ MOONCAKE := $(if $(shell command -v nvidia-smi),mooncake-cuda,mooncake)
 
 SGLANG := .venv-sglang
 
-.PHONY: quickstart test lint check sglang bench chaos clean
+.PHONY: quickstart test lint check sglang up down bench chaos clean
 
 quickstart: $(VENV)/.ready
 	$(BIN)/draftsmith retrain recipes/quickstart.yaml
@@ -24,6 +24,13 @@ lint: $(VENV)/.ready
 	$(BIN)/lint-imports
 
 check: lint test
+
+# A whole stack on loopback: Prefect, MLflow, PostgreSQL, S3, workers. `source runs/.stack/environment` to work with it.
+up: $(VENV)/.ready
+	$(BIN)/draftsmith up --background
+
+down:
+	$(BIN)/draftsmith down
 
 # Figures of benchmarks/results/, about two hours on two cores; nothing else should run meanwhile.
 bench: $(VENV)/.ready $(SGLANG)/.ready

@@ -7,7 +7,8 @@ processes under their supervisors and keeps them running; a scenario (scenario.p
 Mooncake's master and store, PostgreSQL and the driver itself (a new driver then resumes), and takes a network interface
 away. A third of the runs has an arena and SQLite, a third Mooncake and PostgreSQL, a third the same on two hosts
 (network namespaces; without root, on one). In the end every sample must be consumed exactly once, the weights must be
-bit-identical to an undisturbed run's, and no process, shared memory or lock may be left.
+bit-identical to an undisturbed run's, and no process, shared memory or lock may be left. Stopped, it goes on with the
+seeds that are missing.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
-from itertools import chain
+from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -46,7 +47,7 @@ from two_hosts import TRAINER, Hosts, on, possible, two_hosts
 from infra.exit import run_main
 from infra.files import write_atomically
 from infra.ports import HOST
-from infra.provenance import git_sha, hardware
+from infra.provenance import hardware
 from infra.run_folder import RunFolder
 from infra.settings import shared_memory_folder
 from models.config import load_recipe
@@ -54,16 +55,22 @@ from models.config import load_recipe
 RESULT = Path(__file__).parent / "results" / "chaos.json"
 
 
-def campaigns(seeds: range, side_by_side: int) -> list[Outcome]:
-    """All seeds, in so many processes, each with shared memory of its own."""
-    shares = [seeds[first::side_by_side] for first in range(side_by_side)]
+def campaigns(seeds: range, side_by_side: int, part: Path) -> list[Outcome]:
+    """All seeds, in so many processes, each with shared memory of its own; those in the file `part` are done."""
+    missing = sorted(set(seeds) - {outcome.seed for outcome in done(part)})
+    shares = [missing[first::side_by_side] for first in range(side_by_side)]
     with ProcessPoolExecutor(side_by_side, mp_context=get_context("spawn")) as processes:
-        return sorted(chain.from_iterable(processes.map(campaign, shares)), key=lambda outcome: outcome.seed)
+        list(processes.map(campaign, shares, repeat(part)))
+    return sorted((outcome for outcome in done(part) if outcome.seed in seeds), key=lambda outcome: outcome.seed)
 
 
-def campaign(seeds: range) -> list[Outcome]:
-    """Seeds one after the other."""
-    outcomes: list[Outcome] = []
+def done(part: Path) -> list[Outcome]:
+    """What an earlier start came to."""
+    return [Outcome(**json.loads(line)) for line in part.read_text().splitlines()] if part.is_file() else []
+
+
+def campaign(seeds: list[int], part: Path) -> None:
+    """Seeds one after the other, each with a line in the file `part`."""
     with ExitStack() as stack:
         base = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
         everywhere = stack.enter_context(grounds())
@@ -78,13 +85,13 @@ def campaign(seeds: range) -> list[Outcome]:
             if ranks not in references:
                 references[ranks] = reference_of(base, prepared, ranks)
             outcome = scenario.run(references[ranks])
-            outcomes.append(outcome)
+            with part.open("a") as file:
+                file.write(json.dumps(vars(outcome)) + "\n")
             verdict = "; ".join(outcome.faults) or "whole"
             kills = ", ".join(outcome.kills)
             print(f"seed {seed}, {outcome.ground}: {kills}; {outcome.wall_s:.0f} s: {verdict}", flush=True)
             if not outcome.faults:
                 shutil.rmtree(scenario.folder.path)
-    return outcomes
 
 
 @contextmanager
@@ -144,11 +151,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULT)
     options = parser.parse_args()
     first, end = map(int, options.seeds.split(":"))
-    outcomes = campaigns(range(first, end), options.side_by_side)
+    part = options.json.with_suffix(".part.jsonl")
+    outcomes = campaigns(range(first, end), options.side_by_side, part)
     failed = [outcome.seed for outcome in outcomes if outcome.faults]
     kills = Counter(kill.rpartition(" at ")[0] for outcome in outcomes for kill in outcome.kills)
     result = {
-        "commit": git_sha(),
+        "runs_by_commit": dict(Counter(outcome.commit for outcome in outcomes)),
         "date": time.strftime("%Y-%m-%d"),
         "hardware": hardware(),
         "seeds": options.seeds,
@@ -160,6 +168,7 @@ def main() -> None:
         "outcomes": [vars(outcome) for outcome in outcomes],
     }
     write_atomically(options.json, json.dumps(result, indent=1) + "\n")
+    part.unlink()
     print(f"{len(outcomes)} runs, {sum(kills.values())} kills, {len(failed)} failed {failed or ''}: {options.json}")
     raise SystemExit(1 if failed else 0)
 

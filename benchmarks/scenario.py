@@ -16,6 +16,7 @@ from two_hosts import Hosts, on
 
 from infra.files import sha256_file, write_atomically
 from infra.locks import hold
+from infra.provenance import git_sha
 from infra.records import Progress, TrainingResult
 from infra.run_folder import RunFolder
 from infra.settings import shared_memory_folder
@@ -71,6 +72,7 @@ class Outcome:
     """One seed."""
 
     seed: int
+    commit: str
     ground: str
     ranks: int
     generators: int
@@ -125,7 +127,7 @@ class Scenario:
         """`turn`: how many runs there were on this ground before; every victim has its turn."""
         self.dice, self.ground = random.Random(seed), ground
         ranks, generators = self.dice.choice((1, 1, 2)), self.dice.choice((1, 2))
-        self.outcome = Outcome(seed, ground.name, ranks, generators, self.dice.randint(2, 12))
+        self.outcome = Outcome(seed, git_sha(), ground.name, ranks, generators, self.dice.randint(2, 12))
         overrides = [
             f"training.ranks={ranks}",
             f"generator.count={generators}",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flows.doctor_command import doctor
+from flows.stack_command import down, up
 from flows.status_command import find_run, status
 from flows.ui_command import ui
 from infra.exit import run_main
@@ -199,6 +200,8 @@ def _registered(name: str | None) -> str:
 app.command()(status)
 app.command()(doctor)
 app.command()(ui)
+app.command()(up)
+app.command()(down)
 
 
 def main() -> None:

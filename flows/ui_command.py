@@ -36,7 +36,7 @@ def ui(
         _print_addresses(prefect, mlflow)
         return
     with ExitStack() as stack:
-        stop = stack.enter_context(_told_to_stop())
+        stop = stack.enter_context(told_to_stop())
         status = stack.enter_context(Console(stderr=True).status("starting (half a minute the first time)"))
         lock = stack.enter_context(_the_only_one(runs_folder() / ".ui"))
         owner = Owner("ui", lock.path.parent, locks=(lock.descriptor,))
@@ -44,10 +44,10 @@ def ui(
         if prefect is None:
             # Flows may be pointed to a server of this machine that has ended: `_prefect_elsewhere` found it silent.
             usual = urlsplit(prefect_api_url() or "").port or PREFECT_PORT
-            prefect = start_prefect(owner, *_free_port("--prefect-port", prefect_port, usual, ports))
+            prefect = start_prefect(owner, *free_port("--prefect-port", prefect_port, usual, ports))
             stack.callback(prefect.stop)
         if mlflow is None and not stop.is_set():
-            mlflow = start_mlflow(owner, *_free_port("--mlflow-port", mlflow_port, MLFLOW_PORT, ports))
+            mlflow = start_mlflow(owner, *free_port("--mlflow-port", mlflow_port, MLFLOW_PORT, ports))
             stack.callback(mlflow.stop)
         if mlflow is None or not wait_until_up([prefect, mlflow], stop):
             return
@@ -61,7 +61,7 @@ def ui(
 
 
 @contextmanager
-def _told_to_stop() -> Iterator[threading.Event]:
+def told_to_stop() -> Iterator[threading.Event]:
     """Set by Ctrl-C and SIGTERM, so that neither interrupts the stopping itself."""
     stop = threading.Event()
     before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -114,7 +114,7 @@ def _mlflow_elsewhere() -> Server | None:
     )
 
 
-def _free_port(option: str, wanted: int | None, usual: int, taken: set[int]) -> tuple[int, str]:
+def free_port(option: str, wanted: int | None, usual: int, taken: set[int]) -> tuple[int, str]:
     """The wanted port, or the first free one from the usual one on, and a note where it is not that one.
 
     Raises ValueError when there is none.

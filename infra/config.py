@@ -13,6 +13,7 @@ class PoolsConfig(BaseModel):
     kind: Literal["local"] = Field(default="local", description="`local`: this machine.")
     inference_gpus: int = Field(default=0, ge=0, description="GPUs for generators; 0 runs them on the CPU.")
     training_gpus: int = Field(default=0, ge=0, description="GPUs for trainer ranks; 0 runs them on the CPU.")
+    wait_hours: float = Field(default=24.0, gt=0, description="A run for which no GPUs come free in time fails.")
 
 
 class LedgerConfig(BaseModel):

@@ -7,15 +7,15 @@ from pathlib import Path
 from pydantic import BaseModel
 
 
-def write_atomically(path: Path, data: bytes | str | BaseModel) -> None:
-    """Write `data` to `path` so that a reader sees the old file or the whole new one."""
+def write_atomically(path: Path, data: bytes | str | BaseModel, mode: int = 0o666) -> None:
+    """Write `data` to `path` so that a reader sees the old file or the whole new one; `mode` is less the umask."""
     if isinstance(data, BaseModel):
         data = data.model_dump_json(indent=2) + "\n"
     if isinstance(data, str):
         data = data.encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with aside.open("wb") as file:
+    with open(aside, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -22,16 +22,23 @@ OnLine = Callable[[str], None]
 class KeptProcess:
     """A command that is started again when it crashes. Whoever made it stops it."""
 
-    def __init__(self, launch: Callable[[], Process], restarts: int = RESTARTS, backoff_s: float = BACKOFF_S):
+    def __init__(
+        self,
+        launch: Callable[[], Process],
+        restarts: int = RESTARTS,
+        backoff_s: float = BACKOFF_S,
+        running: Process | None = None,
+    ):
+        """`running`: what was launched already."""
         self._launch, self._restarts, self._backoff_s = launch, restarts, backoff_s
         self._crashes = 0
         self._start_at = 0.0
         self.failure: ProcessFailedError | None = None
         """Why it is not started any more."""
-        self._start()
+        self._start(running)
 
-    def _start(self) -> None:
-        self.process = self._launch()
+    def _start(self, running: Process | None = None) -> None:
+        self.process = running or self._launch()
         self._started = time.monotonic()
         self._waiting = False
 
@@ -54,6 +61,7 @@ class KeptProcess:
         return status == 0
 
     def _crashed(self, on_event: OnLine) -> None:
+        self.process.stop()
         try:
             self.process.check()
         except ProcessFailedError as error:

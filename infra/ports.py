@@ -6,6 +6,7 @@ import socket
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 
 from infra.locks import Lock, LockHeldError, hold
@@ -33,6 +34,15 @@ def any_free_port() -> int:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
+
+
+def lasting_ports(count: int) -> list[int]:
+    """Free ports for a server that is to be found at the same ones again after a restart."""
+    free = (port for port in random.sample(LASTING, len(LASTING)) if is_free(port))
+    found = list(islice(free, count))
+    if len(found) < count:
+        raise ValueError(f"{count} ports of {LASTING.start}..{LASTING.stop - 1} are wanted, {len(found)} are free")
+    return found
 
 
 def own_address(peer: str) -> str:

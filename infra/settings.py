@@ -69,6 +69,11 @@ def leased_gpus() -> list[str]:
     return [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
 
 
+def permitted_gpus() -> tuple[str, ...]:
+    """The GPUs (UUIDs) that runs of this machine may lease, by $DRAFTSMITH_GPUS; empty: all that there are."""
+    return tuple(one for one in os.environ.get("DRAFTSMITH_GPUS", "").split(",") if one)
+
+
 def rank_from_environment() -> tuple[int, int]:
     """(rank, world size) as torchrun sets them; (0, 1) without it."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

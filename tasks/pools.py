@@ -1,34 +1,75 @@
 """Leases devices. Who acquired them gives them back."""
 
+import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from prefect import Task, task
+from prefect import Task, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, TaskRun
+from prefect.concurrency.sync import concurrency
 
 from infra.pools.base import Pool, PoolBusyError, PoolProvider, PoolSpec, Role
 from infra.pools.local import LocalPools
 from infra.processes import Owner
+from infra.settings import prefect_is_private
 from tasks.run import OpenRun
+
+LOOK_AGAIN_S = 10.0
+LEASE_S = 60.0
+"""A flow that was killed gives its place in the queue back after so long."""
 
 
 @contextmanager
 def lease(run: OpenRun, *roles: Role) -> Iterator[Sequence[Pool]]:
-    """A pool per role, all at once; given back at the end with everything on them stopped."""
-    provider = LocalPools()
-    wanted = {"inference": run.config.pools.inference_gpus, "training": run.config.pools.training_gpus}
-    try:
-        yield acquire_pools(provider, [PoolSpec(role, wanted[role]) for role in roles], run.owner)
-    finally:
-        provider.release(run.owner.name)
+    """A pool per role, all at once; given back at the end with everything on them stopped.
+
+    Waits in a queue for GPUs that other runs hold. Raises ValueError for what can never fit.
+    """
+    settings, provider = run.config.pools, LocalPools()
+    wanted: dict[Role, int] = {"inference": settings.inference_gpus, "training": settings.training_gpus}
+    specs = [PoolSpec(role, wanted[role]) for role in roles]
+    provider.check(specs)
+    wait_s = 3600 * settings.wait_hours
+    with _queued(sum(spec.gpus for spec in specs), len(provider.gpus), wait_s):
+        patient = acquire_pools.with_options(retries=int(wait_s / LOOK_AGAIN_S))
+        try:
+            yield patient(provider, specs, run.owner)
+        finally:
+            provider.release(run.owner.name)
+
+
+@contextmanager
+def _queued(gpus: int, there_are: int, wait_s: float) -> Iterator[None]:
+    """A place in this machine's queue, which Prefect's pages show as a concurrency limit.
+
+    It counts; which GPUs, and that nobody else has them, is decided by the locks of the pools.
+    """
+    if gpus == 0 or prefect_is_private():
+        yield
+        return
+    queue = f"gpus-of-{platform.node()}"
+    with get_client(sync_client=True) as client:
+        client.upsert_global_concurrency_limit_by_name(queue, there_are)
+    get_run_logger().info("waiting for %d of %d GPUs (concurrency limit %s)", gpus, there_are, queue)
+    # A server that is away for longer than a lease must not end a training: the locks still hold.
+    with concurrency(
+        queue,
+        gpus,
+        timeout_seconds=wait_s,
+        lease_duration=LEASE_S,
+        strict=True,
+        raise_on_lease_renewal_failure=False,
+    ):
+        yield
 
 
 def _busy(_task: Task, _run: TaskRun, state: State) -> bool:
     return isinstance(state.result(raise_on_failure=False), PoolBusyError)
 
 
-@task(name="acquire pools", retries=120, retry_delay_seconds=30, retry_condition_fn=_busy, cache_policy=NO_CACHE)
+@task(name="acquire pools", retry_delay_seconds=LOOK_AGAIN_S, retry_condition_fn=_busy, cache_policy=NO_CACHE)
 def acquire_pools(provider: PoolProvider, specs: Sequence[PoolSpec], owner: Owner) -> Sequence[Pool]:
-    """Lease devices; waits for an hour where other runs hold them."""
+    """Lease devices; waits where other runs hold them."""
     return provider.acquire(specs, owner)

@@ -65,12 +65,20 @@ def _folder_of_this_flow_run(recipe: str) -> RunFolder:
     """A new folder, or the one this flow run made when it ran before: "Retry" in Prefect's UI resumes."""
     flow_run = this_flow_run.get_id()
     assert flow_run, "a run is opened inside a flow run"
-    for note in runs_folder().glob(f"*/{FLOW_RUN}"):
-        if note.read_text() == flow_run:
-            return RunFolder(note.parent)
+    if before := folder_of_flow_run(flow_run, None):
+        return before
     folder = _new_folder(recipe)
     write_atomically(folder / FLOW_RUN, flow_run)
     return RunFolder(folder)
+
+
+def folder_of_flow_run(flow_run: str, name: str | None) -> RunFolder | None:
+    """The folder of the run that a flow run was given by name, or made; None where it has made none."""
+    if name:
+        folder = runs_folder() / name
+        return RunFolder(folder) if folder.is_dir() else None
+    notes = runs_folder().glob(f"*/{FLOW_RUN}")
+    return next((RunFolder(note.parent) for note in notes if note.read_text() == flow_run), None)
 
 
 def _new_folder(recipe: str) -> Path:

@@ -50,10 +50,19 @@ class Pool(Protocol):
 class PoolProvider(Protocol):
     """Whoever has devices to lease."""
 
+    @property
+    def gpus(self) -> Sequence[str]:
+        """All GPUs that there are to lease, whoever holds them now."""
+        ...
+
+    def check(self, specs: Sequence[PoolSpec]) -> None:
+        """Raises ValueError, with the numbers, for what can never fit."""
+        ...
+
     def acquire(self, specs: Sequence[PoolSpec], owner: Owner) -> Sequence[Pool]:
         """Lease a pool per spec in the owner's name, all of them or none.
 
-        Raises ValueError, with the numbers, for what can never fit, and PoolBusyError for what does not fit now.
+        Raises ValueError as `check` does, and PoolBusyError for what does not fit now.
         """
         ...
 

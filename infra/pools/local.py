@@ -15,6 +15,7 @@ from infra.locks import LockHeldError, hold
 from infra.pools.base import PoolBusyError, PoolSpec
 from infra.pools.gpus import visible_gpus
 from infra.processes import Owner, Process, start
+from infra.settings import permitted_gpus
 
 
 def cores() -> int:
@@ -58,25 +59,29 @@ class LocalPools:
     """Leases this machine's devices."""
 
     def __init__(self, gpus: tuple[str, ...] | None = None, locks: Path | None = None) -> None:
-        self._gpus = visible_gpus() if gpus is None else gpus
+        self.gpus = permitted_gpus() or visible_gpus() if gpus is None else gpus
         self._locks = locks or Path(tempfile.gettempdir()) / "draftsmith-gpus"
         self._held: dict[str, ExitStack] = {}
+
+    def check(self, specs: Sequence[PoolSpec]) -> None:
+        """Raises ValueError for more GPUs than this machine has."""
+        if sum(spec.gpus for spec in specs) > len(self.gpus):
+            settings = " and ".join(f"pools.{spec.role}_gpus" for spec in specs)
+            raise ValueError(
+                f"{_in_words(specs)} and this machine has {len(self.gpus)}: lower {settings}, or run where there are "
+                "more"
+            )
 
     def acquire(self, specs: Sequence[PoolSpec], owner: Owner) -> tuple[LocalPool, ...]:
         """Lock GPUs nobody else has locked. Raises ValueError or PoolBusyError, as the contract says."""
         assert owner.name not in self._held, f"{owner.name} already holds pools"
+        self.check(specs)
         wanted = sum(spec.gpus for spec in specs)
-        if wanted > len(self._gpus):
-            settings = " and ".join(f"pools.{spec.role}_gpus" for spec in specs)
-            raise ValueError(
-                f"{_in_words(specs)} and this machine has {len(self._gpus)}: lower {settings}, or run where there are "
-                "more"
-            )
         with ExitStack() as stack:
             locked = self._lock(wanted, stack)
             if len(locked) < wanted:
                 raise PoolBusyError(
-                    f"{_in_words(specs)}; of this machine's {len(self._gpus)}, {len(self._gpus) - len(locked)} are "
+                    f"{_in_words(specs)}; of this machine's {len(self.gpus)}, {len(self.gpus) - len(locked)} are "
                     "held by other runs now"
                 )
             left = iter(locked.items())
@@ -89,7 +94,7 @@ class LocalPools:
     def _lock(self, count: int, stack: ExitStack) -> dict[str, int]:
         """Up to `count` GPUs, with the descriptors of their locks."""
         locked: dict[str, int] = {}
-        for gpu in self._gpus:
+        for gpu in self.gpus:
             if len(locked) == count:
                 break
             with suppress(LockHeldError):

@@ -73,10 +73,10 @@ class Stack:
         )  # fmt: skip
         assert ended.returncode == 0, ended.stdout + ended.stderr
 
-    def worker(self) -> Any:
-        """A worker of the deployments' work pool, as a context manager."""
+    def worker(self, pool: str = "draftsmith", **environment: str) -> Any:
+        """A worker of one of the deployments' work pools, as a context manager."""
         log = self.home / "worker.log"
-        return running([*PREFECT, "worker", "start", "--pool", "draftsmith"], self.environment, log)
+        return running([*PREFECT, "worker", "start", "--pool", pool], self.environment | environment, log)
 
     def get(self, path: str) -> Any:
         return self._ask("GET", path, None)
@@ -92,6 +92,11 @@ class Stack:
             if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE or time.monotonic() > deadline:
                 return answer.raise_for_status().json()
             time.sleep(1)
+
+    def flow_runs(self, flow: str) -> list[str]:
+        """Ids of a flow's runs, oldest first."""
+        wanted = {"flows": {"name": {"any_": [flow]}}, "sort": "EXPECTED_START_TIME_ASC"}
+        return [found["id"] for found in self.post("flow_runs/filter", wanted)]
 
     def wait_for(self, flow_run: str, *states: str) -> dict[str, Any]:
         """The flow run once it is in one of the states."""
@@ -141,7 +146,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     server = [*PREFECT, "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     with running(server, found.environment, home / "server.log"):
         until(lambda: _healthy(found.api), "for the server")
-        found.prefect("work-pool", "create", "draftsmith", "--type", "process")
+        for pool in ("draftsmith", "draftsmith-recovery"):
+            found.prefect("work-pool", "create", pool, "--type", "process")
         found.prefect("--no-prompt", "deploy", "--all")
         yield found
 

@@ -12,8 +12,10 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
+from infra.files import write_atomically
 from infra.ledger.ledger import Ledger
 from infra.records import RegeneratedRecord, TargetRecord
+from infra.recovery import ATTEMPTS, Recoveries, Recovery, newest_step
 from infra.run_folder import RunFolder
 from infra.tracking.runs import TrackedRun
 from models.config import RunConfig, load_recipe
@@ -75,16 +77,16 @@ def trained(folder: RunFolder, more_than: int) -> bool:
         return ledger.progress().consumed > more_than
 
 
-def flow_process(stack: Any) -> psutil.Process:
-    """The flow run's process: the engine that a worker of this server started."""
+def flow_process(flow_run: str) -> psutil.Process:
+    """The flow run's process: the engine that a worker started."""
     for process in psutil.process_iter():
         try:
             engine = any("prefect" in part and "engine" in part for part in process.cmdline())
-            if engine and process.environ().get("PREFECT_API_URL") == stack.api:
+            if engine and process.environ().get("PREFECT__FLOW_RUN_ID") == flow_run:
                 return process
         except psutil.Error:
             continue
-    raise AssertionError("no flow of this server is running")
+    raise AssertionError(f"flow run {flow_run} is not running")
 
 
 def mlflow_status(folder: RunFolder) -> str:
@@ -100,47 +102,56 @@ def test_a_recipe_that_is_none_is_refused_by_the_server(stack: Any) -> None:
         stack.post(f"deployments/{deployed['id']}/create_flow_run", {"parameters": {"config": {}}})
 
 
+def next_run(stack: Any, until: Callable[..., None], after: str) -> str:
+    """The flow run that nobody submitted."""
+    until(lambda: stack.flow_runs("retrain")[-1] != after, "for the run to go on")
+    return stack.flow_runs("retrain")[-1]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_cancelled_killed_retried_and_finished(
+def test_cancelled_killed_and_finished_without_a_person(
     stack: Any, submit: Callable[..., str], until: Callable[..., None], tiny_target: TargetRecord
 ) -> None:
     folder = RunFolder(stack.runs / "deployed")
-    with stack.worker() as worker:
-        cancelled = submit("retrain", "deployed", *SMALL)
-        until(lambda: trained(folder, 0), "for a checkpoint")
-        stack.post(f"flow_runs/{cancelled}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}})
-        assert stack.wait_for(cancelled)["state"]["type"] == "CANCELLED", stack.log()
-        assert processes_of(folder) == []
-        assert list(stack.memory.iterdir()) == []
-        assert mlflow_status(folder) == "KILLED"
+    with stack.worker("draftsmith-recovery"):
+        with stack.worker() as worker:
+            cancelled = submit("retrain", "deployed", *SMALL)
+            until(lambda: trained(folder, 0), "for a checkpoint")
+            stack.post(f"flow_runs/{cancelled}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}})
+            assert stack.wait_for(cancelled)["state"]["type"] == "CANCELLED", stack.log()
+            assert processes_of(folder) == []
+            assert list(stack.memory.iterdir()) == []
+            assert mlflow_status(folder) == "KILLED"
 
-        # Generator and rank die, and the flow goes on; then it dies itself.
-        second = submit("retrain", "deployed", *SMALL)
-        until(
-            lambda: folder.path.joinpath("logs/trainer.log").read_text().count("trainer ready") > 1, "for the trainer"
-        )
-        named(folder, "models.capture.generator").kill()
-        named(folder, "models.training.trainer").kill()
-        until(lambda: trained(folder, STEPS * SAMPLES_PER_STEP // 2), "for half of the samples")
-        flow_process(stack).kill()
-        assert stack.wait_for(second)["state"]["type"] == "CRASHED", stack.log()
-        until(lambda: processes_of(folder) == [], "for the data plane's end")
-        assert list(stack.memory.iterdir()) == []
+            # Generator and rank die, and the flow goes on; then it dies itself.
+            first = submit("retrain", "deployed", *SMALL)
+            trainer = folder.path / "logs/trainer.log"
+            until(lambda: trainer.read_text().count("trainer ready") > 1, "for the trainer")
+            named(folder, "models.capture.generator").kill()
+            named(folder, "models.training.trainer").kill()
+            until(lambda: trained(folder, STEPS * SAMPLES_PER_STEP // 3), "for a third of the samples")
+            flow_process(first).kill()
+            assert stack.wait_for(first)["state"]["type"] == "CRASHED", stack.log()
 
-        # What "Retry" in the UI does; then the worker dies with the flow.
-        stack.post(
-            f"flow_runs/{second}/set_state", {"state": {"type": "SCHEDULED", "name": "AwaitingRetry"}, "force": True}
-        )
-        until(lambda: processes_of(folder), "for the retry")
-        flow = flow_process(stack)
-        os.killpg(worker.pid, signal.SIGKILL)
-        flow.kill()
-        until(lambda: processes_of(folder) == [], "for the data plane's end")
-    with stack.worker():
-        last = submit("retrain", "deployed", *SMALL)
-        found = stack.wait_for(last)
-        assert found["state"]["type"] == "COMPLETED", found["state"]["message"] + stack.log()
+            # It goes on by itself; then worker and flow die together.
+            second = next_run(stack, until, first)
+            until(lambda: trained(folder, STEPS * SAMPLES_PER_STEP * 2 // 3), "for two thirds of the samples")
+            flow = flow_process(second)
+            os.killpg(worker.pid, signal.SIGKILL)
+            flow.kill()
+            until(lambda: processes_of(folder) == [], "for the data plane's end")
+            assert list(stack.memory.iterdir()) == []
+        with stack.worker():
+            last = next_run(stack, until, second)
+            found = stack.wait_for(last)
+            assert found["state"]["type"] == "COMPLETED", found["state"]["message"] + stack.log()
+            assert stack.get(f"flow_runs/{second}")["state"]["type"] == "CRASHED"
+        assert_finished(stack, folder)
+        assert_given_up(stack, folder, first)
+
+
+def assert_finished(stack: Any, folder: RunFolder) -> None:
     report = json.loads(folder.report.read_text())
     assert report["samples"]["consumed"] == STEPS * SAMPLES_PER_STEP
     steps = [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()]
@@ -150,6 +161,18 @@ def test_cancelled_killed_retried_and_finished(
     assert mlflow_status(folder) == "FINISHED"
     keys = {artifact["key"] for artifact in stack.post("artifacts/filter", {})}
     assert {"acceptance-length", "report"} <= keys
+
+
+def assert_given_up(stack: Any, folder: RunFolder, crashed: str) -> None:
+    """A run that came to no new checkpoint for so long is a person's."""
+    made = tuple(Recovery(flow_run=f"earlier-{number}", step=newest_step(folder, None)) for number in range(ATTEMPTS))
+    write_atomically(folder.path / "recoveries.json", Recoveries(made=made))
+    deployed, before = stack.get("deployments/name/recover/recover"), stack.flow_runs("retrain")
+    body = {"parameters": {"flow_run": f"prefect.flow-run.{crashed}"}}
+    found = stack.wait_for(stack.post(f"deployments/{deployed['id']}/create_flow_run", body)["id"])
+    assert found["state"]["type"] == "FAILED"
+    assert "died 4 times without a new checkpoint" in found["state"]["message"]
+    assert stack.flow_runs("retrain") == before
 
 
 @pytest.mark.slow
@@ -166,3 +189,38 @@ def test_text_is_regenerated(stack: Any, submit: Callable[..., str], tiny_target
     assert len(texts) == 2
     assert sum(text.startswith("A list is") for text in texts) == 1
     assert processes_of(folder) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_runs_share_no_gpu_and_wait_for_one(
+    stack: Any, submit: Callable[..., str], until: Callable[..., None], tiny_target: TargetRecord
+) -> None:
+    """Names of GPUs are enough for that: without a driver torch leaves them alone."""
+    names = ["one", "two", "three"]
+    settings = [*SMALL, "training.max_steps=60", "pools.inference_gpus=1"]
+    held: set[tuple[tuple[str, str], ...]] = set()
+    with stack.worker(DRAFTSMITH_GPUS="GPU-a,GPU-b"):
+        runs = [submit("retrain", name, *settings) for name in names]
+        until(lambda: held.add(holders(stack, names)) or ended(stack, runs), "for three runs")
+    assert [stack.get(f"flow_runs/{run}")["state"]["type"] for run in runs] == ["COMPLETED"] * 3, stack.log()
+    assert all(len({gpu for _, gpu in at_once}) == len(at_once) for at_once in held), held
+    assert max(map(len, held)) == 2, held
+    assert {name for at_once in held for name, _ in at_once} == set(names)
+
+
+def ended(stack: Any, runs: list[str]) -> bool:
+    return all(stack.get(f"flow_runs/{run}")["state"]["type"] in {"COMPLETED", "FAILED", "CRASHED"} for run in runs)
+
+
+def holders(stack: Any, names: list[str]) -> tuple[tuple[str, str], ...]:
+    """Which runs' generators are bound to which GPU, now."""
+    found = set()
+    for name in names:
+        for process in processes_of(RunFolder(stack.runs / name)):
+            try:
+                if "models.capture.generator" in process.cmdline() and "--grace" not in process.cmdline():
+                    found.add((name, process.environ()["CUDA_VISIBLE_DEVICES"]))
+            except psutil.Error:
+                continue
+    return tuple(sorted(found))

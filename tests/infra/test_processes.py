@@ -121,13 +121,21 @@ def test_a_crashed_command_leaves_no_orphans(tmp_path: Path) -> None:
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
 def test_a_killed_supervisor_takes_its_command_along(tmp_path: Path) -> None:
-    process = run_shell(tmp_path, "echo $$; exec sleep 600")
-    (pid,) = family(process.log)
+    """At once; the command's own children when its starter notices."""
+    process = run_shell(tmp_path, "sleep 600 & echo $$ $!; wait")
+    pid, child = family(process.log)
     os.kill(process.pid, signal.SIGKILL)
-    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    until(lambda: gone(pid))
     with pytest.raises(ProcessFailedError, match="signal 9"):
         process.wait(WAIT_S)
+    assert not gone(child)
+    process.stop()
+    until(lambda: gone(child))
 
 
 @pytest.mark.parametrize("stubborn", [False, True])

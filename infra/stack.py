@@ -1,0 +1,158 @@
+"""The servers of a whole stack on one machine, kept running: PostgreSQL, S3, Prefect, MLflow, workers.
+
+Run by `draftsmith up`. Every server listens on loopback alone; databases, objects and secrets stay in the folder.
+"""
+
+import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import fsspec
+
+from infra.files import write_atomically
+from infra.health import trouble
+from infra.keep_running import KeptProcess
+from infra.ports import HOST
+from infra.postgres import PostgresServer
+from infra.processes import Owner, Process, module, start
+from infra.s3_server import S3Server
+from infra.servers import MLFLOW, PREFECT
+
+BUCKET = "draftsmith"
+START_S = 300.0
+DEPLOY_S = 180.0
+ANSWER_S = 2.0
+POLL_S = 0.3
+GRACE_S = 10.0
+WORK_POOLS = ("draftsmith", "draftsmith-recovery")
+WORKER = {
+    "PREFECT_WORKER_QUERY_SECONDS": "2",  # seconds between two looks for work; 10 by default
+}
+
+
+@dataclass(frozen=True)
+class StackPorts:
+    """Of the pages that people open."""
+
+    prefect: int
+    mlflow: int
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What runs, and how to reach it."""
+
+    kept: Mapping[str, KeptProcess]
+    environment: Mapping[str, str]
+    """For whoever works with the stack: addresses and credentials."""
+
+    def tend(self, say: Callable[[str], None]) -> None:
+        """Start again what has died. Raises ProcessFailedError for a server that cannot be started any more."""
+        for kept in self.kept.values():
+            kept.tend(lambda _line: None, say)
+            if kept.failure is not None:
+                raise kept.failure
+
+
+@contextmanager
+def stack(folder: Path, owner: Owner, ports: StackPorts, say: Callable[[str], None]) -> Iterator[Stack]:
+    """Start everything, deploy prefect.yaml of the current folder, and stop everything at the end.
+
+    Raises ValueError for a missing package, TimeoutError and ProcessFailedError for a server that does not come up.
+    """
+    kept: dict[str, KeptProcess] = {}
+    with ExitStack() as stopping:
+
+        def keep(name: str, launch: Callable[[], Process], running: Process | None = None) -> KeptProcess:
+            kept[name] = KeptProcess(launch, running=running)
+            stopping.callback(kept[name].close)
+            return kept[name]
+
+        postgres = PostgresServer(folder / "postgres", owner)
+        keep("PostgreSQL", postgres.start, postgres.process)
+        s3 = S3Server(folder / "s3", owner)
+        keep("S3", s3.start, s3.process)
+        _make_bucket(s3)
+        prefect, mlflow = f"http://{HOST}:{ports.prefect}", f"http://{HOST}:{ports.mlflow}"
+        environment = {
+            "PREFECT_API_URL": f"{prefect}/api",
+            "MLFLOW_TRACKING_URI": mlflow,
+            **s3.access.environment,
+        }
+        servers = [
+            keep("Prefect", lambda: _start_prefect(owner, ports.prefect, environment, postgres)),
+            keep("MLflow", lambda: _start_mlflow(owner, ports.mlflow, environment, postgres)),
+        ]
+        _wait(f"{prefect}/api/health", servers[0])
+        _deploy(owner, environment)
+        _wait(f"{mlflow}/health", servers[1])
+        for pool in WORK_POOLS:
+            keep(f"worker of {pool}", lambda pool=pool: _start_worker(owner, pool, environment))
+        say("everything is up")
+        yield Stack(kept, environment)
+
+
+def _make_bucket(s3: S3Server) -> None:
+    access = s3.access
+    files = fsspec.filesystem(
+        "s3", endpoint_url=access.address, key=access.access_key, secret=access.secret_key, skip_instance_cache=True
+    )
+    if not files.exists(BUCKET):
+        files.mkdir(BUCKET)
+
+
+def _start_prefect(owner: Owner, port: int, environment: Mapping[str, str], postgres: PostgresServer) -> Process:
+    database = postgres.make_database("prefect").replace("postgresql+psycopg:", "postgresql+asyncpg:")
+    command = module("prefect", "server", "start", "--host", HOST, "--port", str(port))
+    settings = PREFECT | {"PREFECT_SERVER_DATABASE_CONNECTION_URL": database}
+    return start("prefect-server", command, owner, {**environment, **settings}, grace_s=GRACE_S)
+
+
+def _start_mlflow(owner: Owner, port: int, environment: Mapping[str, str], postgres: PostgresServer) -> Process:
+    settings = MLFLOW | {
+        "MLFLOW_BACKEND_STORE_URI": postgres.make_database("mlflow"),
+        "MLFLOW_DEFAULT_ARTIFACT_ROOT": f"s3://{BUCKET}/mlflow",
+        "MLFLOW_SERVE_ARTIFACTS": "false",
+    }
+    command = module("mlflow", "server", "--workers", "1", "--host", HOST, "--port", str(port))
+    return start("mlflow-server", command, owner, {**environment, **settings}, grace_s=GRACE_S)
+
+
+def _start_worker(owner: Owner, pool: str, environment: Mapping[str, str]) -> Process:
+    command = module("prefect", "worker", "start", "--pool", pool, "--name", pool)
+    return start(f"worker-{pool}", command, owner, {**environment, **WORKER}, grace_s=GRACE_S)
+
+
+def _deploy(owner: Owner, environment: Mapping[str, str]) -> None:
+    """Work pools and deployments; those that are there are brought up to date."""
+    for pool in WORK_POOLS:
+        _prefect(owner, environment, "work-pool", "create", pool, "--type", "process", "--overwrite")
+    _prefect(owner, environment, "--no-prompt", "deploy", "--all")
+
+
+def _prefect(owner: Owner, environment: Mapping[str, str], *arguments: str) -> None:
+    process = start("prefect-deploy", module("prefect", *arguments), owner, environment)
+    try:
+        process.wait(DEPLOY_S)
+    finally:
+        process.stop()
+
+
+def _wait(url: str, server: KeptProcess) -> None:
+    deadline = time.monotonic() + START_S
+    while (why := trouble(url, ANSWER_S, direct=True)) is not None:
+        server.process.check()
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"{server.process.role} did not answer within {START_S:g} s ({why}); its log is {server.process.log}"
+            )
+        time.sleep(POLL_S)
+
+
+def write_environment(file: Path, environment: Mapping[str, str]) -> None:
+    """A file for `source`, readable by its owner alone: it holds a secret."""
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in sorted(environment.items())]
+    write_atomically(file, "\n".join([*lines, ""]), mode=0o600)
