@@ -76,6 +76,11 @@ class RunFolder:
         return self.path / "benchmark.json"
 
     @property
+    def request_counts(self) -> Path:
+        """Tokens and verification steps of every benchmarked conversation."""
+        return self.path / "request_counts.json"
+
+    @property
     def served(self) -> Path:
         """The serving engine's figures."""
         return self.path / "served.json"
