@@ -2,10 +2,10 @@
 
     python benchmarks/drift.py [--counts benchmarks/results/drift_requests.json] [--windows 500000]
 
-Windows are resampled from the recorded requests of a real benchmark (tokens and verification steps of each, no text, no
-model). The fall is made in two ways: `worse draft`: accepted tokens are lost at random; `other traffic`: requests that the
-draft knows worse come more often. `other half`: the reference is one half of the requests and the windows are drawn from the
-other half, which is what a benchmark and the traffic after it are to each other.
+Windows are resampled from the recorded requests of a real benchmark (tokens and verification steps of each, no text,
+no model). The fall is made in two ways: `worse draft`: accepted tokens are lost at random; `other traffic`: requests
+that the draft knows worse come more often. `other half`: the reference is one half of the requests and the windows
+are drawn from the other half, which is what a benchmark and the traffic after it are to each other.
 """
 
 import argparse
@@ -61,7 +61,7 @@ class Traffic:
         for start in range(0, windows, block):
             size = (min(block, windows - start), self.per_window)
             number = len(self.requests)
-            chosen = rng.integers(number, size=size) if self.weights is None else rng.choice(number, size, p=self.weights)
+            chosen = rng.choice(number, size, p=self.weights)
             parts.append(self.requests[chosen].sum(axis=1))
         return np.concatenate(parts)
 

@@ -45,7 +45,9 @@ class WatchConfig(BaseModel):
     )
     keep_windows: int = Field(default=5000, ge=100, description="Older windows are dropped from the record.")
     quiet_hours: float = Field(
-        default=168.0, ge=0, description="After an alarm of a version, none is raised for so long: retraining takes time."
+        default=168.0,
+        ge=0,
+        description="After an alarm of a version, none is raised for so long: retraining takes time.",
     )
     timeout_s: float = Field(default=10.0, gt=0, description="Of one question to a server.")
     requests: RequestLogConfig | None = Field(

@@ -1,8 +1,9 @@
 """What SGLang's servers say of the requests they have finished: counters from `/metrics`. Runs in the flow's process.
 
-SGLang raises its counters once per finished request: generated tokens, verification steps, requests. Each request's first
-token comes from the prefill, so tokens emitted by verification steps are generated tokens less requests: bonus tokens and
-a step that the end of the text cut are included. The gauge of the acceptance length covers the last few steps only.
+SGLang raises its counters once per finished request: generated tokens, verification steps, requests. Each request's
+first token comes from the prefill, so tokens emitted by verification steps are generated tokens less requests: bonus
+tokens and a step that the end of the text cut are included. The gauge of the acceptance length covers the last few
+steps only.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

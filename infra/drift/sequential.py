@@ -4,17 +4,17 @@ Shiryaev-Roberts on e-values. Of a window with T tokens in V verification steps 
 
     exp(theta (m V - T)),   m = (1 - fall / 2) x reference
 
-and theta is the positive root of E[exp(theta (m v - t))] = 1 over the reference's requests (t, v). So e-values average 1
-while served requests are like the reference's, *whatever the number of requests in a window*, and
-R = (1 + R) x e, less the number of windows, is a martingale: the mean number of windows to a false alarm of "R >= A" is at
-least A, without a simulation and without a threshold that depends on the traffic (a CUSUM has that only by calibration at
-one window size). For normal windows the e-value is the likelihood ratio against a fall of that size, and
-Shiryaev-Roberts detects it as soon as a CUSUM of the same false alarms does.
+and theta is the positive root of E[exp(theta (m v - t))] = 1 over the reference's requests (t, v). So e-values
+average 1 while served requests are like the reference's, *whatever the number of requests in a window*, and R = (1 +
+R) x e, less the number of windows, is a martingale: the mean number of windows to a false alarm of "R >= A" is at
+least A, without a simulation and without a threshold that depends on the traffic (a CUSUM has that only by
+calibration at one window size). For normal windows the e-value is the likelihood ratio against a fall of that size,
+and Shiryaev-Roberts detects it as soon as a CUSUM of the same false alarms does.
 
 Two things keep the promise where the assumptions end. The benchmark knows its figure to a standard error only, so the
-reference is its lower 97.5 % bound. And traffic varies more than requests do by themselves, so theta is divided by the
-dispersion seen in earlier windows of the same version (the first ones are only learned from: their e-value is 1); a smaller
-theta can only make false alarms rarer.
+reference is its lower 97.5 % bound. And traffic varies more than requests do by themselves, so theta is divided by
+the dispersion seen in earlier windows of the same version (the first ones are only learned from: their e-value is 1);
+a smaller theta can only make false alarms rarer.
 """
 
 from collections.abc import Sequence

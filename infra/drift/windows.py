@@ -1,7 +1,7 @@
 """The record of one deployment's traffic, window by window, and what the drift test makes of it. The flow's process.
 
-One JSON file per draft, in a folder or on S3, written whole: a reader sees the old record or the new one. The test's state
-is a function of the record alone, so a restart changes nothing.
+One JSON file per draft, in a folder or on S3, written whole: a reader sees the old record or the new one. The test's
+state is a function of the record alone, so a restart changes nothing.
 """
 
 import json
