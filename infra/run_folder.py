@@ -46,6 +46,11 @@ class RunFolder:
         return f"sqlite:///{self.ledger_file}"
 
     @property
+    def start(self) -> Path:
+        """Export of the registered version that training begins with, if it does."""
+        return self.path / "start"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 
