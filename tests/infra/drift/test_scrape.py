@@ -66,3 +66,13 @@ def test_the_served_lookahead():
         Scrape(readings={"http://a": reading(4, 5), "http://b": reading(3, 4)}).lookahead()
     with pytest.raises(ValueError, match="a tree"):
         Scrape(readings={"http://a": reading(4, 16)}).lookahead()
+
+
+def test_a_real_servers_counters():
+    """24 requests of 128 tokens: what verification steps emitted, whatever the gauge says of the last few of them."""
+    found = read_metrics(TEXT, "http://a")
+    assert found == Reading(counters=Counters(generated=3072, requests=24, steps=1217), lookahead=4, draft_tokens=5)
+    assert found.counters.tokens / found.counters.steps == pytest.approx(2.50, abs=0.01)
+    assert "\nsglang:spec_accept_length{" in TEXT
+    (gauge,) = (line for line in TEXT.splitlines() if line.startswith("sglang:spec_accept_length{"))
+    assert gauge.endswith(" 1.0"), "the gauge covers the last steps of the last request"
