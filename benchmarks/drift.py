@@ -4,8 +4,10 @@
 
 Windows are resampled from the recorded requests of a real benchmark (tokens and verification steps of each, no text,
 no model). The fall is made in two ways: `worse draft`: accepted tokens are lost at random; `other traffic`: requests
-that the draft knows worse come more often. `other half`: the reference is one half of the requests and the windows
-are drawn from the other half, which is what a benchmark and the traffic after it are to each other.
+that the draft knows worse come more often. `at the bound`: no fall, but the true acceptance length is the lower bound
+of the benchmark's; `moody`: every window leans by 5 % towards better or worse requests; `other half`: the reference
+is one half of the requests and the windows are drawn from the other half, as a benchmark and the traffic after it
+are.
 """
 
 import argparse
@@ -27,7 +29,7 @@ from infra.results import RequestCounts
 
 RESULTS = Path(__file__).parent / "results"
 FALL, ARL, SEED = 0.10, 5000.0, 20261122
-WINDOW_STEPS = (500, 1000, 2000, 4000)
+WINDOW_STEPS = (100, 250, 500, 1000, 2000)
 CHAIN = 5000
 """Windows after which a simulated deployment starts anew."""
 BEFORE = 50
@@ -208,11 +210,13 @@ def measure(requests: Windows, steps: int, windows: int) -> dict[str, object]:
     traffic = Traffic(requests, None, per_window)
     bounded, exact = DriftTest(Reference(requests), FALL, ARL), DriftTest(Unbounded(requests), FALL, ARL)
     worse, other = traffic.with_worse_draft(FALL), traffic.with_other_requests(FALL)
+    at_the_bound = traffic.with_other_requests(1 - bounded.reference.lower_bound / bounded.reference.length)
     alarms = false_alarms(exact, traffic.draw, windows, SEED)
     matched = float(alarms["average_run_length"] or alarms["windows"])
     return {
         "requests_per_window": per_window,
         "false_alarms": false_alarms(bounded, traffic.draw, windows, SEED),
+        "false_alarms_at_the_bound": false_alarms(bounded, at_the_bound, windows, SEED),
         "false_alarms_in_moody_traffic": false_alarms(bounded, traffic.with_moods(0.05), windows, SEED),
         "delay_worse_draft": delays(bounded, traffic.draw, worse, 1000, SEED + 1),
         "delay_other_traffic": delays(bounded, traffic.draw, other, 1000, SEED + 1),
