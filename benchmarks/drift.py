@@ -149,7 +149,7 @@ def delays(test: DriftTest, before: Draw, after: Draw, repeats: int, seed: int) 
                 found.append(count)
                 break
     mean, median, late = np.mean(found), np.median(found), np.quantile(found, 0.95)
-    return {"mean": round(float(mean), 2), "median": float(median), "p95": float(late)}
+    return {"mean": round(float(mean), 2), "median": float(median), "p95": round(float(late), 1)}
 
 
 def _endless(draw: Draw, rng: np.random.Generator) -> Iterator[list[float]]:
