@@ -7,7 +7,7 @@ from tasks.benchmark import benchmark_draft, benchmark_served
 from tasks.export import export_draft
 from tasks.generators import generating
 from tasks.pools import lease
-from tasks.prepare import prepare_samples, prepare_target, regenerate_text
+from tasks.prepare import fetch_start, prepare_samples, prepare_target, regenerate_text
 from tasks.registry import promote_draft, register_draft
 from tasks.report import write_report
 from tasks.run import open_run
@@ -28,6 +28,7 @@ def retrain(config: RunConfig, run: str | None = None) -> str:
     """
     with open_run(config, run) as opened, tracked(opened) as tracking:
         target = prepare_target(opened)
+        fetch_start(opened)
         if config.data.regeneration:
             with lease(opened, "inference") as (inference,):
                 regenerate_text(opened, inference)

@@ -75,6 +75,20 @@ class Conditions(Record):
     threads: int
 
 
+class RequestCounts(Record):
+    """`request_counts.json`: what each conversation of a benchmark came to, as a serving engine counts requests.
+
+    One row per conversation: tokens emitted after the prefill token, verification steps. A step that the text's end
+    cut is counted too, as engines do; the benchmark's own figures leave it out.
+    """
+
+    conditions: Conditions
+    greedy: Mapping[int, tuple[tuple[int, int], ...]]
+    """By lookahead."""
+    sampled: Mapping[int, tuple[tuple[int, int], ...]]
+    """The same over text that the target sampled at `conditions.sampled_temperature` and top-p."""
+
+
 class DivergenceRecord(Record):
     """One place where speculative text leaves the target's own; `gap` None where only one text ends."""
 

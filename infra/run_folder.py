@@ -46,6 +46,11 @@ class RunFolder:
         return f"sqlite:///{self.ledger_file}"
 
     @property
+    def start(self) -> Path:
+        """Export of the registered version that training begins with, if it does."""
+        return self.path / "start"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 
@@ -74,6 +79,11 @@ class RunFolder:
     @property
     def benchmark(self) -> Path:
         return self.path / "benchmark.json"
+
+    @property
+    def request_counts(self) -> Path:
+        """Tokens and verification steps of every benchmarked conversation."""
+        return self.path / "request_counts.json"
 
     @property
     def served(self) -> Path:

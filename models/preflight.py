@@ -12,6 +12,7 @@ from models.benchmark.prompts import take_prompts
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
 from models.run import Run
+from models.training.start import load_start
 
 BYTES_PER_PARAMETER = 16
 """Of a checkpoint: weights, averaged weights and AdamW's two moments, in float32."""
@@ -27,6 +28,8 @@ def check_run(run: Run) -> None:
     if run.config.ledger.url is not None:
         check_server(run.config.ledger.url)
     _check_disk(run, _draft_parameters(run))
+    if run.folder.start.is_dir():
+        load_start(run)
     _check_store(run)
     heldout = run.open_samples("heldout")
     benchmark = run.config.benchmark

@@ -1,11 +1,15 @@
 """Makes target and samples ready. Both are cached on disk by content hash, so a second run only looks them up."""
 
-from prefect import task
+import shutil
+
+from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from infra.ledger.planning import check_budget
 from infra.pools.base import Pool
 from infra.records import RegeneratedRecord, SamplesRecord, TargetRecord
+from infra.results import RegisteredDraft
+from infra.tracking.registry import champion, download, find_version
 from models.config import RunConfig
 from tasks.data_plane import on_cpu, run_main, worth_retrying
 from tasks.run import OpenRun
@@ -22,6 +26,26 @@ def prepare_target(run: OpenRun) -> TargetRecord:
     """Fetch or convert the target into a plain Hugging Face folder."""
     run_main(run, on_cpu(run), "target", "models.targets.prepare", timeout_s=TARGET_TIMEOUT_S)
     return TargetRecord.read(run.folder.target)
+
+
+@task(name="fetch start", retries=2, retry_delay_seconds=5, retry_condition_fn=worth_retrying, cache_policy=NO_CACHE)
+def fetch_start(run: OpenRun) -> RegisteredDraft | None:
+    """Download the registered version that training begins with, once: a resumed run keeps the one it began with."""
+    wanted, logger = run.config.training.start_from, get_run_logger()
+    if wanted is None or run.folder.start.is_dir():
+        return None
+    if wanted == "champion":
+        found = champion(run.tracking_uri, run.draft_name)
+    else:
+        found = find_version(run.tracking_uri, run.draft_name, wanted)
+    if found is None:
+        logger.info("no champion of %s to start from: a new draft", run.draft_name)
+        return None
+    aside = run.folder.path / "start.part"
+    shutil.rmtree(aside, ignore_errors=True)
+    download(run.tracking_uri, found, aside).replace(run.folder.start)
+    logger.info("training starts from version %s of %s, with its draft vocabulary", found.version, found.name)
+    return found
 
 
 @task(name="regenerate text", retries=2, retry_condition_fn=worth_retrying, cache_policy=NO_CACHE)

@@ -38,7 +38,7 @@ def register_draft(
         curves=_curves(result),
         conditions=conditions,
         table=acceptance_table(result),
-        files=sorted(run.folder.plots.glob("*.png")),
+        files=[*sorted(run.folder.plots.glob("*.png")), run.folder.request_counts],
     )
     tags = {
         registry.RUN: run.folder.name,

@@ -7,12 +7,13 @@ that is what a rollback reads.
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from mlflow import MlflowClient, artifacts
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
-from infra.results import RegisteredDraft
+from infra.results import RegisteredDraft, RequestCounts
 from infra.tracking.client import NOTE, connect
 
 CHAMPION = "champion"
@@ -21,6 +22,9 @@ REPLACES = "replaces"
 RUN = "run"
 MODEL_ID = "model_id"
 ACCEPTANCE = "acceptance_length"
+BENCHMARK = "benchmark"
+"""Folder of artifacts of a version's run."""
+REQUEST_COUNTS = f"{BENCHMARK}/request_counts.json"
 VERSIONS_OF_MODEL = "mlflow.modelVersions"
 """MLflow's own tag, by which a logged model's page shows its versions."""
 
@@ -86,6 +90,11 @@ def champion(uri: str, name: str) -> RegisteredDraft | None:
     return _draft(client, name, int(aliases[CHAMPION])) if CHAMPION in aliases else None
 
 
+def find_version(uri: str, name: str, version: int) -> RegisteredDraft:
+    """One version. Raises ValueError where there is none."""
+    return _draft(connect(uri), name, version)
+
+
 def version_of_run(uri: str, name: str, run: str) -> RegisteredDraft | None:
     """The version that this run registered, if it came that far."""
     return next((draft for draft in list_drafts(uri, name) if draft.tags.get(RUN) == run), None)
@@ -110,6 +119,19 @@ def download(uri: str, draft: RegisteredDraft, folder: Path) -> Path:
     connect(uri)
     artifacts.download_artifacts(artifact_uri=source, dst_path=str(folder), tracking_uri=uri, registry_uri=uri)
     return folder
+
+
+def read_request_counts(uri: str, draft: RegisteredDraft) -> RequestCounts:
+    """What every conversation of a version's benchmark came to. Raises ValueError for a version without it."""
+    client = connect(uri)
+    run_id = str(client.get_model_version(draft.name, str(draft.version)).run_id)
+    if REQUEST_COUNTS not in {artifact.path for artifact in client.list_artifacts(run_id, BENCHMARK)}:
+        raise ValueError(
+            f"version {draft.version} of {draft.name} was benchmarked without counts of its requests, by an older "
+            "version of Draftsmith: retrain it"
+        )
+    with TemporaryDirectory(prefix="draftsmith-") as folder:
+        return RequestCounts.read(Path(client.download_artifacts(run_id, REQUEST_COUNTS, folder)))
 
 
 def _exists(client: MlflowClient, name: str) -> bool:

@@ -2,11 +2,18 @@
 
 from math import isfinite
 
-from infra.results import BenchmarkResult, Conditions, DivergenceRecord, LosslessRecord, ServedResult
+from infra.results import (
+    BenchmarkResult,
+    Conditions,
+    DivergenceRecord,
+    LosslessRecord,
+    RequestCounts,
+    ServedResult,
+)
 from models.benchmark.acceptance import distinct_token_share, summarise
 from models.benchmark.config import BenchmarkConfig, PromotionConfig
 from models.benchmark.gate import Evidence, decide
-from models.benchmark.measure import Measurements
+from models.benchmark.measure import Measurements, Texts, Walk
 from models.benchmark.words import Lengths, against_prompt_lookup, sampled_at
 from models.decoding.lossless import Comparison, total
 
@@ -59,6 +66,23 @@ def build_result(
             sampled_at(conditions),
         ),
         wall_s=wall_s,
+    )
+
+
+def request_counts(found: Measurements, conditions: Conditions) -> RequestCounts:
+    """Every conversation's counts at every lookahead, for tests that resample requests."""
+
+    def by_lookahead(walk: Walk, texts: Texts) -> dict[int, tuple[tuple[int, int], ...]]:
+        rows: dict[int, list[tuple[int, int]]] = {}
+        for conversation, text in zip(walk, texts, strict=True):
+            for counts in conversation:
+                rows.setdefault(counts.lookahead, []).append(counts.as_served(len(text) - 1))
+        return {lookahead: tuple(of) for lookahead, of in rows.items()}
+
+    return RequestCounts(
+        conditions=conditions,
+        greedy=by_lookahead(found.draft, found.greedy),
+        sampled=by_lookahead(found.draft_sampled, found.sampled),
     )
 
 

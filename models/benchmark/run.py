@@ -1,6 +1,6 @@
 """`python -m models.benchmark.run RUN`: benchmark of a run's exported draft on its held-out prompts.
 
-Writes RUN/benchmark.json and RUN/plots/. One process, the target loaded once.
+Writes RUN/benchmark.json, RUN/request_counts.json and RUN/plots/. One process, the target loaded once.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from models.benchmark.contestants import load_contestants
 from models.benchmark.measure import measure
 from models.benchmark.plots import plot_by_position, plot_training
 from models.benchmark.prompts import heldout_prompts
-from models.benchmark.result import build_result
+from models.benchmark.result import build_result, request_counts
 from models.benchmark.words import lines, table
 from models.dtypes import DTYPES
 from models.run import Run
@@ -42,6 +42,8 @@ def benchmark_run(run: Run, champion: Path | None, champion_label: str) -> Bench
     wall_s = time.perf_counter() - begun
     served = ServedResult.read(run.folder.served) if run.folder.served.is_file() else None
     result = build_result(found, config, run.config.promotion, under, champion_label, wall_s=wall_s, served=served)
+    # Before the result: a run that has benchmark.json is done with its benchmark.
+    write_atomically(run.folder.request_counts, request_counts(found, under))
     write_atomically(run.folder.benchmark, result)
     plot_by_position(result, run.folder.plots / "acceptance_by_position.png")
     if run.folder.metrics.is_file():

@@ -26,6 +26,13 @@ class Counts:
         """Tokens emitted by the complete steps, correction and bonus tokens included."""
         return sum(self.accepted) + len(self.accepted)
 
+    def as_served(self, emitted: int) -> tuple[int, int]:
+        """(tokens, steps) as an engine counts a request that emitted so many tokens after the prefill token.
+
+        An engine counts the cut step too.
+        """
+        return emitted, self.steps + self.cut
+
     def at_position(self, position: int) -> tuple[int, int]:
         """(steps in which draft token `position` (from 1) was accepted, steps in which all before it were)."""
         accepted = sum(count >= position for count in self.accepted)

@@ -10,6 +10,11 @@ class TrainingConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    start_from: Literal["champion"] | int | None = Field(
+        default=None,
+        description="Begin with the weights and the draft vocabulary of a registered version: its number, or "
+        "`champion` (a new draft where there is none). Default: a new draft.",
+    )
     epochs: int = Field(default=1, ge=1)
     samples_per_step: int = Field(default=8, ge=1, description="Samples of one optimizer step, over all ranks.")
     micro_batches: int = Field(default=1, ge=1, description="Gradient accumulation: micro-batches per rank and step.")

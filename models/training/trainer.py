@@ -30,6 +30,7 @@ from models.training import checkpoint as checkpoints
 from models.training.control import Control
 from models.training.lightning_module import DraftModule
 from models.training.progress import Progress
+from models.training.start import load_start
 from models.training.stream import MicroBatch, StepStream
 from models.training.takeover import take_over
 
@@ -127,6 +128,8 @@ class DraftTrainer:
                 "another tokenizer; prepare them again"
             )
         config = self.run.config.draft
+        if self.run.folder.start.is_dir():
+            return load_start(self.run)
         vocabulary = DraftVocabulary.by_frequency(counts, config.vocab_size)
         draft = build_draft(config, head.embedding, vocabulary, self.run.config.target.aux_layer_ids)
         draft.start_from(head.head)

@@ -208,3 +208,11 @@ def test_processes_may_create_the_database_together(tmp_path: Path) -> None:
     assert [process.returncode for process in started] == [0, 0, 0], ended
     assert len({out for out, _ in ended}) == 1
     assert [err for _, err in ended] == ["", "", ""]
+
+
+def test_a_version_without_its_benchmarks_counts_is_refused(run: TrackedRun, uri: str, tmp_path: Path) -> None:
+    version = new_version(run, tmp_path / "uncounted", "draft-uncounted", "x")
+    draft = registry.find_version(uri, "draft-uncounted", version)
+    assert draft.acceptance_length == 2.5
+    with pytest.raises(ValueError, match="without counts of its requests"):
+        registry.read_request_counts(uri, draft)

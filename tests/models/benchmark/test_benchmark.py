@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from infra.files import write_atomically
 from infra.records import TargetRecord
-from infra.results import BenchmarkResult
+from infra.results import BenchmarkResult, RequestCounts
 from models.benchmark.contestants import SelectedLayers, load_contestants
 from models.benchmark.reference import decode_sampled
 from models.benchmark.run import benchmark_run
@@ -161,6 +161,13 @@ def test_benchmark_of_a_run(run: Run, target: Path, tmp_path: Path):
     assert result.conditions.dataset_hash == run.samples.dataset_hash
     assert result.conditions.prompts == result.simulated.conversations == 12
     assert result.target_distinct_token_share > 0.3
+    served = RequestCounts.read(run.folder.request_counts)
+    assert served.conditions == result.conditions
+    assert list(served.greedy) == list(served.sampled) == list(range(1, 8))
+    tokens, steps = (sum(column) for column in zip(*served.greedy[4], strict=True))
+    assert len(served.greedy[4]) == 12
+    assert 0 <= steps - result.simulated.steps[4] <= 12, "at most one cut step each"
+    assert 1.0 <= tokens / steps <= result.simulated.length[4] + 0.1
     assert result.speed.tokens >= 40
     for plot in ("acceptance_by_position.png", "training.png"):
         assert (run.folder.plots / plot).read_bytes().startswith(b"\x89PNG")

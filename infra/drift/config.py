@@ -1,0 +1,61 @@
+"""How traffic is watched: the watch flow's parameter. Imported by flows and tasks; reaches pydantic only."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class RequestLogConfig(BaseModel):
+    """Where served requests are logged, and how many of them become prompts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", title="Request logs")
+
+    folder: str = Field(
+        description="A folder or an s3:// URL; its .jsonl and .jsonl.gz files hold one request per line, with "
+        "`messages` or `prompt` as in OpenAI's API."
+    )
+    hours: float = Field(default=168.0, gt=0, description="Only files that changed within this many hours are read.")
+    prompts: int = Field(default=2000, ge=1, description="At most this many are kept.")
+    longest_characters: int = Field(default=20_000, ge=1, description="Longer requests are left out and counted.")
+    seed: int = Field(default=0, description="Of the random sample.")
+
+
+class WatchConfig(BaseModel):
+    """One deployment's servers, the draft that they serve, and the drift test."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", title="Watch")
+
+    draft: str = Field(description="Registered model whose champion the servers run.")
+    servers: tuple[str, ...] = Field(
+        min_length=1,
+        description="Addresses of the SGLang servers (started with --enable-metrics), for instance http://host:30000.",
+    )
+    traffic: Literal["greedy", "sampled"] = Field(
+        default="greedy",
+        description="What most requests ask for; the benchmark's figure of that kind is the reference.",
+    )
+    fall: float = Field(
+        default=0.10, gt=0, lt=0.5, description="Relative fall of the acceptance length that the test is made for."
+    )
+    average_run_length: float = Field(
+        default=5000.0, ge=100, description="Windows to a false alarm, on average and at least."
+    )
+    window_steps: int = Field(
+        default=2000, ge=50, description="Least verification steps of a window; with less traffic it goes on."
+    )
+    keep_windows: int = Field(default=5000, ge=100, description="Older windows are dropped from the record.")
+    quiet_hours: float = Field(
+        default=168.0,
+        ge=0,
+        description="After an alarm of a version, none is raised for so long: retraining takes time.",
+    )
+    timeout_s: float = Field(default=10.0, gt=0, description="Of one question to a server.")
+    requests: RequestLogConfig | None = Field(
+        default=None, description="Without it an alarm carries no fresh prompts, and retraining uses the recipe's own."
+    )
+    folder: str | None = Field(
+        default=None, description="Where windows are kept: a folder or an s3:// URL; default: drift/ among the runs."
+    )
+    tracking_uri: str | None = Field(
+        default=None, description="Tracking server; default: $MLFLOW_TRACKING_URI, then runs/mlflow.db."
+    )

@@ -1,0 +1,193 @@
+"""`python -m infra.drift.request_log CONFIG.json FOLDER`: fresh prompts from request logs, without private data.
+
+Reads the JSONL logs that `RequestLogConfig` names, takes a random sample of the different requests in which nothing
+private is found, and writes FOLDER/prompts-<hash>.jsonl, which a recipe's `data.source` may name, and
+FOLDER/prompts.json, its record. A process of its own: it reads far more than the flow should, and Presidio loads
+torch where it finds it.
+
+A request's place in the sample is a hash of the seed and its text, and the smallest hashes are kept: the sample
+depends on neither the order of files nor how often a request was sent, and only requests that would be kept are
+searched.
+"""
+
+import argparse
+import hashlib
+import heapq
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from infra.drift.config import RequestLogConfig
+from infra.exit import run_main
+from infra.files import write_atomically
+from infra.records import PromptsRecord
+
+SUFFIXES = (".jsonl", ".jsonl.gz")
+RECORD = "prompts.json"
+
+Request = dict[str, Any]
+"""`{"messages": [{"role", "content"}, ...]}` or `{"text": ...}`."""
+
+
+def parse(line: bytes) -> Request | str:
+    """The text of one logged request, or why it gives no prompt."""
+    try:
+        logged = json.loads(line)
+    except ValueError:
+        return "not JSON"
+    if not isinstance(logged, dict):
+        return "not a request"
+    if isinstance(logged.get("prompt"), str):
+        return {"text": logged["prompt"]} if logged["prompt"].strip() else "empty"
+    if not isinstance(logged.get("messages"), list) or not logged["messages"]:
+        return "not a request"
+    messages = []
+    for message in logged["messages"]:
+        text = _text(message.get("content")) if isinstance(message, dict) else None
+        if text is None or not isinstance(message.get("role"), str):
+            return "not only text"
+        messages.append({"role": message["role"], "content": text})
+    return {"messages": messages} if any(message["content"].strip() for message in messages) else "empty"
+
+
+def _text(content: Any) -> str | None:
+    """A message's text: a string, or parts that are all text."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+        return "\n".join(part["text"] for part in content)
+    return None
+
+
+def texts(request: Request) -> list[str]:
+    """All that a request says."""
+    return [request["text"]] if "text" in request else [message["content"] for message in request["messages"]]
+
+
+class Sample:
+    """The requests with the smallest hashes among those in which nothing private is found."""
+
+    def __init__(self, config: RequestLogConfig, find: Callable[[list[str]], set[str]]):
+        self._config, self._find = config, find
+        self._heap: list[tuple[int, str]] = []
+        """Negated hash and JSON: the largest hash is on top."""
+        self._seen: set[int] = set()
+        self.dropped: Counter[str] = Counter()
+        self.read = self.searched = 0
+
+    def add(self, line: bytes) -> None:
+        """Look at one line of a log."""
+        if not line.strip():
+            return
+        self.read += 1
+        request = parse(line)
+        if isinstance(request, str):
+            self.dropped[request] += 1
+            return
+        if sum(map(len, texts(request))) > self._config.longest_characters:
+            self.dropped["too long"] += 1
+            return
+        document = json.dumps(request, ensure_ascii=False)
+        place = int.from_bytes(hashlib.blake2b(f"{self._config.seed} {document}".encode(), digest_size=16).digest())
+        if place in self._seen:
+            self.dropped["duplicate"] += 1
+            return
+        self._seen.add(place)
+        if len(self._heap) == self._config.prompts and place >= -self._heap[0][0]:
+            return
+        self.searched += 1
+        private = self._find(texts(request))
+        if private:
+            self.dropped.update(private)
+            return
+        heapq.heappush(self._heap, (-place, document))
+        if len(self._heap) > self._config.prompts:
+            heapq.heappop(self._heap)
+
+    def documents(self) -> list[str]:
+        """One kind only, that of most: a dataset has one template."""
+        chosen = [document for _, document in sorted(self._heap, reverse=True)]
+        plain = [document for document in chosen if "text" in json.loads(document)]
+        chats = [document for document in chosen if "messages" in json.loads(document)]
+        kept, rarer = (plain, chats) if len(plain) > len(chats) else (chats, plain)
+        self.dropped["of the rarer kind (prompt or messages)"] += len(rarer)
+        return kept
+
+
+def log_lines(config: RequestLogConfig, now: float) -> Iterator[bytes]:
+    """Every line of the logs that changed lately. Raises ValueError where there is no such log."""
+    files, root = fsspec.core.url_to_fs(config.folder)
+    found: dict[str, dict[str, Any]] = files.find(root, detail=True)
+    logs = sorted(path for path in found if path.endswith(SUFFIXES))
+    fresh = [path for path in logs if now - _changed(found[path]) <= config.hours * 3600]
+    if not fresh:
+        raise ValueError(
+            f"{config.folder} has {len(logs)} request logs ({' or '.join(SUFFIXES)}), none of the last "
+            f"{config.hours:g} hours: mend requests.folder or raise requests.hours"
+        )
+    for path in fresh:
+        with files.open(path, "rb", compression="infer") as file:
+            try:
+                yield from file
+            except EOFError:  # a compressed log that is still being written
+                continue
+
+
+def _changed(info: dict[str, Any]) -> float:
+    """When a file was last written: folders and S3 say it differently."""
+    changed = info.get("LastModified", info.get("mtime"))
+    return changed.timestamp() if isinstance(changed, datetime) else float(changed or 0.0)
+
+
+def sample_prompts(
+    config: RequestLogConfig, folder: Path, find: Callable[[list[str]], set[str]], now: float
+) -> PromptsRecord:
+    """Write the dataset and its record. Raises ValueError where the logs give no prompt."""
+    sample = Sample(config, find)
+    for line in log_lines(config, now):
+        sample.add(line)
+    documents = sample.documents()
+    if not documents:
+        why = ", ".join(f"{count} {kind}" for kind, count in sample.dropped.most_common()) or "they are empty"
+        raise ValueError(f"the request logs in {config.folder} give no prompt: {sample.read} lines read, {why}")
+    data = "".join(f"{document}\n" for document in documents).encode()
+    sha256 = hashlib.sha256(data).hexdigest()
+    path = folder.absolute() / f"prompts-{sha256[:12]}.jsonl"
+    write_atomically(path, data)
+    record = PromptsRecord(
+        path=str(path),
+        sha256=sha256,
+        prompts=len(documents),
+        lines=sample.read,
+        searched=sample.searched,
+        dropped={kind: count for kind, count in sorted(sample.dropped.items()) if count},
+        sampled=datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds"),
+    )
+    write_atomically(folder / RECORD, record)
+    return record
+
+
+def main() -> None:
+    try:
+        from infra.drift.private_data import find_private_data
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{error.name} is missing: request logs are not read without a search for private data; "
+            "pip install 'draftsmith[drift]'"
+        ) from error
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("folder", type=Path)
+    options = parser.parse_args()
+    config = RequestLogConfig.model_validate_json(options.config.read_text())
+    print(sample_prompts(config, options.folder, find_private_data, time.time()).summary, flush=True)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,49 @@
+"""A warm start: training begins with a registered version's weights and draft vocabulary. Preflight and trainer.
+
+Its export lies in RUN/start. The vocabulary is kept as it is: other tokens would be other rows of the draft's head.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+
+from models.drafts.base import Draft
+from models.export.sglang import load_draft
+from models.run import Run
+
+SHAPING = frozenset({"ttt_steps", "ttt_decay"})
+"""Knobs of the method that say how a draft is trained, not what it is."""
+
+
+def load_start(run: Run) -> Draft:
+    """The draft that training begins with. Raises ValueError for one of another target or shape."""
+    folder = run.folder.start
+    _check(run, folder)
+    draft = load_draft(folder, Path(run.target.path), torch.float32)
+    wanted = run.config.draft.model_dump(exclude=set(SHAPING))
+    found = draft.config.model_dump(exclude=set(SHAPING))
+    differing = [
+        f"draft.{name} is {found[name]}, the recipe's {value}" for name, value in wanted.items() if found[name] != value
+    ]
+    layers = run.config.target.aux_layer_ids
+    if tuple(draft.aux_layer_ids) != tuple(layers):
+        differing.append(f"target.aux_layer_ids are {list(draft.aux_layer_ids)}, the recipe's {list(layers)}")
+    if differing:
+        raise ValueError(
+            f"training.start_from={run.config.training.start_from}: that version has another shape ("
+            f"{'; '.join(differing)}): use its recipe, or leave training.start_from out"
+        )
+    draft.config = run.config.draft
+    return draft.train()
+
+
+def _check(run: Run, folder: Path) -> None:
+    """A draft of another target loads wherever its sizes agree, and knows nothing."""
+    revision = json.loads((folder / "config.json").read_text()).get("draftsmith", {}).get("target_revision")
+    if revision != run.target.revision:
+        raise ValueError(
+            f"training.start_from={run.config.training.start_from}: that version was trained for revision "
+            f"{str(revision)[:12]} of its target, this run's target is {run.target.name} {run.target.revision[:12]}: "
+            "leave training.start_from out"
+        )

@@ -1,0 +1,192 @@
+"""The watch-traffic flow on a real Prefect server: quiet, an alarm, its event, and the retraining it starts."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from infra.drift.config import RequestLogConfig, WatchConfig
+from infra.drift.scrape import Counters
+from infra.drift.windows import Served, TrafficRecord, TrafficStore, Window
+from infra.files import sha256_file, write_atomically
+from infra.results import Conditions, RequestCounts
+from infra.tracking import registry, runs
+from infra.tracking.client import connect
+from infra.tracking.runs import TrackedRun
+from models.config import RunConfig, load_recipe
+from models.data.conversations import read_documents
+
+ROOT = Path(__file__).parents[2]
+DRAFT, LOOKAHEAD, LENGTH = "draft-quickstart", 4, 2.4
+SERVED = Served(version=1, lookahead=LOOKAHEAD, traffic="greedy")
+METRICS = """\
+# TYPE sglang:generation_tokens_total counter
+sglang:generation_tokens_total{{is_streaming="true"}} {0.generated}
+# TYPE sglang:num_requests_total counter
+sglang:num_requests_total{{is_streaming="true"}} {0.requests}
+# TYPE sglang:spec_verify_calls_total counter
+sglang:spec_verify_calls_total {0.steps}
+# TYPE sglang:spec_num_steps gauge
+sglang:spec_num_steps 4
+# TYPE sglang:spec_num_draft_tokens gauge
+sglang:spec_num_draft_tokens 5
+"""
+
+
+@pytest.fixture
+def engine() -> Iterator[Any]:
+    """A serving engine's metrics; the test adds what was served."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(METRICS.format(server.counted).encode())
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    class Engine(ThreadingHTTPServer):
+        counted = Counters()
+
+        def serve_requests(self, requests: int, length: float) -> None:
+            generated = round(requests * (1 + 10 * length))
+            self.counted = self.counted.plus(Counters(generated=generated, requests=requests, steps=10 * requests))
+
+        @property
+        def url(self) -> str:
+            return f"http://127.0.0.1:{self.server_port}"
+
+    server = Engine(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def counts() -> RequestCounts:
+    """A benchmark of 200 conversations of ten steps."""
+    rows = tuple((round(10 * LENGTH) + index % 7 - 3, 10) for index in range(200))
+    blank = dict.fromkeys((name for name, field in Conditions.model_fields.items() if field.annotation is str), "x")
+    numbers = dict.fromkeys((name for name, field in Conditions.model_fields.items() if field.annotation is int), 1)
+    conditions = Conditions.model_validate(
+        blank
+        | numbers
+        | {"lookahead": LOOKAHEAD, "thinking": False, "temperature": 0.0, "sampled_temperature": 1.0}
+        | {"versions": {}}
+    )
+    return RequestCounts(conditions=conditions, greedy={LOOKAHEAD: rows}, sampled={LOOKAHEAD: rows})
+
+
+@pytest.fixture
+def champion(stack: Any, tmp_path: Path) -> str:
+    """A champion in the stack's registry, with its benchmark's counts."""
+    uri = f"sqlite:///{stack.runs}/mlflow.db"
+    stack.runs.mkdir(exist_ok=True)
+    runs.start_run(tmp_path / "tracking.json", uri, "test", "run-1", {}, {})
+    run = TrackedRun.read(tmp_path / "tracking.json")
+    export, file = tmp_path / "export", tmp_path / "request_counts.json"
+    write_atomically(export / "model.safetensors", "weights")
+    write_atomically(file, counts())
+    connect(uri).log_artifact(run.run_id, str(file), registry.BENCHMARK)
+    model = runs.log_folder(run, export, "draft", 1, "draft")
+    draft = registry.register(uri, DRAFT, model, run.run_id, {registry.RUN: "run-1"})
+    registry.promote(uri, DRAFT, draft.version)
+    return uri
+
+
+@pytest.fixture
+def look(stack: Any, engine: Any, champion: str, tmp_path: Path) -> Callable[[], str]:
+    """Runs the flow once, as a worker does; what it returned."""
+    logs = tmp_path / "logs"
+    lines = [{"messages": [{"role": "user", "content": f"What is {word}?"}]} for word in ("a list", "a set")]
+    private = {"messages": [{"role": "user", "content": "Write to jo.doe@example.org"}]}
+    write_atomically(logs / "one.jsonl", "".join(json.dumps(line) + "\n" for line in [*lines, private]))
+    config = WatchConfig(
+        draft=DRAFT, servers=(engine.url,), tracking_uri=champion, requests=RequestLogConfig(folder=str(logs))
+    )
+    code = "import sys; from flows.watch_traffic import watch_traffic; print(watch_traffic(sys.argv[1]))"
+    code = code.replace("sys.argv[1]", "__import__('json').loads(sys.argv[1])")
+
+    def run() -> str:
+        ended = subprocess.run(
+            [sys.executable, "-c", code, config.model_dump_json()],
+            env=stack.environment, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
+        )  # fmt: skip
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return ended.stdout.splitlines()[-1]
+
+    return run
+
+
+def quiet_day() -> TrafficRecord:
+    """Thirty windows as the benchmark has them."""
+    windows = tuple(
+        Window(
+            served=SERVED, began=900.0 * index, ended=900.0 * (index + 1), tokens=7200 + 40 * (index % 3 - 1),
+            steps=3000, requests=300,
+        )
+        for index in range(30)
+    )  # fmt: skip
+    return TrafficRecord(draft=DRAFT, windows=windows)
+
+
+def events(stack: Any) -> list[dict[str, Any]]:
+    body = {"filter": {"event": {"name": ["draftsmith.draft.drifted"]}}}
+    return stack.post("events/filter", body)["events"]
+
+
+def retrainings(stack: Any) -> list[dict[str, Any]]:
+    return [run for run in stack.post("flow_runs/filter", {}) if "start_from" in json.dumps(run["parameters"])]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_fall_starts_retraining_once(stack: Any, engine: Any, look: Callable[[], str], until: Callable[..., None]):
+    store = TrafficStore(str(stack.runs / "drift"))
+    store.write(quiet_day())
+    assert "no fall" in look()
+    assert len(store.read(DRAFT).windows) == 30, "the first look only notes the counters"
+    engine.serve_requests(300, LENGTH)
+    assert "no fall" in look()
+    assert len(store.read(DRAFT).current) == 31
+    engine.serve_requests(300, 0.8 * LENGTH)
+    assert "the test says that it has fallen" in look()
+    until(lambda: events(stack), "for the event")
+    (event,) = events(stack)
+    assert event["resource"]["prefect.resource.id"] == DRAFT
+    payload = event["payload"]
+    assert (payload["version"], payload["prompts"]) == (1, 2)
+    assert sha256_file(Path(payload["dataset"])) == payload["dataset_sha256"]
+    assert {document.text for document in read_documents(payload["dataset"])} == {"What is a list?", "What is a set?"}
+    until(lambda: retrainings(stack), "for the retraining")
+    (retraining,) = retrainings(stack)
+    config = RunConfig.model_validate(retraining["parameters"]["config"])
+    overrides = [f"data.source={payload['dataset']}", "training.start_from=champion"]
+    assert config == load_recipe(ROOT / "recipes/quickstart.yaml", overrides)
+
+    engine.serve_requests(300, 0.8 * LENGTH)
+    look()
+    time.sleep(5)
+    assert len(events(stack)) == 1
+    assert len(retrainings(stack)) == 1
+    artifacts = stack.post("artifacts/filter", {})
+    (shown,) = (artifact for artifact in artifacts[:1] if artifact["key"] == f"traffic-{DRAFT}")
+    assert "alarm" in shown["data"]
+
+
+def test_the_deployment_watches_what_the_trigger_expects() -> None:
+    deployments = {one["name"]: one for one in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]}
+    config = WatchConfig.model_validate(deployments["watch-traffic"]["parameters"]["config"])
+    (trigger,) = deployments["retrain"]["triggers"]
+    assert trigger["match"]["prefect.resource.id"] == config.draft
+    assert config.requests is None
+    assert all(schedule["active"] is False for schedule in deployments["watch-traffic"]["schedules"])

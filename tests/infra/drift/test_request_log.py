@@ -1,0 +1,159 @@
+"""Prompts from request logs: a random sample, without private data, that a recipe can read."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import fsspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infra.drift.config import RequestLogConfig
+from infra.drift.private_data import find_private_data
+from infra.drift.request_log import RECORD, Sample, parse, sample_prompts, texts
+from infra.records import PromptsRecord
+from models.data.conversations import read_documents
+
+CLEAN = [f"How does a list comprehension over {word} work in Python?" for word in ("sets", "dicts", "rows", "text")]
+PRIVATE = {
+    "EMAIL_ADDRESS": "Write to jo.doe@example.org about it",
+    "PHONE_NUMBER": "Call me at +49 30 901820 tonight",
+    "CREDIT_CARD": "Pay with 4111 1111 1111 1111 please",
+    "IBAN_CODE": "Transfer it to DE89 3704 0044 0532 0130 00",
+    "IP_ADDRESS": "Why does 10.20.30.40 not answer?",
+}
+SECRETS = [
+    "AKIA" + "IOSFODNN7EXAMPLE",
+    "gh" + "p_" + "a1B2" * 9,
+    "glp" + "at-" + "a1B2" * 5,
+    "xo" + "xb-" + "1234567890-abc",
+    "s" + "k-" + "proj-" + "a1B2" * 6,
+    "AI" + "za" + "a1B2C" * 7,
+    "sk_" + "live_" + "a1B2" * 5,
+    "h" + "f_" + "a1B2" * 8,
+    "pyp" + "i-" + "a1B2" * 9,
+    "ey" + "J" + "hbGciOiJIUzI1" + ".ey" + "J" + "zdWIiOiIxMjM0" + ".abc-_1",
+    "-----BEGIN RSA " + "PRIVATE KEY-----",
+    "Authorization: Bearer " + "a1B2" * 6,
+    "postgresql://admin:hunter22@db/prod",
+    "DB_PASSWORD=correct-horse-battery",
+    'api_key: "0123456789abcdef"',
+]
+
+
+def no_finding(_: list[str]) -> set[str]:
+    return set()
+
+
+def chat(text: str) -> bytes:
+    return json.dumps({"model": "m", "messages": [{"role": "user", "content": text}]}).encode()
+
+
+@pytest.mark.parametrize(("kind", "text"), PRIVATE.items())
+def test_personal_data_is_found(kind: str, text: str):
+    assert kind in find_private_data([text])
+
+
+@pytest.mark.parametrize("text", SECRETS)
+def test_secrets_are_found(text: str):
+    assert "SECRET" in find_private_data([f"Why does this fail?\n{text}\nThanks"])
+
+
+def test_ordinary_text_is_left_alone():
+    ordinary = [
+        "sum(1 for token in tokens if x > 3)",
+        "In 2001 it cost $1,250,000.",
+        "max_tokens = 4096",
+        "std::vector<int> a[1:2]",
+    ]
+    assert find_private_data([*CLEAN, *ordinary]) == set()
+
+
+def test_requests_are_read_as_openai_sends_them():
+    parts = [{"type": "text", "text": "Look:"}, {"type": "text", "text": "x = 1"}]
+    request = parse(json.dumps({"messages": [{"role": "user", "content": parts}]}).encode())
+    assert request == {"messages": [{"role": "user", "content": "Look:\nx = 1"}]}
+    assert parse(b'{"prompt": "Once upon"}') == {"text": "Once upon"}
+    image = {"type": "image_url", "image_url": {"url": "https://x"}}
+    refused = {
+        "not JSON": b"{",
+        "not a request": b'{"event": "started"}',
+        "empty": b'{"prompt": "  "}',
+        "not only text": json.dumps({"messages": [{"role": "user", "content": [image]}]}).encode(),
+    }
+    assert {why: parse(line) for why, line in refused.items()} == {why: why for why in refused}
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.text("abcdef", min_size=1, max_size=3), min_size=1, max_size=60), st.randoms(), st.integers(1, 20))
+def test_the_sample_depends_on_the_set_of_requests_alone(words, shuffle, prompts: int):
+    config = RequestLogConfig(folder="", prompts=prompts, seed=7)
+    found = []
+    for _ in range(2):
+        sample = Sample(config, no_finding)
+        for word in words:
+            sample.add(chat(word))
+        found.append(sample.documents())
+        shuffle.shuffle(words)
+    assert found[0] == found[1]
+    assert len(found[0]) == min(prompts, len(set(words)))
+    assert sample.dropped["duplicate"] == len(words) - len(set(words))
+
+
+def test_every_request_is_as_likely():
+    counts = dict.fromkeys(range(40), 0)
+    for seed in range(400):
+        sample = Sample(RequestLogConfig(folder="", prompts=10, seed=seed), no_finding)
+        for number in counts:
+            sample.add(chat(str(number)))
+        for document in sample.documents():
+            counts[int(texts(json.loads(document))[0])] += 1
+    assert min(counts.values()) > 55
+    assert max(counts.values()) < 150, "100 on average"
+
+
+@pytest.fixture(params=["folder", "s3"])
+def logs(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Request logs of two days, one of them compressed, with private data, and something else beside them."""
+    url = (
+        str(tmp_path / "logs")
+        if request.param == "folder"
+        else f"{request.getfixturevalue('s3_bucket')}/{tmp_path.name}"
+    )
+    files, root = fsspec.core.url_to_fs(url)
+    files.makedirs(f"{root}/day", exist_ok=True)
+    private = [*PRIVATE.values(), *SECRETS[:3]]
+    first = [chat(text) for text in (*CLEAN, *private)] + [b"broken", b""]
+    second = [chat(CLEAN[0]), chat("x" * 30_000), chat("What is a generator?"), b'{"prompt": "Once upon a time"}']
+    files.pipe_file(f"{root}/day/one.jsonl", b"\n".join(first))
+    files.pipe_file(f"{root}/two.jsonl.gz", gzip.compress(b"\n".join(second)))
+    files.pipe_file(f"{root}/readme.txt", b"not a log")
+    return url
+
+
+def test_prompts_without_private_data(logs: str, tmp_path: Path):
+    config = tmp_path / "config.json"
+    config.write_text(RequestLogConfig(folder=logs).model_dump_json())
+    command = [sys.executable, "-m", "infra.drift.request_log", str(config), str(tmp_path / "out")]
+    subprocess.run(command, check=True, timeout=240, env=os.environ | {"TMPDIR": str(tmp_path)})
+    record = PromptsRecord.read(tmp_path / "out" / RECORD)
+    documents = list(read_documents(record.path))
+    assert sorted(document.text for document in documents) == sorted([*CLEAN, "What is a generator?"])
+    dropped = {"SECRET": 3, "duplicate": 1, "too long": 1, "not JSON": 1, "of the rarer kind (prompt or messages)": 1}
+    assert record.dropped.items() >= (dropped | dict.fromkeys(PRIVATE, 1)).items()
+    assert (record.prompts, record.lines) == (5, 4 + 8 + 1 + 4)
+    kept = Path(record.path).read_text()
+    assert not any(text in kept for text in (*PRIVATE.values(), *SECRETS))
+
+
+def test_old_and_missing_logs_are_refused(logs: str, tmp_path: Path):
+    config = RequestLogConfig(folder=logs, hours=1)
+    with pytest.raises(ValueError, match=r"2 request logs .* none of the last 1 hours"):
+        sample_prompts(config, tmp_path / "out", no_finding, time.time() + 7200)
+    with pytest.raises(ValueError, match="give no prompt: 17 lines read"):
+        sample_prompts(config.model_copy(update={"longest_characters": 1}), tmp_path / "out", no_finding, time.time())

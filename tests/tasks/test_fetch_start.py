@@ -1,0 +1,67 @@
+"""The export of a registered version is fetched once, and what is not there is refused or left out."""
+
+from pathlib import Path
+
+import pytest
+from prefect.logging import disable_run_logger
+
+from infra.processes import Owner
+from infra.run_folder import RunFolder
+from infra.tracking import registry, runs
+from infra.tracking.runs import TrackedRun
+from models.config import load_recipe
+from tasks.prepare import fetch_start
+from tasks.run import OpenRun
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
+
+
+@pytest.fixture
+def uri(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/mlflow.db"
+
+
+def open_run(tmp_path: Path, uri: str, start_from: object) -> OpenRun:
+    config = load_recipe(RECIPE, [f"tracking.uri={uri}", f"training.start_from={start_from}"])
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir(exist_ok=True)
+    return OpenRun(config, folder, Owner("test", folder.logs))
+
+
+def register(tmp_path: Path, uri: str, text: str) -> int:
+    runs.start_run(tmp_path / f"{text}.json", uri, "test", text, {}, {})
+    run, export = TrackedRun.read(tmp_path / f"{text}.json"), tmp_path / text
+    export.mkdir()
+    (export / "config.json").write_text(text)
+    model = runs.log_folder(run, export, "draft", 1, "draft")
+    return registry.register(uri, "draft-tiny", model, run.run_id, {}).version
+
+
+def fetch(run: OpenRun) -> int | None:
+    with disable_run_logger():
+        found = fetch_start.fn(run)
+    return found and found.version
+
+
+def test_the_champion_of_the_first_start_is_kept(tmp_path: Path, uri: str):
+    run = open_run(tmp_path, uri, "champion")
+    assert fetch(run) is None, "no champion yet: a new draft"
+    assert not run.folder.start.exists()
+    registry.promote(uri, "draft-tiny", register(tmp_path, uri, "first"))
+    assert fetch(run) == 1
+    registry.promote(uri, "draft-tiny", register(tmp_path, uri, "second"))
+    assert fetch(run) is None, "a resumed run goes on with what it began with"
+    assert (run.folder.start / "config.json").read_text() == "first"
+
+
+def test_a_version_by_its_number(tmp_path: Path, uri: str):
+    register(tmp_path, uri, "first")
+    register(tmp_path, uri, "second")
+    run = open_run(tmp_path, uri, 1)
+    assert fetch(run) == 1
+    assert (run.folder.start / "config.json").read_text() == "first"
+    other = open_run(tmp_path / "run", uri, 7)
+    with pytest.raises(ValueError, match="has no version 7"):
+        fetch(other)
+    cold = open_run(tmp_path / "run" / "run", uri, "null")
+    assert fetch(cold) is None
