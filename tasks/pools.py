@@ -8,7 +8,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 
 from infra.pools.base import Pool, PoolBusyError, PoolProvider, PoolSpec, Role
-from infra.pools.local import LocalPools
+from infra.pools.choice import pool_provider
 from infra.processes import Owner
 from tasks.run import OpenRun
 
@@ -16,10 +16,14 @@ from tasks.run import OpenRun
 @contextmanager
 def lease(run: OpenRun, *roles: Role) -> Iterator[Sequence[Pool]]:
     """A pool per role, all at once; given back at the end with everything on them stopped."""
-    provider = LocalPools()
-    wanted = {"inference": run.config.pools.inference_gpus, "training": run.config.pools.training_gpus}
+    settings = run.config.pools
+    provider = pool_provider(settings)
+    wanted = {
+        "inference": PoolSpec("inference", settings.inference_gpus, parts=run.config.generator.count),
+        "training": PoolSpec("training", settings.training_gpus),
+    }
     try:
-        yield acquire_pools(provider, [PoolSpec(role, wanted[role]) for role in roles], run.owner)
+        yield acquire_pools(provider, [wanted[role] for role in roles], run.owner)
     finally:
         provider.release(run.owner.name)
 

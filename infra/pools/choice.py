@@ -1,0 +1,14 @@
+"""Where a run's pools come from. Used by the flow's process."""
+
+from infra.config import PoolsConfig
+from infra.pools.base import PoolProvider
+from infra.pools.local import LocalPools
+from infra.pools.queued import QueuedPools
+from infra.pools.ray_pools import RayEngine
+
+
+def pool_provider(config: PoolsConfig) -> PoolProvider:
+    """The provider that the recipe asks for. Raises ValueError where its engine is not installed here."""
+    if config.kind == "ray":
+        return QueuedPools(RayEngine(config.ray), config)
+    return LocalPools()
