@@ -28,9 +28,7 @@ class SlurmConfig(BaseModel):
     account: str | None = None
     qos: str | None = None
     time_limit: str = Field(default="1-00:00:00", description="Of the job: days-hours:minutes:seconds.")
-    memory: str | None = Field(
-        default=None, description="Of each generator's share, and of the trainer's: 64G. Default: the cluster's own."
-    )
+    memory_per_core: str | None = Field(default=None, description="Such as 8G. Default: the cluster's own.")
     options: tuple[str, ...] = Field(default=(), description="More options for sbatch, such as --constraint=h100.")
 
 

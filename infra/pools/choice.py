@@ -5,10 +5,13 @@ from infra.pools.base import PoolProvider
 from infra.pools.local import LocalPools
 from infra.pools.queued import QueuedPools
 from infra.pools.ray_pools import RayEngine
+from infra.pools.slurm_pools import SlurmEngine
 
 
 def pool_provider(config: PoolsConfig) -> PoolProvider:
     """The provider that the recipe asks for. Raises ValueError where its engine is not installed here."""
     if config.kind == "ray":
         return QueuedPools(RayEngine(config.ray), config)
+    if config.kind == "slurm":
+        return QueuedPools(SlurmEngine(config.slurm), config)
     return LocalPools()

@@ -73,8 +73,8 @@ class QueuedPool:
     @property
     def gpus(self) -> tuple[str, ...]:
         """Names of the leased GPUs, with their machines'."""
-        mine = self.grant.gpus[self.first : self.first + len(self.parts)]
-        return tuple(gpu for part in mine for gpu in part)
+        mine = self.grant.parts[self.first : self.first + len(self.parts)]
+        return tuple(f"{part.machine}:{gpu}" for part in mine for gpu in part.gpus)
 
     def launch(
         self,
@@ -121,7 +121,7 @@ class QueuedPools:
         divided = divide(specs, self._config)
         asked = self._asked.get(owner.name)
         if asked is None:
-            request = Request(owner=owner.name, parts=tuple(part for parts in divided for part in parts))
+            request = Request(owner=owner.name, folder=str(owner.logs.absolute()), pools=divided)
             holder = start(HOLDER, self._engine.holder(request), owner, grace_s=STOP_S)
             asked = self._asked[owner.name] = _Asked(tuple(specs), holder)
         assert asked.specs == tuple(specs), f"{owner.name} asked for something else before"

@@ -14,7 +14,7 @@ from infra.exit import run_main
 from infra.pools.queued import GRANTED, say
 from infra.pools.ray_cluster import STARTED_S, anchor_name, connect, on_bundle
 from infra.pools.ray_remote import Anchor
-from infra.pools.requests import Grant, Machine, Part, Request, refuse_what_never_fits
+from infra.pools.requests import Grant, GrantedPart, Machine, Part, Request, refuse_what_never_fits
 
 POLL_S = 1.0
 REMOVED_S = 60.0
@@ -60,7 +60,9 @@ def hold(request: Request, autoscaling: bool) -> None:
             now = f"{free.get('GPU', 0):g} GPUs and {free.get('CPU', 0):g} cores"
             say(f"it waits in Ray's queue: the cluster has {now} free now")
         anchors = [_anchor(request, group, bundle) for bundle in range(len(request.parts))]
-        grant = Grant(allocation=request.name, gpus=tuple(_gpus(anchor) for anchor in anchors))
+        grant = Grant(
+            allocation=request.name, parts=tuple(_granted(anchor, bundle) for bundle, anchor in enumerate(anchors))
+        )
         print(GRANTED + grant.model_dump_json(), flush=True)
         while True:
             time.sleep(POLL_S)
@@ -78,11 +80,12 @@ def _anchor(request: Request, group: object, bundle: int) -> Any:
     return on_bundle(Anchor, group, bundle, **options).remote()
 
 
-def _gpus(anchor: Any) -> tuple[str, ...]:
+def _granted(anchor: Any, bundle: int) -> GrantedPart:
     import ray
 
     machine, visible = ray.get([anchor.machine.remote(), anchor.visible.remote()], timeout=STARTED_S)
-    return tuple(f"{machine}:{gpu}" for gpu in visible.split(",") if gpu)
+    gpus = tuple(gpu for gpu in visible.split(",") if gpu)
+    return GrantedPart(machine=machine, gpus=gpus, place=("--bundle", str(bundle)))
 
 
 def group_state(name: str) -> str | None:

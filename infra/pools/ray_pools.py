@@ -30,7 +30,7 @@ class RayEngine:
 
     def command(self, grant: Grant, part: int, command: Sequence[str]) -> list[str]:
         """One driver per command, which owns the actor that runs it."""
-        place = ["--group", grant.allocation, "--bundle", str(part), "--grace", str(GRACE_S)]
+        place = ["--group", grant.allocation, *grant.parts[part].place, "--grace", str(GRACE_S)]
         return [*self._module("command"), *place, "--", *command]
 
     def withdrawal(self, owner: str) -> list[str]:

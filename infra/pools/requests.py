@@ -22,7 +22,14 @@ class Request(Record):
     """All the parts of an owner's pools: granted together or not at all."""
 
     owner: str
-    parts: tuple[Part, ...]
+    folder: str
+    """The owner's own, on a file system that all machines share."""
+    pools: tuple[tuple[Part, ...], ...]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Of all pools."""
+        return tuple(part for parts in self.pools for part in parts)
 
     @property
     def name(self) -> str:
@@ -30,12 +37,22 @@ class Request(Record):
         return PREFIX + self.owner
 
 
+class GrantedPart(Record):
+    """Where a part is."""
+
+    machine: str
+    gpus: tuple[str, ...]
+    """Names of its GPUs on that machine."""
+    place: tuple[str, ...]
+    """What a command that is to run there is told."""
+
+
 class Grant(Record):
     """What the engine gave, in the order of the request's parts."""
 
     allocation: str
     """The engine's name of it."""
-    gpus: tuple[tuple[str, ...], ...]
+    parts: tuple[GrantedPart, ...]
 
 
 class Machine(Record):
@@ -68,12 +85,18 @@ def refuse_what_never_fits(request: Request, machines: Sequence[Machine], where:
                 f"the {part.role} pool wants {wants} on one machine, and none has as much: {has}; lower "
                 f"pools.{part.role}_gpus, pools.cores_per_gpu or pools.cores, or raise generator.count"
             )
-    if not _fits(tuple(_largest_first(request.parts)), tuple(sorted((one.gpus, one.cores) for one in machines))):
+    if not fit(request.parts, machines):
         raise ValueError(
             f"the pools want {gpus} GPUs and {cores} cores in {len(request.parts)} parts, each on one machine, and "
             f"they can never fit together: {has}; lower pools.inference_gpus, pools.training_gpus, "
             "pools.cores_per_gpu or pools.cores"
         )
+
+
+def fit(parts: Sequence[Part], machines: Sequence[Machine]) -> bool:
+    """Whether the parts find places side by side where nobody else is."""
+    largest_first = sorted(((part.gpus, part.cores) for part in parts), reverse=True)
+    return _fits(tuple(largest_first), tuple(sorted((one.gpus, one.cores) for one in machines)))
 
 
 def _room(machine: Machine, part: Part) -> bool:
@@ -84,10 +107,6 @@ def _in_all(machines: Sequence[Machine]) -> str:
     most = max((one.gpus for one in machines), default=0)
     in_all = f"{sum(one.gpus for one in machines)} GPUs and {sum(one.cores for one in machines)} cores in all"
     return f"{in_all}, at most {most} GPUs and {max((one.cores for one in machines), default=0)} cores in one"
-
-
-def _largest_first(parts: Sequence[Part]) -> list[tuple[int, int]]:
-    return sorted(((part.gpus, part.cores) for part in parts), reverse=True)
 
 
 @cache

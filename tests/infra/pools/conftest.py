@@ -1,9 +1,15 @@
 """The places that the contract of pools is tested in: this machine, a Ray cluster, a Slurm cluster; real ones."""
 
+import os
+import shutil
+import socket
+import stat
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +22,9 @@ from infra.pools.base import Pool, PoolBusyError, PoolProvider, PoolSpec
 from infra.pools.local import LocalPools
 from infra.pools.queued import Engine, QueuedPools
 from infra.pools.ray_pools import RayEngine
-from infra.processes import Owner, start
+from infra.pools.slurm_pools import SlurmEngine
+from infra.ports import any_free_port
+from infra.processes import Owner, Process, start
 
 MACHINES, GPUS = 2, 4
 """Of each cluster here."""
@@ -93,7 +101,7 @@ def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         cluster.stop()
 
 
-@pytest.fixture(params=["local", "ray"])
+@pytest.fixture(params=["local", "ray", "slurm"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     """Every provider in turn."""
     if request.param != "local":
@@ -113,6 +121,105 @@ def ray_place(ray_address: str) -> Place:
 def queued_place(config: PoolsConfig, engine: Engine) -> Place:
     code = QUEUED.format(config=config.model_dump_json())
     return Place(config.kind, MACHINES, lambda: QueuedPools(engine, config, LOOK_S), code)
+
+
+@pytest.fixture
+def slurm_place(slurm_cluster: None) -> Place:
+    """A Slurm cluster."""
+    config = PoolsConfig.model_validate({"kind": "slurm", "cores_per_gpu": 1, "cores": 2})
+    return queued_place(config, SlurmEngine(config.slurm))
+
+
+SLURM = """
+ClusterName=draftsmith-tests
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+AuthInfo=socket={folder}/munge
+SlurmUser=root
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=1
+GresTypes=gpu
+KillWait=5
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+SLURM_NODE = "NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=16 Gres=gpu:{gpus}\n"
+SLURM_PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
+
+
+def configure_slurm(folder: Path) -> None:
+    """A cluster of several slurmd on this machine, whose GPUs are device files that nobody opens."""
+    host = socket.gethostname().partition(".")[0]
+    conf = SLURM.format(host=host, port=any_free_port(), folder=folder)
+    gres = ""
+    for number in range(1, MACHINES + 1):
+        conf += SLURM_NODE.format(number=number, host=host, port=any_free_port(), gpus=GPUS)
+        for gpu in range(GPUS):
+            os.mknod(folder / f"gpu{number}{gpu}", stat.S_IFCHR | 0o600, os.makedev(1, 3))
+        gres += f"NodeName=n{number} Name=gpu File={folder}/gpu{number}[0-{GPUS - 1}]\n"
+        (folder / f"n{number}").mkdir()
+    (folder / "slurm.conf").write_text(conf)
+    (folder / "gres.conf").write_text(gres)
+    (folder / "state").mkdir()
+    key = folder / "key"
+    key.write_bytes(os.urandom(1024))
+    key.chmod(0o600)
+
+
+@contextmanager
+def memory_folder() -> Iterator[Path]:
+    """With a name that is short enough for sockets in it."""
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/dev/shm"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster() -> Iterator[None]:
+    """A Slurm cluster on loopback; what this process and its children start finds it."""
+    missing = [name for name in SLURM_PROGRAMS if shutil.which(name) is None]
+    if missing or os.getuid():
+        pytest.skip("needs root, and Debian's slurmctld, slurmd, slurm-client and munge")
+    with pytest.MonkeyPatch.context() as patch, memory_folder() as folder, ExitStack() as stack:
+        configure_slurm(folder)
+        patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+        own = [f"--{name}={folder / 'munge'}{end}" for name, end in MUNGE_FILES.items()]
+        commands = {"munged": ["munged", "--foreground", "--force", f"--key-file={folder / 'key'}", *own]}
+        commands["slurmctld"] = ["slurmctld", "-D"]
+        commands |= {f"n{number}": ["slurmd", "-D", "-N", f"n{number}"] for number in range(1, MACHINES + 1)}
+        owner = Owner("tests", folder / "logs")
+        for role, command in commands.items():
+            process = start(role, command, owner, grace_s=2.0)
+            stack.callback(process.stop)
+            if role == "munged":
+                wait_for((folder / "munge").exists, process)
+        wait_for(lambda: _idle() == MACHINES, process)
+        yield
+
+
+MUNGE_FILES = {"socket": "", "pid-file": ".pid", "log-file": ".log", "seed-file": ".seed"}
+
+
+def _idle() -> int:
+    shown = subprocess.run(["sinfo", "-N", "-h", "-o", "%t"], capture_output=True, text=True, timeout=30, check=False)
+    return shown.stdout.split().count("idle")
+
+
+def wait_for(there: Callable[[], bool], process: Process) -> None:
+    deadline = time.monotonic() + CLUSTER_S
+    while not there():
+        process.check()
+        assert time.monotonic() < deadline, process.log.read_text()
+        time.sleep(0.1)
 
 
 Wait = Callable[[Callable[[], bool], str], None]
