@@ -8,7 +8,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 
 from infra.pools.base import Pool, PoolBusyError, PoolProvider, PoolSpec, Role
-from infra.pools.choice import pool_provider
+from infra.pools.choice import pool_provider, pool_specs
 from infra.processes import Owner
 from tasks.run import OpenRun
 
@@ -18,12 +18,9 @@ def lease(run: OpenRun, *roles: Role) -> Iterator[Sequence[Pool]]:
     """A pool per role, all at once; given back at the end with everything on them stopped."""
     settings = run.config.pools
     provider = pool_provider(settings)
-    wanted = {
-        "inference": PoolSpec("inference", settings.inference_gpus, parts=run.config.generator.count),
-        "training": PoolSpec("training", settings.training_gpus),
-    }
+    wanted = pool_specs(settings, run.config.generator.count)
     try:
-        yield acquire_pools(provider, [wanted[role] for role in roles], run.owner)
+        yield acquire_pools(provider, [spec for spec in wanted if spec.role in roles], run.owner)
     finally:
         provider.release(run.owner.name)
 

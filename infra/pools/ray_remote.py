@@ -24,7 +24,9 @@ class Anchor:
 
     def visible(self) -> str:
         """The bundle's GPUs, as Ray bound them."""
-        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        import ray
+
+        return ",".join(str(gpu) for gpu in ray.get_gpu_ids())
 
 
 class Command:

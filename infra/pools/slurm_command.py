@@ -15,8 +15,12 @@ from pathlib import Path
 from infra import supervisor
 from infra.settings import slurm_environment
 
-CHOOSE = 'CUDA_VISIBLE_DEVICES=$(echo "$CUDA_VISIBLE_DEVICES" | cut -d , -f "$0") exec "$@"'
+TOGETHER = 'exec "$@" 2>&1'
+"""So that all that srun prints to its own standard error is srun's."""
+CHOOSE = 'CUDA_VISIBLE_DEVICES=$(echo "$CUDA_VISIBLE_DEVICES" | cut -d , -f "$0") exec "$@" 2>&1'
 """A step sees what its component has on the machine; its part of that is told by position, whatever Slurm numbers."""
+
+EXIT_NOTICE = b": task 0: "
 
 
 def srun(options: argparse.Namespace) -> list[str]:
@@ -27,8 +31,8 @@ def srun(options: argparse.Namespace) -> list[str]:
         step.append(f"--het-group={options.het_group}")
     step.append(f"--gres=gpu:{options.gpus}" if options.mine else "--gres=none")
     guard = [sys.executable, "-I", "-S", str(Path(supervisor.__file__)), "--grace", str(options.grace), "--"]
-    chosen = ["sh", "-c", CHOOSE, options.mine] if options.mine else []
-    return [*step, *guard, *chosen, *options.command]
+    begin = ["sh", "-c", CHOOSE, options.mine] if options.mine else ["sh", "-c", TOGETHER, "sh"]
+    return [*step, *guard, *begin, *options.command]
 
 
 def main() -> int:
@@ -42,9 +46,20 @@ def main() -> int:
     parser.add_argument("--grace", type=float, required=True)
     parser.add_argument("command", nargs="+")
     # In a group of its own: the signal that ends this process would have srun kill the step at once.
-    step = subprocess.Popen(srun(parser.parse_args()), stdin=subprocess.PIPE, env=slurm_environment(), process_group=0)
+    step = subprocess.Popen(
+        srun(parser.parse_args()),
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=slurm_environment(),
+        process_group=0,
+    )
     assert step.stdin is not None
+    assert step.stderr is not None
     signal.signal(signal.SIGTERM, lambda *_: step.stdin and step.stdin.close())
+    for line in step.stderr:
+        if EXIT_NOTICE not in line:  # the last words of a command that refuses are to be its own
+            sys.stderr.buffer.write(line)
+            sys.stderr.flush()
     status = step.wait()
     return 128 - status if status < 0 else status
 

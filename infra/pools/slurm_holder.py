@@ -26,14 +26,19 @@ ANSWER_S = 60.0
 CANCELLED_S = 60.0
 
 
+class SlurmError(Exception):
+    """A command of Slurm's failed; the message is its own."""
+
+
 def ask(*command: str, text: str | None = None) -> str:
-    """What a command of Slurm's prints. Raises subprocess.CalledProcessError, with what it says, where it fails."""
-    done = subprocess.run(
-        command, input=text, capture_output=True, text=True, timeout=ANSWER_S, env=slurm_environment(), check=False
-    )
+    """What a command of Slurm's prints. Raises SlurmError."""
+    options = {"input": text, "capture_output": True, "text": True, "timeout": ANSWER_S, "env": slurm_environment()}
+    try:
+        done = subprocess.run(command, check=False, **options)
+    except subprocess.TimeoutExpired as error:
+        raise SlurmError(f"{command[0]} had no answer within {ANSWER_S:g} s") from error
     if done.returncode:
-        say(f"{command[0]}: {done.stderr.strip()}")
-        done.check_returncode()
+        raise SlurmError(done.stderr.strip())
     return done.stdout
 
 
@@ -47,8 +52,8 @@ def submit(request: Request, parts: tuple[slurm_job.Component, ...], config: Slu
     """Put the job into the queue; return its id. Raises ValueError, with Slurm's reason, where Slurm refuses it."""
     try:
         return ask("sbatch", "--parsable", text=slurm_job.script(request, parts, config)).strip().split(";")[0]
-    except subprocess.CalledProcessError as error:
-        raise ValueError(f"Slurm refuses the job: {error.stderr.strip()}; see pools.slurm in the recipe") from error
+    except SlurmError as error:
+        raise ValueError(f"Slurm refuses the job: {error}; see pools.slurm in the recipe") from error
 
 
 def hold(request: Request, config: SlurmConfig) -> None:
@@ -84,7 +89,8 @@ def _states(job: str) -> dict[str, str] | None:
     """The states of components that have not ended, with a reason; None where Slurm does not answer."""
     try:
         lines = ask("squeue", "--noheader", f"--jobs={job}", "--format=%T|%r").splitlines()
-    except subprocess.SubprocessError:
+    except SlurmError as error:
+        say(str(error))
         return None
     return {state: reason for state, _, reason in (line.partition("|") for line in lines)}
 

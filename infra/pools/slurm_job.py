@@ -45,6 +45,12 @@ def components(request: Request, machines: Sequence[Machine]) -> tuple[Component
     )
     if fit([whole], machines):
         return (Component(parts=request.parts),)
+    _refuse_what_shares_a_machine(request, machines)
+    return components_apart(request)
+
+
+def components_apart(request: Request) -> tuple[Component, ...]:
+    """A component per pool. Raises ValueError for a pool that cannot be dealt out evenly."""
     for parts in request.pools:
         if len({part.gpus for part in parts}) > 1:
             shares = ", ".join(str(part.gpus) for part in parts)
@@ -52,7 +58,6 @@ def components(request: Request, machines: Sequence[Machine]) -> tuple[Component
                 f"the {parts[0].role} pool's GPUs would be dealt out as {shares}, and Slurm deals evenly where one "
                 f"machine is not enough: make pools.{parts[0].role}_gpus a multiple of generator.count"
             )
-    _refuse_what_shares_a_machine(request, machines)
     return tuple(Component(parts=parts, apart=len(parts) > 1) for parts in request.pools)
 
 

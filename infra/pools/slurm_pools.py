@@ -4,10 +4,26 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infra.config import SlurmConfig
+from infra.config import PoolsConfig, SlurmConfig
+from infra.pools.base import PoolSpec
 from infra.pools.queued import GRACE_S
-from infra.pools.requests import PREFIX, Grant, Request
+from infra.pools.requests import PREFIX, Grant, Request, divide
+from infra.pools.slurm_holder import SlurmError, machines
+from infra.pools.slurm_job import components, components_apart, script
 from infra.processes import module
+
+
+def dry_run(name: str, specs: Sequence[PoolSpec], config: PoolsConfig) -> str:
+    """The job's script for a run of that recipe; where no Slurm answers, as for machines too small for both pools.
+
+    Raises ValueError, with the numbers, for what can never fit.
+    """
+    request = Request(owner=f"{name}-TIME", folder=f"runs/{name}-TIME/logs", pools=divide(specs, config))
+    try:
+        parts = components(request, machines(config.slurm.partition))
+    except (SlurmError, FileNotFoundError):
+        parts = components_apart(request)
+    return script(request, parts, config.slurm)
 
 
 @dataclass(frozen=True)

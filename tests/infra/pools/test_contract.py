@@ -84,6 +84,9 @@ def test_output_and_exit_status_come_back(place, tmp_path: Path) -> None:
         with pytest.raises(ProcessFailedError, match="exit code 7") as raised:
             process.wait(60)
         assert raised.value.tail[-2:] == ["20000", "lastworse"]
+        refused = pool.launch("refused", ["sh", "-c", "echo 'error: mend it' >&2; exit 2"])
+        with pytest.raises(ValueError, match=r"^mend it$"):
+            refused.wait(60)
         killed = pool.launch("killed", ["sh", "-c", "kill -9 $$"])
         with pytest.raises(ProcessFailedError, match="killed by signal 9"):
             killed.wait(60)
