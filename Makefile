@@ -41,7 +41,7 @@ bench: $(VENV)/.ready $(SGLANG)/.ready
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet '$(TORCH)'
-	$(BIN)/pip install --quiet --editable '.[quickstart,dev,$(MOONCAKE)]'
+	$(BIN)/pip install --quiet --editable '.[quickstart,dev,ray,$(MOONCAKE)]'
 	@touch $@
 
 # SGLang pins a torch of its own, so it lives beside ours; our distribution is there for its two entry points.

@@ -114,12 +114,16 @@ def _forget_crashes(config: "RunConfig", folder: Path) -> None:
             ledger.forget_crashes()
 
 
-def _print_plan(config: object) -> None:
+def _print_plan(config: "RunConfig") -> None:
     import yaml
-    from pydantic import BaseModel
 
-    assert isinstance(config, BaseModel)
     print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=110), end="")
+    if config.pools.kind == "slurm":
+        from infra.pools.choice import pool_specs
+        from infra.pools.slurm_pools import dry_run
+
+        print("---")
+        print(dry_run(config.name, pool_specs(config.pools, config.generator.count), config.pools), end="")
 
 
 @app.command()

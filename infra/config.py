@@ -5,15 +5,50 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
+class RayConfig(BaseModel):
+    """Pools that a Ray cluster places."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    address: str = Field(
+        default="auto",
+        description="HOST:PORT of the cluster's head; `auto`: $RAY_ADDRESS, or the cluster that runs here.",
+    )
+    autoscaling: bool = Field(
+        default=False, description="The cluster grows on demand: what does not fit into its present machines waits."
+    )
+
+
+class SlurmConfig(BaseModel):
+    """Pools that are a Slurm job."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time_limit: str = Field(default="1-00:00:00", description="Of the job: days-hours:minutes:seconds.")
+    memory_per_core: str | None = Field(default=None, description="Such as 8G. Default: the cluster's own.")
+    options: tuple[str, ...] = Field(default=(), description="More options for sbatch, such as --constraint=h100.")
+
+
 class PoolsConfig(BaseModel):
     """Where generators and trainer ranks run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["local"] = Field(default="local", description="`local`: this machine.")
+    kind: Literal["local", "ray", "slurm"] = Field(
+        default="local", description="`local`: this machine. `ray`, `slurm`: where the cluster places them."
+    )
     inference_gpus: int = Field(default=0, ge=0, description="GPUs for generators; 0 runs them on the CPU.")
     training_gpus: int = Field(default=0, ge=0, description="GPUs for trainer ranks; 0 runs them on the CPU.")
     wait_hours: float = Field(default=24.0, gt=0, description="A run for which no GPUs come free in time fails.")
+    cores_per_gpu: int = Field(default=4, ge=1, description="Cores asked for with every GPU; for `ray` and `slurm`.")
+    cores: int = Field(
+        default=4, ge=1, description="Cores of a generator, or of the trainer, without GPUs; for `ray` and `slurm`."
+    )
+    ray: RayConfig = RayConfig()
+    slurm: SlurmConfig = SlurmConfig()
 
 
 class LedgerConfig(BaseModel):

@@ -33,9 +33,10 @@ def _nearness(one: Path, other: Path) -> tuple[int, bool]:
         if mine != theirs:
             break
         shared += 1
-    return shared, _numa_node(one) == _numa_node(other)
+    return shared, numa_node(one) == numa_node(other)
 
 
-def _numa_node(device: Path) -> str:
+def numa_node(device: Path) -> str:
+    """Of a device below /sys; empty where it says nothing."""
     file = device / "numa_node"
     return file.read_text().strip() if file.is_file() else ""

@@ -30,6 +30,25 @@ def shared_memory_folder() -> Path:
     return Path(os.environ.get("DRAFTSMITH_SHM", "/dev/shm"))
 
 
+DATA_PLANE = (
+    *("DRAFTSMITH_", "PYTHON", "OMP_", "MKL_", "TORCH", "NCCL_", "GLOO_", "CUDA_", "SGLANG_", "MC_"),
+    *("HF_", "TRANSFORMERS_", "MLFLOW_", "AWS_", "SSL_CERT_", "http", "no_proxy", "HTTP", "NO_PROXY", "all_proxy"),
+)
+"""How the names of the variables begin that the data plane or its libraries read."""
+
+
+def data_plane_environment() -> dict[str, str]:
+    """What a command of the data plane gets to see of this environment when it runs on another machine."""
+    return {name: value for name, value in os.environ.items() if name.startswith(DATA_PLANE)}
+
+
+def slurm_environment() -> dict[str, str]:
+    """For Slurm's commands: a job that this process itself runs in is not the one that is meant."""
+    of_a_job = ("SLURM_", "SBATCH_", "SRUN_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(of_a_job)}
+    return kept | {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
+
+
 MOONCAKE = {
     "MC_STORE_MEMCPY": "0",  # on hosts without RDMA its copying threads crash (Mooncake #1986)
     "MC_STORE_CLIENT_SETUP_RETRIES": "3",  # else a master that is away blocks for a minute and a half

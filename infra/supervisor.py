@@ -1,9 +1,11 @@
 """Runs one data-plane command and makes sure nothing of it outlives its starter. One process per command.
 
-`python -I -S supervisor.py --grace S [--owns FOLDER ...] -- COMMAND...`: standard input is a pipe whose other end the
-starter holds. End of file there means that the starter is gone: SIGTERM to the command, a grace, SIGKILL to every
-descendant, removal of the owned folders. SIGTERM does the same without the removal, which is then the starter's. The
-supervisor adopts orphans (PR_SET_CHILD_SUBREAPER), since torchrun puts its ranks into sessions of their own.
+`python -I -S supervisor.py --grace S [--owns FOLDER ...] [--detached FD] -- COMMAND...`: standard input is a pipe whose
+other end the starter holds. End of file there means that the starter is gone: SIGTERM to the command, a grace, SIGKILL
+to every descendant, removal of the owned folders. SIGTERM does the same without the removal, which is then the
+starter's. The supervisor adopts orphans (PR_SET_CHILD_SUBREAPER), since torchrun puts its ranks into sessions of their
+own. Detached it is nobody's child, and its status is written to the descriptor: Ray kills the children of a worker that
+it ends, and would take the supervisor away before it could do its work.
 Standard library only, and run by path: it starts in some 30 ms.
 """
 
@@ -28,8 +30,20 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--grace", type=float, required=True)
     parser.add_argument("--owns", action="append", default=[])
+    parser.add_argument("--detached", type=int, metavar="FD")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
+    if options.detached is None:
+        return supervise(options)
+    if os.fork() == 0:
+        os.setsid()
+        os.set_inheritable(options.detached, False)
+        os.write(options.detached, str(supervise(options)).encode())
+    return 0
+
+
+def supervise(options: argparse.Namespace) -> int:
+    """Run the command to its end, or until it is to stop; nothing of it is left then."""
     wakeup = _wake_on_signals()
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

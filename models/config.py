@@ -44,6 +44,14 @@ class RunConfig(BaseModel):
             raise ValueError(f"target.aux_layer_ids {list(ids)} must be ascending, distinct and not negative")
         if self.benchmark.lookahead > self.benchmark.max_lookahead:
             raise ValueError("benchmark.lookahead must not exceed benchmark.max_lookahead")
+        transport = self.transport
+        if self.pools.kind != "local" and (
+            transport.kind == "arena" or (transport.kind in ("auto", "files") and transport.folder is None)
+        ):
+            raise ValueError(
+                f"pools.kind={self.pools.kind} may put generators and trainer on different machines, and shared memory "
+                "is of one: set transport.kind=mooncake (or transport.folder to a folder that all machines share)"
+            )
         gpus, ranks = self.pools.training_gpus, self.training.ranks
         if gpus not in (0, ranks):
             raise ValueError(

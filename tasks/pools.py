@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from prefect import Task, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
@@ -11,6 +11,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.concurrency.sync import concurrency
 
 from infra.pools.base import Pool, PoolBusyError, PoolProvider, PoolSpec, Role
+from infra.pools.choice import pool_provider, pool_specs
 from infra.pools.local import LocalPools
 from infra.processes import Owner
 from infra.settings import prefect_is_private
@@ -27,12 +28,12 @@ def lease(run: OpenRun, *roles: Role) -> Iterator[Sequence[Pool]]:
 
     Waits in a queue for GPUs that other runs hold. Raises ValueError for what can never fit.
     """
-    settings, provider = run.config.pools, LocalPools()
-    wanted: dict[Role, int] = {"inference": settings.inference_gpus, "training": settings.training_gpus}
-    specs = [PoolSpec(role, wanted[role]) for role in roles]
-    provider.check(specs)
-    wait_s = 3600 * settings.wait_hours
-    with _queued(sum(spec.gpus for spec in specs), len(provider.gpus), wait_s):
+    settings = run.config.pools
+    provider, wait_s = pool_provider(settings), 3600 * settings.wait_hours
+    specs = [spec for spec in pool_specs(settings, run.config.generator.count) if spec.role in roles]
+    # Ray and Slurm have queues of their own.
+    queue = _queued(provider, specs, wait_s) if isinstance(provider, LocalPools) else nullcontext()
+    with queue:
         patient = acquire_pools.with_options(retries=int(wait_s / LOOK_AGAIN_S))
         try:
             yield patient(provider, specs, run.owner)
@@ -41,11 +42,13 @@ def lease(run: OpenRun, *roles: Role) -> Iterator[Sequence[Pool]]:
 
 
 @contextmanager
-def _queued(gpus: int, there_are: int, wait_s: float) -> Iterator[None]:
+def _queued(pools: LocalPools, specs: Sequence[PoolSpec], wait_s: float) -> Iterator[None]:
     """A place in this machine's queue, which Prefect's pages show as a concurrency limit.
 
     It counts; which GPUs, and that nobody else has them, is decided by the locks of the pools.
     """
+    pools.check(specs)
+    gpus, there_are = sum(spec.gpus for spec in specs), len(pools.gpus)
     if gpus == 0 or prefect_is_private():
         yield
         return

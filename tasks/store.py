@@ -9,15 +9,20 @@ from infra.keep_running import KeptProcess
 from infra.mooncake.services import start_store
 from infra.pools.base import Pool
 from infra.transport.choice import objects_folder
+from tasks.data_plane import on_cpu
 from tasks.run import OpenRun
 
 
 @contextmanager
 def storing(run: OpenRun, pool: Pool) -> Iterator[list[KeptProcess]]:
-    """The store's processes, on the trainer's machine; none for transports of one machine."""
+    """The store's processes, on the trainer's machine; none for transports of one machine.
+
+    On a cluster they run on the flow's machine: transport.address names it, and nobody knows the trainer's before.
+    """
     settings = run.config.transport
     if settings.kind != "mooncake":
         yield []
         return
-    with start_store(pool, run.folder, settings, objects_folder(settings, run.folder), get_run_logger().info) as store:
+    home = pool if run.config.pools.kind == "local" else on_cpu(run)
+    with start_store(home, run.folder, settings, objects_folder(settings, run.folder), get_run_logger().info) as store:
         yield store

@@ -1,40 +1,14 @@
 """Checks of GPUs by NVML and of RDMA devices. Used by `draftsmith doctor`; reading and judging are apart."""
 
-import os
 import re
 import resource
 from dataclasses import dataclass
 from pathlib import Path
 
-import pynvml
-
 from infra.doctor.finding import Finding, gib, note, ok, problem
+from infra.pools.gpus import NVLINK, Gpu, Gpus
 
 GET_TORCH = "see https://pytorch.org/get-started"
-UNSEEN_BYTES = 2**30
-"""More than a driver keeps for itself on an idle GPU."""
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU as NVML sees it; sizes in bytes."""
-
-    name: str
-    total: int
-    free: int
-    others: tuple[tuple[int, int], ...] = ()
-    """(process id, bytes held) of processes that compute on it; bytes are 0 where the driver does not say."""
-    mig: bool = False
-
-
-@dataclass(frozen=True)
-class Gpus:
-    """The GPUs of this machine and their driver."""
-
-    gpus: tuple[Gpu, ...]
-    driver: str
-    cuda: int
-    """Highest CUDA major version that the driver supports."""
 
 
 @dataclass(frozen=True)
@@ -45,34 +19,6 @@ class TorchBuild:
     cuda: int | None
     """Major version of CUDA; None = CPU only."""
     rocm: bool = False
-
-
-def read_gpus() -> Gpus | None:
-    """Ask NVML; None where there is no driver. Raises pynvml.NVMLError for what a driver cannot say."""
-    try:
-        pynvml.nvmlInit()
-    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):  # pyright: ignore[reportAttributeAccessIssue]
-        return None
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        driver, cuda = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion_v2() // 1000
-        return Gpus(tuple(_read_gpu(handle) for handle in handles), str(driver), int(cuda))
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _read_gpu(handle: object) -> Gpu:
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    try:
-        mig = pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
-    except pynvml.NVMLError_NotSupported:  # pyright: ignore[reportAttributeAccessIssue]
-        mig = False
-    try:
-        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_NoPermission):  # pyright: ignore[reportAttributeAccessIssue]
-        processes = []
-    others = tuple((int(one.pid), int(one.usedGpuMemory or 0)) for one in processes if one.pid != os.getpid())
-    return Gpu(str(pynvml.nvmlDeviceGetName(handle)), int(memory.total), int(memory.free), others, mig)
 
 
 def read_torch(file: Path, version: str) -> TorchBuild:
@@ -94,18 +40,24 @@ def check_gpus(found: Gpus | None, root: Path = Path("/")) -> list[Finding]:
 
 
 def _judge_gpu(name: str, gpu: Gpu, driver: str) -> Finding:
-    shown = f"{gpu.name}, {gib(gpu.free)} free of {gib(gpu.total)}, {driver}"
+    shown = f"{gpu.name}, {gib(gpu.free)} free of {gib(gpu.total)}, {driver}{_surroundings(gpu)}"
     if gpu.mig:
         remedy = "a run leases whole GPUs: leave this one out, or switch MIG off (`nvidia-smi -mig 0`)"
         return note(name, f"{shown}; MIG is on, so that CUDA sees a slice of it at most", remedy)
-    if gpu.others:
-        held = ", ".join(f"process {pid}" + (f" ({gib(size)})" if size else "") for pid, size in gpu.others[:4])
-        return note(name, f"{shown}; in use by {held}", "stop them: a lease keeps only other runs off a GPU")
-    if gpu.total - gpu.free > UNSEEN_BYTES:
-        held = gib(gpu.total - gpu.free)
-        remedy = "look outside this container: a lease keeps only other runs off a GPU"
-        return note(name, f"{shown}; {held} are held by processes that cannot be seen from here", remedy)
+    if gpu.held:
+        remedy = "stop them (outside of this container, where they cannot be seen): until then no run leases this GPU"
+        return note(name, f"{shown}; in use by {gpu.held}", remedy)
     return ok(name, shown)
+
+
+def _surroundings(gpu: Gpu) -> str:
+    """Where it sits and what is near."""
+    places = [f"NUMA node {gpu.numa}"] if gpu.numa else []
+    places += [f"RDMA by {', '.join(gpu.nics)}"] if gpu.nics else []
+    for way in dict.fromkeys(filter(None, gpu.links)):
+        reached = ", ".join(str(index) for index, link in enumerate(gpu.links) if link == way)
+        places.append(f"{way} to GPU {reached}" if way == NVLINK else f"GPU {reached} through {way}")
+    return "".join(f", {place}" for place in places)
 
 
 def _nvidia_cards(root: Path) -> bool:

@@ -10,6 +10,7 @@ import pynvml
 from infra import settings
 from infra.doctor import devices, folders, machine, network, software
 from infra.doctor.finding import Finding, note
+from infra.pools.gpus import Gpus, read_gpus
 
 Check = Callable[[], list[Finding]]
 
@@ -17,7 +18,7 @@ Check = Callable[[], list[Finding]]
 def examine() -> list[Finding]:
     """What this machine has and lacks, in the order in which a person would ask."""
     shared = settings.shared_memory_folder()
-    gpus, versions = cache(devices.read_gpus), cache(software.installed)
+    gpus, versions = cache(read_gpus), cache(software.installed)
     checks: tuple[tuple[str, Check], ...] = (
         ("Python", machine.check_python),
         ("packages", lambda: software.check_requirements(versions(), software.declared())),
@@ -49,7 +50,7 @@ def made(name: str, check: Check) -> list[Finding]:
         return [note(name, f"could not be checked: {error}", "look yourself; the other checks were made all the same")]
 
 
-def _check_torch(version: str | None, gpus: devices.Gpus | None) -> list[Finding]:
+def _check_torch(version: str | None, gpus: Gpus | None) -> list[Finding]:
     spec = find_spec("torch")
     if spec is None or spec.origin is None or version is None:
         return []  # the check of packages says that it is missing

@@ -20,6 +20,8 @@ class PoolSpec:
     role: Role
     gpus: int
     """0 runs on the CPU."""
+    parts: int = 1
+    """Commands that share the GPUs: each runs on one machine, and different ones may run on different machines."""
 
 
 class Pool(Protocol):
@@ -27,7 +29,7 @@ class Pool(Protocol):
 
     @property
     def gpus(self) -> tuple[str, ...]:
-        """UUIDs of the leased GPUs; empty on the CPU."""
+        """Names of the leased GPUs (on this machine their UUIDs); empty on the CPU."""
         ...
 
     def launch(
@@ -50,22 +52,17 @@ class Pool(Protocol):
 class PoolProvider(Protocol):
     """Whoever has devices to lease."""
 
-    @property
-    def gpus(self) -> Sequence[str]:
-        """All GPUs that there are to lease, whoever holds them now."""
-        ...
-
-    def check(self, specs: Sequence[PoolSpec]) -> None:
-        """Raises ValueError, with the numbers, for what can never fit."""
-        ...
-
     def acquire(self, specs: Sequence[PoolSpec], owner: Owner) -> Sequence[Pool]:
         """Lease a pool per spec in the owner's name, all of them or none.
 
-        Raises ValueError as `check` does, and PoolBusyError for what does not fit now.
+        Raises ValueError, with the numbers, for what can never fit, and PoolBusyError for what does not fit now. An
+        engine with a queue of its own leaves the request in it: ask again for the same, or release.
         """
         ...
 
     def release(self, owner: str) -> None:
-        """Stop everything the owner started here and give its devices back. Releasing twice is fine."""
+        """Stop everything the owner started and give its devices back. Releasing twice is fine.
+
+        Engines with a queue know the owner by name: any process may release what a dead one left.
+        """
         ...

@@ -1,19 +1,20 @@
 """Pools on this machine: its cores, and GPUs found by NVML bound by CUDA_VISIBLE_DEVICES. Used by the flow.
 
-One flock per GPU UUID keeps two runs off one GPU, whichever processes they belong to.
+One flock per GPU UUID keeps two runs off one GPU, whichever processes they belong to. A GPU that a stranger computes on
+is left alone: it is neither free nor ours to wait for quietly.
 """
 
 import os
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
 from infra.locks import LockHeldError, hold
 from infra.pools.base import PoolBusyError, PoolSpec
-from infra.pools.gpus import visible_gpus
+from infra.pools.gpus import read_gpus, visible_gpus
 from infra.processes import Owner, Process, start
 from infra.settings import permitted_gpus
 
@@ -78,11 +79,14 @@ class LocalPools:
         self.check(specs)
         wanted = sum(spec.gpus for spec in specs)
         with ExitStack() as stack:
-            locked = self._lock(wanted, stack)
+            foreign = _foreign() if wanted else {}
+            locked = self._lock(wanted, stack, foreign)
             if len(locked) < wanted:
+                runs = len(self.gpus) - len(locked) - len(foreign)
+                strangers = "".join(f"; {gpu} is in use by {who}, stop them" for gpu, who in foreign.items())
                 raise PoolBusyError(
-                    f"{_in_words(specs)}; of this machine's {len(self.gpus)}, {len(self.gpus) - len(locked)} are "
-                    "held by other runs now"
+                    f"{_in_words(specs)}; of this machine's {len(self.gpus)}, {runs} are held by other runs "
+                    f"now{strangers}"
                 )
             left = iter(locked.items())
             pools = tuple(_pool(owner, dict(islice(left, spec.gpus))) for spec in specs)
@@ -91,14 +95,20 @@ class LocalPools:
             self._held[owner.name] = stack.pop_all()
         return pools
 
-    def _lock(self, count: int, stack: ExitStack) -> dict[str, int]:
-        """Up to `count` GPUs, with the descriptors of their locks."""
+    def _lock(self, count: int, stack: ExitStack, foreign: dict[str, str]) -> dict[str, int]:
+        """Up to `count` GPUs, with the descriptors of their locks; GPUs that runs hold leave `foreign`."""
         locked: dict[str, int] = {}
         for gpu in self.gpus:
             if len(locked) == count:
                 break
-            with suppress(LockHeldError):
-                locked[gpu] = stack.enter_context(hold(self._locks / f"{gpu}.lock")).descriptor
+            try:
+                with ExitStack() as one:
+                    lock = one.enter_context(hold(self._locks / f"{gpu}.lock"))
+                    if gpu not in foreign:
+                        locked[gpu] = lock.descriptor
+                        stack.push(one.pop_all())
+            except LockHeldError:
+                foreign.pop(gpu, None)
         return locked
 
     def release(self, owner: str) -> None:
@@ -110,6 +120,12 @@ class LocalPools:
 
 def _in_words(specs: Sequence[PoolSpec]) -> str:
     return " and ".join(f"the {spec.role} pool wants {spec.gpus} GPUs" for spec in specs)
+
+
+def _foreign() -> dict[str, str]:
+    """GPUs that somebody uses, and who: a run that holds their locks, or a stranger."""
+    found = read_gpus()
+    return {gpu.uuid: gpu.held for gpu in found.gpus if gpu.held} if found else {}
 
 
 def _pool(owner: Owner, locked: dict[str, int]) -> LocalPool:

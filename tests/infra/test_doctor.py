@@ -15,10 +15,11 @@ import pytest
 
 from infra import settings
 from infra.doctor import devices, folders, machine, network, software
-from infra.doctor.devices import Gpu, Gpus, TorchBuild
+from infra.doctor.devices import TorchBuild
 from infra.doctor.examination import examine, made
 from infra.doctor.finding import GIB, Finding
 from infra.health import public, trouble
+from infra.pools.gpus import Gpu, Gpus, read_gpus
 
 NO_MEMORY_LIMIT = "9223372036854771712"
 
@@ -251,9 +252,9 @@ def test_nvml_that_is_absent_or_broken(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pynvml, "nvmlInit", init)
 
     fail(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-    assert devices.read_gpus() is None
+    assert read_gpus() is None
     fail(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
-    finding = only(made("GPUs", lambda: devices.check_gpus(devices.read_gpus())))
+    finding = only(made("GPUs", lambda: devices.check_gpus(read_gpus())))
     assert (finding.verdict, "mismatch" in finding.found.lower()) == ("note", True)
 
 

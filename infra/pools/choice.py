@@ -1,0 +1,23 @@
+"""Where a run's pools come from. Used by the flow's process."""
+
+from infra.config import PoolsConfig
+from infra.pools.base import PoolProvider, PoolSpec
+from infra.pools.local import LocalPools
+from infra.pools.queued import QueuedPools
+from infra.pools.ray_pools import RayEngine
+from infra.pools.slurm_pools import SlurmEngine
+
+
+def pool_specs(config: PoolsConfig, generators: int) -> tuple[PoolSpec, PoolSpec]:
+    """What a run wants: a part for each generator, and one for the trainer, whose ranks share a machine."""
+    inference = PoolSpec("inference", config.inference_gpus, parts=generators)
+    return inference, PoolSpec("training", config.training_gpus)
+
+
+def pool_provider(config: PoolsConfig) -> PoolProvider:
+    """The provider that the recipe asks for. Raises ValueError where its engine is not installed here."""
+    if config.kind == "ray":
+        return QueuedPools(RayEngine(config.ray), config)
+    if config.kind == "slurm":
+        return QueuedPools(SlurmEngine(config.slurm), config)
+    return LocalPools()

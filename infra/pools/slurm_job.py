@@ -1,0 +1,143 @@
+"""The Slurm job that holds a run's pools: its components, its script, and where its parts come to lie.
+
+Components of a heterogeneous job never share a machine. So what fits into one machine is an ordinary job of one
+component, and only what does not becomes a component per pool. Used by the holder, and by `draftsmith retrain --plan`.
+"""
+
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import jinja2
+
+from infra.config import SlurmConfig
+from infra.pools.requests import GrantedPart, Machine, Part, Request, fit, refuse_what_never_fits
+from infra.records import Record
+
+TEMPLATE = Path(__file__).with_name("slurm_job.sh.jinja")
+ALIVE = "pools.alive"
+"""File in the owner's folder that says that the run lives."""
+
+
+class Component(Record):
+    """Parts that Slurm places: on one machine, or each (apart) wherever there is room for it."""
+
+    parts: tuple[Part, ...]
+    apart: bool = False
+
+
+class Node(Record):
+    """What a component got of one machine."""
+
+    name: str
+    cores: int
+    gpus: tuple[str, ...]
+
+
+def components(request: Request, machines: Sequence[Machine]) -> tuple[Component, ...]:
+    """The job's components. Raises ValueError, with the numbers, for what can never fit."""
+    refuse_what_never_fits(request, machines, "the Slurm partition")
+    whole = Part(
+        role=request.parts[0].role,
+        gpus=sum(part.gpus for part in request.parts),
+        cores=sum(part.cores for part in request.parts),
+    )
+    if fit([whole], machines):
+        return (Component(parts=request.parts),)
+    _refuse_what_shares_a_machine(request, machines)
+    return components_apart(request)
+
+
+def components_apart(request: Request) -> tuple[Component, ...]:
+    """A component per pool. Raises ValueError for a pool that cannot be dealt out evenly."""
+    for parts in request.pools:
+        if len({part.gpus for part in parts}) > 1:
+            shares = ", ".join(str(part.gpus) for part in parts)
+            raise ValueError(
+                f"the {parts[0].role} pool's GPUs would be dealt out as {shares}, and Slurm deals evenly where one "
+                f"machine is not enough: make pools.{parts[0].role}_gpus a multiple of generator.count"
+            )
+    return tuple(Component(parts=parts, apart=len(parts) > 1) for parts in request.pools)
+
+
+def _refuse_what_shares_a_machine(request: Request, machines: Sequence[Machine]) -> None:
+    left = sorted(machines, key=lambda one: (one.gpus, one.cores))
+    for parts in sorted(request.pools, key=len):
+        enough = next((count for count in range(1, len(left) + 1) if fit(parts, left[:count])), None)
+        if enough is None:
+            raise ValueError(
+                f"the {parts[0].role} pool wants {sum(part.gpus for part in parts)} GPUs on machines of its own, as "
+                "Slurm gives them to pools that do not fit into one machine together, and the partition has only "
+                f"{len(machines)} machines: lower pools.{parts[0].role}_gpus"
+            )
+        if len(parts) == 1:
+            del left[enough - 1]  # the smallest that will do
+
+
+def script(request: Request, parts: Sequence[Component], config: SlurmConfig) -> str:
+    """What is handed to sbatch."""
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
+    template = environment.from_string(TEMPLATE.read_text())
+    alive = shlex.quote(str(Path(request.folder) / ALIVE))
+    return template.render(name=request.name, components=parts, config=config, alive=alive)
+
+
+def machines(sinfo: str) -> list[Machine]:
+    """From `sinfo --Format=NodeList,CPUs,Gres`, a line for each machine."""
+    found: dict[str, Machine] = {}
+    for line in sinfo.splitlines():
+        name, cores, gres = line.split("|")
+        counts = re.findall(r"(?:^|,)gpu(?::[^:,(]+)?:(\d+)", gres.strip())
+        found[name.strip()] = Machine(gpus=sum(map(int, counts)), cores=int(cores))
+    return list(found.values())
+
+
+def nodes(job: str) -> list[list[Node]]:
+    """The nodes of each component, from `scontrol --details show job`, whose lines for equal nodes are one."""
+    found = []
+    for component in re.split(r"^(?=JobId=)", job, flags=re.MULTILINE)[1:]:
+        mine: list[Node] = []
+        for names, cores, gres in re.findall(
+            r"^ +Nodes=(\S+) CPU_IDs=(\S+) Mem=\S* GRES=(.*)$", component, re.MULTILINE
+        ):
+            gpus = re.findall(r"gpu(?::[^:,(]+)?:\d+\(IDX:([\d,-]+)\)", gres)
+            shown = tuple(str(index) for text in gpus for index in _numbers(text))
+            mine += [Node(name=name, cores=len(_numbers(cores)), gpus=shown) for name in _names(names)]
+        found.append(mine)
+    return found
+
+
+def _numbers(text: str) -> list[int]:
+    """`0-2,5` -> 0, 1, 2, 5."""
+    ends = [part.partition("-") for part in text.split(",")]
+    return [number for first, _, last in ends for number in range(int(first), int(last or first) + 1)]
+
+
+def _names(text: str) -> list[str]:
+    """`gpu[01-03],big` -> gpu01, gpu02, gpu03, big."""
+    found = []
+    for stem, numbers, end in re.findall(r"([^,\[]+)(?:\[([^\]]+)\])?([^,\[]*),?", text):
+        for part in numbers.split(",") if numbers else [""]:
+            first, _, last = part.partition("-")
+            span = range(int(first), int(last or first) + 1) if first else []
+            found += [f"{stem}{number:0{len(first)}}{end}" for number in span] or [stem + end]
+    return found
+
+
+def assign(component: Component, got: Sequence[Node], step: Sequence[str]) -> list[GrantedPart]:
+    """Each part's machine and GPUs out of what its component got; `step` is what all its steps are told."""
+    left = {node.name: node.cores for node in got}
+    taken = dict.fromkeys(left, 0)
+    granted = []
+    for part in component.parts:
+        node = next(one for one in got if left[one.name] >= part.cores and len(one.gpus) >= taken[one.name] + part.gpus)
+        mine = range(taken[node.name], taken[node.name] + part.gpus)
+        left[node.name] -= part.cores
+        taken[node.name] += part.gpus
+        where = [*step, "--node", node.name, "--cores", str(node.cores), "--gpus", str(len(node.gpus))]
+        if mine:
+            where += ["--mine", ",".join(str(index + 1) for index in mine)]
+        gpus = tuple(node.gpus[index] for index in mine)
+        granted.append(GrantedPart(machine=node.name, gpus=gpus, place=tuple(where)))
+    return granted
