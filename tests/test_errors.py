@@ -61,6 +61,7 @@ RECIPES = [
     ("layers out of order", None, ["target.aux_layer_ids=[2, 1]"], "must be ascending", "aux_layer_ids"),
     ("lookahead beyond the walk", None, ["benchmark.lookahead=9"], "must not exceed", "benchmark.max_lookahead"),
     ("ranks without GPUs", None, ["pools.training_gpus=3"], "a rank needs one GPU", "make them equal"),
+    ("shared memory of two machines", None, ["pools.kind=ray"], "shared memory is of one", "transport.kind=mooncake"),
     ("nowhere to keep", None, ["transport.kind=stored"], "say where by transport.folder", ""),
     ("override of no form", None, ["seed"], "is not of the form section.field=value", ""),
     ("override into a value", None, ["name.deep=1"], "name is a value, not a section", ""),

@@ -63,6 +63,15 @@ def test_plan_prints_every_recipe_in_full(tmp_path: Path, recipe: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+def test_plan_prints_the_slurm_job_too(tmp_path: Path) -> None:
+    settings = ["pools.kind=slurm", "pools.slurm.partition=gpu", "transport.kind=mooncake"]
+    ended = draftsmith(tmp_path, "retrain", str(RECIPES[0]), *settings, "--plan")
+    assert ended.returncode == 0, ended.stderr
+    recipe, script = ended.stdout.split("---\n")
+    assert RunConfig.model_validate(yaml.safe_load(recipe)).pools.slurm.partition == "gpu"
+    assert "#SBATCH --partition=gpu" in script
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
