@@ -44,6 +44,30 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# `make test` runs two of these groups at a time (pytest-xdist): what shares servers, ports or SGLang's segments in
+# /dev/shm is one. The longest come first.
+GROUPS = {
+    "sglang": ("models/capture/sglang", "models/test_tiny_run.py", "models/export", "models/regeneration"),
+    "flows": ("flows",),
+    "chaos": ("test_chaos.py",),
+    "training": ("models/training",),
+    "pools": ("infra/pools",),
+}
+
+
+def group_of(path: Path) -> str:
+    """Name of the group that a test file belongs to; its own name where it is alone."""
+    place = path.relative_to(Path(__file__).parent).as_posix()
+    return next((name for name, places in GROUPS.items() if place.startswith(places)), place)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = [*GROUPS, *sorted({group_of(item.path) for item in items} - set(GROUPS))]
+    items.sort(key=lambda item: order.index(group_of(item.path)))
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group_of(item.path)))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for name in _forbidden_skips(terminalreporter):
         terminalreporter.write_line(f"skipped, but not listed in {ALLOWED_SKIPS.name}: {name}", red=True)
