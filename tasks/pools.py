@@ -34,7 +34,7 @@ def lease(run: OpenRun, *roles: Role) -> Iterator[Sequence[Pool]]:
     # Ray and Slurm have queues of their own.
     queue = _queued(provider, specs, wait_s) if isinstance(provider, LocalPools) else nullcontext()
     with queue:
-        patient = acquire_pools.with_options(retries=int(wait_s / LOOK_AGAIN_S))
+        patient = acquire_pools.with_options(retries=int(wait_s / (LOOK_AGAIN_S + provider.look_s)))
         try:
             yield patient(provider, specs, run.owner)
         finally:

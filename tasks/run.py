@@ -54,7 +54,7 @@ def open_run(config: RunConfig, name: str | None) -> Iterator[OpenRun]:
 
     Raises ValueError where another process owns it, or where the folder belongs to another configuration.
     """
-    folder = RunFolder(runs_folder() / name) if name else _folder_of_this_flow_run(config.name)
+    folder = run_named(name) if name else _folder_of_this_flow_run(config.name)
     with own_run(folder, config.transport, get_run_logger().info) as owner:
         _remember(config, folder)
         get_run_logger().info("run folder: %s", folder.path)
@@ -72,11 +72,18 @@ def _folder_of_this_flow_run(recipe: str) -> RunFolder:
     return RunFolder(folder)
 
 
+def run_named(name: str) -> RunFolder:
+    """A run by its name, or by the path of a folder. Raises ValueError for a name that leads elsewhere."""
+    if not name.strip("./") or ".." in Path(name).parts:
+        raise ValueError(f"run {name!r} is not the name of a run: `draftsmith status` shows those of {runs_folder()}")
+    return RunFolder(runs_folder() / name)
+
+
 def folder_of_flow_run(flow_run: str, name: str | None) -> RunFolder | None:
     """The folder of the run that a flow run was given by name, or made; None where it has made none."""
     if name:
-        folder = runs_folder() / name
-        return RunFolder(folder) if folder.is_dir() else None
+        folder = run_named(name)
+        return folder if folder.path.is_dir() else None
     notes = runs_folder().glob(f"*/{FLOW_RUN}")
     return next((RunFolder(note.parent) for note in notes if note.read_text() == flow_run), None)
 

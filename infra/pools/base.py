@@ -52,6 +52,11 @@ class Pool(Protocol):
 class PoolProvider(Protocol):
     """Whoever has devices to lease."""
 
+    @property
+    def look_s(self) -> float:
+        """Seconds that one `acquire` may wait before it says that the devices are busy."""
+        ...
+
     def acquire(self, specs: Sequence[PoolSpec], owner: Owner) -> Sequence[Pool]:
         """Lease a pool per spec in the owner's name, all of them or none.
 

@@ -59,6 +59,8 @@ class LocalPool:
 class LocalPools:
     """Leases this machine's devices."""
 
+    look_s = 0.0
+
     def __init__(self, gpus: tuple[str, ...] | None = None, locks: Path | None = None) -> None:
         self.gpus = permitted_gpus() or visible_gpus() if gpus is None else gpus
         self._locks = locks or Path(tempfile.gettempdir()) / "draftsmith-gpus"

@@ -113,7 +113,7 @@ class QueuedPools:
     """Leases devices from an engine that admits."""
 
     def __init__(self, engine: Engine, config: PoolsConfig, look_s: float = LOOK_S) -> None:
-        self._engine, self._config, self._look_s = engine, config, look_s
+        self._engine, self._config, self.look_s = engine, config, look_s
         self._asked: dict[str, _Asked] = {}
 
     def acquire(self, specs: Sequence[PoolSpec], owner: Owner) -> tuple[QueuedPool, ...]:
@@ -134,7 +134,7 @@ class QueuedPools:
         return asked.pools
 
     def _wait(self, asked: _Asked, owner: str) -> Grant:
-        deadline = time.monotonic() + self._look_s
+        deadline = time.monotonic() + self.look_s
         while time.monotonic() < deadline:
             ended = asked.holder.poll() is not None
             for line in asked.holder.new_lines():

@@ -103,3 +103,9 @@ def test_objects_that_do_not_fit_shared_memory_stay_in_the_run_folder(config: Ru
     with open_run(huge, "huge") as run:
         assert run.owner.folders == ()
     assert run.folder.path.is_dir()
+
+
+@pytest.mark.parametrize("name", ["..", "../elsewhere", "a/../../b", ".", "/"])
+def test_a_name_leads_nowhere_else(name: str, config: RunConfig) -> None:
+    with pytest.raises(ValueError, match="is not the name of a run"), open_run(config, name):
+        pass
