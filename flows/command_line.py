@@ -3,6 +3,8 @@
 import logging
 import subprocess
 import sys
+import time
+from getpass import getuser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,6 +28,7 @@ app = typer.Typer(
 drafts = typer.Typer(help="Registered drafts: which there are, and which one serves.", no_args_is_help=True)
 app.add_typer(drafts, name="drafts")
 
+Reason = Annotated[str, typer.Option("--reason", help="Why; `drafts history` shows it.")]
 Name = Annotated[str | None, typer.Option("--name", help="Registered model; may be left out where there is one.")]
 
 
@@ -166,24 +169,43 @@ def list_versions(name: Name = None) -> None:
 
 
 @drafts.command()
-def promote(version: Annotated[int, typer.Argument(min=1)], name: Name = None) -> None:
+def promote(version: Annotated[int, typer.Argument(min=1)], reason: Reason = "", name: Name = None) -> None:
     """Put a version into service, gate or no gate."""
     from infra.settings import tracking_uri
     from infra.tracking import registry
 
-    draft = registry.promote(tracking_uri(), _registered(name), version)
+    draft = registry.promote(tracking_uri(), _registered(name), version, by=getuser(), reason=reason)
     replaced = draft.tags.get(registry.REPLACES)
     print(f"{draft.name} version {draft.version} is champion" + (f", replacing version {replaced}" if replaced else ""))
 
 
 @drafts.command()
-def rollback(name: Name = None) -> None:
+def rollback(reason: Reason = "", name: Name = None) -> None:
     """Put the version back that the champion replaced."""
     from infra.settings import tracking_uri
     from infra.tracking import registry
 
-    draft = registry.rollback(tracking_uri(), _registered(name))
+    draft = registry.rollback(tracking_uri(), _registered(name), by=getuser(), reason=reason)
     print(f"{draft.name} version {draft.version} is champion again")
+
+
+@drafts.command("history")
+def show_history(name: Name = None) -> None:
+    """Show who promoted, refused or rolled back which version, when and why."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from infra.settings import tracking_uri
+    from infra.tracking.decisions import history
+
+    table = Table()
+    for column in ("when", "version", "decision", "champion before", "by", "why"):
+        table.add_column(column, overflow="fold")
+    for decision in history(tracking_uri(), _registered(name)):
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(decision.at))
+        before = "" if decision.champion_before is None else str(decision.champion_before)
+        table.add_row(when, str(decision.version), decision.outcome, before, decision.by, decision.reason)
+    Console().print(table if table.row_count else "nothing was decided yet")
 
 
 def _registered(name: str | None) -> str:

@@ -2,17 +2,22 @@
 
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
+from prefect.events import emit_event
 
 from infra.provenance import git_sha
 from infra.records import ExportRecord, TargetRecord, TrainingResult
-from infra.results import BenchmarkResult, RegisteredDraft
+from infra.results import BenchmarkResult, GateDecision, RegisteredDraft
 from infra.tracking import registry
+from infra.tracking.decisions import history
 from infra.tracking.runs import TrackedRun, log_benchmark, log_folder
 from tasks.data_plane import worth_retrying
 from tasks.report_facts import sources
 from tasks.report_markdown import draft_markdown, version_markdown
 from tasks.run import OpenRun
 
+GATE = "gate"
+PROMOTED = "draftsmith.draft.promoted"
+"""The event that tells the serving side which version to load."""
 RETRIES = {"retries": 2, "retry_delay_seconds": 5, "retry_condition_fn": worth_retrying, "cache_policy": NO_CACHE}
 
 
@@ -64,14 +69,23 @@ def register_draft(
     return draft
 
 
-@task(name="promote draft", **RETRIES)
-def promote_draft(run: OpenRun, draft: RegisteredDraft) -> RegisteredDraft:
-    """Make the draft the champion, once: a resumed run does not undo what was decided since."""
+@task(name="promote or refuse draft", **RETRIES)
+def promote_or_refuse(run: OpenRun, draft: RegisteredDraft, gate: GateDecision) -> RegisteredDraft:
+    """Do as the gate says, once: a resumed run does not undo what was decided since."""
+    logger, uri = get_run_logger(), run.tracking_uri
     if registry.CHALLENGER not in draft.aliases:
-        get_run_logger().info("version %s is not the challenger (any more): aliases stay as they are", draft.version)
+        logger.info("version %s is not the challenger (any more): aliases stay as they are", draft.version)
         return draft
-    promoted = registry.promote(run.tracking_uri, draft.name, draft.version)
-    get_run_logger().info("version %s of %s is champion", promoted.version, promoted.name)
+    if any(decision.version == draft.version for decision in history(uri, draft.name)):
+        logger.info("version %s was decided on before", draft.version)
+        return draft
+    if not gate.passed:
+        registry.refuse(uri, draft, by=GATE, reason=gate.reason)
+        logger.info("version %s of %s stays challenger: %s", draft.version, draft.name, gate.reason)
+        return draft
+    promoted = registry.promote(uri, draft.name, draft.version, by=GATE, reason=gate.reason)
+    emit_event(PROMOTED, {"prefect.resource.id": promoted.name}, payload={"version": promoted.version})
+    logger.info("version %s of %s is champion", promoted.version, promoted.name)
     return promoted
 
 

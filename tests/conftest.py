@@ -61,6 +61,7 @@ def group_of(path: Path) -> str:
     return next((name for name, places in GROUPS.items() if place.startswith(places)), place)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = [*GROUPS, *sorted({group_of(item.path) for item in items} - set(GROUPS))]
     items.sort(key=lambda item: order.index(group_of(item.path)))

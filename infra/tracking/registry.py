@@ -15,6 +15,7 @@ from mlflow.exceptions import MlflowException
 
 from infra.results import RegisteredDraft, RequestCounts
 from infra.tracking.client import NOTE, connect
+from infra.tracking.decisions import write_decision
 
 CHAMPION = "champion"
 CHALLENGER = "challenger"
@@ -53,8 +54,8 @@ def register(
     return _draft(client, name, int(version.version))
 
 
-def promote(uri: str, name: str, version: int) -> RegisteredDraft:
-    """Make a version the champion. Promoting the present champion changes nothing."""
+def promote(uri: str, name: str, version: int, *, by: str, reason: str) -> RegisteredDraft:
+    """Make a version the champion, and note who decided it and why. Promoting the present champion changes nothing."""
     client = connect(uri)
     draft = _draft(client, name, version)
     present = champion(uri, name)
@@ -64,11 +65,23 @@ def promote(uri: str, name: str, version: int) -> RegisteredDraft:
     client.set_registered_model_alias(name, CHAMPION, str(version))
     if CHALLENGER in draft.aliases:
         client.delete_registered_model_alias(name, CHALLENGER)
+    before = present.version if present else None
+    write_decision(uri, name, version, "promoted", champion_before=before, by=by, reason=reason)
     return _draft(client, name, version)
 
 
-def rollback(uri: str, name: str) -> RegisteredDraft:
-    """Make the version that the champion replaced champion again. Raises ValueError where there is none."""
+def refuse(uri: str, draft: RegisteredDraft, *, by: str, reason: str) -> None:
+    """Note who refused a version and why; it stays what it is."""
+    present = champion(uri, draft.name)
+    before = present.version if present else None
+    write_decision(uri, draft.name, draft.version, "refused", champion_before=before, by=by, reason=reason)
+
+
+def rollback(uri: str, name: str, *, by: str, reason: str) -> RegisteredDraft:
+    """Make the version that the champion replaced champion again, and note who decided it and why.
+
+    Raises ValueError where there is none.
+    """
     client = connect(uri)
     present = champion(uri, name)
     if present is None:
@@ -78,6 +91,7 @@ def rollback(uri: str, name: str) -> RegisteredDraft:
         raise ValueError(f"version {present.version} of {name} replaced no other: promote one with `drafts promote`")
     client.set_registered_model_alias(name, CHAMPION, before)
     client.delete_model_version_tag(name, str(present.version), REPLACES)
+    write_decision(uri, name, present.version, "rolled back", champion_before=present.version, by=by, reason=reason)
     return _draft(client, name, int(before))
 
 

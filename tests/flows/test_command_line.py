@@ -127,7 +127,14 @@ def test_drafts_are_listed_promoted_and_rolled_back(home: Path, monkeypatch: pyt
     ]
     with pytest.raises(ValueError, match="has no version 9"):
         drafts("promote", "9")
-    assert "draft-tiny version 1 is champion again" in drafts("rollback")
+    assert "draft-tiny version 1 is champion again" in drafts("rollback", "--reason", "slow in service")
+    rows = [line.split("│")[1:-1] for line in drafts("history").splitlines() if "│" in line]
+    assert [[cell.strip() for cell in row[1:4]] for row in rows] == [
+        ["1", "promoted", ""],
+        ["2", "promoted", "1"],
+        ["2", "rolled back", "2"],
+    ]
+    assert rows[-1][-1].strip() == "slow in service"
     with pytest.raises(ValueError, match="replaced no other"):
         drafts("rollback", "--name", "draft-tiny")
 

@@ -99,7 +99,7 @@ def champion(stack: Any, tmp_path: Path) -> str:
     connect(uri).log_artifact(run.run_id, str(file), registry.BENCHMARK)
     model = runs.log_folder(run, export, "draft", 1, "draft")
     draft = registry.register(uri, DRAFT, model, run.run_id, {registry.RUN: "run-1"})
-    registry.promote(uri, DRAFT, draft.version)
+    registry.promote(uri, DRAFT, draft.version, by="tests", reason="")
     return uri
 
 

@@ -59,6 +59,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenRun]:
         (opened.folder.export / "model.safetensors").write_text("weights")
         opened.folder.plots.mkdir()
         (opened.folder.plots / "acceptance_by_position.png").write_bytes(PNG)
+        opened.folder.request_counts.write_text("{}")
         yield opened
 
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from mlflow import MlflowClient
 from infra.records import SamplesRecord
 from infra.tracking import registry, runs
 from infra.tracking.client import NOTE, connect
+from infra.tracking.decisions import history
 from infra.tracking.runs import TrackedRun
 
 NAME = "draft-test"
@@ -31,6 +33,10 @@ def record(tmp_path: Path, uri: str) -> Path:
 @pytest.fixture
 def run(record: Path) -> TrackedRun:
     return TrackedRun.read(record)
+
+
+promote = partial(registry.promote, by="ada", reason="it is better")
+rollback = partial(registry.rollback, by="ada", reason="it was not")
 
 
 def new_version(run: TrackedRun, folder: Path, name: str, text: str) -> int:
@@ -162,18 +168,29 @@ def test_challenger_champion_and_back(run: TrackedRun, uri: str, tmp_path: Path)
     assert registry.list_drafts(uri, name) == []
     one, two, three = (new_version(run, tmp_path / "export", name, f"run-{number}") for number in (1, 2, 3))
     assert registry.list_drafts(uri, name)[0].aliases == ("challenger",)
-    assert registry.promote(uri, name, one).tags[registry.REPLACES] == ""
-    promoted = registry.promote(uri, name, three)
+    assert promote(uri, name, one).tags[registry.REPLACES] == ""
+    promoted = promote(uri, name, three)
     assert promoted.aliases == ("champion",)
     assert promoted.tags[registry.REPLACES] == str(one)
-    assert registry.promote(uri, name, three) == promoted
-    registry.promote(uri, name, two)
+    assert promote(uri, name, three) == promoted
+    promote(uri, name, two)
     assert [(d.version, d.aliases) for d in registry.list_drafts(uri, name)] == [(3, ()), (2, ("champion",)), (1, ())]
-    assert registry.rollback(uri, name).version == three
-    assert registry.rollback(uri, name).version == one
+    assert rollback(uri, name).version == three
+    assert rollback(uri, name).version == one
     with pytest.raises(ValueError, match="version 1 of draft-test-aliases replaced no other"):
-        registry.rollback(uri, name)
+        rollback(uri, name)
     assert [d.aliases for d in registry.list_drafts(uri, name)] == [(), (), ("champion",)]
+    registry.refuse(uri, registry.list_drafts(uri, name)[1], by="gate", reason="x" * 9000)
+    found = history(uri, name)
+    assert [(made.version, made.outcome, made.champion_before) for made in found] == [
+        (one, "promoted", None),
+        (three, "promoted", one),
+        (two, "promoted", three),
+        (two, "rolled back", two),
+        (three, "rolled back", three),
+        (two, "refused", one),
+    ]
+    assert (found[0].by, found[0].reason) == ("ada", "it is better")
 
 
 def test_versions_are_found_by_run_and_downloaded(run: TrackedRun, uri: str, tmp_path: Path) -> None:
@@ -190,11 +207,13 @@ def test_versions_are_found_by_run_and_downloaded(run: TrackedRun, uri: str, tmp
 
 def test_refusals_say_what_to_do(run: TrackedRun, uri: str, tmp_path: Path) -> None:
     name = f"{NAME}-refusals"
+    with pytest.raises(ValueError, match="no draft draft-test-refusals is registered"):
+        history(uri, name)
     with pytest.raises(ValueError, match="no champion to roll back"):
-        registry.rollback(uri, name)
+        rollback(uri, name)
     new_version(run, tmp_path / "export", name, "run-1")
     with pytest.raises(ValueError, match="has no version 7: `draftsmith drafts list`"):
-        registry.promote(uri, name, 7)
+        promote(uri, name, 7)
 
 
 def test_processes_may_create_the_database_together(tmp_path: Path) -> None:
