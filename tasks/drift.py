@@ -106,7 +106,7 @@ def sample_requests(config: WatchConfig, logs: RequestLogConfig) -> PromptsRecor
     folder = runs_folder() / "drift" / config.draft
     settings = folder / "requests.json"
     write_atomically(settings, logs)
-    command = module("infra.drift.request_log", settings, folder)
+    command = module("models.data.request_log", settings, folder)
     process = start("request-log", command, Owner("watch-traffic", folder / "logs"))
     try:
         process.wait(SAMPLING_TIMEOUT_S, on_line=get_run_logger().info)

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.drift.config import RequestLogConfig
-from infra.drift.private_data import find_private_data
-from infra.drift.request_log import RECORD, Sample, parse, sample_prompts, texts
 from infra.records import PromptsRecord
 from models.data.conversations import read_documents
+from models.data.private_data import find_private_data
+from models.data.request_log import RECORD, Sample, parse, sample_prompts, texts
 
 CLEAN = [f"How does a list comprehension over {word} work in Python?" for word in ("sets", "dicts", "rows", "text")]
 PRIVATE = {
@@ -139,7 +139,7 @@ def logs(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def test_prompts_without_private_data(logs: str, tmp_path: Path):
     config = tmp_path / "config.json"
     config.write_text(RequestLogConfig(folder=logs).model_dump_json())
-    command = [sys.executable, "-m", "infra.drift.request_log", str(config), str(tmp_path / "out")]
+    command = [sys.executable, "-m", "models.data.request_log", str(config), str(tmp_path / "out")]
     subprocess.run(command, check=True, timeout=240, env=os.environ | {"TMPDIR": str(tmp_path)})
     record = PromptsRecord.read(tmp_path / "out" / RECORD)
     documents = list(read_documents(record.path))

@@ -1,4 +1,4 @@
-"""`python -m infra.drift.request_log CONFIG.json FOLDER`: fresh prompts from request logs, without private data.
+"""`python -m models.data.request_log CONFIG.json FOLDER`: fresh prompts from request logs, without private data.
 
 Reads the JSONL logs that `RequestLogConfig` names, takes a random sample of the different requests in which nothing
 private is found, and writes FOLDER/prompts-<hash>.jsonl, which a recipe's `data.source` may name, and
@@ -175,7 +175,7 @@ def sample_prompts(
 
 def main() -> None:
     try:
-        from infra.drift.private_data import find_private_data
+        from models.data.private_data import find_private_data
     except ModuleNotFoundError as error:
         raise ValueError(
             f"{error.name} is missing: request logs are not read without a search for private data; "
