@@ -14,7 +14,7 @@ quickstart: $(VENV)/.ready
 	$(BIN)/draftsmith retrain recipes/quickstart.yaml
 
 test: $(VENV)/.ready $(SGLANG)/.test-ready
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
 # What CI adds to the tests: style, types, architecture.
 lint: $(VENV)/.ready

@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import psutil
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -55,18 +57,26 @@ GROUPS = {
 }
 
 
-def group_of(path: Path) -> str:
-    """Name of the group that a test file belongs to; its own name where it is alone."""
-    place = path.relative_to(Path(__file__).parent).as_posix()
+def group_of(nodeid: str) -> str:
+    """Name of the group that a test belongs to; its file's where that is alone."""
+    place = nodeid.partition("::")[0].removeprefix("tests/")
     return next((name for name, places in GROUPS.items() if place.startswith(places)), place)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
+class GroupScheduling(LoadScopeScheduling):
+    """A group's tests run one after the other, in one process."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling:
+    return GroupScheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = [*GROUPS, *sorted({group_of(item.path) for item in items} - set(GROUPS))]
-    items.sort(key=lambda item: order.index(group_of(item.path)))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group_of(item.path)))
+    order = [*GROUPS, *sorted({group_of(item.nodeid) for item in items} - set(GROUPS))]
+    items.sort(key=lambda item: order.index(group_of(item.nodeid)))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
