@@ -15,6 +15,7 @@ from prefect.states import Cancelled, Crashed
 from infra.recovery import ATTEMPTS, is_owned, newest_step, note_recovery
 from infra.run_folder import RunFolder
 from models.config import RunConfig
+from tasks.data_plane import worth_retrying
 from tasks.run import folder_of_flow_run
 
 
@@ -68,7 +69,13 @@ def look_at(flow_run: str) -> DeadRun | None:
     return dead
 
 
-@task(name="start it again", retries=2, retry_delay_seconds=5, cache_policy=NO_CACHE)
+@task(
+    name="start it again",
+    retries=2,
+    retry_delay_seconds=5,
+    retry_condition_fn=worth_retrying,
+    cache_policy=NO_CACHE,
+)
 def start_again(dead: DeadRun) -> str | None:
     """Submit the same deployment with the same run to go on with; the new flow run's id.
 
