@@ -236,7 +236,7 @@ def run_to_the_end(start: Start) -> Callable[[RunFolder], None]:
     def run(folder: RunFolder) -> None:
         processes = [start("models.capture.generator", folder), start("models.training.launch", folder, ranks=1)]
         for process in reversed(processes):
-            output, _ = process.communicate(timeout=280)
+            output, _ = process.communicate(timeout=900)
             assert process.returncode == 0, output
 
     return run

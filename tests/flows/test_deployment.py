@@ -109,7 +109,7 @@ def next_run(stack: Any, until: Callable[..., None], after: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_cancelled_killed_and_finished_without_a_person(
     stack: Any, submit: Callable[..., str], until: Callable[..., None], tiny_target: TargetRecord
 ) -> None:
@@ -176,7 +176,7 @@ def assert_given_up(stack: Any, folder: RunFolder, crashed: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_text_is_regenerated(stack: Any, submit: Callable[..., str], tiny_target: TargetRecord, tmp_path: Path) -> None:
     folder, source = RunFolder(stack.runs / "regenerated"), tmp_path / "prompts.txt"
     source.write_text("A list is a sequence of\n\nEvery module has a name that")
@@ -192,7 +192,7 @@ def test_text_is_regenerated(stack: Any, submit: Callable[..., str], tiny_target
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_runs_share_no_gpu_and_wait_for_one(
     stack: Any, submit: Callable[..., str], until: Callable[..., None], tiny_target: TargetRecord
 ) -> None:

@@ -107,7 +107,7 @@ def widest_transport() -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_an_interrupted_and_killed_run_resumes_and_loses_nothing(
     tmp_path: Path, environment: dict[str, str], strike: Callable[..., int], tiny_target: TargetRecord
 ) -> None:

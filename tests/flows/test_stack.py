@@ -52,7 +52,7 @@ def port_of(page: str, addresses: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_stack_mends_itself_and_leaves_nothing(
     draftsmith: Callable[..., Any], public_folder: Path, until: Callable[..., None]
 ) -> None:

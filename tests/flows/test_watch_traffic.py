@@ -149,7 +149,7 @@ def retrainings(stack: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_fall_starts_retraining_once(stack: Any, engine: Any, look: Callable[[], str], until: Callable[..., None]):
     store = TrafficStore(str(stack.runs / "drift"))
     store.write(quiet_day())

@@ -28,13 +28,13 @@ def finished(make_run, run_to_the_end, start, monkeypatch):
     run_to_the_end(folder)
     for module in ("models.export.sglang", "models.benchmark.served", "models.benchmark.run"):
         process = start(module, folder)
-        output, _ = process.communicate(timeout=400)
+        output, _ = process.communicate(timeout=900)
         assert process.returncode == 0, output
     return Run.open(folder.path)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 def test_the_draft_learns_and_decoding_is_lossless(finished):
     result = BenchmarkResult.read(finished.folder.benchmark)
     assert result.lossless.tokens >= 20_000

@@ -73,7 +73,7 @@ def test_the_same_weights_as_on_one_host(
             wait_until_ready(trainer)
             with started(hosts.generator, "-m", "models.capture.generator", str(folder.path)) as generator:
                 for process in (trainer, generator):
-                    output, _ = process.communicate(timeout=200)
+                    output, _ = process.communicate(timeout=600)
                     assert process.returncode == 0, output
     assert weights(folder) == weights(alone)
     assert losses(folder) == losses(alone)

@@ -152,7 +152,7 @@ def test_what_was_answered_before_a_kill_is_kept(
     with part.open("a") as file:
         file.write('{"asked": "torn')
     second = start("models.regeneration.regenerate", task.folder)
-    output, _ = second.communicate(timeout=200)
+    output, _ = second.communicate(timeout=600)
     assert second.returncode == 0, output
     record = RegeneratedRecord.read(task.folder.regenerated)
     lines = Path(record.path).read_text().splitlines()

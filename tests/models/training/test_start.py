@@ -33,7 +33,7 @@ def exported(make_run, run_to_the_end, start) -> RunFolder:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_a_warm_start_goes_on_where_the_version_ended(exported: RunFolder, make_run, run_to_the_end):
     """On the same samples: a better first step than a new draft's, with the version's vocabulary, not the samples'."""
     cold, warm = make_run("cold", *WARM), make_run("warm", *WARM, "training.start_from=1")

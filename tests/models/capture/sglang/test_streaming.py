@@ -100,7 +100,7 @@ def test_servers_join_and_leave_a_run(
 
 def end_well(*processes: Any) -> list[str]:
     """What they said. One that ends badly leaves the others waiting for ever: it is what has to be read."""
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 600
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         if any(process.poll() for process in processes):
             break
