@@ -63,7 +63,7 @@ def test_a_stack_mends_itself_and_leaves_nothing(
     found = httpx.post(f"http://127.0.0.1:{prefect}/api/deployments/filter", json={}, timeout=60).json()
     assert {"retrain", "recover"} <= {deployment["name"] for deployment in found}
     for kind in SERVERS:
-        assert any(kind in " ".join(process.cmdline()) for process in processes(folder)), kind
+        assert any(kind in command_line(process) for process in processes(folder)), kind
     addresses = {
         connection.laddr.ip
         for process in processes(folder)
@@ -78,7 +78,7 @@ def test_a_stack_mends_itself_and_leaves_nothing(
     assert f"it is up already: Prefect  http://127.0.0.1:{prefect}" in again.stderr
 
     before = processes(folder)
-    for victim in (p for p in before if "mlflow server" in " ".join(p.cmdline())):
+    for victim in (p for p in before if "mlflow server" in command_line(p)):
         victim.kill()  # its supervisor as well: a child of the server is left
     until(lambda: new_mlflow(folder, before), "for MLflow to be started again")
     until(lambda: answers(f"http://127.0.0.1:{mlflow}/health"), "for MLflow to come back")
@@ -89,7 +89,15 @@ def test_a_stack_mends_itself_and_leaves_nothing(
 
 
 def new_mlflow(folder: Path, before: list[psutil.Process]) -> bool:
-    return any("mlflow server" in " ".join(process.cmdline()) for process in set(processes(folder)) - set(before))
+    return any("mlflow server" in command_line(process) for process in set(processes(folder)) - set(before))
+
+
+def command_line(process: psutil.Process) -> str:
+    """Empty once the process has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def answers(url: str) -> bool:
