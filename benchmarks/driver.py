@@ -56,15 +56,23 @@ def start_generators(stack: ExitStack, pool: LocalPool, folder: RunFolder, confi
 
 
 def drive_generators(folder: RunFolder, config: RunConfig) -> None:
-    """Generators alone, until all have ended well."""
+    """Generators alone, until all have ended well, or the run has: then the store that they ask for is gone."""
     with ExitStack() as stack:
         left = start_generators(stack, LocalPool(Owner(folder.name, folder.logs)), folder, config)
         while left:
             left = [one for one in left if not one.tend(lambda _line: None, print)]
-            for one in left:
-                if one.failure is not None:
+            for one in list(left):
+                if one.failure is None:
+                    continue
+                if not has_finished(folder, config):
                     raise one.failure
+                left.remove(one)
             time.sleep(POLL_S)
+
+
+def has_finished(folder: RunFolder, config: RunConfig) -> bool:
+    with Ledger.open(config.ledger.url or folder.ledger_url, folder.name) as ledger:
+        return ledger.finished()
 
 
 def keep_postgres(folder: Path, address: str) -> None:

@@ -19,9 +19,10 @@ from models.benchmark.acceptance import acceptance_length, distinct_token_share
 from models.benchmark.conditions import conditions
 from models.benchmark.config import BenchmarkConfig
 from models.benchmark.contestants import load_contestants
+from models.benchmark.prompts import read_prompts
 from models.benchmark.reference import decode_reference
 from models.benchmark.result import lossless_record
-from models.benchmark.standalone import find_target, read_aux_layer_ids, read_prompts
+from models.benchmark.standalone import find_target, read_aux_layer_ids
 from models.data.conversations import source_hash
 from models.decoding.plain import continue_batch
 from models.dtypes import DTYPES

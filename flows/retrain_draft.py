@@ -8,7 +8,8 @@ from tasks.export import export_draft
 from tasks.generators import generating
 from tasks.pools import lease
 from tasks.prepare import fetch_start, prepare_samples, prepare_target, regenerate_text
-from tasks.registry import promote_or_refuse, register_draft
+from tasks.promotion import promote_or_refuse
+from tasks.registry import register_draft
 from tasks.report import write_report
 from tasks.run import open_run
 from tasks.store import storing
@@ -45,7 +46,7 @@ def retrain(config: RunConfig, run: str | None = None) -> str:
         with lease(opened, "inference") as (inference,):
             benchmark_served(opened, inference)
             result = benchmark_draft(opened, inference, target)
-        draft = register_draft(opened, tracking, target, trained, export, result)
-        draft = promote_or_refuse(opened, draft, result.gate)
+            draft = register_draft(opened, tracking, target, trained, export, result)
+            draft = promote_or_refuse(opened, inference, draft, result.gate)
         write_report(opened, target, samples, trained, result, draft)
     return str(opened.folder.path)

@@ -8,9 +8,42 @@ from collections.abc import Mapping
 from infra.records import Record
 
 
-class GateDecision(Record):
-    """Whether a challenger earned promotion, and why."""
+class Ground(Record):
+    """One set of prompts on which a challenger is compared: tokens and complete verification steps by conversation."""
 
+    name: str
+    dataset_hash: str
+    margin: float
+    challenger: tuple[tuple[int, int], ...]
+    champion: tuple[tuple[int, int], ...] | None
+    """The same conversations; None: there is no champion."""
+
+
+class GateEvidence(Record):
+    """`gate.json`: all that a gate's decision follows from, so that it can be decided again."""
+
+    champion_label: str
+    """`version N`, or what else the champion is called."""
+    resamples: int
+    seed: int = 0
+    max_gap: float
+    min_distinct_token_share: float
+    distinct_token_share: float
+    """Of the target's greedy text."""
+    mismatches: int
+    """Between speculative text and the target's own."""
+    gap: float
+    """Relative, between simulated and reference acceptance length."""
+    served_gap: float | None = None
+    """Relative, between served and simulated acceptance length; None: not served."""
+    grounds: tuple[Ground, ...]
+    """The held-out prompts first, then the suites."""
+
+
+class GroundDecision(Record):
+    """What the comparison on one ground came to; `against` is what the challenger was held against last."""
+
+    ground: str
     passed: bool
     against: str
     """`no draft`, or `version N`."""
@@ -21,7 +54,14 @@ class GateDecision(Record):
     """One-sided 97.5 % bound of the relative difference."""
     margin: float
     smallest_detectable: float
+
+
+class GateDecision(GroundDecision):
+    """Whether a challenger earned promotion, and why. The figures are of the ground that decided."""
+
     reason: str
+    grounds: tuple[GroundDecision, ...]
+    """All of them, in the evidence's order."""
 
 
 class RegisteredDraft(Record):
@@ -160,6 +200,13 @@ class ServedResult(Record):
             f"{self.acceptance.steps[self.lookahead]} verification steps, the target's own text in {self.same_text} of "
             f"{self.acceptance.conversations} conversations, throughput against the target alone {speeds} at a time"
         )
+
+
+class SmokeResult(Record):
+    """`smoke.json`: whether a draft from the registry decodes as it was benchmarked, and what was seen."""
+
+    passed: bool
+    reason: str
 
 
 class BenchmarkResult(Record):

@@ -86,6 +86,21 @@ class RunFolder:
         return self.path / "request_counts.json"
 
     @property
+    def gate(self) -> Path:
+        """What the gate decided on."""
+        return self.path / "gate.json"
+
+    @property
+    def champion(self) -> Path:
+        """The version that was champion when the run's draft was benchmarked."""
+        return self.path / "champion.json"
+
+    @property
+    def smoke(self) -> Path:
+        """Whether the draft decodes, as it comes from the registry."""
+        return self.path / "smoke.json"
+
+    @property
     def served(self) -> Path:
         """The serving engine's figures."""
         return self.path / "served.json"

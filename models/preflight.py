@@ -8,7 +8,7 @@ from infra.ledger.schema import check_server
 from infra.mooncake.environment import check_mooncake, choose_protocol
 from infra.sglang.environment import sglang_python
 from infra.transport.stored import local_folder
-from models.benchmark.prompts import take_prompts
+from models.benchmark.prompts import suite_prompts, take_prompts
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
 from models.run import Run
@@ -38,6 +38,8 @@ def check_run(run: Run) -> None:
         benchmark.prompts,
         benchmark.prompt_tokens,
     )
+    for suite in run.config.promotion.suites:
+        suite_prompts(run, suite)
 
 
 def _draft_parameters(run: Run) -> int:

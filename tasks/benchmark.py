@@ -5,6 +5,7 @@ import shutil
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
+from infra.files import write_atomically
 from infra.pools.base import Pool
 from infra.records import TargetRecord
 from infra.results import BenchmarkResult, RegisteredDraft
@@ -24,9 +25,12 @@ def benchmark_draft(run: OpenRun, pool: Pool, target: TargetRecord) -> Benchmark
     registered = version_of_run(run.tracking_uri, run.draft_name, run.folder.name)
     if registered and run.folder.benchmark.exists():
         return BenchmarkResult.read(run.folder.benchmark)
-    present = _comparable_champion(run, target)
-    arguments: list[str] = []
+    present = champion(run.tracking_uri, run.draft_name)
+    run.folder.champion.unlink(missing_ok=True)
     if present:
+        write_atomically(run.folder.champion, present)
+    arguments: list[str] = []
+    if present and _comparable(present, target):
         folder = run.folder.path / "champion"
         shutil.rmtree(folder, ignore_errors=True)
         downloaded = download(run.tracking_uri, present, folder)
@@ -42,14 +46,10 @@ def benchmark_served(run: OpenRun, pool: Pool) -> None:
         run_main(run, pool, "serving-benchmark", "models.benchmark.served", timeout_s=TIMEOUT_S)
 
 
-def _comparable_champion(run: OpenRun, target: TargetRecord) -> RegisteredDraft | None:
+def _comparable(present: RegisteredDraft, target: TargetRecord) -> bool:
     logger = get_run_logger()
-    present = champion(run.tracking_uri, run.draft_name)
-    if present is None:
-        logger.info("no champion of %s yet: the draft is compared with no draft", run.draft_name)
-        return None
     if present.tags.get("target_revision") != target.revision:
         logger.warning("champion %s is of another target revision: compared with no draft", present.version)
-        return None
-    logger.info("compared with version %s of %s, the champion", present.version, run.draft_name)
-    return present
+        return False
+    logger.info("compared with version %s of %s, the champion", present.version, present.name)
+    return True

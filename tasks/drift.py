@@ -1,6 +1,7 @@
 """Watches served traffic: windows, the drift test, fresh prompts, the event that starts retraining. Flow process."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,19 +13,23 @@ from prefect.events import emit_event
 from infra.drift.config import RequestLogConfig, WatchConfig
 from infra.drift.scrape import scrape
 from infra.drift.sequential import DriftTest, Reference
-from infra.drift.windows import Served, TrafficRecord, TrafficStore, Verdict, Window, judge
+from infra.drift.windows import Served, TrafficRecord, TrafficStore, Verdict, Window, judge, mean_length
 from infra.files import write_atomically
 from infra.health import public
 from infra.processes import Owner, module, start
 from infra.records import PromptsRecord
 from infra.results import RegisteredDraft
 from infra.settings import runs_folder, tracking_uri
-from infra.tracking.registry import RUN, champion, read_request_counts
+from infra.tracking.registry import REPLACES, RUN, champion, read_request_counts
 from tasks.data_plane import worth_retrying
 from tasks.drift_markdown import artifact_key, in_words, traffic_markdown
 
 DRIFTED = "draftsmith.draft.drifted"
-"""The event; its resource is the registered model."""
+"""The event that starts retraining; its resource is the registered model."""
+DEGRADED = "draftsmith.draft.degraded"
+"""The event that starts a rollback: a version serves worse than the one that it replaced."""
+RECENT = 10
+"""Windows that a comparison takes."""
 SAMPLING_TIMEOUT_S = 2 * 3600.0
 RETRIES = {"retries": 2, "retry_delay_seconds": 10, "retry_condition_fn": worth_retrying, "cache_policy": NO_CACHE}
 
@@ -43,6 +48,13 @@ class Finding:
     @property
     def summary(self) -> str:
         return in_words(self.draft, self.traffic, self.test, self.verdict)
+
+    def is_the_versions_fault(self, probation_windows: int) -> bool:
+        """Whether the alarm came soon after a promotion, and the version accepts less than the one it replaced did."""
+        before, now = self.traffic.previous, self.traffic.current
+        if not before or not now or str(before[-1].served.version) != self.draft.tags.get(REPLACES):
+            return False
+        return len(now) <= probation_windows and mean_length(now[-RECENT:]) < mean_length(before[-RECENT:])
 
 
 @task(name="observe traffic", **RETRIES)
@@ -117,11 +129,9 @@ def sample_requests(config: WatchConfig, logs: RequestLogConfig) -> PromptsRecor
 
 @task(name="announce drift", **RETRIES)
 def announce_drift(config: WatchConfig, finding: Finding, prompts: PromptsRecord | None) -> Finding:
-    """Emit the event, and note that it was: each alarm is announced once."""
-    window, test, served = finding.due, finding.test, finding.traffic.served
-    assert window
+    """Emit the event that starts retraining, and note that it was: each alarm is announced once."""
+    served = finding.traffic.served
     assert served
-    recent = finding.traffic.current[-10:]
     payload = {
         "draft": config.draft,
         "version": finding.draft.version,
@@ -129,20 +139,34 @@ def announce_drift(config: WatchConfig, finding: Finding, prompts: PromptsRecord
         "summary": finding.summary,
         "lookahead": served.lookahead,
         "traffic": served.traffic,
-        "acceptance_length_benchmark": round(test.reference.length, 4),
-        "acceptance_length_served": round(sum(w.tokens for w in recent) / sum(w.steps for w in recent), 4),
+        "acceptance_length_benchmark": round(finding.test.reference.length, 4),
+        "acceptance_length_served": round(mean_length(finding.traffic.current[-RECENT:]), 4),
         "windows": len(finding.traffic.current),
         "average_run_length": config.average_run_length,
         "dataset": prompts.path if prompts else "",
         "dataset_sha256": prompts.sha256 if prompts else "",
         "prompts": prompts.prompts if prompts else 0,
     }
+    return _announce(config, finding, DRIFTED, payload)
+
+
+@task(name="announce degradation", **RETRIES)
+def announce_degradation(config: WatchConfig, finding: Finding) -> Finding:
+    """Emit the event that starts a rollback, once."""
+    before, now = (mean_length(windows[-RECENT:]) for windows in (finding.traffic.previous, finding.traffic.current))
+    reason = f"{finding.summary}; the version that it replaced reached {before:.2f}, it reaches {now:.2f}"
+    payload = {"draft": config.draft, "version": finding.draft.version, "reason": reason}
+    return _announce(config, finding, DEGRADED, payload)
+
+
+def _announce(config: WatchConfig, finding: Finding, event: str, payload: Mapping[str, object]) -> Finding:
+    assert finding.due
     resource = {"prefect.resource.id": config.draft, "prefect.resource.name": config.draft}
-    emit_event(DRIFTED, resource, payload=payload, id=finding.traffic.event_id(window))
-    announced = finding.traffic.with_announced(window)
+    emit_event(event, resource, payload=dict(payload), id=finding.traffic.event_id(finding.due))
+    announced = finding.traffic.with_announced(finding.due)
     _store(config).write(announced)
-    get_run_logger().warning("announced: %s", finding.summary)
-    return Finding(finding.draft, announced, test, finding.verdict, None)
+    get_run_logger().warning("announced as %s: %s", event, finding.summary)
+    return Finding(finding.draft, announced, finding.test, finding.verdict, None)
 
 
 @task(name="show traffic", **RETRIES)

@@ -4,7 +4,7 @@ import re
 from datetime import UTC, datetime
 
 from infra.drift.sequential import LEARNED_WINDOWS, DriftTest
-from infra.drift.windows import TrafficRecord, Verdict
+from infra.drift.windows import TrafficRecord, Verdict, mean_length
 from infra.results import RegisteredDraft
 
 SHOWN = 40
@@ -23,7 +23,7 @@ def in_words(draft: RegisteredDraft, traffic: TrafficRecord, test: DriftTest, ve
     if not windows:
         return f"{subject}: no window yet, {traffic.open.steps} verification steps so far"
     recent = windows[-10:]
-    served = sum(window.tokens for window in recent) / sum(window.steps for window in recent)
+    served = mean_length(recent)
     figures = (
         f"{subject}: acceptance length {served:.2f} over the last {len(recent)} windows, {served / length - 1:+.1%} "
         f"against its benchmark's {length:.2f}"

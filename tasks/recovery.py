@@ -14,7 +14,7 @@ from prefect.states import Cancelled, Crashed
 
 from infra.recovery import ATTEMPTS, is_owned, newest_step, note_recovery
 from infra.run_folder import RunFolder
-from models.config import RunConfig
+from models.config import read_config
 from tasks.data_plane import worth_retrying
 from tasks.run import folder_of_flow_run
 
@@ -35,9 +35,9 @@ class DeadRun:
         return folder_of_flow_run(str(self.flow_run), self.parameters.get("run"))
 
     def step(self) -> int:
-        """Of the newest checkpoint."""
-        url = RunConfig.model_validate(self.parameters["config"]).ledger.url
-        return newest_step(self.folder, url) if self.folder else 0
+        """Of the newest checkpoint; 0 for a run that trains nothing."""
+        folder = self.folder
+        return newest_step(folder, read_config(folder.config).ledger.url) if folder else 0
 
 
 GIVEN_UP = "draftsmith.run.given-up"

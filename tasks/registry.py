@@ -1,23 +1,18 @@
-"""Registers the draft with its figures, and promotes it."""
+"""Registers the draft with its figures and the gate's evidence."""
 
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
-from prefect.events import emit_event
 
 from infra.provenance import git_sha
 from infra.records import ExportRecord, TargetRecord, TrainingResult
-from infra.results import BenchmarkResult, GateDecision, RegisteredDraft
+from infra.results import BenchmarkResult, RegisteredDraft
 from infra.tracking import registry
-from infra.tracking.decisions import history
 from infra.tracking.runs import TrackedRun, log_benchmark, log_folder
 from tasks.data_plane import worth_retrying
 from tasks.report_facts import sources
 from tasks.report_markdown import draft_markdown, version_markdown
 from tasks.run import OpenRun
 
-GATE = "gate"
-PROMOTED = "draftsmith.draft.promoted"
-"""The event that tells the serving side which version to load."""
 RETRIES = {"retries": 2, "retry_delay_seconds": 5, "retry_condition_fn": worth_retrying, "cache_policy": NO_CACHE}
 
 
@@ -43,10 +38,12 @@ def register_draft(
         curves=_curves(result),
         conditions=conditions,
         table=acceptance_table(result),
-        files=[*sorted(run.folder.plots.glob("*.png")), run.folder.request_counts],
+        files=[*sorted(run.folder.plots.glob("*.png")), run.folder.request_counts, run.folder.gate],
     )
+    champion = RegisteredDraft.read(run.folder.champion) if run.folder.champion.exists() else None
     tags = {
         registry.RUN: run.folder.name,
+        registry.MEASURED_AGAINST: str(champion.version) if champion else "",
         registry.ACCEPTANCE: f"{result.simulated.length[result.conditions.lookahead]:.4f}",
         "lookahead": str(result.conditions.lookahead),
         "beats_prompt_lookup": str(result.beats_prompt_lookup).lower(),
@@ -67,26 +64,6 @@ def register_draft(
     )
     get_run_logger().info("registered version %s of %s", draft.version, draft.name)
     return draft
-
-
-@task(name="promote or refuse draft", **RETRIES)
-def promote_or_refuse(run: OpenRun, draft: RegisteredDraft, gate: GateDecision) -> RegisteredDraft:
-    """Do as the gate says, once: a resumed run does not undo what was decided since."""
-    logger, uri = get_run_logger(), run.tracking_uri
-    if registry.CHALLENGER not in draft.aliases:
-        logger.info("version %s is not the challenger (any more): aliases stay as they are", draft.version)
-        return draft
-    if any(decision.version == draft.version for decision in history(uri, draft.name)):
-        logger.info("version %s was decided on before", draft.version)
-        return draft
-    if not gate.passed:
-        registry.refuse(uri, draft, by=GATE, reason=gate.reason)
-        logger.info("version %s of %s stays challenger: %s", draft.version, draft.name, gate.reason)
-        return draft
-    promoted = registry.promote(uri, draft.name, draft.version, by=GATE, reason=gate.reason)
-    emit_event(PROMOTED, {"prefect.resource.id": promoted.name}, payload={"version": promoted.version})
-    logger.info("version %s of %s is champion", promoted.version, promoted.name)
-    return promoted
 
 
 def acceptance_table(result: BenchmarkResult) -> dict[str, list[float | int | None]]:

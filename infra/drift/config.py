@@ -49,6 +49,12 @@ class WatchConfig(BaseModel):
         ge=0,
         description="After an alarm of a version, none is raised for so long: retraining takes time.",
     )
+    probation_windows: int = Field(
+        default=50,
+        ge=0,
+        description="An alarm so soon after a version began to serve, while it accepts less than the one before did, "
+        "is the version's fault: the event asks for its rollback, not for retraining. 0: never.",
+    )
     timeout_s: float = Field(default=10.0, gt=0, description="Of one question to a server.")
     requests: RequestLogConfig | None = Field(
         default=None, description="Without it an alarm carries no fresh prompts, and retraining uses the recipe's own."

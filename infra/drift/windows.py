@@ -44,6 +44,11 @@ class Window(Record):
         return self.tokens / self.steps
 
 
+def mean_length(windows: Sequence[Window]) -> float:
+    """Acceptance length over all of them; raises ZeroDivisionError where there is none."""
+    return sum(window.tokens for window in windows) / sum(window.steps for window in windows)
+
+
 class Announcement(Record):
     """An alarm that was made known."""
 
@@ -79,6 +84,17 @@ class TrafficRecord(Record):
                 break
             count += 1
         return self.windows[len(self.windows) - count :]
+
+    @property
+    def previous(self) -> tuple[Window, ...]:
+        """The windows just before the present ones, of one other version under the same conditions."""
+        before, found = self.windows[: len(self.windows) - len(self.current)], []
+        for window in reversed(before):
+            same = self.served and window.served == self.served.model_copy(update={"version": window.served.version})
+            if not same or window.served.version != before[-1].served.version:
+                break
+            found.append(window)
+        return tuple(reversed(found))
 
     def observe(self, scrape: Scrape, served: Served, now: float, least_steps: int) -> "TrafficRecord":
         """The record after a scrape: one window more if enough verification steps have come since the last one.

@@ -25,7 +25,7 @@ class Decision(Record):
     outcome: Literal["promoted", "refused", "rolled back"]
     champion_before: int | None
     by: str
-    """`gate`, or a person's login."""
+    """`gate`, `smoke test`, `served traffic`, or a person."""
     reason: str
 
 

@@ -13,19 +13,26 @@ from mlflow import MlflowClient, artifacts
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
-from infra.results import RegisteredDraft, RequestCounts
+from infra.results import GateEvidence, RegisteredDraft, RequestCounts
 from infra.tracking.client import NOTE, connect
-from infra.tracking.decisions import write_decision
+from infra.tracking.decisions import LONGEST, write_decision
 
 CHAMPION = "champion"
 CHALLENGER = "challenger"
 REPLACES = "replaces"
+MEASURED_AGAINST = "measured_against"
+"""Tag: the version that was champion when this one was benchmarked, or nothing."""
+SMOKE_TEST = "smoke_test"
+"""Tag of a version that was put into service: what the smoke test said."""
 RUN = "run"
 MODEL_ID = "model_id"
 ACCEPTANCE = "acceptance_length"
 BENCHMARK = "benchmark"
 """Folder of artifacts of a version's run."""
 REQUEST_COUNTS = f"{BENCHMARK}/request_counts.json"
+EVIDENCE = f"{BENCHMARK}/gate.json"
+CONFIG = "config.json"
+"""Artifact: the recipe, without passwords."""
 VERSIONS_OF_MODEL = "mlflow.modelVersions"
 """MLflow's own tag, by which a logged model's page shows its versions."""
 
@@ -68,6 +75,32 @@ def promote(uri: str, name: str, version: int, *, by: str, reason: str) -> Regis
     before = present.version if present else None
     write_decision(uri, name, version, "promoted", champion_before=before, by=by, reason=reason)
     return _draft(client, name, version)
+
+
+def withdraw(uri: str, draft: RegisteredDraft, *, by: str, reason: str) -> RegisteredDraft | None:
+    """Take a champion out of service: the version it replaced, if any, serves again, and is returned.
+
+    Where somebody has promoted another version since, only the decision is noted.
+    """
+    client, present = connect(uri), champion(uri, draft.name)
+    back = present
+    if present and present.version == draft.version:
+        before = present.tags.get(REPLACES)
+        if before:
+            client.set_registered_model_alias(draft.name, CHAMPION, before)
+        else:
+            client.delete_registered_model_alias(draft.name, CHAMPION)
+        back = _draft(client, draft.name, int(before)) if before else None
+    write_decision(uri, draft.name, draft.version, "rolled back", champion_before=draft.version, by=by, reason=reason)
+    return back
+
+
+def note_smoke_test(uri: str, draft: RegisteredDraft, passed: bool, reason: str) -> RegisteredDraft:
+    """Keep what the smoke test said of a version."""
+    client = connect(uri)
+    said = f"{'passed' if passed else 'failed'}: {reason}"
+    client.set_model_version_tag(draft.name, str(draft.version), SMOKE_TEST, said[:LONGEST])
+    return _draft(client, draft.name, draft.version)
 
 
 def refuse(uri: str, draft: RegisteredDraft, *, by: str, reason: str) -> None:
@@ -135,17 +168,33 @@ def download(uri: str, draft: RegisteredDraft, folder: Path) -> Path:
     return folder
 
 
+def describe(uri: str, draft: RegisteredDraft) -> str:
+    """The version's description, Markdown."""
+    return str(connect(uri).get_model_version(draft.name, str(draft.version)).description or "")
+
+
 def read_request_counts(uri: str, draft: RegisteredDraft) -> RequestCounts:
     """What every conversation of a version's benchmark came to. Raises ValueError for a version without it."""
+    return RequestCounts.model_validate_json(read_artifact(uri, draft, REQUEST_COUNTS))
+
+
+def read_evidence(uri: str, draft: RegisteredDraft) -> GateEvidence:
+    """What the gate decided on. Raises ValueError for a version without it."""
+    return GateEvidence.model_validate_json(read_artifact(uri, draft, EVIDENCE))
+
+
+def read_artifact(uri: str, draft: RegisteredDraft, path: str) -> str:
+    """A text that the version's run has logged. Raises ValueError for a version without it."""
     client = connect(uri)
     run_id = str(client.get_model_version(draft.name, str(draft.version)).run_id)
-    if REQUEST_COUNTS not in {artifact.path for artifact in client.list_artifacts(run_id, BENCHMARK)}:
+    folder = path.rpartition("/")[0] or None
+    if path not in {artifact.path for artifact in client.list_artifacts(run_id, folder)}:
         raise ValueError(
-            f"version {draft.version} of {draft.name} was benchmarked without counts of its requests, by an older "
-            "version of Draftsmith: retrain it"
+            f"the run of version {draft.version} of {draft.name} has no {path}: it was made by another version of "
+            "Draftsmith, so retrain it"
         )
-    with TemporaryDirectory(prefix="draftsmith-") as folder:
-        return RequestCounts.read(Path(client.download_artifacts(run_id, REQUEST_COUNTS, folder)))
+    with TemporaryDirectory(prefix="draftsmith-") as copy:
+        return Path(client.download_artifacts(run_id, path, copy)).read_text()
 
 
 def _exists(client: MlflowClient, name: str) -> bool:

@@ -15,6 +15,7 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, 
 
 from infra.files import write_atomically
 from infra.records import Record, SamplesRecord
+from infra.results import RegisteredDraft
 from infra.shareable import without_passwords
 from infra.tracking.client import NOTE, connect, experiment_id
 
@@ -181,6 +182,16 @@ def log_benchmark(
     client.log_dict(run.run_id, dict(table), "benchmark/acceptance.json")
     for file in files:
         client.log_artifact(run.run_id, str(file), "benchmark")
+
+
+def log_model_figures(uri: str, draft: RegisteredDraft, figures: Mapping[str, float]) -> None:
+    """Log figures of a registered version, measured long after its run, with its model and the run that made it."""
+    client = connect(uri)
+    run_id = str(client.get_model_version(draft.name, str(draft.version)).run_id)
+    history = client.get_metric_history(run_id, next(iter(figures)))
+    now, step = int(time.time() * 1000), len(history)
+    points = [Metric(key, value, now, step, draft.model_id, run_id=run_id) for key, value in figures.items()]
+    client.log_batch(run_id, metrics=points)
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,5 +1,6 @@
 """What is measured on the held-out prompts, and what a challenger must show."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -55,4 +56,21 @@ class PromotionConfig(BaseModel):
     resamples: int = Field(default=10_000, ge=100)
     max_gap: float = Field(
         default=0.05, gt=0, description="Largest gap between simulated and reference acceptance length."
+    )
+    suites: Mapping[str, str] = Field(
+        default={},
+        description="Further prompts on which the gate must be passed as well, by name: .jsonl or .txt files that stay "
+        "the same from run to run, where the held-out prompts change with the data.",
+    )
+    suite_margin: float = Field(
+        default=0.01,
+        gt=-1,
+        description="Margin on each suite; below 0 a challenger may be worse there by so much, relatively.",
+    )
+    approval: bool = Field(
+        default=False,
+        description="A draft that passed the gate waits for a person: the deployment `promote` asks in Prefect's UI.",
+    )
+    smoke_prompts: int = Field(
+        default=8, ge=2, description="Held-out prompts decoded with a promoted draft as it lies in the registry."
     )

@@ -25,6 +25,11 @@ Walk = list[tuple[Counts, ...]]
 """Per conversation, counts at lookahead 1..max_lookahead."""
 
 
+def at(walk: Walk, lookahead: int) -> list[Counts]:
+    """One lookahead's counts of every conversation."""
+    return [counts[lookahead - 1] for counts in walk]
+
+
 @dataclass(frozen=True)
 class Measurements:
     """What was seen, before any figure is made of it."""
@@ -40,14 +45,10 @@ class Measurements:
     """By lookahead."""
     sampled_reference: tuple[Decoded, ...]
 
-    def at(self, walk: Walk, lookahead: int) -> list[Counts]:
-        """One lookahead's counts of every conversation."""
-        return [counts[lookahead - 1] for counts in walk]
-
     def gap(self, lookahead: int) -> float:
         """Simulated / reference acceptance length - 1 over the conversations decoded for real."""
         real = [result.counts for result in self.reference[lookahead].decoded]
-        return acceptance_length(self.at(self.draft, lookahead)[: len(real)]) / acceptance_length(real) - 1
+        return acceptance_length(at(self.draft, lookahead)[: len(real)]) / acceptance_length(real) - 1
 
     def identical(self, lookahead: int) -> tuple[bool, int]:
         """Whether simulated and reference counts agree in every step, and in how many conversations that was asked.
@@ -58,7 +59,7 @@ class Measurements:
         pairs = [
             (simulated, result.counts)
             for simulated, result, comparison in zip(
-                self.at(self.draft, lookahead), run.decoded, run.comparisons, strict=False
+                at(self.draft, lookahead), run.decoded, run.comparisons, strict=False
             )
             if not comparison.divergences
         ]
@@ -101,6 +102,27 @@ def measure(
         reference=reference,
         sampled_reference=sampled_reference,
     )
+
+
+@dataclass(frozen=True)
+class SuiteWalks:
+    """The target's greedy texts of some prompts, and the walks over them."""
+
+    texts: Texts
+    draft: Walk
+    champion: Walk | None
+
+
+def measure_suite(
+    contestants: Contestants, config: BenchmarkConfig, name: str, prompts: Sequence[Sequence[int]]
+) -> SuiteWalks:
+    """Draft and champion, if there is one, over further prompts."""
+    champions = [contestants.champion] if contestants.champion else []
+    with bars() as bar:
+        texts = _continue(contestants, config, prompts, 0.0, 0, bar(f"{name}, continuations", len(prompts)))
+        sources = [contestants.draft, *champions]
+        walks = _walk(contestants, config, sources, prompts, texts, bar(f"{name}, walks", len(prompts)))
+    return SuiteWalks(texts, walks[0], walks[1] if champions else None)
 
 
 def _continue(

@@ -1,12 +1,26 @@
-"""Prompts of the benchmark: the beginnings of held-out samples. Runs in the benchmark."""
+"""Prompts of the benchmark: the beginnings of held-out samples, or of the samples of a file. Runs in the benchmark."""
 
+import hashlib
+import json
 from collections.abc import Iterable
+from itertools import islice
+from typing import Literal
 
+import torch
 from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from infra.records import TargetRecord
+from models.benchmark.config import BenchmarkConfig
+from models.data.config import DataConfig
+from models.data.conversations import read_documents
+from models.data.samples import SampleEncoder, chat_template
 from models.run import Run
 
+Template = Literal["auto", "tokenizer", "none"]
 LEAST_TOKENS = 2
+SAMPLES_PER_PROMPT = 4
+"""Samples read for each prompt wanted: some give none, or the same."""
 
 
 def heldout_prompts(run: Run) -> list[list[int]]:
@@ -14,6 +28,35 @@ def heldout_prompts(run: Run) -> list[list[int]]:
     config, samples = run.config.benchmark, run.open_samples("heldout")
     heldout = (samples[index] for index in range(len(samples)))
     return take_prompts(((sample.tokens, sample.loss_mask) for sample in heldout), config.prompts, config.prompt_tokens)
+
+
+def suite_prompts(run: Run, name: str) -> list[list[int]]:
+    """The prompts of one of `promotion.suites`. Raises ValueError, naming the suite, for what gives none."""
+    try:
+        source, target = run.config.promotion.suites[name], run.config.target
+        return read_prompts(source, run.target, run.config.benchmark, "auto", target.add_bos)[0]
+    except ValueError as error:
+        raise ValueError(f"promotion.suites.{name}: {error}") from error
+
+
+def read_prompts(
+    source: str, target: TargetRecord, config: BenchmarkConfig, template: Template, bos: bool
+) -> tuple[list[list[int]], str]:
+    """Prompts from a file, and the hash of the template used (`none` for plain text)."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target.path)
+    if template == "auto":
+        plain = next(read_documents(source)).plain
+        template = "none" if plain or not tokenizer.chat_template else "tokenizer"
+    data = DataConfig(source=source, chat_template=template, max_tokens=max(1024, 4 * config.prompt_tokens))
+    encoder = SampleEncoder(tokenizer, data, bos)
+    samples = islice(encoder.encode(read_documents(source)), SAMPLES_PER_PROMPT * config.prompts)
+    prompts = take_prompts(
+        ((torch.from_numpy(s.tokens).long(), torch.from_numpy(s.loss_mask)) for s in samples),
+        config.prompts,
+        config.prompt_tokens,
+    )
+    text = "none" if template == "none" else hashlib.sha256(json.dumps([chat_template(tokenizer)]).encode()).hexdigest()
+    return prompts, text
 
 
 def take_prompts(samples: Iterable[tuple[Tensor, Tensor]], count: int, prompt_tokens: int) -> list[list[int]]:

@@ -6,13 +6,14 @@ from infra.results import (
     BenchmarkResult,
     Conditions,
     DivergenceRecord,
+    GateEvidence,
     LosslessRecord,
     RequestCounts,
     ServedResult,
 )
 from models.benchmark.acceptance import distinct_token_share, summarise
-from models.benchmark.config import BenchmarkConfig, PromotionConfig
-from models.benchmark.gate import Evidence, decide
+from models.benchmark.config import BenchmarkConfig
+from models.benchmark.gate import decide
 from models.benchmark.measure import Measurements, Texts, Walk
 from models.benchmark.words import Lengths, against_prompt_lookup, sampled_at
 from models.decoding.lossless import Comparison, total
@@ -21,22 +22,18 @@ from models.decoding.lossless import Comparison, total
 def build_result(
     found: Measurements,
     config: BenchmarkConfig,
-    promotion: PromotionConfig,
     conditions: Conditions,
-    champion_label: str,
+    evidence: GateEvidence,
     *,
     wall_s: float,
     served: ServedResult | None = None,
 ) -> BenchmarkResult:
-    """Put everything together; the gate judges at `config.lookahead`."""
+    """Put everything together."""
     at = config.lookahead
     draft, lookup = summarise(found.draft), summarise(found.prompt_lookup)
     draft_sampled, lookup_sampled = summarise(found.draft_sampled), summarise(found.prompt_lookup_sampled)
     lossless = total([comparison for run in found.reference.values() for comparison in run.comparisons])
     distinct, distinct_sampled = distinct_token_share(found.greedy), distinct_token_share(found.sampled)
-    served_gap = served.length / draft.length[at] - 1 if served and served.length else None
-    evidence = Evidence(distinct, config.min_distinct_token_share, lossless.mismatches, found.gap(at), served_gap)
-    champion = None if found.champion is None else found.at(found.champion, at)
     identical, compared = found.identical(at)
     sampled = [(decoded.counts,) for decoded in found.sampled_reference]
     runs = [found.reference[lookahead] for lookahead in sorted(found.reference)]
@@ -58,7 +55,7 @@ def build_result(
         beats_prompt_lookup=draft.length[at] > lookup.length[at],
         lossless=lossless_record(lossless),
         speed=found.reference[at].speed,
-        gate=decide(found.at(found.draft, at), champion, champion_label, evidence, promotion),
+        gate=decide(evidence),
         summary=against_prompt_lookup(
             at,
             Lengths(draft.length[at], lookup.length[at], distinct),

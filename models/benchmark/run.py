@@ -1,6 +1,6 @@
 """`python -m models.benchmark.run RUN`: benchmark of a run's exported draft on its held-out prompts.
 
-Writes RUN/benchmark.json, RUN/request_counts.json and RUN/plots/. One process, the target loaded once.
+Writes RUN/benchmark.json, RUN/gate.json, RUN/request_counts.json and RUN/plots/. One process, the target loaded once.
 """
 
 import argparse
@@ -11,14 +11,16 @@ from rich.console import Console
 
 from infra.exit import run_main
 from infra.files import write_atomically
-from infra.results import BenchmarkResult, ServedResult
+from infra.results import BenchmarkResult, Ground, ServedResult
 from models.benchmark.conditions import conditions
-from models.benchmark.contestants import load_contestants
-from models.benchmark.measure import measure
+from models.benchmark.contestants import Contestants, load_contestants
+from models.benchmark.evidence import gather, ground
+from models.benchmark.measure import measure, measure_suite
 from models.benchmark.plots import plot_by_position, plot_training
-from models.benchmark.prompts import heldout_prompts
+from models.benchmark.prompts import heldout_prompts, suite_prompts
 from models.benchmark.result import build_result, request_counts
 from models.benchmark.words import lines, table
+from models.data.conversations import source_hash
 from models.dtypes import DTYPES
 from models.run import Run
 
@@ -26,10 +28,11 @@ from models.run import Run
 def benchmark_run(run: Run, champion: Path | None, champion_label: str) -> BenchmarkResult:
     """Measure, judge, and write everything down. Raises ValueError for a run without export or enough prompts."""
     begun = time.perf_counter()
-    config = run.config.benchmark
+    config, promotion = run.config.benchmark, run.config.promotion
     prompts = heldout_prompts(run)
     contestants = load_contestants(Path(run.target.path), run.folder.export, champion, DTYPES[config.compute_dtype])
     found = measure(contestants, config, [config.lookahead], prompts, run.config.seed)
+    suites = [_suite(run, contestants, name, source) for name, source in promotion.suites.items()]
     under = conditions(
         config,
         contestants.target,
@@ -39,16 +42,33 @@ def benchmark_run(run: Run, champion: Path | None, champion_label: str) -> Bench
         template_hash=run.samples.template_hash,
         prompts=len(prompts),
     )
-    wall_s = time.perf_counter() - begun
     served = ServedResult.read(run.folder.served) if run.folder.served.is_file() else None
-    result = build_result(found, config, run.config.promotion, under, champion_label, wall_s=wall_s, served=served)
+    evidence = gather(
+        found,
+        suites,
+        config,
+        promotion,
+        dataset_hash=run.samples.dataset_hash,
+        champion_label=champion_label,
+        served=served,
+    )
+    result = build_result(found, config, under, evidence, wall_s=time.perf_counter() - begun, served=served)
     # Before the result: a run that has benchmark.json is done with its benchmark.
     write_atomically(run.folder.request_counts, request_counts(found, under))
+    write_atomically(run.folder.gate, evidence)
     write_atomically(run.folder.benchmark, result)
     plot_by_position(result, run.folder.plots / "acceptance_by_position.png")
     if run.folder.metrics.is_file():
         plot_training(run.folder.metrics, run.folder.plots / "training.png")
     return result
+
+
+def _suite(run: Run, contestants: Contestants, name: str, source: str) -> Ground:
+    """Challenger and champion on further prompts."""
+    config = run.config.benchmark
+    walks = measure_suite(contestants, config, name, suite_prompts(run, name))
+    margin = run.config.promotion.suite_margin
+    return ground(name, source_hash(source), margin, walks.draft, walks.champion, config.lookahead)
 
 
 def show(result: BenchmarkResult) -> None:

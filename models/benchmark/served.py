@@ -17,7 +17,7 @@ from typing import Any
 from infra.exit import run_main
 from infra.files import write_atomically
 from infra.processes import Owner
-from infra.results import ServedResult, ServedSpeed
+from infra.results import Acceptance, ServedResult, ServedSpeed
 from infra.settings import leased_gpus, sglang_platform
 from infra.sglang.client import Answer, SGLangClient
 from infra.sglang.command import serving_command
@@ -49,7 +49,7 @@ class Served:
 def serve(run: Run) -> ServedResult:
     """Measure both servers. Raises ValueError for what a person has to mend."""
     config = run.config.benchmark
-    if not leased_gpus() and sglang_platform() is None:
+    if not _has_kernels():
         shown = ", ".join(map(str, config.served_concurrency))
         return ServedResult(lookahead=config.lookahead, note=NO_KERNELS.format(shown))
     plain, speculative = _measure(run, None), _measure(run, run.folder.export)
@@ -62,6 +62,22 @@ def serve(run: Run) -> ServedResult:
         speculative=speculative.speeds,
         note=f"temperature 0, {config.max_new_tokens} new tokens at most",
     )
+
+
+def served_acceptance(run: Run, draft: Path, prompts: Sequence[Sequence[int]]) -> Acceptance | None:
+    """Acceptance of a draft in the serving engine; None where that is not the run's engine or cannot run here."""
+    config = run.config.benchmark
+    if run.config.generator.engine != "sglang" or not config.served_concurrency or not _has_kernels():
+        return None
+    with serving(run, draft) as client:
+        ask = partial(client.generate_in_steps, sampling=_sampling(run))
+        answers = _ask_all(ask, prompts, max(config.served_concurrency), lambda _seconds: None)
+    return summarise([(counts_of(answer, config.lookahead),) for answer in answers])
+
+
+def _has_kernels() -> bool:
+    """Whether SGLang can speculate here."""
+    return bool(leased_gpus()) or sglang_platform() is not None
 
 
 def counts_of(answer: Answer, lookahead: int) -> Counts:

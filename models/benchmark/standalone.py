@@ -4,16 +4,11 @@ The same measurements as in a run; `draftsmith bench` starts it.
 """
 
 import argparse
-import hashlib
 import json
 import time
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Literal
-
-import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from infra.exit import run_main
 from infra.files import write_atomically
@@ -22,20 +17,15 @@ from infra.results import BenchmarkResult
 from models.benchmark.conditions import conditions
 from models.benchmark.config import BenchmarkConfig, PromotionConfig
 from models.benchmark.contestants import load_contestants
+from models.benchmark.evidence import gather
 from models.benchmark.measure import measure
-from models.benchmark.prompts import take_prompts
+from models.benchmark.prompts import read_prompts
 from models.benchmark.result import build_result
 from models.benchmark.run import show
-from models.data.config import DataConfig
-from models.data.conversations import read_documents, source_hash
-from models.data.samples import SampleEncoder, chat_template
+from models.data.conversations import source_hash
 from models.dtypes import DTYPES
 from models.targets.config import TargetConfig
 from models.targets.prepare import prepare_target
-
-Template = Literal["auto", "tokenizer", "none"]
-SAMPLES_PER_PROMPT = 4
-"""Samples read for each prompt wanted: some give none, or the same."""
 
 
 def find_target(name: str, aux_layer_ids: Sequence[int]) -> TargetRecord:
@@ -51,30 +41,6 @@ def read_aux_layer_ids(draft: Path) -> list[int]:
     if not path.is_file():
         raise ValueError(f"{draft} is not an exported draft (no config.json): give the export folder of a run")
     return json.loads(path.read_text())["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-
-
-def read_prompts(
-    source: str,
-    target: TargetRecord,
-    config: BenchmarkConfig,
-    template: Literal["auto", "tokenizer", "none"],
-    bos: bool,
-) -> tuple[list[list[int]], str]:
-    """Prompts from a file, and the hash of the template used (`none` for plain text)."""
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target.path)
-    if template == "auto":
-        plain = next(read_documents(source)).plain
-        template = "none" if plain or not tokenizer.chat_template else "tokenizer"
-    data = DataConfig(source=source, chat_template=template, max_tokens=max(1024, 4 * config.prompt_tokens))
-    encoder = SampleEncoder(tokenizer, data, bos)
-    samples = islice(encoder.encode(read_documents(source)), SAMPLES_PER_PROMPT * config.prompts)
-    prompts = take_prompts(
-        ((torch.from_numpy(s.tokens).long(), torch.from_numpy(s.loss_mask)) for s in samples),
-        config.prompts,
-        config.prompt_tokens,
-    )
-    text = "none" if template == "none" else hashlib.sha256(json.dumps([chat_template(tokenizer)]).encode()).hexdigest()
-    return prompts, text
 
 
 def bench(options: argparse.Namespace) -> BenchmarkResult:
@@ -94,17 +60,19 @@ def bench(options: argparse.Namespace) -> BenchmarkResult:
     prompts, template_hash = read_prompts(str(options.prompts), target, config, options.chat_template, options.add_bos)
     contestants = load_contestants(Path(target.path), options.draft, options.champion, DTYPES[config.compute_dtype])
     found = measure(contestants, config, lookaheads, prompts, options.seed)
+    dataset_hash, label = source_hash(str(options.prompts)), str(options.champion)
     under = conditions(
         config,
         contestants.target,
         target=target,
         draft=options.draft,
-        dataset_hash=source_hash(str(options.prompts)),
+        dataset_hash=dataset_hash,
         template_hash=template_hash,
         prompts=len(prompts),
     )
     wall_s = time.perf_counter() - begun
-    return build_result(found, config, PromotionConfig(), under, str(options.champion), wall_s=wall_s)
+    evidence = gather(found, (), config, PromotionConfig(), dataset_hash=dataset_hash, champion_label=label)
+    return build_result(found, config, under, evidence, wall_s=wall_s)
 
 
 def _lookaheads(text: str) -> list[int]:

@@ -7,9 +7,18 @@ import pytest
 from prefect.logging import disable_run_logger
 
 from infra.records import ExportRecord, SamplesRecord, SideRates, TargetRecord, TrainingResult
-from infra.results import Acceptance, BenchmarkResult, Conditions, GateDecision, LosslessRecord, SpeedRecord
+from infra.results import (
+    Acceptance,
+    BenchmarkResult,
+    Conditions,
+    GateDecision,
+    LosslessRecord,
+    RegisteredDraft,
+    SpeedRecord,
+)
 from infra.tracking.runs import TrackedRun, start_run
 from models.config import load_recipe
+from tasks.registry import register_draft
 from tasks.run import OpenRun, open_run
 
 ROOT = Path(__file__).parents[2]
@@ -32,8 +41,8 @@ def result() -> BenchmarkResult:
         hardware="cpu", threads=1,
     )  # fmt: skip
     gate = GateDecision(
-        passed=True, against="no draft", challenger=3.5, champion=1.0, difference=2.5, lower_bound=2.0, margin=0.01,
-        smallest_detectable=0.1, reason="better",
+        ground="held-out prompts", passed=True, against="no draft", challenger=3.5, champion=1.0, difference=2.5,
+        lower_bound=2.0, margin=0.01, smallest_detectable=0.1, reason="better", grounds=(),
     )  # fmt: skip
     speed = SpeedRecord(
         tokens=100, acceptance_length=3.5, plain_tokens_per_s=50.0, speculative_tokens_per_s=None, speedup=None,
@@ -60,6 +69,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenRun]:
         opened.folder.plots.mkdir()
         (opened.folder.plots / "acceptance_by_position.png").write_bytes(PNG)
         opened.folder.request_counts.write_text("{}")
+        opened.folder.gate.write_text("{}")
         yield opened
 
 
@@ -97,3 +107,18 @@ def trained() -> TrainingResult:
 @pytest.fixture
 def export(run: OpenRun) -> ExportRecord:
     return ExportRecord(path=str(run.folder.export), layout="sglang", sha256={})
+
+
+@pytest.fixture
+def draft(
+    run: OpenRun,
+    tracking: TrackedRun,
+    target: TargetRecord,
+    trained: TrainingResult,
+    export: ExportRecord,
+    result: BenchmarkResult,
+) -> RegisteredDraft:
+    """Registered, and not registered twice."""
+    found = register_draft.fn(run, tracking, target, trained, export, result)
+    assert register_draft.fn(run, tracking, target, trained, export, result) == found
+    return found

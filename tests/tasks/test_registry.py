@@ -1,64 +1,20 @@
 """From a benchmark to a registered, promoted version."""
 
-from infra.records import ExportRecord, TargetRecord, TrainingResult
-from infra.results import BenchmarkResult
-from infra.tracking import registry
+from infra.results import BenchmarkResult, RegisteredDraft
 from infra.tracking.client import NOTE, connect
-from infra.tracking.decisions import history
 from infra.tracking.runs import TrackedRun
-from tasks.registry import acceptance_table, promote_or_refuse, register_draft
-from tasks.run import OpenRun
+from tasks.registry import acceptance_table
 
 
-def test_a_run_registers_one_version_and_promotes_it_once(
-    run: OpenRun,
-    tracking: TrackedRun,
-    target: TargetRecord,
-    trained: TrainingResult,
-    export: ExportRecord,
-    result: BenchmarkResult,
-) -> None:
-    draft = register_draft.fn(run, tracking, target, trained, export, result)
+def test_a_run_registers_one_version(draft: RegisteredDraft) -> None:
     assert (draft.name, draft.version, draft.aliases) == ("draft-tiny", 1, ("challenger",))
     assert draft.acceptance_length == 3.5
     assert draft.tags["beats_prompt_lookup"] == "true"
     assert draft.tags["target_revision"] == "rev"
     assert draft.tags["gate"] == "passed"
-    assert register_draft.fn(run, tracking, target, trained, export, result) == draft
-    promoted = promote_or_refuse.fn(run, draft, result.gate)
-    assert promoted.aliases == ("champion",)
-    assert promote_or_refuse.fn(run, promoted, result.gate) == promoted
-    assert registry.champion(tracking.uri, "draft-tiny") == promoted
-    (decision,) = history(tracking.uri, "draft-tiny")
-    assert (decision.outcome, decision.by, decision.reason) == ("promoted", "gate", result.gate.reason)
 
 
-def test_a_draft_that_fails_the_gate_stays_challenger_and_the_reason_is_kept(
-    run: OpenRun,
-    tracking: TrackedRun,
-    target: TargetRecord,
-    trained: TrainingResult,
-    export: ExportRecord,
-    result: BenchmarkResult,
-) -> None:
-    draft = register_draft.fn(run, tracking, target, trained, export, result)
-    gate = result.gate.model_copy(update={"passed": False, "reason": "worse than version 3"})
-    for _ in range(2):
-        assert promote_or_refuse.fn(run, draft, gate) == draft
-    (decision,) = history(tracking.uri, "draft-tiny")
-    assert (decision.outcome, decision.reason) == ("refused", "worse than version 3")
-    assert registry.champion(tracking.uri, "draft-tiny") is None
-
-
-def test_mlflow_shows_what_the_version_is_worth(
-    run: OpenRun,
-    tracking: TrackedRun,
-    target: TargetRecord,
-    trained: TrainingResult,
-    export: ExportRecord,
-    result: BenchmarkResult,
-) -> None:
-    draft = register_draft.fn(run, tracking, target, trained, export, result)
+def test_mlflow_shows_what_the_version_is_worth(tracking: TrackedRun, draft: RegisteredDraft) -> None:
     client = connect(tracking.uri)
     metrics = client.get_run(tracking.run_id).data.metrics
     assert metrics["acceptance_length"] == 3.5

@@ -1,21 +1,27 @@
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
-from models.benchmark.config import PromotionConfig
-from models.benchmark.gate import Evidence, decide
-from models.decoding.counts import Counts
+from infra.results import GateEvidence, Ground
+from models.benchmark.gate import decide
 
-GOOD = Evidence(distinct_token_share=0.5, min_distinct_token_share=0.05, mismatches=0, gap=0.01)
-PROMOTION = PromotionConfig(resamples=1000)
+Sums = tuple[tuple[int, int], ...]
 
 
-def walks(rate: float, seed: int = 0, number: int = 60) -> list[Counts]:
-    """Conversations in which each of four positions is accepted at `rate`."""
+def sums(rate: float, seed: int = 0, number: int = 60) -> Sums:
+    """Conversations of 25 steps in which each of four positions is accepted at `rate`: tokens and steps."""
     rng = np.random.default_rng(seed)
     accepted = np.minimum(rng.geometric(1 - rate, (number, 25)) - 1, 4) if rate else np.zeros((number, 25), dtype=int)
-    return [Counts(4, tuple(row.tolist())) for row in accepted]
+    return tuple((int(row.sum()) + 25, 25) for row in accepted)
+
+
+def ground(challenger: Sums, champion: Sums | None = None, name: str = "held-out prompts") -> Ground:
+    return Ground(name=name, dataset_hash="d", margin=0.01, challenger=challenger, champion=champion)
+
+
+def evidence(*grounds: Ground, **facts: float) -> GateEvidence:
+    known = {"distinct_token_share": 0.5, "mismatches": 0, "gap": 0.01}
+    settings = {"champion_label": "version 3", "resamples": 1000, "max_gap": 0.05, "min_distinct_token_share": 0.05}
+    return GateEvidence.model_validate({**settings, **known, **facts, "grounds": grounds})
 
 
 @pytest.mark.parametrize(
@@ -30,9 +36,9 @@ def walks(rate: float, seed: int = 0, number: int = 60) -> list[Counts]:
         (0.0, 0.5, False, "no draft"),  # what does not beat nothing is told so first
     ],
 )
-def test_acceptance_decides(challenger, champion, passed, against):
-    other = None if champion is None else walks(champion, seed=1)
-    decision = decide(walks(challenger), other, "version 3", GOOD, PROMOTION)
+def test_acceptance_decides(challenger: float, champion: float | None, passed: bool, against: str):
+    other = None if champion is None else sums(champion, seed=1)
+    decision = decide(evidence(ground(sums(challenger), other)))
     assert (decision.passed, decision.against) == (passed, against)
     assert (decision.lower_bound > decision.margin) == passed
     assert decision.lower_bound <= decision.difference
@@ -41,25 +47,51 @@ def test_acceptance_decides(challenger, champion, passed, against):
 
 
 @pytest.mark.parametrize(
-    ("change", "word"),
+    ("fact", "word"),
     [
         ({"distinct_token_share": 0.03}, "degenerate"),
         ({"mismatches": 1}, "lossless"),
         ({"gap": 0.06}, "reference"),
         ({"gap": -0.06}, "reference"),
+        ({"served_gap": -0.06}, "serving engine"),
     ],
 )
-def test_an_objection_blocks_the_best_draft(change, word):
-    decision = decide(walks(0.8), walks(0.2, seed=1), "version 3", replace(GOOD, **change), PROMOTION)
+def test_an_objection_blocks_the_best_draft(fact: dict[str, float], word: str):
+    decision = decide(evidence(ground(sums(0.8), sums(0.2, seed=1)), **fact))
     assert not decision.passed
     assert word in decision.reason
     assert decision.lower_bound > decision.margin
 
 
 def test_limits_themselves_are_allowed():
-    edge = Evidence(distinct_token_share=0.05, min_distinct_token_share=0.05, mismatches=0, gap=0.05)
-    assert decide(walks(0.8), None, "", edge, PROMOTION).passed
+    assert decide(evidence(ground(sums(0.8)), distinct_token_share=0.05, gap=0.05)).passed
 
 
 def test_the_same_draft_never_replaces_itself():
-    assert not decide(walks(0.5), walks(0.5), "version 1", GOOD, PROMOTION).passed
+    assert not decide(evidence(ground(sums(0.5), sums(0.5)))).passed
+
+
+def test_every_ground_must_be_passed():
+    better, same = ground(sums(0.6), sums(0.4, seed=1)), ground(sums(0.4), sums(0.4, seed=1), "suite")
+    both = decide(evidence(better, better.model_copy(update={"name": "suite"})))
+    assert both.passed
+    assert [judged.ground for judged in both.grounds] == ["held-out prompts", "suite"]
+    assert "on held-out prompts" in both.reason
+    assert "on suite" in both.reason
+    for order in ((better, same), (same, better)):
+        decision = decide(evidence(*order))
+        assert not decision.passed
+        assert decision.ground == "suite"
+        assert "on suite" in decision.reason
+        assert decision.lower_bound <= decision.margin
+
+
+def test_a_negative_margin_allows_to_be_no_worse_than_that():
+    suite = ground(sums(0.5), sums(0.5, seed=1), "suite")
+    assert not decide(evidence(suite)).passed
+    assert decide(evidence(suite.model_copy(update={"margin": -0.2}))).passed
+
+
+def test_a_decision_follows_from_its_evidence_alone():
+    found = evidence(ground(sums(0.6), sums(0.4, seed=1)))
+    assert decide(GateEvidence.model_validate_json(found.model_dump_json())) == decide(found)

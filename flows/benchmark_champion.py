@@ -1,0 +1,28 @@
+"""The benchmark-champion flow: does the draft in service still accept what it did? Scheduled nightly."""
+
+from prefect import flow
+
+from tasks.nightly import note_figures, tell_of_change
+from tasks.pools import lease
+from tasks.run import open_run
+from tasks.version_run import find_champion, measure_again, prepare_version, recipe_of
+
+
+@flow(name="benchmark-champion")
+def benchmark_champion(draft: str, tracking_uri: str | None = None, run: str | None = None) -> str:
+    """Measure the champion on its own prompts again: engine, driver and hardware may have changed under it.
+
+    Args:
+        draft: registered model, for instance draft-quickstart.
+        tracking_uri: MLflow; default: $MLFLOW_TRACKING_URI, then runs/mlflow.db.
+        run: name of a run to go on with; a new one where empty.
+
+    Returns what was found, in words. Raises ValueError where the figure has moved by more than the recipe's gap.
+    """
+    champion = find_champion(tracking_uri, draft)
+    with open_run(recipe_of(tracking_uri, champion, "nightly"), run) as opened:
+        prepare_version(opened, champion)
+        with lease(opened, "inference") as (inference,):
+            result = measure_again(opened, inference)
+        note_figures(opened, champion, result)
+    return tell_of_change(champion, result, opened.config.promotion.max_gap)

@@ -1,0 +1,126 @@
+"""`draftsmith drafts`: the registered drafts, which one serves, and who decided it."""
+
+import subprocess
+import sys
+import time
+from getpass import getuser
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from infra.results import RegisteredDraft
+
+drafts = typer.Typer(help="Registered drafts: which there are, and which one serves.", no_args_is_help=True)
+
+Reason = Annotated[str, typer.Option("--reason", help="Why; `drafts history` shows it.")]
+Name = Annotated[str | None, typer.Option("--name", help="Registered model; may be left out where there is one.")]
+
+
+@drafts.command("list")
+def list_versions(name: Name = None) -> None:
+    """Show every version, its acceptance length and its aliases."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from infra.settings import tracking_uri
+    from infra.tracking.registry import list_drafts
+
+    table = Table()
+    for column in ("draft", "version", "alias", "acceptance length", "beats prompt lookup", "replaces", "run"):
+        table.add_column(column, overflow="fold")
+    for draft in list_drafts(tracking_uri(), name):
+        tags = draft.tags
+        length = "" if draft.acceptance_length is None else f"{draft.acceptance_length:.2f}"
+        shown = (length, tags.get("beats_prompt_lookup", ""), tags.get("replaces", ""), tags.get("run", ""))
+        table.add_row(draft.name, str(draft.version), ", ".join(draft.aliases), *shown)
+    Console().print(table if table.row_count else "no drafts yet: `draftsmith retrain recipes/quickstart.yaml`")
+
+
+@drafts.command()
+def promote(version: Annotated[int, typer.Argument(min=1)], reason: Reason = "", name: Name = None) -> None:
+    """Put a version into service, gate or no gate."""
+    from infra.settings import tracking_uri
+    from infra.tracking import registry
+
+    draft = registry.promote(tracking_uri(), _registered(name), version, by=getuser(), reason=reason)
+    _tell(draft)
+    replaced = draft.tags.get(registry.REPLACES)
+    print(f"{draft.name} version {draft.version} is champion" + (f", replacing version {replaced}" if replaced else ""))
+
+
+@drafts.command()
+def rollback(reason: Reason = "", name: Name = None) -> None:
+    """Put the version back that the champion replaced."""
+    from infra.settings import tracking_uri
+    from infra.tracking import registry
+
+    draft = registry.rollback(tracking_uri(), _registered(name), by=getuser(), reason=reason)
+    _tell(draft)
+    print(f"{draft.name} version {draft.version} is champion again")
+
+
+@drafts.command("history")
+def show_history(name: Name = None) -> None:
+    """Show who promoted, refused or rolled back which version, when and why."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from infra.settings import tracking_uri
+    from infra.tracking.decisions import history
+
+    table = Table()
+    for column in ("when", "version", "decision", "champion before", "by", "why"):
+        table.add_column(column, overflow="fold")
+    for decision in history(tracking_uri(), _registered(name)):
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(decision.at))
+        before = "" if decision.champion_before is None else str(decision.champion_before)
+        table.add_row(when, str(decision.version), decision.outcome, before, decision.by, decision.reason)
+    Console().print(table if table.row_count else "nothing was decided yet")
+
+
+@drafts.command()
+def replay(version: Annotated[int, typer.Argument(min=1)], name: Name = None) -> None:
+    """Decide again on the evidence that a version's gate had; exit status 1 where the decision is another one."""
+    from infra.results import GateDecision
+    from infra.settings import tracking_uri
+    from infra.tracking import registry
+
+    draft = registry.find_version(tracking_uri(), _registered(name), version)
+    with TemporaryDirectory(prefix="draftsmith-") as folder:
+        evidence = Path(folder) / "gate.json"
+        evidence.write_text(registry.read_artifact(tracking_uri(), draft, registry.EVIDENCE))
+        command = [sys.executable, "-m", "models.benchmark.replay", str(evidence)]
+        printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    decision, then = GateDecision.model_validate_json(printed), draft.tags.get("gate", "")
+    now = "passed" if decision.passed else "not passed"
+    print(f"version {version} of {draft.name}: gate {now}, {decision.reason}")
+    print("as it was decided then" if now == then else f"it was decided otherwise then: {then or 'no decision'}")
+    raise typer.Exit(int(now != then))
+
+
+def _tell(draft: "RegisteredDraft") -> None:
+    """Let the serving side know, where a Prefect server carries events."""
+    from infra.settings import prefect_api_url
+
+    if prefect_api_url() is not None:
+        from tasks.promotion import PROMOTED, tell
+
+        tell(draft, PROMOTED)
+
+
+def _registered(name: str | None) -> str:
+    """The one registered draft where no name is given."""
+    from infra.settings import tracking_uri
+    from infra.tracking.registry import list_drafts
+
+    names = sorted({draft.name for draft in list_drafts(tracking_uri(), name)})
+    if not names:
+        raise ValueError(
+            f"no draft {name + ' ' if name else ''}is registered: `draftsmith drafts list` shows what there is"
+        )
+    if len(names) > 1:
+        raise ValueError(f"there are several drafts, name one with --name: {', '.join(names)}")
+    return names[0]

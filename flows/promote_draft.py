@@ -1,0 +1,54 @@
+"""The promote flow: a person decides on a draft, and what is approved goes into service. Needs no timeout, may wait."""
+
+from prefect import flow, suspend_flow_run
+
+from infra.settings import tracking_uri as default_uri
+from tasks.approval import Approval, find_candidate, show_comparison
+from tasks.pools import lease
+from tasks.promotion import put_into_service, refuse_draft
+from tasks.run import open_run
+from tasks.version_run import prepare_version, recipe_of
+
+
+@flow(name="promote", persist_result=True)
+def promote(
+    draft: str,
+    version: int | None = None,
+    ask: bool = True,
+    reason: str = "",
+    tracking_uri: str | None = None,
+    run: str | None = None,
+) -> str:
+    """Put a version into service once a person has approved it and it passed the smoke test.
+
+    Args:
+        draft: registered model, for instance draft-quickstart.
+        version: of the draft; the challenger where empty.
+        ask: show the comparison and wait for "Resume"; without it whoever starts this has decided.
+        reason: kept with the decision where nobody is asked.
+        tracking_uri: MLflow; default: $MLFLOW_TRACKING_URI, then runs/mlflow.db.
+        run: name of a run to go on with; a new one where empty.
+
+    Returns what came of it, in words.
+    """
+    uri = tracking_uri or default_uri()
+    candidate = find_candidate(uri, draft, version)
+    by = "whoever started the flow"
+    shown = show_comparison(uri, candidate)
+    if ask:
+        # Resumed, the flow starts from its top; the answer names the version, whatever the challenger is by then.
+        answer = suspend_flow_run(
+            wait_for_input=Approval.with_initial_data(
+                description=shown, version=candidate.version, decision="approve", name="", reason=""
+            )
+        )
+        candidate, by, reason = find_candidate(uri, draft, answer.version), answer.by, answer.reason
+        if answer.decision == "reject":
+            refuse_draft(uri, candidate, by, reason)
+            return f"version {candidate.version} of {draft} is not promoted"
+    with open_run(recipe_of(uri, candidate, "promote"), run) as opened:
+        prepare_version(opened, candidate)
+        with lease(opened, "inference") as (inference,):
+            candidate = put_into_service(opened, inference, candidate, by, reason)
+    serves = "serves" if candidate.aliases == ("champion",) else "does not serve: it failed the smoke test"
+    return f"version {candidate.version} of {draft} {serves}"

@@ -1,0 +1,60 @@
+"""What the gate decides on: counts of every conversation on every ground, and what else can block a draft.
+
+Runs in the benchmark.
+"""
+
+from collections.abc import Sequence
+
+from infra.results import GateEvidence, Ground, ServedResult
+from models.benchmark.acceptance import acceptance_length, distinct_token_share
+from models.benchmark.config import BenchmarkConfig, PromotionConfig
+from models.benchmark.measure import Measurements, Walk, at
+
+HELD_OUT = "held-out prompts"
+
+
+def gather(
+    found: Measurements,
+    suites: Sequence[Ground],
+    config: BenchmarkConfig,
+    promotion: PromotionConfig,
+    *,
+    dataset_hash: str,
+    champion_label: str,
+    served: ServedResult | None = None,
+) -> GateEvidence:
+    """The gate's evidence at `config.lookahead`."""
+    lookahead = config.lookahead
+    simulated = acceptance_length(at(found.draft, lookahead))
+    return GateEvidence(
+        champion_label=champion_label,
+        resamples=promotion.resamples,
+        max_gap=promotion.max_gap,
+        min_distinct_token_share=config.min_distinct_token_share,
+        distinct_token_share=distinct_token_share(found.greedy),
+        mismatches=sum(comparison.mismatches for run in found.reference.values() for comparison in run.comparisons),
+        gap=found.gap(lookahead),
+        served_gap=served.length / simulated - 1 if served and served.length else None,
+        grounds=(
+            ground(HELD_OUT, dataset_hash, promotion.margin, found.draft, found.champion, lookahead),
+            *suites,
+        ),
+    )
+
+
+def ground(
+    name: str, dataset_hash: str, margin: float, challenger: Walk, champion: Walk | None, lookahead: int
+) -> Ground:
+    """Both sides' counts of the same conversations at one lookahead, steps that the text's end cut left out."""
+    acceptance_length(at(challenger, lookahead))  # refuses conversations without a complete step
+    return Ground(
+        name=name,
+        dataset_hash=dataset_hash,
+        margin=margin,
+        challenger=_sums(challenger, lookahead),
+        champion=None if champion is None else _sums(champion, lookahead),
+    )
+
+
+def _sums(walk: Walk, lookahead: int) -> tuple[tuple[int, int], ...]:
+    return tuple((counts.tokens, counts.steps) for counts in at(walk, lookahead))

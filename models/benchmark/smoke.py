@@ -1,0 +1,92 @@
+"""`python -m models.benchmark.smoke RUN EXPORT COUNTS`: does a draft decode as it was benchmarked?
+
+EXPORT is the draft as serving gets it, downloaded from the registry; COUNTS are its benchmark's, of every conversation.
+The first held-out prompts are walked and decoded again, in the serving engine too where that runs. Writes
+RUN/smoke.json. Runs as a process of its own after a promotion.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from infra.exit import run_main
+from infra.files import sha256_file, write_atomically
+from infra.results import RequestCounts, SmokeResult
+from models.benchmark.acceptance import acceptance_length
+from models.benchmark.bars import bars
+from models.benchmark.contestants import load_contestants
+from models.benchmark.measure import at, measure_suite
+from models.benchmark.prompts import heldout_prompts
+from models.benchmark.reference import decode_reference
+from models.benchmark.served import served_acceptance
+from models.dtypes import DTYPES
+from models.run import Run
+
+DECODED = 2
+"""Conversations decoded for real."""
+
+
+def smoke_test(run: Run, export: Path, benchmarked: RequestCounts) -> SmokeResult:
+    """Decode again, and compare. Raises ValueError for an export that cannot be loaded."""
+    found = sha256_file(export / "model.safetensors")
+    if found != benchmarked.conditions.draft_revision:
+        raise ValueError(
+            f"the registry's weights (SHA-256 {found[:12]}) are not those that were benchmarked "
+            f"({benchmarked.conditions.draft_revision[:12]})"
+        )
+    config, lookahead = run.config.benchmark, run.config.benchmark.lookahead
+    prompts = heldout_prompts(run)[: run.config.promotion.smoke_prompts]
+    contestants = load_contestants(Path(run.target.path), export, None, DTYPES[config.compute_dtype])
+    walked = measure_suite(contestants, config, "smoke test", prompts)
+    some = config.model_copy(update={"reference_tokens": DECODED * config.max_new_tokens})
+    with bars() as bar:
+        advance = bar("smoke test, decoding", some.reference_tokens)
+        decoded = decode_reference(contestants, some, lookahead, prompts, walked.texts, advance)
+    counts = at(walked.draft, lookahead)
+    here = [of.as_served(len(text) - 1) for of, text in zip(counts, walked.texts, strict=True)]
+    served = served_acceptance(run, export, prompts)
+    return judge(
+        ratio(here),
+        ratio(benchmarked.greedy[lookahead][: len(prompts)]),
+        decoded.lossless.mismatches,
+        served.length[lookahead] / acceptance_length(counts) - 1 if served else None,
+        conversations=len(prompts),
+        max_gap=run.config.promotion.max_gap,
+    )
+
+
+def judge(
+    here: float, benchmarked: float, mismatches: int, served_gap: float | None, *, conversations: int, max_gap: float
+) -> SmokeResult:
+    """Whether the figures agree, in words."""
+    reasons = []
+    if mismatches:
+        reasons.append(f"it is not lossless: {mismatches} mismatches with the target's own text")
+    if abs(here / benchmarked - 1) > max_gap:
+        reasons.append(f"acceptance length {here:.2f}, {benchmarked:.2f} when it was benchmarked")
+    if served_gap is not None and abs(served_gap) > max_gap:
+        reasons.append(f"the serving engine's acceptance length differs from it by {served_gap:+.1%}")
+    engine = "" if served_gap is None else f", {served_gap:+.1%} in the serving engine"
+    fine = f"acceptance length {here:.2f} in {conversations} conversations, {benchmarked:.2f} when benchmarked{engine}"
+    return SmokeResult(passed=not reasons, reason="; ".join(reasons) or fine)
+
+
+def ratio(rows: Sequence[tuple[int, int]]) -> float:
+    """Tokens / steps."""
+    tokens, steps = (sum(column) for column in zip(*rows, strict=True))
+    return tokens / steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("run", "export", "counts"):
+        parser.add_argument(name, type=Path)
+    options = parser.parse_args()
+    run = Run.open(options.run)
+    result = smoke_test(run, options.export, RequestCounts.read(options.counts))
+    write_atomically(run.folder.smoke, result)
+    print(f"smoke test {'passed' if result.passed else 'FAILED'}: {result.reason}", flush=True)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,42 @@
+"""What comes of a champion measured again: figures over time in MLflow, and a sentence."""
+
+from prefect import get_run_logger, task
+from prefect.artifacts import create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+
+from infra.results import BenchmarkResult, RegisteredDraft
+from infra.tracking.runs import log_model_figures
+from tasks.data_plane import worth_retrying
+from tasks.run import OpenRun
+
+RETRIES = {"retries": 2, "retry_delay_seconds": 5, "retry_condition_fn": worth_retrying, "cache_policy": NO_CACHE}
+
+
+@task(name="note figures", **RETRIES)
+def note_figures(run: OpenRun, draft: RegisteredDraft, result: BenchmarkResult) -> None:
+    """Log the figures with the version's model, where they make a line over the nights."""
+    at = result.conditions.lookahead
+    figures = {
+        "nightly/acceptance_length": result.simulated.length[at],
+        "nightly/acceptance_length_reference": result.reference.length[at],
+        "nightly/lossless_mismatches": float(result.lossless.mismatches),
+        "nightly/plain_tokens_per_s": result.speed.plain_tokens_per_s,
+    }
+    log_model_figures(run.tracking_uri, draft, figures)
+
+
+@task(name="tell of change", **RETRIES)
+def tell_of_change(draft: RegisteredDraft, result: BenchmarkResult, max_gap: float) -> str:
+    """One sentence and an artifact. Raises ValueError where somebody has to look."""
+    now, then = result.simulated.length[result.conditions.lookahead], draft.acceptance_length
+    assert then, "a version is registered with its acceptance length"
+    moved = now / then - 1
+    said = (
+        f"version {draft.version} of {draft.name}: acceptance length {now:.3f}, {then:.3f} when it was registered "
+        f"({moved:+.1%}), {result.lossless.mismatches} mismatches in {result.lossless.tokens} tokens"
+    )
+    create_markdown_artifact(f"# {draft.name}\n\n{said}.\n\n{result.summary}.", key="nightly-benchmark")
+    if abs(moved) > max_gap or result.lossless.mismatches:
+        raise ValueError(f"{said}: look at what has changed in engine, driver or hardware, then benchmark again")
+    get_run_logger().info(said)
+    return said

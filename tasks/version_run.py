@@ -1,0 +1,88 @@
+"""A run of a registered version: its recipe from the registry, its target, held-out prompts and export on this machine.
+
+For flows that measure a version again, long after the run that made it.
+"""
+
+import shutil
+
+from prefect import get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+from pydantic import ValidationError
+
+from infra.pools.base import Pool
+from infra.records import TargetRecord
+from infra.results import BenchmarkResult, RegisteredDraft
+from infra.settings import tracking_uri
+from infra.tracking import registry
+from models.config import RunConfig
+from tasks.data_plane import run_main, worth_retrying
+from tasks.pools import lease
+from tasks.prepare import prepare_samples, prepare_target, regenerate_text
+from tasks.run import OpenRun
+
+TIMEOUT_S = 6 * 3600.0
+RETRIES = {"retries": 2, "retry_delay_seconds": 5, "retry_condition_fn": worth_retrying, "cache_policy": NO_CACHE}
+
+
+@task(name="find champion", **RETRIES)
+def find_champion(uri: str | None, draft: str) -> RegisteredDraft:
+    """The version in service. Raises ValueError where there is none."""
+    found = registry.champion(uri or tracking_uri(), draft)
+    if found is None:
+        raise ValueError(f"{draft} has no champion: promote one with `draftsmith drafts promote`")
+    return found
+
+
+@task(name="read recipe", **RETRIES)
+def recipe_of(uri: str | None, draft: RegisteredDraft, purpose: str) -> RunConfig:
+    """The recipe that a version was made with, for a run with a purpose of its own that captures and trains nothing."""
+    uri = uri or tracking_uri()
+    try:
+        config = RunConfig.model_validate_json(registry.read_artifact(uri, draft, registry.CONFIG))
+    except ValidationError as error:
+        raise ValueError(
+            f"version {draft.version} of {draft.name} was made by another version of Draftsmith, whose recipes read "
+            "differently: retrain it"
+        ) from error
+    tracking = config.tracking.model_copy(update={"registered_model": draft.name, "uri": uri})
+    ledger = config.ledger.model_copy(update={"url": None})
+    return config.model_copy(update={"name": f"{config.name}-{purpose}", "tracking": tracking, "ledger": ledger})
+
+
+def prepare_version(run: OpenRun, draft: RegisteredDraft) -> TargetRecord:
+    """Target, held-out prompts and export of a version, as its own run had them.
+
+    Raises ValueError where the target has changed since: figures of two targets are not compared.
+    """
+    target = prepare_target(run)
+    made_for = draft.tags.get("target_revision", "")
+    if target.revision != made_for:
+        raise ValueError(
+            f"version {draft.version} of {draft.name} was made for revision {made_for[:12]} of {target.name}, which is "
+            f"now {target.revision[:12]}: retrain"
+        )
+    if run.config.data.regeneration:
+        with lease(run, "inference") as (inference,):
+            regenerate_text(run, inference)
+    prepare_samples(run, target)
+    fetch_export(run, draft)
+    return target
+
+
+@task(name="fetch export", **RETRIES)
+def fetch_export(run: OpenRun, draft: RegisteredDraft) -> None:
+    """Download the version's export, once."""
+    if run.folder.export.is_dir():
+        return
+    aside = run.folder.path / "export.part"
+    shutil.rmtree(aside, ignore_errors=True)
+    registry.download(run.tracking_uri, draft, aside).replace(run.folder.export)
+
+
+@task(name="measure again", retries=1, retry_condition_fn=worth_retrying, cache_policy=NO_CACHE)
+def measure_again(run: OpenRun, pool: Pool) -> BenchmarkResult:
+    """Benchmark the version's export as its run did, beside no other draft."""
+    run_main(run, pool, "benchmark", "models.benchmark.run", timeout_s=TIMEOUT_S)
+    result = BenchmarkResult.read(run.folder.benchmark)
+    get_run_logger().info(result.summary)
+    return result

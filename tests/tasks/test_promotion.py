@@ -1,0 +1,81 @@
+"""What is done with a registered version: the gate's word, once, and only against the champion that it met."""
+
+from functools import partial
+
+import pytest
+
+from infra.results import BenchmarkResult, GateDecision, RegisteredDraft
+from infra.tracking import registry
+from infra.tracking.client import connect
+from infra.tracking.runs import TrackedRun
+from tasks.promotion import next_step
+
+REASON = "worse than version 3"
+
+
+@pytest.fixture
+def failed(result: BenchmarkResult) -> GateDecision:
+    return result.gate.model_copy(update={"passed": False, "reason": REASON})
+
+
+def again(tracking: TrackedRun, draft: RegisteredDraft) -> RegisteredDraft:
+    return registry.find_version(tracking.uri, draft.name, draft.version)
+
+
+def test_the_gate_decides_once(
+    tracking: TrackedRun, draft: RegisteredDraft, result: BenchmarkResult, failed: GateDecision
+) -> None:
+    step = partial(next_step, tracking.uri, draft)
+    assert step(result.gate, approval=False) == ("promote", result.gate.reason)
+    assert step(result.gate, approval=True)[0] == "ask"
+    for approval in (True, False):
+        assert step(failed, approval=approval) == ("refuse", REASON)
+    registry.refuse(tracking.uri, draft, by="gate", reason=REASON)
+    for gate in (failed, result.gate):
+        assert step(gate, approval=False) == ("leave", "it was decided on before")
+
+
+def test_an_interrupted_smoke_test_is_made_up_for(
+    tracking: TrackedRun, draft: RegisteredDraft, result: BenchmarkResult
+) -> None:
+    registry.promote(tracking.uri, draft.name, draft.version, by="gate", reason="")
+    assert next_step(tracking.uri, again(tracking, draft), result.gate, approval=True)[0] == "promote"
+    tested = registry.note_smoke_test(tracking.uri, draft, True, "fine")
+    assert tested.tags[registry.SMOKE_TEST] == "passed: fine"
+    assert next_step(tracking.uri, tested, result.gate, approval=False)[0] == "leave"
+
+
+def test_what_failed_its_smoke_test_is_not_tried_again(
+    tracking: TrackedRun, draft: RegisteredDraft, result: BenchmarkResult
+) -> None:
+    registry.promote(tracking.uri, draft.name, draft.version, by="gate", reason="")
+    assert registry.withdraw(tracking.uri, draft, by="smoke test", reason="it does not decode") is None
+    assert registry.champion(tracking.uri, draft.name) is None
+    assert next_step(tracking.uri, again(tracking, draft), result.gate, approval=False)[0] == "leave"
+
+
+def test_a_draft_is_not_promoted_over_a_champion_that_it_never_met(
+    tracking: TrackedRun, draft: RegisteredDraft, result: BenchmarkResult
+) -> None:
+    other = registry.register(tracking.uri, draft.name, draft.model_id, tracking.run_id, {})
+    assert next_step(tracking.uri, again(tracking, draft), result.gate, approval=False)[0] == "leave"
+    registry.promote(tracking.uri, draft.name, other.version, by="ada", reason="")
+    connect(tracking.uri).set_registered_model_alias(draft.name, registry.CHALLENGER, "1")
+    assert next_step(tracking.uri, again(tracking, draft), result.gate, approval=False) == (
+        "refuse", "it was compared with no draft, and version 2 is champion now: retrain",
+    )  # fmt: skip
+
+
+def test_a_withdrawn_champion_gives_way_to_the_one_before_unless_somebody_was_faster(
+    tracking: TrackedRun, draft: RegisteredDraft
+) -> None:
+    second, third = (registry.register(tracking.uri, draft.name, draft.model_id, tracking.run_id, {}) for _ in range(2))
+    for one in (draft, second):
+        registry.promote(tracking.uri, one.name, one.version, by="ada", reason="")
+    now = registry.withdraw(tracking.uri, second, by="served traffic", reason="slow")
+    assert now
+    assert now.version == draft.version
+    registry.promote(tracking.uri, third.name, third.version, by="ada", reason="")
+    kept = registry.withdraw(tracking.uri, second, by="served traffic", reason="slow")
+    assert kept
+    assert kept.version == third.version
