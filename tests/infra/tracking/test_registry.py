@@ -233,5 +233,5 @@ def test_a_version_without_its_benchmarks_counts_is_refused(run: TrackedRun, uri
     version = new_version(run, tmp_path / "uncounted", "draft-uncounted", "x")
     draft = registry.find_version(uri, "draft-uncounted", version)
     assert draft.acceptance_length == 2.5
-    with pytest.raises(ValueError, match="has no benchmark/request_counts.json"):
+    with pytest.raises(ValueError, match=r"has no benchmark/request_counts\.json"):
         registry.read_request_counts(uri, draft)
