@@ -8,7 +8,7 @@ MOONCAKE := $(if $(shell command -v nvidia-smi),mooncake-cuda,mooncake)
 
 SGLANG := .venv-sglang
 
-.PHONY: quickstart test lint check sglang up down bench chaos clean
+.PHONY: quickstart test lint check sglang up down bench chaos soak clean
 
 quickstart: $(VENV)/.ready
 	$(BIN)/draftsmith retrain recipes/quickstart.yaml
@@ -66,6 +66,10 @@ $(SGLANG)/.test-ready: $(SGLANG)/.ready tests/sglang_cpu/pyproject.toml
 # 200 runs under fire, more than an hour on two cores; with root, a third of them on two hosts.
 chaos: $(VENV)/.ready
 	$(BIN)/python benchmarks/chaos.py
+
+# A simulated fortnight of operation, about half an hour on two cores.
+soak: $(VENV)/.ready
+	$(BIN)/python benchmarks/soak.py
 
 clean:
 	rm -rf $(VENV) $(SGLANG) runs
