@@ -14,7 +14,7 @@ from pathlib import Path
 
 from infra.bottleneck import StallWatch
 from infra.data_plane import start_generator, start_trainer
-from infra.keep_running import KeptProcess, follow
+from infra.keep_running import Generators, KeptProcess, follow
 from infra.ledger.ledger import Ledger
 from infra.mooncake.services import start_store
 from infra.ownership import own_run
@@ -44,7 +44,7 @@ def drive(folder: RunFolder, config: RunConfig, with_generators: bool) -> None:
         training = config.training
         trainer = stack.enter_context(closing(start_trainer(pool, folder, training.ranks, training.threads)))
         ledger = stack.enter_context(Ledger.open(config.ledger.url or folder.ledger_url, folder.name))
-        follow(trainer, generators, print, print, [StallWatch(ledger, STALL_S).check], store)
+        follow(trainer, Generators(generators), print, print, [StallWatch(ledger, STALL_S).check], store)
 
 
 def start_generators(stack: ExitStack, pool: LocalPool, folder: RunFolder, config: RunConfig) -> list[KeptProcess]:

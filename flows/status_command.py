@@ -70,6 +70,7 @@ def describe(folder: "RunFolder", config: "RunConfig") -> Iterator[tuple[str, st
         with Ledger.open(config.ledger.url or folder.ledger_url, folder.name) as ledger:
             yield from _samples(ledger, config)
             yield from _training(folder, config, metrics)
+            yield from _generators(folder, config)
             if owned and stage == "training" and (quiet := _quiet_s(folder, ledger)) > QUIET_S:
                 from infra.bottleneck import blame
 
@@ -163,6 +164,15 @@ def _training(folder: "RunFolder", config: "RunConfig", last: dict[str, Any] | N
         f"{last['tokens_per_s']:,.0f} tokens/s{rest}",
     )
     yield "bottleneck", in_words(SideRates.model_validate(last["rates"]))
+
+
+def _generators(folder: "RunFolder", config: "RunConfig") -> Iterator[tuple[str, str]]:
+    from infra.records import generators_changes
+
+    if changes := generators_changes(folder.generators):
+        last, most = changes[-1], config.generator.most
+        bounds = f" of at most {most}" if most > config.generator.count else ""
+        yield "generators", f"{last.generators}{bounds}; {last.why}"
 
 
 def _last_metrics(folder: "RunFolder") -> dict[str, Any] | None:

@@ -8,11 +8,20 @@ from infra.processes import module
 from infra.run_folder import RunFolder
 
 
-def start_generator(pool: Pool, folder: RunFolder, index: int, generators: int, threads: int | None) -> KeptProcess:
-    """Start generator `index` of `generators` on its share of the inference pool."""
+def generator_role(index: int) -> str:
+    """Name of generator `index`: of its log, and of its leases in the ledger."""
+    return f"generator-{index}"
+
+
+def start_generator(
+    pool: Pool, folder: RunFolder, index: int, sharing: int, threads: int | None, alone: bool = False
+) -> KeptProcess:
+    """Start generator `index` on its share of a pool, among `sharing` processes; on all of it where it is `alone`."""
     command = module("models.capture.generator", folder.path, "--index", str(index))
-    role = f"generator-{index}"
-    return KeptProcess(partial(pool.launch, role, command, threads=threads, processes=generators, index=index))
+    share = None if alone else index
+    return KeptProcess(
+        partial(pool.launch, generator_role(index), command, threads=threads, processes=sharing, index=share)
+    )
 
 
 def start_trainer(pool: Pool, folder: RunFolder, ranks: int, threads: int | None) -> KeptProcess:

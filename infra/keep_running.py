@@ -80,9 +80,36 @@ class KeptProcess:
         self.process.stop()
 
 
+class Generators:
+    """The generators that feed one trainer. One that fails for good is left out while others go on."""
+
+    def __init__(self, going: Sequence[KeptProcess] = ()):
+        self.going = list(going)
+
+    def tend(self, on_line: OnLine, on_event: OnLine) -> None:
+        """Start again what has crashed. Raises ProcessFailedError when the last one cannot be started any more.
+
+        `on_line` is told of what is as it should be, `on_event` of the rest.
+        """
+        for generator in list(self.going):
+            generator.tend(_nothing, on_event)
+            if generator.failure is not None:
+                self.going.remove(generator)
+                self._failed(generator, generator.failure, on_event)
+
+    def _failed(self, _generator: KeptProcess, failure: ProcessFailedError, on_event: OnLine) -> None:
+        if not self.going:
+            raise failure
+        on_event(f"{failure.headline} and is left out; still going: {len(self.going)}")
+
+
+def _nothing(_line: str) -> None:
+    """Generators have logs of their own."""
+
+
 def follow(
     trainer: KeptProcess,
-    generators: Sequence[KeptProcess],
+    generators: Generators,
     on_line: OnLine,
     on_event: OnLine,
     checks: Sequence[Callable[[], None]] = (),
@@ -90,21 +117,14 @@ def follow(
 ) -> None:
     """Tend trainer, generators and the services that both need until the trainer has ended well.
 
-    A generator that fails for good is left out while others go on. Raises ProcessFailedError for the trainer, a
-    service, or the last generator, that cannot be started any more. `checks` are called at every poll.
+    Raises ProcessFailedError for the trainer, a service, or the last generator, that cannot be started any more.
+    `checks` are called at every poll.
     """
-    going = list(generators)
     ended = False
     while not ended:
-        for generator in list(going):
-            generator.tend(lambda _line: None, on_event)
-            if generator.failure is not None:
-                going.remove(generator)
-                if not going:
-                    raise generator.failure
-                on_event(f"{generator.failure.headline} and is left out; still going: {len(going)}")
+        generators.tend(on_line, on_event)
         for service in services:
-            service.tend(lambda _line: None, on_event)
+            service.tend(_nothing, on_event)
         ended = trainer.tend(on_line, on_event)
         for needed in (trainer, *services):
             if needed.failure is not None:

@@ -259,6 +259,22 @@ class SideRates(Record):
     ranks: int
 
 
+class GeneratorsChange(Record):
+    """A line of `generators.jsonl`: generators came or went."""
+
+    at: float
+    """Seconds since 1970."""
+    generators: int
+    """How many there are since."""
+    why: str
+
+
+def generators_changes(path: Path) -> tuple[GeneratorsChange, ...]:
+    """All of a run, in order; none where it has not trained yet."""
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return tuple(GeneratorsChange.model_validate_json(line) for line in lines)
+
+
 class TrainingResult(Record):
     """What the trainer leaves behind at the end of a run."""
 

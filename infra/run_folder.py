@@ -64,6 +64,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def generators(self) -> Path:
+        """One JSON object each time that generators came or went."""
+        return self.path / "generators.jsonl"
+
+    @property
     def store(self) -> Path:
         """Where the run's Mooncake store is, if it has one."""
         return self.path / "store.json"

@@ -94,7 +94,15 @@ def read_config(path: Path) -> RunConfig:
 
 
 POOLS = "pools"
-PLACEMENT = frozenset({"training.ranks", "training.micro_batches", "generator.count"})
+PLACEMENT = frozenset(
+    {
+        "training.ranks",
+        "training.micro_batches",
+        "generator.count",
+        "generator.max_count",
+        "generator.patience_s",
+    }
+)
 """Settings that a resumed run may change, like all of `pools`: they decide where it runs, not what it comes to."""
 
 

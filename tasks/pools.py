@@ -2,22 +2,28 @@
 
 import platform
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 
+from httpx import HTTPError
 from prefect import Task, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, TaskRun
+from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.concurrency.sync import concurrency
 
 from infra.pools.base import Pool, PoolBusyError, PoolProvider, PoolSpec, Role
-from infra.pools.choice import pool_provider, pool_specs
+from infra.pools.choice import generator_spec, pool_provider, pool_specs
 from infra.pools.local import LocalPools
+from infra.pools.single import SinglePools
 from infra.processes import Owner
 from infra.settings import prefect_is_private
 from tasks.run import OpenRun
 
 LOOK_AGAIN_S = 10.0
+PROMPT_S = 1.0
+"""Of a run that trains already: it does not wait for a place in the queue."""
 LEASE_S = 60.0
 """A flow that was killed gives its place in the queue back after so long."""
 
@@ -41,6 +47,32 @@ def lease(run: OpenRun, *roles: Role) -> Iterator[Sequence[Pool]]:
             provider.release(run.owner.name)
 
 
+def single_pools(run: OpenRun) -> SinglePools:
+    """Devices for one generator each, leased while the run trains. Nothing is waited for."""
+    settings = run.config.pools
+    provider, spec = pool_provider(settings, PROMPT_S), generator_spec(settings, run.config.generator.count)
+    if isinstance(provider, LocalPools):
+        return SinglePools(provider, spec, run.owner, partial(_promptly_queued, provider, spec))
+    return SinglePools(provider, spec, run.owner)
+
+
+@contextmanager
+def _promptly_queued(pools: LocalPools, spec: PoolSpec) -> Iterator[None]:
+    """A place in this machine's queue, or PoolBusyError. A server that is away must not cost the training."""
+    place = ExitStack()
+    try:
+        place.enter_context(_queued(pools, [spec], PROMPT_S))
+    except (TimeoutError, ConcurrencySlotAcquisitionError, HTTPError) as error:
+        raise PoolBusyError(f"this machine's queue has no place for {spec.gpus} GPUs now: {error}") from error
+    try:
+        yield
+    finally:
+        try:
+            place.close()
+        except HTTPError as error:
+            get_run_logger().warning("a place in the queue comes back in %g s only: %s", LEASE_S, error)
+
+
 @contextmanager
 def _queued(pools: LocalPools, specs: Sequence[PoolSpec], wait_s: float) -> Iterator[None]:
     """A place in this machine's queue, which Prefect's pages show as a concurrency limit.
@@ -55,7 +87,8 @@ def _queued(pools: LocalPools, specs: Sequence[PoolSpec], wait_s: float) -> Iter
     queue = f"gpus-of-{platform.node()}"
     with get_client(sync_client=True) as client:
         client.upsert_global_concurrency_limit_by_name(queue, there_are)
-    get_run_logger().info("waiting for %d of %d GPUs (concurrency limit %s)", gpus, there_are, queue)
+    if wait_s > PROMPT_S:
+        get_run_logger().info("waiting for %d of %d GPUs (concurrency limit %s)", gpus, there_are, queue)
     # A server that is away for longer than a lease must not end a training: the locks still hold.
     with concurrency(
         queue,

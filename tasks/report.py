@@ -15,7 +15,7 @@ from prefect.utilities.urls import url_for
 from infra.bottleneck import in_words, slow_side
 from infra.files import write_atomically
 from infra.provenance import git_sha
-from infra.records import Progress, SamplesRecord, TargetRecord, TrainingResult
+from infra.records import Progress, SamplesRecord, TargetRecord, TrainingResult, generators_changes
 from infra.results import Acceptance, BenchmarkResult, RegisteredDraft
 from infra.settings import prefect_is_private
 from infra.shareable import without_passwords
@@ -42,6 +42,7 @@ def write_report(
         run=run.folder.name, config=run.config, target=target, samples=samples,
         trained=trained, result=result, draft=draft, progress=progress, quarantined=quarantined,
         written=datetime.now().astimezone(), links=tuple(links(run)), git_sha=git_sha(),
+        generators=generators_changes(run.folder.generators),
     )  # fmt: skip
     write_files(run, facts)
     tracking = TrackedRun.read(run.tracking_record)
@@ -61,6 +62,7 @@ def write_files(run: OpenRun, facts: RunFacts) -> None:
         "run": facts.run,
         "data": facts.samples.model_dump(exclude={"path"}),
         **training_report(facts.trained, facts.progress),
+        "generators": [change.model_dump() for change in facts.generators],
         **benchmark_report(facts.result),
         "draft": {"name": draft.name, "version": draft.version, "alias": _alias(draft), "model_id": draft.model_id},
     }

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from infra.ledger.answers import Quarantined
-from infra.records import Progress, SamplesRecord, TargetRecord, TrainingResult
+from infra.records import GeneratorsChange, Progress, SamplesRecord, TargetRecord, TrainingResult
 from infra.results import Acceptance, BenchmarkResult, RegisteredDraft
 from models.config import RunConfig
 
@@ -27,6 +27,8 @@ class RunFacts:
     written: datetime
     links: Sequence["Link"] = ()
     git_sha: str = "unknown"
+    generators: Sequence[GeneratorsChange] = ()
+    """How many there were, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,13 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def generators_in_words(facts: RunFacts) -> str:
+    """How many there were at a time."""
+    numbers = [change.generators for change in facts.generators] or [facts.trained.rates.generators]
+    least, most = min(numbers), max(numbers)
+    return plural(most, "generator") if least == most else f"{least} to {plural(most, 'generator')}"
 
 
 def plural(number: int, noun: str) -> str:

@@ -12,7 +12,19 @@ from markupsafe import Markup, escape
 
 from infra.bottleneck import in_words
 from infra.shareable import without_passwords
-from tasks.report_facts import RunFacts, acceptance_rows, count, duration, length, plural, rate, share, signed, sources
+from tasks.report_facts import (
+    RunFacts,
+    acceptance_rows,
+    count,
+    duration,
+    generators_in_words,
+    length,
+    plural,
+    rate,
+    share,
+    signed,
+    sources,
+)
 from tasks.report_words import agreement_line, gate_line, lossless_line, meaning
 
 TEMPLATE = "report_page.html.jinja"
@@ -156,7 +168,7 @@ def training(facts: RunFacts) -> Facts:
         ("Time", duration(trained.wall_s)),
         ("Speed", f"{speed} tokens/s"),
         ("Waiting for data", f"{duration(trained.data_wait_s)} ({share(wait)})"),
-        ("Processes", f"{plural(trained.rates.generators, 'generator')}, {plural(trained.rates.ranks, 'rank')}"),
+        ("Processes", f"{generators_in_words(facts)}, {plural(trained.rates.ranks, 'rank')}"),
         ("Final loss", f"{trained.final_loss:.2f}"),
         ("Acceptance by position", by_position),
         ("Vocabulary covers", f"{share(trained.vocabulary_coverage)} of the positions"),

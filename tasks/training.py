@@ -14,7 +14,7 @@ from prefect.cache_policies import NO_CACHE
 
 from infra.bottleneck import StallWatch
 from infra.data_plane import start_trainer
-from infra.keep_running import KeptProcess, follow
+from infra.keep_running import Generators, KeptProcess, follow
 from infra.pools.base import Pool
 from infra.records import TrainingResult
 from infra.tracking.runs import log_new_metrics
@@ -24,7 +24,7 @@ TRACKING_S = 15.0
 
 
 @task(name="train", cache_policy=NO_CACHE)
-def train(run: OpenRun, pool: Pool, generators: Sequence[KeptProcess], store: Sequence[KeptProcess]) -> TrainingResult:
+def train(run: OpenRun, pool: Pool, generators: Generators, store: Sequence[KeptProcess]) -> TrainingResult:
     """Train to the end; whichever process crashes is started again and goes on from the ledger.
 
     There is no time limit here: the trainer gives up by itself when no samples come (training.stall_s), and the watch

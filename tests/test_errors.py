@@ -58,6 +58,13 @@ RECIPES = [
     ("unknown method", None, ["draft.method=eagle9"], "draft", "eagle3"),
     ("missing section", "name: tiny\n", [], "target: Field required", ""),
     ("name with a slash", None, ["name=a/b"], "becomes a folder", "use lower-case letters"),
+    (
+        "fewer generators at most than at first",
+        None,
+        ["generator.count=3", "generator.max_count=2"],
+        "max_count is 2 and count 3",
+        "raise max_count",
+    ),
     ("layers out of order", None, ["target.aux_layer_ids=[2, 1]"], "must be ascending", "aux_layer_ids"),
     ("lookahead beyond the walk", None, ["benchmark.lookahead=9"], "must not exceed", "benchmark.max_lookahead"),
     ("ranks without GPUs", None, ["pools.training_gpus=3"], "a rank needs one GPU", "make them equal"),
@@ -280,13 +287,14 @@ def test_a_recipe_that_does_not_regenerate(tmp_path: Path) -> None:
 
 
 def test_a_small_budget(refuse: Refuse, tiny_target: TargetRecord) -> None:
-    config = load_recipe(TINY, ["transport.budget_mib=1"])
+    config = load_recipe(TINY, ["transport.budget_mib=1", "generator.max_count=3"])
     samples = SamplesRecord(
         path="", dataset_hash="", template_hash="", train_samples=40, heldout_samples=4, train_tokens=4000, longest=256,
         supervised_share=1.0, dropped=0, truncated=0, unusable=0,
     )  # fmt: skip
     said = refuse(lambda: refuse_small_budget(config, tiny_target, samples))
     assert "budget of 1.0 MiB is too small" in said
+    assert "27 being captured" in said  # by as many generators as there may be: 8 leased and 1 in the engine of each
     assert "Set transport.budget_mib=" in said
 
 

@@ -3,7 +3,7 @@
 from infra.config import PoolsConfig
 from infra.pools.base import PoolProvider, PoolSpec
 from infra.pools.local import LocalPools
-from infra.pools.queued import QueuedPools
+from infra.pools.queued import LOOK_S, QueuedPools
 from infra.pools.ray_pools import RayEngine
 from infra.pools.slurm_pools import SlurmEngine
 
@@ -14,10 +14,18 @@ def pool_specs(config: PoolsConfig, generators: int) -> tuple[PoolSpec, PoolSpec
     return inference, PoolSpec("training", config.training_gpus)
 
 
-def pool_provider(config: PoolsConfig) -> PoolProvider:
-    """The provider that the recipe asks for. Raises ValueError where its engine is not installed here."""
+def generator_spec(config: PoolsConfig, generators: int) -> PoolSpec:
+    """What one generator more wants: as much as the largest share of those that the run begins with."""
+    return PoolSpec("inference", -(-config.inference_gpus // generators))
+
+
+def pool_provider(config: PoolsConfig, look_s: float = LOOK_S) -> PoolProvider:
+    """The provider that the recipe asks for. Raises ValueError where its engine is not installed here.
+
+    `look_s`: how long one `acquire` may wait for an engine's answer.
+    """
     if config.kind == "ray":
-        return QueuedPools(RayEngine(config.ray), config)
+        return QueuedPools(RayEngine(config.ray), config, look_s)
     if config.kind == "slurm":
-        return QueuedPools(SlurmEngine(config.slurm), config)
+        return QueuedPools(SlurmEngine(config.slurm), config, look_s)
     return LocalPools()

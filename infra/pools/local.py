@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
+from pynvml import NVMLError
+
 from infra.locks import LockHeldError, hold
 from infra.pools.base import PoolBusyError, PoolSpec
 from infra.pools.gpus import read_gpus, visible_gpus
@@ -125,8 +127,11 @@ def _in_words(specs: Sequence[PoolSpec]) -> str:
 
 
 def _foreign() -> dict[str, str]:
-    """GPUs that somebody uses, and who: a run that holds their locks, or a stranger."""
-    found = read_gpus()
+    """GPUs that somebody uses, and who: a run that holds their locks, or a stranger. Raises ValueError."""
+    try:
+        found = read_gpus()
+    except NVMLError as error:
+        raise ValueError(f"this machine's GPUs do not answer ({error}): see what nvidia-smi says of them") from error
     return {gpu.uuid: gpu.held for gpu in found.gpus if gpu.held} if found else {}
 
 

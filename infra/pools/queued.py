@@ -18,8 +18,8 @@ from infra.pools.base import PoolBusyError, PoolSpec
 from infra.pools.requests import Grant, Part, Request, divide
 from infra.processes import Owner, Process, start
 
-HOLDER = "pools"
-"""Role of the holder: its log is `pools.log`."""
+HOLDER = "pools-"
+"""Before the owner's name it is the role of the holder, whose log is `pools-OWNER.log`."""
 GRANTED = "granted "
 LOOK_S = 20.0
 POLL_S = 0.1
@@ -122,7 +122,7 @@ class QueuedPools:
         asked = self._asked.get(owner.name)
         if asked is None:
             request = Request(owner=owner.name, folder=str(owner.logs.absolute()), pools=divided)
-            holder = start(HOLDER, self._engine.holder(request), owner, grace_s=STOP_S)
+            holder = start(HOLDER + owner.name, self._engine.holder(request), owner, grace_s=STOP_S)
             asked = self._asked[owner.name] = _Asked(tuple(specs), holder)
         assert asked.specs == tuple(specs), f"{owner.name} asked for something else before"
         assert not asked.pools, f"{owner.name} already holds pools"

@@ -21,6 +21,8 @@ CHOOSE = 'CUDA_VISIBLE_DEVICES=$(echo "$CUDA_VISIBLE_DEVICES" | cut -d , -f "$0"
 """A step sees what its component has on the machine; its part of that is told by position, whatever Slurm numbers."""
 
 EXIT_NOTICE = b": task 0: "
+LOST = b"Node failure"
+"""Of which srun says no more: its status is that of a step that ended well."""
 
 
 def srun(options: argparse.Namespace) -> list[str]:
@@ -56,11 +58,13 @@ def main() -> int:
     assert step.stdin is not None
     assert step.stderr is not None
     signal.signal(signal.SIGTERM, lambda *_: step.stdin and step.stdin.close())
+    lost = False
     for line in step.stderr:
+        lost = lost or LOST in line
         if EXIT_NOTICE not in line:  # the last words of a command that refuses are to be its own
             sys.stderr.buffer.write(line)
             sys.stderr.flush()
-    status = step.wait()
+    status = step.wait() or int(lost)
     return 128 - status if status < 0 else status
 
 

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import threading
 import time
-from pathlib import Path
 
 from infra.config import SlurmConfig
 from infra.exit import run_main
@@ -59,7 +58,7 @@ def submit(request: Request, parts: tuple[slurm_job.Component, ...], config: Slu
 def hold(request: Request, config: SlurmConfig) -> None:
     """Ask, say what was granted, and keep it until the job ends or this process is stopped."""
     parts = slurm_job.components(request, machines(config.partition))
-    alive = Path(request.folder) / slurm_job.ALIVE
+    alive = slurm_job.alive_file(request)
     alive.touch()
     while jobs(request.name):
         say(f"a job {request.name} is there already: it ends, or somebody releases it")
@@ -78,7 +77,7 @@ def hold(request: Request, config: SlurmConfig) -> None:
                 raise ValueError(f"the Slurm job {job} has ended: was it cancelled, or is pools.slurm.time_limit over?")
             if not granted and set(states) == {"RUNNING"}:
                 granted = True
-                print(GRANTED + _grant(job, parts).model_dump_json(), flush=True)
+                print(GRANTED + _grant(job, request, parts).model_dump_json(), flush=True)
             elif not granted:
                 say(f"Slurm's job {job} waits: {', '.join(sorted(set(states.values())))}")
     finally:
@@ -95,12 +94,13 @@ def _states(job: str) -> dict[str, str] | None:
     return {state: reason for state, _, reason in (line.partition("|") for line in lines)}
 
 
-def _grant(job: str, parts: tuple[slurm_job.Component, ...]) -> Grant:
-    granted = []
+def _grant(job: str, request: Request, parts: tuple[slurm_job.Component, ...]) -> Grant:
+    granted = {}
     for index, got in enumerate(slurm_job.nodes(ask("scontrol", "--details", "show", "job", job))):
         step = ["--het-group", str(index)] if len(parts) > 1 else []
-        granted += slurm_job.assign(parts[index], got, step)
-    return Grant(allocation=job, parts=tuple(granted))
+        granted[parts[index].parts] = slurm_job.assign(parts[index], got, step)
+    pools = request.pools if len(parts) > 1 else (request.parts,)
+    return Grant(allocation=job, parts=tuple(part for pool in pools for part in granted[pool]))
 
 
 def jobs(name: str) -> list[str]:

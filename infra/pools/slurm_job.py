@@ -16,8 +16,11 @@ from infra.pools.requests import GrantedPart, Machine, Part, Request, fit, refus
 from infra.records import Record
 
 TEMPLATE = Path(__file__).with_name("slurm_job.sh.jinja")
-ALIVE = "pools.alive"
-"""File in the owner's folder that says that the run lives."""
+
+
+def alive_file(request: Request) -> Path:
+    """Says that the owner lives, in its folder."""
+    return Path(request.folder) / f"{request.name}.alive"
 
 
 class Component(Record):
@@ -50,7 +53,10 @@ def components(request: Request, machines: Sequence[Machine]) -> tuple[Component
 
 
 def components_apart(request: Request) -> tuple[Component, ...]:
-    """A component per pool. Raises ValueError for a pool that cannot be dealt out evenly."""
+    """A component per pool; on whose machine the job's script runs comes first: its loss ends the job.
+
+    Raises ValueError for a pool that cannot be dealt out evenly.
+    """
     for parts in request.pools:
         if len({part.gpus for part in parts}) > 1:
             shares = ", ".join(str(part.gpus) for part in parts)
@@ -58,7 +64,8 @@ def components_apart(request: Request) -> tuple[Component, ...]:
                 f"the {parts[0].role} pool's GPUs would be dealt out as {shares}, and Slurm deals evenly where one "
                 f"machine is not enough: make pools.{parts[0].role}_gpus a multiple of generator.count"
             )
-    return tuple(Component(parts=parts, apart=len(parts) > 1) for parts in request.pools)
+    found = (Component(parts=parts, apart=len(parts) > 1) for parts in request.pools)
+    return tuple(sorted(found, key=lambda component: component.apart))
 
 
 def _refuse_what_shares_a_machine(request: Request, machines: Sequence[Machine]) -> None:
@@ -79,7 +86,7 @@ def script(request: Request, parts: Sequence[Component], config: SlurmConfig) ->
     """What is handed to sbatch."""
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
     template = environment.from_string(TEMPLATE.read_text())
-    alive = shlex.quote(str(Path(request.folder) / ALIVE))
+    alive = shlex.quote(str(alive_file(request)))
     return template.render(name=request.name, components=parts, config=config, alive=alive)
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from flows.command_line import app
 from infra.ledger.ledger import Ledger
 from infra.locks import hold
-from infra.records import BufferRecord, CheckpointRecord, ObjectRecord, SampleSlot
+from infra.records import BufferRecord, CheckpointRecord, GeneratorsChange, ObjectRecord, SampleSlot
 from infra.run_folder import RunFolder
 
 
@@ -88,6 +88,19 @@ def test_a_run_that_moves(run: RunFolder) -> None:
 def test_the_slow_side_is_named(run: RunFolder, rates: dict[str, float | None], side: str) -> None:
     write_metrics(run, **rates)
     assert f"{side} is the slow side" in told(run)
+
+
+def test_generators_that_came_and_went(run: RunFolder) -> None:
+    assert "generators " not in told(run)
+    changes = [
+        GeneratorsChange(at=1.0 + n, generators=n, why=f"generator-{n} is added: inference is slow") for n in (1, 2)
+    ]
+    run.generators.write_text("".join(f"{change.model_dump_json()}\n" for change in changes))
+    assert "generators 2; generator-2 is added: inference is slow" in told(run)
+    config = json.loads(run.config.read_text())
+    config["generator"]["max_count"] = 4
+    run.config.write_text(json.dumps(config))
+    assert "generators 2 of at most 4; generator-2 is added: inference is slow" in told(run)
 
 
 def test_the_newest_run_is_meant_where_none_is_named(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.keep_running import KeptProcess, follow
+from infra.keep_running import Generators, KeptProcess, follow
 from infra.processes import Owner, ProcessFailedError, start
 
 WAIT_S = 30.0
@@ -70,7 +70,7 @@ def test_following_ends_with_the_trainer(keep: Callable[..., KeptProcess]) -> No
     polls: list[None] = []
     trainer = keep("sleep 0.3; echo trained", role="trainer")
     generator = keep("sleep 600", role="generator-0")
-    follow(trainer, [generator], seen.append, seen.append, [lambda: polls.append(None)])
+    follow(trainer, Generators([generator]), seen.append, seen.append, [lambda: polls.append(None)])
     assert seen == ["trained"]
     assert polls
     generator.close()
@@ -79,7 +79,7 @@ def test_following_ends_with_the_trainer(keep: Callable[..., KeptProcess]) -> No
 def test_others_go_on_without_a_generator_that_fails_for_good(keep: Callable[..., KeptProcess]) -> None:
     events: list[str] = []
     trainer, good = keep("sleep 1.5", role="trainer"), keep("sleep 600", role="generator-0")
-    follow(trainer, [good, keep("exit 2", role="generator-1")], events.append, events.append)
+    follow(trainer, Generators([good, keep("exit 2", role="generator-1")]), events.append, events.append)
     assert events == ["generator-1 ended with exit code 2 and is left out; still going: 1"]
     good.close()
 
@@ -87,12 +87,12 @@ def test_others_go_on_without_a_generator_that_fails_for_good(keep: Callable[...
 def test_the_last_generator_s_failure_is_the_runs(keep: Callable[..., KeptProcess]) -> None:
     trainer = keep("sleep 600", role="trainer")
     with pytest.raises(ProcessFailedError, match="generator-0 ended with exit code 2"):
-        follow(trainer, [keep("exit 2", role="generator-0")], print, print)
+        follow(trainer, Generators([keep("exit 2", role="generator-0")]), print, print)
     trainer.close()
 
 
 def test_a_trainer_that_refuses_ends_the_run(keep: Callable[..., KeptProcess]) -> None:
     generator = keep("sleep 600", role="generator-0")
     with pytest.raises(ProcessFailedError, match="trainer ended with exit code 2"):
-        follow(keep("exit 2", role="trainer"), [generator], print, print)
+        follow(keep("exit 2", role="trainer"), Generators([generator]), print, print)
     generator.close()

@@ -13,7 +13,7 @@ import yaml
 
 from infra.bottleneck import in_words
 from infra.ledger.answers import Quarantined
-from infra.records import Progress, SamplesRecord, TargetRecord, TrainingResult
+from infra.records import GeneratorsChange, Progress, SamplesRecord, TargetRecord, TrainingResult
 from infra.results import BenchmarkResult, DivergenceRecord, LosslessRecord, RegisteredDraft
 from models.config import RunConfig, load_recipe
 from tasks.report_facts import Link, RunFacts
@@ -119,6 +119,11 @@ def test_every_figure_is_there(facts: RunFacts, run: OpenRun) -> None:
         "abc123", "http://mlflow/#/r",
     ]  # fmt: skip
     assert [figure for figure in shown if figure not in text] == []
+
+
+def test_it_says_how_many_generators_there_were_at_a_time(facts: RunFacts, run: OpenRun) -> None:
+    changes = tuple(GeneratorsChange(at=float(n), generators=n, why="") for n in (2, 3, 1))
+    assert "1 to 3 generators, 1 rank" in page(replace(facts, generators=changes), run).text
 
 
 def test_it_says_which_side_is_slow(facts: RunFacts, run: OpenRun) -> None:

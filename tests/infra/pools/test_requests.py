@@ -50,8 +50,8 @@ def test_a_job_has_one_component_where_one_machine_is_enough_and_one_per_pool_wh
     (together,) = slurm_job.components(pools, [SMALL, BIG])
     assert (len(together.parts), together.apart) == (3, False)
     four = Machine(gpus=4, cores=16)
-    inference, training = slurm_job.components(pools, [four, SMALL, SMALL])
-    assert (inference.apart, training.apart) == (True, False)
+    training, inference = slurm_job.components(pools, [four, SMALL, SMALL])
+    assert (training.apart, inference.apart) == (False, True)
     with pytest.raises(ValueError, match=r"inference pool wants 4 GPUs on machines of its own.*only 2 machines"):
         slurm_job.components(pools, [Machine(gpus=6, cores=32), SMALL])
     uneven = request(PoolSpec("inference", 5, parts=2), PoolSpec("training", 8))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from infra.data_plane import start_generator, start_trainer
-from infra.keep_running import follow
+from infra.keep_running import Generators, follow
 from infra.pools.base import PoolSpec
 from infra.processes import Owner
 from infra.records import TrainingResult
@@ -28,7 +28,7 @@ def test_a_run_on_a_cluster_ends_well(kind: str, request: pytest.FixtureRequest,
             closing(start_generator(inference, folder, 0, 1, threads=1)) as generator,
             closing(start_trainer(training, folder, 1, threads=1)) as trainer,
         ):
-            follow(trainer, [generator], printed.append, printed.append)
+            follow(trainer, Generators([generator]), printed.append, printed.append)
     finally:
         provider.release(owner.name)
     assert TrainingResult.read(folder.training).steps == 3, printed
