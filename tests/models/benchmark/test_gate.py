@@ -1,4 +1,6 @@
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from models.decoding.counts import Counts
 
 GOOD = Evidence(distinct_token_share=0.5, min_distinct_token_share=0.05, mismatches=0, gap=0.01)
 PROMOTION = PromotionConfig(resamples=1000)
+RECORDS = Path(__file__).parents[3] / "benchmarks" / "results" / "gate_records.json"
 
 
 def walks(rate: float, seed: int = 0, number: int = 60) -> list[Counts]:
@@ -63,3 +66,23 @@ def test_limits_themselves_are_allowed():
 
 def test_the_same_draft_never_replaces_itself():
     assert not decide(walks(0.5), walks(0.5), "version 1", GOOD, PROMOTION).passed
+
+
+def test_noise_alone_is_rarely_promoted():
+    """A real draft against itself, each side on conversations of its own: what pairing takes away is all there."""
+    rows = json.loads(RECORDS.read_text())["greedy"]
+    rng, gates = np.random.default_rng(1), 400
+    promoted = would_be = 0
+    for _ in range(gates):
+        sides = ([one_step(rows[row]) for row in rng.integers(len(rows), size=32)] for _ in range(2))
+        decision = decide(*sides, "itself", GOOD, PromotionConfig(resamples=400))
+        promoted += decision.passed
+        would_be += decision.difference > decision.margin
+    assert promoted / gates <= 0.05
+    assert would_be / gates > 0.3  # by a gate that ignores its bound
+
+
+def one_step(row: list[int]) -> Counts:
+    """Counts of these (tokens, steps); how the accepted tokens fall on the steps is of no account here."""
+    tokens, steps = row
+    return Counts(4, (tokens - steps, *[0] * (steps - 1)))
