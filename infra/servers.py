@@ -4,7 +4,8 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ PREFECT_PORT, MLFLOW_PORT = 4200, 5000
 START_S = 300.0
 """Making both databases took 25 s on two idle cores."""
 ANSWER_S = 2.0
-POLL_S = 0.3
+POLL_S = 0.1
 GRACE_S = 5.0
 SQLITE = "sqlite:///"
 PREFECT = {
@@ -126,18 +127,22 @@ def wait_until_up(servers: Sequence[Server], stop: threading.Event | None = None
     return not stop.is_set()
 
 
-def ensure_prefect_api() -> None:
+@contextmanager
+def prefect_api() -> Iterator[None]:
     """A Prefect API for this process's flows: the one that is configured, or a private server until the process ends.
 
-    Prefect's own temporary server outlives a process that is killed or told to stop; a supervised one does not.
+    The server starts while the body runs, which may import Prefect but ask it nothing yet. Prefect's own temporary
+    server outlives a process that is killed or told to stop; a supervised one does not.
     """
     if prefect_api_url() is not None:
+        yield
         return
     server = start_prefect(Owner("prefect", runs_folder() / ".servers"), any_free_port())
     # After Prefect's own exit handlers, which still send logs: those are registered later, so they run before.
     atexit.register(server.stop)
-    wait_until_up([server])
     use_private_prefect_api(f"{server.address}/api")
+    yield
+    wait_until_up([server])
 
 
 def _unless_set(defaults: dict[str, str]) -> dict[str, str]:
