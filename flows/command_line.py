@@ -3,6 +3,8 @@
 import logging
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -53,8 +55,8 @@ def retrain(
         return
     if folder is not None:
         _forget_crashes(config, folder)
-    _ready_for_flows()
-    from flows.retrain_draft import retrain as flow
+    with _ready_for_flows():
+        from flows.retrain_draft import retrain as flow
 
     print(flow(config, str(folder) if folder else None))
 
@@ -70,20 +72,22 @@ def regenerate(
     config = load_recipe(recipe, overrides)
     if config.data.regeneration is None:
         raise ValueError(f"{recipe} does not regenerate: add data.regeneration={{}} for its defaults")
-    _ready_for_flows()
-    from flows.regenerate_text import regenerate as flow
+    with _ready_for_flows():
+        from flows.regenerate_text import regenerate as flow
 
     print(flow(config))
 
 
-def _ready_for_flows() -> None:
-    """Versions that work, a log for people, and a Prefect server."""
-    from infra.servers import ensure_prefect_api
+@contextmanager
+def _ready_for_flows() -> Iterator[None]:
+    """Versions that work, a log for people, and a Prefect server, which starts while the body imports the flow."""
+    from infra.servers import prefect_api
 
     _refuse_clashes()
     for logger in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(logger).addFilter(_without_traceback)
-    ensure_prefect_api()
+    with prefect_api():
+        yield
 
 
 def _refuse_clashes() -> None:

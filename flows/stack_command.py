@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.ui_command import MLFLOW_PORT, PREFECT_PORT, free_port, told_to_stop
+from infra.exit import told_to_stop
 from infra.locks import LockHeldError, hold
+from infra.ports import free_port
+from infra.servers import MLFLOW_PORT, PREFECT_PORT
 from infra.settings import runs_folder
 
 if TYPE_CHECKING:

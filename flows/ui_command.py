@@ -3,8 +3,6 @@
 Each server runs under a supervisor: stopped, killed or crashed, this command leaves none behind.
 """
 
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,15 +11,23 @@ from urllib.parse import urlsplit
 
 import typer
 
+from infra.exit import told_to_stop
 from infra.health import public, trouble
 from infra.locks import Lock, LockHeldError, hold
-from infra.ports import HOST, is_free
+from infra.ports import HOST, free_port
 from infra.processes import Owner
-from infra.servers import ANSWER_S, GRACE_S, POLL_S, Server, start_mlflow, start_prefect, wait_until_up
+from infra.servers import (
+    ANSWER_S,
+    GRACE_S,
+    MLFLOW_PORT,
+    POLL_S,
+    PREFECT_PORT,
+    Server,
+    start_mlflow,
+    start_prefect,
+    wait_until_up,
+)
 from infra.settings import prefect_api_url, runs_folder, tracking_uri
-
-PREFECT_PORT, MLFLOW_PORT = 4200, 5000
-PORTS_TRIED = 100
 
 
 def ui(
@@ -58,18 +64,6 @@ def ui(
             for server in (prefect, mlflow):
                 server.check()
         print("stopping both" if prefect.process and mlflow.process else "stopping it", flush=True)
-
-
-@contextmanager
-def told_to_stop() -> Iterator[threading.Event]:
-    """Set by Ctrl-C and SIGTERM, so that neither interrupts the stopping itself."""
-    stop = threading.Event()
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
@@ -112,21 +106,6 @@ def _mlflow_elsewhere() -> Server | None:
     raise ValueError(
         f"MLFLOW_TRACKING_URI names {public(uri)}, but {why}: start that server, or unset MLFLOW_TRACKING_URI"
     )
-
-
-def free_port(option: str, wanted: int | None, usual: int, taken: set[int]) -> tuple[int, str]:
-    """The wanted port, or the first free one from the usual one on, and a note where it is not that one.
-
-    Raises ValueError when there is none.
-    """
-    for port in range(usual, usual + PORTS_TRIED) if wanted is None else [wanted]:
-        if port not in taken and is_free(port):
-            taken.add(port)
-            moved = wanted is None and port != usual
-            return port, f"is not at port {usual}: another program holds it" if moved else ""
-    if wanted is not None:
-        raise ValueError(f"{option} {wanted} is taken by another program: leave the option out, or name a free port")
-    raise ValueError(f"the ports from {usual} to {usual + PORTS_TRIED - 1} are all taken: name a free one by {option}")
 
 
 def _print_addresses(prefect: Server, mlflow: Server) -> None:

@@ -1,10 +1,15 @@
-"""How a process ends: with one clear message when a person has to act, and with its parent. Used by every main."""
+"""How a process ends: with one clear message when a person has to act, when it is told to, and with its parent.
+
+Used by every main.
+"""
 
 import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 REFUSED = 2
 """Exit status of a process that was given something a person has to mend: starting it again would not help."""
@@ -21,6 +26,18 @@ def run_main(main: Callable[[], None]) -> None:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(REFUSED) from None
+
+
+@contextmanager
+def told_to_stop() -> Iterator[threading.Event]:
+    """Set by Ctrl-C and SIGTERM, so that neither interrupts the stopping itself."""
+    stop = threading.Event()
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def die_with_parent(parent: int) -> None:

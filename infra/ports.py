@@ -14,6 +14,7 @@ from infra.locks import Lock, LockHeldError, hold
 HOST = "127.0.0.1"
 LASTING = range(21000, 29000)
 """Below those that the kernel gives to outgoing connections."""
+PORTS_TRIED = 100
 LISTEN = "0A"
 """State of a socket in /proc/net/tcp."""
 
@@ -27,6 +28,21 @@ def is_free(port: int, host: str = HOST) -> bool:
         except (OSError, OverflowError):
             return False
     return True
+
+
+def free_port(option: str, wanted: int | None, usual: int, taken: set[int]) -> tuple[int, str]:
+    """The wanted port, or the first free one from the usual one on, and a note where it is not that one.
+
+    Raises ValueError when there is none.
+    """
+    for port in range(usual, usual + PORTS_TRIED) if wanted is None else [wanted]:
+        if port not in taken and is_free(port):
+            taken.add(port)
+            moved = wanted is None and port != usual
+            return port, f"is not at port {usual}: another program holds it" if moved else ""
+    if wanted is not None:
+        raise ValueError(f"{option} {wanted} is taken by another program: leave the option out, or name a free port")
+    raise ValueError(f"the ports from {usual} to {usual + PORTS_TRIED - 1} are all taken: name a free one by {option}")
 
 
 def any_free_port() -> int:

@@ -106,7 +106,8 @@ class Process:
             if not ended and time.monotonic() > deadline:
                 raise TimeoutError(f"the {self.role} did not end within {timeout_s:g} s; its log is {self.log}")
             if not ended:
-                time.sleep(POLL_S)
+                with suppress(subprocess.TimeoutExpired):
+                    self._supervisor.wait(POLL_S)
         self.check()
 
     def stop(self) -> None:

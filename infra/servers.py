@@ -4,6 +4,8 @@ import atexit
 import os
 import threading
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +14,11 @@ from infra.ports import HOST, any_free_port
 from infra.processes import TAIL_LINES, Owner, Process, ProcessFailedError, module, start
 from infra.settings import prefect_api_url, runs_folder, tracking_uri, use_private_prefect_api
 
+PREFECT_PORT, MLFLOW_PORT = 4200, 5000
 START_S = 300.0
 """Making both databases took 25 s on two idle cores."""
 ANSWER_S = 2.0
-POLL_S = 0.3
+POLL_S = 0.1
 GRACE_S = 5.0
 SQLITE = "sqlite:///"
 PREFECT = {
@@ -46,6 +49,12 @@ class Server:
     note: str = ""
     """What a person may not expect of its address."""
 
+    @property
+    def started(self) -> Process:
+        """Its process, of a server that was started here."""
+        assert self.process
+        return self.process
+
     def is_up(self) -> bool:
         """Whether it answers. Raises ProcessFailedError when its process has ended."""
         self.check()
@@ -66,18 +75,27 @@ class Server:
             self.process.stop()
 
 
-def start_prefect(owner: Owner, port: int, note: str = "") -> Server:
-    """Prefect's server over its home database, in which runs made without a server are, too."""
+def start_prefect(owner: Owner, port: int, note: str = "", settings: Mapping[str, str] | None = None) -> Server:
+    """Prefect's server; without `settings` over its home database, in which runs made without a server are, too."""
     address = f"http://{HOST}:{port}"
     # The page asks the API at this address: one left over from elsewhere would show nothing.
-    environment = _unless_set(PREFECT) | {"PREFECT_API_URL": f"{address}/api"}
+    environment = _unless_set(PREFECT) | {"PREFECT_API_URL": f"{address}/api", **(settings or {})}
     command = module("prefect", "server", "start", "--host", HOST, "--port", str(port))
     process = start("prefect-server", command, owner, environment, grace_s=GRACE_S)
     return Server("Prefect", address, process, f"{address}/api/health", note)
 
 
-def start_mlflow(owner: Owner, port: int, note: str = "") -> Server:
-    """MLflow's server over the runs' database, with new experiments' files where the runs themselves put them."""
+def start_mlflow(owner: Owner, port: int, note: str = "", settings: Mapping[str, str] | None = None) -> Server:
+    """MLflow's server; without `settings` over the runs' database and files."""
+    address = f"http://{HOST}:{port}"
+    environment = _unless_set(MLFLOW) | dict(_runs_store() if settings is None else settings)
+    command = module("mlflow", "server", "--workers", "1", "--host", HOST, "--port", str(port))
+    process = start("mlflow-server", command, owner, environment, grace_s=GRACE_S)
+    return Server("MLflow", address, process, f"{address}/health", note)
+
+
+def _runs_store() -> dict[str, str]:
+    """The runs' database, with new experiments' files where the runs themselves put them."""
     uri, artifacts = tracking_uri(), runs_folder() / "mlflow-artifacts"
     if uri.startswith(SQLITE):
         database = Path(uri.removeprefix(SQLITE)).absolute()
@@ -86,20 +104,16 @@ def start_mlflow(owner: Owner, port: int, note: str = "") -> Server:
             from infra.tracking.client import connect
 
             connect(uri)  # with the lock that a run starting now takes, too
-    address = f"http://{HOST}:{port}"
-    environment = _unless_set(MLFLOW) | {  # not as options: a database's address may hold a password
+    return {  # not as options: a database's address may hold a password
         "MLFLOW_BACKEND_STORE_URI": uri,
         "MLFLOW_DEFAULT_ARTIFACT_ROOT": artifacts.as_uri(),
         "MLFLOW_ARTIFACTS_DESTINATION": artifacts.as_uri(),
     }
-    command = module("mlflow", "server", "--workers", "1", "--host", HOST, "--port", str(port))
-    process = start("mlflow-server", command, owner, environment, grace_s=GRACE_S)
-    return Server("MLflow", address, process, f"{address}/health", note)
 
 
-def wait_until_up(servers: list[Server], stop: threading.Event) -> bool:
+def wait_until_up(servers: Sequence[Server], stop: threading.Event | None = None) -> bool:
     """Whether all answer; False when told to stop first. Raises ValueError when one does not in time."""
-    deadline = time.monotonic() + START_S
+    deadline, stop = time.monotonic() + START_S, stop or threading.Event()
     waiting = [server for server in servers if server.process]
     while waiting and not stop.wait(POLL_S):
         waiting = [server for server in waiting if not server.is_up()]
@@ -113,18 +127,22 @@ def wait_until_up(servers: list[Server], stop: threading.Event) -> bool:
     return not stop.is_set()
 
 
-def ensure_prefect_api() -> None:
+@contextmanager
+def prefect_api() -> Iterator[None]:
     """A Prefect API for this process's flows: the one that is configured, or a private server until the process ends.
 
-    Prefect's own temporary server outlives a process that is killed or told to stop; a supervised one does not.
+    The server starts while the body runs, which may import Prefect but ask it nothing yet. Prefect's own temporary
+    server outlives a process that is killed or told to stop; a supervised one does not.
     """
     if prefect_api_url() is not None:
+        yield
         return
     server = start_prefect(Owner("prefect", runs_folder() / ".servers"), any_free_port())
     # After Prefect's own exit handlers, which still send logs: those are registered later, so they run before.
     atexit.register(server.stop)
-    wait_until_up([server], threading.Event())
     use_private_prefect_api(f"{server.address}/api")
+    yield
+    wait_until_up([server])
 
 
 def _unless_set(defaults: dict[str, str]) -> dict[str, str]:

@@ -4,7 +4,6 @@ Run by `draftsmith up`. Every server listens on loopback alone; databases, objec
 """
 
 import shlex
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,19 +12,15 @@ from pathlib import Path
 import fsspec
 
 from infra.files import write_atomically
-from infra.health import trouble
 from infra.keep_running import KeptProcess
 from infra.ports import HOST
 from infra.postgres import PostgresServer
 from infra.processes import Owner, Process, module, start
 from infra.s3_server import S3Server
-from infra.servers import MLFLOW, PREFECT
+from infra.servers import Server, start_mlflow, start_prefect, wait_until_up
 
 BUCKET = "draftsmith"
-START_S = 300.0
 DEPLOY_S = 180.0
-ANSWER_S = 2.0
-POLL_S = 0.3
 GRACE_S = 10.0
 WORK_POOLS = ("draftsmith", "draftsmith-recovery")
 WORKER = {
@@ -61,15 +56,20 @@ class Stack:
 def stack(folder: Path, owner: Owner, ports: StackPorts, say: Callable[[str], None]) -> Iterator[Stack]:
     """Start everything, deploy prefect.yaml of the current folder, and stop everything at the end.
 
-    Raises ValueError for a missing package, TimeoutError and ProcessFailedError for a server that does not come up.
+    Raises ValueError for a missing package; ValueError, TimeoutError or ProcessFailedError for a server that does not
+    come up.
     """
     kept: dict[str, KeptProcess] = {}
     with ExitStack() as stopping:
 
-        def keep(name: str, launch: Callable[[], Process], running: Process | None = None) -> KeptProcess:
+        def keep(name: str, launch: Callable[[], Process], running: Process | None = None) -> None:
             kept[name] = KeptProcess(launch, running=running)
             stopping.callback(kept[name].close)
-            return kept[name]
+
+        def serve(launch: Callable[[], Server]) -> Server:
+            server = launch()
+            keep(server.name, lambda: launch().started, server.started)
+            return server
 
         postgres = PostgresServer(folder / "postgres", owner)
         keep("PostgreSQL", postgres.start, postgres.process)
@@ -82,13 +82,14 @@ def stack(folder: Path, owner: Owner, ports: StackPorts, say: Callable[[str], No
             "MLFLOW_TRACKING_URI": mlflow,
             **s3.access.environment,
         }
+        flows, drafts = environment | _prefect_store(postgres), environment | _mlflow_store(postgres)
         servers = [
-            keep("Prefect", lambda: _start_prefect(owner, ports.prefect, environment, postgres)),
-            keep("MLflow", lambda: _start_mlflow(owner, ports.mlflow, environment, postgres)),
+            serve(lambda: start_prefect(owner, ports.prefect, settings=flows)),
+            serve(lambda: start_mlflow(owner, ports.mlflow, settings=drafts)),
         ]
-        _wait(f"{prefect}/api/health", servers[0])
+        wait_until_up(servers[:1])
         _deploy(owner, environment)
-        _wait(f"{mlflow}/health", servers[1])
+        wait_until_up(servers[1:])
         for pool in WORK_POOLS:
             keep(f"worker of {pool}", lambda pool=pool: _start_worker(owner, pool, environment))
         say("everything is up")
@@ -104,21 +105,17 @@ def _make_bucket(s3: S3Server) -> None:
         files.mkdir(BUCKET)
 
 
-def _start_prefect(owner: Owner, port: int, environment: Mapping[str, str], postgres: PostgresServer) -> Process:
+def _prefect_store(postgres: PostgresServer) -> dict[str, str]:
     database = postgres.make_database("prefect").replace("postgresql+psycopg:", "postgresql+asyncpg:")
-    command = module("prefect", "server", "start", "--host", HOST, "--port", str(port))
-    settings = PREFECT | {"PREFECT_SERVER_DATABASE_CONNECTION_URL": database}
-    return start("prefect-server", command, owner, {**environment, **settings}, grace_s=GRACE_S)
+    return {"PREFECT_SERVER_DATABASE_CONNECTION_URL": database}
 
 
-def _start_mlflow(owner: Owner, port: int, environment: Mapping[str, str], postgres: PostgresServer) -> Process:
-    settings = MLFLOW | {
+def _mlflow_store(postgres: PostgresServer) -> dict[str, str]:
+    return {
         "MLFLOW_BACKEND_STORE_URI": postgres.make_database("mlflow"),
         "MLFLOW_DEFAULT_ARTIFACT_ROOT": f"s3://{BUCKET}/mlflow",
         "MLFLOW_SERVE_ARTIFACTS": "false",
     }
-    command = module("mlflow", "server", "--workers", "1", "--host", HOST, "--port", str(port))
-    return start("mlflow-server", command, owner, {**environment, **settings}, grace_s=GRACE_S)
 
 
 def _start_worker(owner: Owner, pool: str, environment: Mapping[str, str]) -> Process:
@@ -139,17 +136,6 @@ def _prefect(owner: Owner, environment: Mapping[str, str], *arguments: str) -> N
         process.wait(DEPLOY_S)
     finally:
         process.stop()
-
-
-def _wait(url: str, server: KeptProcess) -> None:
-    deadline = time.monotonic() + START_S
-    while (why := trouble(url, ANSWER_S, direct=True)) is not None:
-        server.process.check()
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"{server.process.role} did not answer within {START_S:g} s ({why}); its log is {server.process.log}"
-            )
-        time.sleep(POLL_S)
 
 
 def write_environment(file: Path, environment: Mapping[str, str]) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 import pytest
 
-from flows.ui_command import PORTS_TRIED, free_port
 from infra.locks import hold
 from infra.tracking import runs
 
@@ -197,21 +196,6 @@ def test_a_port_that_is_taken_is_refused(tmp_path: Path, option: str) -> None:
     printed = (tmp_path / "ui.txt").read_text()
     assert f"{option} {port} is taken" in printed
     assert "Traceback" not in printed
-
-
-def test_the_nextfree_port_is_taken_and_said() -> None:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        usual = holder.getsockname()[1]
-        taken: set[int] = set()
-        first, note = free_port("--prefect-port", None, usual, taken)
-        assert usual < first < usual + PORTS_TRIED
-        assert str(usual) in note
-        second, _ = free_port("--mlflow-port", None, usual, taken)
-        assert second > first
-        with pytest.raises(ValueError, match=f"--mlflow-port {first} is taken"):
-            free_port("--mlflow-port", first, usual, taken)
 
 
 @pytest.mark.parametrize(

@@ -36,3 +36,18 @@ def test_who_listens() -> None:
         mine.listen()
         assert not ports.is_foreign(port, [1, os.getpid()])
         assert ports.is_foreign(port, [os.getppid(), 2**30])
+
+
+def test_the_next_free_port_is_taken_and_said() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        usual = holder.getsockname()[1]
+        taken: set[int] = set()
+        first, note = ports.free_port("--prefect-port", None, usual, taken)
+        assert usual < first < usual + ports.PORTS_TRIED
+        assert str(usual) in note
+        second, _ = ports.free_port("--mlflow-port", None, usual, taken)
+        assert second > first
+        with pytest.raises(ValueError, match=f"--mlflow-port {first} is taken"):
+            ports.free_port("--mlflow-port", first, usual, taken)

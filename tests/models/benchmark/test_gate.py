@@ -1,3 +1,6 @@
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -5,6 +8,7 @@ from infra.results import GateEvidence, Ground
 from models.benchmark.gate import decide
 
 Sums = tuple[tuple[int, int], ...]
+RECORDS = Path(__file__).parents[3] / "benchmarks" / "results" / "gate_records.json"
 
 
 def sums(rate: float, seed: int = 0, number: int = 60) -> Sums:
@@ -95,3 +99,17 @@ def test_a_negative_margin_allows_to_be_no_worse_than_that():
 def test_a_decision_follows_from_its_evidence_alone():
     found = evidence(ground(sums(0.6), sums(0.4, seed=1)))
     assert decide(GateEvidence.model_validate_json(found.model_dump_json())) == decide(found)
+
+
+def test_noise_alone_is_rarely_promoted():
+    """A real draft against itself, each side on conversations of its own: what pairing takes away is all there."""
+    rows = json.loads(RECORDS.read_text())["greedy"]
+    rng, gates = np.random.default_rng(1), 400
+    promoted = would_be = 0
+    for _ in range(gates):
+        sides = (tuple(tuple(rows[row]) for row in rng.integers(len(rows), size=32)) for _ in range(2))
+        decision = decide(evidence(ground(*sides)).model_copy(update={"resamples": 400}))
+        promoted += decision.passed
+        would_be += decision.difference > decision.margin
+    assert promoted / gates <= 0.05
+    assert would_be / gates > 0.3  # by a gate that ignores its bound

@@ -1,0 +1,100 @@
+"""Counts of a real draft over texts that its target sampled again and again for the same prompts, for gates.py.
+
+    python benchmarks/gate_records.py RUN OTHER [--texts 8]
+
+RUN and OTHER are finished runs of the same recipe with another seed. Every prompt of RUN's benchmark is continued once
+greedily and `--texts` times by sampling, each time with a seed of its own; RUN's draft walks over each text as in the
+benchmark, OTHER's over the greedy ones. Kept are tokens and complete steps of each, which is all that the gate reads.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from gates import RECORDS, GateRecords, Row
+
+from infra.exit import run_main
+from infra.files import sha256_file, write_atomically
+from infra.run_folder import RunFolder
+from models.benchmark.conditions import conditions
+from models.benchmark.contestants import Contestants, load_contestants
+from models.benchmark.prompts import heldout_prompts
+from models.decoding.plain import continue_batch
+from models.decoding.simulated import features, simulate
+from models.drafts.base import ProposalSource
+from models.dtypes import DTYPES
+from models.run import Run
+
+SEED = 20261122
+Texts = list[list[int]]
+
+
+def sample(contestants: Contestants, run: Run, prompts: Texts, temperature: float, seed: int) -> Texts:
+    """A text of this seed for every prompt."""
+    config, target = run.config.benchmark, contestants.target
+    return continue_batch(
+        target,
+        prompts,
+        config.max_new_tokens,
+        temperature,
+        contestants.eos_ids,
+        torch.Generator(target.device).manual_seed(seed),
+        top_p=config.sampled_top_p,
+        batch_size=config.batch_size,
+    )
+
+
+def walk(contestants: Contestants, source: ProposalSource, prompts: Texts, texts: Texts, lookahead: int) -> list[Row]:
+    """(tokens, complete steps) of every text."""
+    rows = []
+    for prompt, text in zip(prompts, texts, strict=True):
+        aux = features(contestants.target, [*prompt, *text])
+        counts = simulate(source, prompt, text, aux, lookahead)[-1]
+        rows.append((counts.tokens, counts.steps))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("other", type=Path)
+    parser.add_argument("--texts", type=int, default=8)
+    parser.add_argument("--json", type=Path, default=RECORDS)
+    options = parser.parse_args()
+    run = Run.open(options.run)
+    config, prompts = run.config.benchmark, heldout_prompts(run)
+    draft, other = run.folder.export, RunFolder(options.other).export
+    contestants = load_contestants(Path(run.target.path), draft, other, DTYPES[config.compute_dtype])
+    assert contestants.champion
+    under = conditions(
+        config,
+        contestants.target,
+        target=run.target,
+        draft=draft,
+        dataset_hash=run.samples.dataset_hash,
+        template_hash=run.samples.template_hash,
+        prompts=len(prompts),
+    )
+    texts = sample(contestants, run, prompts, 0.0, SEED)
+    mine, theirs = (
+        walk(contestants, source, prompts, texts, config.lookahead)
+        for source in (contestants.draft, contestants.champion)
+    )
+    sampled = []
+    for seed in range(SEED, SEED + options.texts):
+        texts = sample(contestants, run, prompts, config.sampled_temperature, seed)
+        sampled.append(tuple(walk(contestants, contestants.draft, prompts, texts, config.lookahead)))
+        print(f"{len(sampled)} of {options.texts} texts of {len(prompts)} prompts", flush=True)
+    records = GateRecords(
+        conditions=under,
+        other_draft_revision=sha256_file(other / "model.safetensors"),
+        seed=SEED,
+        greedy=tuple(mine),
+        other_greedy=tuple(theirs),
+        sampled=tuple(sampled),
+    )
+    write_atomically(options.json, records.model_dump_json() + "\n")
+
+
+if __name__ == "__main__":
+    run_main(main)
