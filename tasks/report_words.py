@@ -1,7 +1,7 @@
 """What a run's figures mean, in three sentences: how good, compared with what, and what happens next."""
 
 from infra.results import BenchmarkResult, GateDecision, RegisteredDraft
-from infra.tracking.registry import CHAMPION
+from infra.tracking.registry import CHALLENGER, CHAMPION, SMOKE_TEST
 from tasks.report_facts import length, rate, share, signed
 
 NO_DRAFT = "no draft"
@@ -67,6 +67,16 @@ def what_next(gate: GateDecision, draft: RegisteredDraft) -> str:
             f"{_stays(draft)}, until a better one comes or somebody runs `draftsmith drafts promote {draft.version} "
             f"--name {draft.name}`"
         ) + "."
+    if CHALLENGER in draft.aliases:
+        return (
+            f"The gate is passed, and {version} waits for approval: choose Resume in the run of `promote` in Prefect's "
+            f"UI, or run `draftsmith drafts promote {draft.version} --name {draft.name}`."
+        )
+    if draft.tags.get(SMOKE_TEST, "").startswith("failed"):
+        return (
+            f"The gate is passed, but {version} does not serve: loaded from the registry it did not decode as it was "
+            f"benchmarked ({draft.tags[SMOKE_TEST].removeprefix('failed: ').rstrip('.')})."
+        )
     if CHAMPION not in draft.aliases:
         return (
             f"The gate is passed, but somebody has moved the aliases since, so {version} is registered and does not "

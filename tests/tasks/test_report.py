@@ -155,20 +155,22 @@ def test_a_speed_is_told_as_it_was(result: BenchmarkResult) -> None:
 
 
 @pytest.mark.parametrize(
-    ("passed", "aliases", "replaces", "expected"),
+    ("passed", "aliases", "tags", "expected"),
     [
-        (True, ("champion",), "2", "`draftsmith drafts rollback --name d` puts version 2 back"),
-        (True, ("champion",), "", "is the champion, the draft that serving takes from now on."),
-        (True, (), "", "somebody has moved the aliases since"),
-        (False, ("challenger",), "", "waits as the challenger"),
-        (False, ("champion",), "", "only because somebody promoted it"),
-        (False, (), "", "is registered and does not serve"),
+        (True, ("champion",), {"replaces": "2"}, "`draftsmith drafts rollback --name d` puts version 2 back"),
+        (True, ("champion",), {}, "is the champion, the draft that serving takes from now on."),
+        (True, (), {}, "somebody has moved the aliases since"),
+        (True, ("challenger",), {}, "waits for approval"),
+        (True, (), {"smoke_test": "failed: 3 mismatches"}, "did not decode as it was benchmarked (3 mismatches)."),
+        (False, ("challenger",), {}, "waits as the challenger"),
+        (False, ("champion",), {}, "only because somebody promoted it"),
+        (False, (), {}, "is registered and does not serve"),
     ],
 )
 def test_what_comes_next_is_what_the_registry_says(
-    gate: GateDecision, passed: bool, aliases: tuple[str, ...], replaces: str, expected: str
+    gate: GateDecision, passed: bool, aliases: tuple[str, ...], tags: dict[str, str], expected: str
 ) -> None:
-    draft = RegisteredDraft(name="d", version=3, model_id="m", aliases=aliases, tags={"replaces": replaces})
+    draft = RegisteredDraft(name="d", version=3, model_id="m", aliases=aliases, tags=tags)
     assert expected in what_next(gate.model_copy(update={"passed": passed}), draft)
 
 
