@@ -27,7 +27,8 @@ class DataConfig(BaseModel):
     source: str = Field(
         default="python-docs",
         description="A `.jsonl` file of conversations (`conversations` or `messages`) or of `text`, a `.txt` file with "
-        "blank lines between documents, or `python-docs`: the documentation that every Python carries.",
+        "blank lines between documents, here or at an address like s3://bucket/prompts.jsonl, or `python-docs`: the "
+        "documentation that every Python carries.",
     )
     chat_template: Literal["tokenizer", "none"] = Field(
         default="tokenizer",

@@ -10,7 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fsspec
+
+from infra.cached_folder import build_once
 from infra.files import sha256_file
+from infra.settings import cache_folder
 from models.data import python_docs
 
 PYTHON_DOCS = "python-docs"
@@ -99,9 +103,27 @@ def _file(source: str) -> Path:
             f"data.source {source!r} is of no known kind: use a .jsonl file of conversations, a .txt file with blank "
             f"lines between documents, or {PYTHON_DOCS!r}"
         )
+    if "://" in source:
+        return _fetched(source, path.suffix)
     if not path.is_file():
         raise ValueError(f"data.source {source!r}: there is no such file (looked in {Path.cwd()})")
     return path
+
+
+def _fetched(url: str, suffix: str) -> Path:
+    """A copy in the cache of what lies at an address that fsspec knows, s3:// for instance; new when that changes."""
+    try:
+        files, place = fsspec.core.url_to_fs(url)
+        files.invalidate_cache()
+        version = hashlib.sha256(f"{url} {files.ukey(place)}".encode()).hexdigest()[:32]
+    except (OSError, ValueError, ImportError) as error:
+        raise ValueError(
+            f"data.source {url!r} cannot be read ({error or type(error).__name__}): check address and credentials "
+            "(AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"
+        ) from error
+    folder = cache_folder() / "sources" / version
+    build_once(folder, lambda aside: files.get_file(place, str(aside / f"source{suffix}")))
+    return folder / f"source{suffix}"
 
 
 def _plain(place: str, text: str) -> Document:

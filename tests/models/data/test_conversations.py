@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from models.data.conversations import Document, Message, read_documents, source_hash
@@ -95,3 +96,18 @@ def test_the_source_hash_follows_the_bytes(tmp_path: Path) -> None:
     assert first == source_hash(write(tmp_path / "b.txt", "one"))
     assert first != source_hash(write(tmp_path / "c.txt", "two"))
     assert first != source_hash(write(tmp_path / "d.jsonl", "one"))
+
+
+def test_a_source_elsewhere_is_copied_once_and_again_when_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    url = "memory://prompts/one.txt"
+    with pytest.raises(ValueError, match="cannot be read"):
+        source_hash(url)
+    hashes = []
+    for text in ("first", "first", "second"):
+        fsspec.filesystem("memory").pipe_file("/prompts/one.txt", text.encode())
+        assert [document.text for document in read_documents(url)] == [text]
+        hashes.append(source_hash(url))
+    assert hashes[0] == hashes[1] != hashes[2]
