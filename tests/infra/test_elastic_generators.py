@@ -26,7 +26,7 @@ from infra.processes import Owner
 from infra.records import Progress, TrainingResult, generators_changes
 from infra.run_folder import RunFolder
 
-SAMPLES = 160
+SAMPLES = 120
 SMALL = [
     f"data.max_samples={SAMPLES}",
     "data.max_tokens=64",
@@ -35,7 +35,7 @@ SMALL = [
     "generator.lease_samples=1",
     "transport.budget_mib=3",
 ]
-STOPPED_S, GOING_S = 0.19, 0.01
+STOPPED_S = 0.19
 
 
 def processes(folder: RunFolder, *command: str) -> list[psutil.Process]:
@@ -52,13 +52,14 @@ def processes(folder: RunFolder, *command: str) -> list[psutil.Process]:
 
 
 @contextmanager
-def slowing(slow: Callable[[], list[psutil.Process]]) -> Iterator[None]:
-    """Processes that stand still most of the time: a slow machine."""
+def slowing(slow: Callable[[], tuple[list[psutil.Process], float]]) -> Iterator[None]:
+    """Processes that stand still most of the time, and go for so many seconds between: a slow machine."""
     ended = threading.Event()
 
     def stop_and_go() -> None:
-        while not ended.wait(GOING_S):
-            stopped = slow()
+        going_s = 0.0
+        while not ended.wait(going_s):
+            stopped, going_s = slow()
             for process in stopped:
                 process.suspend()
             ended.wait(STOPPED_S)
@@ -95,17 +96,17 @@ def test_a_generator_comes_and_goes_as_the_slow_side_changes(
     owner = Owner(folder.name, folder.logs)
     pool, said = LocalPool(owner), []
 
-    def slow() -> list[psutil.Process]:
+    def slow() -> tuple[list[psutil.Process], float]:
         numbers = [change.generators for change in generators_changes(folder.generators)]
         if numbers == [1, 2] and "generator-1" in captured_by(folder):
-            return processes(folder, "models.training.trainer")
+            return processes(folder, "models.training.trainer"), 0.04
         starting = "ready after" not in (folder.logs / "generator-0.log").read_text()
-        return [] if starting or len(numbers) > 2 else processes(folder, "models.capture.generator", "0")
+        return [] if starting or len(numbers) > 2 else processes(folder, "models.capture.generator", "0"), 0.01
 
     def start(own, index: int) -> KeptProcess:
         return start_generator(own, folder, index, 1, threads=1, alone=True)
 
-    elastic = partial(ElasticGenerators, folder, elasticity=Elasticity(1, 2, patience_s=2.0), replaces=False)
+    elastic = partial(ElasticGenerators, folder, elasticity=Elasticity(1, 2, patience_s=1.0), replaces=False)
     singles = SinglePools(LocalPools((), folder.path), PoolSpec("inference", 0), owner)
     with (
         closing(elastic([start_generator(pool, folder, 0, 1, 1)], start, singles)) as generators,

@@ -66,6 +66,7 @@ def test_the_script_says_all_that_the_recipe_does(monkeypatch: pytest.MonkeyPatc
     text = dry_run("tiny", [PoolSpec("inference", 4, parts=2), PoolSpec("training", 8)], config)
     lines = text.splitlines()
     assert lines.count("#SBATCH hetjob") == 1
+    assert lines.count("#SBATCH --no-kill") == lines.count("#SBATCH --no-requeue") == 2
     for option in ("--partition=gpu", "--account=us", "--qos=high", "--mem-per-cpu=8G", "--constraint=h100"):
         assert lines.count(f"#SBATCH {option}") == 2
     assert "#SBATCH --ntasks=2 --cpus-per-task=8 --gpus-per-task=2" in lines
