@@ -34,13 +34,12 @@ def promote(
     uri = tracking_uri or default_uri()
     candidate = find_candidate(uri, draft, version)
     by = "whoever started the flow"
-    shown = show_comparison(uri, candidate)
+    question = show_comparison(uri, candidate)
     if ask:
         # Resumed, the flow starts from its top; the answer names the version, whatever the challenger is by then.
+        # Nothing is chosen beforehand: a click on Resume alone decides nothing.
         answer = suspend_flow_run(
-            wait_for_input=Approval.with_initial_data(
-                description=shown, version=candidate.version, decision="approve", name="", reason=""
-            )
+            wait_for_input=Approval.with_initial_data(description=question, version=candidate.version)
         )
         candidate, by, reason = find_candidate(uri, draft, answer.version), answer.by, answer.reason
         if answer.decision == "reject":

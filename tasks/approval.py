@@ -42,30 +42,33 @@ def find_candidate(uri: str, draft: str, version: int | None) -> RegisteredDraft
 
 @task(name="show comparison", **RETRIES)
 def show_comparison(uri: str, candidate: RegisteredDraft) -> str:
-    """Candidate and champion side by side, as Markdown: an artifact of the flow run, and what the form shows."""
-    text = comparison(candidate, registry.champion(uri, candidate.name), registry.describe(uri, candidate))
+    """All that speaks for the candidate as an artifact of the flow run; what the form shows of it is returned."""
+    asked = question(candidate, registry.champion(uri, candidate.name))
     key = "comparison-" + re.sub(r"[^a-z0-9]+", "-", candidate.name.lower()).strip("-")
-    create_markdown_artifact(text, key=key, description=f"Version {candidate.version} of {candidate.name}")
-    return text
+    create_markdown_artifact(
+        f"{asked}\n\n## Version {candidate.version}\n\n{registry.describe(uri, candidate)}",
+        key=key,
+        description=f"Version {candidate.version} of {candidate.name}",
+    )
+    return f"{asked}\n\nConditions and further figures: this run's artifact `{key}`."
 
 
-def comparison(candidate: RegisteredDraft, champion: RegisteredDraft | None, description: str) -> str:
-    """What speaks for the candidate, in Markdown."""
-    rows: list[tuple[str, ...]] = [("version", "acceptance length", "gate", "target revision", "trained on", "run")]
-    for draft in (candidate, champion):
-        if draft is not None:
-            rows.append(_row(draft, "champion" if draft is champion else "candidate"))
+def question(candidate: RegisteredDraft, champion: RegisteredDraft | None) -> str:
+    """Candidate and champion side by side, in Markdown."""
+    rows = [("", "acceptance length", "gate"), _row(candidate, "candidate")]
+    if champion is not None:
+        rows.append(_row(champion, "champion"))
     head, *body = ["| " + " | ".join(row) + " |" for row in rows]
-    table = "\n".join([head, "|" + " --- |" * len(rows[0]), *body])
+    table = "\n".join([head, "| :--- | ---: | :--- |", *body])
     serves = f"version {champion.version} serves" if champion else "no draft serves"
-    title = f"# {candidate.name}: shall version {candidate.version} serve? Now {serves}."
-    return "\n\n".join([title, table, f"## Version {candidate.version}", description])
-
-
-def _row(draft: RegisteredDraft, role: str) -> tuple[str, ...]:
-    tags = draft.tags
-    length = "not measured" if draft.acceptance_length is None else f"{draft.acceptance_length:.3f}"
+    against = candidate.tags.get(registry.MEASURED_AGAINST, "")
+    measured = f"compared with version {against} in the same job" if against else "compared with no draft"
     return (
-        f"{draft.version} ({role})", length, tags.get("gate", ""), tags.get("target_revision", "")[:12],
-        tags.get("dataset_hash", "")[:12], tags.get(registry.RUN, ""),
-    )  # fmt: skip
+        f"### Shall version {candidate.version} of {candidate.name} serve?\n\nNow {serves}. The candidate was "
+        f"{measured}; the two lengths stand for the same only where both were measured on the same prompts.\n\n{table}"
+    )
+
+
+def _row(draft: RegisteredDraft, role: str) -> tuple[str, str, str]:
+    length = "not measured" if draft.acceptance_length is None else f"{draft.acceptance_length:.3f}"
+    return f"version {draft.version}, {role}", length, draft.tags.get("gate", "")

@@ -96,7 +96,8 @@ def approve(stack: Any, until: Callable[..., None]) -> None:
     shown = stack.wait_for(asking, "PAUSED")
     assert shown["state"]["name"] == "Suspended"
     (artifact,) = stack.post("artifacts/filter", {"flow_runs": {"id": {"any_": [asking]}}})
-    assert "shall version 1 serve?" in artifact["data"]
+    assert "Shall version 1 of draft-tiny serve?" in artifact["data"]
+    assert "required" in str(stack.post(f"flow_runs/{asking}/resume", {"run_input": {"version": 1}}))
     answer = {"version": 1, "decision": "approve", "name": "Ada", "reason": "it is better"}
     assert stack.post(f"flow_runs/{asking}/resume", {"run_input": answer | {"decision": "maybe"}})["status"] == "REJECT"
     assert stack.post(f"flow_runs/{asking}/resume", {"run_input": answer})["status"] == "ACCEPT"
