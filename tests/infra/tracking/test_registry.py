@@ -223,7 +223,7 @@ def test_processes_may_create_the_database_together(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", script, f"sqlite:///{tmp_path / 'new' / 'mlflow.db'}"]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
-    ended = [process.communicate(timeout=120) for process in started]
+    ended = [process.communicate(timeout=400) for process in started]
     assert [process.returncode for process in started] == [0, 0, 0], ended
     assert len({out for out, _ in ended}) == 1
     assert [err for _, err in ended] == ["", "", ""]

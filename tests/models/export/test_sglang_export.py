@@ -57,7 +57,7 @@ def overfit(make_run, run_to_the_end, start):
     write_atomically(folder.samples, only_sample(run, text))
     run_to_the_end(folder)
     export = start("models.export.sglang", folder)
-    output, _ = export.communicate(timeout=120)
+    output, _ = export.communicate(timeout=400)
     assert export.returncode == 0, output
     return Run.open(folder.path), target, text
 

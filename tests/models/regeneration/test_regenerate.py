@@ -175,7 +175,7 @@ def test_samples_are_made_of_the_answers(task_of: Callable[..., Task], start: Ca
     record = regenerate(task)
     write_atomically(task.folder.regenerated, record)
     process = start("models.data.prepare", task.folder)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
     samples = SamplesRecord.read(task.folder.samples)
     data = task.config.data.model_copy(update={"source": record.path})

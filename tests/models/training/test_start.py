@@ -27,7 +27,7 @@ def exported(make_run, run_to_the_end, start) -> RunFolder:
     """A short training, exported: the version that others start from."""
     folder = make_run("champion", VOCABULARY_SIZE, "data.max_samples=160", "training.max_steps=60")
     run_to_the_end(folder)
-    output, _ = start("models.export.sglang", folder).communicate(timeout=120)
+    output, _ = start("models.export.sglang", folder).communicate(timeout=400)
     assert folder.export.is_dir(), output
     return folder
 

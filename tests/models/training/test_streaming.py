@@ -132,10 +132,10 @@ def test_generators_come_and_go(make_run, start):
         time.sleep(0.01)
     stopped.terminate()
     killed.kill()
-    output, _ = stopped.communicate(timeout=60)
+    output, _ = stopped.communicate(timeout=400)
     assert stopped.returncode == 0, output
     for process in (trainer, staying):
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=400)
         assert process.returncode == 0, output
     assert Run.open(folder.path).open_ledger().progress() == Progress(consumed=120)
     assert losses(folder) == pytest.approx(train_in_memory(Run.open(folder.path)), rel=1e-6)
@@ -220,12 +220,12 @@ def test_a_damaged_object_is_captured_again(make_run, run_to_the_end, start, kin
     while not ledger.progress().taken and time.monotonic() < deadline:
         time.sleep(0.005)
     damage(folder, last_object(ledger), cut)
-    output, _ = trainer.communicate(timeout=120)
+    output, _ = trainer.communicate(timeout=400)
     assert trainer.returncode == 1, output
     assert message in output
     again = start("models.training.launch", folder, ranks=1)
     for process in (again, generator):
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=400)
         assert process.returncode == 0, output
     assert ledger.progress() == Progress(consumed=36)
     assert losses(folder) == losses(undisturbed)
@@ -278,7 +278,7 @@ def test_samples_of_another_tokenizer_are_refused(make_run, start):
     run = Run.open(folder.path)
     damaged = poison_sample(Path(run.samples.path), folder.path / "samples", 7, token=5000)
     folder.samples.write_text(run.samples.model_copy(update={"path": str(damaged)}).model_dump_json())
-    output, _ = start("models.training.launch", folder, ranks=1).communicate(timeout=120)
+    output, _ = start("models.training.launch", folder, ranks=1).communicate(timeout=400)
     assert "error: the samples hold token 5000, the target knows 1024" in output
 
 

@@ -159,7 +159,7 @@ def test_no_sample_is_lost_or_doubled(
     monkeypatch.setenv("DRAFTSMITH_TEST_FAULT", f"{fault}:5:{tmp_path / 'marker'}")
     trainer = start("models.training.launch", folder, ranks=1)
     first = start("models.capture.generator", folder)
-    output, _ = first.communicate(timeout=120)
+    output, _ = first.communicate(timeout=400)
     assert first.returncode == 1, output
     said = [line for line in output.splitlines() if line.startswith("models.capture.engine.EngineError")]
     assert len(said) == 1, output
