@@ -78,7 +78,8 @@ def has_finished(folder: RunFolder, config: RunConfig) -> bool:
 def keep_postgres(folder: Path, address: str) -> None:
     """Until it is killed: then the server's supervisor stops the server."""
     server = PostgresServer(folder, Owner("chaos", folder.with_name("logs")), host=address)
-    folder.with_name("url").write_text(server.make_database(DATABASE))
+    server.make_database(DATABASE)
+    folder.with_name("url").write_text(server.recipe_url(DATABASE))
     print(READY, flush=True)
     while True:
         try:

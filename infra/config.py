@@ -1,8 +1,25 @@
 """Configuration of everything below the tensors: pools, ledger, transport, tracking."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from infra.shareable import NO_PASSWORD, PASSWORD, without_passwords
+
+
+def _without_password(address: str) -> str:
+    if PASSWORD.search(address):
+        raise ValueError(
+            f"{without_passwords(address)} holds a password, and a recipe is kept with its runs and shown in pages: "
+            "leave the password out and give it by the environment. PostgreSQL's clients read $PGPASSWORD or "
+            "~/.pgpass, MLflow's $MLFLOW_TRACKING_USERNAME and $MLFLOW_TRACKING_PASSWORD, S3's $AWS_SECRET_ACCESS_KEY"
+        )
+    return address
+
+
+# Prefect's server checks forms by the pattern, before it keeps what was filled in.
+Address = Annotated[str, AfterValidator(_without_password), Field(json_schema_extra={"pattern": NO_PASSWORD})]
+"""A URL or path, without a password."""
 
 
 class RayConfig(BaseModel):
@@ -56,7 +73,10 @@ class LedgerConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    url: str | None = Field(default=None, description="SQLAlchemy URL; default: ledger.sqlite in the run folder.")
+    url: Address | None = Field(
+        default=None,
+        description="SQLAlchemy URL, without a password ($PGPASSWORD); default: ledger.sqlite in the run folder.",
+    )
     lease_seconds: float = Field(
         default=120.0, gt=0, description="A lease not published within this time is taken back."
     )
@@ -75,7 +95,7 @@ class TransportConfig(BaseModel):
         "`stored`: hidden states are kept in `folder` and captured once.",
     )
     budget_mib: int = Field(default=512, ge=1, description="Bound on the bytes held between capture and training.")
-    folder: str | None = Field(
+    folder: Address | None = Field(
         default=None,
         description="Default: shared memory, or the run folder where that is too small. For `stored`: a folder or an "
         "s3:// URL.",
@@ -102,7 +122,7 @@ class TrackingConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    uri: str | None = Field(
+    uri: Address | None = Field(
         default=None, description="Tracking server; default: $MLFLOW_TRACKING_URI, then runs/mlflow.db."
     )
     experiment: str = "draftsmith"

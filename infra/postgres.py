@@ -21,6 +21,7 @@ from infra.ports import HOST, any_free_port
 from infra.processes import Owner, Process, start
 
 USER = "draftsmith"
+DRIVER = "postgresql+psycopg"
 NOBODY, NOGROUP = 65534, 65534
 START_S = 60.0
 STOP_S = 10.0
@@ -92,8 +93,15 @@ class PostgresServer:
 
     def url(self, database: str) -> str:
         """The SQLAlchemy URL of a database."""
-        address = sa.URL.create("postgresql+psycopg", USER, self._password, self.host, self.port, database)
+        address = sa.URL.create(DRIVER, USER, self._password, self.host, self.port, database)
         return address.render_as_string(hide_password=False)
+
+    def recipe_url(self, database: str) -> str:
+        """The URL for a recipe: clients find the password in a file that this user alone may read."""
+        file = self.folder / "pgpass"
+        write_atomically(file, f"{self.host}:{self.port}:*:{USER}:{self._password}\n", mode=0o600)
+        query = {"passfile": str(file)}
+        return sa.URL.create(DRIVER, USER, None, self.host, self.port, database, query).render_as_string()
 
     def make_database(self, name: str) -> str:
         """Make an empty database where there is none of this name; its URL."""

@@ -32,7 +32,8 @@ def shared_memory_folder() -> Path:
 
 DATA_PLANE = (
     *("DRAFTSMITH_", "PYTHON", "OMP_", "MKL_", "TORCH", "NCCL_", "GLOO_", "CUDA_", "SGLANG_", "MC_"),
-    *("HF_", "TRANSFORMERS_", "MLFLOW_", "AWS_", "SSL_CERT_", "http", "no_proxy", "HTTP", "NO_PROXY", "all_proxy"),
+    *("HF_", "TRANSFORMERS_", "MLFLOW_", "AWS_", "PG"),
+    *("SSL_CERT_", "http", "no_proxy", "HTTP", "NO_PROXY", "all_proxy"),
 )
 """How the names of the variables begin that the data plane or its libraries read."""
 

@@ -8,6 +8,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from infra.config import LedgerConfig, PoolsConfig, TrackingConfig, TransportConfig
+from infra.shareable import without_passwords
 from models.benchmark.config import BenchmarkConfig, PromotionConfig
 from models.capture.config import GeneratorConfig
 from models.data.config import DataConfig
@@ -113,8 +114,8 @@ def with_overrides(config: RunConfig, overrides: list[str]) -> RunConfig:
         setting = override.partition("=")[0]
         if setting not in PLACEMENT and not setting.startswith(f"{POOLS}."):
             raise ValueError(
-                f"override {override!r}: a run is resumed with its own configuration; leave it out, or start a new run "
-                f"(these may change: {', '.join(sorted(PLACEMENT))}, and all of {POOLS})"
+                f"override {without_passwords(override)!r}: a run is resumed with its own configuration; leave it out, "
+                f"or start a new run (these may change: {', '.join(sorted(PLACEMENT))}, and all of {POOLS})"
             )
         _apply(tree, override)
     try:
@@ -135,12 +136,12 @@ def without_placement(config: RunConfig) -> dict[str, Any]:
 def _apply(tree: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     if not equals or not key:
-        raise ValueError(f"override {override!r} is not of the form section.field=value")
+        raise ValueError(f"override {without_passwords(override)!r} is not of the form section.field=value")
     *sections, field = key.split(".")
     for section in sections:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
-            raise ValueError(f"override {override!r}: {section} is a value, not a section")
+            raise ValueError(f"override {without_passwords(override)!r}: {section} is a value, not a section")
     tree[field] = yaml.safe_load(value)
 
 
@@ -151,5 +152,6 @@ def _explain(what: str, error: ValidationError) -> str:
         if problem["type"] == "extra_forbidden":
             lines.append(f"  {place}: no such setting")
         else:
-            lines.append(f"  {place}: {problem['msg'].removeprefix('Value error, ')} (got {problem['input']!r:.80})")
-    return "\n".join(lines)
+            got = without_passwords(repr(problem["input"]))  # before it is cut
+            lines.append(f"  {place}: {problem['msg'].removeprefix('Value error, ')} (got {got:.80})")
+    return str(without_passwords("\n".join(lines)))

@@ -51,7 +51,7 @@ def promote_or_refuse(run: OpenRun, pool: Pool, draft: RegisteredDraft, gate: Ga
     if step == "refuse":
         return refuse_draft(uri, draft, GATE, reason)
     if step == "ask":
-        ask_for_approval(draft, uri)
+        ask_for_approval(draft, run.config.tracking.uri)
     get_run_logger().info("version %s of %s: %s", draft.version, draft.name, reason)
     return draft
 
@@ -167,8 +167,11 @@ def tell(draft: RegisteredDraft, event: str, **more: object) -> None:
 
 
 @task(name="ask for approval", **RETRIES)
-def ask_for_approval(draft: RegisteredDraft, uri: str) -> str | None:
-    """Submit the deployment that asks a person, once per version; the flow run's id, None where there is none."""
+def ask_for_approval(draft: RegisteredDraft, tracking_uri: str | None) -> str | None:
+    """Submit the deployment that asks a person, once per version; the flow run's id, None where there is none.
+
+    `tracking_uri` is the recipe's: the environment's may hold a password, and parameters are shown.
+    """
     by_hand = f"draftsmith drafts promote {draft.version} --name {draft.name}"
     with get_client(sync_client=True) as client:
         try:
@@ -178,7 +181,7 @@ def ask_for_approval(draft: RegisteredDraft, uri: str) -> str | None:
             return None
     submitted = run_deployment(
         deployment.id,
-        parameters={"draft": draft.name, "version": draft.version, "tracking_uri": uri},
+        parameters={"draft": draft.name, "version": draft.version, "tracking_uri": tracking_uri},
         timeout=0,
         as_subflow=False,
         idempotency_key=f"approve-{draft.model_id}",

@@ -44,7 +44,9 @@ def recipe_of(uri: str | None, draft: RegisteredDraft, purpose: str) -> RunConfi
             f"version {draft.version} of {draft.name} was made by another version of Draftsmith, whose recipes read "
             "differently: retrain it"
         ) from error
-    tracking = config.tracking.model_copy(update={"registered_model": draft.name, "uri": uri})
+    # The environment's address may hold a password, which has no place in a recipe.
+    elsewhere = None if uri == tracking_uri() else uri
+    tracking = config.tracking.model_copy(update={"registered_model": draft.name, "uri": elsewhere})
     ledger = config.ledger.model_copy(update={"url": None})
     return config.model_copy(update={"name": f"{config.name}-{purpose}", "tracking": tracking, "ledger": ledger})
 

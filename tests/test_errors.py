@@ -70,6 +70,9 @@ RECIPES = [
     ("ranks without GPUs", None, ["pools.training_gpus=3"], "a rank needs one GPU", "make them equal"),
     ("shared memory of two machines", None, ["pools.kind=ray"], "shared memory is of one", "transport.kind=mooncake"),
     ("nowhere to keep", None, ["transport.kind=stored"], "say where by transport.folder", ""),
+    ("password", None, ["ledger.url=postgresql://me:secret@db/x"], "me:***@db/x holds a password", "$PGPASSWORD"),
+    ("password among options", None, ["data.source=s3://b/x?password=secret"], "password=*** holds", "by the environ"),
+    ("password in another place", None, ["name=a://me:secret@b"], "becomes a folder", "a://me:***@b"),
     ("override of no form", None, ["seed"], "is not of the form section.field=value", ""),
     ("override into a value", None, ["name.deep=1"], "name is a value, not a section", ""),
 ]
@@ -86,6 +89,7 @@ def test_recipes(
     said = refuse(lambda: load_recipe(path, overrides))
     assert what in said
     assert remedy in said
+    assert "secret" not in said
 
 
 def run_folder(tmp_path: Path, *overrides: str) -> RunFolder:
@@ -236,9 +240,9 @@ PLACES = [
     ),
     (["transport.kind=stored", "transport.folder=kept"], "no disk", "GiB of hidden states", "lower data.max_samples"),
     (
-        ["ledger.url=postgresql://me:secret@127.0.0.1:9/x"],
+        ["ledger.url=postgresql://me@127.0.0.1:9/x"],
         "",
-        "me:***@127.0.0.1:9/x does not let us in",
+        "me@127.0.0.1:9/x does not let us in",
         "Start the server",
     ),
 ]

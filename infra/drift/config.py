@@ -4,13 +4,15 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from infra.config import Address
+
 
 class RequestLogConfig(BaseModel):
     """Where served requests are logged, and how many of them become prompts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", title="Request logs")
 
-    folder: str = Field(
+    folder: Address = Field(
         description="A folder or an s3:// URL; its .jsonl and .jsonl.gz files hold one request per line, with "
         "`messages` or `prompt` as in OpenAI's API."
     )
@@ -59,9 +61,9 @@ class WatchConfig(BaseModel):
     requests: RequestLogConfig | None = Field(
         default=None, description="Without it an alarm carries no fresh prompts, and retraining uses the recipe's own."
     )
-    folder: str | None = Field(
+    folder: Address | None = Field(
         default=None, description="Where windows are kept: a folder or an s3:// URL; default: drift/ among the runs."
     )
-    tracking_uri: str | None = Field(
+    tracking_uri: Address | None = Field(
         default=None, description="Tracking server; default: $MLFLOW_TRACKING_URI, then runs/mlflow.db."
     )

@@ -17,6 +17,7 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
 from infra.locks import hold
+from infra.shareable import without_passwords
 
 BUSY_TIMEOUT_S = 60
 """How long a process waits for another one's transaction before it gives up."""
@@ -135,10 +136,11 @@ def open_engine(url: str) -> sa.Engine:
     Raises ValueError for a URL of another database, for a missing folder, and for a SQLite file on a network file
     system. Connections that carry the execution option `reads=True` take no write lock.
     """
+    shown = without_passwords(url)
     try:
         address = sa.make_url(url)
     except ArgumentError as error:
-        raise ValueError(f"ledger.url {url!r} is no database URL: write sqlite:////absolute/path.sqlite") from error
+        raise ValueError(f"ledger.url {shown!r} is no database URL: write sqlite:////absolute/path.sqlite") from error
     if address.get_backend_name() == "postgresql":
         # A connection that was lost is noticed, and made anew, before a transaction begins on it.
         address = address.set(drivername=DRIVER)
@@ -148,7 +150,7 @@ def open_engine(url: str) -> sa.Engine:
         engine = _sqlite_engine(address, Path(str(address.database)))
     else:
         raise ValueError(
-            f"ledger.url {url!r} must name a SQLite file (sqlite:////path) or PostgreSQL (postgresql://...)"
+            f"ledger.url {shown!r} must name a SQLite file (sqlite:////path) or PostgreSQL (postgresql://...)"
         )
     with engine.begin() as connection:
         lock_schema(connection)
@@ -167,7 +169,7 @@ def check_server(url: str) -> None:
     except OperationalError as error:
         raise ValueError(
             f"ledger.url: {address.render_as_string()} does not let us in: {str(error.orig).splitlines()[0]}. Start "
-            "the server, or mend the URL; without one the ledger is a file in the run folder"
+            "the server, mend the URL, or set $PGPASSWORD; without one the ledger is a file in the run folder"
         ) from error
 
 

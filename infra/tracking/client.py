@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 
 from infra.locks import hold
+from infra.settings import tracking_uri
+from infra.shareable import without_passwords
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
@@ -22,7 +24,12 @@ NOTE = "mlflow.note.content"
 
 
 def connect(uri: str) -> MlflowClient:
-    """A client of the tracking server or SQLite file at `uri`; a missing file is created, by one process at a time."""
+    """A client of the tracking server or SQLite file at `uri`; a missing file is created, by one process at a time.
+
+    An address whose password is hidden, as run folders keep it, is the environment's.
+    """
+    if uri == without_passwords(tracking_uri()):
+        uri = tracking_uri()
     for name in ("alembic", "mlflow.store.db.utils"):
         logging.getLogger(name).setLevel(logging.WARNING)
     mlflow.set_tracking_uri(uri)  # the SQLite registry looks logged models up through the global address

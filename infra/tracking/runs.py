@@ -36,6 +36,7 @@ class TrackedRun(Record):
     """A run of MLflow, as the run folder remembers it."""
 
     uri: str
+    """Without a password; `connect` takes the environment's."""
     experiment_id: str
     run_id: str
     logged_step: int = 0
@@ -59,7 +60,7 @@ def start_run(
     if NOTE not in client.get_experiment(experiment_of_run).tags:
         client.set_experiment_tag(experiment_of_run, NOTE, EXPERIMENT_NOTE)
     created = client.create_run(experiment_of_run, run_name=name, tags=dict(tags))
-    run = TrackedRun(uri=uri, experiment_id=experiment_of_run, run_id=created.info.run_id)
+    run = TrackedRun(uri=without_passwords(uri), experiment_id=experiment_of_run, run_id=created.info.run_id)
     parameters = [Param(key, str(value)) for key, value in _flat(config)]
     for start in range(0, len(parameters), 100):
         client.log_batch(run.run_id, params=parameters[start : start + 100])

@@ -4,6 +4,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from infra.config import Address
+
 
 class RegenerationConfig(BaseModel):
     """Answers by the target itself in place of the given ones: what a draft meets when it serves."""
@@ -24,7 +26,7 @@ class DataConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    source: str = Field(
+    source: Address = Field(
         default="python-docs",
         description="A `.jsonl` file of conversations (`conversations` or `messages`) or of `text`, a `.txt` file with "
         "blank lines between documents, here or at an address like s3://bucket/prompts.jsonl, or `python-docs`: the "

@@ -98,8 +98,11 @@ def test_a_recipe_that_is_none_is_refused_by_the_server(stack: Any) -> None:
     deployed = stack.get("deployments/name/retrain/retrain")
     assert [schedule["active"] for schedule in deployed["schedules"]] == [False]
     assert "RunConfig" in deployed["parameter_openapi_schema"]["definitions"]
-    with pytest.raises(Exception, match="409"):
-        stack.post(f"deployments/{deployed['id']}/create_flow_run", {"parameters": {"config": {}}})
+    with_password = load_recipe(ROOT / "recipes" / "tiny.yaml").model_dump(mode="json")
+    with_password["ledger"]["url"] = "postgresql://me:secret@db/x"
+    for config in ({}, with_password):
+        with pytest.raises(Exception, match="409"):
+            stack.post(f"deployments/{deployed['id']}/create_flow_run", {"parameters": {"config": config}})
 
 
 def next_run(stack: Any, until: Callable[..., None], after: str) -> str:

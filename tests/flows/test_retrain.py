@@ -1,20 +1,29 @@
-"""The whole loop through the command line, killed in the middle and resumed."""
+"""The whole loop through the command line, killed in the middle and resumed; and no secret is left anywhere."""
 
+import base64
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
+import fsspec
 import psutil
 import pytest
+import sqlalchemy as sa
 from mlflow import MlflowClient
 
 from infra.mooncake.environment import check_mooncake
+from infra.postgres import PostgresServer
+from infra.processes import Owner
 from infra.records import TargetRecord
+from infra.s3_server import S3Server
+from infra.tracking.client import connect
 from infra.tracking.registry import list_drafts
 from infra.tracking.runs import TrackedRun
 
@@ -47,9 +56,42 @@ def alive(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
+@dataclass(frozen=True)
+class Servers:
+    """A ledger's database, and a bucket for what MLflow is given; both let in only who knows a secret."""
+
+    ledger: str
+    """URL of an empty database, without its password."""
+    password: str
+    s3: S3Server
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return self.s3.access.environment | {"PGPASSWORD": self.password}
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        return self.password, self.s3.access.secret_key
+
+
 @pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
+def servers(postgres: PostgresServer, public_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
+    address = sa.make_url(postgres.make_database(public_folder.name))
+    ledger = sa.URL.create(address.drivername, address.username, None, address.host, address.port, address.database)
+    s3 = S3Server(public_folder / "s3", Owner("tests", public_folder / "logs"))
+    made = Servers(ledger.render_as_string(), str(address.password), s3)
+    for name, value in made.environment.items():
+        monkeypatch.setenv(name, value)
+    files(s3).mkdir("drafts")
+    yield made
+    s3.stop()
+
+
+@pytest.fixture
+def environment(tmp_path: Path, servers: Servers) -> dict[str, str]:
     (tmp_path / "shm").mkdir()
+    (tmp_path / "runs").mkdir()
+    connect(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}").create_experiment("draftsmith", "s3://drafts/mlflow")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
     return inherited | {
         "DRAFTSMITH_RUNS": str(tmp_path / "runs"),
@@ -59,7 +101,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def strike(tmp_path: Path, environment: dict[str, str]) -> Callable[..., int]:
+def strike(tmp_path: Path, environment: dict[str, str], servers: Servers) -> Callable[..., int]:
     """Runs the command until the run has trained `step` steps, sends it a signal, and returns its exit status.
 
     Everything that it had started, Prefect's server included, must be gone soon afterwards.
@@ -75,6 +117,7 @@ def strike(tmp_path: Path, environment: dict[str, str]) -> Callable[..., int]:
         named = [" ".join(child.cmdline()) for child in children]
         assert any("models.training.trainer" in command for command in named)
         assert any("prefect" in command for command in named)
+        assert not any(secret in command for secret in servers.secrets for command in named)  # all users see them
         process.send_signal(number)
         status = process.wait(60)
         deadline = time.monotonic() + 60
@@ -85,6 +128,37 @@ def strike(tmp_path: Path, environment: dict[str, str]) -> Callable[..., int]:
         return status
 
     return run
+
+
+def files(s3: S3Server) -> fsspec.AbstractFileSystem:
+    return fsspec.filesystem("s3", skip_instance_cache=True, endpoint_url=s3.access.address)
+
+
+def left_behind(tmp_path: Path, servers: Servers) -> Iterator[tuple[str, bytes]]:
+    """Name and content of all that the run has written: files, objects, rows."""
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            yield str(path.relative_to(tmp_path)), path.read_bytes()
+    bucket = files(servers.s3)
+    for name in bucket.find("drafts"):
+        yield name, bucket.cat_file(name)
+    engine = sa.create_engine(servers.ledger, poolclass=sa.NullPool)
+    with engine.connect() as connection:
+        for table in sa.inspect(engine).get_table_names():
+            rows = connection.execute(sa.text(f'SELECT "{table}"::text FROM "{table}"')).scalars().all()
+            yield f"ledger/{table}", "\n".join(rows).encode()
+
+
+def spellings(text: str) -> set[bytes]:
+    """As it is, inside a URL, and inside base64 at whatever place."""
+    moved = (base64.b64encode(bytes(before) + text.encode()) for before in range(3))
+    whole = {part[0 if not before else 4 : -4] for before, part in enumerate(moved)}
+    return {text.encode(), quote(text, safe="").encode(), *whole}
+
+
+def places_of(text: str, left: dict[str, bytes]) -> list[str]:
+    wanted = spellings(text)
+    return [name for name, content in left.items() if any(one in content for one in wanted)]
 
 
 def trained(runs: Path) -> int:
@@ -109,9 +183,14 @@ def widest_transport() -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_an_interrupted_and_killed_run_resumes_and_loses_nothing(
-    tmp_path: Path, environment: dict[str, str], strike: Callable[..., int], tiny_target: TargetRecord
+    tmp_path: Path,
+    environment: dict[str, str],
+    servers: Servers,
+    strike: Callable[..., int],
+    tiny_target: TargetRecord,
 ) -> None:
-    assert strike(8, signal.SIGINT, "recipes/tiny.yaml", *SMALL, f"transport.kind={widest_transport()}") == 130
+    recipe = ["recipes/tiny.yaml", *SMALL, f"transport.kind={widest_transport()}", f"ledger.url={servers.ledger}"]
+    assert strike(8, signal.SIGINT, *recipe) == 130
     (folder,) = (tmp_path / "runs").glob("tiny-*")
     assert mlflow_status(folder) == "KILLED"
     assert strike(24, signal.SIGTERM, "--resume", folder.name) == -signal.SIGTERM
@@ -138,3 +217,16 @@ def test_an_interrupted_and_killed_run_resumes_and_loses_nothing(
     assert sorted(point.step for point in logged) == steps
     (draft,) = list_drafts(tracking.uri)
     assert (draft.name, draft.version) == ("draft-tiny", report["draft"]["version"])
+
+    for name, command in (("plan", [*COMMAND, *recipe, "--plan"]), ("status", [*COMMAND[:-1], "status", folder.name])):
+        said = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=WAIT_S, check=True)
+        (tmp_path / name).write_bytes(said.stdout + said.stderr)
+    (tmp_path / "second").write_text(second.stdout + second.stderr)
+    left = dict(left_behind(tmp_path, servers))
+    assert {name for secret in servers.secrets for name in places_of(secret, left)} == set()
+    # The same search finds what is no secret, wherever a run keeps its recipe.
+    found = places_of(servers.ledger, left)
+    for place in ("plan", f"runs/{folder.name}/config.json", "runs/mlflow.db", "report.html", "prefect/prefect.db"):
+        assert any(name.endswith(place) for name in found), place
+    assert any(name.startswith("drafts/mlflow/") for name in found)
+    assert any(name.startswith("ledger/") for name in left)
