@@ -23,6 +23,7 @@ from models.config import RunConfig, load_recipe
 ROOT = Path(__file__).parents[2]
 STEPS, SAMPLES_PER_STEP = 160, 4
 SMALL = [
+    "data.max_tokens=64",
     f"training.max_steps={STEPS}",
     f"training.samples_per_step={SAMPLES_PER_STEP}",
     "training.checkpoint_steps=10",
@@ -31,6 +32,8 @@ SMALL = [
     "benchmark.max_new_tokens=16",
     "benchmark.reference_tokens=64",
     "benchmark.timed_tokens=16",
+    "benchmark.sampled_reference_tokens=0",
+    "promotion.smoke_prompts=2",
 ]
 
 
