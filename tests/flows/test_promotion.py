@@ -20,7 +20,7 @@ from models.config import load_recipe
 from tasks.drift import DEGRADED
 
 ROOT = Path(__file__).parents[2]
-DRAFT = "draft-tiny"
+DRAFT = "draft-approved"
 SMALL = [
     "data.max_tokens=64",
     "training.max_steps=120",
@@ -31,6 +31,7 @@ SMALL = [
     "benchmark.reference_tokens=40",
     "benchmark.timed_tokens=16",
     "benchmark.sampled_reference_tokens=0",
+    f"tracking.registered_model={DRAFT}",
     "promotion.approval=true",
     "promotion.smoke_prompts=4",
 ]
@@ -96,7 +97,7 @@ def approve(stack: Any, until: Callable[..., None]) -> None:
     shown = stack.wait_for(asking, "PAUSED")
     assert shown["state"]["name"] == "Suspended"
     (artifact,) = stack.post("artifacts/filter", {"flow_runs": {"id": {"any_": [asking]}}})
-    assert "Shall version 1 of draft-tiny serve?" in artifact["data"]
+    assert f"Shall version 1 of {DRAFT} serve?" in artifact["data"]
     assert "required" in str(stack.post(f"flow_runs/{asking}/resume", {"run_input": {"version": 1}}))
     answer = {"version": 1, "decision": "approve", "name": "Ada", "reason": "it is better"}
     assert stack.post(f"flow_runs/{asking}/resume", {"run_input": answer | {"decision": "maybe"}})["status"] == "REJECT"
