@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from infra.files import write_atomically
 from infra.records import SamplesRecord
-from models.benchmark.served import counts_of, serving
+from models.benchmark.served import counts_of, serving, watch
 from models.data.sample_set import read_manifest, write_sample_set
 from models.data.samples import EncodedSample, Splits
 from models.decoding.counts import Counts
@@ -80,7 +80,7 @@ def check_served(run: Run, text: list[int], counts: Counts) -> None:
     """The real engine takes the same steps as the reference decoder."""
     sampling = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     with serving(run, run.folder.export) as client:
-        answer = client.generate_in_steps(text[:PROMPT_TOKENS], sampling)
+        answer = watch(client, text[:PROMPT_TOKENS], sampling)
     assert answer.tokens == text[PROMPT_TOKENS:]
     assert counts_of(answer, LOOKAHEAD) == counts
 
