@@ -5,7 +5,7 @@ from prefect import flow, suspend_flow_run
 from infra.settings import tracking_uri as default_uri
 from tasks.approval import Approval, find_candidate, show_comparison
 from tasks.pools import lease
-from tasks.promotion import put_into_service, refuse_draft
+from tasks.promotion import one_at_a_time, put_into_service, refuse_draft
 from tasks.run import open_run
 from tasks.version_run import prepare_version, recipe_of
 
@@ -47,7 +47,7 @@ def promote(
             return f"version {candidate.version} of {draft} is not promoted"
     with open_run(recipe_of(uri, candidate, "promote"), run) as opened:
         prepare_version(opened, candidate)
-        with lease(opened, "inference") as (inference,):
+        with lease(opened, "inference") as (inference,), one_at_a_time(draft):
             candidate = put_into_service(opened, inference, candidate, by, reason)
     serves = "serves" if candidate.aliases == ("champion",) else "does not serve: it failed the smoke test"
     return f"version {candidate.version} of {draft} {serves}"

@@ -8,10 +8,8 @@ from functools import partial
 from httpx import HTTPError
 from prefect import Task, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
-from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
-from prefect.concurrency.sync import concurrency
 
 from infra.pools.base import Pool, PoolBusyError, PoolProvider, PoolSpec, Role
 from infra.pools.choice import generator_spec, pool_provider, pool_specs
@@ -19,13 +17,12 @@ from infra.pools.local import LocalPools
 from infra.pools.single import SinglePools
 from infra.processes import Owner
 from infra.settings import prefect_is_private
+from tasks.limits import LEASE_S, occupy
 from tasks.run import OpenRun
 
 LOOK_AGAIN_S = 10.0
 PROMPT_S = 1.0
 """Of a run that trains already: it does not wait for a place in the queue."""
-LEASE_S = 60.0
-"""A flow that was killed gives its place in the queue back after so long."""
 
 
 @contextmanager
@@ -85,19 +82,9 @@ def _queued(pools: LocalPools, specs: Sequence[PoolSpec], wait_s: float) -> Iter
         yield
         return
     queue = f"gpus-of-{platform.node()}"
-    with get_client(sync_client=True) as client:
-        client.upsert_global_concurrency_limit_by_name(queue, there_are)
     if wait_s > PROMPT_S:
         get_run_logger().info("waiting for %d of %d GPUs (concurrency limit %s)", gpus, there_are, queue)
-    # A server that is away for longer than a lease must not end a training: the locks still hold.
-    with concurrency(
-        queue,
-        gpus,
-        timeout_seconds=wait_s,
-        lease_duration=LEASE_S,
-        strict=True,
-        raise_on_lease_renewal_failure=False,
-    ):
+    with occupy(queue, gpus, there_are, wait_s):  # the locks hold even if the server is away for longer than a lease
         yield
 
 

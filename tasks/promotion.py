@@ -1,6 +1,6 @@
 """Puts a draft into service: alias, smoke test, and back again if that fails. Runs in the flow's process."""
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,9 +17,11 @@ from prefect.exceptions import ObjectNotFound
 from infra.files import write_atomically
 from infra.pools.base import Pool
 from infra.results import GateDecision, RegisteredDraft, SmokeResult
+from infra.settings import prefect_is_private
 from infra.tracking import registry
 from infra.tracking.decisions import history
 from tasks.data_plane import run_main, worth_retrying
+from tasks.limits import occupy
 from tasks.run import OpenRun
 
 GATE = "gate"
@@ -44,16 +46,25 @@ def promote_or_refuse(run: OpenRun, pool: Pool, draft: RegisteredDraft, gate: Ga
     Where the recipe wants a person's approval, the draft stays challenger and the deployment `promote` asks for it.
     """
     uri = run.tracking_uri
-    draft = registry.find_version(uri, draft.name, draft.version)
-    step, reason = next_step(uri, draft, gate, approval=run.config.promotion.approval)
-    if step == "promote":
-        return put_into_service(run, pool, draft, GATE, reason)
+    with one_at_a_time(draft.name):
+        draft = registry.find_version(uri, draft.name, draft.version)
+        step, reason = next_step(uri, draft, gate, approval=run.config.promotion.approval)
+        if step == "promote":
+            return put_into_service(run, pool, draft, GATE, reason)
     if step == "refuse":
         return refuse_draft(uri, draft, GATE, reason)
     if step == "ask":
         ask_for_approval(draft, run.config.tracking.uri)
     get_run_logger().info("version %s of %s: %s", draft.version, draft.name, reason)
     return draft
+
+
+def one_at_a_time(draft: str) -> AbstractContextManager[None]:
+    """A turn at promoting a draft: whom it is to replace, and whom a failed smoke test brings back, stay the same.
+
+    A private server has one flow.
+    """
+    return nullcontext() if prefect_is_private() else occupy(f"promotion-of-{draft}", 1, 1, TIMEOUT_S)
 
 
 def next_step(
@@ -114,9 +125,9 @@ def _end_probation(
 @task(name="refuse draft", **RETRIES)
 def refuse_draft(uri: str, draft: RegisteredDraft, by: str, reason: str) -> RegisteredDraft:
     """It stays what it is, and the reason is kept."""
-    registry.refuse(uri, draft, by=by, reason=reason)
+    refused = registry.refuse(uri, draft, by=by, reason=reason)
     get_run_logger().info("version %s of %s is not promoted: %s", draft.version, draft.name, reason)
-    return draft
+    return refused
 
 
 @task(name="move alias", **RETRIES)

@@ -1,7 +1,7 @@
 """What a run's figures mean, in three sentences: how good, compared with what, and what happens next."""
 
 from infra.results import BenchmarkResult, GateDecision, RegisteredDraft
-from infra.tracking.registry import CHALLENGER, CHAMPION, SMOKE_TEST
+from infra.tracking.registry import CHALLENGER, CHAMPION, REFUSED, SMOKE_TEST
 from tasks.report_facts import length, rate, share, signed
 
 NO_DRAFT = "no draft"
@@ -67,6 +67,8 @@ def what_next(gate: GateDecision, draft: RegisteredDraft) -> str:
             f"{_stays(draft)}, until a better one comes or somebody runs `draftsmith drafts promote {draft.version} "
             f"--name {draft.name}`"
         ) + "."
+    if REFUSED in draft.tags and CHAMPION not in draft.aliases:
+        return f"The gate is passed, but {version} is not promoted: {draft.tags[REFUSED].rstrip('.')}."
     if CHALLENGER in draft.aliases:
         return (
             f"The gate is passed, and {version} waits for approval: choose Resume in the run of `promote` in Prefect's "

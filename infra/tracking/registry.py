@@ -24,6 +24,8 @@ MEASURED_AGAINST = "measured_against"
 """Tag: the version that was champion when this one was benchmarked, or nothing."""
 SMOKE_TEST = "smoke_test"
 """Tag of a version that was put into service: what the smoke test said."""
+REFUSED = "refused"
+"""Tag of a version that was not promoted: the reason."""
 RUN = "run"
 MODEL_ID = "model_id"
 ACCEPTANCE = "acceptance_length"
@@ -103,11 +105,13 @@ def note_smoke_test(uri: str, draft: RegisteredDraft, passed: bool, reason: str)
     return _draft(client, draft.name, draft.version)
 
 
-def refuse(uri: str, draft: RegisteredDraft, *, by: str, reason: str) -> None:
+def refuse(uri: str, draft: RegisteredDraft, *, by: str, reason: str) -> RegisteredDraft:
     """Note who refused a version and why; it stays what it is."""
-    present = champion(uri, draft.name)
+    client, present = connect(uri), champion(uri, draft.name)
     before = present.version if present else None
     write_decision(uri, draft.name, draft.version, "refused", champion_before=before, by=by, reason=reason)
+    client.set_model_version_tag(draft.name, str(draft.version), REFUSED, reason[:LONGEST])
+    return _draft(client, draft.name, draft.version)
 
 
 def rollback(uri: str, name: str, *, by: str, reason: str) -> RegisteredDraft:

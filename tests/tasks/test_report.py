@@ -161,6 +161,8 @@ def test_a_speed_is_told_as_it_was(result: BenchmarkResult) -> None:
         (True, ("champion",), {}, "is the champion, the draft that serving takes from now on."),
         (True, (), {}, "somebody has moved the aliases since"),
         (True, ("challenger",), {}, "waits for approval"),
+        (True, ("challenger",), {"refused": "compared with no draft"}, "is not promoted: compared with no draft."),
+        (True, ("champion",), {"refused": "not today", "replaces": "2"}, "puts version 2 back"),
         (True, (), {"smoke_test": "failed: 3 mismatches"}, "did not decode as it was benchmarked (3 mismatches)."),
         (False, ("challenger",), {}, "waits as the challenger"),
         (False, ("champion",), {}, "only because somebody promoted it"),
