@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[2]
 PREFECT = [sys.executable, "-m", "prefect"]
 WAIT_S = 480.0
 BUSY_S = 60.0
+LOOK_S = 1.0
+"""Looking costs the server, and all processes are on the same few cores."""
 ENDED = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 
 
@@ -111,7 +113,7 @@ def until(condition: Callable[[], object], what: str = "") -> None:
     deadline = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline, f"waited in vain {what}"
-        time.sleep(0.2)
+        time.sleep(LOOK_S)
 
 
 @pytest.fixture(name="until")

@@ -120,7 +120,7 @@ def wait_until(condition: Callable[[], object], seconds: float) -> bool:
     return bool(condition())
 
 
-def test_an_error_in_the_hook_costs_an_attempt_and_nothing_else(
+def test_whatever_happens_to_a_server_no_sample_is_lost_or_doubled(
     make_run: Callable[..., RunFolder],
     start: Callable[..., Any],
     expected: list[float],
@@ -128,58 +128,35 @@ def test_an_error_in_the_hook_costs_an_attempt_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    folder = make_run("raising", *SMALL)
-    monkeypatch.setenv("DRAFTSMITH_TEST_FAULT", f"hook raising:5:{tmp_path / 'marker'}")
-    trainer, generator = start("models.training.launch", folder, ranks=1), start("models.capture.generator", folder)
-    _, said = end_well(trainer, generator)
+    """One run: a killed generator, three servers that fail in other ways, and one whose hook fails once."""
+    folder = make_run("faulty", *SMALL, "generator.sglang.request_timeout_s=10")
+    kill_generator(start("models.capture.generator", folder), folder)
+    trainer = start("models.training.launch", folder, ranks=1)
+    for fault, message in (
+        ("killed in prefill", "sglang-0"),
+        ("killed before the reply", "sglang-0"),
+        ("hung", "sglang-0 did not answer a prompt of .* tokens within 10 s"),
+    ):
+        monkeypatch.setenv("DRAFTSMITH_TEST_FAULT", f"{fault}:5:{tmp_path / fault}")
+        assert_server_blamed(start("models.capture.generator", folder), message)
+    monkeypatch.setenv("DRAFTSMITH_TEST_FAULT", f"hook raising:5:{tmp_path / 'raising'}")
+    _, said = end_well(trainer, start("models.capture.generator", folder))
     failed = said.count("failed: ValueError: capture in SGLang failed: RuntimeError: broken on purpose")
     assert failed == Run.open(folder.path).open_ledger().progress().attempts > 0
     assert_trained_once(folder, expected, before)
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("killed in prefill", "sglang-0"),
-        ("killed before the reply", "sglang-0"),
-        ("hung", "sglang-0 did not answer a prompt of .* tokens within 10 s"),
-    ],
-)
-def test_no_sample_is_lost_or_doubled(
-    make_run: Callable[..., RunFolder],
-    start: Callable[..., Any],
-    expected: list[float],
-    before: set[Path],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    fault: str,
-    message: str,
-) -> None:
-    folder = make_run("faulty", *SMALL, "generator.sglang.request_timeout_s=10")
-    monkeypatch.setenv("DRAFTSMITH_TEST_FAULT", f"{fault}:5:{tmp_path / 'marker'}")
-    trainer = start("models.training.launch", folder, ranks=1)
-    first = start("models.capture.generator", folder)
-    output, _ = first.communicate(timeout=400)
-    assert first.returncode == 1, output
-    said = [line for line in output.splitlines() if line.startswith("models.capture.engine.EngineError")]
-    assert len(said) == 1, output
-    assert re.search(message, said[0]), said
-    second = start("models.capture.generator", folder)
-    end_well(trainer, second)
-    assert_trained_once(folder, expected, before)
-
-
-def test_a_killed_generator_takes_its_server_along(
-    make_run: Callable[..., RunFolder], start: Callable[..., Any], expected: list[float], before: set[Path]
-) -> None:
-    """Its server's supervisor sees to that, and its successor to what SGLang left in shared memory."""
-    folder = make_run("killed", *SMALL)
-    generator = start("models.capture.generator", folder)
-    ready = next(line for line in generator.stdout if "ready after" in line)
-    assert ready
+def kill_generator(generator: Any, folder: RunFolder) -> None:
+    """Its server's supervisor takes the server along; its successor removes what SGLang left in shared memory."""
+    assert next(line for line in generator.stdout if "ready after" in line)
     generator.kill()
     generator.communicate(timeout=30)
     assert wait_until(lambda: not processes_of(folder), 30)
-    trainer, successor = start("models.training.launch", folder, ranks=1), start("models.capture.generator", folder)
-    end_well(trainer, successor)
-    assert_trained_once(folder, expected, before)
+
+
+def assert_server_blamed(generator: Any, message: str) -> None:
+    output, _ = generator.communicate(timeout=400)
+    assert generator.returncode == 1, output
+    said = [line for line in output.splitlines() if line.startswith("models.capture.engine.EngineError")]
+    assert len(said) == 1, output
+    assert re.search(message, said[0]), said
