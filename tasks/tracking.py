@@ -90,4 +90,4 @@ def track_training(run: OpenRun, tracking: TrackedRun) -> None:
     for folder in sorted(run.folder.checkpoints.glob("step-*")):
         step = int(folder.name.removeprefix("step-"))
         if step not in logged:
-            log_checkpoint(tracking, folder, step)
+            log_checkpoint(tracking, folder, step, run.folder.metrics)

@@ -8,6 +8,8 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +118,29 @@ def _points(line: dict[str, Any]) -> Iterator[Metric]:
             yield Metric(key if key in HEADLINES else f"data_path/{key}", float(value), now, step)
 
 
-def log_checkpoint(run: TrackedRun, folder: Path, step: int) -> str:
-    """Log a committed checkpoint's weights as a logged model; return its id."""
+def log_checkpoint(run: TrackedRun, folder: Path, step: int, metrics: Path) -> str:
+    """Log a committed checkpoint's weights as a logged model, with what `metrics` says of its step; return its id."""
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".upload-") as upload:
         for file in (file for pattern in WEIGHTS for file in folder.glob(pattern)):
             _link(file, Path(upload) / file.name)
-        return log_folder(run, Path(upload), f"checkpoint-{step:06d}", step, "checkpoint")
+        model_id = log_folder(run, Path(upload), f"checkpoint-{step:06d}", step, "checkpoint")
+    now = int(time.time() * 1000)
+    points = [
+        Metric(key, value, now, step, model_id, run_id=run.run_id) for key, value in _figures_at(step, metrics).items()
+    ]
+    if points:
+        connect(run.uri).log_batch(run.run_id, metrics=points)
+    return model_id
+
+
+def _figures_at(step: int, metrics: Path) -> dict[str, float]:
+    """Loss and acceptance length while training, as last reported at or before the step."""
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    last = next((line for line in reversed(lines) if line["step"] <= step), None)
+    if last is None:
+        return {}
+    whole = accumulate(last["acceptance_by_position"], mul)  # share of chains that are right up to each position
+    return {"checkpoint/loss": last["loss"], "checkpoint/training_acceptance_length": 1.0 + sum(whole)}
 
 
 def _link(source: Path, target: Path) -> None:

@@ -94,13 +94,18 @@ def test_checkpoints_are_logged_models_without_the_optimizer(run: TrackedRun, ur
     folder.mkdir(parents=True)
     for name in ("draft.safetensors", "manifest.json", "state.pt"):
         (folder / name).write_text(name)
-    model_id = runs.log_checkpoint(run, folder, 20)
+    metrics = tmp_path / "metrics.jsonl"
+    lines = [{"step": s, "loss": 1 / s, "acceptance_by_position": [0.5, s / 100]} for s in (10, 18, 25)]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    model_id = runs.log_checkpoint(run, folder, 20, metrics)
     assert [path.name for path in folder.parent.iterdir()] == ["step-000020"]
     logged = connect(uri).get_logged_model(model_id)
     assert sorted(p.name for p in Path(logged.artifact_location.removeprefix("file://")).iterdir()) == [
         "draft.safetensors",
         "manifest.json",
     ]
+    figures = {metric.key: metric.value for metric in logged.metrics}
+    assert figures == pytest.approx({"checkpoint/loss": 1 / 18, "checkpoint/training_acceptance_length": 1.59})
     (output,) = connect(uri).get_run(run.run_id).outputs.model_outputs
     assert (output.model_id, output.step) == (model_id, 20)
     assert runs.logged_checkpoints(run) == {20}
