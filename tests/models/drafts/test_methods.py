@@ -13,6 +13,7 @@ from models.decoding.sampling import Sampling
 from models.drafts.base import Draft, PackedSamples, TargetProjection
 from models.drafts.config import METHODS, parse_draft_config
 from models.drafts.eagle3.module import Eagle3Draft
+from models.drafts.medusa.module import MedusaDraft
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.description import read_description
@@ -25,10 +26,11 @@ EAGLE3 = {"vocab_size": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "i
 
 TINY: dict[str, dict] = {
     "eagle3": EAGLE3,
+    "medusa": {"vocab_size": 24, "heads": 3},
 }
 """Every registered method, tiny; its draft vocabulary is a part of the target's."""
 
-SMALLEST = "eagle3"
+SMALLEST = "medusa"
 
 VARIANTS: list[tuple[str, dict]] = [
     *((method, {}) for method in TINY),
@@ -37,6 +39,7 @@ VARIANTS: list[tuple[str, dict]] = [
     ("eagle3", {"norm_before_fc": True, "num_kv_heads": 4, "shared_head": True}),
     ("eagle3", {"vocab_size": None, "shared_head": True}),
     ("eagle3", {"train_embeddings": True, "norm_output": True}),
+    ("medusa", {"heads": 5, "layers": 2, "head_decay": 0.5}),
 ]
 
 
@@ -54,8 +57,22 @@ def eagle3_logits(draft: Eagle3Draft, tokens: Tensor, aux: Tensor, row: int, ste
     return found
 
 
+def medusa_logits(draft: MedusaDraft, _tokens: Tensor, aux: Tensor, row: int, steps: int) -> list[Tensor]:
+    """Head by head, from the row's feature alone."""
+    found, feature = [], aux[row, -HIDDEN:]
+    normed = feature * (feature.square().mean() + 1e-6).rsqrt() * draft.norm.weight
+    for block in list(draft.blocks)[:steps]:
+        x = normed
+        for layer in block.layers:
+            z = layer.weight @ x
+            x = x + z * torch.sigmoid(z)
+        found.append(draft.lm_head.weight @ x)
+    return found
+
+
 SLOW: dict[str, Callable[..., list[Tensor]]] = {
     "eagle3": eagle3_logits,
+    "medusa": medusa_logits,
 }
 """`[Vd]` logits of every step from one row of one text, as plainly as can be."""
 
