@@ -5,7 +5,8 @@ A token drawn from the draft's q is accepted with probability
     a = sum_v min(p(v), q(v)) = 1 - TV(p, q)
 
 over the draft vocabulary, p being the target's true probabilities: what the draft cannot propose is never accepted, so
-it is not spread over the rest. p' is p renormalised over the draft vocabulary, for which alone KL is finite.
+it is not spread over the rest. p' is p renormalised over the draft vocabulary, for which alone KL is finite. (Where
+training knows the target's head on the draft vocabulary alone, `training.out_of_vocabulary=text`, p is p' too.)
 
     alpha:   -log a
     lambda:  w KL(p' || q) + (1 - w) (1 - a),   w = exp(-decay a), taken as a constant
