@@ -15,13 +15,9 @@ class MethodConfig(BaseModel):
     training_only: ClassVar[frozenset[str]] = frozenset()
     """Fields that say how a draft is trained, not what it is: a warm start may change them."""
 
-    vocab_size: int | None = Field(
-        default=32_000, ge=16, description="Draft vocabulary: the target's most frequent tokens; null: all of them."
-    )
-
     def vocabulary_size(self, target_vocab_size: int) -> int:
         """Tokens of the draft vocabulary, for a target that knows so many."""
-        return target_vocab_size if self.vocab_size is None else self.vocab_size
+        return target_vocab_size
 
     def engine_arguments(self, lookahead: int) -> list[str]:
         """What SGLang's command line says of a draft of this method that proposes `lookahead` tokens per step.
@@ -29,3 +25,14 @@ class MethodConfig(BaseModel):
         Asked only where the draft's `engine_config` is not None.
         """
         raise NotImplementedError
+
+
+class VocabularyChoice(MethodConfig):
+    """Of a method that may propose a part of the target's tokens only."""
+
+    vocab_size: int | None = Field(
+        default=32_000, ge=16, description="Draft vocabulary: the target's most frequent tokens; null: all of them."
+    )
+
+    def vocabulary_size(self, target_vocab_size: int) -> int:
+        return target_vocab_size if self.vocab_size is None else self.vocab_size

@@ -4,11 +4,11 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from models.drafts.base_config import MethodConfig
+from models.drafts.base_config import VocabularyChoice
 from models.losses.config import LOSS_FIELDS, LossChoice
 
 
-class Eagle3Config(LossChoice, MethodConfig):
+class Eagle3Config(LossChoice, VocabularyChoice):
     """One decoder layer over the next token's embedding and the fused target features.
 
     EAGLE-3.1 is `fc_norm` and `norm_output` together.

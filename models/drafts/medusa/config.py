@@ -4,11 +4,11 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from models.drafts.base_config import MethodConfig
+from models.drafts.base_config import VocabularyChoice
 from models.losses.config import LOSS_FIELDS, LossChoice
 
 
-class MedusaConfig(LossChoice, MethodConfig):
+class MedusaConfig(LossChoice, VocabularyChoice):
     """Heads over the highest target layer of `target.aux_layer_ids`, which should be the target's last."""
 
     title: ClassVar[str] = "Medusa"

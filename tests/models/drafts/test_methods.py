@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from models.decoding.sampling import Sampling
 from models.drafts.base import Draft, PackedSamples, TargetProjection
+from models.drafts.base_config import VocabularyChoice
 from models.drafts.config import METHODS, parse_draft_config
 from models.drafts.eagle3.module import Eagle3Draft
 from models.drafts.medusa.module import MedusaDraft
@@ -18,6 +19,7 @@ from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.description import read_description
 from models.export.sglang import load_draft, write_export
+from models.losses.config import LossChoice
 from models.targets.weights import read_target_head
 
 HIDDEN, TARGET_VOCABULARY, AUX = 12, 40, (0, 2)
@@ -28,13 +30,16 @@ TINY: dict[str, dict] = {
     "eagle3": EAGLE3,
     "medusa": {"vocab_size": 24, "heads": 3},
 }
-"""Every registered method, tiny; its draft vocabulary is a part of the target's."""
+"""Every registered method, tiny; its draft vocabulary, where it has one, is a part of the target's."""
 
-SMALLEST = "medusa"
+DISTRIBUTIONS = [method for method in TINY if issubclass(METHODS[method], LossChoice)]
+"""Methods that learn the target's distribution along chains, by a loss of their choice."""
+
+SMALLEST, KINDS = "medusa", ("kl", "lk_alpha", "lk_lambda")
 
 VARIANTS: list[tuple[str, dict]] = [
     *((method, {}) for method in TINY),
-    *((method, {"vocab_size": None}) for method in TINY),
+    *((method, {"vocab_size": None}) for method in TINY if issubclass(METHODS[method], VocabularyChoice)),
     ("eagle3", {"fc_norm": True, "norm_output": True, "ttt_weights": [1.0, 0.0, 0.5, 0.25]}),
     ("eagle3", {"norm_before_fc": True, "num_kv_heads": 4, "shared_head": True}),
     ("eagle3", {"vocab_size": None, "shared_head": True}),
@@ -76,7 +81,19 @@ SLOW: dict[str, Callable[..., list[Tensor]]] = {
 }
 """`[Vd]` logits of every step from one row of one text, as plainly as can be."""
 
-variants = pytest.mark.parametrize(("method", "changes"), VARIANTS, ids=[f"{m}-{'-'.join(c)}" for m, c in VARIANTS])
+LOSSES = [
+    (method, {"loss": loss} | changes) for method, changes in VARIANTS if method in DISTRIBUTIONS for loss in KINDS
+]
+
+
+SMOOTH = [*VARIANTS, *((method, changes) for method, changes in LOSSES if changes["loss"] == "lk_alpha")]
+
+
+def named(table: list[tuple[str, dict]]) -> list[str]:
+    return ["-".join([method, *map(str, changes), str(changes.get("loss", ""))]) for method, changes in table]
+
+
+variants = pytest.mark.parametrize(("method", "changes"), VARIANTS, ids=named(VARIANTS))
 methods = pytest.mark.parametrize("method", TINY)
 
 
@@ -171,11 +188,11 @@ def slow_loss(draft: Draft, batch: PackedSamples, target: TargetProjection, tota
     return loss, accepted, tried
 
 
-@variants
-@pytest.mark.parametrize("loss", ["kl", "lk_alpha", "lk_lambda"])
+@pytest.mark.parametrize(("method", "changes"), LOSSES, ids=named(LOSSES))
 @pytest.mark.parametrize(("whole", "soft_cap"), [(True, 3.0), (False, None)])
-def test_loss_and_counts_equal_the_slow_ones(method, changes, loss, whole, soft_cap):
-    draft, batch = make_draft(method, loss=loss, **changes), make_batch((19,), 3)
+def test_loss_and_counts_equal_the_slow_ones(method, changes, whole, soft_cap):
+    """Of methods that choose their loss; the others have theirs beside their own tests."""
+    draft, batch = make_draft(method, **changes), make_batch((19,), 3)
     target = projection(draft, whole, soft_cap)
     outcome = draft.loss(batch, target, 13, 8)
     expected, accepted, tried = slow_loss(draft, batch, target, 13)
@@ -206,11 +223,10 @@ class LossOf(torch.nn.Module):
         return self.draft.loss(self.batch, self.target, 5, 3).loss
 
 
-@variants
-@pytest.mark.parametrize("loss", ["kl", "lk_alpha"])
-def test_gradients_against_finite_differences(method, changes, loss):
+@pytest.mark.parametrize(("method", "changes"), SMOOTH, ids=named(SMOOTH))
+def test_gradients_against_finite_differences(method, changes):
     """Not of `lk_lambda`, whose weight is taken as a constant: tests of losses have its gradient."""
-    draft = make_draft(method, loss=loss, **changes)
+    draft = make_draft(method, **changes)
     module = LossOf(draft, make_batch((6, 4)), projection(draft, whole=True))
     parameters = dict(draft.named_parameters())
 
@@ -347,11 +363,10 @@ def test_an_export_gives_the_same_logits(method, changes, target_folder, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("method", "loss"),
-    [*((method, "kl") for method in TINY), *((SMALLEST, loss) for loss in ("lk_alpha", "lk_lambda"))],
+    ("method", "changes"), [*((method, {}) for method in TINY), *((SMALLEST, {"loss": loss}) for loss in KINDS[1:])]
 )
-def test_a_draft_learns_a_few_texts_by_heart(method, loss):
-    draft = make_draft(method, 1, torch.float32, loss=loss)
+def test_a_draft_learns_a_few_texts_by_heart(method, changes):
+    draft = make_draft(method, 1, torch.float32, **changes)
     batch, ids = make_batch((14, 11), 8, torch.float32), draft.vocabulary.target_ids
     tokens = ids[batch.tokens % len(ids)]
     last, target = sure_target(draft, tokens)
