@@ -44,7 +44,7 @@ def plain_server(run: Run) -> Iterator[SGLangServer]:
         Path(run.target.path), config.compute_dtype, run.samples.longest + 1, config.sglang.requests_in_flight
     )
     server = SGLangServer(
-        lambda port: serving_command(spec, settings, None, 0, port),
+        lambda port: serving_command(spec, settings, (), port),
         "sglang-plain",
         Owner(run.folder.name, run.folder.logs),
         server_environment(config, 1),

@@ -12,7 +12,7 @@ from infra.shareable import without_passwords
 from models.benchmark.config import BenchmarkConfig, PromotionConfig
 from models.capture.config import GeneratorConfig
 from models.data.config import DataConfig
-from models.drafts.config import DraftConfig
+from models.drafts.config import METHODS, DraftConfig
 from models.targets.config import TargetConfig
 from models.training.config import TrainingConfig
 
@@ -145,12 +145,20 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     tree[field] = yaml.safe_load(value)
 
 
+def _without_method(place: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Where a person finds a setting: pydantic names the method among the sections."""
+    return place[:1] + place[2:] if place[:1] == ("draft",) and place[1:2] and place[1] in METHODS else place
+
+
 def _explain(what: str, error: ValidationError) -> str:
     lines = [f"{what} is not valid:"]
     for problem in error.errors():
-        place = ".".join(str(part) for part in problem["loc"]) or "recipe"
+        place = ".".join(str(part) for part in _without_method(problem["loc"])) or "recipe"
         if problem["type"] == "extra_forbidden":
             lines.append(f"  {place}: no such setting")
+        elif problem["type"].startswith("union_tag"):
+            got = without_passwords(repr(problem.get("ctx", {}).get("tag")))
+            lines.append(f"  {place}.method: known methods are {', '.join(METHODS)} (got {got})")
         else:
             got = without_passwords(repr(problem["input"]))  # before it is cut
             lines.append(f"  {place}: {problem['msg'].removeprefix('Value error, ')} (got {got:.80})")

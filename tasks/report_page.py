@@ -62,7 +62,7 @@ def render(facts: RunFacts, plots: Path) -> str:
     by_name = {plot.name: plot for plot in embedded(plots)}
     return _template().render(
         facts=facts,
-        method=facts.config.draft.method.upper().replace("EAGLE3", "EAGLE-3"),
+        method=facts.config.draft.title,
         written=f"{facts.written:%Y-%m-%d %H:%M %Z}".strip(),
         verdicts=list(verdicts(facts)),
         meaning=[_prose(words) for words in meaning(facts.target.name, facts.result, facts.draft)],

@@ -55,7 +55,10 @@ RECIPES = [
     ("unknown setting", None, ["training.learning_rat=1"], "training.learning_rat: no such setting", ""),
     ("wrong type", None, ["training.epochs=many"], "training.epochs", "valid integer"),
     ("out of range", None, ["training.learning_rate=-1"], "training.learning_rate", "greater than 0"),
-    ("unknown method", None, ["draft.method=eagle9"], "draft", "eagle3"),
+    ("unknown method", None, ["draft.method=eagle9"], "draft.method: known methods are", "eagle3, "),
+    ("no method", None, ["draft={vocab_size: 20}"], "draft.method: known methods are", "eagle3, "),
+    ("setting of another method", None, ["draft.method=medusa"], "draft.num_kv_heads: no such setting", ""),
+    ("contradiction in a method", None, ["draft.norm_before_fc=true"], "draft: fc_norm and norm_before_fc", "set one"),
     ("missing section", "name: tiny\n", [], "target: Field required", ""),
     ("name with a slash", None, ["name=a/b"], "becomes a folder", "use lower-case letters"),
     (

@@ -44,15 +44,9 @@ def capture_command(spec: ServerSpec, config: SGLangConfig, aux_layer_ids: Seque
     ]
 
 
-def serving_command(spec: ServerSpec, config: SGLangConfig, draft: Path | None, lookahead: int, port: int) -> list[str]:
-    """A server that generates, with `draft` proposing a chain of `lookahead` tokens per step, or without one."""
-    command = _server(spec, config, port)
-    if draft is not None:
-        command += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(draft)]
-        command += ["--speculative-eagle-topk", "1", "--speculative-num-steps", str(lookahead)]
-        # The token that is already sure counts among them.
-        command += ["--speculative-num-draft-tokens", str(lookahead + 1)]
-    return [*command, *config.arguments]
+def serving_command(spec: ServerSpec, config: SGLangConfig, speculation: Sequence[str], port: int) -> list[str]:
+    """A server that generates; `speculation` is what its command line says of a draft, empty for the target alone."""
+    return [*_server(spec, config, port), *speculation, *config.arguments]
 
 
 def _server(spec: ServerSpec, config: SGLangConfig, port: int) -> list[str]:

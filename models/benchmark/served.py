@@ -26,10 +26,15 @@ from models.benchmark.acceptance import summarise
 from models.benchmark.bars import Advance, bars
 from models.benchmark.prompts import heldout_prompts
 from models.decoding.counts import Counts
+from models.export.description import read_description
 from models.run import Run
 from models.targets.end_of_text import eos_ids
 from models.targets.served import server_environment, server_spec
 
+NO_MODEL = (
+    "not served: SGLang has no model for {0} drafts that are configured like this one; its acceptance and speed are "
+    "the reference decoder's"
+)
 NO_KERNELS = (
     "not served: SGLang has no kernels for speculation on a CPU; on a GPU it would run the target alone and with the "
     "draft, at concurrency {0}"
@@ -51,7 +56,9 @@ class Served:
 
 def serve(run: Run) -> ServedResult:
     """Measure both servers. Raises ValueError for what a person has to mend."""
-    config = run.config.benchmark
+    config, draft = run.config.benchmark, read_description(run.folder.export)
+    if not draft.served:
+        return ServedResult(lookahead=config.lookahead, note=NO_MODEL.format(draft.config.title))
     if not _has_kernels():
         shown = ", ".join(map(str, config.served_concurrency))
         return ServedResult(lookahead=config.lookahead, note=NO_KERNELS.format(shown))
@@ -68,9 +75,11 @@ def serve(run: Run) -> ServedResult:
 
 
 def served_acceptance(run: Run, draft: Path, prompts: Sequence[Sequence[int]]) -> Acceptance | None:
-    """Acceptance of a draft in the serving engine; None where that is not the run's engine or cannot run here."""
+    """Acceptance of a draft in the serving engine; None where that is not the run's engine or cannot run it here."""
     config = run.config.benchmark
     if run.config.generator.engine != "sglang" or not config.served_concurrency or not _has_kernels():
+        return None
+    if not read_description(draft).served:
         return None
     with serving(run, draft) as client:
         ask = partial(watch, client, sampling=_sampling(run))
@@ -176,9 +185,10 @@ def serving(run: Run, draft: Path | None) -> Iterator[SGLangClient]:
     config, settings = run.config.benchmark, run.config.generator.sglang
     longest = config.prompt_tokens + config.max_new_tokens + config.lookahead + 1
     target, in_flight = Path(run.target.path), max(config.served_concurrency)
+    speculation = [] if draft is None else speculative_arguments(draft, config.lookahead)
     spec = server_spec(target, config.compute_dtype, longest, in_flight)
     server = SGLangServer(
-        lambda port: serving_command(spec, settings, draft, config.lookahead, port),
+        lambda port: serving_command(spec, settings, speculation, port),
         "sglang-serving" if draft is None else "sglang-serving-draft",
         Owner(run.folder.name, run.folder.logs),
         server_environment(run.config.generator, 1),
@@ -190,6 +200,12 @@ def serving(run: Run, draft: Path | None) -> Iterator[SGLangClient]:
         client.close()
     finally:
         server.stop()
+
+
+def speculative_arguments(draft: Path, lookahead: int) -> list[str]:
+    """What SGLang's command line says of an exported draft."""
+    path = ["--speculative-draft-model-path", str(draft)]
+    return [*path, *read_description(draft).config.engine_arguments(lookahead)]
 
 
 def main() -> None:

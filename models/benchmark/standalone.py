@@ -4,7 +4,6 @@ The same measurements as in a run; `draftsmith bench` starts it.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from models.benchmark.result import build_result
 from models.benchmark.run import show
 from models.data.conversations import source_hash
 from models.dtypes import DTYPES
+from models.export.description import read_description
 from models.targets.config import TargetConfig
 from models.targets.prepare import prepare_target
 
@@ -33,14 +33,6 @@ def find_target(name: str, aux_layer_ids: Sequence[int]) -> TargetRecord:
     packaged = name.endswith("-gguf") and "/" not in name and not Path(name).exists()
     source: Literal["gguf-package", "huggingface"] = "gguf-package" if packaged else "huggingface"
     return prepare_target(TargetConfig(source=source, name=name, aux_layer_ids=tuple(aux_layer_ids)))
-
-
-def read_aux_layer_ids(draft: Path) -> list[int]:
-    """The target layers that an exported draft reads; raises ValueError where there is no export."""
-    path = draft / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{draft} is not an exported draft (no config.json): give the export folder of a run")
-    return json.loads(path.read_text())["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
 
 
 def bench(options: argparse.Namespace) -> BenchmarkResult:
@@ -56,7 +48,7 @@ def bench(options: argparse.Namespace) -> BenchmarkResult:
         reference_tokens=options.reference_tokens,
         compute_dtype=options.dtype,
     )
-    target = find_target(options.target, read_aux_layer_ids(options.draft))
+    target = find_target(options.target, read_description(options.draft).aux_layer_ids)
     prompts, template_hash = read_prompts(str(options.prompts), target, config, options.chat_template, options.add_bos)
     contestants = load_contestants(Path(target.path), options.draft, options.champion, DTYPES[config.compute_dtype])
     found = measure(contestants, config, lookaheads, prompts, options.seed)

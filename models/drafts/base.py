@@ -130,7 +130,10 @@ class DraftLoss:
 
 
 class Draft(torch.nn.Module):
-    """A draft model. Subclasses are `models/drafts/<method>/module.py`."""
+    """A draft model. Subclasses are `models/drafts/<method>/module.py`.
+
+    Parameters have the names that SGLang gives them, where it serves the method: the export stores them as they are.
+    """
 
     config: Any
     aux_layer_ids: tuple[int, ...]
@@ -142,7 +145,14 @@ class Draft(torch.nn.Module):
         raise NotImplementedError
 
     def start_from(self, head: Tensor) -> None:
-        """Take what an untrained draft can from the target's head `[V, H]`."""
+        """Take what an untrained draft can from the target's head `[V, H]`, and what no draft of the method stores.
+
+        Comes before stored weights are loaded.
+        """
+        raise NotImplementedError
+
+    def engine_config(self) -> dict[str, Any] | None:
+        """What SGLang's `config.json` says of this draft; None where SGLang does not serve it."""
         raise NotImplementedError
 
     def loss(self, batch: PackedSamples, target: TargetProjection, total: int, chunk_tokens: int) -> DraftLoss:

@@ -1,5 +1,26 @@
-"""The configurations of all draft methods: one registry line per method."""
+"""The configurations of all draft methods: one registry line per method, which `draft.method` of a recipe chooses."""
 
+from collections.abc import Mapping
+from typing import Annotated, Any, get_args
+
+from pydantic import Field, TypeAdapter
+
+from models.drafts.base_config import MethodConfig
 from models.drafts.eagle3.config import Eagle3Config
+from models.drafts.medusa.config import MedusaConfig
 
-DraftConfig = Eagle3Config
+DraftConfig = Annotated[
+    Eagle3Config
+    | MedusaConfig,
+    Field(discriminator="method"),
+]  # fmt: skip
+
+METHODS: dict[str, type[MethodConfig]] = {
+    config.model_fields["method"].default: config for config in get_args(get_args(DraftConfig)[0])
+}
+"""By the name of their folder."""
+
+
+def parse_draft_config(tree: Mapping[str, Any]) -> DraftConfig:
+    """The configuration that a checkpoint or an export holds. Raises pydantic's ValidationError, a ValueError."""
+    return TypeAdapter(DraftConfig).validate_python(tree)

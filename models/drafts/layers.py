@@ -1,8 +1,37 @@
-"""Building blocks that drafts share: RMS norm, rotary embedding, gated feed-forward. Plain Llama arithmetic."""
+"""Building blocks that drafts share: tables of the target's, and plain Llama arithmetic."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+class TargetTable(nn.Module):
+    """A `[rows, H]` table that begins as the target's.
+
+    Args:
+        weight: how it begins; a frozen table shares the memory.
+        trained: a copy becomes a parameter; otherwise it stays as it is.
+        stored: whether it is saved with the draft.
+    """
+
+    weight: Tensor
+
+    def __init__(self, weight: Tensor, *, trained: bool, stored: bool):
+        super().__init__()
+        assert stored or not trained
+        if trained:
+            self.weight = nn.Parameter(weight.detach().clone())
+        else:
+            self.register_buffer("weight", weight.detach(), persistent=stored)
+
+    @torch.no_grad()
+    def start_as(self, weight: Tensor) -> None:
+        """Take the values of `weight` `[rows, H]`, and its memory where the table is frozen."""
+        assert weight.shape == self.weight.shape
+        if isinstance(self.weight, nn.Parameter):
+            self.weight.copy_(weight)
+        else:
+            self.weight = weight.to(self.weight)
 
 
 class RMSNorm(nn.Module):

@@ -23,6 +23,11 @@ class DraftVocabulary:
     def __len__(self) -> int:
         return len(self.target_ids)
 
+    @property
+    def whole(self) -> bool:
+        """Whether it is the target's own."""
+        return len(self) == self.target_size
+
     @classmethod
     def by_frequency(cls, counts: Tensor, size: int) -> "DraftVocabulary":
         """The `size` most frequent target tokens of `counts` `[V]`; ties go to the smaller id."""

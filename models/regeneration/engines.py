@@ -99,7 +99,7 @@ class SGLangTextEngine:
         longest = task.config.data.max_tokens + settings.max_new_tokens
         spec = server_spec(path, config.compute_dtype, longest, self._in_flight)
         self._server = SGLangServer(
-            lambda port: serving_command(spec, config.sglang, None, 0, port),
+            lambda port: serving_command(spec, config.sglang, (), port),
             "sglang-regenerate",
             Owner(task.folder.name, task.folder.logs),
             server_environment(config, 1),

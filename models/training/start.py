@@ -3,17 +3,14 @@
 Its export lies in RUN/start. The vocabulary is kept as it is: other tokens would be other rows of the draft's head.
 """
 
-import json
 from pathlib import Path
 
 import torch
 
 from models.drafts.base import Draft
+from models.export.description import read_description
 from models.export.sglang import load_draft
 from models.run import Run
-
-SHAPING = frozenset({"ttt_steps", "ttt_decay"})
-"""Knobs of the method that say how a draft is trained, not what it is."""
 
 
 def load_start(run: Run) -> Draft:
@@ -21,10 +18,12 @@ def load_start(run: Run) -> Draft:
     folder = run.folder.start
     _check(run, folder)
     draft = load_draft(folder, Path(run.target.path), torch.float32)
-    wanted = run.config.draft.model_dump(exclude=set(SHAPING))
-    found = draft.config.model_dump(exclude=set(SHAPING))
+    trained = set(run.config.draft.training_only)
+    wanted, found = (config.model_dump(exclude=trained) for config in (run.config.draft, draft.config))
     differing = [
-        f"draft.{name} is {found[name]}, the recipe's {value}" for name, value in wanted.items() if found[name] != value
+        f"draft.{name} is {found.get(name)}, the recipe's {wanted.get(name)}"
+        for name in {**wanted, **found}
+        if found.get(name) != wanted.get(name)
     ]
     layers = run.config.target.aux_layer_ids
     if tuple(draft.aux_layer_ids) != tuple(layers):
@@ -40,7 +39,7 @@ def load_start(run: Run) -> Draft:
 
 def _check(run: Run, folder: Path) -> None:
     """A draft of another target loads wherever its sizes agree, and knows nothing."""
-    revision = json.loads((folder / "config.json").read_text()).get("draftsmith", {}).get("target_revision")
+    revision = read_description(folder).target_revision
     if revision != run.target.revision:
         raise ValueError(
             f"training.start_from={run.config.training.start_from}: that version was trained for revision "

@@ -1,17 +1,23 @@
-"""Knobs of EAGLE-3 (arXiv 2503.01840)."""
+"""Knobs of EAGLE-3 (arXiv 2503.01840) and of EAGLE-3.1's norms (arXiv 2605.09992)."""
 
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field, model_validator
+
+from models.drafts.base_config import VocabularyChoice
+from models.losses.config import LOSS_FIELDS, LossChoice
 
 
-class Eagle3Config(BaseModel):
-    """One decoder layer over the next token's embedding and the fused target features."""
+class Eagle3Config(LossChoice, VocabularyChoice):
+    """One decoder layer over the next token's embedding and the fused target features.
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    EAGLE-3.1 is `fc_norm` and `norm_output` together.
+    """
+
+    title: ClassVar[str] = "EAGLE-3"
+    training_only: ClassVar[frozenset[str]] = LOSS_FIELDS | {"ttt_steps", "ttt_decay", "ttt_weights"}
 
     method: Literal["eagle3"] = "eagle3"
-    vocab_size: int = Field(default=32_000, ge=16, description="Draft vocabulary: the target's most frequent tokens.")
     num_heads: int = Field(ge=1)
     num_kv_heads: int = Field(ge=1)
     head_dim: int = Field(ge=8)
@@ -22,8 +28,47 @@ class Eagle3Config(BaseModel):
         default=False,
         description="RMS norm per target feature before fusion. Needed where the residual stream grows a lot (Gemma).",
     )
+    norm_before_fc: bool = Field(default=False, description="One RMS norm over all target features before fusion.")
     norm_output: bool = Field(
         default=False, description="Feed the normed output back instead of the raw one (EAGLE-3.1)."
     )
+    shared_head: bool = Field(
+        default=False, description="Use the target head's rows of the draft vocabulary, as they are, for the draft's."
+    )
+    train_embeddings: bool = Field(
+        default=False,
+        description="Train a copy of the target's token embeddings with the draft. SGLang serves every EAGLE-3 draft "
+        "with the target's own, so such a draft is measured by the reference decoder alone.",
+    )
     ttt_steps: int = Field(default=7, ge=1, le=16, description="Unrolled training-time-test steps.")
     ttt_decay: float = Field(default=0.8, gt=0, le=1, description="Weight of step j is ttt_decay ** j.")
+    ttt_weights: tuple[Annotated[float, Field(ge=0)], ...] | None = Field(
+        default=None, description="Weight of every step, one after the other, in place of ttt_decay."
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Eagle3Config":
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}: key-value heads are "
+                "shared by equal groups"
+            )
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("fc_norm and norm_before_fc both norm the target features: set one of them")
+        if self.ttt_weights is not None and (len(self.ttt_weights) != self.ttt_steps or not any(self.ttt_weights)):
+            raise ValueError(
+                f"ttt_weights {list(self.ttt_weights)}: give one weight for each of the {self.ttt_steps} ttt_steps, "
+                "not all of them 0"
+            )
+        return self
+
+    @property
+    def step_weights(self) -> tuple[float, ...]:
+        """Weight of every step of the training-time test."""
+        return self.ttt_weights or tuple(self.ttt_decay**step for step in range(self.ttt_steps))
+
+    def engine_arguments(self, lookahead: int) -> list[str]:
+        """A chain (see `MethodConfig.engine_arguments`); the token that is already sure counts among the proposals."""
+        command = ["--speculative-algorithm", "EAGLE3", "--speculative-eagle-topk", "1"]
+        command += ["--speculative-num-steps", str(lookahead)]
+        return [*command, "--speculative-num-draft-tokens", str(lookahead + 1)]

@@ -2,21 +2,24 @@
 
 Row i of a sequence takes the target's features of position i and the embedding of token i+1, and predicts token i+2.
 In step j of the training-time test (and of a chain while decoding) it takes its own output of step j-1 and the
-embedding of token i+1+j, and predicts token i+2+j. Parameter names are those of SGLang's layout.
+embedding of token i+1+j, and predicts token i+2+j. Parameter names are those of SGLang's `LlamaForCausalLMEagle3`
+(0.5.23): `fc`, `fc_norm.*` or `input_norm`, `midlayer.*`, `norm`, `lm_head`, `embed_tokens`.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.decoding.sampling import Sampling
-from models.drafts.base import Draft, DraftLoss, PackedSamples, Proposals, TargetProjection, supervised_positions
+from models.drafts.base import Draft, DraftLoss, PackedSamples, Proposals, TargetProjection
+from models.drafts.chains import Objective, chain_loss
 from models.drafts.eagle3.config import Eagle3Config
-from models.drafts.layers import GatedMLP, RMSNorm, rotary_tables, rotate
+from models.drafts.layers import GatedMLP, RMSNorm, TargetTable, rotary_tables, rotate
 from models.drafts.vocabulary import DraftVocabulary
-from models.losses.soft_cross_entropy import TargetDistribution, soft_cross_entropy
+from models.losses.choice import chosen_divergence
 
 NextTokens = Callable[[int, Tensor], Tensor]
 """(step j >= 1, normed hidden states of step j-1 `[N, H]`) -> tokens `[N]` that step j embeds."""
@@ -92,12 +95,11 @@ class Eagle3Draft(Draft):
 
     Args:
         config: the method's knobs.
-        embedding: `[V, H]` the target's raw token embeddings, shared and frozen.
+        embedding: `[V, H]` the target's raw token embeddings.
         vocabulary: which target tokens the draft proposes.
         aux_layer_ids: the K target layers whose outputs it reads.
     """
 
-    embedding: Tensor
     target_ids: Tensor
 
     def __init__(
@@ -110,24 +112,70 @@ class Eagle3Draft(Draft):
         self.fc = nn.Linear(aux_count * hidden_size, hidden_size, bias=False)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(hidden_size, config.rms_norm_eps) for _ in range(aux_count))
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(aux_count * hidden_size, config.rms_norm_eps)
         self.midlayer = DecoderLayer(config, hidden_size)
         self.norm = RMSNorm(hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(hidden_size, len(vocabulary), bias=False)
-        self.register_buffer("embedding", embedding, persistent=False)
+        # SGLang takes a head that is not stored from the target, whole.
+        stored = not (config.shared_head and vocabulary.whole)
+        head = nn.Linear(hidden_size, len(vocabulary), bias=False).weight
+        self.lm_head = TargetTable(head, trained=not config.shared_head, stored=stored)
+        self.embed_tokens = TargetTable(embedding, trained=config.train_embeddings, stored=config.train_embeddings)
         self.register_buffer("target_ids", vocabulary.target_ids.clone(), persistent=False)
 
     @property
     def positions(self) -> int:
         return self.config.ttt_steps
 
-    @torch.no_grad()
     def start_from(self, head: Tensor) -> None:
-        """The draft head starts as the target head's rows of the draft vocabulary."""
-        self.lm_head.weight.copy_(head[self.target_ids])
+        """The draft head starts as the target head's rows of the draft vocabulary; a shared one stays so."""
+        self.lm_head.start_as(head if self.vocabulary.whole else head[self.target_ids])
+
+    def engine_config(self) -> dict[str, Any] | None:
+        """For SGLang's `LlamaForCausalLMEagle3`.
+
+        None with embeddings of the draft's own, in whose place SGLang puts the target's, and with one target layer:
+        features as wide as an embedding are taken for the draft's own output, so they are neither normed nor fused.
+        """
+        config, whole = self.config, self.vocabulary.whole
+        if config.train_embeddings or len(self.aux_layer_ids) == 1:
+            return None
+        hidden_size = self.norm.weight.shape[0]
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "hidden_size": hidden_size,
+            "target_hidden_size": hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "num_hidden_layers": 1,
+            "num_attention_heads": config.num_heads,
+            "num_key_value_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": config.rms_norm_eps,
+            "rope_theta": config.rope_theta,
+            "max_position_embeddings": 131072,
+            "vocab_size": self.vocabulary.target_size,
+            "draft_vocab_size": None if config.shared_head and whole else len(self.vocabulary),
+            "tie_word_embeddings": False,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "torch_dtype": "float32",
+            "fc_norm": config.fc_norm,
+            "norm_before_fc": config.norm_before_fc,
+            "norm_output": config.norm_output,
+            "num_aux_hidden_states": len(self.aux_layer_ids),
+            "eagle_config": {
+                "use_aux_hidden_state": True,
+                "eagle_aux_hidden_state_layer_ids": list(self.aux_layer_ids),
+            },
+        }
 
     def fuse(self, aux: Tensor) -> Tensor:
         """Target features `[N, K*H]` to the draft's input `[N, H]`."""
         aux = aux.to(self.fc.weight.dtype)
+        if self.config.norm_before_fc:
+            aux = self.input_norm(aux)
         if self.config.fc_norm:
             chunks = aux.chunk(len(self.aux_layer_ids), dim=-1)
             aux = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
@@ -156,7 +204,7 @@ class Eagle3Draft(Draft):
             if step:
                 tokens = next_tokens(step, outputs[-1])
             tables = rotary_tables(positions + step, self.config.head_dim, self.config.rope_theta)
-            x = layer.attention_input(F.embedding(tokens, self.embedding), hidden)
+            x = layer.attention_input(F.embedding(tokens, self.embed_tokens.weight), hidden)
             attended = []
             projected = (part.split(list(lengths)) for part in attention.project(x, tables))
             for index, (q, k, v) in enumerate(zip(*projected, strict=True)):
@@ -172,41 +220,25 @@ class Eagle3Draft(Draft):
         return outputs
 
     def loss(self, batch: PackedSamples, target: TargetProjection, total: int, chunk_tokens: int) -> DraftLoss:
-        """Soft cross-entropy over the training-time test, step j weighted by `ttt_decay ** j` (see Draft.loss)."""
-        steps, tokens = self.config.ttt_steps, batch.tokens
+        """Divergence from the target over the training-time test, step by step (see Draft.loss)."""
+        config, tokens = self.config, batch.tokens
 
         # Rows whose text ends before a step's token run on padding; their weight is 0.
-        padded = torch.cat([tokens, tokens[:1].expand(steps)])
+        padded = torch.cat([tokens, tokens[:1].expand(config.ttt_steps)])
 
         def text(step: int, _normed: Tensor | None = None) -> Tensor:
             return padded[1 + step : 1 + step + len(tokens)]
 
-        outputs = self.unroll(text(0), batch.aux, batch.lengths, steps, text)
-        positions = supervised_positions(batch.loss_mask, batch.lengths)
-        starts = torch.cat([tokens.new_full((n,), sum(batch.lengths[:i])) for i, n in enumerate(batch.lengths)])
-        # Step j predicts from row t - 1 - j, which must lie in the same sample.
-        rows = positions - 1 - torch.arange(steps, device=tokens.device)[:, None]
-        valid = rows >= starts[positions]
-        rows = rows.clamp(min=0)
-        distribution = TargetDistribution(batch.last[positions], target.rows, target.logit_scale, target.soft_cap)
-        covered = self._covered(batch, positions, target, chunk_tokens)
-        decay = self.config.ttt_decay ** torch.arange(steps, device=tokens.device)
-        weights = decay[:, None] * (valid & covered) / total
-        hidden = torch.stack([output[row] for output, row in zip(outputs, rows, strict=True)])
-        if torch.is_autocast_enabled(hidden.device.type):
-            hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-        loss, correct = soft_cross_entropy(hidden, self.lm_head.weight, weights, distribution, chunk_tokens)
-        accepted, tried = _chains(rows, valid, correct & covered, len(tokens))
-        return DraftLoss(loss, accepted, tried, torch.tensor(len(positions)), covered.sum())
-
-    def _covered(self, batch: PackedSamples, positions: Tensor, target: TargetProjection, chunk: int) -> Tensor:
-        """`[P]` bool: the position's decisive token (the target's argmax, or the text's own) can be proposed."""
-        known = torch.zeros(len(self.embedding), dtype=torch.bool, device=positions.device)
-        known[self.target_ids] = True
-        if target.full is None:
-            return known[batch.tokens[positions + 1]]
-        best = [(part.to(target.full.dtype) @ target.full.T).argmax(-1) for part in batch.last[positions].split(chunk)]
-        return known[torch.cat(best)] if best else known[:0]
+        return chain_loss(
+            self.unroll(text(0), batch.aux, batch.lengths, config.ttt_steps, text),
+            self.lm_head.weight,
+            batch,
+            target,
+            self.vocabulary,
+            Objective(config.step_weights, chosen_divergence(config)),
+            total=total,
+            chunk_tokens=chunk_tokens,
+        )
 
     @torch.no_grad()
     def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
@@ -221,9 +253,13 @@ class Eagle3Draft(Draft):
         proposals.append(self.best_tokens(outputs[-1]))
         return torch.stack(proposals, dim=1)
 
+    def logits(self, normed: Tensor) -> Tensor:
+        """`[N, Vd]` over the draft vocabulary from normed hidden states `[N, H]`."""
+        return F.linear(normed, self.lm_head.weight)
+
     def best_tokens(self, normed: Tensor) -> Tensor:
         """Greedy proposals `[N]` (target ids) from normed hidden states `[N, H]`."""
-        return self.target_ids[self.lm_head(normed).argmax(-1)]
+        return self.target_ids[self.logits(normed).argmax(-1)]
 
     def proposer(self) -> "Eagle3Proposer":
         return Eagle3Proposer(self)
@@ -248,11 +284,11 @@ class Eagle3Proposer:
         drawn_from: list[Tensor] = []
 
         def choose(normed: Tensor) -> Tensor:
-            drawn_from.append(sampling.distribution(draft.lm_head(normed)))
+            drawn_from.append(sampling.distribution(draft.logits(normed)))
             return draft.target_ids[sampling.draw(drawn_from[-1])]
 
         tokens = self._chain(sequence, aux, lookahead, choose)
-        probabilities = drawn_from[0].new_zeros(lookahead, len(draft.embedding))
+        probabilities = drawn_from[0].new_zeros(lookahead, draft.vocabulary.target_size)
         probabilities[:, draft.target_ids] = torch.cat(drawn_from)
         return Proposals(tokens, probabilities)
 
@@ -280,22 +316,10 @@ class Eagle3Proposer:
         draft, layer = self.draft, self.draft.midlayer
         positions = torch.arange(start, start + len(tokens), device=tokens.device)
         tables = rotary_tables(positions, draft.config.head_dim, draft.config.rope_theta)
-        x = layer.attention_input(F.embedding(tokens, draft.embedding), hidden)
+        x = layer.attention_input(F.embedding(tokens, draft.embed_tokens.weight), hidden)
         q, k, v = layer.self_attn.project(x, tables)
         keys, values = torch.cat([keys, k]), torch.cat([values, v])
         return layer.finish(hidden, layer.self_attn.first(q, keys, values)), keys, values
-
-
-def _chains(rows: Tensor, valid: Tensor, correct: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Accepted and tried chains `[S]`: row r's chain goes on to step j only if steps 0..j-1 were correct."""
-    alive = torch.ones(count, dtype=torch.bool, device=rows.device)
-    accepted, tried = [], []
-    for row, here, hit in zip(rows, valid, correct, strict=True):
-        reached = here & alive[row]
-        tried.append(reached.sum())
-        accepted.append((reached & hit).sum())
-        alive = torch.zeros_like(alive).index_put((row[reached & hit],), alive.new_ones(()))
-    return torch.stack(accepted), torch.stack(tried)
 
 
 DRAFT = Eagle3Draft

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from infra.results import BenchmarkResult, RequestCounts
 from models.benchmark.contestants import SelectedLayers, load_contestants
 from models.benchmark.reference import decode_sampled
 from models.benchmark.run import benchmark_run
+from models.benchmark.served import serve, served_acceptance, speculative_arguments
 from models.benchmark.standalone import bench, parse
 from models.benchmark.words import lines, table
 from models.config import RunConfig
@@ -81,7 +83,7 @@ def export(target: Path, folder: Path, layers: tuple[int, ...], seed: int) -> Pa
     vocabulary = DraftVocabulary(torch.arange(2, 62), VOCABULARY_SIZE)
     draft = build_draft(config, torch.zeros(VOCABULARY_SIZE, 32), vocabulary, layers)
     checkpoint = folder.with_name(f"{folder.name}-checkpoint")
-    checkpoint.mkdir(parents=True)
+    checkpoint.mkdir(parents=True, exist_ok=True)
     save_file({**draft.state_dict(), VOCABULARY: vocabulary.target_ids}, checkpoint / AVERAGED)
     description = DraftDescription(
         config=config.model_dump(),
@@ -104,7 +106,7 @@ def run(tmp_path: Path, target: Path, text: Path, monkeypatch: pytest.MonkeyPatc
             "name": "bench",
             "target": {"name": str(target), "aux_layer_ids": [0, 2]},
             "data": {"source": str(text), "chat_template": "none", "heldout_share": 0.2},
-            "draft": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 32},
+            "draft": {"method": "eagle3", "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 32},
             "benchmark": {"prompts": 12, "max_new_tokens": 16, "reference_tokens": 90, "timed_tokens": 40}
             | {"sampled_temperature": 0.8, "sampled_top_p": 0.95, "sampled_reference_tokens": 40},
             "promotion": {"resamples": 500},
@@ -219,6 +221,22 @@ def test_drafts_that_read_other_layers_share_one_target(run: Run, target: Path, 
         for generator in [torch.Generator().manual_seed(1)]
     ]
     assert drawn[0] == drawn[1]
+
+
+def test_a_draft_that_sglang_has_no_model_for_is_not_served_and_says_so(
+    run: Run, target: Path, monkeypatch: pytest.MonkeyPatch
+):
+    arguments = speculative_arguments(run.folder.export, 3)
+    assert arguments[:2] == ["--speculative-draft-model-path", str(run.folder.export)]
+    assert arguments[arguments.index("--speculative-num-steps") + 1] == "3"
+    export(target, run.folder.export, (1,), seed=2)
+    monkeypatch.setenv("SGLANG_PLATFORM", "one that could serve")
+    result = serve(run)
+    assert "SGLang has no model for EAGLE-3 drafts that are configured like this one" in result.note
+    assert result.acceptance is None
+    engine = run.config.generator.model_copy(update={"engine": "sglang"})
+    served = replace(run, config=run.config.model_copy(update={"generator": engine}))
+    assert served_acceptance(served, run.folder.export, [[1, 2]]) is None
 
 
 def test_the_sampled_reference_can_be_left_out(run: Run):

@@ -1,227 +1,112 @@
-"""EAGLE-3: training forward equals step-by-step decoding; the loss equals a slow one; gradients are right."""
+"""What is EAGLE-3's alone: SGLang's names and sizes, and options that make no sense together."""
+
+import re
 
 import pytest
 import torch
+from pydantic import ValidationError
 
-from models.decoding.sampling import Sampling
-from models.drafts.base import PackedSamples, TargetProjection, supervised_positions
 from models.drafts.eagle3.config import Eagle3Config
 from models.drafts.eagle3.module import Eagle3Draft
 from models.drafts.vocabulary import DraftVocabulary
 
-HIDDEN, TARGET_VOCABULARY, AUX = 12, 40, (0, 2)
+HIDDEN, TARGET_VOCABULARY = 12, 40
+SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 20, "ttt_steps": 3}
+LAYER = {
+    "fc.weight": (HIDDEN, 3 * HIDDEN),
+    "midlayer.input_layernorm.weight": (HIDDEN,),
+    "midlayer.hidden_norm.weight": (HIDDEN,),
+    "midlayer.post_attention_layernorm.weight": (HIDDEN,),
+    "midlayer.self_attn.q_proj.weight": (32, 2 * HIDDEN),
+    "midlayer.self_attn.k_proj.weight": (16, 2 * HIDDEN),
+    "midlayer.self_attn.v_proj.weight": (16, 2 * HIDDEN),
+    "midlayer.self_attn.o_proj.weight": (HIDDEN, 32),
+    "midlayer.mlp.gate_proj.weight": (20, HIDDEN),
+    "midlayer.mlp.up_proj.weight": (20, HIDDEN),
+    "midlayer.mlp.down_proj.weight": (HIDDEN, 20),
+    "norm.weight": (HIDDEN,),
+}
 
 
-def make_draft(seed: int = 0, dtype: torch.dtype = torch.float64, **changes) -> Eagle3Draft:
-    torch.manual_seed(seed)
-    knobs = {
-        "vocab_size": 24,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 20,
-        "ttt_steps": 4,
-    }
-    config = Eagle3Config(**(knobs | changes))
-    ids = torch.randperm(TARGET_VOCABULARY)[: config.vocab_size].sort().values
-    draft = Eagle3Draft(config, torch.randn(TARGET_VOCABULARY, HIDDEN), DraftVocabulary(ids, TARGET_VOCABULARY), AUX)
-    for name, parameter in draft.named_parameters():
-        if "norm" in name:
-            torch.nn.init.normal_(parameter, 1.0, 0.2)
-        else:
-            torch.nn.init.normal_(parameter, 0.0, 0.3)
-    return draft.to(dtype)
+def make(layers: tuple[int, ...] = (0, 1, 3), **changes) -> Eagle3Draft:
+    config = Eagle3Config.model_validate(SIZES | {"vocab_size": 24} | changes)
+    size = config.vocabulary_size(TARGET_VOCABULARY)
+    vocabulary = DraftVocabulary(torch.arange(TARGET_VOCABULARY - size, TARGET_VOCABULARY), TARGET_VOCABULARY)
+    return Eagle3Draft(config, torch.randn(TARGET_VOCABULARY, HIDDEN), vocabulary, layers)
 
 
-def make_batch(lengths: tuple[int, ...], seed: int = 1, dtype: torch.dtype = torch.float64) -> PackedSamples:
-    g = torch.Generator().manual_seed(seed)
-    count = sum(lengths)
-    return PackedSamples(
-        tokens=torch.randint(TARGET_VOCABULARY, (count,), generator=g),
-        loss_mask=torch.rand(count, generator=g) < 0.7,
-        aux=torch.randn(count, len(AUX) * HIDDEN, generator=g, dtype=dtype),
-        last=torch.randn(count, HIDDEN, generator=g, dtype=dtype),
-        lengths=lengths,
-    )
+@pytest.mark.parametrize(
+    ("changes", "stored", "said"),
+    [
+        ({}, {"lm_head.weight": (24, HIDDEN)}, {"draft_vocab_size": 24, "fc_norm": False, "norm_output": False}),
+        (
+            {"fc_norm": True, "norm_output": True},
+            {f"fc_norm.{i}.weight": (HIDDEN,) for i in range(3)} | {"lm_head.weight": (24, HIDDEN)},
+            {"fc_norm": True, "norm_before_fc": False, "norm_output": True},
+        ),
+        (
+            {"norm_before_fc": True},
+            {"input_norm.weight": (3 * HIDDEN,), "lm_head.weight": (24, HIDDEN)},
+            {"fc_norm": False, "norm_before_fc": True},
+        ),
+        ({"vocab_size": None}, {"lm_head.weight": (40, HIDDEN)}, {"draft_vocab_size": 40, "vocab_size": 40}),
+        ({"shared_head": True}, {"lm_head.weight": (24, HIDDEN)}, {"draft_vocab_size": 24}),
+        # SGLang takes the target's head where the draft vocabulary has no size.
+        ({"shared_head": True, "vocab_size": None}, {}, {"draft_vocab_size": None}),
+    ],
+)
+def test_names_sizes_and_settings_are_those_that_sglang_reads(changes, stored, said):
+    draft = make(**changes)
+    assert {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()} == LAYER | stored
+    config = draft.engine_config()
+    assert config is not None
+    assert said.items() <= config.items()
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 3]
+    assert config["num_aux_hidden_states"] == 3
 
 
-def projection(draft: Eagle3Draft, whole: bool) -> TargetProjection:
-    g = torch.Generator().manual_seed(9)
-    head = torch.randn(TARGET_VOCABULARY, HIDDEN, generator=g, dtype=draft.fc.weight.dtype)
-    return TargetProjection(head[draft.target_ids], head if whole else None, 1.0, None)
+def test_what_sglang_would_serve_wrongly_has_no_engine_config():
+    assert make(train_embeddings=True).engine_config() is None
+    assert make(layers=(1,)).engine_config() is None
 
 
-VARIANTS = [{}, {"fc_norm": True}, {"norm_output": True}, {"num_kv_heads": 4, "fc_norm": True}]
+def test_trained_embeddings_start_as_the_targets_and_a_shared_head_stays_it():
+    head = torch.randn(TARGET_VOCABULARY, HIDDEN)
+    embedding = torch.randn(TARGET_VOCABULARY, HIDDEN)
+    config = Eagle3Config.model_validate(SIZES | {"vocab_size": 24, "train_embeddings": True, "shared_head": True})
+    vocabulary = DraftVocabulary(torch.arange(3, 27), TARGET_VOCABULARY)
+    draft = Eagle3Draft(config, embedding, vocabulary, (0, 1))
+    draft.start_from(head)
+    trained = dict(draft.named_parameters())
+    assert torch.equal(trained["embed_tokens.weight"], embedding)
+    assert trained["embed_tokens.weight"].data_ptr() != embedding.data_ptr()
+    assert "lm_head.weight" not in trained
+    assert torch.equal(draft.lm_head.weight, head[3:27])
+    frozen = make()
+    assert "embed_tokens.weight" not in {*frozen.state_dict(), *dict(frozen.named_parameters())}
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_training_forward_equals_decoding_step_by_step(variant):
-    draft = make_draft(**variant)
-    batch = make_batch((9,))
-    steps = draft.config.ttt_steps
-    outputs = draft.unroll(
-        torch.cat([batch.tokens[1:], batch.tokens[:1]]),
-        batch.aux,
-        batch.lengths,
-        steps,
-        lambda j, _: torch.cat([batch.tokens[1 + j :], batch.tokens[: 1 + j]]),
-    )
-    for row in range(9 - steps - 1):
-        # Decoding from this row: catch up on rows 0..row, then feed back with the text's own tokens.
-        proposer = draft.proposer()
-        hidden, keys, values = proposer._step(
-            batch.tokens[1 : row + 2], draft.fuse(batch.aux[: row + 1]), 0, proposer.keys, proposer.values
-        )
-        hidden = hidden[-1:]
-        for step in range(steps):
-            normed = draft.norm(hidden)
-            assert torch.allclose(outputs[step][row], normed[0], atol=1e-6), (row, step)
-            fed_back = normed if draft.config.norm_output else hidden
-            hidden, keys, values = proposer._step(
-                batch.tokens[row + 2 + step : row + 3 + step], fed_back, len(keys), keys, values
-            )
+def test_a_whole_shared_head_takes_no_memory_of_its_own():
+    draft, head = make(shared_head=True, vocab_size=None), torch.randn(TARGET_VOCABULARY, HIDDEN)
+    draft.start_from(head)
+    assert draft.lm_head.weight.data_ptr() == head.data_ptr()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_rollout_equals_the_proposer(variant):
-    draft = make_draft(seed=2, dtype=torch.float32, **variant)
-    batch = make_batch((20,), dtype=torch.float32)
-    tokens = torch.cat([batch.tokens, torch.tensor([3])])
-    rollout = draft.rollout(tokens, batch.aux, 5)
-    assert len(rollout.unique()) > 5
-    proposer, seen = draft.proposer(), 0
-    for row in (3, 4, 8, 9, 15, 19):
-        proposed = proposer.propose(tokens[: row + 2], batch.aux[seen : row + 1], 5)
-        seen = row + 1
-        assert proposed.tolist() == rollout[row].tolist(), row
+def test_step_weights_are_given_or_decay():
+    assert make(ttt_decay=0.5).config.step_weights == (1, 0.5, 0.25)
+    assert make(ttt_weights=[1, 0, 0.5]).config.step_weights == (1, 0, 0.5)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("rule", [(1.0, 1.0), (0.7, 0.8)])
-def test_sampled_proposals_come_from_the_drafts_own_distribution(variant, rule):
-    """Distributions given with a chain are those that training's forward gives for the chain's own tokens."""
-    draft = make_draft(seed=2, dtype=torch.float32, **variant)
-    batch, lookahead = make_batch((9,), dtype=torch.float32), 4
-    sequence = torch.cat([batch.tokens, torch.tensor([3])])
-    seen = set()
-    for seed in range(5):
-        sampling = Sampling(*rule, torch.Generator().manual_seed(seed))
-        found = draft.proposer().sample(sequence, batch.aux, lookahead, sampling)
-        text = torch.cat([sequence, found.tokens])
-        outputs = draft.unroll(text[1:10], batch.aux, (9,), lookahead, lambda j, _, text=text: text.roll(-1 - j)[:9])
-        expected = torch.zeros(lookahead, TARGET_VOCABULARY)
-        rows = torch.stack([output[-1] for output in outputs])
-        expected[:, draft.target_ids] = sampling.distribution(draft.lm_head(rows))
-        assert torch.allclose(found.probabilities, expected, atol=1e-5)
-        assert bool((found.probabilities.gather(1, found.tokens[:, None]) > 0).all())
-        seen.add(tuple(found.tokens.tolist()))
-    assert len(seen) > 1
-
-
-def test_sampled_tokens_follow_that_distribution():
-    draft, batch, draws = make_draft(seed=2, dtype=torch.float32), make_batch((3,), dtype=torch.float32), 3000
-    sequence = torch.cat([batch.tokens, torch.tensor([3])])
-    sampling = Sampling(1.0, generator=torch.Generator().manual_seed(1))
-    found = [draft.proposer().sample(sequence, batch.aux, 1, sampling) for _ in range(draws)]
-    shares = torch.cat([one.tokens for one in found]).bincount(minlength=TARGET_VOCABULARY) / draws
-    # Total variation of 3,000 draws over 24 tokens is about sqrt(24 / 3000) / 2 at most.
-    assert (shares - found[0].probabilities[0]).abs().sum() / 2 < 0.06
-
-
-def test_sampling_leaves_the_proposer_as_proposing_does():
-    draft, batch = make_draft(seed=2, dtype=torch.float32), make_batch((20,), dtype=torch.float32)
-    tokens = torch.cat([batch.tokens, torch.tensor([3])])
-    one, other = draft.proposer(), draft.proposer()
-    one.propose(tokens[:9], batch.aux[:8], 4)
-    other.sample(tokens[:9], batch.aux[:8], 4, Sampling(1.0, generator=torch.Generator().manual_seed(1)))
-    proposed = one.propose(tokens, batch.aux[8:], 4)
-    assert proposed.tolist() == other.sample(tokens, batch.aux[8:], 4, Sampling(1.0, 1e-9)).tokens.tolist()
-
-
-def test_packing_equals_one_sample_at_a_time():
-    draft, lengths = make_draft(), (5, 9, 2, 7)
-    batch, target = make_batch(lengths), projection(make_draft(), whole=False)
-    together = draft.loss(batch, target, 10, 4)
-    alone, start = [], 0
-    for length in lengths:
-        cut = slice(start, start + length)
-        sample = PackedSamples(batch.tokens[cut], batch.loss_mask[cut], batch.aux[cut], batch.last[cut], (length,))
-        alone.append(draft.loss(sample, target, 10, 100))
-        start += length
-    assert together.loss.item() == pytest.approx(sum(one.loss.item() for one in alone), rel=1e-6)
-    for counts in ("accepted", "tried", "supervised", "covered"):
-        assert getattr(together, counts).tolist() == sum(getattr(one, counts) for one in alone).tolist()
-
-
-def slow_loss(draft: Eagle3Draft, batch: PackedSamples, target: TargetProjection, total: int):
-    """Row by row and step by step, as the paper says it."""
-    length, steps = len(batch.tokens), draft.config.ttt_steps
-    known = set(draft.target_ids.tolist())
-    loss, accepted, tried = 0.0, [0] * steps, [0] * steps
-    outputs = draft.unroll(
-        torch.cat([batch.tokens[1:], batch.tokens[:1]]),
-        batch.aux,
-        batch.lengths,
-        steps,
-        lambda j, _: torch.cat([batch.tokens[1 + j :], batch.tokens[: 1 + j]]),
-    )
-    for row in range(length):
-        alive = True
-        for step in range(steps):
-            position = row + 1 + step
-            if position + 1 >= length or not batch.loss_mask[position + 1]:
-                alive = False
-                continue
-            logits = target.rows @ batch.last[position]
-            own = int((target.full @ batch.last[position]).argmax()) if target.full is not None else None
-            decisive = int(batch.tokens[position + 1]) if own is None else own
-            q = draft.lm_head(outputs[step][row]).log_softmax(-1).detach()
-            if decisive in known:
-                loss -= draft.config.ttt_decay**step * float((logits.softmax(-1) * q).sum()) / total
-            if alive:
-                tried[step] += 1
-                alive = decisive in known and int(q.argmax()) == int(logits.argmax())
-                accepted[step] += alive
-    return loss, accepted, tried
-
-
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("seed", range(3))
-def test_loss_and_counts_equal_the_slow_ones(whole, seed):
-    draft, batch = make_draft(seed), make_batch((30,), seed)
-    target = projection(draft, whole)
-    outcome = draft.loss(batch, target, 13, 8)
-    loss, accepted, tried = slow_loss(draft, batch, target, 13)
-    assert outcome.loss.item() == pytest.approx(loss, rel=1e-5)
-    assert outcome.accepted.tolist() == accepted
-    assert outcome.tried.tolist() == tried
-    assert 0 < int(outcome.covered) < int(outcome.supervised)
-
-
-def test_gradients_against_finite_differences():
-    draft, batch = make_draft(fc_norm=True, ttt_steps=3), make_batch((6, 4))
-    target = projection(draft, whole=True)
-    parameters = dict(draft.named_parameters())
-
-    def loss(*values):
-        return torch.func.functional_call(
-            _Loss(draft, batch, target), {f"draft.{n}": v for n, v in zip(parameters, values, strict=True)}, ()
-        )
-
-    inputs = tuple(p.detach().clone().requires_grad_(True) for p in parameters.values())
-    assert torch.autograd.gradcheck(loss, inputs, eps=1e-6, atol=1e-5, fast_mode=True)
-
-
-class _Loss(torch.nn.Module):
-    def __init__(self, draft, batch, target):
-        super().__init__()
-        self.draft, self.batch, self.target = draft, batch, target
-
-    def forward(self):
-        return self.draft.loss(self.batch, self.target, 5, 3).loss
-
-
-def test_supervised_positions_stay_inside_their_sample():
-    mask = torch.tensor([1, 1, 1, 1, 1, 0, 1, 1, 1, 1], dtype=torch.bool)
-    assert supervised_positions(mask, (4, 2, 4)).tolist() == [1, 2, 7, 8]
-    assert supervised_positions(mask, (10,)).tolist() == [1, 2, 3, 5, 6, 7, 8]
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ttt_weights": [1, 2]}, "give one weight for each of the 3 ttt_steps"),
+        ({"ttt_weights": [0, 0, 0]}, "not all of them 0"),
+        ({"ttt_weights": [1, -1, 1]}, "greater than or equal to 0"),
+        ({"fc_norm": True, "norm_before_fc": True}, "set one of them"),
+        ({"num_kv_heads": 3}, "no multiple of num_kv_heads 3"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(changes, message):
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        Eagle3Config.model_validate(SIZES | changes)

@@ -1,0 +1,26 @@
+"""Knobs of Medusa heads (arXiv 2401.10774)."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from models.drafts.base_config import VocabularyChoice
+from models.losses.config import LOSS_FIELDS, LossChoice
+
+
+class MedusaConfig(LossChoice, VocabularyChoice):
+    """Heads over the highest target layer of `target.aux_layer_ids`, which should be the target's last."""
+
+    title: ClassVar[str] = "Medusa"
+    training_only: ClassVar[frozenset[str]] = LOSS_FIELDS | {"head_decay"}
+
+    method: Literal["medusa"] = "medusa"
+    heads: int = Field(default=4, ge=1, le=16, description="Tokens proposed at most; one head each.")
+    layers: int = Field(default=1, ge=1, le=4, description="Residual layers of a head.")
+    rms_norm_eps: float = Field(default=1e-6, gt=0)
+    head_decay: float = Field(default=0.8, gt=0, le=1, description="Weight of head k's loss is head_decay ** k.")
+
+    @property
+    def step_weights(self) -> tuple[float, ...]:
+        """Weight of every head's loss."""
+        return tuple(self.head_decay**head for head in range(self.heads))

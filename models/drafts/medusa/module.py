@@ -1,0 +1,122 @@
+"""Medusa heads (arXiv 2401.10774): every proposed position has a head of its own over one target feature.
+
+Head k reads the target's feature of position i and predicts token i + 2 + k: `lm_head(x + silu(W_k x))`, with W_k = 0
+at first. Two things differ from the paper. x is not the target's last hidden state after its final norm, but the last
+chunk of `aux`, that is the output of the highest captured layer, after a norm of the draft's own. And the heads share
+one projection onto the draft vocabulary, which starts as the target head's rows; the paper has one for each head.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.decoding.sampling import Sampling
+from models.drafts.base import NO_PROPOSAL, Draft, DraftLoss, PackedSamples, Proposals, TargetProjection
+from models.drafts.chains import Objective, chain_loss
+from models.drafts.layers import RMSNorm
+from models.drafts.medusa.config import MedusaConfig
+from models.drafts.vocabulary import DraftVocabulary
+from models.losses.choice import chosen_divergence
+
+
+class Head(nn.Module):
+    """Residual layers, which start as the identity."""
+
+    def __init__(self, layers: int, hidden_size: int):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(hidden_size, hidden_size, bias=False) for _ in range(layers))
+        for layer in self.layers:
+            nn.init.zeros_(layer.get_parameter("weight"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + F.silu(layer(x))
+        return x
+
+
+class MedusaDraft(Draft):
+    """Medusa heads for one target (arguments as for every draft; the embedding says only how wide the target is)."""
+
+    target_ids: Tensor
+
+    def __init__(
+        self, config: MedusaConfig, embedding: Tensor, vocabulary: DraftVocabulary, aux_layer_ids: Sequence[int]
+    ):
+        super().__init__()
+        self.hidden_size = embedding.shape[1]
+        self.config, self.vocabulary, self.aux_layer_ids = config, vocabulary, tuple(aux_layer_ids)
+        self.norm = RMSNorm(self.hidden_size, config.rms_norm_eps)
+        self.blocks = nn.ModuleList(Head(config.layers, self.hidden_size) for _ in range(config.heads))
+        self.lm_head = nn.Linear(self.hidden_size, len(vocabulary), bias=False)
+        self.register_buffer("target_ids", vocabulary.target_ids.clone(), persistent=False)
+
+    @property
+    def positions(self) -> int:
+        return self.config.heads
+
+    @torch.no_grad()
+    def start_from(self, head: Tensor) -> None:
+        """The projection starts as the target head's rows of the draft vocabulary."""
+        self.lm_head.weight.copy_(head[self.target_ids])
+
+    def engine_config(self) -> dict[str, Any] | None:
+        """None: SGLang has no Medusa."""
+        return None
+
+    def outputs(self, aux: Tensor) -> list[Tensor]:
+        """Hidden states `[N, H]` of every head, from target features `[N, K*H]`."""
+        x = self.norm(aux[:, -self.hidden_size :])
+        return [block(x) for block in self.blocks]
+
+    def loss(self, batch: PackedSamples, target: TargetProjection, total: int, chunk_tokens: int) -> DraftLoss:
+        """Divergence from the target, head by head (see Draft.loss)."""
+        return chain_loss(
+            self.outputs(batch.aux),
+            self.lm_head.weight,
+            batch,
+            target,
+            self.vocabulary,
+            Objective(self.config.step_weights, chosen_divergence(self.config)),
+            total=total,
+            chunk_tokens=chunk_tokens,
+        )
+
+    @torch.no_grad()
+    def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
+        """Proposals `[T, lookahead]` from every position of one sequence (see ProposalSource)."""
+        proposals = tokens.new_full((len(aux), lookahead), NO_PROPOSAL)
+        for step, output in enumerate(self.outputs(aux)[:lookahead]):
+            proposals[:, step] = self.target_ids[self.lm_head(output).argmax(-1)]
+        return proposals
+
+    def proposer(self) -> "MedusaProposer":
+        return MedusaProposer(self)
+
+
+class MedusaProposer:
+    """Proposes by the newest position's feature; beyond the last head there is no proposal."""
+
+    def __init__(self, draft: MedusaDraft):
+        self.draft = draft
+
+    def propose(self, sequence: Tensor, aux: Tensor, lookahead: int) -> Tensor:
+        """Greedy proposals `[lookahead]` (see Proposer)."""
+        return self.draft.rollout(sequence[-2:], aux[-1:], lookahead)[0]
+
+    @torch.no_grad()
+    def sample(self, sequence: Tensor, aux: Tensor, lookahead: int, sampling: Sampling) -> Proposals:
+        """Sampled proposals, each head by itself (see Proposer)."""
+        draft = self.draft
+        outputs = torch.cat(draft.outputs(aux[-1:])[:lookahead])
+        drawn_from = sampling.distribution(draft.lm_head(outputs))
+        tokens = sequence.new_full((lookahead,), NO_PROPOSAL)
+        tokens[: len(outputs)] = draft.target_ids[sampling.draw(drawn_from)]
+        probabilities = drawn_from.new_zeros(lookahead, draft.vocabulary.target_size)
+        probabilities[: len(outputs), draft.target_ids] = drawn_from
+        return Proposals(tokens, probabilities)
+
+
+DRAFT = MedusaDraft

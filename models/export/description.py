@@ -1,0 +1,67 @@
+"""What an exported draft says of itself: `config.json`, of which the block `draftsmith` is ours. Reads files only."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from models.drafts.config import DraftConfig, parse_draft_config
+
+CONFIG = "config.json"
+BLOCK = "draftsmith"
+SGLANG = "sglang"
+
+
+@dataclass(frozen=True)
+class ExportDescription:
+    """An exported draft, without its weights."""
+
+    config: DraftConfig
+    aux_layer_ids: tuple[int, ...]
+    target_vocab_size: int
+    served: bool
+    """Whether SGLang serves it."""
+    target_revision: str | None
+
+
+def block_of(
+    config: DraftConfig, aux_layer_ids: tuple[int, ...], target_vocab_size: int, *, served: bool
+) -> dict[str, Any]:
+    """The part of the block `draftsmith` that a draft is built from again."""
+    return {
+        "draft": config.model_dump(mode="json"),
+        "aux_layer_ids": list(aux_layer_ids),
+        "target_vocab_size": target_vocab_size,
+        "served_by": [SGLANG] if served else [],
+    }
+
+
+def read_description(folder: Path) -> ExportDescription:
+    """Read `config.json`. Raises ValueError for a folder that is not an export of ours."""
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"{folder} is not an exported draft (no {CONFIG}): give the export folder of a run")
+    settings = json.loads((folder / CONFIG).read_text())
+    block = settings.get(BLOCK, {})
+    if "draft" not in block:
+        raise ValueError(
+            f"{folder}/{CONFIG} does not say how the draft is built (no {BLOCK}.draft): give the export folder of a run"
+        )
+    try:
+        config = parse_draft_config(block["draft"])
+    except ValidationError as error:
+        raise ValueError(f"{folder}/{CONFIG} is of another version of Draftsmith: {error}") from error
+    return ExportDescription(
+        config=config,
+        aux_layer_ids=tuple(block["aux_layer_ids"] if "aux_layer_ids" in block else _engine_layers(settings)),
+        target_vocab_size=block.get("target_vocab_size") or settings["vocab_size"],
+        served=SGLANG in block["served_by"] if "served_by" in block else "architectures" in settings,
+        target_revision=block.get("target_revision"),
+    )
+
+
+def _engine_layers(settings: dict[str, Any]) -> list[int]:
+    """Exports of the first version named the target's layers for the engine alone."""
+    blocks = [block for block in settings.values() if isinstance(block, dict)]
+    return next(ids for block in blocks for name, ids in block.items() if name.endswith("layer_ids"))

@@ -1,0 +1,13 @@
+"""The loss that a method's configuration names. Runs in trainer ranks."""
+
+from models.losses.chunked import Divergence
+from models.losses.config import LossChoice
+from models.losses.lk import LKAlpha, LKLambda
+from models.losses.soft_cross_entropy import SoftCrossEntropy
+
+
+def chosen_divergence(config: LossChoice) -> Divergence:
+    """What is summed over supervised positions."""
+    if config.loss == "lk_alpha":
+        return LKAlpha()
+    return SoftCrossEntropy() if config.loss == "kl" else LKLambda(config.lk_decay)

@@ -1,0 +1,74 @@
+"""LK losses: a draft trained for what speculative sampling accepts (arXiv 2602.23881). Runs in trainer ranks.
+
+A token drawn from the draft's q is accepted with probability
+
+    a = sum_v min(p(v), q(v)) = 1 - TV(p, q)
+
+over the draft vocabulary, p being the target's true probabilities: what the draft cannot propose is never accepted, so
+it is not spread over the rest. p' is p renormalised over the draft vocabulary, for which alone KL is finite. (Where
+training knows the target's head on the draft vocabulary alone, `training.out_of_vocabulary=text`, p is p' too.)
+
+    alpha:   -log a
+    lambda:  w KL(p' || q) + (1 - w) (1 - a),   w = exp(-decay a), taken as a constant
+
+The paper takes one w per draft step, from the batch's mean acceptance. Here every position has its own: the loss stays
+a sum over positions, whatever the packing, the number of ranks and the accumulation.
+
+With m(v) = 1 where q(v) < p(v) and else 0, the slope of a by the draft's logits is q (m - sum_v m(v) q(v)).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LKAlpha:
+    """`-log a` (see `models.losses.chunked.Divergence`)."""
+
+    true_mass: bool = True
+
+    def __call__(
+        self, logits: Tensor, log_p: Tensor, log_mass: Tensor, with_slope: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        log_q = _log_softmax(logits)
+        log_a, gain = _acceptance(log_q, log_p + log_mass, with_slope)
+        return -log_a, None if gain is None else gain.neg_()
+
+
+@dataclass(frozen=True)
+class LKLambda:
+    """`w KL(p' || q) + (1 - w) (1 - a)` with `w = exp(-decay a)` (see `models.losses.chunked.Divergence`)."""
+
+    decay: float
+    true_mass: bool = True
+
+    def __call__(
+        self, logits: Tensor, log_p: Tensor, log_mass: Tensor, with_slope: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        p = log_p.exp()
+        log_q = _log_softmax(logits)
+        divergence = (p * log_p).sum(-1) - torch.einsum("spv,pv->sp", log_q, p)
+        log_a, gain = _acceptance(log_q, log_p + log_mass, with_slope)
+        a = log_a.exp()
+        w = (-self.decay * a).exp()
+        values = w * divergence + (1 - w) * (1 - a)
+        if gain is None:
+            return values, None
+        slope = log_q.exp_().sub_(p).mul_(w.unsqueeze(-1))
+        return values, slope.sub_(gain.mul_(((1 - w) * a).unsqueeze(-1)))
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    return logits.sub_(logits.logsumexp(-1, keepdim=True))
+
+
+def _acceptance(log_q: Tensor, log_p: Tensor, with_slope: bool) -> tuple[Tensor, Tensor | None]:
+    """`log a` `[S, n]`, and its slope `[S, n, Vd]`; in logarithms, because a starts near 0."""
+    log_a = torch.minimum(log_q, log_p).logsumexp(-1)
+    if not with_slope:
+        return log_a, None
+    # m q / a
+    gain = (log_q - log_a.unsqueeze(-1)).exp_().masked_fill_(log_q >= log_p, 0)
+    return log_a, gain.sub_(log_q.exp() * gain.sum(-1, keepdim=True))

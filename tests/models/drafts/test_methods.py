@@ -1,0 +1,388 @@
+"""What holds for every draft method. A new method joins by its entry in `TINY` and `SLOW`."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from models.decoding.sampling import Sampling
+from models.drafts.base import Draft, PackedSamples, TargetProjection
+from models.drafts.base_config import VocabularyChoice
+from models.drafts.config import METHODS, parse_draft_config
+from models.drafts.eagle3.module import Eagle3Draft
+from models.drafts.medusa.module import MedusaDraft
+from models.drafts.registry import build_draft
+from models.drafts.vocabulary import DraftVocabulary
+from models.export.description import read_description
+from models.export.sglang import load_draft, write_export
+from models.losses.config import LossChoice
+from models.targets.weights import read_target_head
+
+HIDDEN, TARGET_VOCABULARY, AUX = 12, 40, (0, 2)
+
+EAGLE3 = {"vocab_size": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 20, "ttt_steps": 4}
+
+TINY: dict[str, dict] = {
+    "eagle3": EAGLE3,
+    "medusa": {"vocab_size": 24, "heads": 3},
+}
+"""Every registered method, tiny; its draft vocabulary, where it has one, is a part of the target's."""
+
+DISTRIBUTIONS = [method for method in TINY if issubclass(METHODS[method], LossChoice)]
+"""Methods that learn the target's distribution along chains, by a loss of their choice."""
+
+SMALLEST, KINDS = "medusa", ("kl", "lk_alpha", "lk_lambda")
+
+VARIANTS: list[tuple[str, dict]] = [
+    *((method, {}) for method in TINY),
+    *((method, {"vocab_size": None}) for method in TINY if issubclass(METHODS[method], VocabularyChoice)),
+    ("eagle3", {"fc_norm": True, "norm_output": True, "ttt_weights": [1.0, 0.0, 0.5, 0.25]}),
+    ("eagle3", {"norm_before_fc": True, "num_kv_heads": 4, "shared_head": True}),
+    ("eagle3", {"vocab_size": None, "shared_head": True}),
+    ("eagle3", {"train_embeddings": True, "norm_output": True}),
+    ("medusa", {"heads": 5, "layers": 2, "head_decay": 0.5}),
+]
+
+
+def eagle3_logits(draft: Eagle3Draft, tokens: Tensor, aux: Tensor, row: int, steps: int) -> list[Tensor]:
+    """Decoding from this row: catch up on rows 0..row, then feed back with the text's own tokens."""
+    proposer, found = draft.proposer(), []
+    rows = (tokens[1 : row + 2], draft.fuse(aux[: row + 1]))
+    for step in range(steps):
+        hidden, proposer.keys, proposer.values = proposer._step(
+            *rows, len(proposer.keys), proposer.keys, proposer.values
+        )
+        normed = draft.norm(hidden[-1:])
+        found.append(draft.logits(normed)[0])
+        rows = (tokens[row + 2 + step : row + 3 + step], normed if draft.config.norm_output else hidden[-1:])
+    return found
+
+
+def medusa_logits(draft: MedusaDraft, _tokens: Tensor, aux: Tensor, row: int, steps: int) -> list[Tensor]:
+    """Head by head, from the row's feature alone."""
+    found, feature = [], aux[row, -HIDDEN:]
+    normed = feature * (feature.square().mean() + 1e-6).rsqrt() * draft.norm.weight
+    for block in list(draft.blocks)[:steps]:
+        x = normed
+        for layer in block.layers:
+            z = layer.weight @ x
+            x = x + z * torch.sigmoid(z)
+        found.append(draft.lm_head.weight @ x)
+    return found
+
+
+SLOW: dict[str, Callable[..., list[Tensor]]] = {
+    "eagle3": eagle3_logits,
+    "medusa": medusa_logits,
+}
+"""`[Vd]` logits of every step from one row of one text, as plainly as can be."""
+
+LOSSES = [
+    (method, {"loss": loss} | changes) for method, changes in VARIANTS if method in DISTRIBUTIONS for loss in KINDS
+]
+
+
+SMOOTH = [*VARIANTS, *((method, changes) for method, changes in LOSSES if changes["loss"] == "lk_alpha")]
+
+
+def named(table: list[tuple[str, dict]]) -> list[str]:
+    return ["-".join([method, *map(str, changes), str(changes.get("loss", ""))]) for method, changes in table]
+
+
+variants = pytest.mark.parametrize(("method", "changes"), VARIANTS, ids=named(VARIANTS))
+methods = pytest.mark.parametrize("method", TINY)
+
+
+def target_head(dtype: torch.dtype = torch.float64) -> Tensor:
+    """Rows of equal length: each token is the greatest along its own row."""
+    rows = torch.randn(TARGET_VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    return (HIDDEN**0.5 * torch.nn.functional.normalize(rows)).to(dtype)
+
+
+def make_draft(method: str, seed: int = 0, dtype: torch.dtype = torch.float64, **changes) -> Draft:
+    """With random weights: an untrained one would hide much."""
+    torch.manual_seed(seed)
+    config = parse_draft_config({"method": method} | TINY[method] | changes)
+    ids = torch.randperm(TARGET_VOCABULARY)[: config.vocabulary_size(TARGET_VOCABULARY)].sort().values
+    draft = build_draft(config, torch.randn(TARGET_VOCABULARY, HIDDEN), DraftVocabulary(ids, TARGET_VOCABULARY), AUX)
+    draft.start_from(target_head(torch.float32))
+    for name, parameter in draft.named_parameters():
+        torch.nn.init.normal_(parameter, float("norm" in name), 0.2 if "norm" in name else 0.3)
+    return draft.to(dtype)
+
+
+def make_batch(lengths: tuple[int, ...], seed: int = 1, dtype: torch.dtype = torch.float64) -> PackedSamples:
+    g = torch.Generator().manual_seed(seed)
+    count = sum(lengths)
+    return PackedSamples(
+        tokens=torch.randint(TARGET_VOCABULARY, (count,), generator=g),
+        loss_mask=torch.rand(count, generator=g) < 0.7,
+        aux=torch.randn(count, len(AUX) * HIDDEN, generator=g, dtype=dtype),
+        last=torch.randn(count, HIDDEN, generator=g, dtype=dtype),
+        lengths=lengths,
+    )
+
+
+def projection(draft: Draft, whole: bool, soft_cap: float | None = None) -> TargetProjection:
+    head = target_head(next(draft.parameters()).dtype)
+    return TargetProjection(head[draft.vocabulary.target_ids], head if whole else None, 1.2, soft_cap)
+
+
+def split(batch: PackedSamples) -> list[PackedSamples]:
+    """The same samples, a batch each."""
+    ends = torch.tensor(batch.lengths).cumsum(0).tolist()
+    cuts = [slice(end - length, end) for end, length in zip(ends, batch.lengths, strict=True)]
+    tensors = (batch.tokens, batch.loss_mask, batch.aux, batch.last)
+    return [PackedSamples(*(x[cut] for x in tensors), (cut.stop - cut.start,)) for cut in cuts]
+
+
+def test_every_registered_method_is_tested():
+    assert set(TINY) == set(SLOW) == set(METHODS)
+
+
+def target_logits(target: TargetProjection, head: Tensor, last: Tensor) -> Tensor:
+    logits = head @ last * target.logit_scale
+    return logits if target.soft_cap is None else target.soft_cap * torch.tanh(logits / target.soft_cap)
+
+
+def slow_divergence(config, q: Tensor, inside: Tensor, p: Tensor) -> Tensor:
+    """`inside`: the target's probabilities, renormalised over the draft vocabulary; `p`: as they are."""
+    if config.loss == "kl":
+        return -(inside * q.log()).sum()
+    acceptance = torch.minimum(p, q).sum()
+    if config.loss == "lk_alpha":
+        return -acceptance.log()
+    weight = torch.exp(-config.lk_decay * acceptance)
+    return weight * (inside * (inside / q).log()).sum() + (1 - weight) * (1 - acceptance)
+
+
+def slow_loss(draft: Draft, batch: PackedSamples, target: TargetProjection, total: int):
+    """One text, row by row and step by step: loss, accepted and tried chains."""
+    length, steps = len(batch.tokens), draft.positions
+    ids = draft.vocabulary.target_ids
+    loss, accepted, tried = 0.0, [0] * steps, [0] * steps
+    for row in range(length - 1):
+        alive = True
+        within = min(steps, length - 2 - row)
+        for step, logits in enumerate(SLOW[draft.config.method](draft, batch.tokens, batch.aux, row, within)):
+            position = row + 1 + step
+            if not batch.loss_mask[position + 1]:
+                alive = False
+                continue
+            own = target_logits(target, target.rows, batch.last[position])
+            inside = p = own.softmax(-1)
+            decisive = int(batch.tokens[position + 1])
+            if target.full is not None:
+                everywhere = target_logits(target, target.full, batch.last[position])
+                decisive, p = int(everywhere.argmax()), everywhere.softmax(-1)[ids]
+            covered = decisive in ids.tolist()
+            if covered:
+                value = slow_divergence(draft.config, logits.detach().softmax(-1), inside, p)
+                loss += draft.config.step_weights[step] * float(value) / total
+            if alive:
+                tried[step] += 1
+                alive = covered and int(logits.argmax()) == int(own.argmax())
+                accepted[step] += alive
+    return loss, accepted, tried
+
+
+@pytest.mark.parametrize(("method", "changes"), LOSSES, ids=named(LOSSES))
+@pytest.mark.parametrize(("whole", "soft_cap"), [(True, 3.0), (False, None)])
+def test_loss_and_counts_equal_the_slow_ones(method, changes, whole, soft_cap):
+    """Of methods that choose their loss; the others have theirs beside their own tests."""
+    draft, batch = make_draft(method, **changes), make_batch((19,), 3)
+    target = projection(draft, whole, soft_cap)
+    outcome = draft.loss(batch, target, 13, 8)
+    expected, accepted, tried = slow_loss(draft, batch, target, 13)
+    assert outcome.loss.item() == pytest.approx(expected, rel=1e-5)
+    assert outcome.accepted.tolist() == accepted
+    assert outcome.tried.tolist() == tried
+    assert 0 < int(outcome.covered) <= int(outcome.supervised)
+    assert (int(outcome.covered) == int(outcome.supervised)) == draft.vocabulary.whole
+
+
+@variants
+def test_packing_equals_one_sample_at_a_time(method, changes):
+    draft = make_draft(method, **changes)
+    batch, target = make_batch((5, 9, 2, 7)), projection(draft, whole=False)
+    together = draft.loss(batch, target, 10, 4)
+    alone = [draft.loss(sample, target, 10, 100) for sample in split(batch)]
+    assert together.loss.item() == pytest.approx(sum(one.loss.item() for one in alone), rel=1e-6)
+    for counts in ("accepted", "tried", "supervised", "covered"):
+        assert getattr(together, counts).tolist() == sum(getattr(one, counts) for one in alone).tolist()
+
+
+class LossOf(torch.nn.Module):
+    def __init__(self, draft: Draft, batch: PackedSamples, target: TargetProjection):
+        super().__init__()
+        self.draft, self.batch, self.target = draft, batch, target
+
+    def forward(self) -> Tensor:
+        return self.draft.loss(self.batch, self.target, 5, 3).loss
+
+
+@pytest.mark.parametrize(("method", "changes"), SMOOTH, ids=named(SMOOTH))
+def test_gradients_against_finite_differences(method, changes):
+    """Not of `lk_lambda`, whose weight is taken as a constant: tests of losses have its gradient."""
+    draft = make_draft(method, **changes)
+    module = LossOf(draft, make_batch((6, 4)), projection(draft, whole=True))
+    parameters = dict(draft.named_parameters())
+
+    def value(*values: Tensor) -> Tensor:
+        named = {f"draft.{name}": one for name, one in zip(parameters, values, strict=True)}
+        return torch.func.functional_call(module, named, ())
+
+    inputs = tuple(p.detach().clone().requires_grad_(True) for p in parameters.values())
+    assert torch.autograd.gradcheck(value, inputs, eps=1e-6, atol=1e-5, fast_mode=True)
+
+
+@variants
+def test_rollout_equals_the_proposer(method, changes):
+    draft, batch = make_draft(method, 2, torch.float32, **changes), make_batch((20,), dtype=torch.float32)
+    tokens = torch.cat([batch.tokens, torch.tensor([3])])
+    rollout = draft.rollout(tokens, batch.aux, 6)
+    assert len(rollout.unique()) > 5
+    proposer, seen = draft.proposer(), 0
+    for row in (3, 4, 8, 9, 15, 19):
+        proposed = proposer.propose(tokens[: row + 2], batch.aux[seen : row + 1], 6)
+        seen = row + 1
+        assert proposed.tolist() == rollout[row].tolist(), row
+
+
+def sure_target(draft: Draft, tokens: Tensor) -> tuple[Tensor, TargetProjection]:
+    """`last` and head of a target that is sure of every next token."""
+    head = target_head(torch.float32)
+    return 4 * head[tokens.roll(-1)], TargetProjection(head[draft.vocabulary.target_ids], None, 1.0, None)
+
+
+@variants
+def test_training_counts_the_chains_that_decoding_proposes(method, changes):
+    """On a text that mostly is what the draft proposes, with a target that says just that text."""
+    draft, batch, length = make_draft(method, 2, torch.float32, **changes), make_batch((41,), dtype=torch.float32), 40
+    ids, steps, proposer = draft.vocabulary.target_ids, draft.positions, draft.proposer()
+    text, seen = ids[batch.tokens % len(ids)], 0
+    for row in range(0, length - steps - 1, steps + 1):
+        text[row + 2 : row + 2 + steps] = proposer.propose(text[: row + 2], batch.aux[seen : row + 1], steps)
+        seen = row + 1
+    text = text[:length]
+    last, target = sure_target(draft, text)
+    everywhere = torch.ones(length, dtype=torch.bool)
+    outcome = draft.loss(PackedSamples(text, everywhere, batch.aux[:length], last, (length,)), target, length, 16)
+    accepted, tried = [0] * steps, [0] * steps
+    for row, proposals in enumerate(draft.rollout(text, batch.aux[: length - 1], steps).tolist()):
+        for step, (proposal, said) in enumerate(zip(proposals, text[row + 2 :].tolist(), strict=False)):
+            tried[step] += 1
+            if proposal != said:
+                break
+            accepted[step] += 1
+    assert outcome.tried.tolist() == tried
+    assert outcome.accepted.tolist() == accepted
+    assert 0 < accepted[-1] < tried[0]
+
+
+@variants
+@pytest.mark.parametrize("rule", [(1.0, 1.0), (0.7, 0.8)])
+def test_sampled_proposals_come_from_the_drafts_own_distribution(method, changes, rule):
+    """Distributions given with a chain are those of the chain's own tokens, written out slowly."""
+    draft, batch = make_draft(method, 2, torch.float32, **changes), make_batch((9,), dtype=torch.float32)
+    sequence, lookahead = torch.cat([batch.tokens, torch.tensor([3])]), 4
+    seen = set()
+    for seed in range(4):
+        sampling = Sampling(*rule, torch.Generator().manual_seed(seed))
+        found = draft.proposer().sample(sequence, batch.aux, lookahead, sampling).usable()
+        assert len(found.tokens) == min(lookahead, draft.positions)
+        logits = SLOW[method](draft, torch.cat([sequence, found.tokens]), batch.aux, 8, len(found.tokens))
+        expected = torch.zeros(len(found.tokens), TARGET_VOCABULARY)
+        expected[:, draft.vocabulary.target_ids] = sampling.distribution(torch.stack(logits)).detach()
+        assert torch.allclose(found.probabilities, expected, atol=1e-5)
+        assert bool((found.probabilities.gather(1, found.tokens[:, None]) > 0).all())
+        seen.add(tuple(found.tokens.tolist()))
+    assert len(seen) > 1
+
+
+@methods
+def test_sampled_tokens_follow_that_distribution(method):
+    draft, batch, draws = make_draft(method, 2, torch.float32), make_batch((3,), dtype=torch.float32), 1500
+    sequence = torch.cat([batch.tokens, torch.tensor([3])])
+    sampling = Sampling(1.0, generator=torch.Generator().manual_seed(1))
+    found = [draft.proposer().sample(sequence, batch.aux, 1, sampling) for _ in range(draws)]
+    shares = torch.cat([one.tokens for one in found]).bincount(minlength=TARGET_VOCABULARY) / draws
+    # Total variation of 1,500 draws over 24 tokens is about sqrt(24 / 1500) / 2 at most.
+    assert (shares - found[0].probabilities[0]).abs().sum() / 2 < 0.09
+
+
+@methods
+def test_sampling_leaves_the_proposer_as_proposing_does(method):
+    draft, batch = make_draft(method, 2, torch.float32), make_batch((20,), dtype=torch.float32)
+    tokens = torch.cat([batch.tokens, torch.tensor([3])])
+    one, other = draft.proposer(), draft.proposer()
+    one.propose(tokens[:9], batch.aux[:8], 4)
+    other.sample(tokens[:9], batch.aux[:8], 4, Sampling(1.0, generator=torch.Generator().manual_seed(1)))
+    proposed = one.propose(tokens, batch.aux[8:], 4)
+    assert proposed.tolist() == other.sample(tokens, batch.aux[8:], 4, Sampling(1.0, 1e-9)).tokens.tolist()
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target on disk, as wide as the drafts expect."""
+    torch.manual_seed(4)
+    folder = tmp_path_factory.mktemp("target")
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = LlamaConfig(vocab_size=TARGET_VOCABULARY, tie_word_embeddings=False, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@variants
+def test_an_export_gives_the_same_logits(method, changes, target_folder, tmp_path):
+    made, head = make_draft(method, 3, torch.float32, **changes), read_target_head(target_folder, torch.float32)
+    draft = build_draft(made.config, head.embedding, made.vocabulary, AUX)
+    draft.start_from(head.head)
+    draft.load_state_dict(
+        {name: made.state_dict()[name] if name in dict(made.named_parameters()) else tensor
+         for name, tensor in draft.state_dict().items()}
+    )  # fmt: skip
+    write_export(draft, tmp_path / "export", {"step": 7})
+    again = load_draft(tmp_path / "export", target_folder, torch.float32)
+    batch = make_batch((12,), dtype=torch.float32)
+    tokens = torch.cat([batch.tokens, torch.tensor([3])])
+    ours, theirs = (
+        one.proposer().sample(tokens, batch.aux, 4, Sampling(1.0, 1.0, torch.Generator().manual_seed(5)))
+        for one in (draft, again)
+    )
+    assert torch.equal(ours.tokens, theirs.tokens)
+    assert torch.equal(ours.probabilities, theirs.probabilities)
+    description = read_description(tmp_path / "export")
+    assert description.config == draft.config
+    assert description.served == (draft.engine_config() is not None)
+    stored = load_file(tmp_path / "export" / "model.safetensors")
+    assert ("d2t" in stored) == ("t2d" in stored) == (not draft.vocabulary.whole)
+
+
+@pytest.mark.parametrize(
+    ("method", "changes"), [*((method, {}) for method in TINY), *((SMALLEST, {"loss": loss}) for loss in KINDS[1:])]
+)
+def test_a_draft_learns_a_few_texts_by_heart(method, changes):
+    draft = make_draft(method, 1, torch.float32, **changes)
+    batch, ids = make_batch((14, 11), 8, torch.float32), draft.vocabulary.target_ids
+    tokens = ids[batch.tokens % len(ids)]
+    last, target = sure_target(draft, tokens)
+    texts = PackedSamples(tokens, torch.ones(len(tokens), dtype=torch.bool), batch.aux, last, batch.lengths)
+    optimizer = torch.optim.Adam(draft.parameters(), 1e-2)
+    for _ in range(100):
+        optimizer.zero_grad()
+        draft.loss(texts, target, len(texts.tokens), 64).loss.backward()
+        optimizer.step()
+    right = asked = 0
+    for text in split(texts):
+        proposals = draft.rollout(text.tokens, text.aux[:-1], draft.positions)
+        following = text.tokens.tolist()
+        for row, proposed in enumerate(proposals.tolist()):
+            expected = following[row + 2 : row + 2 + draft.positions]
+            right += sum(one == other for one, other in zip(proposed, expected, strict=False))
+            asked += len(expected)
+    assert right >= 0.97 * asked

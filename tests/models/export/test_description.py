@@ -1,0 +1,51 @@
+"""What an export says of itself, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from models.drafts.config import parse_draft_config
+from models.export.description import BLOCK, block_of, read_description
+
+DRAFT = {"method": "eagle3", "vocab_size": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+DRAFT |= {"intermediate_size": 20}
+
+
+def write(folder: Path, settings: dict) -> Path:
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_what_is_written_is_read(tmp_path, served):
+    config = parse_draft_config(DRAFT)
+    block = block_of(config, (1, 4), 40, served=served)
+    found = read_description(write(tmp_path, {BLOCK: {"target_revision": "r"} | block}))
+    assert (found.config, found.aux_layer_ids, found.target_vocab_size) == (config, (1, 4), 40)
+    assert (found.served, found.target_revision) == (served, "r")
+
+
+def test_exports_of_the_first_version_are_read(tmp_path):
+    """They said of layers and sizes only what the engine reads, and lie in registries."""
+    engine = {"architectures": ["X"], "vocab_size": 40, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2]}}
+    found = read_description(write(tmp_path, engine | {BLOCK: {"draft": DRAFT}}))
+    assert (found.aux_layer_ids, found.target_vocab_size, found.served) == ((0, 2), 40, True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"architectures": ["X"]}, "does not say how the draft is built"),
+        ({BLOCK: {"draft": DRAFT | {"method": "eagle9"}}}, "another version of Draftsmith"),
+        ({BLOCK: {"draft": DRAFT | {"no_such_knob": 1}}}, "another version of Draftsmith"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        read_description(write(tmp_path, settings))
+
+
+def test_a_folder_without_an_export_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="not an exported draft"):
+        read_description(tmp_path)
