@@ -45,12 +45,13 @@ def check_run(run: Run) -> None:
 def _draft_parameters(run: Run) -> int:
     """Parameters of the draft, built without memory; whatever the draft refuses is refused here."""
     config, target = run.config.draft, run.target
-    if config.vocab_size > target.vocab_size:
+    vocab_size = config.vocab_size or target.vocab_size
+    if vocab_size > target.vocab_size:
         raise ValueError(
-            f"draft.vocab_size {config.vocab_size} exceeds the target's vocabulary of {target.vocab_size} tokens: "
+            f"draft.vocab_size {vocab_size} exceeds the target's vocabulary of {target.vocab_size} tokens: "
             f"set it to at most {target.vocab_size}"
         )
-    vocabulary = DraftVocabulary(torch.arange(config.vocab_size), target.vocab_size)
+    vocabulary = DraftVocabulary(torch.arange(vocab_size), target.vocab_size)
     with torch.device("meta"):
         embedding = torch.empty(target.vocab_size, target.hidden_size)
         draft = build_draft(config, embedding, vocabulary, run.config.target.aux_layer_ids)

@@ -130,7 +130,7 @@ class DraftTrainer:
         config = self.run.config.draft
         if self.run.folder.start.is_dir():
             return load_start(self.run)
-        vocabulary = DraftVocabulary.by_frequency(counts, config.vocab_size)
+        vocabulary = DraftVocabulary.by_frequency(counts, config.vocab_size or len(counts))
         draft = build_draft(config, head.embedding, vocabulary, self.run.config.target.aux_layer_ids)
         draft.start_from(head.head)
         return draft
