@@ -6,11 +6,13 @@ from typing import Annotated, Any, get_args
 from pydantic import Field, TypeAdapter
 
 from models.drafts.base_config import MethodConfig
+from models.drafts.dflash.config import DFlashConfig
 from models.drafts.eagle3.config import Eagle3Config
 from models.drafts.medusa.config import MedusaConfig
 
 DraftConfig = Annotated[
-    Eagle3Config
+    DFlashConfig
+    | Eagle3Config
     | MedusaConfig,
     Field(discriminator="method"),
 ]  # fmt: skip

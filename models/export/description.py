@@ -44,9 +44,9 @@ def read_description(folder: Path) -> ExportDescription:
         raise ValueError(f"{folder} is not an exported draft (no {CONFIG}): give the export folder of a run")
     settings = json.loads((folder / CONFIG).read_text())
     block = settings.get(BLOCK, {})
-    if "draft" not in block:
+    if "served_by" not in block:
         raise ValueError(
-            f"{folder}/{CONFIG} does not say how the draft is built (no {BLOCK}.draft): give the export folder of a run"
+            f"{folder}/{CONFIG} does not say how the draft is built (no {BLOCK}.served_by): give the export folder of a run"
         )
     try:
         config = parse_draft_config(block["draft"])
@@ -54,14 +54,9 @@ def read_description(folder: Path) -> ExportDescription:
         raise ValueError(f"{folder}/{CONFIG} is of another version of Draftsmith: {error}") from error
     return ExportDescription(
         config=config,
-        aux_layer_ids=tuple(block["aux_layer_ids"] if "aux_layer_ids" in block else _engine_layers(settings)),
-        target_vocab_size=block.get("target_vocab_size") or settings["vocab_size"],
-        served=SGLANG in block["served_by"] if "served_by" in block else "architectures" in settings,
+        aux_layer_ids=tuple(block["aux_layer_ids"]),
+        target_vocab_size=block["target_vocab_size"],
+        served=SGLANG in block["served_by"],
         target_revision=block.get("target_revision"),
     )
 
-
-def _engine_layers(settings: dict[str, Any]) -> list[int]:
-    """Exports of the first version named the target's layers for the engine alone."""
-    blocks = [block for block in settings.values() if isinstance(block, dict)]
-    return next(ids for block in blocks for name, ids in block.items() if name.endswith("layer_ids"))

@@ -1,4 +1,4 @@
-"""Chain speculation (EAGLE-3, topk 1, greedy) for a real SGLang server on a plain CPU: test equipment.
+"""Chain speculation (EAGLE-3, DFlash; topk 1, greedy) for a real SGLang server on a plain CPU: test equipment.
 
 SGLang has seams for most of it (`sglang_speculation_platform.py`); six kernels without one are replaced here through
 its hook registry. Active only with `SGLANG_PLATFORM=draftsmith_test_cpu`.
@@ -27,8 +27,10 @@ def register() -> None:
     """Entry point of the kernels."""
     if os.environ.get("SGLANG_PLATFORM") != NAME:
         return
+    from sglang.srt.arg_groups.choices import add_draft_attention_backend_choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    add_draft_attention_backend_choices(["torch_native"])
     replaced = {
         "cache_locs.assign_draft_cache_locs_contiguous_func": assign_draft_cache_locs,
         "eagle.fill_bonus_tokens_func": fill_bonus_tokens,
@@ -43,6 +45,9 @@ def register() -> None:
     factory = "sglang.srt.speculative.draft_utils.DraftBackendFactory."
     HookRegistry.register(factory + "create_decode_backend", decode_backend, HookType.AROUND)
     HookRegistry.register(factory + "create_draft_extend_backend", extend_backend, HookType.AROUND)
+    for name in ("DFlashDraftModel", "DFlashLagunaForCausalLM"):
+        HookRegistry.register(f"sglang.srt.models.dflash.{name}.forward", in_own_dtype, HookType.AROUND)
+    _without_streams()
 
 
 def decode_backend(_original: Any, factory: Any) -> Any:
@@ -58,6 +63,17 @@ def extend_backend(_original: Any, factory: Any) -> Any:
     from sglang_speculation_attention import VerifyingAttention, named
 
     return named(VerifyingAttention(factory.draft_model_runner))
+
+
+def in_own_dtype(original: Any, draft: Any, *inputs: Any, input_embeds: Tensor, **others: Any) -> Any:
+    """SGLang hands every draft bfloat16 embeddings."""
+    return original(draft, *inputs, input_embeds=input_embeds.to(draft.norm.weight.dtype), **others)
+
+
+def _without_streams() -> None:
+    """DFlash's worker marks a tensor as used by a stream without asking whether it lies on a device that has any."""
+    original = Tensor.record_stream
+    Tensor.record_stream = lambda tensor, stream: original(tensor, stream) if tensor.is_cuda else None
 
 
 def assign_req_to_token_pool(

@@ -1,9 +1,10 @@
-"""Attention for verification steps and for the draft's own steps, on PyTorch's kernels: chains only."""
+"""Attention for verification steps and for the draft's own steps, on PyTorch's kernels: chains and DFlash's blocks."""
 
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -33,13 +34,15 @@ class VerifyingAttention(TorchNativeAttnBackend):
         return torch.cat(outputs)
 
     def _verify(self, queries: Tensor, layer: Any, batch: Any, row: int, count: int) -> Tensor:
-        """`count` proposals of one request: each sees the prefix, and the proposals up to itself."""
+        """`count` rows of one request: each sees the prefix, and the rows up to itself (of a block to fill: all)."""
         length = int(batch.seq_lens[row])
         places = self.req_to_token_pool.req_to_token[batch.req_pool_indices[row], : length + count]
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)[places]
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)[places]
         own, other = torch.arange(count)[:, None] + length, torch.arange(length + count)[None, :]
         mask = other <= own
+        if layer.attn_type == AttentionType.ENCODER_ONLY:
+            mask = torch.ones_like(mask)
         window = layer.sliding_window_size
         if window is not None and window > -1:
             mask &= other >= own - window

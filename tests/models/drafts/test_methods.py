@@ -26,7 +26,11 @@ HIDDEN, TARGET_VOCABULARY, AUX = 12, 40, (0, 2)
 
 EAGLE3 = {"vocab_size": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 20, "ttt_steps": 4}
 
+DFLASH = {"block_size": 4, "layer_types": ["full_attention"] * 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+DFLASH |= {"intermediate_size": 20, "anchors": 8}
+
 TINY: dict[str, dict] = {
+    "dflash": DFLASH,
     "eagle3": EAGLE3,
     "medusa": {"vocab_size": 24, "heads": 3},
 }

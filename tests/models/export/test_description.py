@@ -26,19 +26,13 @@ def test_what_is_written_is_read(tmp_path, served):
     assert (found.served, found.target_revision) == (served, "r")
 
 
-def test_exports_of_the_first_version_are_read(tmp_path):
-    """They said of layers and sizes only what the engine reads, and lie in registries."""
-    engine = {"architectures": ["X"], "vocab_size": 40, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2]}}
-    found = read_description(write(tmp_path, engine | {BLOCK: {"draft": DRAFT}}))
-    assert (found.aux_layer_ids, found.target_vocab_size, found.served) == ((0, 2), 40, True)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"architectures": ["X"]}, "does not say how the draft is built"),
-        ({BLOCK: {"draft": DRAFT | {"method": "eagle9"}}}, "another version of Draftsmith"),
-        ({BLOCK: {"draft": DRAFT | {"no_such_knob": 1}}}, "another version of Draftsmith"),
+        ({BLOCK: {"draft": DRAFT}}, "does not say how the draft is built"),
+        ({BLOCK: {"draft": DRAFT | {"method": "eagle9"}, "served_by": []}}, "another version of Draftsmith"),
+        ({BLOCK: {"draft": DRAFT | {"no_such_knob": 1}, "served_by": []}}, "another version of Draftsmith"),
     ],
 )
 def test_what_cannot_be_built_is_refused(tmp_path, settings, message):

@@ -1,0 +1,77 @@
+"""Knobs of DFlash (arXiv 2602.06036), with D-PACE's position weights (arXiv 2605.18810)."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from models.drafts.base_config import MethodConfig
+
+LayerType = Literal["full_attention", "sliding_attention"]
+
+
+class DFlashConfig(MethodConfig):
+    """A few decoder layers over a block of one known token and masks; the target's features are keys and values.
+
+    No draft vocabulary: the draft speaks through the target's own head, and so does the engine that serves it.
+    """
+
+    title: ClassVar[str] = "DFlash"
+    training_only: ClassVar[frozenset[str]] = frozenset(
+        {"anchors", "anchor_seed", "position_weights", "decay_gamma", "dpace_alpha"}
+    )
+
+    method: Literal["dflash"] = "dflash"
+    block_size: int = Field(
+        default=16, ge=2, le=64, description="Positions per block: the last known token, and one less to propose."
+    )
+    layer_types: tuple[LayerType, ...] = Field(
+        default=("full_attention",) * 5,
+        min_length=1,
+        description="One per layer. `full_attention` sees all features and the whole block; `sliding_attention` those "
+        "of the last `sliding_window` positions, and of the block what lies before.",
+    )
+    sliding_window: int | None = Field(
+        default=None, ge=2, description="Positions that a sliding layer sees, its own included."
+    )
+    mask_token_id: int | None = Field(
+        default=None,
+        ge=0,
+        description="Target token whose embedding stands at the positions to propose. Default: the last of the "
+        "target's vocabulary, which is seldom a real one.",
+    )
+    num_heads: int = Field(ge=1)
+    num_kv_heads: int = Field(ge=1)
+    head_dim: int = Field(ge=8)
+    intermediate_size: int = Field(ge=8)
+    rope_theta: float = Field(default=10_000.0, gt=0)
+    rms_norm_eps: float = Field(default=1e-6, gt=0)
+    fc_norm: bool = Field(
+        default=False,
+        description="RMS norm per target feature before fusion, and every layer's own norm on the fused ones (SGLang's "
+        "Laguna variant). Needed where the residual stream grows a lot (Gemma).",
+    )
+    anchors: int = Field(
+        default=512, ge=1, description="Blocks trained per sample, each starting at a position drawn at random."
+    )
+    anchor_seed: int = Field(default=0, description="Another seed draws other positions.")
+    position_weights: Literal["decay", "dpace"] = Field(
+        default="decay",
+        description="`decay`: proposal k weighs exp(-(k - 1) / decay_gamma). `dpace`: what it adds to the accepted "
+        "length as the draft stands now.",
+    )
+    decay_gamma: float = Field(default=7.0, gt=0, description="7 suits a block of 16, 5 one of 10, 4 one of 8.")
+    dpace_alpha: float = Field(
+        default=0.5, gt=0, le=1, description="Smoothing of D-PACE's confidences; 1: they do not matter."
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "DFlashConfig":
+        if "sliding_attention" in self.layer_types and self.sliding_window is None:
+            raise ValueError("draft.layer_types has sliding_attention layers: set draft.sliding_window")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"draft.num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
+        return self
+
+    def engine_arguments(self, lookahead: int) -> list[str]:
+        """A block (see `MethodConfig.engine_arguments`); the token that is already sure is its first."""
+        return ["--speculative-algorithm", "DFLASH", "--speculative-num-draft-tokens", str(lookahead + 1)]

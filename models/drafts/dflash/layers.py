@@ -1,0 +1,129 @@
+"""DFlash's decoder layers: a block attends to itself and to the target's features, which are keys and values only."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.drafts.dflash.config import DFlashConfig
+from models.drafts.layers import GatedMLP, RMSNorm, rotate
+
+Tables = tuple[Tensor, Tensor]
+KeysValues = tuple[Tensor, Tensor]
+"""Rotated keys and values, each `[N, kv_heads, d]`."""
+
+ROWS_AT_ONCE = 256
+"""Rows of one attention call: blocks that share it see each other's keys masked, which is work for nothing."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A blocks over packed features."""
+
+    tokens: Tensor
+    """`[A]` int64, each block's known token."""
+    positions: Tensor
+    """`[A]` int64, where in its sample that token stands: the features before it are seen. Ascending in a sample."""
+    starts: Tensor
+    """`[A]` int64, where the sample's features begin; ascending."""
+
+
+@dataclass(frozen=True)
+class View:
+    """Some blocks of one sample, and what their rows see."""
+
+    rows: slice
+    """Of the blocks' rows."""
+    features: slice
+    """Of the packed features."""
+    mask: Tensor
+    """`[rows, features + rows]` bool: True is seen."""
+
+
+def views(blocks: Blocks, block_size: int, window: int | None) -> list[View]:
+    """What every block sees: with a window, nothing behind it and nothing ahead; without, all there is."""
+    found = []
+    starts, positions = blocks.starts.tolist(), blocks.positions.tolist()
+    for first, end in _together(starts, max(1, ROWS_AT_ONCE // block_size)):
+        low = 0 if window is None else max(0, positions[first] - window + 1)
+        features = slice(starts[first] + low, starts[first] + positions[end - 1])
+        anchors = blocks.positions[first:end].repeat_interleave(block_size)
+        offsets = torch.arange(block_size, device=anchors.device).repeat(end - first)
+        own = anchors + offsets
+        place = torch.arange(low, positions[end - 1], device=anchors.device)
+        before, block = place < anchors[:, None], anchors[:, None] == anchors
+        if window is not None:
+            before &= place > own[:, None] - window
+            block &= (own <= own[:, None]) & (own > own[:, None] - window)
+        rows = slice(first * block_size, end * block_size)
+        found.append(View(rows, features, torch.cat([before, block], dim=1)))
+    return found
+
+
+def _together(starts: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Runs of equal starts, of at most `most`: (first, end)."""
+    first = 0
+    for index in range(1, len(starts) + 1):
+        if index == len(starts) or starts[index] != starts[first] or index - first == most:
+            yield first, index
+            first = index
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with normed queries and keys (Qwen3's)."""
+
+    def __init__(self, config: DFlashConfig, hidden_size: int):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.q_proj = nn.Linear(hidden_size, self.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, self.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden_size, self.kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, hidden_size, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def queries(self, x: Tensor, tables: Tables) -> Tensor:
+        """`[N, H]` to rotated queries `[N, heads, d]`."""
+        return rotate(self.q_norm(self.q_proj(x).view(len(x), self.heads, self.head_dim)), tables)
+
+    def keys_values(self, x: Tensor, tables: Tables) -> KeysValues:
+        """`[N, H]` block rows or fused features to rotated keys and values."""
+        values = self.v_proj(x).view(len(x), self.kv_heads, self.head_dim)
+        keys = rotate(self.k_norm(self.k_proj(x).view(len(x), self.kv_heads, self.head_dim)), tables)
+        return keys.to(values.dtype), values
+
+    def forward(self, x: Tensor, tables: Tables, features: KeysValues, seen: Sequence[View]) -> Tensor:
+        """Block rows `[A*B, H]` to `[A*B, H]`."""
+        keys, values = self.keys_values(x, tables)
+        queries = self.queries(x, tables).to(values.dtype)
+        attended = []
+        for view in seen:
+            q = queries[view.rows]
+            k, v = (
+                torch.cat([given[view.features], own[view.rows]])
+                for given, own in zip(features, (keys, values), strict=True)
+            )
+            out = F.scaled_dot_product_attention(
+                *(part.transpose(0, 1).unsqueeze(0) for part in (q, k, v)),
+                attn_mask=view.mask,
+                enable_gqa=self.heads != self.kv_heads,
+            )
+            attended.append(out.squeeze(0).transpose(0, 1).flatten(1))
+        return self.o_proj(torch.cat(attended))
+
+
+class DecoderLayer(nn.Module):
+    """Norm before attention and before the feed-forward, as in Qwen3. Features come as they are."""
+
+    def __init__(self, config: DFlashConfig, hidden_size: int):
+        super().__init__()
+        self.input_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, hidden_size)
+        self.post_attention_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(hidden_size, config.intermediate_size)
+
+    def forward(self, hidden: Tensor, tables: Tables, features: KeysValues, seen: Sequence[View]) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), tables, features, seen)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))

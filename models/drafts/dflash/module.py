@@ -1,0 +1,285 @@
+"""DFlash (arXiv 2602.06036): a block of masks after the last known token, filled in by one forward.
+
+The block's first row is the last known token, at position a; the others are masks at positions a + 1 .. a + B - 1, and
+row k's output stands for the token at its own position. Every layer's attention sees the target's fused features of
+positions 0 .. a - 1 as further keys and values. Embeddings and head are the target's, frozen. Parameter names are those
+of SGLang's layout.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.decoding.sampling import Sampling
+from models.drafts.base import (
+    NO_PROPOSAL,
+    Draft,
+    DraftLoss,
+    PackedSamples,
+    Proposals,
+    TargetProjection,
+    supervised_positions,
+)
+from models.drafts.dflash.config import DFlashConfig
+from models.drafts.dflash.layers import Blocks, DecoderLayer, KeysValues, views
+from models.drafts.layers import RMSNorm, rotary_tables
+from models.drafts.vocabulary import DraftVocabulary
+from models.losses.position_weights import decay_weights, dpace_weights, token_probabilities
+from models.losses.soft_cross_entropy import TargetDistribution, soft_cross_entropy
+
+BLOCKS_AT_ONCE = 64
+"""Blocks of a rollout whose rows and logits are alive at once."""
+
+
+class DFlashDraft(Draft):
+    """A DFlash draft for one target; it speaks once `start_from` has given it the target's head.
+
+    Args:
+        config: the method's knobs.
+        embedding: `[V, H]` the target's raw token embeddings, shared and frozen.
+        vocabulary: every token of the target.
+        aux_layer_ids: the K target layers whose outputs it reads.
+
+    Raises:
+        ValueError: for a pruned vocabulary, or a mask token that the target does not have.
+    """
+
+    embedding: Tensor
+    head: Tensor | None
+
+    def __init__(
+        self, config: DFlashConfig, embedding: Tensor, vocabulary: DraftVocabulary, aux_layer_ids: Sequence[int]
+    ):
+        super().__init__()
+        count, hidden_size = embedding.shape
+        if len(vocabulary) != vocabulary.target_size:
+            raise ValueError(
+                f"dflash proposes through the target's own head: its vocabulary of {len(vocabulary)} tokens must be "
+                f"all {vocabulary.target_size} of the target"
+            )
+        self.mask_token_id = count - 1 if config.mask_token_id is None else config.mask_token_id
+        if self.mask_token_id >= count:
+            raise ValueError(
+                f"draft.mask_token_id {self.mask_token_id}: the target has {count} tokens, 0 to {count - 1}; leave it "
+                "out for the last"
+            )
+        self.config, self.vocabulary, self.aux_layer_ids = config, vocabulary, tuple(aux_layer_ids)
+        aux_count = len(self.aux_layer_ids)
+        self.fc = nn.Linear(aux_count * hidden_size, hidden_size, bias=False)
+        if config.fc_norm:
+            norms = (RMSNorm(hidden_size, config.rms_norm_eps) for _ in range(aux_count))
+            self.aux_hidden_norms = nn.ModuleList(norms)
+        self.hidden_norm = RMSNorm(hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DecoderLayer(config, hidden_size) for _ in config.layer_types)
+        self.norm = RMSNorm(hidden_size, config.rms_norm_eps)
+        self.register_buffer("embedding", embedding, persistent=False)
+        self.register_buffer("head", None, persistent=False)
+
+    @property
+    def positions(self) -> int:
+        return self.config.block_size - 1
+
+    def start_from(self, head: Tensor) -> None:
+        """Share the target's head: it is no part of the draft's own tensors."""
+        assert head.shape == self.embedding.shape
+        self.head = head.to(self.embedding)
+
+    def engine_config(self) -> dict[str, Any]:
+        """`config.json` as SGLang 0.5.23's `models/dflash.py` reads it; its layer ids are those of outputs, as ours."""
+        config = self.config
+        return {
+            "architectures": ["DFlashLagunaForCausalLM" if config.fc_norm else "DFlashDraftModel"],
+            "model_type": "qwen3",
+            "hidden_size": self.embedding.shape[1],
+            "intermediate_size": config.intermediate_size,
+            "num_hidden_layers": len(config.layer_types),
+            "num_attention_heads": config.num_heads,
+            "num_key_value_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": config.rms_norm_eps,
+            "rope_theta": config.rope_theta,
+            "max_position_embeddings": 131072,
+            "vocab_size": len(self.embedding),
+            "tie_word_embeddings": False,
+            "attention_bias": False,
+            "torch_dtype": "float32",
+            "layer_types": list(config.layer_types),
+            # Without it Hugging Face's Qwen3Config forgets the window.
+            "use_sliding_window": config.sliding_window is not None,
+            "sliding_window": config.sliding_window,
+            "block_size": config.block_size,
+            # Laguna's gate on the attention's output is none of DFlash's.
+            **({"gating": False} if config.fc_norm else {}),
+            "dflash_config": {
+                "mask_token_id": self.mask_token_id,
+                "target_layer_ids": list(self.aux_layer_ids),
+            },
+        }
+
+    def feature_keys(self, aux: Tensor, positions: Tensor) -> list[KeysValues]:
+        """Target features `[N, K*H]` at `positions` `[N]` as every layer's keys and values."""
+        config = self.config
+        aux = aux.to(self.fc.weight.dtype)
+        if config.fc_norm:
+            chunks = aux.chunk(len(self.aux_layer_ids), dim=-1)
+            aux = torch.cat([norm(chunk) for norm, chunk in zip(self.aux_hidden_norms, chunks, strict=True)], dim=-1)
+        fused = self.hidden_norm(self.fc(aux))
+        tables = rotary_tables(positions, config.head_dim, config.rope_theta)
+        return [
+            layer.self_attn.keys_values(layer.input_layernorm(fused) if config.fc_norm else fused, tables)
+            for layer in self._layers
+        ]
+
+    def fill(self, blocks: Blocks, features: Sequence[KeysValues]) -> Tensor:
+        """Normed hidden states `[A, B - 1, H]` of the masked positions of A blocks, in one forward."""
+        config, size = self.config, self.config.block_size
+        offsets = torch.arange(size, device=blocks.tokens.device)
+        tokens = torch.where(offsets == 0, blocks.tokens[:, None], self.mask_token_id)
+        hidden = F.embedding(tokens.flatten(), self.embedding)
+        tables = rotary_tables((blocks.positions[:, None] + offsets).flatten(), config.head_dim, config.rope_theta)
+        windows = {kind: config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types}
+        seen = {kind: views(blocks, size, window) for kind, window in windows.items()}
+        for kind, layer, given in zip(config.layer_types, self._layers, features, strict=True):
+            hidden = layer(hidden, tables, given, seen[kind])
+        return self.norm(hidden.view(len(blocks.tokens), size, -1)[:, 1:])
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """`[..., H]` to `[..., V]` by the target's head, without the scale and soft cap of the target's own logits."""
+        assert self.head is not None, "start_from gives the draft its head"
+        return normed @ self.head.T
+
+    @property
+    def _layers(self) -> Sequence[DecoderLayer]:
+        return list(self.layers)  # type: ignore[arg-type]
+
+    def loss(self, batch: PackedSamples, target: TargetProjection, total: int, chunk_tokens: int) -> DraftLoss:
+        """Soft cross-entropy of blocks that start at random supervised positions (see Draft.loss).
+
+        A block is supervised up to its first unsupervised token. Where n of a sample's N possible blocks are drawn,
+        each weighs N / n: over the draws the expected loss is that of all blocks, where each supervised position is
+        proposed by up to B - 1 of them, as in EAGLE-3's training-time test. The draw depends on the sample's tokens
+        and `anchor_seed` alone. Counts are of the drawn blocks.
+        """
+        positions = supervised_positions(batch.loss_mask, batch.lengths)
+        count = torch.tensor(len(positions))
+        if not len(positions):
+            nothing = torch.zeros(self.positions, dtype=torch.int64, device=positions.device)
+            unused = sum((p.sum() * 0.0 for p in self.parameters()), start=batch.last.new_zeros(()))
+            return DraftLoss(unused, nothing, nothing, count, count)
+        places, starts, shares = self._draw(batch, positions)
+        own = torch.cat([torch.arange(n, device=places.device) for n in batch.lengths])
+        hidden = self.fill(Blocks(batch.tokens[places], own[places], starts), self.feature_keys(batch.aux, own))
+        # Proposal k of a block at a is supervised as position a + k - 1, whose next token it is. The last position of
+        # a sample never is supervised, so no block runs on into the next sample.
+        predicted = places[:, None] + torch.arange(self.positions, device=places.device)
+        keep = torch.zeros_like(batch.loss_mask).index_fill(0, positions, True)
+        there = keep[predicted.clamp(max=len(keep) - 1)].cumprod(-1).bool()
+        index, rows = predicted[there], hidden[there]
+        if torch.is_autocast_enabled(rows.device.type):
+            rows = rows.to(torch.get_autocast_dtype(rows.device.type))
+        distribution = TargetDistribution(batch.last[index], target.rows, target.logit_scale, target.soft_cap)
+        weights = self._weights(rows, target.rows, batch.tokens[index + 1], there, chunk_tokens) / shares[:, None]
+        weights = (weights / total)[there].unsqueeze(0)
+        loss, correct = soft_cross_entropy(rows.unsqueeze(0), target.rows, weights, distribution, chunk_tokens)
+        accepted = torch.zeros_like(there).masked_scatter(there, correct[0]).cumprod(-1)
+        tried = there.clone()
+        tried[:, 1:] &= accepted[:, :-1].bool()
+        return DraftLoss(loss, accepted.sum(0), tried.sum(0), count, count)
+
+    def _draw(self, batch: PackedSamples, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Where blocks start: packed places, where their samples start, and the share of its sample's that each was
+        drawn among; `[A]` each."""
+        places, starts, shares = [], [], []
+        bounds = [0, *torch.tensor(batch.lengths).cumsum(0).tolist()]
+        edges = torch.searchsorted(positions, torch.tensor(bounds, device=positions.device)).tolist()
+        for index, start in enumerate(bounds[:-1]):
+            possible = positions[edges[index] : edges[index + 1]]
+            found = len(possible)
+            if found > self.config.anchors:
+                tokens = batch.tokens[start : bounds[index + 1]]
+                drawn = _draw_without_order(tokens, self.config.anchor_seed, found, self.config.anchors)
+                possible = possible[drawn.to(possible.device)]
+            places.append(possible)
+            starts.append(torch.full_like(possible, start))
+            shares.append(torch.full_like(possible, len(possible) / max(1, found), dtype=torch.float32))
+        return torch.cat(places), torch.cat(starts), torch.cat(shares)
+
+    def _weights(self, rows: Tensor, head: Tensor, tokens: Tensor, there: Tensor, chunk_tokens: int) -> Tensor:
+        """`[A, B - 1]` weights of the proposals; those that are not there may have any."""
+        config = self.config
+        if config.position_weights == "decay":
+            return decay_weights(self.positions, config.decay_gamma, there.device).expand(there.shape)
+        known = token_probabilities(rows, head, tokens, chunk_tokens)
+        confidences = known.new_zeros(there.shape).masked_scatter(there, known)
+        return dpace_weights(confidences, there, config.dpace_alpha)
+
+    @torch.no_grad()
+    def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
+        """Proposals `[T, lookahead]` from every position of one sequence (see ProposalSource)."""
+        positions = torch.arange(len(aux), device=tokens.device)
+        features = self.feature_keys(aux, positions)
+        found = [
+            self.best_tokens(Blocks(tokens[part + 1], part + 1, torch.zeros_like(part)), features, lookahead)
+            for part in positions.split(BLOCKS_AT_ONCE)
+        ]
+        return torch.cat(found)
+
+    def best_tokens(self, blocks: Blocks, features: Sequence[KeysValues], lookahead: int) -> Tensor:
+        """Greedy proposals `[A, lookahead]`, `NO_PROPOSAL` beyond the block."""
+        best = self.logits(self.fill(blocks, features)[:, :lookahead]).argmax(-1)
+        return F.pad(best, (0, lookahead - best.shape[1]), value=NO_PROPOSAL)
+
+    def proposer(self) -> "DFlashProposer":
+        return DFlashProposer(self)
+
+
+class DFlashProposer:
+    """Proposes for one sequence, with every layer's keys and values of verified positions."""
+
+    def __init__(self, draft: DFlashDraft):
+        self.draft = draft
+        config = draft.config
+        empty = draft.fc.weight.new_empty(0, config.num_kv_heads, config.head_dim)
+        self.features: list[KeysValues] = [(empty, empty) for _ in config.layer_types]
+
+    @torch.no_grad()
+    def propose(self, sequence: Tensor, aux: Tensor, lookahead: int) -> Tensor:
+        """Greedy proposals `[lookahead]`, `NO_PROPOSAL` beyond the block (see Proposer)."""
+        return self.draft.best_tokens(self._take(sequence, aux), self.features, lookahead)[0]
+
+    @torch.no_grad()
+    def sample(self, sequence: Tensor, aux: Tensor, lookahead: int, sampling: Sampling) -> Proposals:
+        """Sampled proposals (see Proposer). No row of a block depends on what is drawn for another."""
+        block = self._take(sequence, aux)
+        probabilities = sampling.distribution(self.draft.logits(self.draft.fill(block, self.features)[0, :lookahead]))
+        missing = lookahead - len(probabilities)
+        tokens = F.pad(sampling.draw(probabilities), (0, missing), value=NO_PROPOSAL)
+        return Proposals(tokens, F.pad(probabilities, (0, 0, 0, missing)))
+
+    def _take(self, sequence: Tensor, aux: Tensor) -> Blocks:
+        """Take in what has been verified; the block behind it."""
+        start, end = len(self.features[0][0]), len(sequence) - 1
+        assert end == start + len(aux), "every verified position's features are handed over exactly once"
+        new = self.draft.feature_keys(aux, torch.arange(start, end, device=sequence.device))
+        self.features = [
+            (torch.cat([keys, more_keys]), torch.cat([values, more_values]))
+            for (keys, values), (more_keys, more_values) in zip(self.features, new, strict=True)
+        ]
+        place = torch.tensor([end], device=sequence.device)
+        return Blocks(sequence[-1:], place, torch.zeros_like(place))
+
+
+def _draw_without_order(tokens: Tensor, seed: int, count: int, most: int) -> Tensor:
+    """`[most]` ascending indices below `count`, from the sample's tokens and the seed alone."""
+    content = seed.to_bytes(8, "little", signed=True) + tokens.cpu().numpy().astype("<i8").tobytes()
+    digest = hashlib.sha256(content).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    return torch.randperm(count, generator=generator)[:most].sort().values
+
+
+DRAFT = DFlashDraft

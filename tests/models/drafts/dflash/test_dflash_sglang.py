@@ -1,0 +1,65 @@
+"""Our DFlash against SGLang's own class: it loads what we write, and says the same of the same features."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from infra.sglang.environment import sglang_python
+from models.drafts.dflash.config import DFlashConfig
+from models.drafts.dflash.layers import Blocks
+from models.drafts.dflash.module import DFlashDraft
+from models.drafts.vocabulary import DraftVocabulary
+
+SCRIPT = Path(__file__).parent / "sglang_logits.py"
+HIDDEN, VOCABULARY, AUX, LENGTH = 24, 60, (0, 2, 3), 21
+SLIDING = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 6, "mask_token_id": 11}
+SHAPES = {
+    "full": {"layer_types": ("full_attention",) * 2, "num_kv_heads": 4, "rope_theta": 50_000.0},
+    "sliding": SLIDING,
+    "normed": SLIDING | {"fc_norm": True},
+}
+
+
+def make_draft(changes: dict) -> DFlashDraft:
+    torch.manual_seed(5)
+    knobs = {"block_size": 5, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 40}
+    every = DraftVocabulary(torch.arange(VOCABULARY), VOCABULARY)
+    draft = DFlashDraft(DFlashConfig(**(knobs | changes)), torch.randn(VOCABULARY, HIDDEN), every, AUX)
+    for name, parameter in draft.named_parameters():
+        torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.2)
+    draft.start_from(torch.randn(VOCABULARY, HIDDEN))
+    return draft
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Drafts with inputs, and what SGLang made of them, by the names of their shapes."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in SHAPES}
+    for name, folder in folders.items():
+        draft = make_draft(SHAPES[name])
+        aux, token = torch.randn(LENGTH, len(AUX) * HIDDEN), torch.tensor([7])
+        (folder / "config.json").write_text(json.dumps(draft.engine_config()))
+        save_file(draft.state_dict(), folder / "model.safetensors")
+        given = {"aux": aux, "token": token, "embedding": draft.embedding, "head": draft.head}
+        save_file(given, folder / "inputs.safetensors")
+    command = [str(sglang_python()), str(SCRIPT), *map(str, folders.values())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folders
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_equal_those_of_sglangs_class(name, exports):
+    draft, folder = make_draft(SHAPES[name]), exports[name]
+    said = json.loads((folder / "outputs.json").read_text())
+    assert said == {"block_size": 5, "target_layer_ids": list(AUX)}
+    given = load_file(folder / "inputs.safetensors")
+    block = Blocks(given["token"], torch.tensor([LENGTH]), torch.tensor([0]))
+    ours = draft.logits(draft.fill(block, draft.feature_keys(given["aux"], torch.arange(LENGTH))))[0]
+    theirs = load_file(folder / "outputs.safetensors")["logits"]
+    assert ours.std() > 1
+    assert (ours - theirs).abs().max() < 1e-4
