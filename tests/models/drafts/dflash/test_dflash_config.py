@@ -21,13 +21,9 @@ SHAPE = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 
     ],
 )
 def test_refusals(changes, message):
+    every = DraftVocabulary(torch.arange(40), 40)
     with pytest.raises(ValueError, match=message):
-        DFlashDraft(
-            DFlashConfig.model_validate(SHAPE | changes),
-            torch.zeros(40, 12),
-            DraftVocabulary(torch.arange(40), 40),
-            (0,),
-        )
+        DFlashDraft(DFlashConfig.model_validate(SHAPE | changes), torch.zeros(40, 12), every, (0,))
 
 
 def test_a_pruned_vocabulary_is_refused():
