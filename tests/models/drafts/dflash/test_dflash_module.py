@@ -330,26 +330,6 @@ def test_bfloat16_autocast_stays_near():
     assert near.item() == pytest.approx(exact.item(), rel=0.03)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"layer_types": ("sliding_attention",)}, "sliding_window"),
-        ({"num_heads": 3}, "multiple"),
-        ({"mask_token_id": VOCABULARY}, "0 to 39"),
-        ({"vocab_size": 16}, "Extra inputs"),
-    ],
-)
-def test_refusals(changes, message):
-    with pytest.raises(ValueError, match=message):
-        make_draft(**changes)
-
-
-def test_a_pruned_vocabulary_is_refused():
-    config = make_draft().config
-    with pytest.raises(ValueError, match="must be all 40"):
-        DFlashDraft(config, torch.zeros(40, HIDDEN), DraftVocabulary(torch.arange(20), 40), AUX)
-
-
 @pytest.fixture(scope="module")
 def target() -> TargetModel:
     """A random Llama, loud enough for its greedy text to vary."""

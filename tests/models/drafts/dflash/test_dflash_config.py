@@ -1,0 +1,42 @@
+"""What DFlash refuses, and what it says then."""
+
+import pytest
+import torch
+
+from models.config import load_recipe
+from models.drafts.dflash.config import DFlashConfig
+from models.drafts.dflash.module import DFlashDraft
+from models.drafts.vocabulary import DraftVocabulary
+
+SHAPE = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ("sliding_attention",)}, "sliding_window"),
+        ({"num_heads": 3}, "multiple"),
+        ({"mask_token_id": 40}, "0 to 39"),
+        ({"vocab_size": 16}, "Extra inputs"),
+    ],
+)
+def test_refusals(changes, message):
+    every = DraftVocabulary(torch.arange(40), 40)
+    with pytest.raises(ValueError, match=message):
+        DFlashDraft(DFlashConfig.model_validate(SHAPE | changes), torch.zeros(40, 12), every, (0,))
+
+
+def test_a_pruned_vocabulary_is_refused():
+    with pytest.raises(ValueError, match="must be all 40"):
+        DFlashDraft(DFlashConfig(**SHAPE), torch.zeros(40, 12), DraftVocabulary(torch.arange(20), 40), (0,))
+
+
+def test_a_recipe_names_it(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "name: one\ntarget: {source: tiny, name: t, aux_layer_ids: [0, 1]}\n"
+        "draft: {method: dflash, num_heads: 4, num_kv_heads: 2, head_dim: 8, intermediate_size: 16}\n"
+    )
+    config = load_recipe(recipe, ["draft.block_size=8"])
+    assert config.draft == DFlashConfig(**SHAPE, block_size=8)
+    assert type(config).model_validate_json(config.model_dump_json()) == config
