@@ -9,6 +9,7 @@ from infra.mooncake.environment import check_mooncake, choose_protocol
 from infra.sglang.environment import sglang_python
 from infra.transport.stored import local_folder
 from models.benchmark.prompts import suite_prompts, take_prompts
+from models.drafts.base import Draft
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
 from models.run import Run
@@ -27,12 +28,15 @@ def check_run(run: Run) -> None:
         choose_protocol(run.config.transport.protocol)
     if run.config.ledger.url is not None:
         check_server(run.config.ledger.url)
-    _check_disk(run, _draft_parameters(run))
+    draft = _draft(run)
+    _check_disk(run, sum(parameter.numel() for parameter in draft.parameters()))
+    benchmark = run.config.benchmark
+    if run.config.generator.engine == "sglang" and benchmark.served_concurrency and draft.engine_config() is not None:
+        run.config.draft.engine_arguments(benchmark.lookahead)
     if run.folder.start.is_dir():
         load_start(run)
     _check_store(run)
     heldout = run.open_samples("heldout")
-    benchmark = run.config.benchmark
     take_prompts(
         ((heldout[i].tokens, heldout[i].loss_mask) for i in range(len(heldout))),
         benchmark.prompts,
@@ -42,8 +46,8 @@ def check_run(run: Run) -> None:
         suite_prompts(run, suite)
 
 
-def _draft_parameters(run: Run) -> int:
-    """Parameters of the draft, built without memory; whatever the draft refuses is refused here."""
+def _draft(run: Run) -> Draft:
+    """The draft, built without memory; whatever it refuses is refused here."""
     config, target = run.config.draft, run.target
     size = config.vocabulary_size(target.vocab_size)
     if size > target.vocab_size:
@@ -54,8 +58,7 @@ def _draft_parameters(run: Run) -> int:
     vocabulary = DraftVocabulary(torch.arange(size), target.vocab_size)
     with torch.device("meta"):
         embedding = torch.empty(target.vocab_size, target.hidden_size)
-        draft = build_draft(config, embedding, vocabulary, run.config.target.aux_layer_ids)
-    return sum(parameter.numel() for parameter in draft.parameters())
+        return build_draft(config, embedding, vocabulary, run.config.target.aux_layer_ids)
 
 
 def _check_store(run: Run) -> None:

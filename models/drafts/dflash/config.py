@@ -73,5 +73,13 @@ class DFlashConfig(MethodConfig):
         return self
 
     def engine_arguments(self, lookahead: int) -> list[str]:
-        """A block (see `MethodConfig.engine_arguments`); the token that is already sure is its first."""
+        """A whole block (see `MethodConfig.engine_arguments`); the token that is already sure is its first.
+
+        Raises ValueError for another lookahead: to the engine another block is another model.
+        """
+        if lookahead != self.block_size - 1:
+            raise ValueError(
+                f"benchmark.lookahead={lookahead}: SGLang proposes whole blocks of a DFlash draft, so set it to "
+                f"{self.block_size - 1} (draft.block_size - 1), or leave serving out (benchmark.served_concurrency=[])"
+            )
         return ["--speculative-algorithm", "DFLASH", "--speculative-num-draft-tokens", str(lookahead + 1)]

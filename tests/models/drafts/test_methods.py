@@ -13,6 +13,7 @@ from models.decoding.sampling import Sampling
 from models.drafts.base import Draft, PackedSamples, TargetProjection
 from models.drafts.base_config import VocabularyChoice
 from models.drafts.config import METHODS, parse_draft_config
+from models.drafts.dflash.module import DFlashDraft
 from models.drafts.eagle3.module import Eagle3Draft
 from models.drafts.medusa.module import MedusaDraft
 from models.drafts.registry import build_draft
@@ -27,7 +28,7 @@ HIDDEN, TARGET_VOCABULARY, AUX = 12, 40, (0, 2)
 EAGLE3 = {"vocab_size": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 20, "ttt_steps": 4}
 
 DFLASH = {"block_size": 4, "layer_types": ["full_attention"] * 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
-DFLASH |= {"intermediate_size": 20, "anchors": 8}
+DFLASH |= {"intermediate_size": 20, "anchors": 64}
 
 TINY: dict[str, dict] = {
     "dflash": DFLASH,
@@ -66,6 +67,13 @@ def eagle3_logits(draft: Eagle3Draft, tokens: Tensor, aux: Tensor, row: int, ste
     return found
 
 
+def dflash_logits(draft: DFlashDraft, tokens: Tensor, aux: Tensor, row: int, steps: int) -> list[Tensor]:
+    """One block, filled at once."""
+    proposer = draft.proposer()
+    block = proposer._take(tokens[: row + 2], aux[: row + 1])
+    return list(draft.logits(draft.fill(block, proposer.features)[0, :steps]))
+
+
 def medusa_logits(draft: MedusaDraft, _tokens: Tensor, aux: Tensor, row: int, steps: int) -> list[Tensor]:
     """Head by head, from the row's feature alone."""
     found, feature = [], aux[row, -HIDDEN:]
@@ -80,6 +88,7 @@ def medusa_logits(draft: MedusaDraft, _tokens: Tensor, aux: Tensor, row: int, st
 
 
 SLOW: dict[str, Callable[..., list[Tensor]]] = {
+    "dflash": dflash_logits,
     "eagle3": eagle3_logits,
     "medusa": medusa_logits,
 }
