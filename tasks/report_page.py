@@ -213,9 +213,8 @@ def benchmark_prompts(samples: SamplesRecord) -> str:
     """What was left out because a benchmark asks it."""
     if not samples.compared_prompts:
         return "none were given to look for"
-    return (
-        f"{plural(samples.benchmark_prompts, 'document')} left out that hold one of {count(samples.compared_prompts)}"
-    )
+    found = plural(samples.benchmark_prompts, "document")
+    return f"{found} left out that hold one of {count(samples.compared_prompts)}, exactly or nearly"
 
 
 def sample_states(facts: RunFacts) -> str:

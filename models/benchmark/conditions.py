@@ -12,11 +12,11 @@ from infra.provenance import hardware, versions
 from infra.records import TargetRecord
 from infra.results import Conditions
 from models.benchmark.config import BenchmarkConfig
-from models.data.thinking import thinks
+from models.data.thinking import OPENED, thinks
 from models.targets.model import TargetModel
 
-OPENING = 4
-"""Tokens in which a prompt may open a block: `<think>` and a line break."""
+OPENING = 16
+"""Tokens at the end of a prompt that may open a block: `<think>`, perhaps in pieces, and a line break."""
 
 
 def conditions(
@@ -61,4 +61,8 @@ def conditions(
 def _thinks(target: Path, texts: Iterable[tuple[Sequence[int], Sequence[int]]]) -> bool:
     """Whether the target reasons: some templates open the block at the end of the prompt."""
     tokenizer: Any = AutoTokenizer.from_pretrained(target)
-    return any(thinks(tokenizer.decode([*prompt[-OPENING:], *text])) for prompt, text in texts)
+
+    def opened(prompt: Sequence[int]) -> str:
+        return OPENED if tokenizer.decode(prompt[-OPENING:]).rstrip().endswith(OPENED) else ""
+
+    return any(thinks(opened(prompt) + tokenizer.decode(text)) for prompt, text in texts)
