@@ -167,7 +167,7 @@ LONG = "A question of more than eight words that a benchmark asks"
 
 DATA = [
     ("missing file", None, ["data.source=nowhere.jsonl"], "there is no such file", "looked in"),
-    ("unknown kind", None, ["data.source=prompts.docx"], "is of no known kind", "use a .jsonl file"),
+    ("unknown kind", None, ["data.source=prompts.docx"], "is of no known kind", "use a .jsonl"),
     ("empty", "", [], "is empty", "at least one document"),
     (
         "broken JSON",
@@ -182,7 +182,9 @@ DATA = [
     ("unknown role", jsonl({"messages": [{"role": "wizard", "content": "Hm"}]}), [], "the role 'wizard'", "known are"),
     ("half a turn", jsonl({"messages": [{"role": "user"}]}), [], "turn 1 needs 'role' and 'content'", "got"),
     ("Hub's address", None, ["data.source=hf://some/set"], "is not of the form hf://datasets/OWNER/NAME", "config=C"),
-    ("empty folder", None, ["data.source=."], "holds no file of a known kind", "convert the files"),
+    ("no list of records", None, ["data.source=run/config.json"], "a dict, not a list of records", "write [...]"),
+    ("no Parquet", None, ["data.source=broken.parquet"], "cannot be read as Parquet", "write or fetch it again"),
+    ("empty folder", None, ["data.source=empty"], "holds no file of a known kind", "convert the files"),
     ("call without name", jsonl(UNNAMED), [], "turn 1 has a tool call without a function's name", "Correct or remove"),
     ("tools of no form", jsonl(TURN | {"tools": "none"}), [], "tools is not a list", "leave the key out"),
     ("no mask", jsonl({"input_ids": [1, 2]}), [], ".jsonl:1: input_ids need a loss_mask", "add it"),
@@ -229,6 +231,8 @@ def test_data(
     if text is not None:
         source.write_bytes(text if isinstance(text, bytes) else text.encode())
         overrides = [f"data.source={source}", *overrides]
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.parquet").write_text("PAR1")
     folder = run_folder(tmp_path, "data.max_samples=40", *overrides)
     write_atomically(folder.target, tiny_target)
     monkeypatch.chdir(tmp_path)

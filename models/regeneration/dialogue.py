@@ -68,11 +68,6 @@ class Prompter:
 
     def prompt(self, dialogue: Dialogue) -> list[int]:
         """Token ids to be continued."""
-        if dialogue.document.tokens is not None:
-            raise ValueError(
-                f"{dialogue.document.place}: tokens have no turns that the target could answer: give conversations or "
-                "text, or leave data.regeneration out"
-            )
         if dialogue.document.plain:
             ids = self._tokenizer(dialogue.document.text, add_special_tokens=False, verbose=False)["input_ids"]
             return [*self._prefix, *ids[: self._settings.prompt_tokens]]

@@ -96,6 +96,11 @@ def _distinct(task: Task) -> dict[str, Dialogue]:
     """Everything that is asked, once, in the order of the source."""
     found: dict[str, Dialogue] = {}
     for document in read_documents(task.config.data.source):
+        if document.tokens is not None:
+            raise ValueError(
+                f"{document.place}: tokens have no turns that the target could answer: give conversations or text, or "
+                "leave data.regeneration out"
+            )
         dialogue = Dialogue(document)
         found.setdefault(dialogue.asked, dialogue)
     return found
