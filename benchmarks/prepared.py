@@ -9,7 +9,7 @@ from infra.files import write_atomically
 from infra.run_folder import RunFolder
 from infra.transport.choice import run_memory_folder
 from models.config import load_recipe
-from models.data.prepare import prepare_samples
+from models.data.prepare import prepare_samples, recipe_data
 from models.run import Run
 from models.targets.prepare import prepare_target
 
@@ -21,7 +21,7 @@ def prepared_run(path: Path, recipe: Path, overrides: list[str]) -> Iterator[Run
     target = prepare_target(config.target)
     write_atomically(folder.config, config)
     write_atomically(folder.target, target)
-    write_atomically(folder.samples, prepare_samples(config.data, target, config.target.add_bos))
+    write_atomically(folder.samples, prepare_samples(recipe_data(config), target, config.target.add_bos))
     try:
         yield Run.open(path)
     finally:

@@ -37,6 +37,15 @@ class TargetRecord(Record):
     licence: str
 
 
+class Histogram(Record):
+    """How often values lie in bins of equal width."""
+
+    width: int
+    first: int
+    """Where the first bin begins."""
+    counts: tuple[int, ...]
+
+
 class SamplesRecord(Record):
     """A tokenized, content-hashed set of samples in the cache."""
 
@@ -57,6 +66,24 @@ class SamplesRecord(Record):
     """Documents cut into several samples."""
     duplicates: int = 0
     """Documents or samples that occurred before, or on the held-out side, and were left out."""
+    benchmark_prompts: int = 0
+    """Documents left out because they hold a benchmark's prompt, exactly or nearly."""
+    compared_prompts: int = 0
+    """Distinct prompts that documents were compared with."""
+    thinking: int = 0
+    """Training samples of conversations with reasoning in them."""
+    source_hash: str = ""
+    """Of what was read."""
+    source_revision: str | None = None
+    """The commit, where a dataset of the Hub was read."""
+    tokenizer_hash: str = ""
+    """Of the files that decide how text becomes tokens."""
+    lengths: Histogram | None = None
+    """Tokens of the training samples."""
+    supervised: Histogram | None = None
+    """Supervised tokens of each."""
+    turns: Histogram | None = None
+    """Assistant's turns of each; None: plain text, or tokens."""
 
 
 class RegeneratedRecord(Record):
@@ -74,6 +101,8 @@ class RegeneratedRecord(Record):
     engine: str
     settings: Mapping[str, float | int | str]
     wall_s: float
+    source_revision: str | None = None
+    """The commit, where the prompts came from a dataset of the Hub."""
 
     @property
     def summary(self) -> str:
@@ -291,6 +320,8 @@ class TrainingResult(Record):
     acceptance_by_position: tuple[float, ...]
     vocabulary_coverage: float
     """Share of supervised positions whose target argmax lies in the draft vocabulary."""
+    token_coverage: float | None = None
+    """Share of the samples' supervised tokens that the draft vocabulary holds."""
     rates: SideRates
 
 

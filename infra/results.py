@@ -98,6 +98,7 @@ class Conditions(Record):
     dataset_hash: str
     template_hash: str
     thinking: bool
+    """The target reasons in the texts that were measured."""
     temperature: float
     """Of the main figures; the sampled ones name their own."""
     sampled_temperature: float
@@ -238,6 +239,9 @@ class BenchmarkResult(Record):
     """The serving engine's own figures; None: not asked for."""
     champion: Acceptance | None
     beats_prompt_lookup: bool
+    vocabulary_mass: float | None = None
+    """Share of the target's probability that lies on the draft vocabulary: mean over positions of its own sampled
+    text, at that temperature."""
     lossless: LosslessRecord
     speed: SpeedRecord
     gate: GateDecision

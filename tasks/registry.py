@@ -85,6 +85,8 @@ def _figures(result: BenchmarkResult) -> dict[str, float]:
         "benchmark/plain_tokens_per_s": result.speed.plain_tokens_per_s,
         "benchmark/gate_lower_bound": result.gate.lower_bound,
     }
+    if result.vocabulary_mass is not None:
+        figures["benchmark/draft_vocabulary_mass"] = result.vocabulary_mass
     if result.speed.speculative_tokens_per_s is not None:
         figures["benchmark/speculative_tokens_per_s"] = result.speed.speculative_tokens_per_s
     return figures

@@ -11,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from infra.bottleneck import in_words
+from infra.records import SamplesRecord
 from infra.shareable import without_passwords
 from tasks.report_facts import (
     RunFacts,
@@ -31,6 +32,7 @@ TEMPLATE = "report_page.html.jinja"
 CAPTIONS = {
     "acceptance_by_position": "Acceptance rate at each position of the proposed tokens, given that all before it "
     "were accepted. Where a curve ends, fewer than 20 tokens were offered.",
+    "samples": "Training samples by length, by supervised tokens and, of conversations, by the assistant's turns.",
     "training": "Loss and acceptance rate at each position during training, over the tokens trained on.",
 }
 
@@ -171,8 +173,18 @@ def training(facts: RunFacts) -> Facts:
         ("Processes", f"{generators_in_words(facts)}, {plural(trained.rates.ranks, 'rank')}"),
         ("Final loss", f"{trained.final_loss:.2f}"),
         ("Acceptance by position", by_position),
-        ("Vocabulary covers", f"{share(trained.vocabulary_coverage)} of the positions"),
+        ("Draft vocabulary holds", vocabulary(facts)),
     ]
+
+
+def vocabulary(facts: RunFacts) -> str:
+    """How much of the text, of the target's own choices and of its probability a draft can express."""
+    shares = {
+        "of the supervised tokens": facts.trained.token_coverage,
+        "of the positions trained on": facts.trained.vocabulary_coverage,
+        "of the target's probability": facts.result.vocabulary_mass,
+    }
+    return ", ".join(f"{share(value)} {of}" for of, value in shares.items() if value is not None)
 
 
 def data(facts: RunFacts) -> Facts:
@@ -190,8 +202,19 @@ def data(facts: RunFacts) -> Facts:
         ("Documents split", count(samples.split)),
         ("Duplicates left out", count(samples.duplicates)),
         ("Nothing supervised", count(samples.unusable)),
+        ("Benchmark prompts", benchmark_prompts(samples)),
+        ("Reasoning", f"in {plural(samples.thinking, 'sample')}, data.thinking={facts.config.data.thinking}"),
+        ("Source's revision", samples.source_revision or "none, it is no dataset of the Hub"),
         ("Dataset hash", samples.dataset_hash),
     ]
+
+
+def benchmark_prompts(samples: SamplesRecord) -> str:
+    """What was left out because a benchmark asks it."""
+    if not samples.compared_prompts:
+        return "none were given to look for"
+    found = plural(samples.benchmark_prompts, "document")
+    return f"{found} left out that hold one of {count(samples.compared_prompts)}, exactly or nearly"
 
 
 def sample_states(facts: RunFacts) -> str:

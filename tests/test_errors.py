@@ -164,9 +164,13 @@ def jsonl(*records: object) -> str:
     return "".join(record if isinstance(record, str) else json.dumps(record) + "\n" for record in records)
 
 
+TOKENS = {"input_ids": [5] * 9, "loss_mask": [1] * 9}
+UNNAMED = {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}
+LONG = "A question of more than eight words that a benchmark asks"
+
 DATA = [
     ("missing file", None, ["data.source=nowhere.jsonl"], "there is no such file", "looked in"),
-    ("unknown kind", None, ["data.source=prompts.docx"], "is of no known kind", "use a .jsonl file"),
+    ("unknown kind", None, ["data.source=prompts.docx"], "is of no known kind", "use a .jsonl"),
     ("empty", "", [], "is empty", "at least one document"),
     (
         "broken JSON",
@@ -180,6 +184,37 @@ DATA = [
     ("no turns", jsonl({"messages": []}), [], ".jsonl:1: the conversation has no turns", "leave the line out"),
     ("unknown role", jsonl({"messages": [{"role": "wizard", "content": "Hm"}]}), [], "the role 'wizard'", "known are"),
     ("half a turn", jsonl({"messages": [{"role": "user"}]}), [], "turn 1 needs 'role' and 'content'", "got"),
+    ("Hub's address", None, ["data.source=hf://some/set"], "is not of the form hf://datasets/OWNER/NAME", "config=C"),
+    ("no list of records", None, ["data.source=run/config.json"], "a dict, not a list of records", "write [...]"),
+    ("no Parquet", None, ["data.source=broken.parquet"], "cannot be read as Parquet", "write or fetch it again"),
+    ("empty folder", None, ["data.source=empty"], "holds no file of a known kind", "convert the files"),
+    ("call without name", jsonl(UNNAMED), [], "turn 1 has a tool call without a function's name", "Correct or remove"),
+    ("tools of no form", jsonl(TURN | {"tools": "none"}), [], "tools is not a list", "leave the key out"),
+    ("no mask", jsonl({"input_ids": [1, 2]}), [], ".jsonl:1: input_ids need a loss_mask", "add it"),
+    ("odd mask", jsonl({"input_ids": [1], "loss_mask": [2]}), [], "loss_mask holds 0 and 1", "correct the record"),
+    ("foreign tokens", jsonl(TOKENS | {"input_ids": [9**6] * 9}), [], "but the target knows 1024", "give the text"),
+    (
+        "foreign tokenizer",
+        jsonl(TOKENS | {"tokenizer_hash": "0" * 64}),
+        [],
+        "made with the tokenizer 000",
+        "target's own",
+    ),
+    ("tokens and text", jsonl(TOKENS, {"text": "words"}), [], ".jsonl:2: some records hold tokens", "make two sources"),
+    (
+        "tokens as prompts",
+        jsonl(TOKENS),
+        ["data.source=python-docs", "data.exclude=[prompts.jsonl]"],
+        ".jsonl:1: tokens cannot be compared",
+        "give the prompts' text",
+    ),
+    (
+        "nothing but benchmarks",
+        jsonl(*({"text": f"{LONG} {number}"} for number in range(9))),
+        ["promotion.suites={own: prompts.jsonl}"],
+        "9 of 9 documents hold prompts of the benchmarks",
+        "Train on other text",
+    ),
     ("no template", jsonl(TURN), ["data.chat_template=tokenizer"], "has no chat template", "set data.chat_template"),
     ("one document", jsonl({"text": "One long document of words. " * 9}), [], "at least two", "data.source needs"),
     ("too short", jsonl(*({"text": f"{i}"} for i in range(20))), [], "no sample is left", ""),
@@ -199,6 +234,8 @@ def test_data(
     if text is not None:
         source.write_bytes(text if isinstance(text, bytes) else text.encode())
         overrides = [f"data.source={source}", *overrides]
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.parquet").write_text("PAR1")
     folder = run_folder(tmp_path, "data.max_samples=40", *overrides)
     write_atomically(folder.target, tiny_target)
     monkeypatch.chdir(tmp_path)

@@ -1,15 +1,22 @@
 """The conditions that every acceptance number carries. Runs in the benchmark."""
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 
 from infra.files import sha256_file
 from infra.provenance import hardware, versions
 from infra.records import TargetRecord
 from infra.results import Conditions
 from models.benchmark.config import BenchmarkConfig
+from models.data.thinking import OPENED, thinks
 from models.targets.model import TargetModel
+
+OPENING = 16
+"""Tokens at the end of a prompt that may open a block: `<think>`, perhaps in pieces, and a line break."""
 
 
 def conditions(
@@ -21,8 +28,9 @@ def conditions(
     dataset_hash: str,
     template_hash: str,
     prompts: int,
+    texts: Iterable[tuple[Sequence[int], Sequence[int]]] = (),
 ) -> Conditions:
-    """Everything this process's numbers depend on."""
+    """Everything this process's numbers depend on; `texts` are prompts with the target's continuations."""
     on = torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu"
     return Conditions(
         # Folder names, not paths: conditions are published, and revisions say what lies there.
@@ -32,7 +40,7 @@ def conditions(
         draft_revision=sha256_file(draft / "model.safetensors"),
         dataset_hash=dataset_hash,
         template_hash=template_hash,
-        thinking=False,
+        thinking=_thinks(Path(target.path), texts),
         temperature=0.0,
         sampled_temperature=config.sampled_temperature,
         sampled_top_p=config.sampled_top_p,
@@ -48,3 +56,13 @@ def conditions(
         hardware=f"{hardware()}; ran on {on}",
         threads=torch.get_num_threads(),
     )
+
+
+def _thinks(target: Path, texts: Iterable[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Whether the target reasons: some templates open the block at the end of the prompt."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(target)
+
+    def opened(prompt: Sequence[int]) -> str:
+        return OPENED if tokenizer.decode(prompt[-OPENING:]).rstrip().endswith(OPENED) else ""
+
+    return any(thinks(opened(prompt) + tokenizer.decode(text)) for prompt, text in texts)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from models.decoding.sampling import Sampling
 from models.drafts.base import Draft, Proposals, ProposalSource, Proposer
+from models.drafts.vocabulary import DraftVocabulary
 from models.export.sglang import load_draft
 from models.targets.end_of_text import eos_ids
 from models.targets.model import TargetModel
@@ -25,6 +26,8 @@ class Contestants:
     draft: ProposalSource
     champion: ProposalSource | None
     eos_ids: frozenset[int]
+    vocabulary: DraftVocabulary
+    """The draft's."""
 
 
 def load_contestants(target: Path, draft: Path, champion: Path | None, dtype: torch.dtype) -> Contestants:
@@ -39,7 +42,9 @@ def load_contestants(target: Path, draft: Path, champion: Path | None, dtype: to
     def exact() -> TargetModel:
         return model if dtype == torch.float32 else TargetModel.load(target, layers, torch.float32, device)
 
-    return Contestants(model, exact, sources[0], sources[1] if champion else None, eos_ids(target))
+    return Contestants(
+        model, exact, sources[0], sources[1] if champion else None, eos_ids(target), drafts[0].vocabulary
+    )
 
 
 def _reading_its_own(draft: Draft, layers: Sequence[int]) -> ProposalSource:

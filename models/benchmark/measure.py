@@ -12,6 +12,7 @@ from models.benchmark.acceptance import acceptance_length
 from models.benchmark.bars import bars
 from models.benchmark.config import BenchmarkConfig
 from models.benchmark.contestants import Contestants
+from models.benchmark.coverage import vocabulary_mass
 from models.benchmark.reference import ReferenceRun, decode_reference, decode_sampled
 from models.decoding.counts import Counts
 from models.decoding.plain import continue_batch
@@ -44,6 +45,8 @@ class Measurements:
     reference: dict[int, ReferenceRun]
     """By lookahead."""
     sampled_reference: tuple[Decoded, ...]
+    vocabulary_mass: float
+    """See `models.benchmark.coverage`."""
 
     def gap(self, lookahead: int) -> float:
         """Simulated / reference acceptance length - 1 over the conversations decoded for real."""
@@ -101,6 +104,9 @@ def measure(
         prompt_lookup_sampled=sampled_walks[1],
         reference=reference,
         sampled_reference=sampled_reference,
+        vocabulary_mass=vocabulary_mass(
+            contestants.target, contestants.vocabulary, prompts, sampled, config.sampled_temperature
+        ),
     )
 
 

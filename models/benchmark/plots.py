@@ -1,4 +1,4 @@
-"""The two plots of a benchmark. Runs in the benchmark."""
+"""The plots of a benchmark, and of the samples behind it. Runs in the benchmark."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from infra.records import SamplesRecord
 from infra.results import Acceptance, BenchmarkResult
 
 mpl.use("Agg")
@@ -71,6 +72,28 @@ def plot_training(metrics: Path, path: Path) -> Path:
     right.set(ylabel="acceptance rate, given all before", ylim=(0, 1))
     figure.legend(loc="outside lower center", ncols=5, fontsize="small")
     left.grid(alpha=0.3)
+    return _save(figure, path)
+
+
+def plot_samples(samples: SamplesRecord, path: Path) -> Path | None:
+    """How long the training samples are, how much of each is learned, and how many turns; None: not recorded."""
+    shown = {
+        "tokens": samples.lengths,
+        "supervised tokens": samples.supervised,
+        "assistant's turns": samples.turns,
+    }
+    drawn = {label: histogram for label, histogram in shown.items() if histogram is not None}
+    if not drawn:
+        return None
+    figure = Figure(figsize=(SIZE[0], 2.4), layout="constrained")
+    for axes, (label, histogram) in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn.items(), strict=True):
+        edges = [histogram.first + histogram.width * place for place in range(len(histogram.counts))]
+        # Whole numbers stand in the middle of their bar.
+        shift = -0.5 if histogram.width == 1 else 0.0
+        axes.bar([edge + shift for edge in edges], histogram.counts, histogram.width, align="edge", edgecolor="white")
+        axes.set(xlabel=f"{label} of a sample", ylabel="samples" if axes.get_subplotspec().is_first_col() else None)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.grid(alpha=0.3, axis="y")
     return _save(figure, path)
 
 

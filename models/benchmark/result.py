@@ -53,6 +53,7 @@ def build_result(
         served=served,
         champion=None if found.champion is None else summarise(found.champion),
         beats_prompt_lookup=draft.length[at] > lookup.length[at],
+        vocabulary_mass=found.vocabulary_mass,
         lossless=lossless_record(lossless),
         speed=found.reference[at].speed,
         gate=decide(evidence),

@@ -16,7 +16,7 @@ from models.benchmark.conditions import conditions
 from models.benchmark.contestants import Contestants, load_contestants
 from models.benchmark.evidence import gather, ground
 from models.benchmark.measure import measure, measure_suite
-from models.benchmark.plots import plot_by_position, plot_training
+from models.benchmark.plots import plot_by_position, plot_samples, plot_training
 from models.benchmark.prompts import heldout_prompts, suite_prompts
 from models.benchmark.result import build_result, request_counts
 from models.benchmark.words import lines, table
@@ -41,6 +41,7 @@ def benchmark_run(run: Run, champion: Path | None, champion_label: str) -> Bench
         dataset_hash=run.samples.dataset_hash,
         template_hash=run.samples.template_hash,
         prompts=len(prompts),
+        texts=zip(prompts, found.greedy, strict=True),
     )
     served = ServedResult.read(run.folder.served) if run.folder.served.is_file() else None
     evidence = gather(
@@ -58,6 +59,7 @@ def benchmark_run(run: Run, champion: Path | None, champion_label: str) -> Bench
     write_atomically(run.folder.gate, evidence)
     write_atomically(run.folder.benchmark, result)
     plot_by_position(result, run.folder.plots / "acceptance_by_position.png")
+    plot_samples(run.samples, run.folder.plots / "samples.png")
     if run.folder.metrics.is_file():
         plot_training(run.folder.metrics, run.folder.plots / "training.png")
     return result

@@ -61,6 +61,7 @@ def bench(options: argparse.Namespace) -> BenchmarkResult:
         dataset_hash=dataset_hash,
         template_hash=template_hash,
         prompts=len(prompts),
+        texts=zip(prompts, found.greedy, strict=True),
     )
     wall_s = time.perf_counter() - begun
     evidence = gather(found, (), config, PromotionConfig(), dataset_hash=dataset_hash, champion_label=label)

@@ -79,6 +79,7 @@ def lines(result: BenchmarkResult) -> list[str]:
         *([result.served.summary] if result.served else []),
         f"distinct-token share of the target: {result.target_distinct_token_share:.2f} greedy, "
         f"{result.sampled_distinct_token_share:.2f} sampled",
+        *_vocabulary(result),
         *_sampled_reference(result),
         f"gate: {'passed' if result.gate.passed else 'not passed'}, {result.gate.reason} (smallest detectable "
         f"{result.gate.smallest_detectable:.1%})",
@@ -86,6 +87,11 @@ def lines(result: BenchmarkResult) -> list[str]:
     ]
     found += [f"  tie at token {tie.position}: gap {tie.gap:.2e}, delta {tie.delta:.2e}" for tie in _ties(result)]
     return [*found, f"acceptance length {result.simulated.length[at]:.2f} at lookahead {at} in {result.wall_s:.0f} s"]
+
+
+def _vocabulary(result: BenchmarkResult) -> list[str]:
+    mass = result.vocabulary_mass
+    return [] if mass is None else [f"the draft vocabulary holds {mass:.1%} of the target's probability"]
 
 
 def _sampled_reference(result: BenchmarkResult) -> list[str]:

@@ -28,13 +28,30 @@ class DataConfig(BaseModel):
 
     source: Address = Field(
         default="python-docs",
-        description="A `.jsonl` file of conversations (`conversations` or `messages`) or of `text`, a `.txt` file with "
-        "blank lines between documents, here or at an address like s3://bucket/prompts.jsonl, or `python-docs`: the "
+        description="A `.jsonl`, `.json` or `.parquet` file of conversations (`conversations` or `messages`), of "
+        "`text`, or of `input_ids` with `loss_mask`; a `.txt` file with blank lines between documents; a folder of "
+        "such files; here or at an address like s3://bucket/prompts/. "
+        "hf://datasets/OWNER/NAME[@REVISION]?config=C&split=S: a dataset of the Hugging Face Hub. `python-docs`: the "
         "documentation that every Python carries.",
+    )
+    exclude: tuple[Address, ...] = Field(
+        default=(),
+        description="Benchmark prompts: documents that hold one of them, exactly or nearly, are left out and counted. "
+        "Sources as above, or files of `turns`, `question`, `problem` or `prompt`; the suites of `promotion.suites` "
+        "are left out without being named here.",
+    )
+    turns: Literal["all", "last"] = Field(
+        default="all", description="Of a conversation, the answers that are learned: all of them, or the last one."
+    )
+    thinking: Literal["keep", "strip", "mask"] = Field(
+        default="keep",
+        description="Reasoning in given answers (`<think>...</think>`, `reasoning_content`): learned, left out, or "
+        "shown and not learned.",
     )
     chat_template: Literal["tokenizer", "none"] = Field(
         default="tokenizer",
-        description="`tokenizer`: the target's own template. `none`: plain text, every token supervised.",
+        description="`tokenizer`: the target's own template. `none`: plain text, every token supervised, or tokens "
+        "with their own mask.",
     )
     max_tokens: int = Field(default=1024, ge=8, description="Longest sample, in tokens.")
     min_tokens: int = Field(default=8, ge=2, description="Shorter samples are left out and counted.")

@@ -1,21 +1,20 @@
-"""Reading of training text: conversations and plain documents, with refusals that name the line.
+"""Training text as documents: conversations, plain text, and tokens; refusals name the line.
 
-Used by the process that prepares samples.
+Used by the processes that regenerate text and prepare samples.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-import fsspec
+import numpy as np
+from numpy.typing import NDArray
 
-from infra.cached_folder import build_once
-from infra.files import sha256_file
-from infra.settings import cache_folder
 from models.data import python_docs
+from models.data.reading import Row, read_rows
+from models.data.sources import find_source
 
 PYTHON_DOCS = "python-docs"
 
@@ -34,6 +33,8 @@ _ROLES = {
     "function": "tool",
     "observation": "tool",
 }
+_PASSED_ON = ("tool_call_id", "name")
+"""Of a turn, to the template as they are."""
 
 
 @dataclass(frozen=True)
@@ -42,20 +43,43 @@ class Message:
 
     role: str
     content: str
+    reasoning: str = ""
+    """What an assistant thought, where that is told apart from the content (`reasoning_content`)."""
+    more: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """What else templates read: `tool_calls`, `tool_call_id`, `name`."""
 
-    def as_dict(self) -> dict[str, str]:
+    def as_dict(self) -> dict[str, Any]:
         """The form that chat templates read."""
-        return {"role": self.role, "content": self.content}
+        thought = {"reasoning_content": self.reasoning} if self.reasoning else {}
+        return {"role": self.role, "content": self.content, **thought, **self.more}
+
+    @property
+    def tools_called(self) -> tuple[str, ...]:
+        """Names of the functions that this turn calls."""
+        return tuple(call["function"]["name"] for call in self.more.get("tool_calls", ()))
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a tokenizer has made of a document: `ids` `[T]` int32, `loss_mask` `[T]` bool."""
+
+    ids: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    tokenizer_hash: str | None
+    """Of the tokenizer that made them, where the record states it."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """One conversation (`messages`) or one plain text (one message without a role's meaning, `plain` True)."""
+    """One conversation (`messages`), one plain text (one message without a role's meaning, `plain` True), or tokens."""
 
     place: str
     """Where it was read, for people: file and line."""
     messages: tuple[Message, ...]
     plain: bool
+    tools: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
+    """What the assistant may call, as templates read it."""
+    tokens: Tokens | None = None
 
     @property
     def text(self) -> str:
@@ -65,16 +89,45 @@ class Document:
     @property
     def content_hash(self) -> str:
         """Identity of the content, whatever file it was read from."""
-        turns = [[message.role, message.content.strip()] for message in self.messages]
-        return hashlib.sha256(json.dumps([self.plain, turns]).encode()).hexdigest()
+        if self.tokens is not None:
+            return hashlib.sha256(self.tokens.ids.tobytes() + self.tokens.loss_mask.tobytes()).hexdigest()
+        return self._hash(str.strip)
+
+    @property
+    def wording_hash(self) -> str:
+        """Identity of the words: the same where only case or white space differ."""
+        return self.content_hash if self.tokens else self._hash(lambda text: " ".join(text.split()).casefold())
+
+    def _hash(self, normalised: Any) -> str:
+        turns: list[Any] = []
+        for message in self.messages:
+            more = [normalised(message.reasoning), dict(message.more)] if message.reasoning or message.more else []
+            turns.append([message.role, normalised(message.content), *more])
+        parts = [self.plain, turns, *([list(self.tools)] if self.tools else [])]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def source_hash(source: str) -> str:
-    """Hash of the bytes that `read_documents` would read; raises ValueError for a source that is not there."""
+    """Hash of what `read_documents` would read; raises ValueError for a source that is not there."""
+    return python_docs.source_hash() if source == PYTHON_DOCS else find_source(source).hash
+
+
+def source_revision(source: str) -> str | None:
+    """The commit of a dataset of the Hub; None for any other source."""
+    return None if source == PYTHON_DOCS else find_source(source).revision
+
+
+def read_records(source: str) -> Iterator[Row]:
+    """Every record of `source` as it was written, with its place."""
     if source == PYTHON_DOCS:
-        return python_docs.source_hash()
-    path = _file(source)
-    return hashlib.sha256(f"{path.suffix} {sha256_file(path)}".encode()).hexdigest()
+        yield from ((place, {"text": text}) for place, text in python_docs.documents())
+        return
+    count = 0
+    for row in read_rows(find_source(source)):
+        count += 1
+        yield row
+    if count == 0:
+        raise ValueError(f"{source} is empty: data.source needs at least one document")
 
 
 def read_documents(source: str) -> Iterator[Document]:
@@ -83,105 +136,42 @@ def read_documents(source: str) -> Iterator[Document]:
     Raises:
         ValueError: missing file, unknown kind, broken JSON (with its line), a record without known keys, no document.
     """
-    if source == PYTHON_DOCS:
-        for place, text in python_docs.documents():
-            yield _plain(place, text)
-        return
-    path = _file(source)
-    count = 0
-    for document in _jsonl(path) if path.suffix == ".jsonl" else _paragraphs(path):
-        count += 1
-        yield document
-    if count == 0:
-        raise ValueError(f"{path} is empty: data.source needs at least one document")
+    return (as_document(place, record) for place, record in read_records(source))
 
 
-def _file(source: str) -> Path:
-    path = Path(source).expanduser()
-    if path.suffix not in {".jsonl", ".txt"}:
-        raise ValueError(
-            f"data.source {source!r} is of no known kind: use a .jsonl file of conversations, a .txt file with blank "
-            f"lines between documents, or {PYTHON_DOCS!r}"
-        )
-    if "://" in source:
-        return _fetched(source, path.suffix)
-    if not path.is_file():
-        raise ValueError(f"data.source {source!r}: there is no such file (looked in {Path.cwd()})")
-    return path
-
-
-def _fetched(url: str, suffix: str) -> Path:
-    """A copy in the cache of what lies at an address that fsspec knows, s3:// for instance; new when that changes."""
-    try:
-        files, place = fsspec.core.url_to_fs(url)
-        files.invalidate_cache()
-        version = hashlib.sha256(f"{url} {files.ukey(place)}".encode()).hexdigest()[:32]
-    except (OSError, ValueError, ImportError) as error:
-        raise ValueError(
-            f"data.source {url!r} cannot be read ({error or type(error).__name__}): check address and credentials "
-            "(AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"
-        ) from error
-    folder = cache_folder() / "sources" / version
-    build_once(folder, lambda aside: files.get_file(place, str(aside / f"source{suffix}")))
-    return folder / f"source{suffix}"
-
-
-def _plain(place: str, text: str) -> Document:
-    return Document(place, (Message("text", text),), plain=True)
-
-
-def _paragraphs(path: Path) -> Iterator[Document]:
-    """Documents are separated by one or more blank lines."""
-    block: list[str] = []
-    start = 1
-    for number, line in _lines(path):
-        if line.strip():
-            start = start if block else number
-            block.append(line.rstrip("\n"))
-        elif block:
-            yield _plain(f"{path}:{start}", "\n".join(block))
-            block = []
-    if block:
-        yield _plain(f"{path}:{start}", "\n".join(block))
-
-
-def _jsonl(path: Path) -> Iterator[Document]:
-    for number, line in _lines(path):
-        if not line.strip():
-            continue
-        place = f"{path}:{number}"
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{place}: not valid JSON ({error.msg}, column {error.colno}): write one JSON object per line"
-            ) from error
-        yield _document(place, record)
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    with path.open(encoding="utf-8") as file:
-        try:
-            yield from enumerate(file, start=1)
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{path} is not UTF-8 text ({error.reason} near byte {error.start}): convert it"
-            ) from error
-
-
-def _document(place: str, record: Any) -> Document:
+def as_document(place: str, record: Any) -> Document:
+    """One record as a document. Raises ValueError, with the place, for one that is none."""
     if not isinstance(record, dict):
         raise ValueError(f"{place}: a {type(record).__name__}, not a JSON object with conversations, messages or text")
-    if "conversations" in record:
-        return Document(place, _turns(place, record["conversations"], "from", "value"), plain=False)
-    if "messages" in record:
-        return Document(place, _turns(place, record["messages"], "role", "content"), plain=False)
+    if record.get("conversations") is not None:
+        turns = _turns(place, record["conversations"], "from", "value")
+        return Document(place, (*_system(record), *turns), plain=False, tools=_tools(place, record))
+    if record.get("messages") is not None:
+        turns = _turns(place, record["messages"], "role", "content")
+        return Document(place, turns, plain=False, tools=_tools(place, record))
+    if record.get("input_ids") is not None:
+        return Document(place, (), plain=True, tokens=_tokens(place, record))
     if isinstance(record.get("text"), str):
-        return _plain(place, record["text"])
+        return Document(place, (Message("text", record["text"]),), plain=True)
     raise ValueError(
-        f"{place}: no conversations, messages or text (text) in this record; its keys are {sorted(record)}. Rename the "
-        "key, or convert the file"
+        f"{place}: no conversations, messages or text (text) and no input_ids in this record; its keys are "
+        f"{sorted(record)}. Rename the key, or convert the file"
     )
+
+
+def _system(record: Mapping[str, Any]) -> tuple[Message, ...]:
+    """ShareGPT's files have the system prompt beside the turns."""
+    said = record.get("system")
+    return (Message("system", said),) if isinstance(said, str) and said.strip() else ()
+
+
+def _tools(place: str, record: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    tools = _parsed(record.get("tools")) or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(
+            f"{place}: tools is not a list of JSON objects (or the JSON text of one): correct it, or leave the key out"
+        )
+    return tuple(_present(tool) for tool in tools)
 
 
 def _turns(place: str, turns: Any, role_key: str, content_key: str) -> tuple[Message, ...]:
@@ -189,10 +179,72 @@ def _turns(place: str, turns: Any, role_key: str, content_key: str) -> tuple[Mes
         raise ValueError(f"{place}: the conversation has no turns: leave the line out")
     messages = []
     for number, turn in enumerate(turns, start=1):
-        if not isinstance(turn, dict) or not isinstance(turn.get(content_key), str) or role_key not in turn:
+        calls = _calls(f"{place}: turn {number}", turn) if isinstance(turn, dict) else []
+        content = _text(turn.get(content_key)) if isinstance(turn, dict) else None
+        if content is None and calls:
+            content = ""  # as serving engines have it
+        if content is None or role_key not in turn:
             raise ValueError(f"{place}: turn {number} needs {role_key!r} and {content_key!r} (text); got {turn!r:.80}")
         role = _ROLES.get(str(turn[role_key]).lower())
         if role is None:
             raise ValueError(f"{place}: turn {number} has the role {turn[role_key]!r}; known are {sorted(_ROLES)}")
-        messages.append(Message(role, turn[content_key]))
+        more = {key: turn[key] for key in _PASSED_ON if turn.get(key) is not None}
+        thought = turn.get("reasoning_content") or turn.get("reasoning") or ""
+        reasoning = thought if isinstance(thought, str) and role == "assistant" else ""
+        messages.append(Message(role, content, reasoning, more | ({"tool_calls": calls} if calls else {})))
     return tuple(messages)
+
+
+def _text(content: Any) -> str | None:
+    """A turn's text: a string, or parts that are all text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        return None
+    texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+    return "\n".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None
+
+
+def _calls(place: str, turn: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Tool calls as templates read them, their arguments an object: serving engines parse them before the template."""
+    calls = []
+    for call in turn.get("tool_calls") or []:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"{place} has a tool call without a function's name: {call!r:.80}. Correct or remove it")
+        arguments = _parsed(function.get("arguments")) or {}
+        kept = {key: call[key] for key in ("id",) if call.get(key) is not None}
+        calls.append({"type": "function", **kept, "function": {"name": function["name"], "arguments": arguments}})
+    return calls
+
+
+def _parsed(value: Any) -> Any:
+    """What JSON text holds, where it is JSON; Parquet files keep objects of many shapes as text."""
+    if not isinstance(value, str):
+        return _present(value)
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value
+
+
+def _present(value: Any) -> Any:
+    """Without the nulls that Parquet gives objects of several shapes."""
+    if isinstance(value, dict):
+        return {key: _present(item) for key, item in value.items() if item is not None}
+    return [_present(item) for item in value] if isinstance(value, list) else value
+
+
+def _tokens(place: str, record: Mapping[str, Any]) -> Tokens:
+    ids, mask = record["input_ids"], record.get("loss_mask")
+    if not isinstance(mask, list) or not isinstance(ids, list) or len(ids) != len(mask):
+        raise ValueError(
+            f"{place}: input_ids need a loss_mask of the same length, 1 where the target would generate the token: add "
+            "it"
+        )
+    if not all(type(token) is int and 0 <= token < 2**31 for token in ids) or not all(flag in (0, 1) for flag in mask):
+        raise ValueError(
+            f"{place}: input_ids are whole numbers from 0, and loss_mask holds 0 and 1 alone: correct the record"
+        )
+    stated = record.get("tokenizer_hash")
+    return Tokens(np.array(ids, dtype=np.int32), np.array(mask, dtype=bool), None if stated is None else str(stated))

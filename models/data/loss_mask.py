@@ -1,7 +1,8 @@
 """Which tokens of a conversation the target would have generated. Used by the process that prepares samples."""
 
 import re
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import numpy as np
 from jinja2 import TemplateError
@@ -9,11 +10,13 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from models.data.conversations import Document
+from models.data.conversations import Document, Message
+from models.data.thinking import Span, thinking_spans, without_thinking
 
-Messages = list[dict[str, str]]
-Span = tuple[int, int]
-"""First character, and the one after the last."""
+Turns = Literal["all", "last"]
+Messages = Sequence[dict[str, Any]]
+Render = Callable[..., str]
+"""Text of messages by the chat template; `add_generation_prompt=True` adds what an answer follows."""
 
 _SOMETHING = "\ue000"
 """Stands for an answer; a private-use character, which no template changes."""
@@ -27,28 +30,49 @@ def marks_generation(template: str) -> bool:
 
 
 def tokenize_conversation(
-    tokenizer: PreTrainedTokenizerBase, document: Document, template: str
+    tokenizer: PreTrainedTokenizerBase,
+    document: Document,
+    template: str,
+    *,
+    turns: Turns = "all",
+    mask_thinking: bool = False,
 ) -> tuple[list[int], NDArray[np.bool_]]:
     """Token ids of a whole conversation and the mask over its assistant tokens (end-of-turn marker included).
 
     The mask comes from the template's generation tags, or else from the difference between the conversation and the
     prompt of each assistant turn.
 
+    Args:
+        tokenizer: the target's.
+        document: the conversation, with its tools.
+        template: the tokenizer's chat template.
+        turns: all of the assistant's turns, or the last one alone.
+        mask_thinking: leave reasoning out of the mask.
+
     Raises:
         ValueError: the template refuses the conversation, or the masked text does not hold what the assistant said.
     """
-    messages = [message.as_dict() for message in document.messages]
+    said = [turn for turn, message in enumerate(document.messages) if message.role == "assistant"]
+    learned = said if turns == "all" else said[-1:]
+    spans_of = _by_tags if marks_generation(_template_of(tokenizer, document, template)) else _by_difference
     try:
-        text, spans = (_by_tags if marks_generation(template) else _by_difference)(tokenizer, messages, document.place)
+        text, spans = spans_of(tokenizer, document, learned)
     except TemplateError as error:
         raise ValueError(
             f"{document.place}: the chat template refuses this ({error}): correct the roles or leave it out"
         ) from error
+    if mask_thinking:
+        spans = [rest for span in spans for rest in _answers(text, span, document)]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids: Any = encoded["input_ids"]
     mask = _covered(np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2), spans)
-    _verify(tokenizer, ids, mask, document)
+    _verify(tokenizer, ids, mask, document, learned)
     return ids, mask
+
+
+def _template_of(tokenizer: Any, document: Document, template: str) -> str:
+    """Some tokenizers have another template for conversations with tools."""
+    return tokenizer.get_chat_template(tools=list(document.tools)) if document.tools else template
 
 
 def _covered(offsets: NDArray[np.int64], spans: list[Span]) -> NDArray[np.bool_]:
@@ -60,51 +84,121 @@ def _covered(offsets: NDArray[np.int64], spans: list[Span]) -> NDArray[np.bool_]
     return mask
 
 
-def _by_tags(tokenizer: Any, messages: Messages, _place: str) -> tuple[str, list[Span]]:
-    rendered: Any = render_jinja_template(
-        conversations=[messages],
-        chat_template=tokenizer.get_chat_template(),
-        return_assistant_tokens_mask=True,
-        **tokenizer.special_tokens_map,
-    )
-    (text,), (spans,) = rendered
-    return text, spans
+def _by_tags(tokenizer: Any, document: Document, learned: list[int]) -> tuple[str, list[Span]]:
+    messages, tools = [message.as_dict() for message in document.messages], [dict(tool) for tool in document.tools]
+
+    def render(part: Messages) -> tuple[str, list[Span]]:
+        rendered: Any = render_jinja_template(
+            conversations=[list(part)],
+            tools=tools or None,  # type: ignore[arg-type]
+            chat_template=tokenizer.get_chat_template(tools=tools or None),
+            return_assistant_tokens_mask=True,
+            **tokenizer.special_tokens_map,
+        )
+        (text,), (spans,) = rendered
+        return text, spans
+
+    text, spans = render(messages)
+    before = messages[: learned[0]] if learned else []
+    earlier = sum(message["role"] == "assistant" for message in before)
+    return text, spans[len(render(before)[1]) :] if earlier else spans
 
 
-def _by_difference(tokenizer: Any, messages: Messages, place: str) -> tuple[str, list[Span]]:
-    text: str = tokenizer.apply_chat_template(messages, tokenize=False)
-    turns = (turn for turn, message in enumerate(messages) if message["role"] == "assistant")
-    return text, [_span(tokenizer, messages, turn, text, place) for turn in turns]
+def _by_difference(tokenizer: Any, document: Document, learned: list[int]) -> tuple[str, list[Span]]:
+    messages, tools = [message.as_dict() for message in document.messages], list(document.tools) or None
+
+    def render(part: Messages, **options: bool) -> str:
+        return tokenizer.apply_chat_template(list(part), tools=tools, tokenize=False, **options)
+
+    text = render(messages)
+    return text, [_checked_span(render, messages, turn, text, document.place) for turn in learned]
 
 
-def _span(tokenizer: Any, messages: Messages, turn: int, text: str, place: str) -> Span:
+def _checked_span(render: Render, messages: Messages, turn: int, text: str, place: str) -> Span:
     """Characters of `text` that the target generates in one assistant turn."""
-    # Templates may render a turn differently when it is the last one (Qwen3's empty thinking block): only what follows
-    # the answer, the end-of-turn marker, is learned from there.
-    marked = [*messages[:turn], {"role": "assistant", "content": _SOMETHING}]
-    _, _, marker = tokenizer.apply_chat_template(marked, tokenize=False).rpartition(_SOMETHING)
-    # A greeting has no prompt, and templates refuse to render nothing: only its words are taken.
-    asked = messages[:turn]
-    prompt: str = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True) if asked else ""
-    said = re.escape(_answer(messages[turn]["content"])) + r"\s*" + re.escape(marker.rstrip())
-    found = re.compile(said).search(text, len(prompt))
-    if not text.startswith(prompt) or found is None:
+    span = _span_as_last(render, messages, turn, text) or _span_inside(render, messages, turn, text)
+    if span is None or _squeezed(_answer(messages[turn]["content"])) not in _squeezed(text[slice(*span)]):
         raise ValueError(
             f"{place}: the chat template renders turn {turn + 1} differently inside the conversation, so its tokens "
-            "cannot be found: leave the conversation out, or use a template with {% generation %} tags"
+            "cannot be found: leave the conversation out, use a template with {% generation %} tags, or try "
+            "data.thinking=strip"
         )
-    return len(prompt) if asked else found.start(), found.end()
+    return span
+
+
+def _span_as_last(render: Render, messages: Messages, turn: int, text: str) -> Span | None:
+    """Where the turn is rendered as it would be at the end of the conversation: all that follows its prompt."""
+    if turn == 0:
+        return None
+    prompt, whole = render(messages[:turn], add_generation_prompt=True), render(messages[: turn + 1]).rstrip()
+    return (len(prompt), len(whole)) if whole.startswith(prompt) and text.startswith(whole) else None
+
+
+def _span_inside(render: Render, messages: Messages, turn: int, text: str) -> Span | None:
+    """Templates may render a turn differently when another follows (Qwen3's thinking block): it is found by what is
+    around it when something else is said there, and where it ends by what follows the last turn."""
+    asked, marked = messages[:turn], {**messages[turn], "content": _SOMETHING}
+    before, found, behind = render([*asked, marked, *messages[turn + 1 :]]).partition(_SOMETHING)
+    _, _, marker = render([*asked, marked]).rpartition(_SOMETHING)
+    marker = marker.rstrip()
+    if not found or not text.endswith(behind) or not behind.startswith(marker):
+        return None
+    end = len(text) - len(behind) + len(marker)
+    # A greeting has no prompt, and templates refuse to render nothing: only its words are taken.
+    start = _opening(render, asked, before) if asked else len(before)
+    return (start, end) if start is not None and text.startswith(before[:start]) else None
+
+
+def _opening(render: Render, asked: Messages, before: str) -> int | None:
+    """Where the target begins to generate, in what precedes an answer."""
+    prompt = render(asked, add_generation_prompt=True)
+    shared = _shared(prompt, before)
+    if shared == len(prompt):
+        return shared
+    history = render(asked)
+    if shared >= len(history):
+        # The prompt goes on with the opening of a thinking block, which is not there.
+        return shared
+    opening = prompt[_shared(prompt, history) :]
+    at = before.rfind(opening) if opening else -1
+    return at + len(opening) if at >= 0 else None
+
+
+def _shared(one: str, other: str) -> int:
+    """Characters with which both begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _answers(text: str, span: Span, document: Document) -> list[Span]:
+    """What is left of a span without reasoning."""
+    blocks = thinking_spans(text, span)
+    for message in document.messages:
+        thought = message.reasoning.strip()
+        at = text.find(thought, *span) if thought else -1
+        if at >= 0:
+            blocks.append((at, at + len(thought)))
+    start, left = span[0], []
+    for first, behind in sorted(blocks):
+        if first > start:
+            left.append((start, first))
+        start = max(start, behind)
+    return [*left, *([(start, span[1])] if start < span[1] else [])]
 
 
 def _answer(content: str) -> str:
     """What every template renders of an assistant's turn: thinking is dropped from earlier turns by some."""
-    return content.rpartition("</think>")[2].strip()
+    return without_thinking(content).strip()
 
 
-def _verify(tokenizer: Any, ids: list[int], mask: NDArray[np.bool_], document: Document) -> None:
+def _verify(
+    tokenizer: Any, ids: list[int], mask: NDArray[np.bool_], document: Document, learned: Sequence[int]
+) -> None:
     said = _squeezed(tokenizer.decode(np.array(ids)[mask].tolist(), skip_special_tokens=False))
-    for message in document.messages:
-        if message.role == "assistant" and _squeezed(_answer(message.content)) not in said:
+    for turn in learned:
+        message: Message = document.messages[turn]
+        parts = [_answer(message.content), *message.tools_called]
+        if any(_squeezed(part) not in said for part in parts):
             raise ValueError(
                 f"{document.place}: the loss mask misses what the assistant said ({message.content!r:.60}): the chat "
                 "template changes or drops it. Leave the conversation out, or correct the template"

@@ -7,9 +7,11 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import count
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -17,20 +19,22 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from infra.cached_folder import build_once
 from infra.exit import run_main
 from infra.files import sha256_file, write_atomically
-from infra.records import RegeneratedRecord, SamplesRecord, TargetRecord
+from infra.records import Histogram, RegeneratedRecord, SamplesRecord, TargetRecord
 from infra.run_folder import RunFolder
 from infra.settings import cache_folder
-from models.config import read_config
+from models.config import RunConfig, read_config
+from models.data.benchmark_prompts import BenchmarkPrompts, read_prompts
 from models.data.config import DataConfig
-from models.data.conversations import Document, read_documents, source_hash
+from models.data.conversations import Document, read_documents, source_hash, source_revision
 from models.data.sample_set import read_manifest, write_sample_set
-from models.data.samples import Counts, EncodedSample, SampleEncoder, Splits, chat_template, divide
+from models.data.samples import EncodedSample, SampleEncoder, Splits, chat_template, divide
 from models.preflight import check_run
 from models.run import Run
 
-FORMAT = 1
+FORMAT = 2
 """Raised whenever the same input would give other samples."""
 
+BINS = 16
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja")
 
 
@@ -43,24 +47,45 @@ def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> 
     content = source_hash(config.source)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target.path)
     template_hash = "none" if config.chat_template == "none" else _hash(chat_template(tokenizer))
-    encoder = SampleEncoder(tokenizer, config, add_bos)
+    made_by = tokenizer_hash(Path(target.path))
     key = _hash(
         FORMAT,
         content,
         template_hash,
-        tokenizer_hash(Path(target.path)),
+        made_by,
+        target.vocab_size,
         add_bos,
-        config.model_dump(exclude={"source"}),
+        config.model_dump(exclude={"source", "exclude"}),
+        sorted({source_hash(source) for source in config.exclude}),
     )
     folder = cache_folder() / "samples" / key[:32]
 
     def build(aside: Path) -> None:
+        encoder = SampleEncoder(
+            tokenizer, config, add_bos,
+            excluded=BenchmarkPrompts(read_prompts(config.exclude)),
+            tokenizer_hash=made_by, vocabulary=target.vocab_size,
+        )  # fmt: skip
         samples = encoder.encode(_shown(read_documents(config.source)))
         splits = divide(samples, config, encoder.counts)
-        write_sample_set(aside, splits, _record(splits, encoder.counts, template_hash))
+        record = _record(splits, encoder).model_copy(
+            update={
+                "template_hash": template_hash,
+                "tokenizer_hash": made_by,
+                "source_hash": content,
+                "source_revision": source_revision(config.source),
+            }
+        )
+        write_sample_set(aside, splits, record)
 
     build_once(folder, build)
     return read_manifest(folder).samples
+
+
+def recipe_data(config: RunConfig) -> DataConfig:
+    """What a recipe's samples are made of: the suites that promote a draft are no text to train it on."""
+    exclude = dict.fromkeys((*config.data.exclude, *config.promotion.suites.values()))
+    return config.data.model_copy(update={"exclude": tuple(exclude)})
 
 
 def tokenizer_hash(folder: Path) -> str:
@@ -77,24 +102,42 @@ def _shown(documents: Iterable[Document]) -> Iterator[Document]:
     yield from track(documents, "tokenizing", total=None, console=Console(stderr=True), transient=True)
 
 
-def _record(splits: Splits, counts: Counts, template_hash: str) -> SamplesRecord:
-    lengths = np.array([len(sample.tokens) for sample in splits.train])
-    supervised = sum(int(sample.loss_mask.sum()) for sample in splits.train)
+def _record(splits: Splits, encoder: SampleEncoder) -> SamplesRecord:
+    counts, train = encoder.counts, splits.train
+    lengths = np.array([len(sample.tokens) for sample in train])
+    supervised = np.array([int(sample.loss_mask.sum()) for sample in train])
+    turns = np.array([sample.turns for sample in train])
     return SamplesRecord(
         path="",
         dataset_hash=_dataset_hash(splits),
-        template_hash=template_hash,
-        train_samples=len(splits.train),
+        template_hash="",
+        train_samples=len(train),
         heldout_samples=len(splits.heldout),
         train_tokens=int(lengths.sum()),
         longest=int(lengths.max()),
-        supervised_share=supervised / int(lengths.sum()),
+        supervised_share=int(supervised.sum()) / int(lengths.sum()),
         dropped=counts.dropped,
         truncated=counts.truncated,
         split=counts.split,
         unusable=counts.unusable,
         duplicates=counts.duplicates,
+        benchmark_prompts=counts.benchmark_prompts,
+        compared_prompts=len(encoder.excluded),
+        thinking=sum(sample.thinking for sample in train),
+        lengths=histogram(lengths),
+        supervised=histogram(supervised),
+        turns=histogram(turns) if turns.any() else None,
     )
+
+
+def histogram(values: NDArray[np.int64]) -> Histogram:
+    """At most `BINS` bins of a round width over values `[N]`, N at least 1, none negative."""
+    low, high = int(values.min()), int(values.max())
+    widths = (digit * 10**power for power in count() for digit in (1, 2, 5))
+    width = next(width for width in widths if high // width - low // width < BINS)
+    first = low // width
+    counts = np.bincount(values // width - first)
+    return Histogram(width=width, first=first * width, counts=tuple(counts.tolist()))
 
 
 def _dataset_hash(splits: Splits) -> str:
@@ -112,6 +155,7 @@ def summary(record: SamplesRecord) -> str:
         "dropped for their length": record.dropped,
         "unusable": record.unusable,
         "duplicates": record.duplicates,
+        f"with one of {record.compared_prompts} benchmark prompts left out": record.benchmark_prompts,
     }
     notes = "".join(f", {count} {what}" for what, count in left_out.items() if count)
     return (
@@ -126,10 +170,12 @@ def main() -> None:
         raise ValueError("usage: python -m models.data.prepare RUN_FOLDER")
     folder = RunFolder(Path(sys.argv[1]))
     config = read_config(folder.config)
-    data = config.data
+    data, revision = recipe_data(config), {}
     if data.regeneration is not None:
-        data = data.model_copy(update={"source": RegeneratedRecord.read(folder.regenerated).path})
-    record = prepare_samples(data, TargetRecord.read(folder.target), config.target.add_bos)
+        regenerated: RegeneratedRecord = RegeneratedRecord.read(folder.regenerated)
+        data = data.model_copy(update={"source": regenerated.path})
+        revision = {"source_revision": regenerated.source_revision}
+    record = prepare_samples(data, TargetRecord.read(folder.target), config.target.add_bos).model_copy(update=revision)
     write_atomically(folder.samples, record)
     print(summary(record))
     check_run(Run.open(folder.path))

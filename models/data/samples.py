@@ -5,7 +5,7 @@ Used by the process that prepares samples.
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from typing import Any
 
@@ -13,9 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from models.data.benchmark_prompts import BenchmarkPrompts
 from models.data.config import DataConfig
-from models.data.conversations import Document
+from models.data.conversations import Document, Tokens
 from models.data.loss_mask import tokenize_conversation
+from models.data.thinking import thinks, without_thinking
 
 ENCODE_BATCH = 256
 """Documents tokenized at once."""
@@ -29,6 +31,10 @@ class EncodedSample:
     loss_mask: NDArray[np.bool_]
     document: str
     """Content hash of the document."""
+    turns: int = 0
+    """The assistant's, in the document."""
+    thinking: bool = False
+    """The document holds reasoning."""
 
     @property
     def id(self) -> str:
@@ -42,6 +48,9 @@ class Counts:
 
     documents: int = 0
     duplicates: int = 0
+    """Words that occurred before, or on the held-out side."""
+    benchmark_prompts: int = 0
+    """Left out because they hold a benchmark's prompt."""
     dropped: int = 0
     """Left out because of their length."""
     truncated: int = 0
@@ -70,6 +79,11 @@ class SampleEncoder:
     config: DataConfig
     add_bos: bool
     counts: Counts = field(default_factory=Counts)
+    excluded: BenchmarkPrompts = field(default_factory=lambda: BenchmarkPrompts(()))
+    tokenizer_hash: str | None = None
+    """What records of tokens are held against."""
+    vocabulary: int | None = None
+    """Tokens that the target knows; default: as many as the tokenizer."""
 
     def __post_init__(self) -> None:
         bos: Any = self.tokenizer.bos_token_id
@@ -85,24 +99,47 @@ class SampleEncoder:
             )
 
     def encode(self, documents: Iterable[Document]) -> Iterator[EncodedSample]:
-        """Samples of all documents in their order; a document seen before is counted and left out."""
+        """Samples of all documents in their order.
+
+        Left out and counted: documents whose words were seen before, and those that hold a benchmark's prompt.
+        """
         fresh = self._fresh(documents)
         while batch := list(islice(fresh, ENCODE_BATCH)):
-            if self._template is None:
-                yield from self._plain(batch)
-            else:
+            if self._template is not None:
                 for document in batch:
                     yield from self._conversation(document, self._template)
+            elif batch[0].tokens is not None:
+                for document in batch:
+                    yield from self._tokens(document)
+            else:
+                yield from self._plain(batch)
 
     def _fresh(self, documents: Iterable[Document]) -> Iterator[Document]:
         seen: set[str] = set()
+        tokens: bool | None = None
         for document in documents:
+            if tokens is None:
+                tokens = document.tokens is not None
+            elif tokens != (document.tokens is not None):
+                raise ValueError(f"{document.place}: some records hold tokens, others text: make two sources of them")
             self.counts.documents += 1
-            if document.content_hash in seen:
+            if document.wording_hash in seen:
                 self.counts.duplicates += 1
                 continue
-            seen.add(document.content_hash)
-            yield document
+            seen.add(document.wording_hash)
+            if self.excluded.found_in(self._words(document)):
+                self.counts.benchmark_prompts += 1
+                continue
+            shown = _without_thinking(document) if self.config.thinking == "strip" else document
+            if shown is None:
+                self.counts.unusable += 1
+                continue
+            yield shown
+
+    def _words(self, document: Document) -> list[str]:
+        if document.tokens is not None:
+            return [str(self.tokenizer.decode(document.tokens.ids.tolist()))] if len(self.excluded) else []
+        return [message.content for message in document.messages]
 
     def _plain(self, batch: Sequence[Document]) -> Iterator[EncodedSample]:
         texts = [document.text for document in batch]
@@ -112,13 +149,40 @@ class SampleEncoder:
             tokens = np.array(ids, dtype=np.int32)
             yield from self._limited(document, self._text_prefix, tokens, np.ones(len(tokens), dtype=bool))
 
+    def _tokens(self, document: Document) -> Iterator[EncodedSample]:
+        found = document.tokens
+        assert found is not None
+        self._check(document.place, found)
+        mask = last_run(found.loss_mask) if self.config.turns == "last" else found.loss_mask
+        yield from self._limited(document, [], found.ids, mask)
+
+    def _check(self, place: str, found: Tokens) -> None:
+        known = self.vocabulary or len(self.tokenizer)
+        if len(found.ids) and int(found.ids.max()) >= known:
+            raise ValueError(
+                f"{place}: token {int(found.ids.max())}, but the target knows {known}: another tokenizer made these "
+                "input_ids; give the text, or tokens of the target's own tokenizer"
+            )
+        if found.tokenizer_hash is not None and found.tokenizer_hash != self.tokenizer_hash:
+            raise ValueError(
+                f"{place}: made with the tokenizer {found.tokenizer_hash:.16}, the target's is "
+                f"{self.tokenizer_hash or 'unknown':.16}: tokenize with the target's own, or give the text"
+            )
+
     def _conversation(self, document: Document, template: str) -> Iterator[EncodedSample]:
         if document.plain:
+            what = "plain text has" if document.tokens is None else "tokens have"
             raise ValueError(
-                f"{document.place}: plain text has no turns for a chat template: set data.chat_template=none, or give "
+                f"{document.place}: {what} no turns for a chat template: set data.chat_template=none, or give "
                 "conversations"
             )
-        ids, mask = tokenize_conversation(self.tokenizer, document, template)
+        ids, mask = tokenize_conversation(
+            self.tokenizer,
+            document,
+            template,
+            turns=self.config.turns,
+            mask_thinking=self.config.thinking == "mask",
+        )
         bos: Any = self.tokenizer.bos_token_id
         prefix = [bos] if self.add_bos and ids[:1] != [bos] else []
         yield from self._limited(document, prefix, np.array(ids, dtype=np.int32), mask)
@@ -143,15 +207,42 @@ class SampleEncoder:
                 pieces = even_pieces(len(tokens), room)
         head = np.array(prefix, dtype=np.int32)
         unseen = np.zeros(len(prefix), dtype=bool)
+        said = [message for message in document.messages if message.role == "assistant"]
         for piece in pieces:
             sample = EncodedSample(
-                np.concatenate([head, tokens[piece]]), np.concatenate([unseen, mask[piece]]), document.content_hash
+                np.concatenate([head, tokens[piece]]),
+                np.concatenate([unseen, mask[piece]]),
+                document.content_hash,
+                turns=len(said),
+                thinking=any(message.reasoning or thinks(message.content) for message in said),
             )
             # The first token is predicted from nothing.
             if sample.loss_mask[1:].any():
                 yield sample
             else:
                 self.counts.unusable += 1
+
+
+def _without_thinking(document: Document) -> Document | None:
+    """None where an answer was nothing else."""
+    messages = tuple(
+        replace(message, reasoning="", content=without_thinking(message.content))
+        if message.role == "assistant"
+        else message
+        for message in document.messages
+    )
+    pairs = zip(messages, document.messages, strict=True)
+    empty = any(old.content.strip() and not new.content.strip() and not new.tools_called for new, old in pairs)
+    return None if empty else replace(document, messages=messages)
+
+
+def last_run(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """`[T]` bool: of the runs of True, the last one."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
+    last = np.zeros(len(mask), dtype=bool)
+    if len(edges):
+        last[edges[-2] : edges[-1]] = True
+    return last
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -200,6 +291,11 @@ def divide(samples: Iterable[EncodedSample], config: DataConfig, counts: Counts)
 
 
 def _refuse(config: DataConfig, counts: Counts) -> None:
+    if counts.benchmark_prompts > max(counts.unusable, counts.dropped):
+        raise ValueError(
+            f"no sample is left of {config.source}: {counts.benchmark_prompts} of {counts.documents} documents hold "
+            "prompts of the benchmarks (promotion.suites, data.exclude). Train on other text"
+        )
     if counts.unusable:
         raise ValueError(
             f"the supervised share of {config.source} is 0: {counts.unusable} of {counts.documents} documents hold no "

@@ -46,8 +46,8 @@ def read_description(folder: Path) -> ExportDescription:
     block = settings.get(BLOCK, {})
     if "served_by" not in block:
         raise ValueError(
-            f"{folder}/{CONFIG} does not say how the draft is built (no {BLOCK}.served_by): give the export folder of a "
-            "run"
+            f"{folder}/{CONFIG} does not say how the draft is built (no {BLOCK}.served_by): give the export folder of "
+            "a run"
         )
     try:
         config = parse_draft_config(block["draft"])

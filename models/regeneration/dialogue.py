@@ -1,5 +1,6 @@
 """One document while it is regenerated: which prompt the target gets next, and what becomes of its answer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,8 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from models.data.config import RegenerationConfig
 from models.data.conversations import Document, Message
 from models.data.samples import chat_template
-
-END_OF_THINKING = "</think>"
+from models.data.thinking import without_thinking
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Dialogue:
     def advance(self) -> bool:
         """Go to the next answer that is to be generated; False when there is none."""
         given = self.document.messages
-        while len(self.said) < len(given) and given[len(self.said)].role != "assistant":
+        while len(self.said) < len(given) and not is_answer(given, len(self.said)):
             self.said.append(given[len(self.said)])
         return len(self.said) < len(given) or self.said[-1].role != "assistant"
 
@@ -42,7 +42,14 @@ class Dialogue:
 
 def without_answers(document: Document) -> list[Message]:
     """What others said. Plain text has nobody to answer it: all of it is there."""
-    return [message for message in document.messages if message.role != "assistant"]
+    given = document.messages
+    return [message for turn, message in enumerate(given) if not is_answer(given, turn)]
+
+
+def is_answer(messages: Sequence[Message], turn: int) -> bool:
+    """Whether the target is to say it anew: a call that a tool's result follows stays, or the result would not fit."""
+    followed = turn + 1 < len(messages) and messages[turn + 1].role == "tool"
+    return messages[turn].role == "assistant" and not (messages[turn].tools_called and followed)
 
 
 class Prompter:
@@ -70,7 +77,8 @@ class Prompter:
                 "data.chat_template=tokenizer, or give plain text"
             )
         turns = [message.as_dict() for message in dialogue.said]
-        text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        tools = list(dialogue.document.tools) or None
+        text = self._tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, add_generation_prompt=True)
         ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids if not self._prefix or ids[:1] == self._prefix else [*self._prefix, *ids]
 
@@ -84,5 +92,5 @@ class Prompter:
             return
         text = self._tokenizer.decode(tokens, skip_special_tokens=True)
         if self._settings.thinking == "strip":
-            text = text.rpartition(END_OF_THINKING)[2]
+            text = without_thinking(text)
         dialogue.said.append(Message("assistant", text.strip()))

@@ -25,11 +25,11 @@ from infra.run_folder import RunFolder
 from infra.settings import cache_folder
 from models.benchmark.bars import Advance, bars
 from models.config import read_config
-from models.data.conversations import Document, read_documents, source_hash
+from models.data.conversations import Document, read_documents, source_hash, source_revision
 from models.regeneration.dialogue import Dialogue, Prompter
 from models.regeneration.engines import Task, TextEngine, start_text_engine
 
-FORMAT = 1
+FORMAT = 2
 """Raised whenever the same input would give other prompts."""
 LOCK_WAIT_S = 24 * 3600.0
 """Another run may be regenerating the same text."""
@@ -71,6 +71,7 @@ def regenerate(task: Task) -> RegeneratedRecord:
         engine=task.config.generator.engine,
         settings=task.settings.model_dump(mode="json"),
         wall_s=time.monotonic() - begun,
+        source_revision=source_revision(task.config.data.source),
     )
 
 
@@ -95,6 +96,11 @@ def _distinct(task: Task) -> dict[str, Dialogue]:
     """Everything that is asked, once, in the order of the source."""
     found: dict[str, Dialogue] = {}
     for document in read_documents(task.config.data.source):
+        if document.tokens is not None:
+            raise ValueError(
+                f"{document.place}: tokens have no turns that the target could answer: give conversations or text, or "
+                "leave data.regeneration out"
+            )
         dialogue = Dialogue(document)
         found.setdefault(dialogue.asked, dialogue)
     return found
@@ -157,7 +163,8 @@ def _as_record(document: Document) -> dict[str, object]:
     """As `read_documents` reads it back."""
     if document.plain:
         return {"text": document.text}
-    return {"messages": [message.as_dict() for message in document.messages]}
+    tools = {"tools": [dict(tool) for tool in document.tools]} if document.tools else {}
+    return {"messages": [message.as_dict() for message in document.messages], **tools}
 
 
 def main() -> None:

@@ -129,10 +129,12 @@ class DraftTrainer:
             )
         config = self.run.config.draft
         if self.run.folder.start.is_dir():
-            return load_start(self.run)
-        vocabulary = DraftVocabulary.by_frequency(counts, config.vocabulary_size(len(counts)))
-        draft = build_draft(config, head.embedding, vocabulary, self.run.config.target.aux_layer_ids)
-        draft.start_from(head.head)
+            draft = load_start(self.run)
+        else:
+            vocabulary = DraftVocabulary.by_frequency(counts, config.vocabulary_size(len(counts)))
+            draft = build_draft(config, head.embedding, vocabulary, self.run.config.target.aux_layer_ids)
+            draft.start_from(head.head)
+        self.token_coverage = float(counts[draft.vocabulary.target_ids].sum() / counts.sum())
         return draft
 
     def _restore(self, draft: Draft) -> checkpoints.TrainerState | None:
@@ -198,6 +200,7 @@ class DraftTrainer:
             final_loss=progress.loss,
             acceptance_by_position=tuple(progress.acceptance),
             vocabulary_coverage=progress.covered / max(1, progress.supervised),
+            token_coverage=self.token_coverage,
             rates=progress.rates(),
         )
         if self.control.rank == 0:

@@ -52,7 +52,8 @@ def result() -> BenchmarkResult:
         conditions=conditions, target_distinct_token_share=0.4, sampled_distinct_token_share=0.7,
         simulated=acceptance(3.5), reference=Acceptance(conversations=4, length={4: 3.5}, steps={4: 9}, by_position=()),
         gap=0.0, counts_identical=True, counts_compared=4, sampled=acceptance(2.5), prompt_lookup=acceptance(2.1),
-        prompt_lookup_sampled=acceptance(1.2), champion=None, beats_prompt_lookup=True, gate=gate, speed=speed,
+        prompt_lookup_sampled=acceptance(1.2), vocabulary_mass=0.888, champion=None, beats_prompt_lookup=True,
+        gate=gate, speed=speed,
         lossless=LosslessRecord(tokens=1000, mismatches=0, ties=1, divergences=()), summary="Good.", wall_s=1.0,
     )  # fmt: skip
 
@@ -91,7 +92,7 @@ def samples() -> SamplesRecord:
     return SamplesRecord(
         path="/cache/samples", dataset_hash="data", template_hash="none", train_samples=1234, heldout_samples=56,
         train_tokens=7890123, longest=255, supervised_share=0.987, dropped=11, truncated=22, unusable=33, split=44,
-        duplicates=55,
+        duplicates=55, benchmark_prompts=66, compared_prompts=77, thinking=88, source_revision="c0ffee",
     )  # fmt: skip
 
 
@@ -100,7 +101,8 @@ def trained() -> TrainingResult:
     rates = SideRates(inference=2000.0, transport=9000.0, training=105.0, data_wait_share=0.03, generators=2, ranks=1)
     return TrainingResult(
         steps=20, tokens=1000, wall_s=754.0, data_wait_s=0.5, step_s=10.0, checkpoint="checkpoints/step-000020",
-        final_loss=1.25, acceptance_by_position=(0.51, 0.32), vocabulary_coverage=0.912, rates=rates,
+        final_loss=1.25, acceptance_by_position=(0.51, 0.32), vocabulary_coverage=0.912, token_coverage=0.956,
+        rates=rates,
     )  # fmt: skip
 
 

@@ -171,7 +171,11 @@ def test_benchmark_of_a_run(run: Run, target: Path, tmp_path: Path):
     assert 0 <= steps - result.simulated.steps[4] <= 12, "at most one cut step each"
     assert 1.0 <= tokens / steps <= result.simulated.length[4] + 0.1
     assert result.speed.tokens >= 40
-    for plot in ("acceptance_by_position.png", "training.png"):
+    assert result.vocabulary_mass is not None
+    assert 0.5 < result.vocabulary_mass < 1.0, "60 of 80 tokens of a random target"
+    assert any("the draft vocabulary holds" in line for line in lines(result))
+    assert not result.conditions.thinking
+    for plot in ("acceptance_by_position.png", "samples.png", "training.png"):
         assert (run.folder.plots / plot).read_bytes().startswith(b"\x89PNG")
 
 

@@ -1,7 +1,10 @@
 """What a plot leaves out."""
 
+from pathlib import Path
+
+from infra.records import Histogram, SamplesRecord
 from infra.results import Acceptance
-from models.benchmark.plots import well_supported
+from models.benchmark.plots import plot_samples, well_supported
 
 
 def test_positions_that_were_hardly_offered_are_not_shown():
@@ -12,3 +15,15 @@ def test_positions_that_were_hardly_offered_are_not_shown():
     assert well_supported(acceptance) == [0.5, 0.4, 0.9]
     none = acceptance.model_copy(update={"by_position": (0.0, None, None, None)})
     assert well_supported(none) == [0.0]
+
+
+def test_samples_of_older_sets_have_nothing_to_draw(tmp_path: Path):
+    record = SamplesRecord(
+        path="", dataset_hash="", template_hash="", train_samples=3, heldout_samples=1, train_tokens=60, longest=30,
+        supervised_share=1.0, dropped=0, truncated=0, unusable=0,
+    )  # fmt: skip
+    assert plot_samples(record, tmp_path / "samples.png") is None
+    spread = Histogram(width=1, first=1, counts=(2, 0, 1))
+    drawn = plot_samples(record.model_copy(update={"lengths": spread, "turns": spread}), tmp_path / "samples.png")
+    assert drawn is not None
+    assert drawn.read_bytes().startswith(b"\x89PNG")

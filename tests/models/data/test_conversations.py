@@ -22,6 +22,24 @@ def write(path: Path, text: str) -> str:
         ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}, TURNS, False),
         ({"messages": [{"role": "user", "content": "hi"}, {"role": "Assistant", "content": "hello"}]}, TURNS, False),
         ({"text": "some words", "id": 3}, (Message("text", "some words"),), True),
+        (
+            {
+                "system": "be brief",
+                "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}],
+            },
+            (Message("system", "brief"), *TURNS),
+            False,
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}]},
+            (Message("user", "h\ni"),),
+            False,
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "4", "reasoning_content": "2 and 2", "tool_calls": None}]},
+            (Message("assistant", "4", "2 and 2"),),
+            False,
+        ),
     ],
 )
 def test_json_lines(tmp_path: Path, record: dict, messages: tuple[Message, ...], plain: bool) -> None:
@@ -52,6 +70,16 @@ REFUSALS = {
     ),
     "ShareGPT's keys in messages": ('{"messages": [{"from": "human", "value": "x"}]}', r":1: turn 1 needs 'role'"),
     "content is null": ('{"messages": [{"role": "user", "content": null}]}', r":1: turn 1 needs 'role' and 'content'"),
+    "picture": ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', r":1: turn 1 needs 'role' and"),
+    "a call without a name": (
+        '{"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]}',
+        r":1: turn 1 has a tool call without a function's name: {'id': '1'}",
+    ),
+    "tools are none": ('{"messages": [{"role": "user", "content": "x"}], "tools": "none"}', r":1: tools is not a list"),
+    "no mask": ('{"input_ids": [1, 2]}', r":1: input_ids need a loss_mask of the same length"),
+    "half a mask": ('{"input_ids": [1, 2], "loss_mask": [1]}', r":1: input_ids need a loss_mask of the same length"),
+    "a negative token": ('{"input_ids": [-1], "loss_mask": [1]}', r":1: input_ids are whole numbers from 0"),
+    "a doubtful mask": ('{"input_ids": [1], "loss_mask": [2]}', r":1: input_ids are whole numbers from 0"),
     "empty": ("", r"a\.jsonl is empty"),
     "blank": ("\n  \n", r"a\.jsonl is empty"),
 }
@@ -111,3 +139,52 @@ def test_a_source_elsewhere_is_copied_once_and_again_when_it_changes(
         assert [document.text for document in read_documents(url)] == [text]
         hashes.append(source_hash(url))
     assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_tools_and_calls_in_every_form(tmp_path: Path) -> None:
+    """Arguments are objects for templates, whatever the record holds; Parquet's nulls and JSON text are undone."""
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    asked = {"role": "user", "content": "1 and 1?", "tool_calls": None, "name": None}
+    answer = {"role": "tool", "content": "2", "tool_call_id": "c1"}
+    records = [
+        {"messages": [asked, {"role": "assistant", "content": None, "tool_calls": [call]}, answer], "tools": [tool]},
+        {
+            "messages": [
+                asked,
+                {"role": "assistant", "content": "", "tool_calls": [
+                    {"id": "c1", "function": {"name": "add", "arguments": {"a": 1, "b": None}}, "type": "function"},
+                ]},
+                answer,
+            ],
+            "tools": json.dumps([tool]),
+        },
+    ]  # fmt: skip
+    source = write(tmp_path / "a.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+    one, other = read_documents(source)
+    assert one.content_hash == other.content_hash
+    assert one.messages == other.messages
+    assert one.messages[1].as_dict() == {
+        "role": "assistant", "content": "",
+        "tool_calls": [{"type": "function", "id": "c1", "function": {"name": "add", "arguments": {"a": 1}}}],
+    }  # fmt: skip
+    assert one.messages[0].as_dict() == {"role": "user", "content": "1 and 1?"}
+    assert one.messages[2].as_dict() == {"role": "tool", "content": "2", "tool_call_id": "c1"}
+    assert one.tools == other.tools == (tool,)
+
+
+def test_words_are_the_same_whatever_their_case_and_space() -> None:
+    def of(text: str) -> Document:
+        return Document("", (Message("user", text),), plain=False)
+
+    assert of("What  is it?\n").wording_hash == of("what is it?").wording_hash != of("what is it").wording_hash
+    assert of("What is it?").content_hash != of("what is it?").content_hash
+
+
+def test_tokens(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.jsonl", '{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1], "tokenizer_hash": "abc"}')
+    (document,) = read_documents(source)
+    assert document.tokens is not None
+    assert document.tokens.ids.tolist() == [5, 6, 7]
+    assert document.tokens.loss_mask.tolist() == [False, True, True]
+    assert document.tokens.tokenizer_hash == "abc"

@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from infra.files import write_atomically
@@ -13,7 +16,7 @@ from infra.records import SamplesRecord, TargetRecord
 from infra.run_folder import RunFolder
 from models.config import RunConfig
 from models.data.config import DataConfig
-from models.data.prepare import prepare_samples
+from models.data.prepare import histogram, prepare_samples, recipe_data, summary, tokenizer_hash
 from models.data.sample_set import SampleSet
 
 
@@ -112,3 +115,72 @@ def test_python_docs_are_enough_to_train_on(tiny_config: RunConfig, tiny_target:
     assert everything.longest <= 256
     lengths = SampleSet.open(Path(everything.path), "train").lengths
     assert lengths.float().median() > 128
+
+
+def test_prompts_of_suites_are_not_trained_on(
+    source: Path, tiny_target: TargetRecord, tiny_config: RunConfig, tmp_path: Path
+) -> None:
+    """Those of `promotion.suites` and of `data.exclude`; other suites are other samples, moved ones are the same."""
+    suite, further = tmp_path / "suite.jsonl", tmp_path / "further.txt"
+    suite.write_text(json.dumps({"turns": [story(3), "Go on."]}) + "\n")
+    further.write_text(story(5))
+    promotion = tiny_config.promotion.model_copy(update={"suites": {"own": str(suite)}})
+    recipe = tiny_config.model_copy(update={"promotion": promotion, "data": config(source, exclude=(str(further),))})
+    data = recipe_data(recipe)
+    assert data.exclude == (str(further), str(suite))
+    record = prepare_samples(data, tiny_target, add_bos=False)
+    assert record.compared_prompts == 3
+    assert record.benchmark_prompts >= 2
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target.path)
+    sides = [SampleSet.open(Path(record.path), split) for split in ("train", "heldout")]
+    told = {tokenizer.decode(sample.tokens[1:]).split(":")[0] for side in sides for sample in side}
+    assert told
+    assert not told & {"story 3", "story 5"}
+    assert f"{record.benchmark_prompts} with one of 3 benchmark prompts left out" in summary(record)
+    moved = further.rename(tmp_path / "moved.txt")
+    again = data.model_copy(update={"exclude": (str(suite), str(moved))})
+    assert prepare_samples(again, tiny_target, add_bos=False) == record
+    moved.write_text("Something else")
+    assert prepare_samples(again, tiny_target, add_bos=False).path != record.path
+
+
+def test_tokens_may_name_their_tokenizer(tiny_target: TargetRecord, tmp_path: Path) -> None:
+    """As `samples.json` names it."""
+    path = tmp_path / "tokens.jsonl"
+    own = tokenizer_hash(Path(tiny_target.path))
+
+    def write(made_by: str, token: int) -> None:
+        rows = [{"input_ids": [number, *range(9), token], "loss_mask": [0, *[1] * 10]} for number in range(12)]
+        path.write_text("".join(json.dumps(row | {"tokenizer_hash": made_by}) + "\n" for row in rows))
+
+    write(own, tiny_target.vocab_size - 1)
+    record = prepare_samples(config(path), tiny_target, add_bos=False)
+    assert record.tokenizer_hash == own
+    assert record.supervised_share == pytest.approx(10 / 11)
+    write("0" * 64, 1)
+    with pytest.raises(ValueError, match="made with the tokenizer 0000000000000000, the target's is"):
+        prepare_samples(config(path), tiny_target, add_bos=False)
+    write(own, tiny_target.vocab_size)
+    with pytest.raises(ValueError, match="another tokenizer made these"):
+        prepare_samples(config(path), tiny_target, add_bos=False)
+
+
+def test_the_record_shows_how_samples_are_spread(source: Path, tiny_target: TargetRecord) -> None:
+    record = prepare_samples(config(source), tiny_target, add_bos=False)
+    for shown in (record.lengths, record.supervised):
+        assert shown is not None
+        assert sum(shown.counts) == record.train_samples
+    assert record.turns is None
+    assert record.thinking == 0
+    assert len(record.source_hash) == 64
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(values=st.lists(st.integers(0, 200_000), min_size=1, max_size=80))
+def test_histograms(values: list[int]) -> None:
+    found = histogram(np.array(values, dtype=np.int64))
+    assert 1 <= len(found.counts) <= 16
+    assert str(found.width).rstrip("0") in {"1", "2", "5"}
+    edges = [found.first + found.width * place for place in range(len(found.counts))]
+    assert list(found.counts) == [sum(edge <= value < edge + found.width for value in values) for edge in edges]
+    assert found.counts[0] > 0 < found.counts[-1]

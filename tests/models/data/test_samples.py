@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from models.data.benchmark_prompts import BenchmarkPrompts
 from models.data.config import DataConfig
-from models.data.conversations import Document, Message
+from models.data.conversations import Document, Message, Tokens
 from models.data.samples import (
     Counts,
     EncodedSample,
@@ -16,6 +17,7 @@ from models.data.samples import (
     divide,
     even_pieces,
     heldout_documents,
+    last_run,
 )
 
 LIMITS = {"max_tokens": 20, "min_tokens": 4}
@@ -180,3 +182,109 @@ def test_no_document_is_on_both_sides(pieces, share: float, limit: int | None, d
     again = divide(data.draw(st.permutations(samples)), config, Counts())
     assert [one.id for one in again.train] == [one.id for one in splits.train]
     assert [one.id for one in again.heldout] == [one.id for one in splits.heldout]
+
+
+def tokens(ids: list[int], mask: list[int], made_by: str | None = None) -> Document:
+    found = Tokens(np.array(ids, dtype=np.int32), np.array(mask, dtype=bool), made_by)
+    return Document("t.jsonl:3", (), plain=True, tokens=found)
+
+
+def test_tokens_are_taken_as_they_are(make_tokenizer) -> None:
+    made = encoder(make_tokenizer(None), True, overlong="truncate")
+    samples = list(made.encode([tokens([9, 5, 6, 7, 8], [0, 1, 0, 1, 1]), tokens([9] * 30, [1] * 30)]))
+    assert [(one.tokens.tolist(), one.loss_mask.astype(int).tolist()) for one in samples] == [
+        ([9, 5, 6, 7, 8], [0, 1, 0, 1, 1]), ([9] * 20, [1] * 20),
+    ]  # fmt: skip
+    assert made.counts == Counts(documents=2, truncated=1)
+    (last,) = encoder(make_tokenizer(None), turns="last").encode([tokens([9, 5, 6, 7, 8], [0, 1, 0, 1, 1])])
+    assert last.loss_mask.astype(int).tolist() == [0, 0, 0, 1, 1]
+
+
+def test_tokens_of_another_tokenizer_are_refused(make_tokenizer) -> None:
+    tokenizer = make_tokenizer(None)
+    good = tokens([1, 2, 3, 4], [1, 1, 1, 1], "abc")
+    config = DataConfig(chat_template="none", min_tokens=2)
+    made = SampleEncoder(tokenizer, config, False, tokenizer_hash="abc", vocabulary=9)
+    assert len(list(made.encode([good]))) == 1
+    for document, message in (
+        (tokens([1, 2, 9], [1, 1, 1]), r"t\.jsonl:3: token 9, but the target knows 9"),
+        (tokens([1, 2, 3], [1, 1, 1], "abd"), r"t\.jsonl:3: made with the tokenizer abd, the target's is abc"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            list(made.encode([document]))
+    with pytest.raises(ValueError, match=r"a\.txt:1: some records hold tokens, others text"):
+        list(encoder(tokenizer).encode([good, text("12345")]))
+    with pytest.raises(ValueError, match=r"t\.jsonl:3: tokens have no turns for a chat template"):
+        list(encoder(make_tokenizer("x"), chat_template="tokenizer").encode([good]))
+
+
+MASKS = st.lists(st.booleans(), max_size=30)
+
+
+@given(mask=MASKS)
+def test_the_last_run(mask: list[bool]) -> None:
+    found = last_run(np.array(mask, dtype=bool)).tolist()
+    shown = "".join("x" if flag else "." for flag in mask).rstrip(".")
+    head, dot, run = shown.rpartition(".")
+    expected = "." * len(head + dot) + run
+    assert "".join("x" if flag else "." for flag in found) == expected.ljust(len(mask), ".")
+
+
+def said(made: SampleEncoder, sample: EncodedSample) -> str:
+    return str(made.tokenizer.decode(sample.tokens[sample.loss_mask]))
+
+
+def test_turns_and_thinking(make_tokenizer, real_templates) -> None:
+    """Reasoning is kept, left out, or shown and not learned; samples say whether they hold any."""
+    thought = "<think>\nhm 12\n</think>\n\n"
+    document = chat(("user", "1?"), ("assistant", f"{thought}21"), ("user", "2?"), ("assistant", f"{thought}34"))
+    shown = {
+        ("keep", "all"): (f"21<|im_end|>{thought}34<|im_end|>", 2),
+        ("keep", "last"): (f"{thought}34<|im_end|>", 2),
+        ("mask", "all"): ("21<|im_end|>34<|im_end|>", 2),
+        ("strip", "last"): ("<think>\n\n</think>\n\n34<|im_end|>", 0),
+    }
+    for (thinking, turns), (words, times) in shown.items():
+        made = encoder(
+            make_tokenizer(real_templates["qwen3"]),
+            chat_template="tokenizer", max_tokens=500, thinking=thinking, turns=turns,
+        )  # fmt: skip
+        (sample,) = made.encode([document])
+        assert said(made, sample) == words
+        assert (sample.turns, sample.thinking) == (2, times > 0)
+        assert ("hm" in made.tokenizer.decode(sample.tokens)) == (times > 0)
+
+
+def test_an_answer_that_was_reasoning_alone_is_left_out(make_tokenizer, real_templates) -> None:
+    made = encoder(make_tokenizer(real_templates["qwen3"]), chat_template="tokenizer", max_tokens=500, thinking="strip")
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    calling = Message("assistant", "<think>hm</think>", more={"tool_calls": [call]})
+    documents = [
+        chat(("user", "1?"), ("assistant", "<think>hm and")),
+        chat(("user", "2?"), ("assistant", "")),
+        Document("b", (Message("user", "3?"), calling), plain=False),
+    ]
+    kept = [made.tokenizer.decode(sample.tokens) for sample in made.encode(documents)]
+    assert ["1?" in "".join(kept), "2?" in "".join(kept), "3?" in "".join(kept)] == [False, True, True]
+    assert made.counts.unusable == 1
+
+
+def test_documents_with_a_benchmark_s_prompt_are_left_out_and_counted(make_tokenizer) -> None:
+    tokenizer = make_tokenizer(None)
+    config = DataConfig(chat_template="none", min_tokens=2)
+    excluded = BenchmarkPrompts(["What is the answer to the question of all questions?", "Who is it?"])
+    asked = "what is the answer to the question of all questions"
+    made = SampleEncoder(tokenizer, config, False, excluded=excluded)
+    documents = [
+        chat(("user", "Who is it?"), ("assistant", "the answer")),
+        text(f"Somebody said: {asked}, and left."),
+        chat(("user", "What is it?"), ("assistant", "Who is it? It is not.")),
+    ]
+    (kept,) = made.encode(documents)
+    assert kept.document == documents[2].content_hash
+    assert made.counts == Counts(documents=3, benchmark_prompts=2)
+    ids = tokenizer(asked)["input_ids"]
+    made = SampleEncoder(tokenizer, config, False, excluded=excluded)
+    assert list(made.encode([tokens(ids, [1] * len(ids))])) == []
+    with pytest.raises(ValueError, match="1 of 1 documents hold prompts of the benchmarks"):
+        divide([], config, made.counts)

@@ -135,6 +135,26 @@ def test_thinking(chat_target: TargetRecord, thinking: str, expected: str) -> No
     assert not dialogue.advance()
 
 
+def test_a_call_stays_where_a_tool_s_result_follows(task_of: Callable[..., Task], chat_target: TargetRecord) -> None:
+    """The answer to the result is the target's own, and so is a call that nothing follows."""
+    call = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "list"}}}
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
+    calling = {"role": "assistant", "content": "I look.", "tool_calls": [call]}
+    asked = {"role": "user", "content": QUESTIONS[0]}
+    followed = {"messages": [asked, calling, {"role": "tool", "content": "a list"}], "tools": [tool]}
+    record = regenerate(task_of([followed, {"messages": [asked, calling]}]))
+    one, other = read_documents(record.path)
+    assert [message.role for message in one.messages] == ["user", "assistant", "tool", "assistant"]
+    assert one.messages[1].as_dict() == calling
+    assert one.tools == (tool,)
+    assert [message.content for message in other.messages[1:]] == by_hand(chat_target, QUESTIONS[0])
+
+
+def test_tokens_are_refused(task_of: Callable[..., Task]) -> None:
+    with pytest.raises(ValueError, match=r"prompts\.jsonl:1: tokens have no turns .* leave data\.regeneration out"):
+        regenerate(task_of([{"input_ids": [5, 6], "loss_mask": [1, 1]}]))
+
+
 def test_what_was_answered_before_a_kill_is_kept(
     task_of: Callable[..., Task], start: Callable[..., Any], tmp_path: Path
 ) -> None:

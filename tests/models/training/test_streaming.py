@@ -87,6 +87,9 @@ def test_streaming_equals_memory(make_run, run_to_the_end):
     result = TrainingResult.read(folder.training)
     assert result.steps == 9
     assert result.tokens == run.samples.train_tokens
+    learned = run.open_samples().tokens[run.open_samples().loss_mask.bool()]
+    counts = torch.bincount(learned.long()).sort(descending=True).values
+    assert result.token_coverage == pytest.approx(int(counts[: run.config.draft.vocab_size].sum()) / len(learned))
     assert losses(folder) == pytest.approx(train_in_memory(run), rel=1e-6)
 
 

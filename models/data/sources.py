@@ -1,0 +1,128 @@
+"""Where training text lies: files and folders here, at addresses that fsspec knows, and datasets of the Hub.
+
+Used by the processes that regenerate text and prepare samples.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from infra.cached_folder import build_once
+from infra.files import sha256_file
+from infra.settings import cache_folder
+from models.data import hub
+
+KINDS = (".parquet", ".jsonl", ".json", ".txt")
+"""Of a folder, the files of the first kind that it holds are read: others beside them describe them."""
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file on this machine, and what people call it."""
+
+    path: Path
+    place: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a recipe's source came to."""
+
+    files: tuple[SourceFile, ...]
+    hash: str
+    """Follows the content; for a dataset of the Hub, its commit and the names of its files."""
+    revision: str | None = None
+    """The commit of a dataset of the Hub."""
+
+
+def find_source(source: str) -> Source:
+    """The files of `source`, on this machine. Raises ValueError for what is not there or of no known kind."""
+    if source.startswith(hub.SCHEME):
+        return _on_the_hub(source)
+    if "://" in source:
+        return _at_address(source)
+    path = Path(source).expanduser()
+    if path.is_dir():
+        names = one_kind(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+        _check_any(source, names)
+        files = tuple(SourceFile(path / name, str(path / name)) for name in names)
+        return Source(files, _hash((name, sha256_file(path / name)) for name in names))
+    _check_kind(source, path)
+    if not path.is_file():
+        raise ValueError(f"data.source {source!r}: there is no such file (looked in {Path.cwd()})")
+    content = hashlib.sha256(f"{path.suffix} {sha256_file(path)}".encode()).hexdigest()
+    return Source((SourceFile(path, str(path)),), content)
+
+
+def one_kind(names: Iterable[str]) -> list[str]:
+    """Those of the first kind that is among them, in order."""
+    ordered = sorted(names)
+    by_kind = ([name for name in ordered if name.endswith(kind)] for kind in KINDS)
+    return next((found for found in by_kind if found), [])
+
+
+def _on_the_hub(source: str) -> Source:
+    found = hub.fetch(source, one_kind)
+    _check_any(source, found.names)
+    files = tuple(SourceFile(found.folder / name, f"{source}: {name}") for name in found.names)
+    return Source(files, _hash([found.repository, found.revision, *found.names]), found.revision)
+
+
+def _at_address(url: str) -> Source:
+    """Copies in the cache of what lies at an address that fsspec knows, s3:// for instance; new when that changes."""
+    try:
+        files, root = fsspec.core.url_to_fs(url)
+        files.invalidate_cache()
+        versions = _versions(files, root, single=Path(url).suffix in KINDS)
+    except (OSError, ValueError, ImportError) as error:
+        raise ValueError(
+            f"data.source {url!r} cannot be read ({error or type(error).__name__}): check address and credentials "
+            "(AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"
+        ) from error
+    _check_any(url, versions)
+    folder = cache_folder() / "sources" / _hash([url, sorted(versions.items())])[:32]
+
+    def copy(aside: Path) -> None:
+        for name in versions:
+            (aside / name).parent.mkdir(parents=True, exist_ok=True)
+            files.get_file(f"{root}/{name}" if Path(url).suffix not in KINDS else root, str(aside / name))
+
+    build_once(folder, copy)
+    single = len(versions) == 1 and Path(url).suffix in KINDS
+    found = tuple(
+        SourceFile(folder / name, url if single else f"{url.rstrip('/')}/{name}") for name in sorted(versions)
+    )
+    return Source(found, _hash((file.path.suffix, sha256_file(file.path)) for file in found))
+
+
+def _versions(files: Any, root: str, *, single: bool) -> dict[str, str]:
+    """Names below `root` and what says that a file has changed."""
+    if single:
+        return {Path(root).name: str(files.ukey(root))}
+    found: dict[str, dict[str, Any]] = files.find(root, detail=True)
+    below = {path.removeprefix(root).lstrip("/"): str(sorted(info.items(), key=str)) for path, info in found.items()}
+    return {name: below[name] for name in one_kind(below)}
+
+
+def _check_kind(source: str, path: Path) -> None:
+    if path.suffix not in KINDS:
+        raise ValueError(
+            f"data.source {source!r} is of no known kind: use a .jsonl, .json or .parquet file of conversations, a "
+            ".txt file with blank lines between documents, a folder of them, hf://datasets/OWNER/NAME or 'python-docs'"
+        )
+
+
+def _check_any(source: str, names: Iterable[str]) -> None:
+    if not list(names):
+        raise ValueError(
+            f"data.source {source!r} holds no file of a known kind ({', '.join(KINDS)}): check the address, or convert "
+            "the files"
+        )
+
+
+def _hash(parts: Iterable[object]) -> str:
+    return hashlib.sha256(repr(list(parts)).encode()).hexdigest()
