@@ -8,8 +8,7 @@ prompts of the comparison, the first ones are trained on, once as they are and o
 first tokens (`data.regeneration`, here at temperature 1, as the main figure is measured). Training documents that hold
 one of the prompts are left out of both. Both drafts take the same number of tokens, in order of hash, up to one sample;
 recipe, seed, draft and longest sample are the same. The comparison is the simulated walk over the same texts of the
-target, greedy and
-sampled, with a paired bootstrap over conversations; what regeneration costs is written beside it.
+target, greedy and sampled, with a paired bootstrap over conversations; what regeneration costs is written beside it.
 """
 
 import argparse

@@ -78,7 +78,7 @@ def plot_training(metrics: Path, path: Path) -> Path:
 def plot_samples(samples: SamplesRecord, path: Path) -> Path | None:
     """How long the training samples are, how much of each is learned, and how many turns; None: not recorded."""
     shown = {
-        "tokens": samples.lengths,
+        "tokens of a sample": samples.lengths,
         "supervised tokens": samples.supervised,
         "assistant's turns": samples.turns,
     }
@@ -91,8 +91,8 @@ def plot_samples(samples: SamplesRecord, path: Path) -> Path | None:
         # Whole numbers stand in the middle of their bar.
         shift = -0.5 if histogram.width == 1 else 0.0
         axes.bar([edge + shift for edge in edges], histogram.counts, histogram.width, align="edge", edgecolor="white")
-        axes.set(xlabel=f"{label} of a sample", ylabel="samples" if axes.get_subplotspec().is_first_col() else None)
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.set(xlabel=label, ylabel="samples" if axes.get_subplotspec().is_first_col() else None)
+        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         axes.grid(alpha=0.3, axis="y")
     return _save(figure, path)
 

@@ -34,7 +34,7 @@ from models.run import Run
 FORMAT = 2
 """Raised whenever the same input would give other samples."""
 
-BINS = 16
+BINS = 24
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja")
 
 

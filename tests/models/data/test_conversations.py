@@ -27,7 +27,7 @@ def write(path: Path, text: str) -> str:
                 "system": "be brief",
                 "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}],
             },
-            (Message("system", "brief"), *TURNS),
+            (Message("system", "be brief"), *TURNS),
             False,
         ),
         (

@@ -179,7 +179,7 @@ def test_the_record_shows_how_samples_are_spread(source: Path, tiny_target: Targ
 @given(values=st.lists(st.integers(0, 200_000), min_size=1, max_size=80))
 def test_histograms(values: list[int]) -> None:
     found = histogram(np.array(values, dtype=np.int64))
-    assert 1 <= len(found.counts) <= 16
+    assert 1 <= len(found.counts) <= 24
     assert str(found.width).rstrip("0") in {"1", "2", "5"}
     edges = [found.first + found.width * place for place in range(len(found.counts))]
     assert list(found.counts) == [sum(edge <= value < edge + found.width for value in values) for edge in edges]
