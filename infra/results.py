@@ -234,12 +234,34 @@ class BenchmarkResult(Record):
     another text, and over some hundred tokens it is a rough one. None: not measured."""
     prompt_lookup: Acceptance
     prompt_lookup_sampled: Acceptance
+    token_recycling: Acceptance | None = None
+    """The other baseline; None: measured before there was one."""
+    token_recycling_sampled: Acceptance | None = None
     served: ServedResult | None = None
     """The serving engine's own figures; None: not asked for."""
     champion: Acceptance | None
     beats_prompt_lookup: bool
+    beats_token_recycling: bool | None = None
     lossless: LosslessRecord
     speed: SpeedRecord
     gate: GateDecision
     summary: str
     wall_s: float
+
+    @property
+    def baselines(self) -> dict[str, Acceptance]:
+        """What needs no training, by name."""
+        measured = {"prompt lookup": self.prompt_lookup, "Token Recycling": self.token_recycling}
+        return {name: acceptance for name, acceptance in measured.items() if acceptance}
+
+    @property
+    def baselines_sampled(self) -> dict[str, Acceptance]:
+        """The same over text that the target sampled."""
+        measured = {"prompt lookup": self.prompt_lookup_sampled, "Token Recycling": self.token_recycling_sampled}
+        return {name: acceptance for name, acceptance in measured.items() if acceptance}
+
+    @property
+    def unbeaten(self) -> list[str]:
+        """Names of the baselines that the draft does not beat."""
+        beaten = {"prompt lookup": self.beats_prompt_lookup, "Token Recycling": self.beats_token_recycling}
+        return [name for name, better in beaten.items() if better is False]
