@@ -203,6 +203,69 @@ class ServedResult(Record):
         )
 
 
+class StepTime(Record):
+    """Measured seconds of one forward of the target, or of one drafting."""
+
+    batch: int
+    """Texts."""
+    tokens: int
+    """Of each text: those that the target verifies (lookahead + 1), or those that the draft proposes (lookahead)."""
+    seconds: float
+
+
+class CostFit(Record):
+    """Seconds as a sum of what is paid once, by text and by token; dearer tokens beyond what the hardware does at once.
+
+    constant + per_text B + per_token N + per_token_beyond max(0, N - knee), with B texts and N = B x tokens.
+    """
+
+    constant: float
+    per_text: float
+    per_token: float
+    knee: float
+    per_token_beyond: float
+    worst_error: float
+    """Largest relative difference from a measurement."""
+
+    def seconds(self, batch: int, tokens: int) -> float:
+        """`tokens` of each of `batch` texts."""
+        total = batch * tokens
+        beyond = self.per_token_beyond * max(0.0, total - self.knee)
+        return self.constant + self.per_text * batch + self.per_token * total + beyond
+
+
+class Goodput(Record):
+    """What one lookahead is expected to give at one load."""
+
+    batch: int
+    lookahead: int
+    step_s: float
+    tokens_per_step: float
+    """Of each text: the acceptance length."""
+    tokens_per_s: float
+    """Of all texts."""
+
+
+class GoodputTable(Record):
+    """Predicted goodput for every lookahead (0 included) and load, and what it was predicted from."""
+
+    rates: tuple[float, ...]
+    """Acceptance rate by position, given all before."""
+    target: CostFit
+    draft: CostFit
+    rows: tuple[Goodput, ...]
+    """By batch, then lookahead."""
+
+    @property
+    def best(self) -> dict[int, int]:
+        """The lookahead of greatest goodput by batch, the smaller one of equals."""
+        found: dict[int, Goodput] = {}
+        for row in self.rows:
+            if row.batch not in found or row.tokens_per_s > found[row.batch].tokens_per_s:
+                found[row.batch] = row
+        return {batch: row.lookahead for batch, row in found.items()}
+
+
 class SmokeResult(Record):
     """`smoke.json`: whether a draft from the registry decodes as it was benchmarked, and what was seen."""
 
@@ -235,6 +298,9 @@ class BenchmarkResult(Record):
     another text, and over some hundred tokens it is a rough one. None: not measured."""
     prompt_lookup: Acceptance
     prompt_lookup_sampled: Acceptance
+    token_recycling: Acceptance | None = None
+    """The other baseline; None: measured before there was one."""
+    token_recycling_sampled: Acceptance | None = None
     served: ServedResult | None = None
     """The serving engine's own figures; None: not asked for."""
     champion: Acceptance | None
@@ -242,8 +308,27 @@ class BenchmarkResult(Record):
     vocabulary_mass: float | None = None
     """Share of the target's probability that lies on the draft vocabulary: mean over positions of its own sampled
     text, at that temperature."""
+    beats_token_recycling: bool | None = None
     lossless: LosslessRecord
     speed: SpeedRecord
     gate: GateDecision
     summary: str
     wall_s: float
+
+    @property
+    def baselines(self) -> dict[str, Acceptance]:
+        """What needs no training, by name."""
+        measured = {"prompt lookup": self.prompt_lookup, "Token Recycling": self.token_recycling}
+        return {name: acceptance for name, acceptance in measured.items() if acceptance}
+
+    @property
+    def baselines_sampled(self) -> dict[str, Acceptance]:
+        """The same over text that the target sampled."""
+        measured = {"prompt lookup": self.prompt_lookup_sampled, "Token Recycling": self.token_recycling_sampled}
+        return {name: acceptance for name, acceptance in measured.items() if acceptance}
+
+    @property
+    def unbeaten(self) -> list[str]:
+        """Names of the baselines that the draft does not beat."""
+        beaten = {"prompt lookup": self.beats_prompt_lookup, "Token Recycling": self.beats_token_recycling}
+        return [name for name, better in beaten.items() if better is False]

@@ -47,6 +47,7 @@ def register_draft(
         registry.ACCEPTANCE: f"{result.simulated.length[result.conditions.lookahead]:.4f}",
         "lookahead": str(result.conditions.lookahead),
         "beats_prompt_lookup": str(result.beats_prompt_lookup).lower(),
+        "beats_token_recycling": str(result.beats_token_recycling).lower(),
         "gate": "passed" if result.gate.passed else "not passed",
         "target": target.name,
         "target_revision": target.revision,
@@ -87,6 +88,8 @@ def _figures(result: BenchmarkResult) -> dict[str, float]:
     }
     if result.vocabulary_mass is not None:
         figures["benchmark/draft_vocabulary_mass"] = result.vocabulary_mass
+    if result.token_recycling is not None:
+        figures["benchmark/acceptance_length_token_recycling"] = result.token_recycling.length[lookahead]
     if result.speed.speculative_tokens_per_s is not None:
         figures["benchmark/speculative_tokens_per_s"] = result.speed.speculative_tokens_per_s
     return figures
@@ -94,7 +97,12 @@ def _figures(result: BenchmarkResult) -> dict[str, float]:
 
 def _curves(result: BenchmarkResult) -> dict[str, dict[int, float]]:
     """What MLflow draws over lookahead."""
-    shown = {"draft": result.simulated, "prompt_lookup": result.prompt_lookup, "champion": result.champion}
+    shown = {
+        "draft": result.simulated,
+        "prompt_lookup": result.prompt_lookup,
+        "token_recycling": result.token_recycling,
+        "champion": result.champion,
+    }
     return {
         f"acceptance_length_by_lookahead/{name}": dict(acceptance.length)
         for name, acceptance in shown.items()

@@ -153,6 +153,10 @@ def benchmark_report(result: BenchmarkResult) -> dict[str, Any]:
             "prompt_lookup_length": dict(result.prompt_lookup.length),
             "prompt_lookup_sampled": result.prompt_lookup_sampled.length[lookahead],
             "beats_prompt_lookup": result.beats_prompt_lookup,
+            "token_recycling": result.token_recycling and result.token_recycling.length[lookahead],
+            "token_recycling_sampled": result.token_recycling_sampled
+            and result.token_recycling_sampled.length[lookahead],
+            "beats_token_recycling": result.beats_token_recycling,
         },
         "vocabulary_mass": result.vocabulary_mass,
         "lossless": result.lossless.model_dump(mode="json", include={"tokens", "mismatches", "ties"}),

@@ -55,10 +55,10 @@ def sources(result: BenchmarkResult) -> dict[str, Acceptance]:
         "draft, real decoding": result.reference,
         "draft, served": result.served and result.served.acceptance,
         "champion": result.champion,
-        "prompt lookup": result.prompt_lookup,
+        **result.baselines,
         f"draft, {sampled}, greedy proposals": result.sampled,
         f"draft, {sampled}, sampled proposals": result.sampled_reference,
-        f"prompt lookup, {sampled}": result.prompt_lookup_sampled,
+        **{f"{name}, {sampled}": acceptance for name, acceptance in result.baselines_sampled.items()},
     }
     return {name: acceptance for name, acceptance in measured.items() if acceptance}
 

@@ -112,11 +112,12 @@ def verdicts(facts: RunFacts) -> Iterator[Verdict]:
     """The run at a glance."""
     result, draft, gate = facts.result, facts.draft, facts.result.gate
     at = result.conditions.lookahead
-    ours, lookup = result.simulated.length[at], result.prompt_lookup.length[at]
+    ours = result.simulated.length[at]
     yield Verdict("Acceptance length", length(ours), f"tokens per verification step at lookahead {at}")
-    wins = result.beats_prompt_lookup
-    note = f"{length(ours)} against {length(lookup)} on the same texts"
-    yield Verdict("Prompt lookup", "beaten" if wins else "not beaten", note, "good" if wins else "bad")
+    for name, baseline in result.baselines.items():
+        wins = name not in result.unbeaten
+        note = f"{length(ours)} against {length(baseline.length[at])} on the same texts"
+        yield Verdict(name[0].upper() + name[1:], "beaten" if wins else "not beaten", note, "good" if wins else "bad")
     note = f"{signed(gate.difference)} against {gate.against}, at least {signed(gate.lower_bound)}"
     state = "good" if gate.passed else "bad"
     yield Verdict("Gate", "passed" if gate.passed else "not passed", note, state)

@@ -33,16 +33,18 @@ def _speed(result: BenchmarkResult) -> str:
 
 
 def compared(result: BenchmarkResult) -> str:
-    """Prompt lookup first (it costs nothing), then the draft that was in service."""
+    """What needs no training first (it costs nothing), then the draft that was in service."""
     at = result.conditions.lookahead
-    lookup = length(result.prompt_lookup.length[at])
-    if result.beats_prompt_lookup:
-        baseline = f"It beats prompt lookup, which needs no training and reaches {lookup} on the same texts"
-    else:
-        baseline = (
-            f"It does not beat prompt lookup, which needs no training and reaches {lookup} on the same texts, so on "
-            "texts like these prompt lookup is the better choice"
-        )
+    reached = {name: f"{name} ({length(of.length[at])})" for name, of in result.baselines.items()}
+    beaten = [reached[name] for name in reached if name not in result.unbeaten]
+    said = [f"It beats {' and '.join(beaten)}"] if beaten else []
+    if result.unbeaten:
+        words = " or ".join(reached[name] for name in result.unbeaten)
+        said.append(f"{'does' if beaten else 'It does'} not beat {words}")
+    baseline = f"{', but '.join(said)}, which need{'s' if len(reached) == 1 else ''} no training, on the same texts"
+    if result.unbeaten:
+        best = max(result.unbeaten, key=lambda name: result.baselines[name].length[at])
+        baseline += f", so on texts like these {best} is the better choice"
     return f"{baseline}; {_against(result)}."
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from models.decoding.sampling import Sampling
 from models.drafts.base import Draft, Proposals, ProposalSource, Proposer
+from models.drafts.trees import Tree, TreeShape, branching
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.sglang import load_draft
 from models.targets.end_of_text import eos_ids
@@ -81,3 +82,6 @@ class _SelectedProposer:
 
     def sample(self, sequence: Tensor, aux: Tensor, lookahead: int, sampling: Sampling) -> Proposals:
         return self.proposer.sample(sequence, self.layers.select(aux), lookahead, sampling)
+
+    def propose_tree(self, sequence: Tensor, aux: Tensor, shape: TreeShape, sampling: Sampling) -> Tree:
+        return branching(self.proposer).propose_tree(sequence, self.layers.select(aux), shape, sampling)

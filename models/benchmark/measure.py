@@ -17,9 +17,10 @@ from models.benchmark.reference import ReferenceRun, decode_reference, decode_sa
 from models.decoding.counts import Counts
 from models.decoding.plain import continue_batch
 from models.decoding.prompt_lookup import PromptLookup
-from models.decoding.simulated import features, simulate
+from models.decoding.simulated import features, features_and_likeliest, simulate
 from models.decoding.speculative import Decoded
-from models.drafts.base import ProposalSource
+from models.decoding.token_recycling import TokenRecycling
+from models.drafts.base import ObservingSource, ProposalSource
 
 Texts = list[list[int]]
 Walk = list[tuple[Counts, ...]]
@@ -39,9 +40,11 @@ class Measurements:
     sampled: Texts
     draft: Walk
     prompt_lookup: Walk
+    token_recycling: Walk
     champion: Walk | None
     draft_sampled: Walk
     prompt_lookup_sampled: Walk
+    token_recycling_sampled: Walk
     reference: dict[int, ReferenceRun]
     """By lookahead."""
     sampled_reference: tuple[Decoded, ...]
@@ -78,7 +81,7 @@ def measure(
 ) -> Measurements:
     """Measure everything; real decoding at each of `lookaheads`."""
     assert max(lookaheads) <= config.max_lookahead
-    sources: list[ProposalSource] = [contestants.draft, PromptLookup()]
+    sources: list[ProposalSource | ObservingSource] = [contestants.draft, PromptLookup(), TokenRecycling()]
     with bars() as bar:
         greedy = _continue(contestants, config, prompts, 0.0, seed, bar("greedy continuations", len(prompts)))
         sampled = _continue(
@@ -99,9 +102,11 @@ def measure(
         sampled=sampled,
         draft=walks[0],
         prompt_lookup=walks[1],
-        champion=walks[2] if champions else None,
+        token_recycling=walks[2],
+        champion=walks[3] if champions else None,
         draft_sampled=sampled_walks[0],
         prompt_lookup_sampled=sampled_walks[1],
+        token_recycling_sampled=sampled_walks[2],
         reference=reference,
         sampled_reference=sampled_reference,
         vocabulary_mass=vocabulary_mass(
@@ -156,16 +161,21 @@ def _continue(
 def _walk(
     contestants: Contestants,
     config: BenchmarkConfig,
-    sources: Sequence[ProposalSource],
+    sources: Sequence[ProposalSource | ObservingSource],
     prompts: Sequence[Sequence[int]],
     texts: Texts,
     advance: Callable[[int], None],
 ) -> list[Walk]:
     """One walk per source; each conversation takes one target forward for all of them."""
     walks: list[Walk] = [[] for _ in sources]
+    candidates = max((source.candidates for source in sources if isinstance(source, ObservingSource)), default=0)
     for prompt, text in zip(prompts, texts, strict=True):
-        aux = features(contestants.target, [*prompt, *text])
+        whole, likeliest = [*prompt, *text], None
+        if candidates:
+            aux, likeliest = features_and_likeliest(contestants.target, whole, candidates)
+        else:
+            aux = features(contestants.target, whole)
         for walk, source in zip(walks, sources, strict=True):
-            walk.append(simulate(source, prompt, text, aux, config.max_lookahead))
+            walk.append(simulate(source, prompt, text, aux, config.max_lookahead, likeliest))
         advance(1)
     return walks

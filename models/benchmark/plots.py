@@ -26,8 +26,10 @@ def plot_by_position(result: BenchmarkResult, path: Path) -> Path:
         ("draft", result.simulated, "C0-o"),
         ("champion", result.champion, "C2-o"),
         ("prompt lookup", result.prompt_lookup, "C1-s"),
+        ("Token Recycling", result.token_recycling, "C3-^"),
         (f"draft, {temperature}", result.sampled, "C0--o"),
         (f"prompt lookup, {temperature}", result.prompt_lookup_sampled, "C1--s"),
+        (f"Token Recycling, {temperature}", result.token_recycling_sampled, "C3--^"),
     ]
     for label, acceptance, style in shown:
         if acceptance is None:

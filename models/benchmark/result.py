@@ -15,7 +15,7 @@ from models.benchmark.acceptance import distinct_token_share, summarise
 from models.benchmark.config import BenchmarkConfig
 from models.benchmark.gate import decide
 from models.benchmark.measure import Measurements, Texts, Walk
-from models.benchmark.words import Lengths, against_prompt_lookup, sampled_at
+from models.benchmark.words import Lengths, against_baselines, sampled_at
 from models.decoding.lossless import Comparison, total
 
 
@@ -30,8 +30,10 @@ def build_result(
 ) -> BenchmarkResult:
     """Put everything together."""
     at = config.lookahead
-    draft, lookup = summarise(found.draft), summarise(found.prompt_lookup)
-    draft_sampled, lookup_sampled = summarise(found.draft_sampled), summarise(found.prompt_lookup_sampled)
+    draft, lookup, recycling = map(summarise, (found.draft, found.prompt_lookup, found.token_recycling))
+    draft_sampled, lookup_sampled, recycling_sampled = map(
+        summarise, (found.draft_sampled, found.prompt_lookup_sampled, found.token_recycling_sampled)
+    )
     lossless = total([comparison for run in found.reference.values() for comparison in run.comparisons])
     distinct, distinct_sampled = distinct_token_share(found.greedy), distinct_token_share(found.sampled)
     identical, compared = found.identical(at)
@@ -50,17 +52,22 @@ def build_result(
         sampled_reference=summarise(sampled) if sampled else None,
         prompt_lookup=lookup,
         prompt_lookup_sampled=lookup_sampled,
+        token_recycling=recycling,
+        token_recycling_sampled=recycling_sampled,
         served=served,
         champion=None if found.champion is None else summarise(found.champion),
         beats_prompt_lookup=draft.length[at] > lookup.length[at],
         vocabulary_mass=found.vocabulary_mass,
+        beats_token_recycling=draft.length[at] > recycling.length[at],
         lossless=lossless_record(lossless),
         speed=found.reference[at].speed,
         gate=decide(evidence),
-        summary=against_prompt_lookup(
+        summary=against_baselines(
             at,
-            Lengths(draft.length[at], lookup.length[at], distinct),
-            Lengths(draft_sampled.length[at], lookup_sampled.length[at], distinct_sampled),
+            Lengths(draft.length[at], lookup.length[at], recycling.length[at], distinct),
+            Lengths(
+                draft_sampled.length[at], lookup_sampled.length[at], recycling_sampled.length[at], distinct_sampled
+            ),
             sampled_at(conditions),
         ),
         wall_s=wall_s,

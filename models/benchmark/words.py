@@ -1,4 +1,4 @@
-"""A benchmark in words: the table, and one sentence that compares with prompt lookup. Runs in the benchmark."""
+"""A benchmark in words: its table, and the comparison with what needs no training. Runs in the benchmark."""
 
 from dataclasses import dataclass
 
@@ -9,28 +9,34 @@ from infra.results import Acceptance, BenchmarkResult, Conditions, DivergenceRec
 
 @dataclass(frozen=True)
 class Lengths:
-    """Acceptance lengths of draft and prompt lookup on the same texts, and the texts' share of distinct tokens."""
+    """Acceptance lengths of draft and baselines on the same texts, and the texts' share of distinct tokens."""
 
     draft: float
     prompt_lookup: float
+    token_recycling: float
     distinct_share: float
 
 
-def against_prompt_lookup(lookahead: int, greedy: Lengths, sampled: Lengths, at: str) -> str:
-    """Whether the draft beats the baseline that needs no training, and why not where it does not; `at` names how the
+def against_baselines(lookahead: int, greedy: Lengths, sampled: Lengths, at: str) -> str:
+    """Whether the draft beats the baselines that need no training, and why not where it does not; `at` names how the
     sampled text was drawn."""
-    wins = greedy.draft > greedy.prompt_lookup
+    baselines = {"prompt lookup": greedy.prompt_lookup, "Token Recycling": greedy.token_recycling}
+    beaten = [f"{name} ({length:.2f})" for name, length in baselines.items() if greedy.draft > length]
+    others = [f"{name} ({length:.2f})" for name, length in baselines.items() if greedy.draft <= length]
+    said = [f"beats {' and '.join(beaten)}"] if beaten else []
+    said += [f"does not beat {' or '.join(others)}"] if others else []
     text = (
-        f"the draft {'beats' if wins else 'does not beat'} prompt lookup here: {greedy.draft:.2f} against "
-        f"{greedy.prompt_lookup:.2f} tokens per verification step at lookahead {lookahead}"
+        f"the draft {' but '.join(said)} here: {greedy.draft:.2f} tokens per verification step at lookahead {lookahead}"
     )
+    loses = greedy.draft <= greedy.prompt_lookup
     repeats = greedy.distinct_share < sampled.distinct_share and sampled.prompt_lookup < greedy.prompt_lookup
-    if not wins and repeats:
+    if loses and repeats:
         text += (
             ", because the target's greedy text repeats itself (distinct-token share "
             f"{greedy.distinct_share:.2f}, {sampled.distinct_share:.2f} when sampled)"
         )
-    return f"{text}; over text sampled at {at}, {sampled.draft:.2f} against {sampled.prompt_lookup:.2f}"
+    against = f"{sampled.prompt_lookup:.2f} and {sampled.token_recycling:.2f}"
+    return f"{text}; over text sampled at {at}, {sampled.draft:.2f} against {against}"
 
 
 def sampled_at(conditions: Conditions) -> str:
@@ -51,10 +57,10 @@ def table(result: BenchmarkResult) -> Table:
         "draft, reference": result.reference,
         "draft, served": result.served and result.served.acceptance,
         "champion, simulated": result.champion,
-        "prompt lookup": result.prompt_lookup,
+        **result.baselines,
         f"draft, {sampled}, greedy proposals": result.sampled,
         f"draft, {sampled}, sampled proposals": result.sampled_reference,
-        f"prompt lookup, {sampled}": result.prompt_lookup_sampled,
+        **{f"{name}, {sampled}": acceptance for name, acceptance in result.baselines_sampled.items()},
     }
     for name, acceptance in rows.items():
         if acceptance is not None:

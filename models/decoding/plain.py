@@ -22,6 +22,8 @@ class Prefill:
     """`[P, K*H]` target features of the prompt."""
     token: int
     """The first token of the continuation."""
+    last: Tensor
+    """`[P, H]` the prompt's hidden states after the final norm."""
 
 
 def prefill(target: TargetModel, prompt: Sequence[int], sampling: Sampling = GREEDY) -> Prefill:
@@ -31,7 +33,7 @@ def prefill(target: TargetModel, prompt: Sequence[int], sampling: Sampling = GRE
     cache = target.new_cache()
     states = target.forward(_row(target, prompt), cache)
     token = int(sampling.choose(target.logits(states.last[0, -1:])))
-    return Prefill(tuple(prompt), cache, states.aux[0], token)
+    return Prefill(tuple(prompt), cache, states.aux[0], token, states.last[0])
 
 
 def decode(target: TargetModel, start: Prefill, max_new_tokens: int, eos_ids: frozenset[int]) -> list[int]:

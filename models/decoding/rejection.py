@@ -1,7 +1,9 @@
 """The rejection rule of speculative sampling: the text follows the target, whatever the draft. Runs in benchmarks.
 
 Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318): a token x drawn from q is accepted with
-probability min(1, p(x) / q(x)); the first rejected one is replaced by a draw from max(p - q, 0), normalised.
+probability min(1, p(x) / q(x)); the first rejected one is replaced by a draw from max(p - q, 0), normalised. In a tree
+(SpecInfer, arXiv 2305.09781; recursive rejection, arXiv 2402.14160) the next sibling is tried against what is left of p
+after a rejection, and the text goes on below the first one that is accepted.
 """
 
 import torch
@@ -9,29 +11,39 @@ from torch import Tensor
 
 from models.decoding.sampling import Sampling
 from models.drafts.base import NO_PROPOSAL
+from models.drafts.trees import ROOT
 
 
-def accept(p: Tensor, tokens: Tensor, q: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Decide R independent verification steps.
-
-    The last place of a step stands for the bonus token: nothing is proposed there, so nothing is accepted, and what
-    "replaces" it is a draw from p itself.
+def accept(p: Tensor, tokens: Tensor, parents: Tensor, q: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Decide R independent verification steps over trees of at most n proposals.
 
     Args:
-        p: `[R, n, V]` float, the target's distribution at each place, after temperature and top-p.
-        tokens: `[R, n]` int64 proposals, the first `NO_PROPOSAL` of a row ends them; every row has one.
-        q: `[R, n, V]` float, what each proposal was drawn from; zeros where there is none.
+        p: `[R, n + 1, V]` float, the target's distribution after the last emitted token and after each proposal, after
+            temperature and top-p.
+        tokens: `[R, n]` int64 proposals; `NO_PROPOSAL` where a row has fewer.
+        parents: `[R, n]` int64, each proposal's parent, which stands before it, or `ROOT`.
+        q: `[R, n, V]` float, what each proposal was drawn from given its ancestors and the siblings before it.
         sampling: gives the randomness.
 
     Returns:
-        `[R]` int64 number of accepted proposals, and `[R]` int64 the token that closes the step.
+        `[R, n]` bool, the accepted proposals (a path from the root), and `[R]` int64 the token that closes the step.
     """
-    places = tokens.clamp(min=0).unsqueeze(-1)
-    target, draft = p.gather(-1, places).squeeze(-1), q.gather(-1, places).squeeze(-1)
-    kept = (tokens != NO_PROPOSAL) & (sampling.uniform(draft) * draft < target)
-    accepted = kept.long().cumprod(-1).sum(-1)
-    rows = torch.arange(len(p), device=p.device)
-    return accepted, sampling.draw(residual(p[rows, accepted], q[rows, accepted]))
+    left, here = p[:, 0], torch.full((len(p),), ROOT, device=p.device)
+    accepted = torch.zeros_like(tokens, dtype=torch.bool)
+    # A child is tried only while its parent is the last accepted token, and no sibling before it was accepted.
+    for node in range(tokens.shape[1]):
+        tried = (parents[:, node] == here) & (tokens[:, node] != NO_PROPOSAL)
+        if not bool(tried.any()):
+            continue
+        place = tokens[:, node].clamp(min=0).unsqueeze(-1)
+        target, draft = left.gather(-1, place).squeeze(-1), q[:, node].gather(-1, place).squeeze(-1)
+        kept = tried & (sampling.uniform(draft) * draft < target)
+        rest = residual(left, q[:, node])
+        left = torch.where((tried & ~kept).unsqueeze(-1), rest / rest.sum(-1, keepdim=True), left)
+        left = torch.where(kept.unsqueeze(-1), p[:, node + 1], left)
+        here = torch.where(kept, node, here)
+        accepted[:, node] = kept
+    return accepted, sampling.draw(left)
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:

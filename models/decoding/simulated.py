@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from models.decoding.counts import Counts
-from models.drafts.base import ProposalSource
+from models.decoding.observing import likeliest_after
+from models.drafts.base import Likeliest, ObservingSource, ProposalSource
 from models.targets.model import TargetModel
 
 
@@ -22,13 +23,25 @@ def features(target: TargetModel, tokens: Sequence[int]) -> Tensor:
     return target.forward(torch.tensor([list(tokens[:-1])], device=target.device)).aux[0]
 
 
+def features_and_likeliest(target: TargetModel, tokens: Sequence[int], candidates: int) -> tuple[Tensor, Likeliest]:
+    """`features`, and what the target finds likely after each of these positions, from the same forward."""
+    states = target.forward(torch.tensor([list(tokens[:-1])], device=target.device))
+    return states.aux[0], likeliest_after(target, states.last[0], candidates)
+
+
 @torch.no_grad()
 def simulate(
-    source: ProposalSource, prompt: Sequence[int], continuation: Sequence[int], aux: Tensor, max_lookahead: int
+    source: ProposalSource | ObservingSource,
+    prompt: Sequence[int],
+    continuation: Sequence[int],
+    aux: Tensor,
+    max_lookahead: int,
+    likeliest: Likeliest | None = None,
 ) -> tuple[Counts, ...]:
     """Walk over a continuation at every lookahead 1..max_lookahead.
 
-    Relies on a chain: the first proposals do not depend on how many follow.
+    Relies on a chain: the first proposals do not depend on how many follow. An observing source is told of position
+    after position as in real decoding, and proposes at each.
 
     Args:
         source: what proposes.
@@ -36,6 +49,7 @@ def simulate(
         continuation: N token ids of the target's own, the prefill token first.
         aux: `[P + N - 1, K*H]` from `features`.
         max_lookahead: largest lookahead.
+        likeliest: what the target found likely at each row of `aux`; only an observing source needs it.
 
     Returns:
         Counts for lookahead 1..max_lookahead, in that order.
@@ -44,9 +58,28 @@ def simulate(
     assert aux.shape[0] == len(text) - 1
     if len(continuation) < 2:
         return tuple(Counts(lookahead, ()) for lookahead in range(1, max_lookahead + 1))
-    proposals = source.rollout(torch.tensor(text, device=aux.device), aux, max_lookahead)
-    agreeing = _agreeing(proposals[len(prompt) - 1 : -1].cpu(), torch.tensor(continuation))
+    tokens, first = torch.tensor(text, device=aux.device), len(prompt) - 1
+    if isinstance(source, ObservingSource):
+        assert likeliest is not None, "an observing source walks with what the target found likely"
+        proposals = _propose_on_the_way(source, tokens, first, aux, max_lookahead, likeliest)
+    else:
+        proposals = source.rollout(tokens, aux, max_lookahead)[first:-1]
+    agreeing = _agreeing(proposals.cpu(), torch.tensor(continuation))
     return tuple(_walk(agreeing, lookahead) for lookahead in range(1, max_lookahead + 1))
+
+
+def _propose_on_the_way(
+    source: ObservingSource, tokens: Tensor, first: int, aux: Tensor, lookahead: int, likeliest: Likeliest
+) -> Tensor:
+    """`[N - 1, lookahead]` proposals of rows `first ..` but the last, as `ProposalSource.rollout` counts rows."""
+    proposer = source.proposer()
+    proposer.observe(tokens[:first], likeliest[:first])
+    rows = []
+    for row in range(first, len(aux) - 1):
+        here = slice(row, row + 1)
+        proposer.observe(tokens[here], likeliest[here])
+        rows.append(proposer.propose(tokens[: row + 2], aux[: row + 1] if row == first else aux[here], lookahead))
+    return torch.stack(rows)
 
 
 def _agreeing(proposals: Tensor, continuation: Tensor) -> list[int]:

@@ -1,24 +1,30 @@
-"""The reference speculative decoder: a chain, batch 1, greedy or sampled. The specification for engines.
+"""The reference speculative decoder: chains and trees, one text or several at once, greedy or sampled.
 
-Runs in benchmarks. Greedy text is token for token the target's own; sampled text follows the target's distribution
-after temperature and top-p (see `models.decoding.rejection`), in which the draft proposes by sampling from its own
-distribution after the same temperature and top-p.
+The specification for engines; runs in benchmarks. Greedy text is token for token the target's own; sampled text follows
+the target's distribution after temperature and top-p (see `models.decoding.rejection`), in which the draft proposes by
+sampling from its own distribution after the same temperature and top-p.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
+from models.decoding.batch import TargetBatch, Verification
 from models.decoding.counts import Counts, end_of, ended
+from models.decoding.observing import likeliest, likeliest_after
 from models.decoding.plain import Prefill, prefill
+from models.decoding.policy import LookaheadPolicy
 from models.decoding.rejection import accept
 from models.decoding.sampling import GREEDY, Sampling
-from models.drafts.base import NO_PROPOSAL, Proposals, ProposalSource
+from models.decoding.stopwatch import Stopwatch, part_of
+from models.drafts.base import NO_PROPOSAL, ObservingProposer, Proposals, Source
+from models.drafts.trees import ROOT, Tree, TreeShape, branching
 from models.targets.model import TargetModel
+
+Lookahead = int | TreeShape | LookaheadPolicy
+"""Proposals per step: so many in a chain, a tree, or as many as a policy chooses."""
 
 
 @dataclass(frozen=True)
@@ -28,23 +34,26 @@ class Decoded:
     tokens: tuple[int, ...]
     """The prefill token first; end of text included."""
     counts: Counts
+    """In a tree, accepted tokens are those of the longest accepted path, and the lookahead is its depth."""
     forwards: int
     """Target forwards after the prefill, the one of a cut step included."""
+    lookaheads: tuple[int, ...]
+    """Chosen for each of these forwards."""
 
 
 @dataclass(frozen=True)
-class Verification:
-    """n proposals, and the target's logits `[n + 1, V]` at their places and after the last."""
+class Decision:
+    """What a step emits: accepted proposals (their indexes, a path from the root) and the token that closes it."""
 
-    proposals: Proposals
-    logits: Tensor
+    path: tuple[int, ...]
+    closing: int
 
 
 def speculate(
     target: TargetModel,
-    source: ProposalSource,
+    source: Source,
     prompt: Sequence[int],
-    lookahead: int,
+    lookahead: Lookahead,
     max_new_tokens: int,
     eos_ids: frozenset[int],
     *,
@@ -55,11 +64,33 @@ def speculate(
     return decode_speculatively(target, source, start, lookahead, max_new_tokens, eos_ids, sampling=sampling)
 
 
+def speculate_together(
+    target: TargetModel,
+    source: Source,
+    prompts: Sequence[Sequence[int]],
+    lookahead: Lookahead,
+    max_new_tokens: int,
+    eos_ids: frozenset[int],
+    *,
+    sampling: Sampling = GREEDY,
+    watch: Stopwatch | None = None,
+) -> list[Decoded]:
+    """Continue all prompts at once, one target forward per verification step of all; each prefill runs by itself."""
+    conversations = [
+        Conversation(
+            target, source, prefill(target, prompt, sampling), lookahead, max_new_tokens, eos_ids, sampling=sampling
+        )
+        for prompt in prompts
+    ]
+    decode_together(conversations, sampling, watch=watch)
+    return [conversation.decoded() for conversation in conversations]
+
+
 def decode_speculatively(
     target: TargetModel,
-    source: ProposalSource,
+    source: Source,
     start: Prefill,
-    lookahead: int,
+    lookahead: Lookahead,
     max_new_tokens: int,
     eos_ids: frozenset[int],
     *,
@@ -67,92 +98,155 @@ def decode_speculatively(
 ) -> Decoded:
     """One target forward per verification step; `start`'s token was chosen by the same `sampling`."""
     conversation = Conversation(target, source, start, lookahead, max_new_tokens, eos_ids, sampling=sampling)
-    decode_side_by_side([conversation], sampling)
+    decode_together([conversation], sampling)
     return conversation.decoded()
 
 
 @torch.no_grad()
-def decode_side_by_side(conversations: Sequence["Conversation"], sampling: Sampling) -> None:
-    """Decode to the end: each conversation by forwards of its own, their verification steps decided together."""
-    while going := [conversation for conversation in conversations if not conversation.over]:
-        steps = [conversation.verify() for conversation in going]
-        emitted = [_agree(step) for step in steps] if sampling.greedy else _sample(steps, sampling)
-        for conversation, tokens in zip(going, emitted, strict=True):
-            conversation.take(tokens)
+def decode_together(
+    conversations: Sequence["Conversation"], sampling: Sampling, *, watch: Stopwatch | None = None
+) -> None:
+    """Decode to the end: one target forward verifies a step of every conversation that is not over.
+
+    All have the same target, and a policy that chooses for one chooses for all.
+    """
+    going = [conversation for conversation in conversations if not conversation.over]
+    if not going:
+        return
+    batch = TargetBatch(going[0].target, [conversation.start for conversation in going])
+    while going:
+        with part_of(watch, "draft"):
+            chosen = _choose(going)
+            trees = [conversation.propose(lookahead) for conversation, lookahead in zip(going, chosen, strict=True)]
+        with part_of(watch, "realign"):
+            tokens, placement = batch.place([conversation.tokens[-1] for conversation in going], trees)
+        with part_of(watch, "target"):
+            steps = batch.verify(tokens, placement, trees)
+        with part_of(watch, "decide"):
+            decisions = [_agree(step) for step in steps] if sampling.greedy else _sample(steps, sampling)
+        with part_of(watch, "realign"):
+            batch.keep([(0, *(node + 1 for node in decision.path)) for decision in decisions])
+        for conversation, step, decision in zip(going, steps, decisions, strict=True):
+            conversation.take(step, decision)
+        with part_of(watch, "realign"):
+            rows = [row for row, conversation in enumerate(going) if not conversation.over]
+            if 0 < len(rows) < len(going):
+                batch.only(rows)
+            going = [going[row] for row in rows]
+        if watch is not None:
+            watch.steps += 1
+
+
+def _choose(going: Sequence["Conversation"]) -> Sequence[int | TreeShape]:
+    policy = going[0].policy
+    assert all(conversation.policy is policy for conversation in going)
+    if policy is None:
+        return [conversation.shape for conversation in going]
+    return policy.choose([conversation.accepting for conversation in going])
 
 
 class Conversation:
-    """One text while it is decoded: `verify` and `take` take turns until it is `over`."""
+    """One text while it is decoded: `propose` and `take` take turns until it is `over`.
+
+    Raises ValueError for a negative lookahead, or a tree of a source that proposes chains only.
+    """
 
     def __init__(
         self,
         target: TargetModel,
-        source: ProposalSource,
+        source: Source,
         start: Prefill,
-        lookahead: int,
+        lookahead: Lookahead,
         max_new_tokens: int,
         eos_ids: frozenset[int],
         *,
         sampling: Sampling,
     ):
-        if lookahead < 1:
-            raise ValueError(f"lookahead {lookahead}: propose at least one token per step")
+        if isinstance(lookahead, int) and lookahead < 0:
+            raise ValueError(f"lookahead {lookahead}: 0 proposes nothing, 4 four tokens per step")
         self.target, self.proposer, self.start, self.sampling = target, source.proposer(), start, sampling
-        self.lookahead, self.max_new_tokens, self.eos_ids = lookahead, max_new_tokens, eos_ids
-        self.tokens, self.aux = [start.token], start.aux
-        self.accepted: list[int] = []
-        self.cut = 0
+        self.policy = lookahead if isinstance(lookahead, LookaheadPolicy) else None
+        self.shape: int | TreeShape = lookahead.max_lookahead if isinstance(lookahead, LookaheadPolicy) else lookahead
+        self.accepting = self.policy.request() if self.policy else None
+        self.max_new_tokens, self.eos_ids = max_new_tokens, eos_ids
+        self.tokens, self.accepted, self.lookaheads, self.cut = [start.token], [], [], 0
+        self._unread = [start.aux]
+        self._observer = self.proposer if isinstance(self.proposer, ObservingProposer) else None
+        if self._observer is not None:
+            seen = likeliest_after(target, start.last, self._observer.candidates)
+            self._observer.observe(torch.tensor(start.prompt, device=target.device), seen)
 
     @property
     def over(self) -> bool:
         return ended(self.tokens, self.max_new_tokens, self.eos_ids)
 
-    def verify(self) -> Verification:
-        """One target forward over the last token and its proposals."""
-        sequence = torch.tensor([*self.start.prompt, *self.tokens], device=self.target.device)
-        if self.sampling.greedy:
-            proposals = Proposals(self.proposer.propose(sequence, self.aux, self.lookahead), None)
+    def propose(self, lookahead: int | TreeShape) -> Tree:
+        """What the next step verifies."""
+        self.lookaheads.append(lookahead if isinstance(lookahead, int) else lookahead.depth)
+        device, sampling = self.target.device, self.sampling
+        if lookahead == 0:
+            return Tree(Proposals(torch.empty(0, dtype=torch.long, device=device), None), ())
+        sequence = torch.tensor([*self.start.prompt, *self.tokens], device=device)
+        # Steps without proposals leave their features for the next step that has some.
+        aux, self._unread = self._unread[0] if len(self._unread) == 1 else torch.cat(self._unread), []
+        if not isinstance(lookahead, int):
+            return branching(self.proposer).propose_tree(sequence, aux, lookahead, sampling)
+        if sampling.greedy:
+            proposals = Proposals(self.proposer.propose(sequence, aux, lookahead), None)
         else:
-            proposals = self.proposer.sample(sequence, self.aux, self.lookahead, self.sampling)
-        assert len(proposals.tokens) <= self.lookahead
-        usable = proposals.usable()
-        tokens = torch.cat([sequence[-1:], usable.tokens]).unsqueeze(0)
-        states = self.target.forward(tokens, self.start.cache)
-        self.aux = states.aux[0]
-        return Verification(usable, self.target.logits(states.last[0]))
+            proposals = self.proposer.sample(sequence, aux, lookahead, sampling)
+        assert len(proposals.tokens) <= lookahead
+        return Tree.chain(proposals)
 
-    def take(self, emitted: list[int]) -> None:
-        """Go on with what the verification step emitted: accepted proposals and the token that closes the step."""
-        count = len(emitted) - 1
-        # The cache has taken in every proposal; a rejected one must leave no trace.
-        self.start.cache.crop(count + 1 - len(self.aux))
-        self.aux = self.aux[: count + 1]
-        kept = end_of(emitted[: self.max_new_tokens - len(self.tokens)], self.eos_ids)
-        self.tokens += kept
-        if len(kept) == len(emitted):
-            self.accepted.append(count)
+    def take(self, step: Verification, decision: Decision) -> None:
+        """Go on with what the verification step emitted."""
+        path, proposed = decision.path, step.tree.proposals.tokens.tolist()
+        found = [proposed[node] for node in path]
+        in_turn = not path or path[-1] + 1 == len(path)
+        kept = slice(len(path) + 1) if in_turn else [0, *(node + 1 for node in path)]
+        self._unread.append(step.aux[kept])
+        if self._observer is not None:
+            read = torch.tensor([self.tokens[-1], *found], device=self.target.device)
+            self._observer.observe(read, likeliest(step.logits[kept], self._observer.candidates))
+        if self.accepting is not None:
+            self.accepting.learn(self.lookaheads[-1], len(path))
+        emitted = [*found, decision.closing]
+        written = end_of(emitted[: self.max_new_tokens - len(self.tokens)], self.eos_ids)
+        self.tokens += written
+        if len(written) == len(emitted):
+            self.accepted.append(len(path))
         else:
             self.cut += 1
 
     def decoded(self) -> Decoded:
-        counts = Counts(self.lookahead, tuple(self.accepted), self.cut)
-        return Decoded(tuple(self.tokens), counts, counts.steps + counts.cut)
+        deepest = self.shape if isinstance(self.shape, int) else self.shape.depth
+        counts = Counts(deepest, tuple(self.accepted), self.cut)
+        return Decoded(tuple(self.tokens), counts, counts.steps + counts.cut, tuple(self.lookaheads))
 
 
-def _agree(step: Verification) -> list[int]:
-    """What a greedy step emits: proposals that are the target's own choices, and its choice after them."""
+def _agree(step: Verification) -> Decision:
+    """A greedy step: proposals that are the target's own choices, one below the other, and its choice after them."""
     choices = step.logits.argmax(-1).tolist()
-    proposals = step.proposals.tokens.tolist()
-    count = next((i for i, proposal in enumerate(proposals) if proposal != choices[i]), len(proposals))
-    return choices[: count + 1]
+    path, here = [], ROOT
+    # A parent stands before its children, so one pass finds the path.
+    for node, (token, parent) in enumerate(zip(step.tree.proposals.tokens.tolist(), step.tree.parents, strict=True)):
+        if parent == here and token == choices[here + 1]:
+            path.append(node)
+            here = node
+    return Decision(tuple(path), choices[here + 1])
 
 
-def _sample(steps: Sequence[Verification], sampling: Sampling) -> list[list[int]]:
-    """What sampled steps emit, each row decided by itself; steps with fewer proposals are padded with none."""
+def _sample(steps: Sequence[Verification], sampling: Sampling) -> list[Decision]:
+    """Sampled steps, each row decided by itself; smaller trees are padded with nothing."""
     logits = pad_sequence([step.logits for step in steps], batch_first=True)
-    tokens = pad_sequence([step.proposals.tokens for step in steps], batch_first=True, padding_value=NO_PROPOSAL)
-    q = pad_sequence([step.proposals.over(logits.shape[-1]) for step in steps], batch_first=True)
-    tokens, q = functional.pad(tokens, (0, 1), value=NO_PROPOSAL), functional.pad(q, (0, 0, 0, 1))
-    accepted, closing = accept(sampling.distribution(logits), tokens, q, sampling)
-    decided = zip(tokens.tolist(), accepted.tolist(), closing.tolist(), strict=True)
-    return [[*proposed[:count], last] for proposed, count, last in decided]
+    vocabulary, size = logits.shape[-1], logits.shape[1] - 1
+    proposals = [step.tree.proposals for step in steps]
+    tokens = pad_sequence([each.tokens for each in proposals], batch_first=True, padding_value=NO_PROPOSAL)
+    q = pad_sequence([each.over(vocabulary) for each in proposals], batch_first=True)
+    parents = [[*step.tree.parents, *[ROOT] * (size - len(step.tree.parents))] for step in steps]
+    places = torch.tensor(parents, dtype=torch.long, device=tokens.device).view(len(steps), size)
+    accepted, closing = accept(sampling.distribution(logits), tokens, places, q, sampling)
+    paths = [[] for _ in steps]
+    for row, node in accepted.nonzero().tolist():
+        paths[row].append(node)
+    return [Decision(tuple(path), token) for path, token in zip(paths, closing.tolist(), strict=True)]

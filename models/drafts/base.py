@@ -1,5 +1,6 @@
 """What every draft method offers: a training loss, proposals while decoding, and a rollout from every position."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -64,12 +65,16 @@ class Proposer(Protocol):
         ...
 
 
-class ProposalSource(Protocol):
-    """Anything that proposes tokens: a draft, or a training-free baseline."""
+class Source(Protocol):
+    """All that decoding needs of a draft or a training-free baseline."""
 
     def proposer(self) -> Proposer:
         """A fresh proposer for one sequence."""
         ...
+
+
+class ProposalSource(Source, Protocol):
+    """A source whose proposals depend on tokens and target features alone."""
 
     def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
         """Proposals from every position of one sequence at once, equal to what a proposer would say there.
@@ -84,6 +89,53 @@ class ProposalSource(Protocol):
             stands for position i + 2.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Likeliest:
+    """The target's k likeliest next tokens after n positions, best first."""
+
+    tokens: Tensor
+    """`[n, k]` int64."""
+    log_probabilities: Tensor
+    """`[n, k]` float32, over the whole vocabulary."""
+
+    def __getitem__(self, rows: slice) -> "Likeliest":
+        return Likeliest(self.tokens[rows], self.log_probabilities[rows])
+
+
+class ObservingProposer(ABC):
+    """A `Proposer` that also learns from what the target itself found likely.
+
+    It is told of every position of the text once, in order, before it proposes what follows, and of nothing else:
+    what the target said after a rejected proposal is no position of the text. So its proposals depend on the text so
+    far alone, and walking over a finished text meets the same ones as decoding does.
+    """
+
+    candidates: int
+    """How many of the target's likeliest tokens it wants to be told."""
+
+    @abstractmethod
+    def observe(self, tokens: Tensor, likeliest: Likeliest) -> None:
+        """The next n tokens of the text `[n]` int64, and what the target found likely after each of them."""
+
+    @abstractmethod
+    def propose(self, sequence: Tensor, aux: Tensor, lookahead: int) -> Tensor:
+        """See `Proposer.propose`."""
+
+    @abstractmethod
+    def sample(self, sequence: Tensor, aux: Tensor, lookahead: int, sampling: Sampling) -> Proposals:
+        """See `Proposer.sample`."""
+
+
+class ObservingSource(ABC):
+    """A source of observing proposers; it has no rollout, which is given features only."""
+
+    candidates: int
+
+    @abstractmethod
+    def proposer(self) -> ObservingProposer:
+        """A fresh proposer for one sequence: nothing is carried from one text to the next."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from models.targets.weights import TargetHead, logit_shape
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+
 
 @dataclass(frozen=True)
 class HiddenStates:
@@ -18,6 +20,21 @@ class HiddenStates:
 
     aux: Tensor
     last: Tensor
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the T new tokens of B rows stand, and which of the S + T columns (the cache's S, then their own) they see.
+
+    Each token sees at least itself, and nothing that stands after it.
+    """
+
+    positions: Tensor
+    """`[B, T]` int64 positions of the new tokens."""
+    visible: Tensor
+    """`[B, T, S + T]` bool, sliding windows left aside."""
+    columns: Tensor
+    """`[B, S + T]` int64 position of what stands in each column; any number where nothing sees it."""
 
 
 class TargetModel:
@@ -60,20 +77,47 @@ class TargetModel:
 
     @torch.no_grad()
     def forward(
-        self, tokens: Tensor, cache: DynamicCache | None = None, attention_mask: Tensor | None = None
+        self, tokens: Tensor, cache: DynamicCache | None = None, placement: Placement | None = None
     ) -> HiddenStates:
         """Run the body over `tokens` `[B, T]` after what `cache` holds; logits are left to `logits`.
 
-        Causal attention leaves right padding without effect on earlier positions, so a right-padded batch needs no
-        mask as long as padded positions are ignored.
+        Without a placement every token follows the one before it, and the first one the cache's last column. Causal
+        attention leaves right padding without effect on earlier positions, so a right-padded batch needs no mask as
+        long as padded positions are ignored.
         """
         self._captured.clear()
-        output = self.body(
-            input_ids=tokens, attention_mask=attention_mask, past_key_values=cache, use_cache=cache is not None
-        )
+        placed: dict[str, Any] = {}
+        if placement is not None:
+            placed = {"attention_mask": self._masks(placement), "position_ids": placement.positions}
+        output = self.body(input_ids=tokens, past_key_values=cache, use_cache=cache is not None, **placed)
         aux = torch.cat([self._captured[layer_id] for layer_id in self.aux_layer_ids], dim=-1)
         self._captured.clear()
         return HiddenStates(aux=aux, last=output.last_hidden_state)
+
+    def _masks(self, placement: Placement) -> Tensor | dict[str, Tensor]:
+        """Additive masks `[B, 1, T, S + T]`; one for each type of layer where they differ."""
+        config = self.body.config
+        window = getattr(config, "sliding_window", None)
+        types = set(getattr(config, "layer_types", None) or [SLIDING if window else FULL])
+        if not types <= {FULL, SLIDING}:
+            raise ValueError(
+                f"the target has layers of type {', '.join(sorted(types - {FULL, SLIDING}))}: trees and batches of "
+                "several texts need full or sliding attention; decode chains one text at a time"
+            )
+        visible, masks = placement.visible, {}
+        for name in types:
+            if name == SLIDING:
+                assert window is not None
+                near = placement.columns[:, None, :] > placement.positions[:, :, None] - window
+                masks[name] = self._additive(visible & near)
+            else:
+                masks[name] = self._additive(visible)
+        return masks if len(masks) > 1 else masks.popitem()[1]
+
+    def _additive(self, visible: Tensor) -> Tensor:
+        dtype = self.head_weight.dtype
+        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+        return mask.masked_fill_(~visible, torch.finfo(dtype).min).unsqueeze(1)
 
     def new_cache(self) -> DynamicCache:
         """An empty key-value cache that can be cropped to any earlier length."""

@@ -9,7 +9,7 @@ from tasks.registry import acceptance_table
 def test_a_run_registers_one_version(draft: RegisteredDraft) -> None:
     assert (draft.name, draft.version, draft.aliases) == ("draft-tiny", 1, ("challenger",))
     assert draft.acceptance_length == 3.5
-    assert draft.tags["beats_prompt_lookup"] == "true"
+    assert draft.tags["beats_prompt_lookup"] == draft.tags["beats_token_recycling"] == "true"
     assert draft.tags["target_revision"] == "rev"
     assert draft.tags["gate"] == "passed"
 
@@ -19,6 +19,7 @@ def test_mlflow_shows_what_the_version_is_worth(tracking: TrackedRun, draft: Reg
     metrics = client.get_run(tracking.run_id).data.metrics
     assert metrics["acceptance_length"] == 3.5
     assert metrics["benchmark/acceptance_length_prompt_lookup"] == 2.1
+    assert metrics["benchmark/acceptance_length_token_recycling"] == 1.9
     assert "benchmark/speculative_tokens_per_s" not in metrics
     curve = client.get_metric_history(tracking.run_id, "acceptance_length_by_lookahead/draft")
     assert [(point.step, point.value) for point in curve] == [(1, 1.5), (4, 3.5)]

@@ -104,11 +104,13 @@ def test_the_table_has_a_row_per_source(result: BenchmarkResult) -> None:
     assert rows[1] == {"": "draft, real decoding", "1": "", "4": "3.50"}
     assert [row[""] for row in rows[2:]] == [
         "prompt lookup",
+        "Token Recycling",
         "draft, temperature 1, greedy proposals",
         "prompt lookup, temperature 1",
+        "Token Recycling, temperature 1",
     ]
     both = acceptance_rows(result.model_copy(update={"sampled_reference": result.reference}))
-    assert both[-2] == {"": "draft, temperature 1, sampled proposals", "1": "", "4": "3.50"}
+    assert both[-3] == {"": "draft, temperature 1, sampled proposals", "1": "", "4": "3.50"}
 
 
 def test_prefect_gets_named_columns(result: BenchmarkResult) -> None:

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.decoding.sampling import Sampling
-from models.drafts.base import Draft, DraftLoss, PackedSamples, Proposals, TargetProjection
+from models.drafts.base import Draft, DraftLoss, PackedSamples, TargetProjection
 from models.drafts.chains import Objective, chain_loss
 from models.drafts.eagle3.config import Eagle3Config
+from models.drafts.eagle3.proposer import Eagle3Proposer
 from models.drafts.layers import GatedMLP, RMSNorm, TargetTable, rotary_tables, rotate
 from models.drafts.vocabulary import DraftVocabulary
 from models.losses.choice import chosen_divergence
@@ -261,65 +261,8 @@ class Eagle3Draft(Draft):
         """Greedy proposals `[N]` (target ids) from normed hidden states `[N, H]`."""
         return self.target_ids[self.logits(normed).argmax(-1)]
 
-    def proposer(self) -> "Eagle3Proposer":
+    def proposer(self) -> Eagle3Proposer:
         return Eagle3Proposer(self)
-
-
-class Eagle3Proposer:
-    """Chain proposals for one sequence, with the draft's own key-value cache of verified rows."""
-
-    def __init__(self, draft: Eagle3Draft):
-        self.draft = draft
-        config = draft.config
-        empty = draft.fc.weight.new_empty(0, config.num_kv_heads, config.head_dim)
-        self.keys, self.values = empty, empty
-
-    def propose(self, sequence: Tensor, aux: Tensor, lookahead: int) -> Tensor:
-        """Greedy proposals `[lookahead]` (see Proposer)."""
-        return self._chain(sequence, aux, lookahead, self.draft.best_tokens)
-
-    def sample(self, sequence: Tensor, aux: Tensor, lookahead: int, sampling: Sampling) -> Proposals:
-        """Sampled proposals; what lies outside the draft vocabulary has probability 0 (see Proposer)."""
-        draft = self.draft
-        drawn_from: list[Tensor] = []
-
-        def choose(normed: Tensor) -> Tensor:
-            drawn_from.append(sampling.distribution(draft.logits(normed)))
-            return draft.target_ids[sampling.draw(drawn_from[-1])]
-
-        tokens = self._chain(sequence, aux, lookahead, choose)
-        probabilities = drawn_from[0].new_zeros(lookahead, draft.vocabulary.target_size)
-        probabilities[:, draft.target_ids] = torch.cat(drawn_from)
-        return Proposals(tokens, probabilities)
-
-    @torch.no_grad()
-    def _chain(self, sequence: Tensor, aux: Tensor, lookahead: int, choose: Callable[[Tensor], Tensor]) -> Tensor:
-        """Catch up on `aux`'s rows, then chain `lookahead` tokens `choose`n from normed hidden states `[1, H]`."""
-        draft, start = self.draft, len(self.keys)
-        assert len(sequence) == start + len(aux) + 1, "every verified position's features are handed over exactly once"
-        hidden, keys, values = self._step(sequence[start + 1 :], draft.fuse(aux), start, self.keys, self.values)
-        self.keys, self.values = keys, values
-        hidden = hidden[-1:]
-        proposals = []
-        for offset in range(lookahead):
-            normed = draft.norm(hidden)
-            proposals.append(choose(normed))
-            if offset + 1 < lookahead:
-                fed_back = normed if draft.config.norm_output else hidden
-                hidden, keys, values = self._step(proposals[-1], fed_back, len(keys), keys, values)
-        return torch.cat(proposals)
-
-    def _step(
-        self, tokens: Tensor, hidden: Tensor, start: int, keys: Tensor, values: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the layer over rows `start ..`; returns raw hidden states and the grown cache."""
-        draft, layer = self.draft, self.draft.midlayer
-        positions = torch.arange(start, start + len(tokens), device=tokens.device)
-        tables = rotary_tables(positions, draft.config.head_dim, draft.config.rope_theta)
-        x = layer.attention_input(F.embedding(tokens, draft.embed_tokens.weight), hidden)
-        q, k, v = layer.self_attn.project(x, tables)
-        keys, values = torch.cat([keys, k]), torch.cat([values, v])
-        return layer.finish(hidden, layer.self_attn.first(q, keys, values)), keys, values
 
 
 DRAFT = Eagle3Draft

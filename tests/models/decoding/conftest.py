@@ -1,6 +1,6 @@
 """Tiny random targets whose greedy text varies, and sources that propose for them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 from models.decoding.plain import prefill
 from models.decoding.sampling import Sampling
 from models.drafts.base import Proposals
+from models.drafts.trees import Candidates, Growing, Tree, TreeShape, grow
 from models.targets.model import TargetModel
 
 VOCABULARY = 61
@@ -35,6 +36,30 @@ class CorruptedOracle:
     def sample(self, sequence: Tensor, aux: Tensor, lookahead: int, sampling: Sampling) -> Proposals:
         return Proposals(self.propose(sequence, aux, lookahead), None)
 
+    def propose_tree(self, sequence: Tensor, aux: Tensor, shape: TreeShape, sampling: Sampling) -> Tree:
+        """Random tokens, among them, at a random rank, the target's own next one unless it is left out by error."""
+        text = sequence.tolist()
+        for _ in range(shape.depth):
+            text.append(self._next(tuple(text)))
+        own = text[len(sequence) :]
+
+        def expand(grown: Growing, nodes: Sequence[int], width: int) -> Candidates:
+            tokens, scores = [], []
+            for node in nodes:
+                path = path_to(grown, node)
+                mixed = (self.seed * 1_000_003 + len(sequence) * 97 + hash(tuple(path)) % 9_973) % 2**31
+                generator = torch.Generator().manual_seed(mixed)
+                drawn = torch.randperm(VOCABULARY, generator=generator)[:width].tolist()
+                if path == own[: len(path)] and torch.rand(1, generator=generator).item() >= self.error_share:
+                    right = own[len(path)]
+                    drawn = [token for token in drawn if token != right][: width - 1]
+                    drawn.insert(int(torch.randint(len(drawn) + 1, (1,), generator=generator)), right)
+                tokens.append(drawn)
+                scores.append(torch.rand(width, generator=generator).log().sort(descending=True).values)
+            return Candidates(torch.tensor(tokens), torch.stack(scores))
+
+        return grow(shape, expand, sequence.device)
+
     def _next(self, text: tuple[int, ...]) -> int:
         if text not in self.known:
             self.known[text] = prefill(self.target, text).token
@@ -48,6 +73,13 @@ class CorruptedOracle:
     def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
         assert len(aux) == len(tokens) - 1
         return torch.stack([self.propose(tokens[: row + 2], aux[: row + 1], lookahead) for row in range(len(aux))])
+
+
+def path_to(grown: Growing, node: int) -> list[int]:
+    path = []
+    while node >= 0:
+        path, node = [grown.tokens[node], *path], grown.parents[node]
+    return path
 
 
 def _loud(model: torch.nn.Module, seed: int) -> None:

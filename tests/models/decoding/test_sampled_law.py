@@ -1,8 +1,9 @@
 """Sampled speculative text follows the target: three tokens' joint distribution against exact enumeration.
 
-What is drawn is the decoder's own text: `Conversation` and `decode_side_by_side` are all that `decode_speculatively`
+What is drawn is the decoder's own text: `Conversation` and `decode_together` are all that `decode_speculatively`
 consists of, run with thousands of conversations where that has one. The target is a real one whose forwards were
-computed in advance for every text that can occur; the last tests run the same draws with its key-value cache.
+computed in advance for every text that can occur. It reads those texts out of the decoder's own cache and masks, so
+rows that are realigned wrongly would write something else; the last tests run the same draws with the real target.
 """
 
 import gc
@@ -11,12 +12,14 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from models.decoding import rejection
 from models.decoding.plain import Prefill
 from models.decoding.sampling import Sampling
-from models.decoding.speculative import Conversation, decode_side_by_side, speculate
+from models.decoding.speculative import Conversation, decode_together, speculate
 from models.drafts.base import Proposals
+from models.drafts.trees import DynamicTree, StaticTree, Tree, drawn_children, grow, likeliest_children
 from models.targets.model import HiddenStates, TargetModel
 
 VOCABULARY, PROMPT = 16, (3, 9, 1)
@@ -26,15 +29,6 @@ DRAWS, FEWER, TOGETHER = 200_000, 20_000, 5_000
 REJECTED = 1e-4
 NEVER: frozenset[int] = frozenset()
 ALL, NUCLEUS = (1.0, 1.0), (0.7, 0.8)
-
-
-class Text:
-    """What a key-value cache has taken in."""
-
-    tokens: tuple[int, ...] = ()
-
-    def crop(self, removed: int) -> None:
-        self.tokens = self.tokens[: len(self.tokens) + removed]
 
 
 class Remembering(TargetModel):
@@ -48,17 +42,17 @@ class Remembering(TargetModel):
         last = [target.forward(part).last.flatten(0, 1) for part in texts.split(8192)]
         self.known = torch.cat([target.logits(part) for part in last]).unflatten(0, texts.shape)
 
-    def new_cache(self):
-        return Text()
-
-    def forward(self, tokens, cache=None, attention_mask=None):
-        start = len(cache.tokens)
-        cache.tokens += tuple(tokens[0].tolist())
-        code = 0
-        for token in cache.tokens[len(PROMPT) :]:
-            code = code * VOCABULARY + token
-        code *= VOCABULARY ** (DEPTH + len(PROMPT) - len(cache.tokens))
-        known = self.known[code : code + 1, start : len(cache.tokens)]
+    def forward(self, tokens, cache=None, placement=None):
+        columns = torch.arange(cache.get_seq_length() + tokens.shape[1])
+        positions = placement.positions if placement else columns[-tokens.shape[1] :].expand_as(tokens)
+        visible = placement.visible if placement else (columns <= positions.unsqueeze(-1))
+        assert bool((visible.sum(-1) == positions + 1).all()), "a text has as many tokens as the place it ends at"
+        stored = cache.update(tokens[:, None, :, None], positions[:, None, :, None], 0)
+        written, at = (part[:, 0, :, 0] for part in stored)
+        # Digits of the text's number, most significant first; the prompt is none of them.
+        digits = written * VOCABULARY ** (DEPTH - 1 + len(PROMPT) - at).clamp(min=0) * (at >= len(PROMPT))
+        codes = (visible * digits.unsqueeze(1)).sum(-1)
+        known = self.known[codes, positions]
         return HiddenStates(known, known)  # the drafts here read no features, but count them
 
     def logits(self, last):
@@ -116,6 +110,66 @@ class Disagreeing:
         return zip(torch.stack(tokens, 1).unbind(), torch.stack(drawn_from, 1).unbind(), strict=True)
 
 
+class Branching(Disagreeing):
+    """Draws siblings without replacement: static trees of one or two levels, `width` children at every place."""
+
+    def propose_tree(self, sequence, aux, shape, sampling):
+        width, place = shape.parents_at(0)[()], (*sequence[-2:].tolist(), shape.depth)
+        found = next(self.waiting.get(place, iter(())), None)
+        if found is None:
+            self.waiting[place] = self.trees(place[:2], shape.depth, width, sampling)
+            found = next(self.waiting[place])
+        tokens, probabilities, parents = found
+        return Tree(Proposals(tokens, probabilities), parents)
+
+    def trees(self, last: tuple[int, int], depth: int, width: int, sampling: Sampling) -> Iterator:
+        """Many trees that grow after the same two tokens, drawn at once."""
+        many = 512
+        here, level = torch.tensor(last).expand(many, 1, 2), [-1]
+        tokens, drawn_from, parents = [], [], []
+        for _ in range(depth):
+            logits = self.logits[here[..., 0], here[..., 1]].flatten(0, 1)
+            found = drawn_children(logits, self.ids, width, VOCABULARY, sampling)
+            drawn = found.tokens.view(many, -1)
+            tokens.append(drawn)
+            drawn_from.append(self.stated(found.drawn_from).reshape(many, -1, VOCABULARY))
+            below = [parent for parent in level for _ in range(width)]
+            level = list(range(len(parents), len(parents) + len(below)))
+            parents += below
+            here = torch.stack([here[..., 1].repeat_interleave(width, dim=1), drawn.clamp(min=0)], dim=-1)
+        columns = (torch.cat(tokens, 1).unbind(), torch.cat(drawn_from, 1).unbind())
+        return ((*each, tuple(parents)) for each in zip(*columns, strict=True))
+
+    def stated(self, drawn_from: Tensor) -> Tensor:
+        return drawn_from
+
+
+class WithoutReplacementUnsaid(Branching):
+    """States for every sibling what the first one was drawn from."""
+
+    def stated(self, drawn_from):
+        return drawn_from[:, :1].expand_as(drawn_from)
+
+
+class LikeliestTrees(Disagreeing):
+    """Grows trees of its likeliest tokens; they are known in advance."""
+
+    def propose_tree(self, sequence, aux, shape, sampling):
+        last = tuple(sequence[-2:].tolist())
+        if (last, shape) not in self.waiting:
+
+            def expand(grown, nodes, width):
+                texts = []
+                for node in nodes:
+                    path = [] if node < 0 else [grown.tokens[node]]  # of one token at most: trees have two levels
+                    texts.append([*last, *path][-2:])
+                before, here = torch.tensor(texts).T
+                return likeliest_children(self.logits[before, here], self.ids, width)
+
+            self.waiting[last, shape] = grow(shape, expand, torch.device("cpu"))
+        return self.waiting[last, shape]
+
+
 class Certain(Disagreeing):
     """Proposes the likeliest token, as a source without a distribution."""
 
@@ -139,28 +193,40 @@ def target(real: TargetModel) -> Remembering:
     return Remembering(real)
 
 
-def draw(target: Remembering, source: Disagreeing, sampling: Sampling, draws: int) -> Tensor:
-    """`[V, V, V]` how often every three tokens were written, with lookahead 1 and 2 in turn.
+CHAINS = (1, 2)
+TREES = (StaticTree.branching([3]), StaticTree.branching([3, 3]))
+LIKELIEST = (StaticTree.branching([3, 2]), DynamicTree(2, 3, 5))
 
-    With lookahead 1 the third token can be a bonus token, with lookahead 2 a second proposal.
+
+def draw(target: Remembering, source: Disagreeing, sampling: Sampling, draws: int, lookaheads=CHAINS) -> Tensor:
+    """`[V, V, V]` how often every three tokens were written, with one lookahead and the other in turn.
+
+    With lookahead 1 the third token can be a bonus token, with lookahead 2 a second proposal. Both are decoded
+    together, so rows are ragged.
     """
     counts = torch.zeros(VOCABULARY**3)
     gc.disable()  # a third of the time would go into walking over the conversations, again and again
     for _ in range(draws // TOGETHER):
-        firsts = sampling.choose(target.known[0, len(PROMPT) - 1].expand(TOGETHER, -1)).tolist()
-        texts = [begin(target, source, token, 1 + turn % 2, sampling) for turn, token in enumerate(firsts)]
-        decode_side_by_side(texts, sampling)
+        texts = begin(target, source, TOGETHER, lookaheads, sampling)
+        decode_together(texts, sampling)
         written = torch.tensor([text.tokens for text in texts]) @ torch.tensor([VOCABULARY**2, VOCABULARY, 1])
         counts += written.bincount(minlength=VOCABULARY**3)
     gc.enable()
     return counts.view(VOCABULARY, VOCABULARY, VOCABULARY)
 
 
-def begin(target: Remembering, source: Disagreeing, token: int, lookahead: int, sampling: Sampling) -> Conversation:
-    cache = Text()
-    cache.tokens = PROMPT
-    start = Prefill(PROMPT, cache, target.known[0, : len(PROMPT)], token)
-    return Conversation(target, source, start, lookahead, 3, NEVER, sampling=sampling)
+def begin(target: Remembering, source: Disagreeing, count: int, lookaheads, sampling: Sampling) -> list[Conversation]:
+    firsts = sampling.choose(target.known[0, len(PROMPT) - 1].expand(count, -1)).tolist()
+    read = torch.tensor(PROMPT).view(1, 1, -1, 1)
+    places = torch.arange(len(PROMPT)).view(1, 1, -1, 1)
+    seen = target.known[0, : len(PROMPT)]
+    texts = []
+    for turn, token in enumerate(firsts):
+        cache = DynamicCache()
+        cache.update(read, places, 0)
+        start = Prefill(PROMPT, cache, seen, token, seen)
+        texts.append(Conversation(target, source, start, lookaheads[turn % 2], 3, NEVER, sampling=sampling))
+    return texts
 
 
 def p_value(counts: Tensor, law: Tensor) -> float:
@@ -182,6 +248,29 @@ def p_value(counts: Tensor, law: Tensor) -> float:
 def test_three_tokens_follow_the_target(target, rule):
     sampling = Sampling(*rule, torch.Generator().manual_seed(1))
     assert p_value(draw(target, Disagreeing(target), sampling, DRAWS), target.law(*rule)) >= REJECTED
+
+
+@pytest.mark.parametrize(
+    ("kind", "lookaheads", "rule", "draws"),
+    [
+        (Branching, TREES, ALL, DRAWS),
+        (Branching, TREES, NUCLEUS, FEWER),
+        (LikeliestTrees, LIKELIEST, ALL, FEWER),
+        (LikeliestTrees, LIKELIEST, NUCLEUS, FEWER),
+    ],
+)
+def test_trees_follow_the_target(target, kind, lookaheads, rule, draws):
+    sampling = Sampling(*rule, torch.Generator().manual_seed(1))
+    assert p_value(draw(target, kind(target), sampling, draws, lookaheads), target.law(*rule)) >= REJECTED
+
+
+def test_broken_decoders_of_trees_are_rejected(target, monkeypatch):
+    """Siblings that are said to be drawn with replacement; then rejections that leave the target's distribution."""
+    sampling, law = Sampling(*ALL, torch.Generator().manual_seed(1)), target.law(*ALL)
+    assert p_value(draw(target, WithoutReplacementUnsaid(target), sampling, 2 * FEWER, TREES), law) < REJECTED
+    monkeypatch.setattr(rejection, "residual", lambda p, q: p)
+    assert p_value(draw(target, Branching(target), sampling, FEWER, TREES), law) < REJECTED
+    assert p_value(draw(target, LikeliestTrees(target), sampling, FEWER, LIKELIEST), law) < REJECTED
 
 
 @pytest.mark.parametrize("rule", [ALL, NUCLEUS])
@@ -212,9 +301,8 @@ def test_the_draft_disagrees(target, rule):
     """Or the tests above would prove little: some proposals are rejected, some accepted, and the text varies."""
     sampling = Sampling(*rule, torch.Generator().manual_seed(1))
     source = Disagreeing(target)
-    firsts = sampling.choose(target.after(0).expand(400, -1)).tolist()
-    texts = [begin(target, source, token, 1, sampling) for token in firsts]
-    decode_side_by_side(texts, sampling)
+    texts = begin(target, source, 400, (1, 1), sampling)
+    decode_together(texts, sampling)
     assert 0.2 < sum(text.accepted[0] for text in texts) / 400 < 0.8
     assert (target.law(*rule) * DRAWS >= 5).sum() > 100
 

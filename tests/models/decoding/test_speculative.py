@@ -7,9 +7,11 @@ from models.decoding.counts import Counts
 from models.decoding.plain import continue_batch, continue_greedily
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.sampling import Sampling
-from models.decoding.simulated import features, simulate
-from models.decoding.speculative import speculate
+from models.decoding.simulated import features, features_and_likeliest, simulate
+from models.decoding.speculative import speculate, speculate_together
+from models.decoding.token_recycling import TokenRecycling
 from models.drafts.base import NO_PROPOSAL
+from models.drafts.trees import StaticTree
 
 NEVER = frozenset()
 
@@ -45,11 +47,11 @@ def test_lossless_and_counts_as_simulated(llama, oracle, *, seed, error_share, l
     (length, most), target, ends = lengths, llama(seed), frozenset(eos)
     prompt = torch.randint(61, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
     own = continue_greedily(target, prompt, most, ends)
-    aux = features(target, [*prompt, *own])
-    for source in (oracle(target, error_share, seed), PromptLookup()):
+    aux, likeliest = features_and_likeliest(target, [*prompt, *own], 8)
+    for source in (oracle(target, error_share, seed), PromptLookup(), TokenRecycling()):
         decoded = speculate(target, source, prompt, lookahead, most, ends)
         assert list(decoded.tokens) == own
-        assert decoded.counts == simulate(source, prompt, own, aux, lookahead)[lookahead - 1]
+        assert decoded.counts == simulate(source, prompt, own, aux, lookahead, likeliest)[lookahead - 1]
         assert decoded.forwards == decoded.counts.steps + decoded.counts.cut
         # Where only the likeliest token is in the nucleus, sampling has no choice: the rejection rule must agree.
         assert decoded == speculate(target, source, prompt, lookahead, most, ends, sampling=Sampling(1.3, 1e-9))
@@ -60,7 +62,8 @@ def test_the_walk_over_sampled_text_accepts_as_often_as_real_decoding(llama):
     target, source, most, draws = llama(1, 16), PromptLookup(), 14, 250
     generator, prompt = torch.Generator().manual_seed(1), [3, 9, 3, 1, 9]
     sampling = Sampling(1.0, 0.95, generator)
-    real = [speculate(target, source, prompt, 2, most, NEVER, sampling=sampling).counts for _ in range(draws)]
+    together = speculate_together(target, source, [prompt] * draws, 2, most, NEVER, sampling=sampling)
+    real = [decoded.counts for decoded in together]
     texts = continue_batch(target, [prompt] * draws, most, 1.0, NEVER, generator, top_p=0.95, batch_size=draws)
     walked = [simulate(source, prompt, text, features(target, [*prompt, *text]), 2)[1] for text in texts]
     shares, errors = zip(*(accepted_per_step(counts) for counts in (real, walked)), strict=True)
@@ -151,3 +154,18 @@ def test_steps_cut_by_the_end_of_text(llama, prompts, place, wrong, accepted, cu
     assert (decoded.counts.accepted, decoded.counts.cut) == (accepted, cut)
     aux = features(target, [*prompts[0], *decoded.tokens])
     assert simulate(source, prompts[0], decoded.tokens, aux, 4)[3] == decoded.counts
+
+
+def test_nothing_proposed_is_plain_decoding(llama, oracle, prompts):
+    target = llama(5)
+    decoded = speculate(target, oracle(target, 0.0, 0), prompts[0], 0, 9, NEVER)
+    assert list(decoded.tokens) == continue_greedily(target, prompts[0], 9, NEVER)
+    assert (decoded.counts.accepted, decoded.forwards) == ((0,) * 8, 8)
+
+
+def test_what_cannot_be_decoded_is_refused_in_words(llama):
+    target = llama(5)
+    with pytest.raises(ValueError, match="0 proposes nothing"):
+        speculate(target, PromptLookup(), [1], -1, 4, NEVER)
+    with pytest.raises(ValueError, match="chains only"):
+        speculate(target, PromptLookup(), [1], StaticTree.branching([2]), 4, NEVER)

@@ -1,0 +1,127 @@
+"""The cost model and goodput (SmartSpec, arXiv 2406.14066): tokens per second of every lookahead at every load.
+
+From measured step costs and acceptance by position; nothing here runs a model. Runs in the benchmark.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, combinations
+from operator import mul
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from infra.results import Acceptance, CostFit, Goodput, GoodputTable, StepTime
+from models.decoding.policy import StepCosts
+
+TERMS = 4
+
+
+def fit(measured: Sequence[StepTime]) -> CostFit:
+    """The costs, none of them negative, with the least sum of squared relative errors.
+
+    Every total of tokens that was measured is tried as the knee; exact non-negative least squares by trying every
+    choice of terms. Raises ValueError for what cannot be fitted.
+    """
+    if len({(each.batch, each.tokens) for each in measured}) < 2 or any(each.seconds <= 0 for each in measured):
+        raise ValueError(
+            f"{len(measured)} measured step costs: give at least two, of different batch or tokens, all above 0 s"
+        )
+    totals = torch.tensor([each.batch * each.tokens for each in measured], dtype=torch.double)
+    texts = torch.tensor([each.batch for each in measured], dtype=torch.double)
+    seconds = torch.tensor([each.seconds for each in measured], dtype=torch.double)
+    found: tuple[float, float, Tensor] | None = None
+    for knee in sorted({0.0, *totals.tolist()}):
+        terms = torch.stack([torch.ones_like(texts), texts, totals, (totals - knee).clamp(min=0)], dim=1)
+        for amounts, error in _non_negative(terms / seconds.unsqueeze(1)):
+            # Of fits that are as good, the first: the one with the fewest terms and the earliest knee.
+            if found is None or error < found[0] * (1 - 1e-6) - 1e-18:
+                found = error, knee, amounts
+    assert found is not None
+    _, knee, amounts = found
+    terms = torch.stack([torch.ones_like(texts), texts, totals, (totals - knee).clamp(min=0)], dim=1)
+    constant, per_text, per_token, beyond = amounts.tolist()
+    return CostFit(
+        constant=constant,
+        per_text=per_text,
+        per_token=per_token,
+        knee=knee,
+        per_token_beyond=beyond,
+        worst_error=float((terms @ amounts / seconds - 1).abs().max()),
+    )
+
+
+def _non_negative(terms: Tensor) -> list[tuple[Tensor, float]]:
+    """Least squares of `terms @ amounts = 1` for every choice of terms that leaves no amount negative."""
+    fits = []
+    for count in range(1, min(TERMS, len(terms)) + 1):
+        for chosen in combinations(range(TERMS), count):
+            part = terms[:, chosen]
+            # A driver for terms that cannot be told apart, as when one batch was measured.
+            solved = torch.linalg.lstsq(part, torch.ones(len(part), 1, dtype=part.dtype), driver="gelsd").solution
+            if bool((solved >= 0).all()):
+                error = float(((part @ solved).squeeze(1) - 1).square().sum())
+                fits.append(
+                    (torch.zeros(TERMS, dtype=part.dtype).index_copy(0, torch.tensor(chosen), solved[:, 0]), error)
+                )
+    return fits
+
+
+@dataclass(frozen=True)
+class FittedCosts:
+    """`models.decoding.policy.StepCosts` from fits."""
+
+    target: CostFit
+    """By tokens that are verified."""
+    draft: CostFit
+    """By tokens that are proposed."""
+    drafted_together: bool = True
+    """Whether one draft serves all texts at once, as in engines; the reference decoder drafts text after text."""
+
+    def together(self, batch: int, lookahead: int) -> float:
+        """See `StepCosts.together`."""
+        verified = self.target.seconds(batch, lookahead + 1)
+        return verified + (self.draft.seconds(batch, lookahead) if self.drafted_together and lookahead else 0.0)
+
+    def alone(self, lookahead: int) -> float:
+        """See `StepCosts.alone`."""
+        return 0.0 if self.drafted_together or not lookahead else self.draft.seconds(1, lookahead)
+
+
+def rates_of(acceptance: Acceptance) -> tuple[float, ...]:
+    """Acceptance by position as far as positions were offered."""
+    rates = acceptance.by_position
+    known = next((place for place, rate in enumerate(rates) if rate is None), len(rates))
+    return tuple(rate for rate in rates[:known] if rate is not None)
+
+
+def predict(costs: StepCosts, rates: Sequence[float], batch: int, lookahead: int) -> Goodput:
+    """Goodput of `batch` texts that all have this lookahead, at most as many as there are `rates`."""
+    emitted = 1.0 + sum(accumulate(rates[:lookahead], mul))
+    seconds = costs.together(batch, lookahead) + batch * costs.alone(lookahead)
+    return Goodput(
+        batch=batch,
+        lookahead=lookahead,
+        step_s=seconds,
+        tokens_per_step=emitted,
+        tokens_per_s=batch * emitted / seconds,
+    )
+
+
+def goodput_table(costs: FittedCosts, rates: Sequence[float], batches: Sequence[int]) -> GoodputTable:
+    """Every batch and every lookahead from 0 to the number of `rates`."""
+    rows = tuple(predict(costs, rates, batch, lookahead) for batch in batches for lookahead in range(len(rates) + 1))
+    return GoodputTable(rates=tuple(rates), target=costs.target, draft=costs.draft, rows=rows)
+
+
+def shown(found: GoodputTable) -> Table:
+    """Tokens per second, one row per batch, one column per lookahead; the best of each row is marked."""
+    table = Table(title="Predicted tokens/s by lookahead")
+    table.add_column("texts at once", justify="right")
+    for lookahead in range(len(found.rates) + 1):
+        table.add_column(str(lookahead), justify="right")
+    for batch, best in found.best.items():
+        row = {each.lookahead: each.tokens_per_s for each in found.rows if each.batch == batch}
+        table.add_row(str(batch), *(f"{'*' if at == best else ''}{row[at]:.1f}" for at in sorted(row)))
+    return table

@@ -1,0 +1,132 @@
+"""Which lookahead pays now: chosen anew in every step, for each request by itself. Runs in benchmarks.
+
+Goodput (SmartSpec, arXiv 2406.14066) is tokens emitted per second under the present load. Proposals that are likely
+to be accepted are worth their time while few texts are decoded together and the target has time to spare; under a
+high load they are not, and then nothing is proposed. What a step costs has been measured before; how many tokens
+it will emit follows from a running estimate of acceptance at each position.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class StepCosts(Protocol):
+    """Seconds of a verification step."""
+
+    def together(self, batch: int, lookahead: int) -> float:
+        """What the rows share: the target's forward where the longest row has so many proposals."""
+        ...
+
+    def alone(self, lookahead: int) -> float:
+        """What each row adds for its own proposals; 0 for none of them."""
+        ...
+
+
+class Accepting:
+    """Running acceptance rate at each position, given that all before it were accepted.
+
+    Old steps count less and less, whether or not anything was proposed since. So an estimate that has nothing new to
+    go by returns to what it started from, and proposing is tried again after a while.
+
+    Args:
+        prior: rates to start from, by position, each from 0 to 1; another estimate: its rates, as they are later on.
+        weight: steps that the prior is worth.
+        memory: what a step still counts one step later, below 1.
+    """
+
+    def __init__(self, prior: "Sequence[float] | Accepting", weight: float, memory: float):
+        self._prior, self.weight, self.memory = prior, weight, memory
+        self._accepted = [0.0] * len(self.prior)
+        self._offered = [0.0] * len(self.prior)
+
+    @property
+    def prior(self) -> Sequence[float]:
+        return self._prior.rates if isinstance(self._prior, Accepting) else self._prior
+
+    @property
+    def rates(self) -> list[float]:
+        counted = zip(self.prior, self._accepted, self._offered, strict=True)
+        return [(rate * self.weight + accepted) / (self.weight + offered) for rate, accepted, offered in counted]
+
+    @property
+    def emitted(self) -> list[float]:
+        """Tokens that a step is expected to emit, by lookahead from 0 on."""
+        return [1.0, *(1.0 + total for total in accumulate(accumulate(self.rates, mul)))]
+
+    def learn(self, lookahead: int, accepted: int) -> None:
+        """One step in which the first `accepted` of `lookahead` proposals were accepted."""
+        self._accepted = [count * self.memory for count in self._accepted]
+        self._offered = [count * self.memory for count in self._offered]
+        for place in range(min(lookahead, accepted + 1)):
+            self._offered[place] += 1
+            self._accepted[place] += place < accepted
+        if isinstance(self._prior, Accepting):
+            self._prior.learn(lookahead, accepted)
+
+
+@dataclass
+class LookaheadPolicy:
+    """Chooses every request's lookahead, 0 included, so that the step's goodput is greatest.
+
+    One policy serves all requests that are decoded together; what each one accepts is a prior for the next.
+    """
+
+    costs: StepCosts
+    rates: Sequence[float]
+    """Acceptance by position to start from, such as a benchmark's; as many as the largest lookahead."""
+    request_weight: float = 4.0
+    request_memory: float = 0.9
+    all_weight: float = 20.0
+    all_memory: float = 0.998
+    _all: Accepting = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not self.rates or not all(0 <= rate <= 1 for rate in self.rates):
+            raise ValueError(f"acceptance rates {list(self.rates)}: give at least one, each from 0 to 1")
+        self._all = Accepting(self.rates, self.all_weight, self.all_memory)
+
+    @property
+    def max_lookahead(self) -> int:
+        return len(self.rates)
+
+    def request(self) -> Accepting:
+        """The estimate of a new request."""
+        return Accepting(self._all, self.request_weight, self.request_memory)
+
+    def choose(self, requests: "Sequence[Accepting | None]") -> list[int]:
+        """Lookaheads of the next step."""
+        emitted = torch.tensor([(request or self._all).emitted for request in requests], dtype=torch.double)
+        batch, lookaheads = len(requests), range(self.max_lookahead + 1)
+        together = torch.tensor([self.costs.together(batch, at) for at in lookaheads], dtype=torch.double)
+        alone = torch.tensor([self.costs.alone(at) for at in lookaheads], dtype=torch.double)
+        return best_lookaheads(emitted, together, alone)
+
+
+def best_lookaheads(emitted: Tensor, together: Tensor, alone: Tensor) -> list[int]:
+    """The lookaheads k of B requests that maximise expected tokens / seconds of a step.
+
+    Seconds are `together[max(k)]` plus the sum of `alone[k]`. A fraction is maximised exactly by maximising numerator
+    minus g times denominator for its own greatest value g (Dinkelbach, 1967): with g fixed, requests are independent
+    below each largest lookahead; with their choice, g grows until it stays.
+
+    Args:
+        emitted: `[B, K + 1]` tokens expected of each request by lookahead.
+        together: `[K + 1]` seconds by the largest lookahead.
+        alone: `[K + 1]` seconds by a request's own lookahead.
+    """
+    goodput, chosen = 0.0, [0] * len(emitted)
+    while True:
+        worth, at = (emitted - goodput * alone).cummax(dim=1)
+        largest = int((worth.sum(0) - goodput * together).argmax())
+        found = at[:, largest]
+        tokens = emitted.gather(1, found.unsqueeze(1)).sum()
+        reached = float(tokens / (together[found.max()] + alone[found].sum()))
+        if reached <= goodput:
+            return chosen
+        goodput, chosen = reached, found.tolist()

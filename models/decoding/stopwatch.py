@@ -1,0 +1,38 @@
+"""Where the seconds of speculative decoding go. Runs in benchmarks."""
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+
+Part = Literal["draft", "target", "decide", "realign"]
+"""Proposing; the target's forward and logits; which proposals are accepted; masks, positions and the cache's rows."""
+
+
+@dataclass
+class Stopwatch:
+    """Sums up seconds by part."""
+
+    device: torch.device
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(get_args(Part), 0.0))
+    steps: int = 0
+    """Target forwards."""
+
+    @contextmanager
+    def part(self, name: Part) -> Iterator[None]:
+        begun = self._now()
+        yield
+        self.seconds[name] += self._now() - begun
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def part_of(watch: Stopwatch | None, name: Part) -> AbstractContextManager[None]:
+    """Time a part where somebody wants to know."""
+    return nullcontext() if watch is None else watch.part(name)

@@ -1,0 +1,167 @@
+"""Many texts in one forward, chains and trees: each is what the target writes alone, and counted as alone."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from models.decoding.batch import TargetBatch
+from models.decoding.lossless import LosslessCheck, total
+from models.decoding.plain import continue_batch, continue_greedily, prefill
+from models.decoding.prompt_lookup import PromptLookup
+from models.decoding.sampling import GREEDY
+from models.decoding.simulated import features
+from models.decoding.speculative import Conversation, decode_together, speculate, speculate_together
+from models.decoding.stopwatch import Stopwatch
+from models.decoding.token_recycling import TokenRecycling
+from models.drafts.base import Proposals
+from models.drafts.trees import DynamicTree, StaticTree, Tree
+from models.targets.model import TargetModel
+
+NEVER = frozenset()
+SHAPES = [0, 1, 3, 5, StaticTree.branching([3, 2, 1]), StaticTree.branching([2, 2]), DynamicTree(4, 3, 9)]
+
+
+def ragged(count: int, seed: int = 11) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 20, (count,), generator=generator).tolist()
+    return [torch.randint(61, (length,), generator=generator).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+def test_equal_to_plain_decoding_at_every_batch_size(llama, gemma, oracle, kind, batch):
+    """Every row with a shape of its own, so that chains of all lengths and trees share a forward."""
+    target = gemma if kind == "gemma" else llama(3)
+    source, prompts, ends, most = oracle(target, 0.3, 7), ragged(batch), frozenset({5, 17}), 20
+    texts = [
+        Conversation(
+            target, source, prefill(target, prompt), SHAPES[(row + batch) % len(SHAPES)], most, ends, sampling=GREEDY
+        )
+        for row, prompt in enumerate(prompts)
+    ]
+    decode_together(texts, GREEDY)
+    for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        assert text.tokens == continue_greedily(target, prompt, most, ends)
+        assert text.decoded() == speculate(target, source, prompt, SHAPES[(row + batch) % len(SHAPES)], most, ends)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 10_000),
+    error_share=st.sampled_from([0.0, 0.2, 0.5, 1.0]),
+    batch=st.integers(1, 5),
+    most=st.integers(1, 14),
+    shape=st.one_of(
+        st.integers(0, 6),
+        st.lists(st.integers(1, 3), min_size=1, max_size=3).map(StaticTree.branching),
+        st.builds(DynamicTree, st.integers(1, 4), st.integers(1, 4), st.integers(1, 12)),
+    ),
+    eos=st.sets(st.integers(0, 60), max_size=6),
+)
+def test_lossless_whatever_is_proposed(llama, oracle, *, seed, error_share, batch, most, shape, eos):
+    target, ends, prompts = llama(seed), frozenset(eos), ragged(batch, seed)
+    source = oracle(target, error_share, seed)
+    for decoded, prompt in zip(speculate_together(target, source, prompts, shape, most, ends), prompts, strict=True):
+        assert list(decoded.tokens) == continue_greedily(target, prompt, most, ends)
+        assert decoded.forwards == decoded.counts.steps + decoded.counts.cut == len(decoded.lookaheads)
+        whole = decoded.counts.tokens + 1 == len(decoded.tokens)
+        assert whole or decoded.counts.cut, "every token but the prefill's comes from a step that is counted"
+
+
+def test_trees_accept_more_than_chains(llama, oracle):
+    """The right token often is not the first: a chain misses it, a tree does not."""
+    target, prompts = llama(4), ragged(3)
+    source = oracle(target, 0.1, 3)
+    accepted = {
+        shape: sum(sum(each.counts.accepted) for each in speculate_together(target, source, prompts, shape, 24, NEVER))
+        for shape in (StaticTree.branching([1, 1, 1]), StaticTree.branching([3, 3, 3]))
+    }
+    narrow, wide = accepted.values()
+    assert wide > 40
+    assert wide >= narrow
+
+
+def test_features_handed_over_are_those_of_the_text(llama, oracle):
+    """In a batch of trees too, every proposer sees each position of its own text once, in order."""
+    target, prompts = llama(4), ragged(4)
+    seen: list[list[torch.Tensor]] = []
+
+    class Listening(oracle):
+        def proposer(self):
+            seen.append(heard := [])
+            outer = self
+
+            class Proposer:
+                def propose_tree(self, sequence, aux, shape, sampling):
+                    heard.append(aux)
+                    assert sum(map(len, heard)) == len(sequence) - 1
+                    return outer.propose_tree(sequence, aux, shape, sampling)
+
+            return Proposer()
+
+    shape = StaticTree.branching([3, 2])
+    for decoded, prompt, heard in zip(
+        speculate_together(target, Listening(target, 0.3, 2), prompts, shape, 16, NEVER), prompts, seen, strict=True
+    ):
+        rows, full = torch.cat(heard), features(target, [*prompt, *decoded.tokens])
+        assert torch.allclose(rows, full[: len(rows)], atol=1e-4)
+
+
+def test_kept_columns_are_those_of_a_plain_cache(gemma):
+    """After ragged acceptance each row's keys and values are what the text alone would have left."""
+    prompts = ragged(3)
+    starts = [prefill(gemma, prompt) for prompt in prompts]
+    batch = TargetBatch(gemma, starts)
+    tree = Tree(Proposals(torch.tensor([4, 9, 2, 7]), None), (-1, -1, 1, 1))
+    chain, nothing = (
+        Tree.chain(Proposals(torch.tensor([8, 3]), None)),
+        Tree(Proposals(torch.tensor([], dtype=torch.long), None), ()),
+    )
+    trees, paths = [tree, chain, nothing], [[0, 2, 4], [0, 1], [0]]
+    tokens, placement = batch.place([start.token for start in starts], trees)
+    batch.verify(tokens, placement, trees)
+    batch.keep(paths)
+    texts = [
+        [*prompt, *([start.token, *each.proposals.tokens.tolist()][column] for column in path)]
+        for prompt, start, each, path in zip(prompts, starts, trees, paths, strict=True)
+    ]
+    assert batch.lengths == [len(text) for text in texts]
+    batch.only([0, 2])
+    assert batch.cache.get_seq_length() == max(batch.lengths)
+    for row, text in enumerate([texts[0], texts[2]]):
+        plain = prefill(gemma, text).cache
+        for layer, own in zip(batch.cache.layers, plain.layers, strict=True):
+            assert torch.allclose(layer.keys[row, :, : len(text)], own.keys[0], atol=1e-4)
+            assert torch.allclose(layer.values[row, :, : len(text)], own.values[0], atol=1e-4)
+
+
+def test_the_stopwatch_sees_every_part(llama):
+    target, watch = llama(3), Stopwatch(torch.device("cpu"))
+    found = speculate_together(target, TokenRecycling(), ragged(4), 3, 12, NEVER, watch=watch)
+    assert watch.steps == max(decoded.forwards for decoded in found)
+    assert min(watch.seconds.values()) > 0
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+def test_the_tiny_target(tiny_target, batch):
+    """Text that the training-free sources do get right; compared as the lossless check compares."""
+    target = TargetModel.load(Path(tiny_target.path), [0, 1, 2], torch.float32)
+    generator, most = torch.Generator().manual_seed(3), 24
+    lengths = torch.randint(3, 24, (batch,), generator=generator).tolist()
+    prompts = [torch.randint(2, 1024, (length,), generator=generator).tolist() for length in lengths]
+    plain = continue_batch(target, prompts, most, 0.0, frozenset({1}))
+    check = LosslessCheck(target, lambda: target, most, frozenset({1}))
+    accepted = 0
+    for source, shape in [
+        (PromptLookup(), 4),
+        (TokenRecycling(), 4),
+        (TokenRecycling(), StaticTree.branching([4, 2, 1])),
+    ]:
+        found = speculate_together(target, source, prompts, shape, most, frozenset({1}))
+        compared = [check.compare(p, d.tokens, own) for p, d, own in zip(prompts, found, plain, strict=True)]
+        assert total(compared).mismatches == 0
+        accepted += sum(sum(decoded.counts.accepted) for decoded in found)
+    assert accepted > batch

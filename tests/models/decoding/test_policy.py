@@ -1,0 +1,140 @@
+"""The online policy: exact choices in small cases, estimates by hand, lossless, and better than any fixed lookahead."""
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.decoding.plain import continue_greedily
+from models.decoding.policy import Accepting, LookaheadPolicy, best_lookaheads
+from models.decoding.speculative import speculate, speculate_together
+
+NEVER = frozenset()
+rate = st.floats(0.0, 1.0)
+seconds = st.floats(0.01, 2.0)
+
+
+class Costs:
+    """Of hardware that verifies `free` tokens at once for the price of one; drafting costs by token."""
+
+    def __init__(self, free: int, per_token: float, draft: float, own: float = 0.0):
+        self.free, self.per_token, self.draft, self.own = free, per_token, draft, own
+
+    def together(self, batch: int, lookahead: int) -> float:
+        beyond = max(0, batch * (lookahead + 1) - self.free)
+        return 1.0 + self.per_token * beyond + self.draft * lookahead
+
+    def alone(self, lookahead: int) -> float:
+        return self.own * lookahead
+
+
+@given(data=st.data(), batch=st.integers(1, 3), most=st.integers(1, 3))
+def test_choices_are_the_best_of_all(data, batch, most):
+    """Against every combination of lookaheads."""
+    rates = [data.draw(st.lists(rate, min_size=most, max_size=most)) for _ in range(batch)]
+    emitted = torch.tensor([Accepting(each, 1.0, 0.5).emitted for each in rates], dtype=torch.double)
+    together = torch.tensor(data.draw(st.lists(seconds, min_size=most + 1, max_size=most + 1))).double().cumsum(0)
+    own = data.draw(st.lists(st.floats(0.0, 0.5), min_size=most, max_size=most))
+    alone = torch.tensor([0.0, *own]).double().cumsum(0)
+
+    def goodput(lookaheads) -> float:
+        tokens = sum(float(emitted[row, at]) for row, at in enumerate(lookaheads))
+        return tokens / (float(together[max(lookaheads)]) + sum(float(alone[at]) for at in lookaheads))
+
+    best = max(goodput(each) for each in product(range(most + 1), repeat=batch))
+    assert goodput(best_lookaheads(emitted, together, alone)) == pytest.approx(best, rel=1e-9)
+
+
+def test_each_request_gets_its_own_lookahead():
+    policy = LookaheadPolicy(Costs(free=100, per_token=0.0, draft=0.0, own=0.1), [0.9, 0.9, 0.9])
+    good, bad = policy.request(), policy.request()
+    for _ in range(50):
+        good.learn(3, 3)
+        bad.learn(3, 0)
+    assert policy.choose([good, bad]) == [3, 0]
+
+
+def test_estimates_by_hand():
+    estimate = Accepting([0.5, 0.5], 2.0, 0.5)
+    assert estimate.emitted == [1.0, 1.5, 1.75]
+    estimate.learn(2, 1)
+    # Position 1: one of one, position 2: none of one, each beside the prior's two steps.
+    assert estimate.rates == pytest.approx([2 / 3, 1 / 3])
+    estimate.learn(0, 0)
+    assert estimate.rates == pytest.approx([1.5 / 2.5, 1 / 2.5])
+    estimate.learn(1, 0)
+    assert estimate.rates == pytest.approx([(1 + 0.25) / (2 + 1.25), 1 / 2.25])
+
+
+def test_rejected_proposals_stop_proposing_and_a_lull_starts_it_again():
+    policy = LookaheadPolicy(Costs(free=1, per_token=0.3, draft=0.05), [0.8] * 4)
+    request = policy.request()
+    assert policy.choose([request])[0] > 0
+    for _ in range(12):
+        request.learn(policy.choose([request])[0], 0)
+    assert policy.choose([request]) == [0]
+    for _ in range(60):
+        request.learn(0, 0)
+    assert policy.choose([request])[0] > 0
+
+
+def test_rates_that_are_none_are_refused_in_words():
+    for rates in ([], [1.5]):
+        with pytest.raises(ValueError, match="from 0 to 1"):
+            LookaheadPolicy(Costs(1, 0.1, 0.1), rates)
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_decoding_with_a_policy_is_lossless(llama, oracle, batch):
+    """Rows of one batch have lookaheads of their own, 0 among them; a stretch without proposals loses no features."""
+    target = llama(3)
+    generator = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(61, (5 + row,), generator=generator).tolist() for row in range(batch)]
+    chosen = []
+    for error_share in (0.0, 0.6, 1.0):
+        costs = Costs(free=4 * batch, per_token=0.15 / batch, draft=0.02, own=0.1 / batch)
+        policy = LookaheadPolicy(costs, [0.7] * 4, request_weight=1.0, all_weight=2.0)
+        source = oracle(target, error_share, 1)
+        if batch == 1:
+            found = [speculate(target, source, prompts[0], policy, 40, NEVER)]
+        else:
+            found = speculate_together(target, source, prompts, policy, 40, NEVER)
+        for prompt, decoded in zip(prompts, found, strict=True):
+            assert list(decoded.tokens) == continue_greedily(target, prompt, 40, NEVER)
+            assert len(decoded.lookaheads) == decoded.forwards
+            assert all(
+                accepted <= at for accepted, at in zip(decoded.counts.accepted, decoded.lookaheads, strict=False)
+            )
+            chosen.append(decoded.lookaheads)
+    assert {0, 3} <= {at for each in chosen for at in each}
+    assert sum(chosen[0]) / len(chosen[0]) > sum(chosen[-1]) / len(chosen[-1])
+
+
+LOADS = [1, 2, 4, 8, 16, 32, 48, 32, 16, 8, 4, 2, 1]
+SECONDS, MOST = 60.0, 6
+"""Of each load; as many texts as there are wait, however long a step takes."""
+
+
+@pytest.mark.parametrize("truth", [0.85, 0.6, 0.05])
+@pytest.mark.parametrize("prior", [0.9, 0.4])
+def test_under_a_rising_and_falling_load_no_fixed_lookahead_is_better(truth, prior):
+    """True costs, acceptance that the policy must find out; requests come and go. Expected tokens in the same time."""
+    costs, generator = Costs(free=24, per_token=0.04, draft=0.06), torch.Generator().manual_seed(1)
+    emitted = Accepting([truth] * MOST, 1.0, 0.5).emitted
+    fixed = [sum(load * emitted[at] / costs.together(load, at) for load in LOADS) * SECONDS for at in range(MOST + 1)]
+    policy, tokens = LookaheadPolicy(costs, [prior] * MOST), 0.0
+    for load in LOADS:
+        requests, left = [policy.request() for _ in range(load)], SECONDS
+        while left > 0:
+            lookaheads = policy.choose(requests)
+            step = costs.together(load, max(lookaheads))
+            tokens += sum(emitted[at] for at in lookaheads) * min(1.0, left / step)
+            left -= step
+            runs = (torch.rand(load, MOST, generator=generator) < truth).long().cumprod(1).sum(1).tolist()
+            for request, at, run in zip(requests, lookaheads, runs, strict=True):
+                request.learn(at, min(run, at))
+    assert fixed.index(max(fixed)) == {0.85: 2, 0.6: 1, 0.05: 0}[truth], "the best fixed one differs, or this is easy"
+    # Where next to nothing is accepted, trying now and then is all that separates the policy from never proposing.
+    assert tokens >= {0.85: 1.1, 0.6: 1.1, 0.05: 0.98}[truth] * max(fixed), (tokens, fixed)

@@ -1,0 +1,105 @@
+"""EAGLE-3's trees: every place has the distribution that the chain to it would have."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.decoding.sampling import GREEDY, Sampling
+from models.drafts.eagle3.config import Eagle3Config
+from models.drafts.eagle3.module import Eagle3Draft
+from models.drafts.trees import DynamicTree, StaticTree, Tree
+from models.drafts.vocabulary import DraftVocabulary
+
+HIDDEN, TARGET_VOCABULARY, AUX = 12, 40, (0, 2)
+
+
+def make_draft(**changes) -> Eagle3Draft:
+    torch.manual_seed(3)
+    config = Eagle3Config(vocab_size=24, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=20, **changes)
+    ids = torch.randperm(TARGET_VOCABULARY)[:24].sort().values
+    draft = Eagle3Draft(config, torch.randn(TARGET_VOCABULARY, HIDDEN), DraftVocabulary(ids, TARGET_VOCABULARY), AUX)
+    for parameter in draft.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, 0.0, 0.3)
+    return draft
+
+
+def paths_of(tree: Tree) -> list[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.proposals.tokens.tolist(), tree.parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return paths
+
+
+def after(draft: Eagle3Draft, sequence: Tensor, aux: Tensor, path: tuple[int, ...]) -> Tensor:
+    """Log-probabilities over the draft vocabulary after a path, by training's forward over the text with it."""
+    text = torch.cat([sequence, torch.tensor(path, dtype=torch.long)])
+    rows, steps = len(aux), len(path) + 1
+    outputs = draft.unroll(text[1 : rows + 1], aux, (rows,), steps, lambda j, _: text.roll(-1 - j)[:rows])
+    return draft.lm_head(outputs[-1][-1]).log_softmax(-1)
+
+
+@pytest.fixture
+def sequence() -> Tensor:
+    return torch.randint(TARGET_VOCABULARY, (10,), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def aux() -> Tensor:
+    return torch.randn(9, len(AUX) * HIDDEN, generator=torch.Generator().manual_seed(2))
+
+
+VARIANTS = [{}, {"norm_output": True, "fc_norm": True}]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_static_trees_hold_the_likeliest_after_every_path(variant, sequence, aux):
+    draft = make_draft(**variant)
+    proposer = draft.proposer()
+    proposer.propose(sequence[:6], aux[:5], 3)  # a cache from before
+    tree = proposer.propose_tree(sequence, aux[5:], StaticTree.branching([3, 2, 2]), GREEDY)
+    paths = paths_of(tree)
+    assert len(paths) == 3 + 6 + 12
+    for path in {path[:-1] for path in paths}:
+        best = draft.target_ids[after(draft, sequence, aux, path).topk(3).indices].tolist()
+        below = [each[-1] for each in paths if each[:-1] == path]
+        assert below == best[: len(below)]
+    chain = draft.proposer().propose_tree(sequence, aux, StaticTree.branching([1] * 4), GREEDY)
+    assert chain.is_chain
+    assert chain.proposals.tokens.tolist() == draft.proposer().propose(sequence, aux, 4).tolist()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_dynamic_trees_hold_the_likeliest_paths(variant, sequence, aux):
+    """Against a slow search of the same beam with training's forward."""
+    draft = make_draft(**variant)
+    tree = draft.proposer().propose_tree(sequence, aux, DynamicTree(3, 3, 8), GREEDY)
+    level, seen = [((), 0.0)], []
+    for _ in range(3):
+        below = []
+        for path, score in level:
+            found = after(draft, sequence, aux, path).topk(3)
+            tokens = draft.target_ids[found.indices].tolist()
+            below += [((*path, t), score + float(v)) for t, v in zip(tokens, found.values, strict=True)]
+        seen += below
+        level = sorted(below, key=lambda each: -each[1])[:3]
+    best = {path for path, _ in sorted(seen, key=lambda each: -each[1])[:8]}
+    assert set(paths_of(tree)) == best
+    assert max(map(len, best)) > 1
+
+
+@torch.no_grad()
+def test_sampled_trees_state_what_siblings_were_drawn_from(sequence, aux):
+    draft, rule = make_draft(), (0.7, 0.9)
+    sampling = Sampling(*rule, torch.Generator().manual_seed(4))
+    tree = draft.proposer().propose_tree(sequence, aux, StaticTree.branching([3, 2]), sampling)
+    paths, stated = paths_of(tree), tree.proposals.probabilities
+    assert stated is not None
+    for node, path in enumerate(paths):
+        expected = torch.zeros(TARGET_VOCABULARY)
+        expected[draft.target_ids] = sampling.distribution(after(draft, sequence, aux, path[:-1]))
+        expected[[each[-1] for each in paths[:node] if each[:-1] == path[:-1]]] = 0
+        assert torch.allclose(stated[node], expected / expected.sum(), atol=1e-5)
+        assert stated[node, path[-1]] > 0
