@@ -46,12 +46,14 @@ WINDOW_STEPS = 2000
 FLOW_S = 1800.0
 EVENT_S = 90.0
 KEEP_RUNS = 3
+REQUESTS_A_DAY = 600
 RECIPE = [
     "data.max_tokens=96",
+    "data.heldout_share=0.3",
     "training.max_steps=150",
     "training.samples_per_step=4",
     "training.log_steps=50",
-    "benchmark.prompts=160",
+    "benchmark.prompts=320",
     "benchmark.prompt_tokens=48",
     "benchmark.max_new_tokens=24",
     "benchmark.reference_tokens=48",
@@ -138,7 +140,7 @@ class Soak:
         """One day of traffic; `quality` is that of its looks, repeated."""
         before = self.served.counted
         number = len(self.days)
-        texts = random.Random(f"{self.seed} {number}").sample(self.prompts[traffic].read_text().splitlines(), 150)
+        texts = random.Random(f"{self.seed} {number}").sample(self.prompts[traffic].read_text().splitlines(), REQUESTS_A_DAY)
         lines = [json.dumps({"prompt": json.loads(text)["text"]}) for text in texts]
         write_atomically(self.logs / f"day-{number:02}.jsonl", "\n".join(lines))
         for old in sorted(self.logs.glob("day-*.jsonl"))[:-2]:
@@ -185,7 +187,7 @@ def write_traffic(folder: Path, seed: int) -> dict[str, Path]:
         pieces = [text[at : at + 160] for text in texts[index :: len(TRAFFIC)] for at in range(0, len(text) - 160, 480)]
         random.Random(seed).shuffle(pieces)
         prompts[kind] = folder / f"{kind}.jsonl"
-        lines = (json.dumps({"text": write(piece)}) + "\n" for piece in pieces[:1200])
+        lines = (json.dumps({"text": write(piece)}) + "\n" for piece in pieces[: 2 * REQUESTS_A_DAY])
         write_atomically(prompts[kind], "".join(lines))
     return prompts
 
@@ -206,7 +208,7 @@ def write_deployments(folder: Path, config: dict[str, Any], served: Engine) -> N
                     "training": config["training"] | {"start_from": "champion"},
                 }
             case "watch-traffic":
-                logs = {"folder": str(folder / "requests"), "prompts": 300}
+                logs = {"folder": str(folder / "requests"), "prompts": 2 * REQUESTS_A_DAY}
                 parameters["config"] = {
                     "draft": DRAFT, "servers": [served.url], "window_steps": WINDOW_STEPS, "requests": logs,
                 }  # fmt: skip
