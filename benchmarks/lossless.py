@@ -1,121 +1,187 @@
 """Speculative decoding against the target alone over many tokens; writes benchmarks/results/lossless-<target>.json.
 
-    python benchmarks/lossless.py --target T --draft D --prompts FILE [--tokens 20000] [--lookahead 4]
+    python benchmarks/lossless.py --target T [--draft D ...] --prompts FILE [--tokens 200000] [--lookaheads 4]
+        [--trees 3x2x1,dynamic-4-4-12] [--batches 1,4,16]
 
-Every speculative text is compared with a plain greedy one: the first `--plain-tokens` tokens with plain decoding at
-batch 1, the rest with plain decoding of many prompts at once (no padding: every row has its own positions). After a
-divergence the comparison goes on from the speculative prefix. Gemma 3 270M on two cores: about half an hour.
+Every source (drafts and baselines) decodes the same conversations in every setting: chains of each lookahead at each
+batch size, and trees at each batch size where the source branches. Each text is compared with a plain greedy one: the
+first `--plain-tokens` tokens with plain decoding at batch 1, the rest with plain decoding of many prompts at once (no
+padding: every row has its own positions). After a divergence the comparison goes on from the speculative prefix.
 """
 
 import argparse
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+from sources import Ground, add_arguments, load, numbers
 
 from infra.exit import run_main
 from infra.files import write_atomically
 from infra.records import Record
 from infra.results import Conditions, LosslessRecord
 from models.benchmark.acceptance import acceptance_length, distinct_token_share
-from models.benchmark.conditions import conditions
-from models.benchmark.config import BenchmarkConfig
-from models.benchmark.contestants import load_contestants
-from models.benchmark.prompts import read_prompts
-from models.benchmark.reference import decode_reference
 from models.benchmark.result import lossless_record
-from models.benchmark.standalone import find_target, read_aux_layer_ids
-from models.data.conversations import source_hash
-from models.decoding.plain import continue_batch
-from models.dtypes import DTYPES
+from models.decoding.lossless import LosslessCheck, total
+from models.decoding.plain import continue_batch, continue_greedily
+from models.decoding.speculative import speculate_together
+from models.drafts.base import Source
+from models.drafts.trees import TreeShape, parse_shape
 
 RESULTS = Path(__file__).parent / "results"
+PLAIN_BATCH = 16
+
+
+class LosslessCell(Record):
+    """One source in one setting."""
+
+    source: str
+    lookahead: str
+    """Of a chain, or the tree as it was given."""
+    batch: int
+    """Texts that one target forward verifies."""
+    lossless: LosslessRecord
+    acceptance_length: float
+    wall_s: float
 
 
 class LosslessResult(Record):
     """What is committed."""
 
     conditions: Conditions
-    lossless: LosslessRecord
+    tokens: int
+    mismatches: int
+    ties: int
     conversations: int
+    """Decoded in every cell."""
     compared_at_batch_one: int
-    """Tokens after the prefill that were compared with plain decoding at batch 1; the rest with batched decoding."""
-    acceptance_length: float
+    """Tokens of each cell that were compared with plain decoding at batch 1; the rest with batched decoding."""
     distinct_token_share: float
+    cells: tuple[LosslessCell, ...]
     wall_s: float
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One cell before it is decoded."""
+
+    name: str
+    source: Source
+    lookahead: str
+    shape: int | TreeShape
+    batch: int
+
+
+def settings(options: argparse.Namespace, ground: Ground) -> list[Setting]:
+    """Every source with every lookahead, tree and batch size."""
+    shapes: list[tuple[str, int | TreeShape]] = [(str(at), at) for at in numbers(options.lookaheads, "--lookaheads", 0)]
+    shapes += [(text, parse_shape(text)) for text in options.trees.split(",") if text]
+    return [
+        Setting(name, source, text, shape, batch)
+        for name, source in ground.sources.items()
+        for text, shape in shapes
+        for batch in numbers(options.batches, "--batches", 1)
+        if isinstance(shape, int) or hasattr(source.proposer(), "propose_tree")
+    ]
 
 
 def check(options: argparse.Namespace) -> LosslessResult:
     """Decode and compare; raises ValueError where the prompts do not give enough tokens."""
     begun = time.perf_counter()
-    config = BenchmarkConfig(
-        prompts=-(-2 * options.tokens // options.max_new_tokens),
-        prompt_tokens=options.prompt_tokens,
-        max_new_tokens=options.max_new_tokens,
-        lookahead=options.lookahead,
-        reference_tokens=options.tokens,
-        timed_tokens=options.plain_tokens,
-        compute_dtype=options.dtype,
-    )
-    target = find_target(options.target, read_aux_layer_ids(options.draft))
-    prompts, template_hash = read_prompts(str(options.prompts), target, config, options.chat_template, options.add_bos)
-    contestants = load_contestants(Path(target.path), options.draft, None, DTYPES[options.dtype])
-    texts: list[list[int]] = []
-    while prompts[len(texts) :] and sum(map(len, texts)) < options.tokens:
-        batch = prompts[len(texts) : len(texts) + config.batch_size]
-        texts += continue_batch(contestants.target, batch, config.max_new_tokens, 0.0, contestants.eos_ids)
-        print(f"plain: {sum(map(len, texts))} tokens, {time.perf_counter() - begun:.0f} s", flush=True)
-    if sum(map(len, texts)) < options.tokens:
-        raise ValueError(
-            f"{len(prompts)} prompts give {sum(map(len, texts))} tokens, {options.tokens} are wanted: give more text, "
-            "or a larger --max-new-tokens"
+    # As many cells as there may be, so that prompts are read once; how many there are is known with the sources.
+    ground = load(options, -(-2 * options.tokens // options.max_new_tokens), options.report_lookahead)
+    cells = settings(options, ground)
+    texts, at_batch_one = plain_texts(options, ground, -(-options.tokens // len(cells)))
+    used = ground.prompts[: len(texts)]
+    found = []
+    for cell in cells:
+        found.append(decode(options, ground, cell, used, texts))
+        row = found[-1].lossless
+        print(
+            f"{cell.name}, {cell.lookahead} at batch {cell.batch}: {row.tokens} tokens, {row.mismatches} mismatches, "
+            f"{row.ties} ties, acceptance length {found[-1].acceptance_length:.2f}, {found[-1].wall_s:.0f} s",
+            flush=True,
         )
-    done = [0]
-
-    def advance(tokens: int) -> None:
-        done.append(done[-1] + tokens)
-        print(f"speculative: {done[-1]} tokens, {time.perf_counter() - begun:.0f} s", flush=True)
-
-    used = prompts[: len(texts)]
-    run = decode_reference(contestants, config, options.lookahead, used, texts, advance)
     return LosslessResult(
-        conditions=conditions(
-            config,
-            contestants.target,
-            target=target,
-            draft=options.draft,
-            dataset_hash=source_hash(str(options.prompts)),
-            template_hash=template_hash,
-            prompts=len(run.decoded),
-        ),
-        lossless=lossless_record(run.lossless),
-        conversations=len(run.decoded),
-        compared_at_batch_one=run.speed.tokens,
-        acceptance_length=acceptance_length([result.counts for result in run.decoded]),
+        conditions=ground.conditions.model_copy(update={"prompts": len(texts)}),
+        tokens=sum(cell.lossless.tokens for cell in found),
+        mismatches=sum(cell.lossless.mismatches for cell in found),
+        ties=sum(cell.lossless.ties for cell in found),
+        conversations=len(texts),
+        compared_at_batch_one=at_batch_one,
         distinct_token_share=distinct_token_share(texts),
+        cells=tuple(found),
+        wall_s=time.perf_counter() - begun,
+    )
+
+
+def plain_texts(options: argparse.Namespace, ground: Ground, tokens: int) -> tuple[list[list[int]], int]:
+    """The target's own texts, `tokens` at least, and how many of the tokens were decoded at batch 1."""
+    target, ends, prompts = ground.loaded.target, ground.loaded.eos_ids, ground.prompts
+    texts: list[list[int]] = []
+    while len(texts) < len(prompts) and (done := sum(map(len, texts))) < min(options.plain_tokens, tokens):
+        texts.append(continue_greedily(target, prompts[len(texts)], options.max_new_tokens, ends))
+        print(f"plain: {done} tokens", flush=True)
+    at_batch_one = sum(map(len, texts))
+    while len(texts) < len(prompts) and (done := sum(map(len, texts))) < tokens:
+        batch = prompts[len(texts) : len(texts) + PLAIN_BATCH]
+        texts += continue_batch(target, batch, options.max_new_tokens, 0.0, ends)
+        print(f"plain: {done} tokens", flush=True)
+    if sum(map(len, texts)) < tokens:
+        raise ValueError(
+            f"{len(prompts)} prompts give {sum(map(len, texts))} tokens, {tokens} are wanted in each setting: give "
+            "more text, a larger --max-new-tokens, or more settings"
+        )
+    return texts, at_batch_one
+
+
+def decode(
+    options: argparse.Namespace,
+    ground: Ground,
+    cell: Setting,
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]],
+) -> LosslessCell:
+    """All conversations in one setting."""
+    begun, loaded = time.perf_counter(), ground.loaded
+    checker = LosslessCheck(loaded.target, loaded.exact, options.max_new_tokens, loaded.eos_ids)
+    decoded, compared = [], []
+    for first in range(0, len(prompts), cell.batch):
+        batch = prompts[first : first + cell.batch]
+        found = speculate_together(
+            loaded.target, cell.source, batch, cell.shape, options.max_new_tokens, loaded.eos_ids
+        )
+        decoded += found
+        for prompt, result, own in zip(batch, found, texts[first : first + cell.batch], strict=True):
+            compared.append(checker.compare(prompt, result.tokens, own))
+    return LosslessCell(
+        source=cell.name,
+        lookahead=cell.lookahead,
+        batch=cell.batch,
+        lossless=lossless_record(total(compared)),
+        acceptance_length=acceptance_length([result.counts for result in decoded]),
         wall_s=time.perf_counter() - begun,
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True, help="local folder, Hub id, or GGUF package")
-    parser.add_argument("--draft", type=Path, required=True, help="exported draft")
-    parser.add_argument("--prompts", required=True, help=".jsonl, .txt, or python-docs")
-    parser.add_argument("--tokens", type=int, default=20_000)
+    add_arguments(parser)
+    parser.add_argument("--tokens", type=int, default=200_000, help="of all settings together")
     parser.add_argument("--plain-tokens", type=int, default=1_000)
-    parser.add_argument("--lookahead", type=int, default=4)
-    parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--chat-template", choices=["auto", "tokenizer", "none"], default="auto")
-    parser.add_argument("--add-bos", action="store_true", help="as in the recipe's target.add_bos")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/lossless-<target>.json")
+    parser.add_argument("--lookaheads", default="4", help="with commas; 0 proposes nothing")
+    parser.add_argument("--trees", default="3x2x1,dynamic-4-4-12", help="with commas; empty for none")
+    parser.add_argument("--batches", default="1,4,16")
     options = parser.parse_args()
+    options.report_lookahead = max([1, *numbers(options.lookaheads, "--lookaheads", 0)])
     result = check(options)
     path = options.out or RESULTS / f"lossless-{Path(options.target).name}.json"
     write_atomically(path, result)
-    found = result.lossless
-    print(f"{found.tokens} tokens, {found.mismatches} mismatches, {found.ties} ties in {result.wall_s:.0f} s: {path}")
-    if found.mismatches:
+    print(
+        f"{result.tokens} tokens, {result.mismatches} mismatches, {result.ties} ties in {result.wall_s:.0f} s: {path}"
+    )
+    if result.mismatches:
         raise SystemExit(1)
 
 

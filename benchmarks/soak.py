@@ -140,7 +140,9 @@ class Soak:
         """One day of traffic; `quality` is that of its looks, repeated."""
         before = self.served.counted
         number = len(self.days)
-        texts = random.Random(f"{self.seed} {number}").sample(self.prompts[traffic].read_text().splitlines(), REQUESTS_A_DAY)
+        texts = random.Random(f"{self.seed} {number}").sample(
+            self.prompts[traffic].read_text().splitlines(), REQUESTS_A_DAY
+        )
         lines = [json.dumps({"prompt": json.loads(text)["text"]}) for text in texts]
         write_atomically(self.logs / f"day-{number:02}.jsonl", "\n".join(lines))
         for old in sorted(self.logs.glob("day-*.jsonl"))[:-2]:

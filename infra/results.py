@@ -216,7 +216,8 @@ class StepTime(Record):
 class CostFit(Record):
     """Seconds as a sum of what is paid once, by text and by token; dearer tokens beyond what the hardware does at once.
 
-    constant + per_text B + per_token N + per_token_beyond max(0, N - knee), with B texts and N = B x tokens.
+    constant + per_text B + per_token N + per_token_beyond max(0, N - knee), with B texts and N = B x tokens, and
+    several + several_per_text B where tokens > 1: engines and processors have a faster way for one token of each text.
     """
 
     constant: float
@@ -224,6 +225,8 @@ class CostFit(Record):
     per_token: float
     knee: float
     per_token_beyond: float
+    several: float
+    several_per_text: float
     worst_error: float
     """Largest relative difference from a measurement."""
 
@@ -231,7 +234,8 @@ class CostFit(Record):
         """`tokens` of each of `batch` texts."""
         total = batch * tokens
         beyond = self.per_token_beyond * max(0.0, total - self.knee)
-        return self.constant + self.per_text * batch + self.per_token * total + beyond
+        several = (self.several + self.several_per_text * batch) * (tokens > 1)
+        return self.constant + self.per_text * batch + self.per_token * total + beyond + several
 
 
 class Goodput(Record):

@@ -24,20 +24,23 @@ def conditions(
     model: TargetModel,
     *,
     target: TargetRecord,
-    draft: Path,
+    draft: Path | None,
     dataset_hash: str,
     template_hash: str,
     prompts: int,
     texts: Iterable[tuple[Sequence[int], Sequence[int]]] = (),
 ) -> Conditions:
-    """Everything this process's numbers depend on; `texts` are prompts with the target's continuations."""
+    """Everything this process's numbers depend on; without a draft, only baselines were measured.
+
+    `texts` are prompts with the target's continuations.
+    """
     on = torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu"
     return Conditions(
         # Folder names, not paths: conditions are published, and revisions say what lies there.
         target=Path(target.name).name if Path(target.name).is_dir() else target.name,
         target_revision=target.revision,
-        draft="/".join(draft.absolute().parts[-2:]),
-        draft_revision=sha256_file(draft / "model.safetensors"),
+        draft="/".join(draft.absolute().parts[-2:]) if draft else "none",
+        draft_revision=sha256_file(draft / "model.safetensors") if draft else "none",
         dataset_hash=dataset_hash,
         template_hash=template_hash,
         thinking=_thinks(Path(target.path), texts),

@@ -33,19 +33,39 @@ class Contestants:
 
 def load_contestants(target: Path, draft: Path, champion: Path | None, dtype: torch.dtype) -> Contestants:
     """Load everything; a champion may read other target layers than the draft does."""
+    loaded = load_sources(target, [folder for folder in (draft, champion) if folder is not None], dtype)
+    first, *others = loaded.drafts
+    return Contestants(
+        loaded.target, loaded.exact, first, others[0] if others else None, loaded.eos_ids, loaded.vocabularies[0]
+    )
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Target and any number of drafts on one device in one data type."""
+
+    target: TargetModel
+    exact: Callable[[], TargetModel]
+    """The target in float32; the target itself where it is."""
+    drafts: list[ProposalSource]
+    vocabularies: list[DraftVocabulary]
+    """The drafts'."""
+    eos_ids: frozenset[int]
+
+
+def load_sources(target: Path, folders: Sequence[Path], dtype: torch.dtype) -> Sources:
+    """Load a target and exported drafts, each of which may read target layers of its own."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    drafts = [load_draft(folder, target, dtype, device) for folder in (draft, champion) if folder is not None]
-    layers = sorted({layer for loaded in drafts for layer in loaded.aux_layer_ids})
+    drafts = [load_draft(folder, target, dtype, device) for folder in folders]
+    layers = sorted({layer for loaded in drafts for layer in loaded.aux_layer_ids}) or [0]
     model = TargetModel.load(target, layers, dtype, device)
-    sources = [_reading_its_own(loaded, layers) for loaded in drafts]
 
     @cache
     def exact() -> TargetModel:
         return model if dtype == torch.float32 else TargetModel.load(target, layers, torch.float32, device)
 
-    return Contestants(
-        model, exact, sources[0], sources[1] if champion else None, eos_ids(target), drafts[0].vocabulary
-    )
+    sources = [_reading_its_own(loaded, layers) for loaded in drafts]
+    return Sources(model, exact, sources, [loaded.vocabulary for loaded in drafts], eos_ids(target))
 
 
 def _reading_its_own(draft: Draft, layers: Sequence[int]) -> ProposalSource:

@@ -15,7 +15,8 @@ from torch import Tensor
 from infra.results import Acceptance, CostFit, Goodput, GoodputTable, StepTime
 from models.decoding.policy import StepCosts
 
-TERMS = 4
+TERMS = ("constant", "per_text", "per_token", "per_token_beyond", "several", "several_per_text")
+"""Amounts of `CostFit`, in the order of `_terms`."""
 
 
 def fit(measured: Sequence[StepTime]) -> CostFit:
@@ -28,43 +29,41 @@ def fit(measured: Sequence[StepTime]) -> CostFit:
         raise ValueError(
             f"{len(measured)} measured step costs: give at least two, of different batch or tokens, all above 0 s"
         )
-    totals = torch.tensor([each.batch * each.tokens for each in measured], dtype=torch.double)
-    texts = torch.tensor([each.batch for each in measured], dtype=torch.double)
     seconds = torch.tensor([each.seconds for each in measured], dtype=torch.double)
-    found: tuple[float, float, Tensor] | None = None
-    for knee in sorted({0.0, *totals.tolist()}):
-        terms = torch.stack([torch.ones_like(texts), texts, totals, (totals - knee).clamp(min=0)], dim=1)
-        for amounts, error in _non_negative(terms / seconds.unsqueeze(1)):
+    best, found = float("inf"), CostFit(**dict.fromkeys(TERMS, 0.0), knee=0.0, worst_error=1.0)
+    for knee in sorted({float(each.batch * each.tokens) for each in measured}):
+        terms = _terms(measured, knee) / seconds.unsqueeze(1)
+        for amounts, error in _non_negative(terms):
             # Of fits that are as good, the first: the one with the fewest terms and the earliest knee.
-            if found is None or error < found[0] * (1 - 1e-6) - 1e-18:
-                found = error, knee, amounts
-    assert found is not None
-    _, knee, amounts = found
-    terms = torch.stack([torch.ones_like(texts), texts, totals, (totals - knee).clamp(min=0)], dim=1)
-    constant, per_text, per_token, beyond = amounts.tolist()
-    return CostFit(
-        constant=constant,
-        per_text=per_text,
-        per_token=per_token,
-        knee=knee,
-        per_token_beyond=beyond,
-        worst_error=float((terms @ amounts / seconds - 1).abs().max()),
-    )
+            if error < best * (1 - 1e-6) - 1e-18:
+                worst = float((terms @ amounts - 1).abs().max())
+                named = dict(zip(TERMS, amounts.tolist(), strict=True))
+                best, found = error, CostFit(**named, knee=knee, worst_error=worst)
+    return found
+
+
+def _terms(measured: Sequence[StepTime], knee: float) -> Tensor:
+    """`[M, 6]` float64: what each amount is multiplied by."""
+    texts = torch.tensor([each.batch for each in measured], dtype=torch.double)
+    tokens = torch.tensor([each.tokens for each in measured], dtype=torch.double)
+    total, several = texts * tokens, (tokens > 1).double()
+    columns = [torch.ones_like(texts), texts, total, (total - knee).clamp(min=0), several, several * texts]
+    return torch.stack(columns, dim=1)
 
 
 def _non_negative(terms: Tensor) -> list[tuple[Tensor, float]]:
     """Least squares of `terms @ amounts = 1` for every choice of terms that leaves no amount negative."""
+    rows, size = terms.shape
     fits = []
-    for count in range(1, min(TERMS, len(terms)) + 1):
-        for chosen in combinations(range(TERMS), count):
+    for count in range(1, min(size, rows) + 1):
+        for chosen in combinations(range(size), count):
             part = terms[:, chosen]
             # A driver for terms that cannot be told apart, as when one batch was measured.
-            solved = torch.linalg.lstsq(part, torch.ones(len(part), 1, dtype=part.dtype), driver="gelsd").solution
+            solved = torch.linalg.lstsq(part, part.new_ones(rows, 1), driver="gelsd").solution
             if bool((solved >= 0).all()):
-                error = float(((part @ solved).squeeze(1) - 1).square().sum())
-                fits.append(
-                    (torch.zeros(TERMS, dtype=part.dtype).index_copy(0, torch.tensor(chosen), solved[:, 0]), error)
-                )
+                amounts = terms.new_zeros(size)
+                amounts[list(chosen)] = solved.squeeze(1)
+                fits.append((amounts, float((part @ solved - 1).square().sum())))
     return fits
 
 

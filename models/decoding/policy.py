@@ -44,6 +44,7 @@ class Accepting:
         self._prior, self.weight, self.memory = prior, weight, memory
         self._accepted = [0.0] * len(self.prior)
         self._offered = [0.0] * len(self.prior)
+        self._rates: list[float] | None = None
 
     @property
     def prior(self) -> Sequence[float]:
@@ -51,8 +52,14 @@ class Accepting:
 
     @property
     def rates(self) -> list[float]:
+        if self._rates is not None:
+            return self._rates
         counted = zip(self.prior, self._accepted, self._offered, strict=True)
-        return [(rate * self.weight + accepted) / (self.weight + offered) for rate, accepted, offered in counted]
+        rates = [(rate * self.weight + accepted) / (self.weight + offered) for rate, accepted, offered in counted]
+        # Many requests ask for their common prior before anything new is learnt; their own prior changes under them.
+        if not isinstance(self._prior, Accepting):
+            self._rates = rates
+        return rates
 
     @property
     def emitted(self) -> list[float]:
@@ -61,6 +68,7 @@ class Accepting:
 
     def learn(self, lookahead: int, accepted: int) -> None:
         """One step in which the first `accepted` of `lookahead` proposals were accepted."""
+        self._rates = None
         self._accepted = [count * self.memory for count in self._accepted]
         self._offered = [count * self.memory for count in self._offered]
         for place in range(min(lookahead, accepted + 1)):

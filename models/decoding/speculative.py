@@ -18,7 +18,7 @@ from models.decoding.plain import Prefill, prefill
 from models.decoding.policy import LookaheadPolicy
 from models.decoding.rejection import accept
 from models.decoding.sampling import GREEDY, Sampling
-from models.decoding.stopwatch import Stopwatch, part_of
+from models.decoding.stopwatch import StepSeconds, Stopwatch, part_of
 from models.drafts.base import NO_PROPOSAL, ObservingProposer, Proposals, Source
 from models.drafts.trees import ROOT, Tree, TreeShape, branching
 from models.targets.model import TargetModel
@@ -115,6 +115,9 @@ def decode_together(
         return
     batch = TargetBatch(going[0].target, [conversation.start for conversation in going])
     while going:
+        written = sum(len(conversation.tokens) for conversation in going)
+        if watch is not None:
+            watch.steps.append(StepSeconds(len(going)))
         with part_of(watch, "draft"):
             chosen = _choose(going)
             trees = [conversation.propose(lookahead) for conversation, lookahead in zip(going, chosen, strict=True)]
@@ -128,13 +131,14 @@ def decode_together(
             batch.keep([(0, *(node + 1 for node in decision.path)) for decision in decisions])
         for conversation, step, decision in zip(going, steps, decisions, strict=True):
             conversation.take(step, decision)
+        if watch is not None:
+            watch.steps[-1].tokens = tokens.shape[1]
+            watch.steps[-1].emitted = sum(len(conversation.tokens) for conversation in going) - written
         with part_of(watch, "realign"):
             rows = [row for row, conversation in enumerate(going) if not conversation.over]
             if 0 < len(rows) < len(going):
                 batch.only(rows)
             going = [going[row] for row in rows]
-        if watch is not None:
-            watch.steps += 1
 
 
 def _choose(going: Sequence["Conversation"]) -> Sequence[int | TreeShape]:

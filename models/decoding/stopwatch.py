@@ -13,19 +13,29 @@ Part = Literal["draft", "target", "decide", "realign"]
 
 
 @dataclass
+class StepSeconds:
+    """One verification step."""
+
+    texts: int
+    tokens: int = 0
+    """Of each text that the target verified, padding included: 1 + the most proposals."""
+    emitted: int = 0
+    """Of all texts, as far as the texts did not end."""
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(get_args(Part), 0.0))
+
+
+@dataclass
 class Stopwatch:
-    """Sums up seconds by part."""
+    """Watches every step of `decode_together`."""
 
     device: torch.device
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(get_args(Part), 0.0))
-    steps: int = 0
-    """Target forwards."""
+    steps: list[StepSeconds] = field(default_factory=list)
 
     @contextmanager
     def part(self, name: Part) -> Iterator[None]:
         begun = self._now()
         yield
-        self.seconds[name] += self._now() - begun
+        self.steps[-1].seconds[name] += self._now() - begun
 
     def _now(self) -> float:
         if self.device.type == "cuda":
@@ -34,5 +44,5 @@ class Stopwatch:
 
 
 def part_of(watch: Stopwatch | None, name: Part) -> AbstractContextManager[None]:
-    """Time a part where somebody wants to know."""
+    """Time a part of the newest step where somebody wants to know."""
     return nullcontext() if watch is None else watch.part(name)

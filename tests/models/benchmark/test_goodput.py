@@ -14,14 +14,23 @@ GRID = [(batch, tokens) for batch in (1, 2, 4, 8, 16, 32) for tokens in (1, 2, 3
 amount = st.floats(1e-4, 1.0)
 
 
-def costs(constant: float, per_text: float, per_token: float, knee: float, beyond: float) -> CostFit:
+def costs(
+    constant: float, per_text: float, per_token: float, knee: float, beyond: float, several=(0.0, 0.0)
+) -> CostFit:
     return CostFit(
-        constant=constant, per_text=per_text, per_token=per_token, knee=knee, per_token_beyond=beyond, worst_error=0.0
+        constant=constant,
+        per_text=per_text,
+        per_token=per_token,
+        knee=knee,
+        per_token_beyond=beyond,
+        several=several[0],
+        several_per_text=several[1],
+        worst_error=0.0,
     )
 
 
 @settings(max_examples=12, deadline=None)
-@given(amounts=st.tuples(amount, amount, amount, st.sampled_from([8.0, 16.0, 40.0]), amount))
+@given(amounts=st.tuples(amount, amount, amount, st.sampled_from([8.0, 16.0, 40.0]), amount, st.tuples(amount, amount)))
 def test_known_costs_are_recovered(amounts):
     """A knee at a total that was measured: everything is predicted, measured or not."""
     true = costs(*amounts)

@@ -12,7 +12,7 @@ from models.decoding.lossless import LosslessCheck, total
 from models.decoding.plain import continue_batch, continue_greedily, prefill
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.sampling import GREEDY
-from models.decoding.simulated import features
+from models.decoding.simulated import features, features_and_likeliest, simulate
 from models.decoding.speculative import Conversation, decode_together, speculate, speculate_together
 from models.decoding.stopwatch import Stopwatch
 from models.decoding.token_recycling import TokenRecycling
@@ -141,27 +141,32 @@ def test_kept_columns_are_those_of_a_plain_cache(gemma):
 def test_the_stopwatch_sees_every_part(llama):
     target, watch = llama(3), Stopwatch(torch.device("cpu"))
     found = speculate_together(target, TokenRecycling(), ragged(4), 3, 12, NEVER, watch=watch)
-    assert watch.steps == max(decoded.forwards for decoded in found)
-    assert min(watch.seconds.values()) > 0
+    assert len(watch.steps) == max(decoded.forwards for decoded in found)
+    assert sum(step.emitted for step in watch.steps) == sum(len(decoded.tokens) - 1 for decoded in found)
+    assert sum(step.texts for step in watch.steps) == sum(decoded.forwards for decoded in found)
+    assert {step.tokens for step in watch.steps} <= {1, 2, 3, 4}
+    assert min(seconds for step in watch.steps for seconds in step.seconds.values()) > 0
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
 def test_the_tiny_target(tiny_target, batch):
-    """Text that the training-free sources do get right; compared as the lossless check compares."""
+    """Text that the training-free sources do get right; compared as the lossless check compares, counted as walked."""
     target = TargetModel.load(Path(tiny_target.path), [0, 1, 2], torch.float32)
-    generator, most = torch.Generator().manual_seed(3), 24
+    generator, most, ends = torch.Generator().manual_seed(3), 24, frozenset({1})
     lengths = torch.randint(3, 24, (batch,), generator=generator).tolist()
     prompts = [torch.randint(2, 1024, (length,), generator=generator).tolist() for length in lengths]
-    plain = continue_batch(target, prompts, most, 0.0, frozenset({1}))
-    check = LosslessCheck(target, lambda: target, most, frozenset({1}))
-    accepted = 0
-    for source, shape in [
+    plain = continue_batch(target, prompts, most, 0.0, ends)
+    check = LosslessCheck(target, lambda: target, most, ends)
+    for source, shape in (
         (PromptLookup(), 4),
         (TokenRecycling(), 4),
         (TokenRecycling(), StaticTree.branching([4, 2, 1])),
-    ]:
-        found = speculate_together(target, source, prompts, shape, most, frozenset({1}))
+    ):
+        found = speculate_together(target, source, prompts, shape, most, ends)
         compared = [check.compare(p, d.tokens, own) for p, d, own in zip(prompts, found, plain, strict=True)]
-        assert total(compared).mismatches == 0
-        accepted += sum(sum(decoded.counts.accepted) for decoded in found)
-    assert accepted > batch
+        assert (total(compared).mismatches, total(compared).ties) == (0, 0)
+        assert sum(sum(decoded.counts.accepted) for decoded in found) > batch
+        if isinstance(shape, int):
+            for prompt, decoded in zip(prompts, found, strict=True):
+                aux, likeliest = features_and_likeliest(target, [*prompt, *decoded.tokens], 8)
+                assert decoded.counts == simulate(source, prompt, decoded.tokens, aux, shape, likeliest)[shape - 1]

@@ -86,6 +86,26 @@ def test_rates_that_are_none_are_refused_in_words():
             LookaheadPolicy(Costs(1, 0.1, 0.1), rates)
 
 
+class Attentive:
+    """Proposes as another source does, and checks that each proposer is handed every position's features once."""
+
+    def __init__(self, source):
+        self.source = source
+
+    def proposer(self):
+        return AttentiveProposer(self.source)
+
+
+class AttentiveProposer:
+    def __init__(self, source):
+        self.source, self.seen = source, 0
+
+    def propose(self, sequence, aux, lookahead):
+        self.seen += len(aux)
+        assert self.seen == len(sequence) - 1
+        return self.source.propose(sequence, aux, lookahead)
+
+
 @pytest.mark.parametrize("batch", [1, 5])
 def test_decoding_with_a_policy_is_lossless(llama, oracle, batch):
     """Rows of one batch have lookaheads of their own, 0 among them; a stretch without proposals loses no features."""
@@ -96,7 +116,7 @@ def test_decoding_with_a_policy_is_lossless(llama, oracle, batch):
     for error_share in (0.0, 0.6, 1.0):
         costs = Costs(free=4 * batch, per_token=0.15 / batch, draft=0.02, own=0.1 / batch)
         policy = LookaheadPolicy(costs, [0.7] * 4, request_weight=1.0, all_weight=2.0)
-        source = oracle(target, error_share, 1)
+        source = Attentive(oracle(target, error_share, 1))
         if batch == 1:
             found = [speculate(target, source, prompts[0], policy, 40, NEVER)]
         else:

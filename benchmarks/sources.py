@@ -1,0 +1,98 @@
+"""Target, sources of proposals and prompts, for benchmarks that decode for themselves."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from infra.results import Conditions
+from models.benchmark.conditions import conditions
+from models.benchmark.config import BenchmarkConfig
+from models.benchmark.contestants import SelectedLayers, Sources, load_sources
+from models.benchmark.prompts import read_prompts
+from models.benchmark.standalone import find_target
+from models.data.conversations import source_hash
+from models.decoding.prompt_lookup import PromptLookup
+from models.decoding.token_recycling import TokenRecycling
+from models.drafts.base import Draft, Source
+from models.dtypes import DTYPES
+
+BASELINES: dict[str, type[PromptLookup] | type[TokenRecycling]] = {
+    "prompt-lookup": PromptLookup,
+    "token-recycling": TokenRecycling,
+}
+
+
+@dataclass(frozen=True)
+class Ground:
+    """All that is decoded with, and what."""
+
+    loaded: Sources
+    sources: dict[str, Source]
+    """By the name that is written down."""
+    prompts: list[list[int]]
+    conditions: Conditions
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that say what is decoded with."""
+    parser.add_argument("--target", required=True, help="local folder, Hub id, or GGUF package")
+    parser.add_argument("--draft", type=Path, action="append", default=[], help="exported draft; may be repeated")
+    parser.add_argument("--baselines", default="prompt-lookup,token-recycling", help="with commas; empty for none")
+    parser.add_argument("--prompts", required=True, help=".jsonl, .txt, or python-docs")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--chat-template", choices=["auto", "tokenizer", "none"], default="auto")
+    parser.add_argument("--add-bos", action="store_true", help="as in the recipe's target.add_bos")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--out", type=Path, help="default: a file of this benchmark's name in benchmarks/results/")
+
+
+def load(options: argparse.Namespace, prompts: int, lookahead: int) -> Ground:
+    """Load what the options name; raises ValueError for a baseline that there is not."""
+    config = BenchmarkConfig(
+        prompts=prompts,
+        prompt_tokens=options.prompt_tokens,
+        max_new_tokens=options.max_new_tokens,
+        lookahead=lookahead,
+        compute_dtype=options.dtype,
+    )
+    target = find_target(options.target, (0,))
+    texts, template_hash = read_prompts(str(options.prompts), target, config, options.chat_template, options.add_bos)
+    loaded = load_sources(Path(target.path), options.draft, DTYPES[options.dtype])
+    under = conditions(
+        config,
+        loaded.target,
+        target=target,
+        draft=options.draft[0] if options.draft else None,
+        dataset_hash=source_hash(str(options.prompts)),
+        template_hash=template_hash,
+        prompts=len(texts),
+    )
+    return Ground(loaded, _named(loaded, options.draft, options.baselines), texts, under)
+
+
+def _named(loaded: Sources, folders: Sequence[Path], baselines: str) -> dict[str, Source]:
+    named: dict[str, Source] = {}
+    for folder, source in zip(folders, loaded.drafts, strict=True):
+        draft = source.source if isinstance(source, SelectedLayers) else source
+        assert isinstance(draft, Draft)
+        named[f"{draft.config.method} {'/'.join(folder.absolute().parts[-2:])}"] = source
+    for name in filter(None, baselines.split(",")):
+        if name not in BASELINES:
+            raise ValueError(f"--baselines {name!r}: there are {', '.join(BASELINES)}")
+        named[name] = BASELINES[name]()
+    if not named:
+        raise ValueError("nothing proposes: give --draft, or --baselines")
+    return named
+
+
+def numbers(text: str, option: str, least: int) -> list[int]:
+    """`1,4,16`; raises ValueError for anything else, or a smaller number."""
+    try:
+        found = [int(part) for part in text.split(",") if part]
+    except ValueError:
+        found = [least - 1]
+    if any(number < least for number in found):
+        raise ValueError(f"{option} {text!r}: give numbers from {least} on with commas, for instance 1,4,16")
+    return list(dict.fromkeys(found))
