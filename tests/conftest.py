@@ -47,11 +47,12 @@ def pytest_configure() -> None:
 
 
 # `make test` runs two of these groups at a time (pytest-xdist): what shares servers, ports or SGLang's segments in
-# /dev/shm is one. The longest come first.
+# /dev/shm is one. The longest come first, in a group too: a worker is given its next group when two tests of its
+# present one are left, and that group must not wait for a long one. So `chaos`, one test, has short ones behind it.
 GROUPS = {
-    "sglang": ("models/capture/sglang", "models/test_tiny_run.py", "models/export", "models/regeneration"),
-    "flows": ("flows",),
-    "chaos": ("test_chaos.py",),
+    "sglang": ("models/test_tiny_run.py", "models/capture/sglang", "models/export", "models/regeneration"),
+    "flows": ("flows/test_deployment.py", "flows/test_retrain.py", "flows/test_promotion.py", "flows"),
+    "chaos": ("test_chaos.py", "models/decoding"),
     "training": ("models/training",),
     "pools": ("infra/pools",),
 }
@@ -59,8 +60,18 @@ GROUPS = {
 
 def group_of(nodeid: str) -> str:
     """Name of the group that a test belongs to; its file's where that is alone."""
-    place = nodeid.partition("::")[0].removeprefix("tests/")
+    place = _place(nodeid)
     return next((name for name, places in GROUPS.items() if place.startswith(places)), place)
+
+
+def rank_in_group(nodeid: str) -> int:
+    """Where a test's file or folder stands in its group."""
+    places, place = GROUPS.get(group_of(nodeid), ()), _place(nodeid)
+    return next((rank for rank, start in enumerate(places) if place.startswith(start)), 0)
+
+
+def _place(nodeid: str) -> str:
+    return nodeid.partition("::")[0].removeprefix("tests/")
 
 
 class GroupScheduling(LoadScopeScheduling):
@@ -76,7 +87,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupSchedul
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = [*GROUPS, *sorted({group_of(item.nodeid) for item in items} - set(GROUPS))]
-    items.sort(key=lambda item: order.index(group_of(item.nodeid)))
+    items.sort(key=lambda item: (order.index(group_of(item.nodeid)), rank_in_group(item.nodeid)))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
