@@ -225,6 +225,7 @@ def main() -> None:
     trainer = DraftTrainer(run, control)
     if control.rank == 0:
         print(f"trainer ready after {time.monotonic() - started:.1f} s: {trainer.total_steps} steps", flush=True)
+        print(f"samples arrive {trainer.stream.receiver.words}", flush=True)
     result = trainer.fit()
     if control.rank == 0:
         print(f"trained {result.steps} steps on {result.tokens} tokens in {result.wall_s:.0f} s", flush=True)
