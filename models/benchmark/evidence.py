@@ -5,6 +5,7 @@ Runs in the benchmark.
 
 from collections.abc import Sequence
 
+from infra.goodput import GoodputEvidence, MeasuredGoodput
 from infra.results import GateEvidence, Ground, ServedResult
 from models.benchmark.acceptance import acceptance_length, distinct_token_share
 from models.benchmark.config import BenchmarkConfig, PromotionConfig
@@ -22,6 +23,7 @@ def gather(
     dataset_hash: str,
     champion_label: str,
     served: ServedResult | None = None,
+    goodput: MeasuredGoodput | None = None,
 ) -> GateEvidence:
     """The gate's evidence at `config.lookahead`."""
     lookahead = config.lookahead
@@ -35,6 +37,7 @@ def gather(
         mismatches=sum(comparison.mismatches for run in found.reference.values() for comparison in run.comparisons),
         gap=found.gap(lookahead),
         served_gap=served.length / simulated - 1 if served and served.length else None,
+        goodput=goodput and GoodputEvidence(max_loss=promotion.max_goodput_loss, loads=goodput.by_load),
         grounds=(
             ground(HELD_OUT, dataset_hash, promotion.margin, found.draft, found.champion, lookahead),
             *suites,

@@ -83,6 +83,7 @@ def lines(result: BenchmarkResult) -> list[str]:
         f"simulated and reference counts {same} in {result.counts_compared} conversations, gap {result.gap:+.2%}",
         f"tokens/s at batch 1: {speed.plain_tokens_per_s:.1f} plain, {faster} speculative ({speed.note})",
         *([result.served.summary] if result.served else []),
+        *_goodput(result),
         f"distinct-token share of the target: {result.target_distinct_token_share:.2f} greedy, "
         f"{result.sampled_distinct_token_share:.2f} sampled",
         *_vocabulary(result),
@@ -93,6 +94,19 @@ def lines(result: BenchmarkResult) -> list[str]:
     ]
     found += [f"  tie at token {tie.position}: gap {tie.gap:.2e}, delta {tie.delta:.2e}" for tie in _ties(result)]
     return [*found, f"acceptance length {result.simulated.length[at]:.2f} at lookahead {at} in {result.wall_s:.0f} s"]
+
+
+def _goodput(result: BenchmarkResult) -> list[str]:
+    found = result.goodput
+    if found is None:
+        return []
+    best = [found.draft.best_at(batch) for batch in found.draft.best]
+    loads = ", ".join(
+        f"{row.batch} at once: lookahead {row.lookahead}, {row.tokens_per_s:.1f} tokens/s "
+        f"({row.tokens_per_s / found.draft.plain_at(row.batch).tokens_per_s:.2f}x the target alone)"
+        for row in best
+    )
+    return [f"best predicted goodput with {loads}"]
 
 
 def _vocabulary(result: BenchmarkResult) -> list[str]:
