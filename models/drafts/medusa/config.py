@@ -24,3 +24,7 @@ class MedusaConfig(LossChoice, VocabularyChoice):
     def step_weights(self) -> tuple[float, ...]:
         """Weight of every head's loss."""
         return tuple(self.head_decay**head for head in range(self.heads))
+
+    def lookaheads(self, most: int) -> tuple[int, ...]:
+        """One proposal for each head (see `MethodConfig.lookaheads`)."""
+        return super().lookaheads(min(most, self.heads))
