@@ -22,6 +22,7 @@ from models.benchmark.result import build_result, request_counts
 from models.benchmark.words import lines, table
 from models.data.conversations import source_hash
 from models.dtypes import DTYPES
+from models.export.card import write_card
 from models.run import Run
 
 
@@ -62,6 +63,7 @@ def benchmark_run(run: Run, champion: Path | None, champion_label: str) -> Bench
     plot_samples(run.samples, run.folder.plots / "samples.png")
     if run.folder.metrics.is_file():
         plot_training(run.folder.metrics, run.folder.plots / "training.png")
+    write_card(run, result)
     return result
 
 
