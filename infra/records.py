@@ -328,8 +328,10 @@ class TrainingResult(Record):
 
 
 class ExportRecord(Record):
-    """An exported draft: a Hugging Face folder in a serving engine's layout."""
+    """An exported draft: a Hugging Face folder in serving engines' layouts."""
 
     path: str
-    layout: Literal["sglang"]
+    layouts: tuple[Literal["sglang", "speculators"], ...]
+    """All that the one folder is; none: no engine serves the method."""
     sha256: Mapping[str, str]
+    """Of weights and configuration; the model card is written again with every benchmark."""

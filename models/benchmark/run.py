@@ -26,6 +26,7 @@ from models.benchmark.serving_settings import write_settings
 from models.benchmark.step_costs import measure_goodput
 from models.benchmark.words import lines, table
 from models.dtypes import DTYPES
+from models.export.card import write_card
 from models.run import Run
 
 
@@ -72,6 +73,7 @@ def benchmark_run(run: Run, champion: Path | None, champion_label: str) -> Bench
     plot_samples(run.samples, run.folder.plots / "samples.png")
     if run.folder.metrics.is_file():
         plot_training(run.folder.metrics, run.folder.plots / "training.png")
+    write_card(run, result)
     return result
 
 

@@ -109,7 +109,7 @@ def trained() -> TrainingResult:
 
 @pytest.fixture
 def export(run: OpenRun) -> ExportRecord:
-    return ExportRecord(path=str(run.folder.export), layout="sglang", sha256={})
+    return ExportRecord(path=str(run.folder.export), layouts=("sglang",), sha256={})
 
 
 @pytest.fixture

@@ -144,6 +144,9 @@ def run(tmp_path: Path, target: Path, text: Path, monkeypatch: pytest.MonkeyPatc
 def test_benchmark_of_a_run(run: Run, target: Path, tmp_path: Path):
     champion = export(target, tmp_path / "champion", (1,), seed=2)
     result = benchmark_run(run, champion, "version 7")
+    card = (run.folder.export / "README.md").read_text()
+    assert f"**{result.simulated.length[result.conditions.lookahead]:.2f} tokens per verification step" in card
+    assert result.conditions.draft_revision in card
     assert BenchmarkResult.read(run.folder.benchmark) == result
     assert result.counts_identical
     assert result.counts_compared >= 5
