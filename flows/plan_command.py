@@ -44,10 +44,9 @@ def _table(section: "Section"):
     from rich import box
     from rich.table import Table
 
-    heads = any(section.columns)
-    table = Table(title=section.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_header=heads)
+    table = Table(title=section.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for index, column in enumerate(section.columns):
-        table.add_column(column, justify="right" if heads and index else "left", no_wrap=not index)
+        table.add_column(column, justify="right" if index else "left", no_wrap=not index)
     for index, row in enumerate(section.rows):
         table.add_row(*row, style="bold green" if index == section.marked else None)
     return table

@@ -82,6 +82,8 @@ class DraftShape(Record):
 
 def read_target_shape(file: Path) -> TargetShape:
     """The shape of the target whose `config.json` this is; ValueError where it says too little."""
+    if not file.is_file():
+        raise ValueError(f"{file} is missing: give the target's shape by plan.target")
     try:
         tree = json.loads(file.read_text())
     except ValueError as error:

@@ -141,7 +141,7 @@ def _traffic(plan: Plan) -> Section:
         ("a checkpoint on disk", si_bytes(plan.checkpoint_bytes)),
         ("the target's weights", f"{si_bytes(plan.target_bytes)} per generator"),
     ]  # fmt: skip
-    return Section(title="What flows and what is kept", columns=("", ""), rows=tuple(rows))
+    return Section(title="What flows and what is kept", columns=("what", "how much"), rows=tuple(rows))
 
 
 def _of_link(plan: Plan) -> str:
