@@ -176,6 +176,7 @@ def training(facts: RunFacts) -> Facts:
         ("Final loss", f"{trained.final_loss:.2f}"),
         ("Acceptance by position", by_position),
         ("Draft vocabulary holds", vocabulary(facts)),
+        *((f"Plan, {name}", sentence(text)) for name, text in facts.planned),
     ]
 
 

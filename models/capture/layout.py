@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from infra.planner.traffic import bytes_per_token
 from models.targets.model import HiddenStates
 
 
@@ -18,7 +19,7 @@ class Layout:
 
     @property
     def bytes_per_token(self) -> int:
-        return (self.aux_count + 1) * self.hidden_size * self.dtype.itemsize
+        return bytes_per_token(self.aux_count, self.hidden_size, self.dtype.itemsize)
 
     def check(self, hidden: HiddenStates, tokens: int) -> None:
         """Raise ValueError unless `hidden` has this layout's shapes for `tokens` positions, and finite values."""
