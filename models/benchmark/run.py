@@ -16,7 +16,7 @@ from models.benchmark.conditions import conditions
 from models.benchmark.contestants import Contestants, load_contestants
 from models.benchmark.evidence import gather, ground
 from models.benchmark.measure import measure, measure_suite
-from models.benchmark.plots import plot_by_position, plot_samples, plot_training
+from models.benchmark.plots import plot_by_position, plot_heldout, plot_samples, plot_training
 from models.benchmark.prompts import heldout_prompts, suite_prompts
 from models.benchmark.result import build_result, request_counts
 from models.benchmark.words import lines, table
@@ -63,6 +63,7 @@ def benchmark_run(run: Run, champion: Path | None, champion_label: str) -> Bench
     plot_samples(run.samples, run.folder.plots / "samples.png")
     if run.folder.metrics.is_file():
         plot_training(run.folder.metrics, run.folder.plots / "training.png")
+        plot_heldout(run.folder.metrics, run.folder.plots / "heldout.png")
     write_card(run, result)
     return result
 
