@@ -325,6 +325,8 @@ class TrainingResult(Record):
     """Share of supervised positions whose target argmax lies in the draft vocabulary."""
     token_coverage: float | None = None
     """Share of the samples' supervised tokens that the draft vocabulary holds."""
+    checkpoint_stall_s: float
+    """Seconds that training stood still for a checkpoint, on average since the trainer's last start."""
     rates: SideRates
 
 

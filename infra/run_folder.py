@@ -38,6 +38,11 @@ class RunFolder:
         return self.path / "samples.json"
 
     @property
+    def plan(self) -> Path:
+        """What the run was expected to take, before it took any device."""
+        return self.path / "plan.json"
+
+    @property
     def ledger_file(self) -> Path:
         return self.path / "ledger.sqlite"
 
