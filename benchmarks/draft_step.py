@@ -135,9 +135,7 @@ def compare(shape: Shape, dtype: str, names: tuple[str, ...], rounds: int, threa
         "matrix_gflop_per_cpu_s": rate["cpu_s"] / 1e9,
         "gflop": flops / 1e9,
         "times_faster": {
-            name: {
-                key: median(turn[name][key] / turn["ours"][key] for turn in turns) for key in ("wall_s", "cpu_s")
-            }
+            name: {key: median(turn[name][key] / turn["ours"][key] for turn in turns) for key in ("wall_s", "cpu_s")}
             for name in others
         },
         "memory_of": {name: found["ours"]["peak_mib"] / found[name]["peak_mib"] for name in others},
@@ -209,9 +207,7 @@ def main() -> None:
         return
     for shape in arguments.shapes:
         for dtype in arguments.dtypes:
-            found = compare(
-                SHAPES[shape], dtype, tuple(arguments.contestants), arguments.rounds, arguments.threads
-            )
+            found = compare(SHAPES[shape], dtype, tuple(arguments.contestants), arguments.rounds, arguments.threads)
             print(shape, dtype, json.dumps(found, indent=2), flush=True)
             result.setdefault("shapes", {})[f"{shape} {dtype}"] = found | conditions(arguments.threads)
             write_atomically(arguments.json, json.dumps(result, indent=2) + "\n")
