@@ -3,7 +3,8 @@
 Row i of a sequence takes the target's features of position i and the embedding of token i+1, and predicts token i+2.
 In step j of the training-time test (and of a chain while decoding) it takes its own output of step j-1 and the
 embedding of token i+1+j, and predicts token i+2+j. Parameter names are those of SGLang's `LlamaForCausalLMEagle3`
-(0.5.23): `fc`, `fc_norm.*` or `input_norm`, `midlayer.*`, `norm`, `lm_head`, `embed_tokens`.
+(0.5.23) and of speculators' `Eagle3DraftModel` (0.9.0): `fc`, `fc_norm.*` or `input_norm`, `layers.0.*`, `norm`,
+`lm_head`, `embed_tokens`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -105,7 +106,7 @@ class Eagle3Draft(Draft):
             self.fc_norm = nn.ModuleList(RMSNorm(hidden_size, config.rms_norm_eps) for _ in range(aux_count))
         if config.norm_before_fc:
             self.input_norm = RMSNorm(aux_count * hidden_size, config.rms_norm_eps)
-        self.midlayer = DecoderLayer(config, hidden_size)
+        self.layers = nn.ModuleList([DecoderLayer(config, hidden_size)])
         self.norm = RMSNorm(hidden_size, config.rms_norm_eps)
         # SGLang takes a head that is not stored from the target, whole.
         stored = not (config.shared_head and vocabulary.whole)
@@ -113,6 +114,11 @@ class Eagle3Draft(Draft):
         self.lm_head = TargetTable(head, trained=not config.shared_head, stored=stored)
         self.embed_tokens = TargetTable(embedding, trained=config.train_embeddings, stored=config.train_embeddings)
         self.register_buffer("target_ids", vocabulary.target_ids.clone(), persistent=False)
+
+    @property
+    def midlayer(self) -> DecoderLayer:
+        """The one layer."""
+        return self.layers[0]  # type: ignore[return-value]
 
     @property
     def positions(self) -> int:
@@ -131,12 +137,52 @@ class Eagle3Draft(Draft):
         config, whole = self.config, self.vocabulary.whole
         if config.train_embeddings or len(self.aux_layer_ids) == 1:
             return None
-        hidden_size = self.norm.weight.shape[0]
         return {
+            **self._layer_config(),
             "architectures": ["LlamaForCausalLMEagle3"],
+            "target_hidden_size": self.norm.weight.shape[0],
+            "draft_vocab_size": None if config.shared_head and whole else len(self.vocabulary),
+            **self._norms(),
+            "num_aux_hidden_states": len(self.aux_layer_ids),
+            "eagle_config": {
+                "use_aux_hidden_state": True,
+                "eagle_aux_hidden_state_layer_ids": list(self.aux_layer_ids),
+            },
+        }
+
+    def speculators_config(self) -> dict[str, Any] | None:
+        """For speculators' `Eagle3DraftModel`, which calls the output of the target's layer l by the number l + 1.
+
+        None with the target's whole head for the draft's: SGLang's way to say so contradicts theirs.
+        """
+        if self.config.shared_head and self.vocabulary.whole:
+            return None
+        return {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "transformer_layer_config": self._layer_config(),
+            "draft_vocab_size": len(self.vocabulary),
+            "target_hidden_size": self.norm.weight.shape[0],
+            "eagle_aux_hidden_state_layer_ids": [layer_id + 1 for layer_id in self.aux_layer_ids],
+            "norm_before_residual": False,
+            **self._norms(),
+            "embed_requires_grad": self.config.train_embeddings,
+        }
+
+    def _norms(self) -> dict[str, bool]:
+        config = self.config
+        return {
+            "fc_norm": config.fc_norm,
+            "norm_before_fc": config.norm_before_fc,
+            "norm_output": config.norm_output,
+        }
+
+    def _layer_config(self) -> dict[str, Any]:
+        """Hugging Face's `LlamaConfig`; older versions read `rope_theta`, newer ones `rope_parameters`."""
+        config = self.config
+        return {
             "model_type": "llama",
-            "hidden_size": hidden_size,
-            "target_hidden_size": hidden_size,
+            "hidden_size": self.norm.weight.shape[0],
             "intermediate_size": config.intermediate_size,
             "num_hidden_layers": 1,
             "num_attention_heads": config.num_heads,
@@ -145,21 +191,13 @@ class Eagle3Draft(Draft):
             "hidden_act": "silu",
             "rms_norm_eps": config.rms_norm_eps,
             "rope_theta": config.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
             "max_position_embeddings": 131072,
             "vocab_size": self.vocabulary.target_size,
-            "draft_vocab_size": None if config.shared_head and whole else len(self.vocabulary),
             "tie_word_embeddings": False,
             "attention_bias": False,
             "mlp_bias": False,
             "torch_dtype": "float32",
-            "fc_norm": config.fc_norm,
-            "norm_before_fc": config.norm_before_fc,
-            "norm_output": config.norm_output,
-            "num_aux_hidden_states": len(self.aux_layer_ids),
-            "eagle_config": {
-                "use_aux_hidden_state": True,
-                "eagle_aux_hidden_state_layer_ids": list(self.aux_layer_ids),
-            },
         }
 
     def fuse(self, aux: Tensor) -> Tensor:
