@@ -42,6 +42,11 @@ class TrainingConfig(BaseModel):
         description="Positions that the draft vocabulary cannot express are left out of the loss, judged by the "
         "target's argmax over its whole vocabulary, or (cheaper, equal on regenerated text) by the text's next token.",
     )
+    recompute: bool = Field(
+        default=False,
+        description="Compute inner activations of EAGLE-3's layer again in the backward pass: for samples so long that "
+        "they do not fit otherwise, at about a third more arithmetic of the layer.",
+    )
     loss_chunk_tokens: int = Field(default=256, ge=1, description="Positions whose logits are alive at once.")
     checkpoint_steps: int = Field(default=200, ge=1, description="Steps between checkpoints.")
     keep_checkpoints: int = Field(default=2, ge=1, description="Older checkpoint folders are removed.")
