@@ -87,6 +87,11 @@ class RunFolder:
         return self.path / "export"
 
     @property
+    def exported(self) -> Path:
+        """What `export` holds."""
+        return self.path / "export.json"
+
+    @property
     def benchmark(self) -> Path:
         return self.path / "benchmark.json"
 

@@ -1,7 +1,7 @@
 """What is measured on the held-out prompts, and what a challenger must show."""
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -26,6 +26,11 @@ class BenchmarkConfig(BaseModel):
         default=(1, 4),
         description="Requests at a time in the serving benchmark, which runs where SGLang is the engine; [] leaves it "
         "out.",
+    )
+    loads: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        default=(1, 4, 16),
+        description="Texts decoded at once for which goodput is predicted from step costs measured here, and serving "
+        "settings are written; the first is the main one, which static settings are for. [] leaves it out.",
     )
     batch_size: int = Field(default=16, ge=1, description="Continuations generated together.")
     compute_dtype: Literal["float32", "bfloat16"] = Field(
@@ -57,15 +62,37 @@ class PromotionConfig(BaseModel):
     max_gap: float = Field(
         default=0.05, gt=0, description="Largest gap between simulated and reference acceptance length."
     )
+    max_goodput_loss: float = Field(
+        default=0.05,
+        ge=0,
+        lt=1,
+        description="A challenger is refused whose goodput at one of benchmark.loads is worse than the champion's by "
+        "more than this, relatively. Step costs are timings, which differ by some per cent from run to run.",
+    )
     suites: Mapping[str, str] = Field(
         default={},
-        description="Further prompts on which the gate must be passed as well, by name: .jsonl or .txt files that stay "
-        "the same from run to run, where the held-out prompts change with the data.",
+        description="Further prompts on which the gate must be passed as well, by name; they stay the same from run to "
+        "run, where the held-out prompts change with the data. A source as in `data.source`, or one of `spec-bench`, "
+        "`mt-bench`, `gsm8k`, `humaneval` and `math500`, which come from their public places (or from a source that is "
+        "given under that name). Records of questions may name a `category`.",
+    )
+    suite_prompts: int = Field(
+        default=160, ge=2, description="Most prompts of each suite of questions, spread evenly over its categories."
+    )
+    suite_prompt_tokens: int = Field(
+        default=1024, ge=2, description="Longer questions of a suite are left out and counted."
     )
     suite_margin: float = Field(
         default=0.01,
         gt=-1,
         description="Margin on each suite; below 0 a challenger may be worse there by so much, relatively.",
+    )
+    category_tolerance: float = Field(
+        default=0.05,
+        ge=0,
+        lt=1,
+        description="A category blocks a challenger that is worse there than the champion by more than this, "
+        "relatively, with Holm-adjusted p < 0.05; categories under 20 prompts are pooled.",
     )
     approval: bool = Field(
         default=False,

@@ -1,7 +1,9 @@
 """From measurements to `BenchmarkResult`: figures, verdict of the gate, and what they mean in words."""
 
+from collections.abc import Sequence
 from math import isfinite
 
+from infra.goodput import MeasuredGoodput
 from infra.results import (
     BenchmarkResult,
     Conditions,
@@ -10,6 +12,7 @@ from infra.results import (
     LosslessRecord,
     RequestCounts,
     ServedResult,
+    SuiteResult,
 )
 from models.benchmark.acceptance import distinct_token_share, summarise
 from models.benchmark.config import BenchmarkConfig
@@ -27,6 +30,8 @@ def build_result(
     *,
     wall_s: float,
     served: ServedResult | None = None,
+    suites: Sequence[SuiteResult] = (),
+    goodput: MeasuredGoodput | None = None,
 ) -> BenchmarkResult:
     """Put everything together."""
     at = config.lookahead
@@ -55,10 +60,12 @@ def build_result(
         token_recycling=recycling,
         token_recycling_sampled=recycling_sampled,
         served=served,
+        goodput=goodput,
         champion=None if found.champion is None else summarise(found.champion),
         beats_prompt_lookup=draft.length[at] > lookup.length[at],
         vocabulary_mass=found.vocabulary_mass,
         beats_token_recycling=draft.length[at] > recycling.length[at],
+        suites=tuple(suites),
         lossless=lossless_record(lossless),
         speed=found.reference[at].speed,
         gate=decide(evidence),

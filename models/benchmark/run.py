@@ -1,6 +1,7 @@
 """`python -m models.benchmark.run RUN`: benchmark of a run's exported draft on its held-out prompts.
 
-Writes RUN/benchmark.json, RUN/gate.json, RUN/request_counts.json and RUN/plots/. One process, the target loaded once.
+Writes RUN/benchmark.json, RUN/gate.json, RUN/request_counts.json, RUN/plots/ and RUN/export/serving/, what engines are
+told about lookaheads. One process, the target loaded once.
 """
 
 import argparse
@@ -11,17 +12,21 @@ from rich.console import Console
 
 from infra.exit import run_main
 from infra.files import write_atomically
-from infra.results import BenchmarkResult, Ground, ServedResult
+from infra.results import BenchmarkResult, Ground, ServedResult, SuiteResult
+from models.benchmark.acceptance import distinct_token_share
+from models.benchmark.categories import suite_result
 from models.benchmark.conditions import conditions
 from models.benchmark.contestants import Contestants, load_contestants
 from models.benchmark.evidence import gather, ground
 from models.benchmark.measure import measure, measure_suite
-from models.benchmark.plots import plot_by_position, plot_samples, plot_training
+from models.benchmark.plots import plot_by_position, plot_goodput, plot_samples, plot_training
 from models.benchmark.prompts import heldout_prompts, suite_prompts
 from models.benchmark.result import build_result, request_counts
+from models.benchmark.serving_settings import write_settings
+from models.benchmark.step_costs import measure_goodput
 from models.benchmark.words import lines, table
-from models.data.conversations import source_hash
 from models.dtypes import DTYPES
+from models.export.card import write_card
 from models.run import Run
 
 
@@ -32,7 +37,8 @@ def benchmark_run(run: Run, champion: Path | None, champion_label: str) -> Bench
     prompts = heldout_prompts(run)
     contestants = load_contestants(Path(run.target.path), run.folder.export, champion, DTYPES[config.compute_dtype])
     found = measure(contestants, config, [config.lookahead], prompts, run.config.seed)
-    suites = [_suite(run, contestants, name, source) for name, source in promotion.suites.items()]
+    goodput = measure_goodput(contestants, found, config) if config.loads else None
+    suites = [_suite(run, contestants, name) for name in promotion.suites]
     under = conditions(
         config,
         contestants.target,
@@ -46,31 +52,46 @@ def benchmark_run(run: Run, champion: Path | None, champion_label: str) -> Bench
     served = ServedResult.read(run.folder.served) if run.folder.served.is_file() else None
     evidence = gather(
         found,
-        suites,
+        [suite for suite, _ in suites],
         config,
         promotion,
         dataset_hash=run.samples.dataset_hash,
         champion_label=champion_label,
         served=served,
+        goodput=goodput,
     )
-    result = build_result(found, config, under, evidence, wall_s=time.perf_counter() - begun, served=served)
+    shown, wall_s = [result for _, result in suites], time.perf_counter() - begun
+    result = build_result(found, config, under, evidence, wall_s=wall_s, served=served, suites=shown, goodput=goodput)
     # Before the result: a run that has benchmark.json is done with its benchmark.
     write_atomically(run.folder.request_counts, request_counts(found, under))
     write_atomically(run.folder.gate, evidence)
+    if goodput is not None:
+        write_settings(run.folder.export, goodput)
     write_atomically(run.folder.benchmark, result)
     plot_by_position(result, run.folder.plots / "acceptance_by_position.png")
+    plot_goodput(result, run.folder.plots / "goodput.png")
     plot_samples(run.samples, run.folder.plots / "samples.png")
     if run.folder.metrics.is_file():
         plot_training(run.folder.metrics, run.folder.plots / "training.png")
+    write_card(run, result)
     return result
 
 
-def _suite(run: Run, contestants: Contestants, name: str, source: str) -> Ground:
-    """Challenger and champion on further prompts."""
-    config = run.config.benchmark
-    walks = measure_suite(contestants, config, name, suite_prompts(run, name))
-    margin = run.config.promotion.suite_margin
-    return ground(name, source_hash(source), margin, walks.draft, walks.champion, config.lookahead)
+def _suite(run: Run, contestants: Contestants, name: str) -> tuple[Ground, SuiteResult]:
+    """Challenger and champion on further prompts: what the gate compares, and what people see."""
+    config, suite = run.config.benchmark, suite_prompts(run, name)
+    walks = measure_suite(contestants, config, name, suite.prompts)
+    compared = ground(
+        name,
+        suite.dataset_hash,
+        run.config.promotion.suite_margin,
+        walks.draft,
+        walks.champion,
+        config.lookahead,
+        categories=suite.categories,
+        contexts=tuple(map(len, suite.prompts)),
+    )
+    return compared, suite_result(compared, distinct_token_share(walks.texts), suite.too_long)
 
 
 def show(result: BenchmarkResult) -> None:

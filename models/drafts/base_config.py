@@ -17,6 +17,11 @@ class MethodConfig(BaseModel):
     training_only: ClassVar[frozenset[str]] = frozenset()
     """Fields that say how a draft is trained, not what it is: a warm start may change them."""
 
+    adaptive: ClassVar[bool] = False
+    """Whether SGLang can change such a draft's lookahead while it serves (`--speculative-adaptive`)."""
+    vllm_method: ClassVar[str | None] = None
+    """What vLLM calls the method; None where it cannot take the export."""
+
     def vocabulary_size(self, target_vocab_size: int) -> int:
         """Tokens of the draft vocabulary, for a target that knows so many."""
         return target_vocab_size
@@ -34,6 +39,10 @@ class MethodConfig(BaseModel):
         Asked only where the draft's `engine_config` is not None.
         """
         raise NotImplementedError
+
+    def lookaheads(self, most: int) -> tuple[int, ...]:
+        """Proposals per step, up to `most`, that such a draft can be served with: ascending, no draft (0) first."""
+        return tuple(range(most + 1))
 
 
 class VocabularyChoice(MethodConfig):

@@ -1,6 +1,7 @@
 """What the target is and where it comes from."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -28,6 +29,11 @@ class TargetConfig(BaseModel):
         description="Prepend the beginning-of-text token where the tokenizer does not (Gemma's GGUF tokenizer).",
     )
     licence: str = Field(default="unknown", description="Licence of the target's weights; written into every export.")
+
+    @property
+    def hub_id(self) -> str | None:
+        """Where others find the target; None where it is not on the Hub."""
+        return self.name if self.source == "huggingface" and not Path(self.name).exists() else None
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ class DFlashConfig(MethodConfig):
         {"anchors", "anchor_seed", "position_weights", "decay_gamma", "dpace_alpha"}
     )
 
+    vllm_method: ClassVar[str | None] = "dflash"
+
     method: Literal["dflash"] = "dflash"
     block_size: int = Field(
         default=16, ge=2, le=64, description="Positions per block: the last known token, and one less to propose."
@@ -122,3 +124,7 @@ class DFlashConfig(MethodConfig):
                 f"{self.block_size - 1} (draft.block_size - 1), or leave serving out (benchmark.served_concurrency=[])"
             )
         return ["--speculative-algorithm", "DFLASH", "--speculative-num-draft-tokens", str(lookahead + 1)]
+
+    def lookaheads(self, most: int) -> tuple[int, ...]:
+        """Whole blocks, whatever `most` says (see `MethodConfig.lookaheads`)."""
+        return (0, self.block_size - 1)

@@ -42,7 +42,11 @@ class MedusaConfig(LossChoice, VocabularyChoice):
             rows_per_token=self.heads,
             kept=Kept(
                 token=8 * hidden + (hidden * item if item < 4 else 0),
-                row=self.layers * 2 * hidden * item,
+                row=self.layers * hidden * item,
                 output=4 * hidden,
             ),
         )
+
+    def lookaheads(self, most: int) -> tuple[int, ...]:
+        """One proposal for each head (see `MethodConfig.lookaheads`)."""
+        return super().lookaheads(min(most, self.heads))

@@ -14,13 +14,16 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from infra.files import write_atomically
+from infra.goodput import MeasuredGoodput
 from infra.records import TargetRecord
-from infra.results import BenchmarkResult, RequestCounts
-from models.benchmark.contestants import SelectedLayers, load_contestants
+from infra.results import BenchmarkResult, GateEvidence, RequestCounts
+from models.benchmark.contestants import SelectedLayers, load_contestants, same_build
 from models.benchmark.reference import decode_sampled
 from models.benchmark.run import benchmark_run
 from models.benchmark.served import serve, served_acceptance, speculative_arguments
+from models.benchmark.serving_settings import GOODPUT, SERVING, SGLANG
 from models.benchmark.standalone import bench, parse
+from models.benchmark.step_costs import time_steps
 from models.benchmark.words import lines, table
 from models.config import RunConfig
 from models.data.prepare import prepare_samples
@@ -30,7 +33,7 @@ from models.decoding.speculative import speculate
 from models.drafts.eagle3.config import Eagle3Config
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
-from models.export.sglang import export_checkpoint
+from models.export.sglang import export_checkpoint, load_draft
 from models.run import Run
 from models.training.checkpoint import AVERAGED, DRAFT, VOCABULARY, DraftDescription
 
@@ -101,6 +104,9 @@ def export(target: Path, folder: Path, layers: tuple[int, ...], seed: int) -> Pa
 def run(tmp_path: Path, target: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run folder as it is after the export."""
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    asked = tmp_path / "asked.jsonl"
+    questions = [{"question": f"w{n} w{n + 9} w{2 * n}", "category": "few" if n < 4 else "many"} for n in range(26)]
+    asked.write_text("".join(json.dumps(question) + "\n" for question in questions))
     config = RunConfig.model_validate(
         {
             "name": "bench",
@@ -109,7 +115,7 @@ def run(tmp_path: Path, target: Path, text: Path, monkeypatch: pytest.MonkeyPatc
             "draft": {"method": "eagle3", "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 32},
             "benchmark": {"prompts": 12, "max_new_tokens": 16, "reference_tokens": 90, "timed_tokens": 40}
             | {"sampled_temperature": 0.8, "sampled_top_p": 0.95, "sampled_reference_tokens": 40},
-            "promotion": {"resamples": 500},
+            "promotion": {"resamples": 500, "suites": {"asked": str(asked)}},
         }
     )
     folder = tmp_path / "run"
@@ -138,6 +144,9 @@ def run(tmp_path: Path, target: Path, text: Path, monkeypatch: pytest.MonkeyPatc
 def test_benchmark_of_a_run(run: Run, target: Path, tmp_path: Path):
     champion = export(target, tmp_path / "champion", (1,), seed=2)
     result = benchmark_run(run, champion, "version 7")
+    card = (run.folder.export / "README.md").read_text()
+    assert f"**{result.simulated.length[result.conditions.lookahead]:.2f} tokens per verification step" in card
+    assert result.conditions.draft_revision in card
     assert BenchmarkResult.read(run.folder.benchmark) == result
     assert result.counts_identical
     assert result.counts_compared >= 5
@@ -181,14 +190,51 @@ def test_benchmark_of_a_run(run: Run, target: Path, tmp_path: Path):
     assert 0.5 < result.vocabulary_mass < 1.0, "60 of 80 tokens of a random target"
     assert any("the draft vocabulary holds" in line for line in lines(result))
     assert not result.conditions.thinking
-    for plot in ("acceptance_by_position.png", "samples.png", "training.png"):
+    check_goodput(result, run)
+    for plot in ("acceptance_by_position.png", "goodput.png", "samples.png", "training.png"):
         assert (run.folder.plots / plot).read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_same_run_gives_the_same_figures(run: Run):
-    first, second = (benchmark_run(run, None, "") for _ in range(2))
-    timed = {"speed", "wall_s"}
+def check_goodput(result: BenchmarkResult, run: Run) -> None:
+    """Measured, judged, and written beside the draft."""
+    goodput = result.goodput
+    assert goodput is not None
+    assert list(goodput.draft.best) == [1, 4, 16]
+    assert goodput.champion is not None
+    assert goodput.champion.draft != goodput.draft.draft
+    assert {each.batch for each in goodput.target_times} == {1, 2, 4, 16}
+    assert {each.tokens for each in goodput.target_times} == {1, 2, 4, 8}
+    assert {each.tokens for each in goodput.draft_times} == {1, 3, 7}
+    settings = run.folder.export / SERVING
+    assert MeasuredGoodput.read(settings / GOODPUT) == goodput
+    assert json.loads((settings / SGLANG).read_text())["lookahead"] == goodput.best.lookahead
+    evidence = GateEvidence.read(run.folder.gate).goodput
+    assert evidence is not None
+    assert evidence.loads == goodput.by_load
+    load_draft(run.folder.export, Path(run.target.path), torch.float32)  # with the settings beside it
+
+
+def test_the_same_run_gives_the_same_figures(run: Run, target: Path, tmp_path: Path):
+    champion = export(target, tmp_path / "champion", (1,), seed=2)
+    first, second = (benchmark_run(run, champion, "") for _ in range(2))
+    timed = {"speed", "wall_s", "goodput"}
     assert first.model_dump(exclude=timed) == second.model_dump(exclude=timed)
+    judged_by_category(first)
+
+
+def judged_by_category(result: BenchmarkResult) -> None:
+    """The suite of questions is shown and judged by its categories."""
+    (suite,) = result.suites
+    assert (suite.name, suite.whole.conversations, suite.too_long) == ("asked", 26, 0)
+    assert [(part.group, part.conversations) for part in suite.by_category] == [("few", 4), ("many", 22)]
+    assert [part.group for part in suite.by_context] == ["1 to 128"]
+    many, few = result.gate.categories
+    assert (many.category, many.prompts, few.category, few.p) == ("many", 22, "few", None)
+    assert many.p is not None
+    said = "\n".join(lines(result))
+    assert "asked, many" in said
+    assert "smallest detectable worsening" in said
+    assert "by category: few" in said
 
 
 def test_bench_of_a_file(run: Run, target: Path, text: Path, tmp_path: Path):
@@ -231,6 +277,18 @@ def test_drafts_that_read_other_layers_share_one_target(run: Run, target: Path, 
         for generator in [torch.Generator().manual_seed(1)]
     ]
     assert drawn[0] == drawn[1]
+
+
+def test_drafts_of_one_build_are_timed_once(run: Run, target: Path, tmp_path: Path):
+    """So that noise of timings does not decide between a draft and its successor."""
+    twin, other = export(target, tmp_path / "twin", (0, 2), seed=2), export(target, tmp_path / "other", (1,), seed=3)
+    first, again = (load_contestants(target, run.folder.export, each, torch.float32) for each in (twin, other))
+    config = run.config.benchmark.model_copy(update={"loads": (2,), "prompt_tokens": 8})
+    assert same_build(first.draft, first.champion)
+    assert not same_build(again.draft, again.champion)
+    _, (ours, twins) = time_steps(first.target, [first.draft, first.champion], config)
+    assert ours == twins
+    assert {(each.batch, each.tokens) for each in ours} == {(batch, at) for batch in (1, 2) for at in (1, 3, 7)}
 
 
 def test_a_draft_that_sglang_has_no_model_for_is_not_served_and_says_so(
