@@ -41,7 +41,7 @@ class Shape:
         return sum(self.lengths)
 
     def flops(self) -> dict[str, float]:
-        """Of a training step, 2 per multiply-add, the backward pass twice the forward, attention as far as it is causal.
+        """Of a training step: 2 per multiply-add, backward twice the forward, attention as far as it is causal.
 
         `target` is the target's projection onto the draft vocabulary, forward alone.
         """

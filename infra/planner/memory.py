@@ -30,6 +30,8 @@ class Setting(Record):
     """Whether the target's whole head is kept, to judge which positions the draft vocabulary can express."""
     chunk_tokens: int
     prefetch_steps: int
+    on_device: bool = False
+    """Whether prefetched hidden states lie in the GPU's memory too (transport.receive)."""
     one_memory: bool
     """Whether what a GPU leaves to its host shares the memory that is planned: on a CPU."""
 
@@ -69,7 +71,7 @@ def rank_memory(draft: DraftShape, target: TargetShape, setting: Setting, length
     matrices = draft.token_parameters + draft.row_parameters
     table = target.hidden_size * item
     heads = table * draft.vocab_size + (table * target.vocab_size if setting.full_argmax else 0)
-    copies = setting.prefetch_steps + 2 if setting.one_memory else 1
+    copies = setting.prefetch_steps + 2 if setting.one_memory or setting.on_device else 1
     activations, loss = _of_batch(draft, target, setting, lengths)
     captured = bytes_per_token(setting.aux_count, target.hidden_size, ITEM_BYTES[setting.stored])
     return RankMemory(
