@@ -79,8 +79,8 @@ class PromotionConfig(BaseModel):
         default=0.05,
         ge=0,
         lt=1,
-        description="A category blocks a challenger that is worse there than the champion by more than this, relatively, "
-        "with Holm-adjusted p < 0.05; categories under 20 prompts are pooled.",
+        description="A category blocks a challenger that is worse there than the champion by more than this, "
+        "relatively, with Holm-adjusted p < 0.05; categories under 20 prompts are pooled.",
     )
     approval: bool = Field(
         default=False,
