@@ -70,10 +70,11 @@ def plot_goodput(result: BenchmarkResult, path: Path) -> Path | None:
         return None
     figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.add_subplot()
-    drafts = [("draft", found.draft, "-", 0.9), ("champion", found.champion, "--", 0.5)]
+    drafts = [("draft", found.draft, "-", 0.9)]
+    if found.champion is not None:
+        drafts.append(("champion", found.champion, "--", 0.5))
     for name, table, line, alpha in drafts:
-        for place, (batch, best) in enumerate(table.best.items() if table else ()):
-            assert table is not None
+        for place, (batch, best) in enumerate(table.best.items()):
             plain = table.plain_at(batch).tokens_per_s
             rows = [(row.lookahead, row.tokens_per_s / plain) for row in table.rows if row.batch == batch]
             axes.plot(*zip(*rows, strict=True), f"C{place}{line}", alpha=alpha, label=f"{name}, {batch} at once")
