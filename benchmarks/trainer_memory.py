@@ -6,7 +6,7 @@ libraries) is not in it, and neither is what the C library keeps of freed memory
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,7 +37,9 @@ class Point:
     full_argmax: bool = True
     chunk_tokens: int = 256
     name: str = ""
-    aux: int = field(default=AUX)
+    tied: bool = False
+    """Whether the target's head is its embedding."""
+    aux: int = AUX
 
     @property
     def config(self) -> DraftConfig:
@@ -93,7 +95,8 @@ def train(point: Point, steps: int) -> None:
 def _module(point: Point) -> tuple[DraftModule, torch.optim.Optimizer]:
     config, dtype = point.config, DTYPES[point.precision]
     torch.manual_seed(0)
-    embedding, head = (torch.randn(point.vocabulary, point.hidden) for _ in range(2))
+    embedding = torch.randn(point.vocabulary, point.hidden)
+    head = embedding if point.tied else torch.randn(point.vocabulary, point.hidden)
     chosen = torch.arange(config.vocabulary_size(point.vocabulary))
     head[len(chosen) :] = 0  # the target's argmax lies in the draft vocabulary, so every position counts
     draft = build_draft(config, embedding, DraftVocabulary(chosen, point.vocabulary), range(point.aux))
