@@ -32,6 +32,7 @@ TEMPLATE = "report_page.html.jinja"
 CAPTIONS = {
     "acceptance_by_position": "Acceptance rate at each position of the proposed tokens, given that all before it "
     "were accepted. Where a curve ends, fewer than 20 tokens were offered.",
+    "heldout": "Acceptance length while training: on held-out prompts by the simulated walk, and on the training text.",
     "samples": "Training samples by length, by supervised tokens and, of conversations, by the assistant's turns.",
     "training": "Loss and acceptance rate at each position during training, over the tokens trained on.",
 }

@@ -26,6 +26,10 @@ class MedusaConfig(LossChoice, VocabularyChoice):
         """Weight of every head's loss."""
         return tuple(self.head_decay**head for head in range(self.heads))
 
+    def lookaheads(self, most: int) -> tuple[int, ...]:
+        """One proposal for each head (see `MethodConfig.lookaheads`)."""
+        return super().lookaheads(min(most, self.heads))
+
     def shape(self, target: TargetShape, aux_count: int, precision: Precision) -> DraftShape:
         """Heads side by side over one normed feature (see `MethodConfig.shape`)."""
         hidden, vocabulary = target.hidden_size, self.vocabulary_size(target.vocab_size)
@@ -42,11 +46,7 @@ class MedusaConfig(LossChoice, VocabularyChoice):
             rows_per_token=self.heads,
             kept=Kept(
                 token=8 * hidden + (hidden * item if item < 4 else 0),
-                row=self.layers * hidden * item,
+                row=self.layers * 2 * hidden * item,
                 output=4 * hidden,
             ),
         )
-
-    def lookaheads(self, most: int) -> tuple[int, ...]:
-        """One proposal for each head (see `MethodConfig.lookaheads`)."""
-        return super().lookaheads(min(most, self.heads))
