@@ -30,6 +30,8 @@ class Setting(Record):
     """Whether the target's whole head is kept, to judge which positions the draft vocabulary can express."""
     chunk_tokens: int
     prefetch_steps: int
+    scaled: bool = False
+    """Whether the backward scales the loss's gradients, which copies them: with several ranks."""
     on_device: bool = False
     """Whether prefetched hidden states lie in the GPU's memory too (transport.receive)."""
     one_memory: bool
@@ -111,8 +113,11 @@ def _loss(draft: DraftShape, target: TargetShape, setting: Setting, tokens: int,
     by_head = hidden * vocabulary * FLOAT if draft.trains_head else 0
     cast_head = hidden * vocabulary * item if item < FLOAT and draft.trains_head else 0
     outputs = int(draft.kept.output * rows) + positions * hidden * ITEM_BYTES[setting.stored]
-    formed = outputs + 2 * rows * hidden * item + by_head
-    return formed + max(cast_head + max(projecting, comparing), by_head)
+    states = rows * hidden * item
+    # Chains hand their hidden states over, and the gradients take their memory; blocks of rows keep both.
+    formed = outputs + states * (2 if draft.target_per_row else 1) + by_head
+    copied = by_head + states if setting.scaled else 0
+    return formed + max(cast_head + max(projecting, comparing), copied)
 
 
 def usable(memory_bytes: int) -> int:
