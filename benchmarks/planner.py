@@ -3,21 +3,19 @@
     python benchmarks/planner.py [--json benchmarks/results/planner.json]
 
 Each point is a process of its own, which trains two optimizer steps on random samples. Measured is what torch's
-allocator had given out at the dearest moment (trainer_memory.py): the same to the byte every time. Beside it stands the
-growth of the process's resident memory since its imports, which also holds what the C library keeps of freed memory.
-The components that do not fit show where the model has to be calibrated anew.
+allocator had given out at the dearest moment (trainer_memory.py): the same to the byte every time. The components that
+do not fit show where the model has to be calibrated anew.
 """
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import torch
-from trainer_memory import Point, components, measured_peak, train
+from trainer_memory import Point, components, measured_peak
 
 from infra.exit import run_main
 from infra.files import write_atomically
@@ -57,19 +55,9 @@ POINTS = [
 ]
 
 
-def measure(index: int, resident: bool) -> None:
-    """Print the bytes of one point; called in a process of its own."""
-    torch.set_num_threads(1)
-    if not resident:
-        print(measured_peak(POINTS[index]))
-        return
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    train(POINTS[index], steps=2)
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
-
-
-def in_own_process(index: int, *options: str) -> int:
-    command = [sys.executable, __file__, "--point", str(index), *options]
+def in_own_process(index: int) -> int:
+    """Measured bytes of one point."""
+    command = [sys.executable, __file__, "--point", str(index)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     if ended.returncode:
         raise ValueError(f"{POINTS[index].name} could not be measured: {ended.stderr[-2000:]}")
@@ -78,7 +66,7 @@ def in_own_process(index: int, *options: str) -> int:
 
 def compare(index: int) -> dict[str, object]:
     point, memory = POINTS[index], POINTS[index].predicted()
-    measured, resident = in_own_process(index), in_own_process(index, "--resident")
+    measured = in_own_process(index)
     print(f"{point.name:28} {memory.total / 2**20:8.1f} MiB predicted, {measured / 2**20:8.1f} measured", flush=True)
     return {
         "point": point.name,
@@ -90,7 +78,6 @@ def compare(index: int) -> dict[str, object]:
         "predicted_mib": round(memory.total / 2**20, 1),
         "measured_mib": round(measured / 2**20, 1),
         "ratio": round(memory.total / measured, 3),
-        "resident_growth_mib": round(resident / 2**20, 1),
         "predicted_components_mib": dict(components(memory)),
     }
 
@@ -99,12 +86,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=RESULT)
     parser.add_argument("--point", type=int)
-    parser.add_argument("--resident", action="store_true")
     options = parser.parse_args()
     if options.point is not None:
-        measure(options.point, options.resident)
+        torch.set_num_threads(1)
+        print(measured_peak(POINTS[options.point]))
         return
-    rows = [compare(index) for index in range(len(POINTS))]
+    rows = []
+    for index in range(len(POINTS)):
+        rows.append(compare(index))
+        worst = write(options.json, rows)
+    print(f"largest error {worst:.1%} ({'within' if worst <= BAR else 'NOT within'} {BAR:.0%}): {options.json}")
+
+
+def write(file: Path, rows: list[dict[str, object]]) -> float:
+    """Write what there is so far; return the largest error."""
     worst = max(abs(1 - float(str(row["ratio"]))) for row in rows)
     found = {
         "commit": git_sha(),
@@ -115,8 +110,8 @@ def main() -> None:
         "worst_error": round(worst, 3),
         "points": rows,
     }
-    write_atomically(options.json, json.dumps(found, indent=1) + "\n")
-    print(f"largest error {worst:.1%} ({'within' if worst <= BAR else 'NOT within'} {BAR:.0%}): {options.json}")
+    write_atomically(file, json.dumps(found, indent=1) + "\n")
+    return worst
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ class Point:
     full_argmax: bool = True
     chunk_tokens: int = 256
     name: str = ""
+    recompute: bool = False
     tied: bool = False
     """Whether the target's head is its embedding."""
     aux: int = AUX
@@ -56,7 +57,7 @@ class Point:
     def predicted(self) -> RankMemory:
         setting = Setting(
             aux_count=self.aux, stored="bfloat16", precision=self.precision, full_argmax=self.full_argmax,
-            chunk_tokens=self.chunk_tokens, prefetch_steps=-1, one_memory=True,
+            chunk_tokens=self.chunk_tokens, prefetch_steps=-1, one_memory=True, recompute=self.recompute,
         )  # fmt: skip
         return rank_memory(self.config.shape(self.target, self.aux, self.precision), self.target, setting, self.lengths)
 
@@ -103,7 +104,9 @@ def _module(point: Point) -> tuple[DraftModule, torch.optim.Optimizer]:
     draft.start_from(head)
     weight = head.to(dtype)
     projection = TargetProjection(weight[chosen], weight if point.full_argmax else None, 1.0, None)
-    module = DraftModule(draft, projection, TrainingConfig(precision=point.precision), total_steps=10)
+    module = DraftModule(
+        draft, projection, TrainingConfig(precision=point.precision, recompute=point.recompute), total_steps=10
+    )
     return module, module.configure_optimizers()["optimizer"]
 
 

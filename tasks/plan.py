@@ -61,6 +61,7 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
             precision=training.precision,
             full_argmax=training.out_of_vocabulary == "argmax",
             chunk_tokens=training.loss_chunk_tokens,
+            recompute=training.recompute,
             prefetch_steps=training.prefetch_steps,
             scaled=training.ranks > 1,
             on_device=config.transport.kind == "mooncake" and config.transport.receive != "host",
