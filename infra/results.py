@@ -18,6 +18,10 @@ class Ground(Record):
     challenger: tuple[tuple[int, int], ...]
     champion: tuple[tuple[int, int], ...] | None
     """The same conversations; None: there is no champion."""
+    categories: tuple[str, ...] = ()
+    """Of each conversation; empty: there are none."""
+    contexts: tuple[int, ...] = ()
+    """Prompt tokens of each conversation; empty: not recorded."""
 
 
 class GateEvidence(Record):
@@ -37,6 +41,7 @@ class GateEvidence(Record):
     """Relative, between simulated and reference acceptance length."""
     served_gap: float | None = None
     """Relative, between served and simulated acceptance length; None: not served."""
+    category_tolerance: float = 0.05
     goodput: GoodputEvidence | None = None
     """None: no loads were asked for."""
     grounds: tuple[Ground, ...]
@@ -59,12 +64,31 @@ class GroundDecision(Record):
     smallest_detectable: float
 
 
+class CategoryDecision(Record):
+    """Challenger against champion on the prompts of one category of one ground."""
+
+    ground: str
+    category: str
+    """Or the pooled ones."""
+    prompts: int
+    challenger: float
+    champion: float
+    difference: float
+    """Relative."""
+    p: float | None
+    """Holm-adjusted, one-sided: that the challenger is worse by no more than the tolerance. None: too few prompts."""
+    smallest_detectable: float | None
+    """The worsening, relative, that would block with a power of 80 % if it were the only one."""
+    blocks: bool
+
+
 class GateDecision(GroundDecision):
     """Whether a challenger earned promotion, and why. The figures are of the ground that decided."""
 
     reason: str
     grounds: tuple[GroundDecision, ...]
     """All of them, in the evidence's order."""
+    categories: tuple[CategoryDecision, ...] = ()
 
 
 class RegisteredDraft(Record):
@@ -117,6 +141,31 @@ class Conditions(Record):
     dtype: str
     hardware: str
     threads: int
+
+
+class GroupAcceptance(Record):
+    """One source of proposals on the conversations of one category, or of one range of context."""
+
+    group: str
+    conversations: int
+    length: float | None
+    """Acceptance length at one lookahead; None: no complete step."""
+    champion: float | None = None
+    steps: int
+
+
+class SuiteResult(Record):
+    """Acceptance on one suite at the benchmark's lookahead, by category and by the length of the prompt."""
+
+    name: str
+    dataset_hash: str
+    too_long: int = 0
+    """Questions left out because of their length."""
+    distinct_token_share: float
+    """Of the target's greedy text."""
+    whole: GroupAcceptance
+    by_category: tuple[GroupAcceptance, ...] = ()
+    by_context: tuple[GroupAcceptance, ...] = ()
 
 
 class RequestCounts(Record):
@@ -251,6 +300,8 @@ class BenchmarkResult(Record):
     """Share of the target's probability that lies on the draft vocabulary: mean over positions of its own sampled
     text, at that temperature."""
     beats_token_recycling: bool | None = None
+    suites: tuple[SuiteResult, ...] = ()
+    """Those of `promotion.suites`."""
     lossless: LosslessRecord
     speed: SpeedRecord
     gate: GateDecision

@@ -37,6 +37,19 @@ def paired_difference(
         resamples: number of resamples.
         seed: the result depends on nothing else.
     """
+    differences = resampled(challenger, champion, resamples, seed)
+    sums = np.concatenate([challenger, champion], axis=1).astype(np.float64)
+    return Difference(
+        estimate=float(_relative(sums.sum(axis=0, keepdims=True))[0]),
+        lower_bound=float(np.quantile(differences, TAIL)),
+        standard_error=float(differences.std(ddof=1)),
+    )
+
+
+def resampled(
+    challenger: NDArray[np.int64], champion: NDArray[np.int64], resamples: int, seed: int
+) -> NDArray[np.float64]:
+    """The relative difference in every resample, `[resamples]`; arguments as of `paired_difference`."""
     assert challenger.shape == champion.shape
     number = len(challenger)
     if number < 2:
@@ -49,12 +62,7 @@ def paired_difference(
         weights = rng.multinomial(number, np.full(number, 1 / number), size=block)
         parts.append(_relative(weights @ sums))
         left -= block
-    differences = np.concatenate(parts)
-    return Difference(
-        estimate=float(_relative(sums.sum(axis=0, keepdims=True))[0]),
-        lower_bound=float(np.quantile(differences, TAIL)),
-        standard_error=float(differences.std(ddof=1)),
-    )
+    return np.concatenate(parts)
 
 
 def _relative(sums: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -71,13 +71,28 @@ class PromotionConfig(BaseModel):
     )
     suites: Mapping[str, str] = Field(
         default={},
-        description="Further prompts on which the gate must be passed as well, by name: .jsonl or .txt files that stay "
-        "the same from run to run, where the held-out prompts change with the data.",
+        description="Further prompts on which the gate must be passed as well, by name; they stay the same from run to "
+        "run, where the held-out prompts change with the data. A source as in `data.source`, or one of `spec-bench`, "
+        "`mt-bench`, `gsm8k`, `humaneval` and `math500`, which come from their public places (or from a source that is "
+        "given under that name). Records of questions may name a `category`.",
+    )
+    suite_prompts: int = Field(
+        default=160, ge=2, description="Most prompts of each suite of questions, spread evenly over its categories."
+    )
+    suite_prompt_tokens: int = Field(
+        default=1024, ge=2, description="Longer questions of a suite are left out and counted."
     )
     suite_margin: float = Field(
         default=0.01,
         gt=-1,
         description="Margin on each suite; below 0 a challenger may be worse there by so much, relatively.",
+    )
+    category_tolerance: float = Field(
+        default=0.05,
+        ge=0,
+        lt=1,
+        description="A category blocks a challenger that is worse there than the champion by more than this, "
+        "relatively, with Holm-adjusted p < 0.05; categories under 20 prompts are pooled.",
     )
     approval: bool = Field(
         default=False,

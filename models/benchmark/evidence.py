@@ -37,6 +37,7 @@ def gather(
         mismatches=sum(comparison.mismatches for run in found.reference.values() for comparison in run.comparisons),
         gap=found.gap(lookahead),
         served_gap=served.length / simulated - 1 if served and served.length else None,
+        category_tolerance=promotion.category_tolerance,
         goodput=goodput and GoodputEvidence(max_loss=promotion.max_goodput_loss, loads=goodput.by_load),
         grounds=(
             ground(HELD_OUT, dataset_hash, promotion.margin, found.draft, found.champion, lookahead),
@@ -46,9 +47,20 @@ def gather(
 
 
 def ground(
-    name: str, dataset_hash: str, margin: float, challenger: Walk, champion: Walk | None, lookahead: int
+    name: str,
+    dataset_hash: str,
+    margin: float,
+    challenger: Walk,
+    champion: Walk | None,
+    lookahead: int,
+    *,
+    categories: tuple[str, ...] = (),
+    contexts: tuple[int, ...] = (),
 ) -> Ground:
-    """Both sides' counts of the same conversations at one lookahead, steps that the text's end cut left out."""
+    """Both sides' counts of the same conversations at one lookahead, steps that the text's end cut left out.
+
+    `categories` and `contexts` (prompt tokens) are of each conversation, or empty.
+    """
     acceptance_length(at(challenger, lookahead))  # refuses conversations without a complete step
     return Ground(
         name=name,
@@ -56,6 +68,8 @@ def ground(
         margin=margin,
         challenger=_sums(challenger, lookahead),
         champion=None if champion is None else _sums(champion, lookahead),
+        categories=categories,
+        contexts=contexts,
     )
 
 

@@ -3,11 +3,14 @@
 Runs in benchmarks, and when a decision is replayed. The decision follows from the evidence alone.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from infra.goodput import GoodputEvidence
-from infra.results import GateDecision, GateEvidence, Ground, GroundDecision
+from infra.results import CategoryDecision, GateDecision, GateEvidence, Ground, GroundDecision
 from models.benchmark.bootstrap import paired_difference
+from models.benchmark.categories import judge_categories
 
 NO_DRAFT = "no draft"
 
@@ -49,17 +52,38 @@ def _loss(goodput: GoodputEvidence, champion_label: str) -> str | None:
 
 
 def decide(evidence: GateEvidence) -> GateDecision:
-    """Judge counts of the same conversations in the same job; the first ground that is not passed decides."""
+    """Judge counts of the same conversations in the same job; the first ground that is not passed decides.
+
+    Where all are passed, a category that is worse than the champion still blocks.
+    """
     grounds = tuple(_judge(ground, evidence) for ground in evidence.grounds)
     failed = [ground for ground in grounds if not ground.passed]
     deciding = failed[0] if failed else grounds[0]
     blocked = objection(evidence)
+    categories = judge_categories(evidence)
+    worse = [category for category in categories if category.blocks]
     return GateDecision(
         **deciding.model_dump(exclude={"passed"}),
-        passed=blocked is None and not failed,
-        reason=blocked or "; ".join(_in_words(ground, grounds) for ground in failed or grounds),
+        passed=blocked is None and not failed and not worse,
+        reason=blocked or "; ".join(_reasons(failed, worse, grounds, evidence.category_tolerance)),
         grounds=grounds,
+        categories=categories,
     )
+
+
+def _reasons(
+    failed: Sequence[GroundDecision],
+    worse: Sequence[CategoryDecision],
+    grounds: tuple[GroundDecision, ...],
+    tolerance: float,
+) -> list[str]:
+    """What blocks; or, where nothing does, how every ground was passed."""
+    blocks = [
+        f"worse than the champion on {category.category} of {category.ground}: {category.difference:+.1%} on "
+        f"{category.prompts} prompts, more than {tolerance:.1%} with p = {category.p:.2g} (Holm)"
+        for category in worse
+    ]
+    return [_in_words(ground, grounds) for ground in failed or ([] if blocks else grounds)] + blocks
 
 
 def _judge(ground: Ground, evidence: GateEvidence) -> GroundDecision:

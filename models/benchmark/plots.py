@@ -76,9 +76,10 @@ def plot_goodput(result: BenchmarkResult, path: Path) -> Path | None:
     for name, table, line, alpha in drafts:
         for place, (batch, best) in enumerate(table.best.items()):
             plain = table.plain_at(batch).tokens_per_s
-            rows = [(row.lookahead, row.tokens_per_s / plain) for row in table.rows if row.batch == batch]
-            axes.plot(*zip(*rows, strict=True), f"C{place}{line}", alpha=alpha, label=f"{name}, {batch} at once")
-            axes.plot(best, dict(rows)[best], f"C{place}o", alpha=alpha)
+            faster = {row.lookahead: row.tokens_per_s / plain for row in table.rows if row.batch == batch}
+            label = f"{name}, {batch} at once"
+            axes.plot(list(faster), list(faster.values()), f"C{place}{line}", alpha=alpha, label=label)
+            axes.plot(best, faster[best], f"C{place}o", alpha=alpha)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set(
         xlabel="lookahead (0: the target alone)",

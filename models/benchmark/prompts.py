@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from itertools import islice
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -12,8 +13,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from infra.records import TargetRecord
 from models.benchmark.config import BenchmarkConfig
+from models.benchmark.suites import SuitePrompts, layout_of, question_prompts
 from models.data.config import DataConfig
-from models.data.conversations import read_documents
+from models.data.conversations import read_documents, source_hash
 from models.data.samples import SampleEncoder, chat_template
 from models.run import Run
 
@@ -30,11 +32,24 @@ def heldout_prompts(run: Run) -> list[list[int]]:
     return take_prompts(((sample.tokens, sample.loss_mask) for sample in heldout), config.prompts, config.prompt_tokens)
 
 
-def suite_prompts(run: Run, name: str) -> list[list[int]]:
+def suite_prompts(run: Run, name: str) -> SuitePrompts:
     """The prompts of one of `promotion.suites`. Raises ValueError, naming the suite, for what gives none."""
+    promotion, target, benchmark = run.config.promotion, run.config.target, run.config.benchmark
+    source = promotion.suites[name]
     try:
-        source, target = run.config.promotion.suites[name], run.config.target
-        return read_prompts(source, run.target, run.config.benchmark, "auto", target.add_bos)[0]
+        layout = layout_of(name, source)
+        if layout is None:
+            prompts, template_hash = read_prompts(source, run.target, benchmark, "auto", target.add_bos)
+            return SuitePrompts(prompts, (), source_hash(source), template_hash)
+        return question_prompts(
+            source,
+            layout,
+            Path(run.target.path),
+            count=promotion.suite_prompts,
+            prompt_tokens=promotion.suite_prompt_tokens,
+            templated=run.config.data.chat_template == "tokenizer",
+            add_bos=target.add_bos,
+        )
     except ValueError as error:
         raise ValueError(f"promotion.suites.{name}: {error}") from error
 

@@ -1,5 +1,6 @@
 """From measurements to `BenchmarkResult`: figures, verdict of the gate, and what they mean in words."""
 
+from collections.abc import Sequence
 from math import isfinite
 
 from infra.goodput import MeasuredGoodput
@@ -11,6 +12,7 @@ from infra.results import (
     LosslessRecord,
     RequestCounts,
     ServedResult,
+    SuiteResult,
 )
 from models.benchmark.acceptance import distinct_token_share, summarise
 from models.benchmark.config import BenchmarkConfig
@@ -28,6 +30,7 @@ def build_result(
     *,
     wall_s: float,
     served: ServedResult | None = None,
+    suites: Sequence[SuiteResult] = (),
     goodput: MeasuredGoodput | None = None,
 ) -> BenchmarkResult:
     """Put everything together."""
@@ -62,6 +65,7 @@ def build_result(
         beats_prompt_lookup=draft.length[at] > lookup.length[at],
         vocabulary_mass=found.vocabulary_mass,
         beats_token_recycling=draft.length[at] > recycling.length[at],
+        suites=tuple(suites),
         lossless=lossless_record(lossless),
         speed=found.reference[at].speed,
         gate=decide(evidence),

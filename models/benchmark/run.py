@@ -12,7 +12,9 @@ from rich.console import Console
 
 from infra.exit import run_main
 from infra.files import write_atomically
-from infra.results import BenchmarkResult, Ground, ServedResult
+from infra.results import BenchmarkResult, Ground, ServedResult, SuiteResult
+from models.benchmark.acceptance import distinct_token_share
+from models.benchmark.categories import suite_result
 from models.benchmark.conditions import conditions
 from models.benchmark.contestants import Contestants, load_contestants
 from models.benchmark.evidence import gather, ground
@@ -23,8 +25,8 @@ from models.benchmark.result import build_result, request_counts
 from models.benchmark.serving_settings import write_settings
 from models.benchmark.step_costs import measure_goodput
 from models.benchmark.words import lines, table
-from models.data.conversations import source_hash
 from models.dtypes import DTYPES
+from models.export.card import write_card
 from models.run import Run
 
 
@@ -36,7 +38,7 @@ def benchmark_run(run: Run, champion: Path | None, champion_label: str) -> Bench
     contestants = load_contestants(Path(run.target.path), run.folder.export, champion, DTYPES[config.compute_dtype])
     found = measure(contestants, config, [config.lookahead], prompts, run.config.seed)
     goodput = measure_goodput(contestants, found, config) if config.loads else None
-    suites = [_suite(run, contestants, name, source) for name, source in promotion.suites.items()]
+    suites = [_suite(run, contestants, name) for name in promotion.suites]
     under = conditions(
         config,
         contestants.target,
@@ -50,7 +52,7 @@ def benchmark_run(run: Run, champion: Path | None, champion_label: str) -> Bench
     served = ServedResult.read(run.folder.served) if run.folder.served.is_file() else None
     evidence = gather(
         found,
-        suites,
+        [suite for suite, _ in suites],
         config,
         promotion,
         dataset_hash=run.samples.dataset_hash,
@@ -58,8 +60,8 @@ def benchmark_run(run: Run, champion: Path | None, champion_label: str) -> Bench
         served=served,
         goodput=goodput,
     )
-    wall_s = time.perf_counter() - begun
-    result = build_result(found, config, under, evidence, wall_s=wall_s, served=served, goodput=goodput)
+    shown, wall_s = [result for _, result in suites], time.perf_counter() - begun
+    result = build_result(found, config, under, evidence, wall_s=wall_s, served=served, suites=shown, goodput=goodput)
     # Before the result: a run that has benchmark.json is done with its benchmark.
     write_atomically(run.folder.request_counts, request_counts(found, under))
     write_atomically(run.folder.gate, evidence)
@@ -71,15 +73,25 @@ def benchmark_run(run: Run, champion: Path | None, champion_label: str) -> Bench
     plot_samples(run.samples, run.folder.plots / "samples.png")
     if run.folder.metrics.is_file():
         plot_training(run.folder.metrics, run.folder.plots / "training.png")
+    write_card(run, result)
     return result
 
 
-def _suite(run: Run, contestants: Contestants, name: str, source: str) -> Ground:
-    """Challenger and champion on further prompts."""
-    config = run.config.benchmark
-    walks = measure_suite(contestants, config, name, suite_prompts(run, name))
-    margin = run.config.promotion.suite_margin
-    return ground(name, source_hash(source), margin, walks.draft, walks.champion, config.lookahead)
+def _suite(run: Run, contestants: Contestants, name: str) -> tuple[Ground, SuiteResult]:
+    """Challenger and champion on further prompts: what the gate compares, and what people see."""
+    config, suite = run.config.benchmark, suite_prompts(run, name)
+    walks = measure_suite(contestants, config, name, suite.prompts)
+    compared = ground(
+        name,
+        suite.dataset_hash,
+        run.config.promotion.suite_margin,
+        walks.draft,
+        walks.champion,
+        config.lookahead,
+        categories=suite.categories,
+        contexts=tuple(map(len, suite.prompts)),
+    )
+    return compared, suite_result(compared, distinct_token_share(walks.texts), suite.too_long)
 
 
 def show(result: BenchmarkResult) -> None:

@@ -1,10 +1,11 @@
 """A benchmark in words: its table, and the comparison with what needs no training. Runs in the benchmark."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rich.table import Table
 
-from infra.results import Acceptance, BenchmarkResult, Conditions, DivergenceRecord
+from infra.results import Acceptance, BenchmarkResult, Conditions, DivergenceRecord, GroupAcceptance
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,42 @@ def lines(result: BenchmarkResult) -> list[str]:
         f"{result.sampled_distinct_token_share:.2f} sampled",
         *_vocabulary(result),
         *_sampled_reference(result),
+        *_suites(result),
+        *_categories(result),
         f"gate: {'passed' if result.gate.passed else 'not passed'}, {result.gate.reason} (smallest detectable "
         f"{result.gate.smallest_detectable:.1%})",
         result.summary,
     ]
     found += [f"  tie at token {tie.position}: gap {tie.gap:.2e}, delta {tie.delta:.2e}" for tie in _ties(result)]
     return [*found, f"acceptance length {result.simulated.length[at]:.2f} at lookahead {at} in {result.wall_s:.0f} s"]
+
+
+def _suites(result: BenchmarkResult) -> Iterator[str]:
+    """Acceptance length of every suite, category and range of prompt tokens at the benchmark's lookahead."""
+    for suite in result.suites:
+        left_out = f", {suite.too_long} questions too long" if suite.too_long else ""
+        yield f"{suite.name}: {_group(suite.whole)}{left_out}, distinct-token share {suite.distinct_token_share:.2f}"
+        for what, parts in (("by category", suite.by_category), ("by prompt tokens", suite.by_context)):
+            if len(parts) > 1:
+                yield f"  {what}: " + "; ".join(f"{part.group} {_group(part)}" for part in parts)
+
+
+def _group(part: GroupAcceptance) -> str:
+    length = "no complete step" if part.length is None else f"{part.length:.2f}"
+    champion = "" if part.champion is None else f", champion {part.champion:.2f}"
+    return f"{length}{champion} ({part.conversations})"
+
+
+def _categories(result: BenchmarkResult) -> Iterator[str]:
+    """What each category can show against the champion."""
+    for each in result.gate.categories:
+        said = (
+            "too few prompts to judge"
+            if each.p is None
+            else f"p = {each.p:.2g} (Holm), smallest detectable worsening {each.smallest_detectable:.1%}"
+        )
+        verdict = ", BLOCKS" if each.blocks else ""
+        yield f"  {each.ground}, {each.category}: {each.difference:+.1%} on {each.prompts} prompts, {said}{verdict}"
 
 
 def _goodput(result: BenchmarkResult) -> list[str]:

@@ -22,6 +22,7 @@ from infra.files import sha256_file, write_atomically
 from infra.records import Histogram, RegeneratedRecord, SamplesRecord, TargetRecord
 from infra.run_folder import RunFolder
 from infra.settings import cache_folder
+from models.benchmark.suites import suite_address
 from models.config import RunConfig, read_config
 from models.data.benchmark_prompts import BenchmarkPrompts, read_prompts
 from models.data.config import DataConfig
@@ -84,7 +85,7 @@ def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> 
 
 def recipe_data(config: RunConfig) -> DataConfig:
     """What a recipe's samples are made of: the suites that promote a draft are no text to train it on."""
-    exclude = dict.fromkeys((*config.data.exclude, *config.promotion.suites.values()))
+    exclude = dict.fromkeys((*config.data.exclude, *map(suite_address, config.promotion.suites.values())))
     return config.data.model_copy(update={"exclude": tuple(exclude)})
 
 

@@ -4,6 +4,8 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from infra.planner.shapes import DraftShape, Precision, TargetShape
+
 
 class MethodConfig(BaseModel):
     """A method's own knobs are the fields of its subclass, which also has `method: Literal[<its folder>]`."""
@@ -23,6 +25,13 @@ class MethodConfig(BaseModel):
     def vocabulary_size(self, target_vocab_size: int) -> int:
         """Tokens of the draft vocabulary, for a target that knows so many."""
         return target_vocab_size
+
+    def shape(self, target: TargetShape, aux_count: int, precision: Precision) -> DraftShape:
+        """What the planner has to know of a draft for `target` that reads `aux_count` of its layers.
+
+        `precision` is that of the arithmetic; weights are float32.
+        """
+        raise NotImplementedError
 
     def engine_arguments(self, lookahead: int) -> list[str]:
         """What SGLang's command line says of a draft of this method that proposes `lookahead` tokens per step.

@@ -104,6 +104,9 @@ def export(target: Path, folder: Path, layers: tuple[int, ...], seed: int) -> Pa
 def run(tmp_path: Path, target: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run folder as it is after the export."""
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    asked = tmp_path / "asked.jsonl"
+    questions = [{"question": f"w{n} w{n + 9} w{2 * n}", "category": "few" if n < 4 else "many"} for n in range(26)]
+    asked.write_text("".join(json.dumps(question) + "\n" for question in questions))
     config = RunConfig.model_validate(
         {
             "name": "bench",
@@ -112,7 +115,7 @@ def run(tmp_path: Path, target: Path, text: Path, monkeypatch: pytest.MonkeyPatc
             "draft": {"method": "eagle3", "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 32},
             "benchmark": {"prompts": 12, "max_new_tokens": 16, "reference_tokens": 90, "timed_tokens": 40}
             | {"sampled_temperature": 0.8, "sampled_top_p": 0.95, "sampled_reference_tokens": 40},
-            "promotion": {"resamples": 500},
+            "promotion": {"resamples": 500, "suites": {"asked": str(asked)}},
         }
     )
     folder = tmp_path / "run"
@@ -141,6 +144,9 @@ def run(tmp_path: Path, target: Path, text: Path, monkeypatch: pytest.MonkeyPatc
 def test_benchmark_of_a_run(run: Run, target: Path, tmp_path: Path):
     champion = export(target, tmp_path / "champion", (1,), seed=2)
     result = benchmark_run(run, champion, "version 7")
+    card = (run.folder.export / "README.md").read_text()
+    assert f"**{result.simulated.length[result.conditions.lookahead]:.2f} tokens per verification step" in card
+    assert result.conditions.draft_revision in card
     assert BenchmarkResult.read(run.folder.benchmark) == result
     assert result.counts_identical
     assert result.counts_compared >= 5
@@ -208,10 +214,27 @@ def check_goodput(result: BenchmarkResult, run: Run) -> None:
     load_draft(run.folder.export, Path(run.target.path), torch.float32)  # with the settings beside it
 
 
-def test_the_same_run_gives_the_same_figures(run: Run):
-    first, second = (benchmark_run(run, None, "") for _ in range(2))
+def test_the_same_run_gives_the_same_figures(run: Run, target: Path, tmp_path: Path):
+    champion = export(target, tmp_path / "champion", (1,), seed=2)
+    first, second = (benchmark_run(run, champion, "") for _ in range(2))
     timed = {"speed", "wall_s", "goodput"}
     assert first.model_dump(exclude=timed) == second.model_dump(exclude=timed)
+    judged_by_category(first)
+
+
+def judged_by_category(result: BenchmarkResult) -> None:
+    """The suite of questions is shown and judged by its categories."""
+    (suite,) = result.suites
+    assert (suite.name, suite.whole.conversations, suite.too_long) == ("asked", 26, 0)
+    assert [(part.group, part.conversations) for part in suite.by_category] == [("few", 4), ("many", 22)]
+    assert [part.group for part in suite.by_context] == ["1 to 128"]
+    many, few = result.gate.categories
+    assert (many.category, many.prompts, few.category, few.p) == ("many", 22, "few", None)
+    assert many.p is not None
+    said = "\n".join(lines(result))
+    assert "asked, many" in said
+    assert "smallest detectable worsening" in said
+    assert "by category: few" in said
 
 
 def test_bench_of_a_file(run: Run, target: Path, text: Path, tmp_path: Path):
