@@ -141,9 +141,9 @@ def _code(command: str) -> str:
 
 
 def _files(folder: Path) -> Iterator[str]:
-    for path in sorted(folder.iterdir()):
-        if path.name != CARD:
-            yield f"`{path.name}`: SHA-256 `{sha256_file(path)}`"
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != CARD:
+            yield f"`{path.relative_to(folder)}`: SHA-256 `{sha256_file(path)}`"
 
 
 def _list(lines: Iterator[str]) -> str:
