@@ -33,6 +33,7 @@ TEMPLATE = "report_page.html.jinja"
 CAPTIONS = {
     "acceptance_by_position": "Acceptance rate at each position of the proposed tokens, given that all before it "
     "were accepted. Where a curve ends, fewer than 20 tokens were offered.",
+    "heldout": "Acceptance length while training: on held-out prompts by the simulated walk, and on the training text.",
     "goodput": "Predicted tokens per second by lookahead, relative to the target alone, one curve for each number of "
     "texts decoded at once; the best lookahead of each is marked.",
     "samples": "Training samples by length, by supervised tokens and, of conversations, by the assistant's turns.",
