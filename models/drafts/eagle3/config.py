@@ -19,7 +19,6 @@ class Eagle3Config(LossChoice, VocabularyChoice):
     training_only: ClassVar[frozenset[str]] = LOSS_FIELDS | {"ttt_steps", "ttt_decay", "ttt_weights"}
 
     adaptive: ClassVar[bool] = True
-    vllm_method: ClassVar[str | None] = "eagle3"
 
     method: Literal["eagle3"] = "eagle3"
     num_heads: int = Field(ge=1)
