@@ -38,6 +38,11 @@ class RunFolder:
         return self.path / "samples.json"
 
     @property
+    def plan(self) -> Path:
+        """What the run was expected to take, before it took any device."""
+        return self.path / "plan.json"
+
+    @property
     def ledger_file(self) -> Path:
         return self.path / "ledger.sqlite"
 
@@ -80,6 +85,11 @@ class RunFolder:
     @property
     def export(self) -> Path:
         return self.path / "export"
+
+    @property
+    def exported(self) -> Path:
+        """What `export` holds."""
+        return self.path / "export.json"
 
     @property
     def benchmark(self) -> Path:

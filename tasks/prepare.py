@@ -6,6 +6,7 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from infra.ledger.planning import check_budget
+from infra.planner.traffic import stored_bytes_per_token
 from infra.pools.base import Pool
 from infra.records import RegeneratedRecord, SamplesRecord, TargetRecord
 from infra.results import RegisteredDraft
@@ -14,7 +15,6 @@ from models.config import RunConfig
 from tasks.data_plane import on_cpu, run_main, worth_retrying
 from tasks.run import OpenRun
 
-BYTES = {"float32": 4, "bfloat16": 2}
 TARGET_TIMEOUT_S = 4 * 3600.0
 """A large target is downloaded from the Hub."""
 SAMPLES_TIMEOUT_S = 4 * 3600.0
@@ -67,10 +67,11 @@ def prepare_samples(run: OpenRun, target: TargetRecord) -> SamplesRecord:
 
 def refuse_small_budget(config: RunConfig, target: TargetRecord, samples: SamplesRecord) -> None:
     """Raise ValueError, with the numbers, for a transport budget that could stall the run."""
-    states = len(config.target.aux_layer_ids) + 1
     check_budget(
         budget_bytes=config.transport.budget_mib * 2**20,
-        bytes_per_token=states * target.hidden_size * BYTES[config.generator.stored_dtype],
+        bytes_per_token=stored_bytes_per_token(
+            len(config.target.aux_layer_ids), target.hidden_size, config.generator.stored_dtype
+        ),
         longest_sample_tokens=samples.longest,
         samples_per_step=config.training.samples_per_step,
         ranks=config.training.ranks,

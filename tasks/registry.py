@@ -29,7 +29,8 @@ def register_draft(
     registered = registry.version_of_run(tracking.uri, run.draft_name, run.folder.name)
     if registered:
         return registered
-    model_id = log_folder(tracking, run.folder.export, "draft", trained.steps, "draft", layout=export.layout)
+    layouts = ", ".join(export.layouts) or "none"
+    model_id = log_folder(tracking, run.folder.export, "draft", trained.steps, "draft", layout=layouts)
     conditions = result.conditions.model_dump()
     log_benchmark(
         tracking,

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from infra.ledger.answers import Quarantined
+from infra.planner.measured import comparison
+from infra.planner.plan import Plan
 from infra.records import GeneratorsChange, Progress, SamplesRecord, TargetRecord, TrainingResult
 from infra.results import Acceptance, BenchmarkResult, RegisteredDraft
 from models.config import RunConfig
@@ -29,6 +31,13 @@ class RunFacts:
     git_sha: str = "unknown"
     generators: Sequence[GeneratorsChange] = ()
     """How many there were, one after the other."""
+    plan: Plan | None = None
+    """What the run was expected to take."""
+
+    @property
+    def planned(self) -> Sequence[tuple[str, str]]:
+        """Planned beside measured rates, and the split that would be better."""
+        return tuple(comparison(self.plan, self.trained.rates)) if self.plan else ()
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,7 @@ def _findings(facts: RunFacts) -> list[str]:
         lossless_line(facts.result),
         agreement_line(facts.result),
         f"trained {trained}; {in_words(facts.trained.rates)}",
+        *(f"plan, {name}: {text}" for name, text in facts.planned),
         sample_states(facts),
     )
     return [escaped(sentence(line)) for line in lines]

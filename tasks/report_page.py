@@ -171,10 +171,12 @@ def training(facts: RunFacts) -> Facts:
         ("Time", duration(trained.wall_s)),
         ("Speed", f"{speed} tokens/s"),
         ("Waiting for data", f"{duration(trained.data_wait_s)} ({share(wait)})"),
+        ("Pause for a checkpoint", f"{1000 * trained.checkpoint_stall_s:.0f} ms"),
         ("Processes", f"{generators_in_words(facts)}, {plural(trained.rates.ranks, 'rank')}"),
         ("Final loss", f"{trained.final_loss:.2f}"),
         ("Acceptance by position", by_position),
         ("Draft vocabulary holds", vocabulary(facts)),
+        *((f"Plan, {name}", sentence(text)) for name, text in facts.planned),
     ]
 
 

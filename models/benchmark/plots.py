@@ -60,6 +60,37 @@ def well_supported(acceptance: Acceptance) -> list[float]:
     return rates
 
 
+def plot_goodput(result: BenchmarkResult, path: Path) -> Path | None:
+    """Predicted tokens per second against the target alone, by lookahead, one curve per load; None: not measured.
+
+    The best lookahead of each load is marked; the champion's curves are dashed.
+    """
+    found = result.goodput
+    if found is None:
+        return None
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axes = figure.add_subplot()
+    drafts = [("draft", found.draft, "-", 0.9), ("champion", found.champion, "--", 0.5)]
+    for name, table, line, alpha in drafts:
+        for place, (batch, best) in enumerate(table.best.items() if table else ()):
+            assert table is not None
+            plain = table.plain_at(batch).tokens_per_s
+            faster = {row.lookahead: row.tokens_per_s / plain for row in table.rows if row.batch == batch}
+            label = f"{name}, {batch} at once"
+            axes.plot(list(faster), list(faster.values()), f"C{place}{line}", alpha=alpha, label=label)
+            axes.plot(best, faster[best], f"C{place}o", alpha=alpha)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set(
+        xlabel="lookahead (0: the target alone)",
+        ylabel="goodput / the target's alone",
+        title=f"{result.conditions.target}: predicted goodput, best lookahead marked",
+    )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.legend(loc="outside lower center", ncols=3, fontsize="small")
+    axes.grid(alpha=0.3)
+    return _save(figure, path)
+
+
 def plot_training(metrics: Path, path: Path) -> Path:
     """Loss, and acceptance at each position as training sees it, over tokens trained on."""
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]

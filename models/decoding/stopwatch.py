@@ -33,14 +33,16 @@ class Stopwatch:
 
     @contextmanager
     def part(self, name: Part) -> Iterator[None]:
-        begun = self._now()
+        begun = now(self.device)
         yield
-        self.steps[-1].seconds[name] += self._now() - begun
+        self.steps[-1].seconds[name] += now(self.device) - begun
 
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+
+def now(device: torch.device) -> float:
+    """Seconds of a clock, once `device` has done what it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def part_of(watch: Stopwatch | None, name: Part) -> AbstractContextManager[None]:

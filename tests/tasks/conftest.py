@@ -103,13 +103,13 @@ def trained() -> TrainingResult:
     return TrainingResult(
         steps=20, tokens=1000, wall_s=754.0, data_wait_s=0.5, step_s=10.0, checkpoint="checkpoints/step-000020",
         final_loss=1.25, acceptance_by_position=(0.51, 0.32), vocabulary_coverage=0.912, token_coverage=0.956,
-        rates=rates,
+        checkpoint_stall_s=0.012, rates=rates,
     )  # fmt: skip
 
 
 @pytest.fixture
 def export(run: OpenRun) -> ExportRecord:
-    return ExportRecord(path=str(run.folder.export), layout="sglang", sha256={})
+    return ExportRecord(path=str(run.folder.export), layouts=("sglang",), sha256={})
 
 
 @pytest.fixture

@@ -14,16 +14,16 @@ HIDDEN, TARGET_VOCABULARY = 12, 40
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 20, "ttt_steps": 3}
 LAYER = {
     "fc.weight": (HIDDEN, 3 * HIDDEN),
-    "midlayer.input_layernorm.weight": (HIDDEN,),
-    "midlayer.hidden_norm.weight": (HIDDEN,),
-    "midlayer.post_attention_layernorm.weight": (HIDDEN,),
-    "midlayer.self_attn.q_proj.weight": (32, 2 * HIDDEN),
-    "midlayer.self_attn.k_proj.weight": (16, 2 * HIDDEN),
-    "midlayer.self_attn.v_proj.weight": (16, 2 * HIDDEN),
-    "midlayer.self_attn.o_proj.weight": (HIDDEN, 32),
-    "midlayer.mlp.gate_proj.weight": (20, HIDDEN),
-    "midlayer.mlp.up_proj.weight": (20, HIDDEN),
-    "midlayer.mlp.down_proj.weight": (HIDDEN, 20),
+    "layers.0.input_layernorm.weight": (HIDDEN,),
+    "layers.0.hidden_norm.weight": (HIDDEN,),
+    "layers.0.post_attention_layernorm.weight": (HIDDEN,),
+    "layers.0.self_attn.q_proj.weight": (32, 2 * HIDDEN),
+    "layers.0.self_attn.k_proj.weight": (16, 2 * HIDDEN),
+    "layers.0.self_attn.v_proj.weight": (16, 2 * HIDDEN),
+    "layers.0.self_attn.o_proj.weight": (HIDDEN, 32),
+    "layers.0.mlp.gate_proj.weight": (20, HIDDEN),
+    "layers.0.mlp.up_proj.weight": (20, HIDDEN),
+    "layers.0.mlp.down_proj.weight": (HIDDEN, 20),
     "norm.weight": (HIDDEN,),
 }
 
