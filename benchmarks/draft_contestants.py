@@ -90,18 +90,24 @@ def make_work(shape: Shape, dtype: torch.dtype, device: str = "cpu", seed: int =
     The text's tokens are the draft vocabulary's, and so is the target's likeliest token everywhere: every position
     counts by either rule (`training.out_of_vocabulary`). `whole`: by the target's argmax over its whole vocabulary.
     """
-    g = torch.Generator().manual_seed(seed)
-    ids = torch.randperm(shape.vocabulary, generator=g)[: shape.draft_vocabulary].sort().values
-    head = torch.randn(shape.vocabulary, shape.hidden, generator=g) * 0.02
-    embedding = torch.randn(shape.vocabulary, shape.hidden, generator=g)
-    count = shape.tokens
-    likeliest = ids[torch.randint(len(ids), (count,), generator=g)]
-    last = F.normalize(torch.randn(count, shape.hidden, generator=g) + 50 * head[likeliest]) * shape.hidden**0.5
+    g = torch.Generator(device).manual_seed(seed)
+    ids = torch.randperm(shape.vocabulary, generator=torch.Generator().manual_seed(seed))
+    ids = ids[: shape.draft_vocabulary].sort().values
+    known, count = ids.to(device), shape.tokens
+
+    def normal(rows: int, columns: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(rows, columns, generator=g, device=device, dtype=torch.float32).mul_(scale)
+
+    def draft_tokens() -> Tensor:
+        return known[torch.randint(len(known), (count,), generator=g, device=device)]
+
+    head = normal(shape.vocabulary, shape.hidden, 0.02)
+    last = F.normalize(normal(count, shape.hidden).add_(head[draft_tokens()], alpha=50)) * shape.hidden**0.5
     batch = PackedSamples(
-        tokens=ids[torch.randint(len(ids), (count,), generator=g)].to(device),
+        tokens=draft_tokens(),
         loss_mask=torch.ones(count, dtype=torch.bool, device=device),
-        aux=torch.randn(count, len(AUX_LAYERS) * shape.hidden, generator=g).to(device, dtype),
-        last=last.to(device, dtype),
+        aux=normal(count, len(AUX_LAYERS) * shape.hidden).to(dtype),
+        last=last.to(dtype),
         lengths=shape.lengths,
     )
     config = Eagle3Config(
@@ -114,10 +120,12 @@ def make_work(shape: Shape, dtype: torch.dtype, device: str = "cpu", seed: int =
         ttt_decay=1.0,
     )
     torch.manual_seed(seed)
-    draft = Eagle3Draft(config, embedding.to(dtype), DraftVocabulary(ids, shape.vocabulary), AUX_LAYERS)
-    draft.start_from(head)
-    target = TargetProjection(head[ids].to(device, dtype), head.to(device, dtype) if whole else None, 1.0, None)
-    return Work(draft.to(device), batch, target)
+    embedding = normal(shape.vocabulary, shape.hidden).to(dtype)
+    with torch.device(device):
+        draft = Eagle3Draft(config, embedding, DraftVocabulary(ids, shape.vocabulary), AUX_LAYERS)
+    draft.to(device).start_from(head)
+    rows = head if draft.vocabulary.whole else head[known]
+    return Work(draft, batch, TargetProjection(rows.to(dtype), head.to(dtype) if whole else None, 1.0, None))
 
 
 def autocast(dtype: torch.dtype, device: str = "cpu") -> Any:

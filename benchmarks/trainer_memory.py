@@ -95,6 +95,7 @@ def _module(point: Point) -> tuple[DraftModule, torch.optim.Optimizer]:
     torch.manual_seed(0)
     embedding, head = (torch.randn(point.vocabulary, point.hidden) for _ in range(2))
     chosen = torch.arange(config.vocabulary_size(point.vocabulary))
+    head[len(chosen) :] = 0  # the target's argmax lies in the draft vocabulary, so every position counts
     draft = build_draft(config, embedding, DraftVocabulary(chosen, point.vocabulary), range(point.aux))
     draft.start_from(head)
     weight = head.to(dtype)

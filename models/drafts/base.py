@@ -192,6 +192,10 @@ class Draft(torch.nn.Module):
     aux_layer_ids: tuple[int, ...]
     vocabulary: DraftVocabulary
 
+    recompute: bool = False
+    """Training keeps what passes from step to step and computes the rest again in the backward pass: less memory, more
+    arithmetic. Methods without such steps have nothing to compute again."""
+
     @property
     def positions(self) -> int:
         """S: proposed positions that training counts."""

@@ -59,19 +59,18 @@ def chain_loss(
     weights = torch.tensor(objective.step_weights, device=device) * (valid & known[:, None]) / total
     hidden = _gathered(outputs, rows)
     distribution = _distribution(batch.last[positions], target, vocabulary)
-    loss, correct, covered = chunked_loss(hidden, head, weights, distribution, objective.divergence, chunk_tokens)
+    loss, correct, covered = chunked_loss(
+        hidden, head, weights, distribution, objective.divergence, chunk_tokens, overwrite=True
+    )
     accepted, tried = _accepted_chains(rows, valid, correct & known[:, None], len(batch.tokens))
     return DraftLoss(loss, accepted, tried, torch.tensor(len(positions)), (covered & known).sum())
 
 
-def _gathered(outputs: Iterable[Tensor], rows: Tensor) -> Tensor:
-    """`[P, S, h]` each step's rows `[P, S]`, in autocast's dtype; no step's output is held longer than that."""
+def _gathered(outputs: Iterable[Tensor], rows: Tensor) -> list[Tensor]:
+    """S times `[P, h]`: copies of each step's rows `[P, S]`, in autocast's dtype; the outputs themselves are let go."""
     device = rows.device.type
-    found = []
-    for step, output in enumerate(outputs):
-        chosen = output[rows[:, step]]
-        found.append(chosen.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else chosen)
-    return torch.stack(found, dim=1)
+    low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return [(x if low is None else x.to(low))[rows[:, step]] for step, x in enumerate(outputs)]
 
 
 def _known(batch: PackedSamples, positions: Tensor, target: TargetProjection, vocabulary: DraftVocabulary) -> Tensor:

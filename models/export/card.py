@@ -12,6 +12,7 @@ from typing import Any
 from infra.files import sha256_file, write_atomically
 from infra.provenance import git_sha
 from infra.results import Acceptance, BenchmarkResult, Conditions
+from models.benchmark.serving_settings import SERVING
 from models.export.description import BLOCK, CONFIG
 from models.run import Run
 
@@ -134,6 +135,8 @@ def _serving(run: Run, settings: dict[str, Any]) -> Iterator[str]:
         yield _code(f"vllm serve {target} --speculative-config '{json.dumps(speculation)}'")
     elif not settings[BLOCK]["served_by"]:
         yield "No serving engine has this method; Draftsmith's own decoder does."
+    if (run.folder.export / SERVING).is_dir():
+        yield f"How many tokens to propose at which load, predicted from measured costs: the files of `{SERVING}/`."
 
 
 def _code(command: str) -> str:
@@ -141,9 +144,9 @@ def _code(command: str) -> str:
 
 
 def _files(folder: Path) -> Iterator[str]:
-    for path in sorted(folder.iterdir()):
-        if path.name != CARD:
-            yield f"`{path.name}`: SHA-256 `{sha256_file(path)}`"
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path != folder / CARD:
+            yield f"`{path.relative_to(folder)}`: SHA-256 `{sha256_file(path)}`"
 
 
 def _list(lines: Iterator[str]) -> str:

@@ -7,6 +7,7 @@ copies live for a block of it. The target is projected once per chunk and serves
 positions count, so nothing of the size of tokens x vocabulary is kept or redone.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -31,9 +32,9 @@ class TargetDistribution:
     """`[Vd]` int64 rows of the whole `head` that are the draft vocabulary's. None: the draft vocabulary is taken for
     the whole."""
 
-    def chunk(self, start: int, end: int, with_mass: bool) -> "TargetChunk":
-        """The target at positions `start .. end`; the mass only if asked for."""
-        logits = shape_logits(product(self.last[start:end], self.head), self.logit_scale, self.soft_cap)
+    def chunk(self, positions: slice, with_mass: bool) -> "TargetChunk":
+        """The target at some positions; the mass only if asked for."""
+        logits = shape_logits(product(self.last[positions], self.head), self.logit_scale, self.soft_cap)
         zeros = logits.new_zeros(len(logits), 1)
         if self.draft_ids is None:
             return TargetChunk(logits, torch.ones(len(logits), dtype=torch.bool, device=logits.device), zeros)
@@ -89,80 +90,83 @@ class SummedLoss(NamedTuple):
 
 
 def chunked_loss(
-    hidden: Tensor,
+    hidden: Sequence[Tensor],
     head: Tensor,
     weights: Tensor,
     target: TargetDistribution,
     divergence: Divergence,
     chunk_tokens: int,
+    *,
+    overwrite: bool = False,
 ) -> SummedLoss:
     """Weighted sum of a divergence over positions and steps; positions that are not covered are left out.
 
     Args:
-        hidden: `[P, S, h]` draft hidden states (after its norm): step s's prediction of position p's next token.
+        hidden: S times `[P, h]` draft hidden states (after its norm): step s's prediction of position p's next token.
         head: `[Vd, h]` draft head.
         weights: `[P, S]` float32; 0 leaves a prediction out.
         target: the target's distribution at the P positions.
         divergence: what is summed.
         chunk_tokens: positions whose logits are alive at once.
+        overwrite: `hidden` is nobody else's: its gradients may take its memory.
     """
     # Dtypes are those of `hidden` and of the target's head: autocast would also take sums for matrix products.
-    with torch.autocast(hidden.device.type, enabled=False):
-        found = _ChunkedLoss.apply(hidden, head, weights, target, (divergence, chunk_tokens))
+    with torch.autocast(head.device.type, enabled=False):
+        how = _How(target, divergence, chunk_tokens, overwrite)
+        found = _ChunkedLoss.apply(how, weights, head, *hidden)
     return SummedLoss(*found)  # type: ignore[misc]
+
+
+class _How(NamedTuple):
+    target: TargetDistribution
+    divergence: Divergence
+    chunk_tokens: int
+    overwrite: bool
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        head: Tensor,
-        weights: Tensor,
-        target: TargetDistribution,
-        how: tuple[Divergence, int],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        divergence, chunk_tokens = how
-        positions, steps, width = hidden.shape
-        accumulate = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        of_hidden, of_head = ctx.needs_input_grad[:2]
-        hidden_grad = torch.zeros_like(hidden) if of_hidden or of_head else None
-        head_grad = torch.zeros(head.shape, dtype=accumulate, device=head.device) if of_head else None
-        loss = torch.zeros((), dtype=accumulate, device=hidden.device)
-        correct = torch.zeros(positions, steps, dtype=torch.bool, device=hidden.device)
-        covered = torch.empty(positions, dtype=torch.bool, device=hidden.device)
-        compute_head = head.to(hidden.dtype)
-        for start in range(0, positions, chunk_tokens):
-            end = min(start + chunk_tokens, positions)
-            part = target.chunk(start, end, divergence.true_mass)
-            covered[start:end] = part.covered
+    def forward(ctx: Any, how: _How, weights: Tensor, head: Tensor, *hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        positions, width = hidden[0].shape
+        dtype, device = hidden[0].dtype, head.device
+        accumulate = torch.float64 if dtype == torch.float64 else torch.float32
+        with_slope, of_head = any(ctx.needs_input_grad[2:]), ctx.needs_input_grad[2]
+        gradients = [x.detach() if how.overwrite else torch.empty_like(x) for x in hidden] if with_slope else []
+        head_grad = torch.zeros(head.shape, dtype=accumulate, device=device) if of_head else None
+        loss = torch.zeros((), dtype=accumulate, device=device)
+        correct = torch.zeros(positions, len(hidden), dtype=torch.bool, device=device)
+        covered = torch.empty(positions, dtype=torch.bool, device=device)
+        compute_head = head.to(dtype)
+        for start in range(0, positions, how.chunk_tokens):
+            chunk = slice(start, min(start + how.chunk_tokens, positions))
+            part = how.target.chunk(chunk, how.divergence.true_mass)
+            covered[chunk] = part.covered
             kept = part.covered.nonzero().squeeze(-1)
-            if not len(kept):
-                continue
-            if len(kept) < end - start:
-                part, places = TargetChunk(*(x[kept] for x in part)), start + kept
-            else:
-                places = slice(start, end)
-            rows = hidden[places].reshape(-1, width)
-            logits = (rows @ compute_head.T).view(len(kept), steps, -1)
-            values, correct[places] = _diverge(
-                logits, weights[places].to(accumulate), part, divergence, hidden_grad is not None
-            )
-            loss += values
-            if hidden_grad is not None:
-                slope = logits.view(len(rows), -1)
-                hidden_grad[places] = (slope @ compute_head).view(len(kept), steps, width)
+            part = TargetChunk(*(x[kept] for x in part)) if len(kept) < len(part.covered) else part
+            places = start + kept
+            rows = torch.stack([x[places] for x in hidden], dim=1).view(-1, width)
+            logits = (rows @ compute_head.T).view(len(kept), len(hidden), len(head))
+            value, correct[places] = _diverge(logits, weights[places].to(accumulate), part, how.divergence, with_slope)
+            loss += value
+            if with_slope:
+                slope = logits.view(len(rows), len(head))
+                by_step = (slope @ compute_head).view(len(kept), len(hidden), width).unbind(1)
+                for found, gradient in zip(gradients, by_step, strict=True):
+                    found[chunk] = 0
+                    found[places] = gradient
                 if head_grad is not None:
                     _add_product(head_grad, slope, rows)
-        ctx.save_for_backward(hidden_grad, None if head_grad is None else head_grad.to(head.dtype))
+        ctx.save_for_backward(None if head_grad is None else head_grad.to(head.dtype), *gradients)
         ctx.mark_non_differentiable(correct, covered)
         return loss, correct, covered
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        scale = gradients[0]
-        of_inputs = (None if grad is None else grad * scale.to(grad.dtype) for grad in ctx.saved_tensors)
-        return (*of_inputs, None, None, None)
+        scale, saved = gradients[0], ctx.saved_tensors
+        # As they are where nothing changes: a copy of all would be the step's peak of memory.
+        if float(scale) != 1:
+            saved = tuple(None if grad is None else grad * scale.to(grad.dtype) for grad in saved)
+        return (None, None, *saved)
 
 
 def _diverge(

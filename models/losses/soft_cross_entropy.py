@@ -4,6 +4,7 @@ EAGLE-3's loss (arXiv 2503.01840): the target's distribution, restricted to the 
 every step of the training-time test. Its gradient is that of KL(p || q).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +32,7 @@ class SoftCrossEntropy:
 
 
 def soft_cross_entropy(
-    hidden: Tensor, head: Tensor, weights: Tensor, target: TargetDistribution, chunk_tokens: int
+    hidden: Sequence[Tensor], head: Tensor, weights: Tensor, target: TargetDistribution, chunk_tokens: int
 ) -> SummedLoss:
     """Weighted sum of soft cross-entropies, and which predictions are right: see `chunked_loss`."""
     return chunked_loss(hidden, head, weights, target, SoftCrossEntropy(), chunk_tokens)

@@ -214,7 +214,7 @@ class DFlashDraft(Draft):
         distribution = TargetDistribution(batch.last[index], target.rows, target.logit_scale, target.soft_cap)
         weights = self._weights(rows, target.rows, batch.tokens[index + 1], there, chunk_tokens) / shares[:, None]
         weights = (weights / total)[there].unsqueeze(1)
-        loss, correct, _ = soft_cross_entropy(rows.unsqueeze(1), target.rows, weights, distribution, chunk_tokens)
+        loss, correct, _ = soft_cross_entropy([rows], target.rows, weights, distribution, chunk_tokens)
         accepted = torch.zeros_like(there).masked_scatter(there, correct).cumprod(-1)
         tried = there.clone()
         tried[:, 1:] &= accepted[:, :-1].bool()

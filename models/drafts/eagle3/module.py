@@ -7,12 +7,14 @@ embedding of token i+1+j, and predicts token i+2+j. Parameter names are those of
 `lm_head`, `embed_tokens`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from models.drafts.base import Draft, DraftLoss, PackedSamples, TargetProjection
 from models.drafts.chains import Objective, chain_loss
@@ -22,6 +24,9 @@ from models.drafts.eagle3.proposer import Eagle3Proposer
 from models.drafts.layers import GatedMLP, RMSNorm, TargetTable, rotary_tables, rotate
 from models.drafts.vocabulary import DraftVocabulary
 from models.losses.choice import chosen_divergence
+
+RECOMPUTED_ROWS = 8192
+"""Rows whose inner activations are alive at once where the layer is computed again."""
 
 NextTokens = Callable[[int, Tensor], Tensor]
 """(step j >= 1, normed hidden states of step j-1 `[N, H]`) -> tokens `[N]` that step j embeds."""
@@ -220,20 +225,43 @@ class Eagle3Draft(Draft):
         Yields:
             Normed hidden states `[N, H]` of each step.
         """
-        layer, attention = self.midlayer, self.midlayer.self_attn
         positions = torch.cat([torch.arange(n, device=tokens.device) for n in lengths])
         hidden, columns = self.fuse(aux), []
         for step in range(steps):
-            tables = rotary_tables(positions + step, self.config.head_dim, self.config.rope_theta)
-            x = layer.attention_input(F.embedding(tokens, self.embed_tokens.weight), hidden)
-            q, k, v = attention.project(x, tables)
-            columns.append((k, v))
-            raw = layer.finish(hidden, step_attention(q, columns, lengths))
-            normed = self.norm(raw)
+            known = [x for column in columns for x in column]
+            raw, normed, *column = self._recomputable(self._step)(lengths, tokens, positions + step, hidden, *known)
+            columns.append(column)
             yield normed
             if step + 1 < steps:
                 tokens = next_tokens(step + 1, normed)
             hidden = normed if self.config.norm_output else raw
+
+    def _step(
+        self, lengths: Sequence[int], tokens: Tensor, positions: Tensor, hidden: Tensor, *known: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """One step: its output, raw and normed `[N, H]`, its keys and its values; `known` are those of steps before."""
+        rows = len(tokens) if not self.recompute else RECOMPUTED_ROWS
+        parts = zip(tokens.split(rows), positions.split(rows), hidden.split(rows), strict=True)
+        q, k, v = _joined(self._recomputable(self._project)(*part) for part in parts)
+        columns = [*zip(known[::2], known[1::2], strict=True), (k, v)]
+        attended = step_attention(q, columns, lengths)
+        parts = zip(hidden.split(rows), attended.split(rows), strict=True)
+        raw, normed = _joined(self._recomputable(self._finish)(*part) for part in parts)
+        return raw, normed, k, v
+
+    def _project(self, tokens: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+        tables = rotary_tables(positions, self.config.head_dim, self.config.rope_theta)
+        x = self.midlayer.attention_input(F.embedding(tokens, self.embed_tokens.weight), hidden)
+        return self.midlayer.self_attn.project(x, tables)
+
+    def _finish(self, hidden: Tensor, attended: Tensor) -> tuple[Tensor, ...]:
+        raw = self.midlayer.finish(hidden, attended)
+        return raw, self.norm(raw)
+
+    def _recomputable(self, function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+        if not self.recompute or not torch.is_grad_enabled():
+            return function
+        return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
 
     def loss(self, batch: PackedSamples, target: TargetProjection, total: int, chunk_tokens: int) -> DraftLoss:
         """Divergence from the target over the training-time test, step by step (see Draft.loss)."""
@@ -274,6 +302,12 @@ class Eagle3Draft(Draft):
 
     def proposer(self) -> Eagle3Proposer:
         return Eagle3Proposer(self)
+
+
+def _joined(parts: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
+    """Each tensor of all the parts, row after row."""
+    columns = list(zip(*parts, strict=True))
+    return [column[0] if len(column) == 1 else torch.cat(column) for column in columns]
 
 
 DRAFT = Eagle3Draft

@@ -140,6 +140,7 @@ def run(tmp_path: Path, target: Path, text: Path, monkeypatch: pytest.MonkeyPatc
         {"step": step, "tokens": 100 * step, "loss": 5 / step, "acceptance_by_position": [0.1 * step, 0.05 * step]}
         for step in (1, 2, 3)
     ]
+    rows[1]["heldout_acceptance_length"] = 1.5
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return Run.open(folder)
 
@@ -194,7 +195,7 @@ def test_benchmark_of_a_run(run: Run, target: Path, tmp_path: Path):
     assert any("the draft vocabulary holds" in line for line in lines(result))
     assert not result.conditions.thinking
     check_goodput(result, run)
-    for plot in ("acceptance_by_position.png", "goodput.png", "samples.png", "training.png"):
+    for plot in ("acceptance_by_position.png", "goodput.png", "heldout.png", "samples.png", "training.png"):
         assert (run.folder.plots / plot).read_bytes().startswith(b"\x89PNG")
 
 

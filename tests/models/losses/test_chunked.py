@@ -71,7 +71,7 @@ def obvious(hidden, head, weights, target, divergence=DIVERGENCES[0]):
 @pytest.mark.parametrize(("soft_cap", "whole"), [(None, True), (2.0, False)])
 def test_equals_the_obvious_loss_and_its_gradients(chunk, soft_cap, whole, divergence):
     hidden, head, weights, target = make(chunk, torch.float64, soft_cap, whole)
-    loss, correct, covered = chunked_loss(hidden, head, weights, target, divergence, chunk)
+    loss, correct, covered = chunked_loss(hidden.unbind(1), head, weights, target, divergence, chunk)
     gradients = torch.autograd.grad(loss, (hidden, head))
     expected, expected_correct, expected_covered = obvious(hidden, head, weights, target, divergence)
     assert torch.allclose(loss, expected, rtol=1e-6)
@@ -88,23 +88,38 @@ def test_gradients_against_finite_differences(divergence):
     """LKLambda's weight is taken as a constant, so its gradient is not the value's."""
     hidden, head, weights, target = make(3, torch.float64, whole=False)
     assert torch.autograd.gradcheck(
-        lambda h, w: chunked_loss(h, w, weights, target, divergence, 2)[0], (hidden, head), eps=1e-6, atol=1e-6
+        lambda h, w: chunked_loss(h.unbind(1), w, weights, target, divergence, 2)[0],
+        (hidden, head),
+        eps=1e-6,
+        atol=1e-6,
     )
 
 
 @divergences
 def test_float32_is_close_to_float64(divergence):
     hidden, head, weights, target = make(5, torch.float64)
-    wide, *_ = chunked_loss(hidden, head, weights, target, divergence, 4)
+    wide, *_ = chunked_loss(hidden.unbind(1), head, weights, target, divergence, 4)
     narrow_target = TargetDistribution(target.last.float(), target.head.float(), target.logit_scale)
-    narrow, *_ = chunked_loss(hidden.float(), head.float(), weights.float(), narrow_target, divergence, 4)
+    narrow, *_ = chunked_loss(hidden.float().unbind(1), head.float(), weights.float(), narrow_target, divergence, 4)
     assert narrow.item() == pytest.approx(wide.item(), rel=1e-5)
+
+
+def test_hidden_states_that_nobody_else_needs_give_their_memory_to_their_gradients():
+    hidden, head, weights, target = make(3, torch.float64, whole=False)
+    loss, *_ = chunked_loss(hidden.unbind(1), head, weights, target, SoftCrossEntropy(), 3)
+    expected = torch.autograd.grad(3 * loss, (hidden, head))
+    given = [x.clone() for x in hidden.unbind(1)]
+    again, *_ = chunked_loss(given, head, weights, target, SoftCrossEntropy(), 3, overwrite=True)
+    assert torch.equal(again, loss)
+    for found, wanted in zip(torch.autograd.grad(3 * again, (hidden, head)), expected, strict=True):
+        assert torch.equal(found, wanted)
+    assert torch.equal(3 * torch.stack([x.detach() for x in given], dim=1), expected[0])
 
 
 @divergences
 def test_no_position_gives_zero(divergence):
     hidden, head, weights, target = make(1, torch.float64)
-    loss, *_ = chunked_loss(hidden, head, torch.zeros_like(weights), target, divergence, 4)
+    loss, *_ = chunked_loss(hidden.unbind(1), head, torch.zeros_like(weights), target, divergence, 4)
     loss.backward()
     assert loss.item() == 0
     assert not hidden.grad.any()
@@ -114,9 +129,9 @@ def test_no_position_gives_zero(divergence):
 @divergences
 def test_a_frozen_head_has_no_gradient(divergence):
     hidden, head, weights, target = make(2, torch.float64)
-    loss, *_ = chunked_loss(hidden, head, weights, target, divergence, 4)
+    loss, *_ = chunked_loss(hidden.unbind(1), head, weights, target, divergence, 4)
     (expected,) = torch.autograd.grad(loss, hidden)
-    frozen, *_ = chunked_loss(hidden, head.detach(), weights, target, divergence, 4)
+    frozen, *_ = chunked_loss(hidden.unbind(1), head.detach(), weights, target, divergence, 4)
     frozen.backward()
     assert torch.equal(hidden.grad, expected)
 
@@ -126,7 +141,7 @@ def test_a_draft_that_is_sure_of_another_token_learns_in_float32(divergence):
     """Acceptance of e^-150 is no number of float32, its logarithm is one."""
     hidden = torch.tensor([[[150.0, 0.0]]], requires_grad=True)
     target = TargetDistribution(torch.tensor([[0.0, 300.0]]), torch.eye(2))
-    loss, correct, _ = chunked_loss(hidden, torch.eye(2), torch.ones(1, 1), target, divergence, 1)
+    loss, correct, _ = chunked_loss(hidden.unbind(1), torch.eye(2), torch.ones(1, 1), target, divergence, 1)
     (slope,) = torch.autograd.grad(loss, hidden)
     assert not correct.any()
     assert loss.item() == pytest.approx(150, rel=0.02)
@@ -143,10 +158,10 @@ def test_nothing_is_lost_where_the_draft_equals_the_target():
     whole = TargetDistribution(last, torch.cat([head, unknown]), draft_ids=torch.arange(9))
     p = (last @ head.T).exp().sum(-1)
     one = torch.ones(6, 1)
-    alpha, _, covered = chunked_loss(last[:, None], head, one, whole, LKAlpha(), 4)
+    alpha, _, covered = chunked_loss([last], head, one, whole, LKAlpha(), 4)
     assert covered.all()
     assert alpha.item() == pytest.approx(float(((p + 2) / p).log().sum()), rel=1e-5)
-    blend, *_ = chunked_loss(last[:, None], head, one, TargetDistribution(last, head), LKLambda(3.0), 4)
+    blend, *_ = chunked_loss([last], head, one, TargetDistribution(last, head), LKLambda(3.0), 4)
     assert blend.item() == pytest.approx(0, abs=1e-5)
 
 
@@ -158,5 +173,5 @@ def test_a_configuration_names_its_divergence():
 
 def test_soft_cross_entropy_is_the_first_of_them():
     hidden, head, weights, target = make(6, torch.float64)
-    found = soft_cross_entropy(hidden, head, weights, target, 3)[0]
-    assert torch.equal(found, chunked_loss(hidden, head, weights, target, SoftCrossEntropy(), 3)[0])
+    found = soft_cross_entropy(hidden.unbind(1), head, weights, target, 3)[0]
+    assert torch.equal(found, chunked_loss(hidden.unbind(1), head, weights, target, SoftCrossEntropy(), 3)[0])

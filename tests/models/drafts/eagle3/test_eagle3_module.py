@@ -6,6 +6,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from models.drafts.base import PackedSamples, TargetProjection
+from models.drafts.eagle3 import module
 from models.drafts.eagle3.config import Eagle3Config
 from models.drafts.eagle3.module import Eagle3Draft
 from models.drafts.vocabulary import DraftVocabulary
@@ -110,3 +112,29 @@ def test_step_weights_are_given_or_decay():
 def test_options_that_make_no_sense_are_refused(changes, message):
     with pytest.raises(ValidationError, match=re.escape(message)):
         Eagle3Config.model_validate(SIZES | changes)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_computing_the_layer_again_changes_no_gradient(monkeypatch, precision):
+    monkeypatch.setattr(module, "RECOMPUTED_ROWS", 5)
+    g, lengths = torch.Generator().manual_seed(0), (7, 9)
+    batch = PackedSamples(
+        tokens=torch.randint(TARGET_VOCABULARY, (16,), generator=g),
+        loss_mask=torch.ones(16, dtype=torch.bool),
+        aux=torch.randn(16, 3 * HIDDEN, generator=g),
+        last=torch.randn(16, HIDDEN, generator=g),
+        lengths=lengths,
+    )
+    torch.manual_seed(1)
+    draft = make(norm_output=True)
+    target = TargetProjection(torch.randn(24, HIDDEN, generator=g), None, 1.0, None)
+    found = []
+    for draft.recompute in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
+            loss = draft.loss(batch, target, 10, 4).loss
+        found.append(torch.autograd.grad(loss, list(draft.parameters())))
+    for kept, again in zip(*found, strict=True):
+        assert kept.any()
+        assert torch.allclose(
+            kept, again, rtol=1e-4 if precision == "float32" else 0.05, atol=1e-6 if precision == "float32" else 1e-3
+        )
