@@ -34,14 +34,15 @@ down:
 
 # Figures of benchmarks/results/, about two hours on two cores; nothing else should run meanwhile.
 bench: $(VENV)/.ready $(SGLANG)/.ready
-	for name in data_wait lossless transport ledger stored capture_cost engines drift gates overhead; do \
+	for name in data_wait lossless transport ledger stored capture_cost engines drift gates overhead planner; do \
 	    $(BIN)/python benchmarks/$$name.py || exit 1; \
 	done
 
-$(VENV)/.ready: pyproject.toml
+$(VENV)/.ready: pyproject.toml requirements/speculators-no-deps.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet '$(TORCH)'
 	$(BIN)/pip install --quiet --editable '.[quickstart,dev,ray,$(MOONCAKE)]'
+	$(BIN)/pip install --quiet --no-deps --requirement requirements/speculators-no-deps.txt
 	@touch $@
 
 # SGLang pins a torch of its own, so it lives beside ours; our distribution is there for its two entry points.

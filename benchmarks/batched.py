@@ -19,8 +19,9 @@ from sources import Ground, add_arguments, load, numbers
 
 from infra.exit import run_main
 from infra.files import write_atomically
+from infra.goodput import GoodputTable, StepTime
 from infra.records import Record
-from infra.results import Conditions, GoodputTable, StepTime
+from infra.results import Conditions
 from models.benchmark.acceptance import acceptance_length, by_position
 from models.benchmark.goodput import FittedCosts, fit, goodput_table, shown
 from models.decoding.policy import LookaheadPolicy

@@ -33,7 +33,7 @@ app.add_typer(drafts, name="drafts")
 def retrain(
     recipe: Annotated[Path | None, typer.Argument(help="A YAML file of recipes/.")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[section.field=value]...")] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Check the recipe, print it in full, and stop.")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Say what the run will take, and stop.")] = False,
     resume: Annotated[str | None, typer.Option("--resume", metavar="RUN", help="Go on with this run.")] = None,
 ) -> None:
     """Train, prove, register and (if it earned that) promote a draft."""
@@ -117,8 +117,12 @@ def _forget_crashes(config: "RunConfig", folder: Path) -> None:
 
 
 def _print_plan(config: "RunConfig") -> None:
+    """The recipe in full, the Slurm job if it is one, and what the run will take; nothing where it cannot run."""
     import yaml
 
+    from flows.plan_command import checked_plan, print_plan
+
+    plan = checked_plan(config)
     print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=110), end="")
     if config.pools.kind == "slurm":
         from infra.pools.choice import pool_specs
@@ -126,6 +130,8 @@ def _print_plan(config: "RunConfig") -> None:
 
         print("---")
         print(dry_run(config.name, pool_specs(config.pools, config.generator.count), config.pools), end="")
+    print("---", flush=True)
+    print_plan(plan)
 
 
 app.command()(bench)

@@ -6,6 +6,7 @@ from models.config import RunConfig
 from tasks.benchmark import benchmark_draft, benchmark_served
 from tasks.export import export_draft
 from tasks.generators import generating
+from tasks.planning import plan_run
 from tasks.pools import lease
 from tasks.prepare import fetch_start, prepare_samples, prepare_target, regenerate_text
 from tasks.promotion import promote_or_refuse
@@ -35,6 +36,7 @@ def retrain(config: RunConfig, run: str | None = None) -> str:
                 regenerate_text(opened, inference)
         samples = prepare_samples(opened, target)
         track_samples(opened, tracking, samples)
+        plan_run(opened, target, samples)
         with (
             lease(opened, "inference", "training") as (inference, training),
             storing(opened, training) as store,

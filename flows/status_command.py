@@ -149,6 +149,7 @@ def _bar(states: "Progress") -> str:
 
 def _training(folder: "RunFolder", config: "RunConfig", last: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
     from infra.bottleneck import in_words
+    from infra.planner.measured import comparison, read_plan
     from infra.records import SamplesRecord, SideRates
 
     if last is None:
@@ -163,7 +164,11 @@ def _training(folder: "RunFolder", config: "RunConfig", last: dict[str, Any] | N
         f"step {last['step']} of {total}, loss {last['loss']:.3f}, acceptance by position {rates}, "
         f"{last['tokens_per_s']:,.0f} tokens/s{rest}",
     )
-    yield "bottleneck", in_words(SideRates.model_validate(last["rates"]))
+    rates = SideRates.model_validate(last["rates"])
+    yield "bottleneck", in_words(rates)
+    if plan := read_plan(folder.plan):
+        for name, text in comparison(plan, rates):
+            yield f"plan, {name}", text
 
 
 def _generators(folder: "RunFolder", config: "RunConfig") -> Iterator[tuple[str, str]]:

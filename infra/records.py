@@ -11,6 +11,9 @@ from pydantic import BaseModel, ConfigDict
 
 from infra.config import TransportConfig
 
+HELDOUT_LENGTH = "heldout_acceptance_length"
+"""Key of the lines of `metrics.jsonl` whose steps were measured on held-out text."""
+
 
 class Record(BaseModel):
     """A frozen, strict record that is written as JSON."""
@@ -322,12 +325,16 @@ class TrainingResult(Record):
     """Share of supervised positions whose target argmax lies in the draft vocabulary."""
     token_coverage: float | None = None
     """Share of the samples' supervised tokens that the draft vocabulary holds."""
+    checkpoint_stall_s: float
+    """Seconds that training stood still for a checkpoint, on average since the trainer's last start."""
     rates: SideRates
 
 
 class ExportRecord(Record):
-    """An exported draft: a Hugging Face folder in a serving engine's layout."""
+    """An exported draft: a Hugging Face folder in serving engines' layouts."""
 
     path: str
-    layout: Literal["sglang"]
+    layouts: tuple[Literal["sglang", "speculators"], ...]
+    """All that the one folder is; none: no engine serves the method."""
     sha256: Mapping[str, str]
+    """Of weights and configuration; the model card is written again with every benchmark."""

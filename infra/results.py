@@ -5,6 +5,7 @@ Like `infra.records`, of which they are a part: ids, sizes, paths and numbers, n
 
 from collections.abc import Mapping
 
+from infra.goodput import GoodputEvidence, MeasuredGoodput
 from infra.records import Record
 
 
@@ -41,6 +42,8 @@ class GateEvidence(Record):
     served_gap: float | None = None
     """Relative, between served and simulated acceptance length; None: not served."""
     category_tolerance: float = 0.05
+    goodput: GoodputEvidence | None = None
+    """None: no loads were asked for."""
     grounds: tuple[Ground, ...]
     """The held-out prompts first, then the suites."""
 
@@ -252,73 +255,6 @@ class ServedResult(Record):
         )
 
 
-class StepTime(Record):
-    """Measured seconds of one forward of the target, or of one drafting."""
-
-    batch: int
-    """Texts."""
-    tokens: int
-    """Of each text: those that the target verifies (lookahead + 1), or those that the draft proposes (lookahead)."""
-    seconds: float
-
-
-class CostFit(Record):
-    """Seconds as a sum of what is paid once, by text and by token; dearer tokens beyond what the hardware does at once.
-
-    constant + per_text B + per_token N + per_token_beyond max(0, N - knee), with B texts and N = B x tokens, and
-    several + several_per_text B where tokens > 1: engines and processors have a faster way for one token of each text.
-    """
-
-    constant: float
-    per_text: float
-    per_token: float
-    knee: float
-    per_token_beyond: float
-    several: float
-    several_per_text: float
-    worst_error: float
-    """Largest relative difference from a measurement."""
-
-    def seconds(self, batch: int, tokens: int) -> float:
-        """`tokens` of each of `batch` texts."""
-        total = batch * tokens
-        beyond = self.per_token_beyond * max(0.0, total - self.knee)
-        several = (self.several + self.several_per_text * batch) * (tokens > 1)
-        return self.constant + self.per_text * batch + self.per_token * total + beyond + several
-
-
-class Goodput(Record):
-    """What one lookahead is expected to give at one load."""
-
-    batch: int
-    lookahead: int
-    step_s: float
-    tokens_per_step: float
-    """Of each text: the acceptance length."""
-    tokens_per_s: float
-    """Of all texts."""
-
-
-class GoodputTable(Record):
-    """Predicted goodput for every lookahead (0 included) and load, and what it was predicted from."""
-
-    rates: tuple[float, ...]
-    """Acceptance rate by position, given all before."""
-    target: CostFit
-    draft: CostFit
-    rows: tuple[Goodput, ...]
-    """By batch, then lookahead."""
-
-    @property
-    def best(self) -> dict[int, int]:
-        """The lookahead of greatest goodput by batch, the smaller one of equals."""
-        found: dict[int, Goodput] = {}
-        for row in self.rows:
-            if row.batch not in found or row.tokens_per_s > found[row.batch].tokens_per_s:
-                found[row.batch] = row
-        return {batch: row.lookahead for batch, row in found.items()}
-
-
 class SmokeResult(Record):
     """`smoke.json`: whether a draft from the registry decodes as it was benchmarked, and what was seen."""
 
@@ -356,6 +292,8 @@ class BenchmarkResult(Record):
     token_recycling_sampled: Acceptance | None = None
     served: ServedResult | None = None
     """The serving engine's own figures; None: not asked for."""
+    goodput: MeasuredGoodput | None = None
+    """Tokens per second that are expected of a served draft; None: no loads were asked for."""
     champion: Acceptance | None
     beats_prompt_lookup: bool
     vocabulary_mass: float | None = None

@@ -38,6 +38,11 @@ class RunFolder:
         return self.path / "samples.json"
 
     @property
+    def plan(self) -> Path:
+        """What the run was expected to take, before it took any device."""
+        return self.path / "plan.json"
+
+    @property
     def ledger_file(self) -> Path:
         return self.path / "ledger.sqlite"
 
@@ -47,8 +52,13 @@ class RunFolder:
 
     @property
     def start(self) -> Path:
-        """Export of the registered version that training begins with, if it does."""
+        """Export of the draft that training begins with, if it does."""
         return self.path / "start"
+
+    @property
+    def heldout(self) -> Path:
+        """The target's own text to a few held-out prompts, over which the draft walks while it trains."""
+        return self.path / "heldout.safetensors"
 
     @property
     def logs(self) -> Path:
@@ -80,6 +90,11 @@ class RunFolder:
     @property
     def export(self) -> Path:
         return self.path / "export"
+
+    @property
+    def exported(self) -> Path:
+        """What `export` holds."""
+        return self.path / "export.json"
 
     @property
     def benchmark(self) -> Path:

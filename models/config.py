@@ -8,6 +8,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from infra.config import LedgerConfig, PoolsConfig, TrackingConfig, TransportConfig
+from infra.planner.config import PlanConfig
 from infra.shareable import without_passwords
 from models.benchmark.config import BenchmarkConfig, PromotionConfig
 from models.capture.config import GeneratorConfig
@@ -35,6 +36,7 @@ class RunConfig(BaseModel):
     ledger: LedgerConfig = LedgerConfig()
     transport: TransportConfig = TransportConfig()
     tracking: TrackingConfig = TrackingConfig()
+    plan: PlanConfig = PlanConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":
@@ -94,7 +96,7 @@ def read_config(path: Path) -> RunConfig:
         ) from error
 
 
-POOLS = "pools"
+SECTIONS_OF_PLACEMENT = ("pools", "plan")
 PLACEMENT = frozenset(
     {
         "training.ranks",
@@ -104,7 +106,8 @@ PLACEMENT = frozenset(
         "generator.patience_s",
     }
 )
-"""Settings that a resumed run may change, like all of `pools`: they decide where it runs, not what it comes to."""
+"""Settings that a resumed run may change, like all of `pools` and `plan`: they decide where it runs, or what is assumed
+of that, not what it comes to."""
 
 
 def with_overrides(config: RunConfig, overrides: list[str]) -> RunConfig:
@@ -112,10 +115,11 @@ def with_overrides(config: RunConfig, overrides: list[str]) -> RunConfig:
     tree = config.model_dump(mode="json")
     for override in overrides:
         setting = override.partition("=")[0]
-        if setting not in PLACEMENT and not setting.startswith(f"{POOLS}."):
+        if setting not in PLACEMENT and setting.partition(".")[0] not in SECTIONS_OF_PLACEMENT:
             raise ValueError(
                 f"override {without_passwords(override)!r}: a run is resumed with its own configuration; leave it out, "
-                f"or start a new run (these may change: {', '.join(sorted(PLACEMENT))}, and all of {POOLS})"
+                f"or start a new run (these may change: {', '.join(sorted(PLACEMENT))}, and all of "
+                f"{' and '.join(SECTIONS_OF_PLACEMENT)})"
             )
         _apply(tree, override)
     try:
@@ -126,7 +130,7 @@ def with_overrides(config: RunConfig, overrides: list[str]) -> RunConfig:
 
 def without_placement(config: RunConfig) -> dict[str, Any]:
     """What two configurations must share to be of the same run."""
-    tree = config.model_dump(mode="json", exclude={POOLS})
+    tree = config.model_dump(mode="json", exclude=set(SECTIONS_OF_PLACEMENT))
     for setting in PLACEMENT:
         section, _, field = setting.partition(".")
         del tree[section][field]

@@ -6,6 +6,7 @@ import torch
 
 from infra.ledger.schema import check_server
 from infra.mooncake.environment import check_mooncake, choose_protocol
+from infra.planner.traffic import CHECKPOINT_BYTES_PER_PARAMETER
 from infra.sglang.environment import sglang_python
 from infra.transport.stored import local_folder
 from models.benchmark.prompts import suite_prompts, take_prompts
@@ -14,9 +15,6 @@ from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
 from models.run import Run
 from models.training.start import load_start
-
-BYTES_PER_PARAMETER = 16
-"""Of a checkpoint: weights, averaged weights and AdamW's two moments, in float32."""
 
 
 def check_run(run: Run) -> None:
@@ -82,7 +80,7 @@ def _check_disk(run: Run, parameters: int) -> None:
     # One more than are kept: a new checkpoint is whole before the oldest goes. The export and its copies in the
     # registry take less than another one.
     kept = run.config.training.keep_checkpoints
-    needed = (kept + 2) * parameters * BYTES_PER_PARAMETER
+    needed = (kept + 2) * parameters * CHECKPOINT_BYTES_PER_PARAMETER
     free = shutil.disk_usage(run.folder.path).free
     if free < needed:
         raise ValueError(

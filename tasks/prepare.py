@@ -6,6 +6,7 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from infra.ledger.planning import check_budget
+from infra.planner.traffic import stored_bytes_per_token
 from infra.pools.base import Pool
 from infra.records import RegeneratedRecord, SamplesRecord, TargetRecord
 from infra.results import RegisteredDraft
@@ -14,7 +15,6 @@ from models.config import RunConfig
 from tasks.data_plane import on_cpu, run_main, worth_retrying
 from tasks.run import OpenRun
 
-BYTES = {"float32": 4, "bfloat16": 2}
 TARGET_TIMEOUT_S = 4 * 3600.0
 """A large target is downloaded from the Hub."""
 SAMPLES_TIMEOUT_S = 4 * 3600.0
@@ -30,9 +30,15 @@ def prepare_target(run: OpenRun) -> TargetRecord:
 
 @task(name="fetch start", retries=2, retry_delay_seconds=5, retry_condition_fn=worth_retrying, cache_policy=NO_CACHE)
 def fetch_start(run: OpenRun) -> RegisteredDraft | None:
-    """Download the registered version that training begins with, once: a resumed run keeps the one it began with."""
+    """Fetch the draft that training begins with, once: a resumed run keeps the one it began with.
+
+    Returns the registered version; None for a published draft, or where there is nothing to fetch.
+    """
     wanted, logger = run.config.training.start_from, get_run_logger()
     if wanted is None or run.folder.start.is_dir():
+        return None
+    if isinstance(wanted, str) and wanted != "champion":
+        run_main(run, on_cpu(run), "start", "models.export.published", timeout_s=TARGET_TIMEOUT_S)
         return None
     if wanted == "champion":
         found = champion(run.tracking_uri, run.draft_name)
@@ -67,10 +73,11 @@ def prepare_samples(run: OpenRun, target: TargetRecord) -> SamplesRecord:
 
 def refuse_small_budget(config: RunConfig, target: TargetRecord, samples: SamplesRecord) -> None:
     """Raise ValueError, with the numbers, for a transport budget that could stall the run."""
-    states = len(config.target.aux_layer_ids) + 1
     check_budget(
         budget_bytes=config.transport.budget_mib * 2**20,
-        bytes_per_token=states * target.hidden_size * BYTES[config.generator.stored_dtype],
+        bytes_per_token=stored_bytes_per_token(
+            len(config.target.aux_layer_ids), target.hidden_size, config.generator.stored_dtype
+        ),
         longest_sample_tokens=samples.longest,
         samples_per_step=config.training.samples_per_step,
         ranks=config.training.ranks,

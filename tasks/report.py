@@ -14,6 +14,7 @@ from prefect.utilities.urls import url_for
 
 from infra.bottleneck import in_words, slow_side
 from infra.files import write_atomically
+from infra.planner.measured import read_plan
 from infra.provenance import git_sha
 from infra.records import Progress, SamplesRecord, TargetRecord, TrainingResult, generators_changes
 from infra.results import Acceptance, BenchmarkResult, RegisteredDraft
@@ -42,7 +43,7 @@ def write_report(
         run=run.folder.name, config=run.config, target=target, samples=samples,
         trained=trained, result=result, draft=draft, progress=progress, quarantined=quarantined,
         written=datetime.now().astimezone(), links=tuple(links(run)), git_sha=git_sha(),
-        generators=generators_changes(run.folder.generators),
+        generators=generators_changes(run.folder.generators), plan=read_plan(run.folder.plan),
     )  # fmt: skip
     write_files(run, facts)
     tracking = TrackedRun.read(run.tracking_record)
@@ -63,6 +64,7 @@ def write_files(run: OpenRun, facts: RunFacts) -> None:
         "data": facts.samples.model_dump(exclude={"path"}),
         **training_report(facts.trained, facts.progress),
         "generators": [change.model_dump() for change in facts.generators],
+        "plan": dict(facts.planned),
         **benchmark_report(facts.result),
         "draft": {"name": draft.name, "version": draft.version, "alias": _alias(draft), "model_id": draft.model_id},
     }
@@ -121,6 +123,7 @@ def training_report(trained: TrainingResult, progress: Progress) -> dict[str, An
             "wall_s": trained.wall_s,
             "data_wait_share": trained.data_wait_s / trained.step_s if trained.step_s else 0.0,
             "tokens_per_s": trained.tokens / trained.step_s if trained.step_s else 0.0,
+            "checkpoint_stall_s": trained.checkpoint_stall_s,
             "final_loss": trained.final_loss,
             "acceptance_by_position": trained.acceptance_by_position,
             "vocabulary_coverage": trained.vocabulary_coverage,
@@ -161,6 +164,7 @@ def benchmark_report(result: BenchmarkResult) -> dict[str, Any]:
         "vocabulary_mass": result.vocabulary_mass,
         "lossless": result.lossless.model_dump(mode="json", include={"tokens", "mismatches", "ties"}),
         "speed": result.speed.model_dump(mode="json"),
+        "goodput": result.goodput and [load.model_dump(mode="json") for load in result.goodput.by_load],
         "gate": result.gate.model_dump(mode="json"),
         "conditions": result.conditions.model_dump(mode="json"),
         "summary": result.summary,

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from infra.ledger.answers import Quarantined
+from infra.planner.measured import comparison
+from infra.planner.plan import Plan
 from infra.records import GeneratorsChange, Progress, SamplesRecord, TargetRecord, TrainingResult
 from infra.results import Acceptance, BenchmarkResult, RegisteredDraft
 from models.config import RunConfig
@@ -29,6 +31,13 @@ class RunFacts:
     git_sha: str = "unknown"
     generators: Sequence[GeneratorsChange] = ()
     """How many there were, one after the other."""
+    plan: Plan | None = None
+    """What the run was expected to take."""
+
+    @property
+    def planned(self) -> Sequence[tuple[str, str]]:
+        """Planned beside measured rates, and the split that would be better."""
+        return tuple(comparison(self.plan, self.trained.rates)) if self.plan else ()
 
 
 @dataclass(frozen=True)
@@ -79,6 +88,27 @@ def acceptance_by_lookahead(result: BenchmarkResult) -> list[dict[str, int | str
         | {name: length(of.length[at]) if at in of.length else "" for name, of in sources(result).items()}
         for at in sorted(result.simulated.length)
     ]
+
+
+def goodput_rows(result: BenchmarkResult) -> list[dict[str, str]]:
+    """Predicted goodput at each load: the best lookahead, and what it gives; empty where it was not measured."""
+    found = result.goodput
+    if found is None:
+        return []
+    rows = []
+    for load in found.by_load:
+        plain = found.draft.plain_at(load.batch).tokens_per_s
+        row = {
+            "texts at once": str(load.batch),
+            "best lookahead": str(load.challenger_lookahead),
+            "tokens/s": rate(load.challenger),
+            "target alone": rate(plain),
+            "gain": signed(load.challenger / plain - 1),
+        }
+        if load.champion is not None:
+            row |= {"champion": rate(load.champion), "its lookahead": str(load.champion_lookahead)}
+        rows.append(row)
+    return rows
 
 
 def length(value: float) -> str:

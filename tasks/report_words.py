@@ -101,8 +101,22 @@ def gate_line(gate: GateDecision) -> str:
     """The gate's decision with its figures."""
     return (
         f"gate {'passed' if gate.passed else 'not passed'} ({gate.reason.rstrip('.')}); the smallest difference that "
-        f"these prompts can show is {share(gate.smallest_detectable)}"
+        f"these prompts can show is {share(gate.smallest_detectable)}{_by_category(gate)}"
     )
+
+
+def _by_category(gate: GateDecision) -> str:
+    """Every category against the champion, and what its prompts could have shown."""
+    said = [
+        f"{each.category} of {each.ground} {signed(each.difference)} "
+        + (
+            "(too few prompts to judge)"
+            if each.p is None or each.smallest_detectable is None
+            else f"(p = {each.p:.2g}, a worsening by {share(each.smallest_detectable)} would show)"
+        )
+        for each in gate.categories
+    ]
+    return f"; by category: {', '.join(said)}" if said else ""
 
 
 def lossless_line(result: BenchmarkResult) -> str:
@@ -112,6 +126,21 @@ def lossless_line(result: BenchmarkResult) -> str:
     if lossless.mismatches:
         return f"NOT lossless: {differ} in {lossless.tokens:,} tokens compared with the target's own text"
     return f"lossless: {lossless.tokens:,} tokens equal the target's own text, with {differ}"
+
+
+def serving_line(result: BenchmarkResult) -> str | None:
+    """What the main load's goodput says of serving; None where it was not measured."""
+    found = result.goodput
+    if found is None:
+        return None
+    best, loads = found.best, f"{found.main_load} text{'s' if found.main_load > 1 else ''} at once"
+    gain = best.tokens_per_s / found.draft.plain_at(found.main_load).tokens_per_s
+    advice = (
+        f"propose {best.lookahead} tokens ({gain:.2f} times the target alone)" if best.lookahead else "propose none"
+    )
+    served = result.served
+    measured = f"; the engine's own figures are of lookahead {served.lookahead}" if served and served.acceptance else ""
+    return f"predicted from step costs on {found.hardware}, in transformers: with {loads} {advice}{measured}"
 
 
 def _of(number: int, one: str, many: str) -> str:

@@ -99,7 +99,15 @@ def check_rdma(root: Path = Path("/"), memlock: int | None = None) -> list[Findi
     else:
         remedy = "`ulimit -l unlimited` (limits.conf: memlock; systemd: LimitMEMLOCK; Docker: --ulimit memlock=-1)"
         findings.append(note("locked memory", f"at most {soft // 1024} KiB, too little to register buffers", remedy))
+    if (root / "proc/driver/nvidia").is_dir():
+        findings.append(_judge_gpudirect(root))
     return findings
+
+
+def _judge_gpudirect(root: Path) -> Finding:
+    if (root / "sys/module/nvidia_peermem").is_dir():
+        return ok("GPUDirect", "nvidia-peermem is loaded: samples may arrive in the GPU's own memory")
+    return note("GPUDirect", "samples arrive in host memory", "`modprobe nvidia-peermem` lets them arrive in the GPU's")
 
 
 def _judge_rdma(device: Path) -> Finding:

@@ -4,6 +4,8 @@ import base64
 import heapq
 from collections.abc import Collection, Sequence
 
+from infra.planner.traffic import samples_in_flight
+
 
 def balance(tokens: Sequence[int], ranks: int, micro_batches: int) -> list[tuple[int, int]]:
     """Spread samples over ranks x micro-batches so that all hold about the same number of tokens.
@@ -40,7 +42,7 @@ def check_budget(
     That includes what progress needs in either order: that any one step fits whole (infra.ledger.generators).
     """
     longest = longest_sample_tokens * bytes_per_token
-    in_flight = max(ranks, samples_per_step) * (prefetch_steps + 1) + generator_slots
+    in_flight = samples_in_flight(samples_per_step, ranks, prefetch_steps, generator_slots)
     needed = longest * in_flight
     if budget_bytes >= needed:
         return

@@ -55,7 +55,7 @@ class MooncakeClient:
         status = self.store.setup(address, "P2PHANDSHAKE", 0, 0, store.protocol, devices, store.master)
         if status:
             raise ConnectionError(f"no Mooncake store answers at {store.master} (status {status})")
-        self.staging = Staging(self._register, self._unregister)
+        self.staging = Staging(self.register, self.unregister)
         self._pinned = ReplicateConfig()
         self._pinned.with_hard_pin = True  # never evicted: unread samples are no cache
 
@@ -121,11 +121,16 @@ class MooncakeClient:
             time.sleep(POLL_S)
         return status
 
-    def _register(self, address: int, nbytes: int) -> None:
+    def register(self, address: int, nbytes: int) -> None:
+        """Have Mooncake read and write this memory, which must not be given back before `unregister`."""
         status = self.store.register_buffer(address, nbytes)
-        assert status == 0, f"registering {nbytes} bytes failed with {status}"
+        if status:
+            raise ValueError(
+                f"Mooncake cannot register {nbytes} bytes of memory (status {status}): `ulimit -l` bounds it, and a "
+                "GPU's memory needs the kernel module nvidia-peermem; for the latter, set transport.receive=host"
+            )
 
-    def _unregister(self, address: int) -> None:
+    def unregister(self, address: int) -> None:
         self.store.unregister_buffer(address)
 
 

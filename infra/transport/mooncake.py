@@ -19,6 +19,7 @@ class MooncakeTransport:
     """Objects in a store that every process of the run reaches."""
 
     def __init__(self, store: StoreRecord):
+        self.protocol = store.protocol
         self._client = client_of(store)
         self._staging = self._client.staging
 
@@ -45,6 +46,20 @@ class MooncakeTransport:
                 copy_hashed(view, staged.view[start : start + buffer.nbytes], hashing)
                 check_sum(record, buffer, hashing.hexdigest())
                 start += buffer.nbytes
+
+    def read(self, record: ObjectRecord, address: int) -> None:
+        """Read the object, its buffers one after the other, into registered memory; nothing is verified.
+
+        Raises TransferError.
+        """
+        self._client.get(record.key, address, record.nbytes)
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Have memory of this machine or of its GPUs written to by `read`. Raises ValueError where it cannot be."""
+        self._client.register(address, nbytes)
+
+    def unregister(self, address: int) -> None:
+        self._client.unregister(address)
 
     def verify(self, record: ObjectRecord) -> bool:
         """Read the object back and compare its checksums."""

@@ -1,7 +1,7 @@
 """What is measured on the held-out prompts, and what a challenger must show."""
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -26,6 +26,11 @@ class BenchmarkConfig(BaseModel):
         default=(1, 4),
         description="Requests at a time in the serving benchmark, which runs where SGLang is the engine; [] leaves it "
         "out.",
+    )
+    loads: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        default=(1, 4, 16),
+        description="Texts decoded at once for which goodput is predicted from step costs measured here, and serving "
+        "settings are written; the first is the main one, which static settings are for. [] leaves it out.",
     )
     batch_size: int = Field(default=16, ge=1, description="Continuations generated together.")
     compute_dtype: Literal["float32", "bfloat16"] = Field(
@@ -56,6 +61,13 @@ class PromotionConfig(BaseModel):
     resamples: int = Field(default=10_000, ge=100)
     max_gap: float = Field(
         default=0.05, gt=0, description="Largest gap between simulated and reference acceptance length."
+    )
+    max_goodput_loss: float = Field(
+        default=0.05,
+        ge=0,
+        lt=1,
+        description="A challenger is refused whose goodput at one of benchmark.loads is worse than the champion's by "
+        "more than this, relatively. Step costs are timings, which differ by some per cent from run to run.",
     )
     suites: Mapping[str, str] = Field(
         default={},

@@ -74,6 +74,21 @@ def _reading_its_own(draft: Draft, layers: Sequence[int]) -> ProposalSource:
     return SelectedLayers(draft, [layers.index(layer) for layer in draft.aux_layer_ids], len(layers))
 
 
+def same_build(one: ProposalSource, other: ProposalSource) -> bool:
+    """Whether two drafts compute the same with other weights, so that their steps cost the same."""
+    first, second = draft_of(one), draft_of(other)
+    shapes = [{name: tensor.shape for name, tensor in draft.state_dict().items()} for draft in (first, second)]
+    settings = [draft.config.model_dump(exclude=set(draft.config.training_only)) for draft in (first, second)]
+    return shapes[0] == shapes[1] and settings[0] == settings[1]
+
+
+def draft_of(source: ProposalSource) -> Draft:
+    """The draft behind a contestant."""
+    draft = source.source if isinstance(source, SelectedLayers) else source
+    assert isinstance(draft, Draft)
+    return draft
+
+
 class SelectedLayers:
     """A `ProposalSource` that hands a draft only the target layers it was trained on."""
 

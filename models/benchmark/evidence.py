@@ -5,6 +5,7 @@ Runs in the benchmark.
 
 from collections.abc import Sequence
 
+from infra.goodput import GoodputEvidence, MeasuredGoodput
 from infra.results import GateEvidence, Ground, ServedResult
 from models.benchmark.acceptance import acceptance_length, distinct_token_share
 from models.benchmark.config import BenchmarkConfig, PromotionConfig
@@ -22,6 +23,7 @@ def gather(
     dataset_hash: str,
     champion_label: str,
     served: ServedResult | None = None,
+    goodput: MeasuredGoodput | None = None,
 ) -> GateEvidence:
     """The gate's evidence at `config.lookahead`."""
     lookahead = config.lookahead
@@ -36,6 +38,7 @@ def gather(
         gap=found.gap(lookahead),
         served_gap=served.length / simulated - 1 if served and served.length else None,
         category_tolerance=promotion.category_tolerance,
+        goodput=goodput and GoodputEvidence(max_loss=promotion.max_goodput_loss, loads=goodput.by_load),
         grounds=(
             ground(HELD_OUT, dataset_hash, promotion.margin, found.draft, found.champion, lookahead),
             *suites,

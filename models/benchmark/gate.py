@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from infra.goodput import GoodputEvidence
 from infra.results import CategoryDecision, GateDecision, GateEvidence, Ground, GroundDecision
 from models.benchmark.bootstrap import paired_difference
 from models.benchmark.categories import judge_categories
@@ -33,7 +34,21 @@ def objection(evidence: GateEvidence) -> str | None:
             f"served and simulated acceptance length differ by {abs(evidence.served_gap):.1%}, more than "
             f"{evidence.max_gap:.1%}: the serving engine does not decode as the draft was trained"
         )
-    return None
+    return _loss(evidence.goodput, evidence.champion_label) if evidence.goodput else None
+
+
+def _loss(goodput: GoodputEvidence, champion_label: str) -> str | None:
+    """The load at which the champion is further ahead than is allowed, in words."""
+    worst = max(goodput.loads, key=lambda load: load.loss)
+    if worst.loss <= goodput.max_loss:
+        return None
+    assert worst.champion is not None
+    return (
+        f"goodput falls with {worst.batch} at once: {worst.challenger:.1f} tokens/s at lookahead "
+        f"{worst.challenger_lookahead}, {worst.champion:.1f} of {champion_label} at lookahead "
+        f"{worst.champion_lookahead}; that is {worst.loss:.1%} less, and promotion.max_goodput_loss allows "
+        f"{goodput.max_loss:.1%}"
+    )
 
 
 def decide(evidence: GateEvidence) -> GateDecision:

@@ -12,10 +12,11 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from infra.results import Acceptance, CostFit, Goodput, GoodputTable, StepTime
+from infra.goodput import CostFit, Goodput, GoodputTable, StepTime
+from infra.results import Acceptance
 from models.decoding.policy import StepCosts
 
-TERMS = ("constant", "per_text", "per_token", "per_token_beyond", "several", "several_per_text")
+TERMS = ("constant", "per_text", "per_token", "per_token_beyond", "several", "several_per_text", "per_position")
 """Amounts of `CostFit`, in the order of `_terms`."""
 
 
@@ -43,11 +44,11 @@ def fit(measured: Sequence[StepTime]) -> CostFit:
 
 
 def _terms(measured: Sequence[StepTime], knee: float) -> Tensor:
-    """`[M, 6]` float64: what each amount is multiplied by."""
+    """`[M, 7]` float64: what each amount is multiplied by."""
     texts = torch.tensor([each.batch for each in measured], dtype=torch.double)
     tokens = torch.tensor([each.tokens for each in measured], dtype=torch.double)
     total, several = texts * tokens, (tokens > 1).double()
-    columns = [torch.ones_like(texts), texts, total, (total - knee).clamp(min=0), several, several * texts]
+    columns = [torch.ones_like(texts), texts, total, (total - knee).clamp(min=0), several, several * texts, tokens]
     return torch.stack(columns, dim=1)
 
 
@@ -96,7 +97,7 @@ def rates_of(acceptance: Acceptance) -> tuple[float, ...]:
 
 
 def predict(costs: StepCosts, rates: Sequence[float], batch: int, lookahead: int) -> Goodput:
-    """Goodput of `batch` texts that all have this lookahead, at most as many as there are `rates`."""
+    """Goodput of `batch` texts that all have this lookahead; of positions beyond `rates` nothing is accepted."""
     emitted = 1.0 + sum(accumulate(rates[:lookahead], mul))
     seconds = costs.together(batch, lookahead) + batch * costs.alone(lookahead)
     return Goodput(
@@ -108,9 +109,12 @@ def predict(costs: StepCosts, rates: Sequence[float], batch: int, lookahead: int
     )
 
 
-def goodput_table(costs: FittedCosts, rates: Sequence[float], batches: Sequence[int]) -> GoodputTable:
-    """Every batch and every lookahead from 0 to the number of `rates`."""
-    rows = tuple(predict(costs, rates, batch, lookahead) for batch in batches for lookahead in range(len(rates) + 1))
+def goodput_table(
+    costs: FittedCosts, rates: Sequence[float], batches: Sequence[int], lookaheads: Sequence[int] | None = None
+) -> GoodputTable:
+    """Every batch and every one of `lookaheads`, by default those from 0 to the number of `rates`."""
+    chosen = range(len(rates) + 1) if lookaheads is None else lookaheads
+    rows = tuple(predict(costs, rates, batch, lookahead) for batch in batches for lookahead in chosen)
     return GoodputTable(rates=tuple(rates), target=costs.target, draft=costs.draft, rows=rows)
 
 
@@ -118,7 +122,7 @@ def shown(found: GoodputTable) -> Table:
     """Tokens per second, one row per batch, one column per lookahead; the best of each row is marked."""
     table = Table(title="Predicted tokens/s by lookahead")
     table.add_column("texts at once", justify="right")
-    for lookahead in range(len(found.rates) + 1):
+    for lookahead in sorted({row.lookahead for row in found.rows}):
         table.add_column(str(lookahead), justify="right")
     for batch, best in found.best.items():
         row = {each.lookahead: each.tokens_per_s for each in found.rows if each.batch == batch}

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from math import isfinite
 
+from infra.goodput import MeasuredGoodput
 from infra.results import (
     BenchmarkResult,
     Conditions,
@@ -30,6 +31,7 @@ def build_result(
     wall_s: float,
     served: ServedResult | None = None,
     suites: Sequence[SuiteResult] = (),
+    goodput: MeasuredGoodput | None = None,
 ) -> BenchmarkResult:
     """Put everything together."""
     at = config.lookahead
@@ -58,6 +60,7 @@ def build_result(
         token_recycling=recycling,
         token_recycling_sampled=recycling_sampled,
         served=served,
+        goodput=goodput,
         champion=None if found.champion is None else summarise(found.champion),
         beats_prompt_lookup=draft.length[at] > lookup.length[at],
         vocabulary_mass=found.vocabulary_mass,

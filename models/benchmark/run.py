@@ -1,6 +1,7 @@
 """`python -m models.benchmark.run RUN`: benchmark of a run's exported draft on its held-out prompts.
 
-Writes RUN/benchmark.json, RUN/gate.json, RUN/request_counts.json and RUN/plots/. One process, the target loaded once.
+Writes RUN/benchmark.json, RUN/gate.json, RUN/request_counts.json, RUN/plots/ and RUN/export/serving/, what engines are
+told about lookaheads. One process, the target loaded once.
 """
 
 import argparse
@@ -18,11 +19,14 @@ from models.benchmark.conditions import conditions
 from models.benchmark.contestants import Contestants, load_contestants
 from models.benchmark.evidence import gather, ground
 from models.benchmark.measure import measure, measure_suite
-from models.benchmark.plots import plot_by_position, plot_samples, plot_training
+from models.benchmark.plots import plot_by_position, plot_goodput, plot_heldout, plot_samples, plot_training
 from models.benchmark.prompts import heldout_prompts, suite_prompts
 from models.benchmark.result import build_result, request_counts
+from models.benchmark.serving_settings import write_settings
+from models.benchmark.step_costs import measure_goodput
 from models.benchmark.words import lines, table
 from models.dtypes import DTYPES
+from models.export.card import write_card
 from models.run import Run
 
 
@@ -33,6 +37,7 @@ def benchmark_run(run: Run, champion: Path | None, champion_label: str) -> Bench
     prompts = heldout_prompts(run)
     contestants = load_contestants(Path(run.target.path), run.folder.export, champion, DTYPES[config.compute_dtype])
     found = measure(contestants, config, [config.lookahead], prompts, run.config.seed)
+    goodput = measure_goodput(contestants, found, config) if config.loads else None
     suites = [_suite(run, contestants, name) for name in promotion.suites]
     under = conditions(
         config,
@@ -53,17 +58,23 @@ def benchmark_run(run: Run, champion: Path | None, champion_label: str) -> Bench
         dataset_hash=run.samples.dataset_hash,
         champion_label=champion_label,
         served=served,
+        goodput=goodput,
     )
     shown, wall_s = [result for _, result in suites], time.perf_counter() - begun
-    result = build_result(found, config, under, evidence, wall_s=wall_s, served=served, suites=shown)
+    result = build_result(found, config, under, evidence, wall_s=wall_s, served=served, suites=shown, goodput=goodput)
     # Before the result: a run that has benchmark.json is done with its benchmark.
     write_atomically(run.folder.request_counts, request_counts(found, under))
     write_atomically(run.folder.gate, evidence)
+    if goodput is not None:
+        write_settings(run.folder.export, goodput)
+    write_card(run, result)
     write_atomically(run.folder.benchmark, result)
     plot_by_position(result, run.folder.plots / "acceptance_by_position.png")
+    plot_goodput(result, run.folder.plots / "goodput.png")
     plot_samples(run.samples, run.folder.plots / "samples.png")
     if run.folder.metrics.is_file():
         plot_training(run.folder.metrics, run.folder.plots / "training.png")
+        plot_heldout(run.folder.metrics, run.folder.plots / "heldout.png")
     return result
 
 

@@ -84,6 +84,7 @@ def lines(result: BenchmarkResult) -> list[str]:
         f"simulated and reference counts {same} in {result.counts_compared} conversations, gap {result.gap:+.2%}",
         f"tokens/s at batch 1: {speed.plain_tokens_per_s:.1f} plain, {faster} speculative ({speed.note})",
         *([result.served.summary] if result.served else []),
+        *_goodput(result),
         f"distinct-token share of the target: {result.target_distinct_token_share:.2f} greedy, "
         f"{result.sampled_distinct_token_share:.2f} sampled",
         *_vocabulary(result),
@@ -124,6 +125,19 @@ def _categories(result: BenchmarkResult) -> Iterator[str]:
         )
         verdict = ", BLOCKS" if each.blocks else ""
         yield f"  {each.ground}, {each.category}: {each.difference:+.1%} on {each.prompts} prompts, {said}{verdict}"
+
+
+def _goodput(result: BenchmarkResult) -> list[str]:
+    found = result.goodput
+    if found is None:
+        return []
+    best = [found.draft.best_at(batch) for batch in found.draft.best]
+    loads = ", ".join(
+        f"{row.batch} at once: lookahead {row.lookahead}, {row.tokens_per_s:.1f} tokens/s "
+        f"({row.tokens_per_s / found.draft.plain_at(row.batch).tokens_per_s:.2f}x the target alone)"
+        for row in best
+    )
+    return [f"best predicted goodput with {loads}"]
 
 
 def _vocabulary(result: BenchmarkResult) -> list[str]:

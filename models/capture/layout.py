@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from infra.planner.traffic import bytes_per_token
 from models.targets.model import HiddenStates
 
 
@@ -18,7 +19,7 @@ class Layout:
 
     @property
     def bytes_per_token(self) -> int:
-        return (self.aux_count + 1) * self.hidden_size * self.dtype.itemsize
+        return bytes_per_token(self.aux_count, self.hidden_size, self.dtype.itemsize)
 
     def check(self, hidden: HiddenStates, tokens: int) -> None:
         """Raise ValueError unless `hidden` has this layout's shapes for `tokens` positions, and finite values."""
@@ -37,12 +38,13 @@ class Layout:
     def _stored(self, tensor: Tensor) -> Tensor:
         return tensor.to("cpu", self.dtype).contiguous()
 
-    def empty(self, tokens: int, pinned: bool = False) -> HiddenStates:
+    def empty(self, tokens: int, pinned: bool = False, device: torch.device | None = None) -> HiddenStates:
         """Memory for `tokens` positions, to be filled by a transport; `pinned`: a GPU copies from it by itself."""
-        return HiddenStates(
-            aux=torch.empty(tokens, self.aux_count * self.hidden_size, dtype=self.dtype, pin_memory=pinned),
-            last=torch.empty(tokens, self.hidden_size, dtype=self.dtype, pin_memory=pinned),
+        aux, last = (
+            torch.empty(tokens, width, dtype=self.dtype, pin_memory=pinned, device=device)
+            for width in (self.aux_count * self.hidden_size, self.hidden_size)
         )
+        return HiddenStates(aux=aux, last=last)
 
     def views(self, hidden: HiddenStates) -> dict[str, memoryview]:
         """Where a transport writes `hidden`, which is contiguous."""

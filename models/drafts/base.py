@@ -184,12 +184,17 @@ class DraftLoss:
 class Draft(torch.nn.Module):
     """A draft model. Subclasses are `models/drafts/<method>/module.py`.
 
-    Parameters have the names that SGLang gives them, where it serves the method: the export stores them as they are.
+    Parameters have the names that SGLang and speculators give them, where they have the method: the export stores them
+    as they are.
     """
 
     config: Any
     aux_layer_ids: tuple[int, ...]
     vocabulary: DraftVocabulary
+
+    recompute: bool = False
+    """Training keeps what passes from step to step and computes the rest again in the backward pass: less memory, more
+    arithmetic. Methods without such steps have nothing to compute again."""
 
     @property
     def positions(self) -> int:
@@ -205,6 +210,13 @@ class Draft(torch.nn.Module):
 
     def engine_config(self) -> dict[str, Any] | None:
         """What SGLang's `config.json` says of this draft; None where SGLang does not serve it."""
+        raise NotImplementedError
+
+    def speculators_config(self) -> dict[str, Any] | None:
+        """What `config.json` says of this draft to vLLM and the package `speculators`, beside `engine_config`.
+
+        A key that both have means the same in both, but for `architectures`. None where they have no such draft.
+        """
         raise NotImplementedError
 
     def loss(self, batch: PackedSamples, target: TargetProjection, total: int, chunk_tokens: int) -> DraftLoss:

@@ -4,7 +4,7 @@ Row i of a packed sequence has the target's features of position i; its step s p
 next token of position p = i + 1 + s. Runs in trainer ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from models.drafts.base import DraftLoss, PackedSamples, TargetProjection, supervised_positions
 from models.drafts.vocabulary import DraftVocabulary
-from models.losses.chunked import Divergence, TargetDistribution, chunked_loss, shape_logits
+from models.losses.chunked import Divergence, TargetDistribution, chunked_loss
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Objective:
 
 
 def chain_loss(
-    outputs: Sequence[Tensor],
+    outputs: Iterable[Tensor],
     head: Tensor,
     batch: PackedSamples,
     target: TargetProjection,
@@ -46,56 +46,53 @@ def chain_loss(
         total: see `Draft.loss`.
         chunk_tokens: see `Draft.loss`.
     """
-    device, divergence = head.device, objective.divergence
+    device = head.device
     positions = supervised_positions(batch.loss_mask, batch.lengths)
-    starts = torch.cat([positions.new_full((n,), sum(batch.lengths[:i])) for i, n in enumerate(batch.lengths)])
-    rows = positions - 1 - torch.arange(len(outputs), device=device)[:, None]
+    lengths = torch.tensor(batch.lengths, device=device)
+    starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    steps = torch.arange(len(objective.step_weights), device=device)
+    rows = positions[:, None] - 1 - steps
     # A step's row must lie in the same sample.
-    valid = rows >= starts[positions]
+    valid = rows >= starts[positions][:, None]
     rows = rows.clamp(min=0)
-    covered, log_norm = _expressible(batch, positions, target, vocabulary, divergence.true_mass, chunk_tokens)
-    distribution = TargetDistribution(batch.last[positions], target.rows, target.logit_scale, target.soft_cap, log_norm)
-    weights = torch.tensor(objective.step_weights, device=device)[:, None] * (valid & covered) / total
-    hidden = torch.stack([output[row] for output, row in zip(outputs, rows, strict=True)])
-    if torch.is_autocast_enabled(device.type):
-        hidden = hidden.to(torch.get_autocast_dtype(device.type))
-    loss, correct = chunked_loss(hidden, head, weights, distribution, divergence, chunk_tokens)
-    accepted, tried = _accepted_chains(rows, valid, correct & covered, len(batch.tokens))
-    return DraftLoss(loss, accepted, tried, torch.tensor(len(positions)), covered.sum())
+    known = _known(batch, positions, target, vocabulary)
+    weights = torch.tensor(objective.step_weights, device=device) * (valid & known[:, None]) / total
+    hidden = _gathered(outputs, rows)
+    distribution = _distribution(batch.last[positions], target, vocabulary)
+    loss, correct, covered = chunked_loss(
+        hidden, head, weights, distribution, objective.divergence, chunk_tokens, overwrite=True
+    )
+    accepted, tried = _accepted_chains(rows, valid, correct & known[:, None], len(batch.tokens))
+    return DraftLoss(loss, accepted, tried, torch.tensor(len(positions)), (covered & known).sum())
 
 
-def _expressible(
-    batch: PackedSamples,
-    positions: Tensor,
-    target: TargetProjection,
-    vocabulary: DraftVocabulary,
-    with_norm: bool,
-    chunk: int,
-) -> tuple[Tensor, Tensor | None]:
-    """`[P]` bool: the position's decisive token (the target's argmax, or the text's own) can be proposed.
+def _gathered(outputs: Iterable[Tensor], rows: Tensor) -> list[Tensor]:
+    """S times `[P, h]`: copies of each step's rows `[P, S]`, in autocast's dtype; the outputs themselves are let go."""
+    device = rows.device.type
+    low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return [(x if low is None else x.to(low))[rows[:, step]] for step, x in enumerate(outputs)]
 
-    With it, if asked for and known, `[P]` the log-normaliser of the target's whole distribution.
-    """
-    if vocabulary.whole:
-        return torch.ones_like(positions, dtype=torch.bool), None
-    known = vocabulary.t2d.to(positions.device)
-    if target.full is None:
-        return known[batch.tokens[positions + 1]], None
-    best, norms = [known.new_zeros(0, dtype=torch.long)], [batch.last.new_zeros(0, dtype=torch.float)]
-    for last in batch.last[positions].split(chunk):
-        logits = last.to(target.full.dtype) @ target.full.T
-        best.append(logits.argmax(-1))
-        if with_norm:
-            wide = logits if logits.dtype == torch.float64 else logits.float()
-            norms.append(shape_logits(wide, target.logit_scale, target.soft_cap).logsumexp(-1))
-    return known[torch.cat(best)], torch.cat(norms) if with_norm else None
+
+def _known(batch: PackedSamples, positions: Tensor, target: TargetProjection, vocabulary: DraftVocabulary) -> Tensor:
+    """`[P]` bool: the text's next token can be proposed. Asked only where the target's argmax is not."""
+    if vocabulary.whole or target.full is not None:
+        return torch.ones_like(positions, dtype=torch.bool)
+    return vocabulary.t2d.to(positions.device)[batch.tokens[positions + 1]]
+
+
+def _distribution(last: Tensor, target: TargetProjection, vocabulary: DraftVocabulary) -> TargetDistribution:
+    """By the whole head where that decides what counts: its logits hold the draft vocabulary's."""
+    if vocabulary.whole or target.full is None:
+        return TargetDistribution(last, target.rows, target.logit_scale, target.soft_cap)
+    ids = vocabulary.target_ids.to(last.device)
+    return TargetDistribution(last, target.full, target.logit_scale, target.soft_cap, ids)
 
 
 def _accepted_chains(rows: Tensor, valid: Tensor, correct: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Accepted and tried chains `[S]`: row r's chain goes on to step j only if steps 0..j-1 were correct."""
     alive = torch.ones(count, dtype=torch.bool, device=rows.device)
     accepted, tried = [], []
-    for row, here, hit in zip(rows, valid, correct, strict=True):
+    for row, here, hit in zip(rows.T, valid.T, correct.T, strict=True):
         reached = here & alive[row]
         tried.append(reached.sum())
         accepted.append((reached & hit).sum())

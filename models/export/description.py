@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -11,7 +11,8 @@ from models.drafts.config import DraftConfig, parse_draft_config
 
 CONFIG = "config.json"
 BLOCK = "draftsmith"
-SGLANG = "sglang"
+SGLANG: Literal["sglang"] = "sglang"
+SPECULATORS: Literal["speculators"] = "speculators"
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """Export as a Hugging Face folder, and loading it back. `python -m models.export.sglang RUN` writes RUN/export.
 
-`model.safetensors` holds the draft's parameters, under the names that SGLang gives them where it serves the method, and
-the maps `d2t` (offsets) and `t2d` where the draft vocabulary is not the whole. `config.json` is what SGLang reads, and
-in a block of its own what Draftsmith builds the draft from again. SGLang skips tensors with unknown names in silence,
-so names and shapes are compared here.
+`model.safetensors` holds the draft's parameters, under the names that SGLang and vLLM give them where they serve the
+method, and the maps `d2t` (offsets) and `t2d` where the draft vocabulary is not the whole. `config.json` is what SGLang
+reads, what vLLM reads (the `speculators` format), and in a block of its own what Draftsmith builds the draft from
+again. `README.md` is the model card. SGLang skips tensors with unknown names in silence, so names and shapes are
+compared here.
 """
 
 import argparse
@@ -23,7 +24,17 @@ from models.drafts.base import Draft
 from models.drafts.config import parse_draft_config
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
-from models.export.description import BLOCK, CONFIG, ExportDescription, block_of, read_description
+from models.export.card import write_card
+from models.export.description import (
+    BLOCK,
+    CONFIG,
+    SGLANG,
+    SPECULATORS,
+    ExportDescription,
+    block_of,
+    read_description,
+)
+from models.export.speculators import speculators_settings
 from models.run import Run
 from models.targets.weights import read_target_head
 from models.training.checkpoint import AVERAGED, DRAFT, VOCABULARY, DraftDescription, read_tensors
@@ -32,11 +43,13 @@ WEIGHTS = "model.safetensors"
 MAPS = ("d2t", "t2d")
 
 
-def export_checkpoint(checkpoint: Path, target: Path, folder: Path, extra: dict[str, Any]) -> ExportRecord:
+def export_checkpoint(
+    checkpoint: Path, target: Path, folder: Path, extra: dict[str, Any], hub_id: str | None = None, lookahead: int = 4
+) -> ExportRecord:
     """Write the averaged weights of `checkpoint` as a Hugging Face folder, and read it back once.
 
-    `extra` goes into `config.json` under `draftsmith` (licence, revisions). Raises ValueError where the export would
-    not load: other tensor names or shapes.
+    `extra` goes into `config.json` under `draftsmith` (licence, revisions), `hub_id` and `lookahead` into vLLM's part
+    (see `speculators_settings`). Raises ValueError where the export would not load: other tensor names or shapes.
     """
     description: DraftDescription = DraftDescription.read(checkpoint / DRAFT)
     tensors = read_tensors(checkpoint, AVERAGED)
@@ -46,18 +59,22 @@ def export_checkpoint(checkpoint: Path, target: Path, folder: Path, extra: dict[
     draft = build_draft(config, head.embedding, vocabulary, description.aux_layer_ids)
     draft.start_from(head.head)
     draft.load_state_dict(tensors)
-    write_export(draft, folder, extra)
+    speculators = speculators_settings(draft, target, hub_id, lookahead)
+    write_export(draft, folder, extra, speculators)
     reloaded = load_draft(folder, target, torch.float32).state_dict()
     for name, tensor in draft.state_dict().items():
         if not torch.equal(reloaded[name], tensor):
             raise ValueError(f"export of {checkpoint} does not read back: {name} differs")
+    sglang = (SGLANG,) if draft.engine_config() is not None else ()
     return ExportRecord(
-        path=str(folder), layout="sglang", sha256={p.name: sha256_file(p) for p in sorted(folder.iterdir())}
+        path=str(folder),
+        layouts=(*sglang, *((SPECULATORS,) if speculators is not None else ())),
+        sha256={p.name: sha256_file(p) for p in sorted(folder.iterdir())},
     )
 
 
-def write_export(draft: Draft, folder: Path, extra: dict[str, Any]) -> None:
-    """Write `draft` into `folder`, in place of what is there."""
+def write_export(draft: Draft, folder: Path, extra: dict[str, Any], speculators: dict[str, Any] | None = None) -> None:
+    """Write `draft` into `folder`, in place of what is there; `speculators` is vLLM's part of `config.json`."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     vocabulary, engine = draft.vocabulary, draft.engine_config()
@@ -65,7 +82,7 @@ def write_export(draft: Draft, folder: Path, extra: dict[str, Any]) -> None:
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in draft.state_dict().items()}
     save_file(tensors | maps, folder / WEIGHTS)
     block = block_of(draft.config, draft.aux_layer_ids, vocabulary.target_size, served=engine is not None)
-    settings = (engine or {}) | {BLOCK: extra | block}
+    settings = (speculators or {}) | (engine or {}) | {BLOCK: extra | block}
     write_atomically(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
 
 
@@ -77,7 +94,7 @@ def load_draft(folder: Path, target: Path, dtype: torch.dtype, device: str | tor
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
         raise ValueError(f"{folder} is not an exported draft: it needs {CONFIG} and {WEIGHTS}")
     description = read_description(folder)
-    tensors = load_file(folder / WEIGHTS)
+    tensors = {current_name(name): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
     vocabulary = _vocabulary(folder, description, tensors)
     head = read_target_head(target, dtype)
     if len(head.embedding) != vocabulary.target_size:
@@ -94,6 +111,11 @@ def load_draft(folder: Path, target: Path, dtype: torch.dtype, device: str | tor
         raise ValueError(f"{folder}/{WEIGHTS} has missing, unknown or misshapen tensors: {', '.join(wrong)}")
     draft.load_state_dict(weights)
     return draft.to(device, dtype).eval()
+
+
+def current_name(name: str) -> str:
+    """EAGLE-3's one layer is `midlayer` in the authors' layout and in drafts exported before."""
+    return name.replace("midlayer.", "layers.0.")
 
 
 def _vocabulary(folder: Path, description: ExportDescription, tensors: dict[str, Tensor]) -> DraftVocabulary:
@@ -118,8 +140,16 @@ def main() -> None:
         "run": run.folder.name,
         "step": result.steps,
     }
-    record = export_checkpoint(run.folder.path / result.checkpoint, Path(run.target.path), run.folder.export, extra)
-    write_atomically(run.folder.path / "export.json", record)
+    record = export_checkpoint(
+        run.folder.path / result.checkpoint,
+        Path(run.target.path),
+        run.folder.export,
+        extra,
+        run.config.target.hub_id,
+        run.config.benchmark.lookahead,
+    )
+    write_atomically(run.folder.exported, record)
+    write_card(run, result=None)
     print(f"exported the draft of step {result.steps} to {record.path}", flush=True)
 
 

@@ -1,14 +1,21 @@
-"""Losses between the target's and the draft's distribution, in chunks over positions. Runs in trainer ranks.
+"""Losses between two distributions, in chunks over positions, gradients formed in the forward pass.
 
-Logits live for one chunk of positions at a time; the target's probabilities are computed once per chunk and serve all
-steps; gradients are formed in the forward pass, so nothing of the size of tokens x vocabulary is kept or redone.
+Runs in trainer ranks.
+
+Logits live for one chunk of positions at a time, in one buffer in which their gradient takes their place; float32
+copies live for a block of it. The target is projected once per chunk and serves all steps and the question which
+positions count, so nothing of the size of tokens x vocabulary is kept or redone.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+BLOCK_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
+"""Draft logits that are worked on at once, as float32: what stays in a processor's cache, or fills a GPU."""
 
 
 @dataclass(frozen=True)
@@ -18,23 +25,35 @@ class TargetDistribution:
     last: Tensor
     """`[P, H]` hidden states after the target's final norm."""
     head: Tensor
-    """`[Vd, H]` the target head's rows of the draft vocabulary."""
+    """`[Vd, H]` the target head's rows of the draft vocabulary; with `draft_ids`, `[V, H]` the whole head."""
     logit_scale: float = 1.0
     soft_cap: float | None = None
-    log_norm: Tensor | None = None
-    """`[P]` log of the sum of exp(logits) over the target's whole vocabulary; None: the draft vocabulary is taken for
+    draft_ids: Tensor | None = None
+    """`[Vd]` int64 rows of the whole `head` that are the draft vocabulary's. None: the draft vocabulary is taken for
     the whole."""
 
-    def logits(self, start: int, end: int) -> Tensor:
-        """`[end - start, Vd]` float32 logits over the draft vocabulary."""
-        return shape_logits(product(self.last[start:end], self.head), self.logit_scale, self.soft_cap)
+    def chunk(self, positions: slice, with_mass: bool) -> "TargetChunk":
+        """The target at some positions; the mass only if asked for."""
+        logits = shape_logits(product(self.last[positions], self.head), self.logit_scale, self.soft_cap)
+        zeros = logits.new_zeros(len(logits), 1)
+        if self.draft_ids is None:
+            return TargetChunk(logits, torch.ones(len(logits), dtype=torch.bool, device=logits.device), zeros)
+        inside = logits.index_select(1, self.draft_ids)
+        covered = inside.amax(-1) == logits.amax(-1)
+        if not with_mass:
+            return TargetChunk(inside, covered, zeros)
+        return TargetChunk(inside, covered, (inside.logsumexp(-1) - logits.logsumexp(-1)).clamp_(max=0).unsqueeze(-1))
 
-    def log_mass(self, logits: Tensor, start: int) -> Tensor:
-        """`[n, 1]` log of the draft vocabulary's share of the target's probability, for rows `start ..` of `logits`."""
-        if self.log_norm is None:
-            return logits.new_zeros(len(logits), 1)
-        inside = logits.logsumexp(-1) - self.log_norm[start : start + len(logits)].to(logits.dtype)
-        return inside.clamp(max=0).unsqueeze(-1)
+
+class TargetChunk(NamedTuple):
+    """The target at n positions."""
+
+    logits: Tensor
+    """`[n, Vd]` float32, over the draft vocabulary."""
+    covered: Tensor
+    """`[n]` bool: the target's greatest logit is in the draft vocabulary."""
+    log_mass: Tensor
+    """`[n, 1]` log of the draft vocabulary's share of the target's probability."""
 
 
 class Divergence(Protocol):
@@ -42,16 +61,16 @@ class Divergence(Protocol):
 
     @property
     def true_mass(self) -> bool:
-        """Whether it asks for `TargetDistribution.log_norm`."""
+        """Whether it asks for the draft vocabulary's share of the target's probability."""
         ...
 
     def __call__(
         self, logits: Tensor, log_p: Tensor, log_mass: Tensor, with_slope: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Values `[S, n]`, and their slope `[S, n, Vd]` by `logits` if wanted.
+        """Values `[n, S]`, and their slope `[n, S, Vd]` by `logits` if wanted.
 
         Args:
-            logits: `[S, n, Vd]` the draft's, q = softmax; may be overwritten.
+            logits: `[n, S, Vd]` the draft's, q = softmax; may be overwritten.
             log_p: `[n, Vd]` log of the target's probabilities, normalised over the draft vocabulary.
             log_mass: `[n, 1]` log of the draft vocabulary's share of the target's whole distribution.
             with_slope: whether the slope is wanted.
@@ -59,77 +78,126 @@ class Divergence(Protocol):
         ...
 
 
+class SummedLoss(NamedTuple):
+    """What `chunked_loss` gives."""
+
+    loss: Tensor
+    """Scalar, float32 (float64 for float64 drafts); differentiable in `hidden` and `head`."""
+    correct: Tensor
+    """`[P, S]` bool: the draft's greatest logit is the target's greatest; false where the position is not covered."""
+    covered: Tensor
+    """`[P]` bool: the target's greatest logit is in the draft vocabulary."""
+
+
 def chunked_loss(
-    hidden: Tensor,
+    hidden: Sequence[Tensor],
     head: Tensor,
     weights: Tensor,
     target: TargetDistribution,
     divergence: Divergence,
     chunk_tokens: int,
-) -> tuple[Tensor, Tensor]:
-    """Weighted sum of a divergence over steps and positions.
+    *,
+    overwrite: bool = False,
+) -> SummedLoss:
+    """Weighted sum of a divergence over positions and steps; positions that are not covered are left out.
 
     Args:
-        hidden: `[S, P, h]` draft hidden states (after its norm): step s's prediction of position p's next token.
+        hidden: S times `[P, h]` draft hidden states (after its norm): step s's prediction of position p's next token.
         head: `[Vd, h]` draft head.
-        weights: `[S, P]` float32; 0 leaves a position out.
+        weights: `[P, S]` float32; 0 leaves a prediction out.
         target: the target's distribution at the P positions.
         divergence: what is summed.
         chunk_tokens: positions whose logits are alive at once.
-
-    Returns:
-        The loss (float32 scalar, differentiable in `hidden` and `head`) and `[S, P]` bool: whether the draft's
-        greatest logit is the target's greatest over the draft vocabulary.
+        overwrite: `hidden` is nobody else's: its gradients may take its memory.
     """
-    loss, correct = _ChunkedLoss.apply(hidden, head, weights, target, (divergence, chunk_tokens))  # type: ignore[misc]
-    return loss, correct
+    # Dtypes are those of `hidden` and of the target's head: autocast would also take sums for matrix products.
+    with torch.autocast(head.device.type, enabled=False):
+        how = _How(target, divergence, chunk_tokens, overwrite)
+        found = _ChunkedLoss.apply(how, weights, head, *hidden)
+    return SummedLoss(*found)  # type: ignore[misc]
+
+
+class _How(NamedTuple):
+    target: TargetDistribution
+    divergence: Divergence
+    chunk_tokens: int
+    overwrite: bool
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        head: Tensor,
-        weights: Tensor,
-        target: TargetDistribution,
-        how: tuple[Divergence, int],
-    ) -> tuple[Tensor, Tensor]:
-        divergence, chunk_tokens = how
-        steps, positions, width = hidden.shape
-        accumulate = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        of_hidden, of_head = ctx.needs_input_grad[:2]
-        hidden_grad = torch.empty_like(hidden) if of_hidden or of_head else None
-        head_grad = torch.zeros(head.shape, dtype=accumulate, device=head.device) if of_head else None
-        loss = torch.zeros((), dtype=accumulate, device=hidden.device)
-        correct = torch.empty(steps, positions, dtype=torch.bool, device=hidden.device)
-        compute_head = head.to(hidden.dtype)
-        for start in range(0, positions, chunk_tokens):
-            end = min(start + chunk_tokens, positions)
-            target_logits = target.logits(start, end)
-            log_mass = target.log_mass(target_logits, start)
-            rows = hidden[:, start:end].reshape(-1, width)
-            logits = product(rows, compute_head).view(steps, end - start, -1)
-            correct[:, start:end] = logits.argmax(-1) == target_logits.argmax(-1)
-            log_p = target_logits.log_softmax(-1).to(logits.dtype)
-            del target_logits
-            chunk_weights = weights[:, start:end].to(accumulate)
-            values, slope = divergence(logits, log_p, log_mass.to(logits.dtype), hidden_grad is not None)
-            loss += (chunk_weights * values).sum()
-            if slope is not None and hidden_grad is not None:
-                slope = slope.mul_(chunk_weights.unsqueeze(-1)).view(-1, slope.shape[-1]).to(hidden.dtype)
-                hidden_grad[:, start:end] = (slope @ compute_head).view(steps, end - start, width)
+    def forward(ctx: Any, how: _How, weights: Tensor, head: Tensor, *hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        positions, width = hidden[0].shape
+        dtype, device = hidden[0].dtype, head.device
+        accumulate = torch.float64 if dtype == torch.float64 else torch.float32
+        with_slope, of_head = any(ctx.needs_input_grad[2:]), ctx.needs_input_grad[2]
+        gradients = [x.detach() if how.overwrite else torch.empty_like(x) for x in hidden] if with_slope else []
+        head_grad = torch.zeros(head.shape, dtype=accumulate, device=device) if of_head else None
+        loss = torch.zeros((), dtype=accumulate, device=device)
+        correct = torch.zeros(positions, len(hidden), dtype=torch.bool, device=device)
+        covered = torch.empty(positions, dtype=torch.bool, device=device)
+        compute_head = head.to(dtype)
+        for start in range(0, positions, how.chunk_tokens):
+            chunk = slice(start, min(start + how.chunk_tokens, positions))
+            part = how.target.chunk(chunk, how.divergence.true_mass)
+            covered[chunk] = part.covered
+            kept = part.covered.nonzero().squeeze(-1)
+            part = TargetChunk(*(x[kept] for x in part)) if len(kept) < len(part.covered) else part
+            places = start + kept
+            rows = torch.stack([x[places] for x in hidden], dim=1).view(-1, width)
+            logits = (rows @ compute_head.T).view(len(kept), len(hidden), len(head))
+            value, correct[places] = _diverge(logits, weights[places].to(accumulate), part, how.divergence, with_slope)
+            loss += value
+            if with_slope:
+                slope = logits.view(len(rows), len(head))
+                by_step = (slope @ compute_head).view(len(kept), len(hidden), width).unbind(1)
+                for found, gradient in zip(gradients, by_step, strict=True):
+                    found[chunk] = 0
+                    found[places] = gradient
                 if head_grad is not None:
-                    head_grad += slope.T @ rows
-        ctx.save_for_backward(hidden_grad, None if head_grad is None else head_grad.to(head.dtype))
-        ctx.mark_non_differentiable(correct)
-        return loss, correct
+                    _add_product(head_grad, slope, rows)
+        ctx.save_for_backward(None if head_grad is None else head_grad.to(head.dtype), *gradients)
+        ctx.mark_non_differentiable(correct, covered)
+        return loss, correct, covered
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        scale = gradients[0]
-        of_inputs = (None if grad is None else grad * scale.to(grad.dtype) for grad in ctx.saved_tensors)
-        return (*of_inputs, None, None, None)
+        scale, saved = gradients[0], ctx.saved_tensors
+        # As they are where nothing changes: a copy of all would be the step's peak of memory.
+        if float(scale) != 1:
+            saved = tuple(None if grad is None else grad * scale.to(grad.dtype) for grad in saved)
+        return (None, None, *saved)
+
+
+def _diverge(
+    logits: Tensor, weights: Tensor, target: TargetChunk, divergence: Divergence, with_slope: bool
+) -> tuple[Tensor, Tensor]:
+    """Weighted sum of values, and `[n, S]` what is correct; the weighted slope takes the place of `logits` `[n, S, V]`.
+
+    Block by block: the passes over a block meet it in the cache, and only a block is alive in float32.
+    """
+    count, steps, vocabulary = logits.shape
+    total, correct = weights.new_zeros(()), torch.empty(count, steps, dtype=torch.bool, device=logits.device)
+    at_once = max(1, BLOCK_BYTES.get(logits.device.type, BLOCK_BYTES["cpu"]) // (4 * steps * vocabulary))
+    for start in range(0, count, at_once):
+        block = slice(start, min(start + at_once, count))
+        wide = logits[block].to(weights.dtype)
+        best = target.logits[block].argmax(-1)[:, None, None].expand(-1, steps, 1)
+        correct[block] = wide.gather(-1, best).squeeze(-1) == wide.amax(-1)
+        log_p = target.logits[block].log_softmax(-1).to(wide.dtype)
+        values, slope = divergence(wide, log_p, target.log_mass[block].to(wide.dtype), with_slope)
+        total += (weights[block] * values).sum()
+        if slope is not None:
+            logits[block] = slope.mul_(weights[block].unsqueeze(-1))
+    return total, correct
+
+
+def _add_product(total: Tensor, slope: Tensor, rows: Tensor) -> None:
+    """`total += slope.T @ rows`, without a copy where no dtype changes."""
+    if total.dtype == slope.dtype:
+        total.addmm_(slope.T, rows)
+    else:
+        total += slope.T @ rows
 
 
 def product(rows: Tensor, head: Tensor) -> Tensor:
@@ -139,6 +207,7 @@ def product(rows: Tensor, head: Tensor) -> Tensor:
 
 
 def shape_logits(logits: Tensor, scale: float, soft_cap: float | None) -> Tensor:
-    """What a target makes of `h @ head.T`: a factor, and perhaps a soft cap."""
-    logits = logits * scale
-    return logits if soft_cap is None else torch.tanh(logits / soft_cap) * soft_cap
+    """What a target makes of `h @ head.T`: a factor, and perhaps a soft cap. May overwrite `logits`."""
+    if scale != 1:
+        logits = logits.mul_(scale)
+    return logits if soft_cap is None else logits.div_(soft_cap).tanh_().mul_(soft_cap)

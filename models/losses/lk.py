@@ -33,7 +33,7 @@ class LKAlpha:
         self, logits: Tensor, log_p: Tensor, log_mass: Tensor, with_slope: bool
     ) -> tuple[Tensor, Tensor | None]:
         log_q = _log_softmax(logits)
-        log_a, gain = _acceptance(log_q, log_p + log_mass, with_slope)
+        log_a, gain = _acceptance(log_q, (log_p + log_mass).unsqueeze(1), with_slope)
         return -log_a, None if gain is None else gain.neg_()
 
 
@@ -49,14 +49,14 @@ class LKLambda:
     ) -> tuple[Tensor, Tensor | None]:
         p = log_p.exp()
         log_q = _log_softmax(logits)
-        divergence = (p * log_p).sum(-1) - torch.einsum("spv,pv->sp", log_q, p)
-        log_a, gain = _acceptance(log_q, log_p + log_mass, with_slope)
+        divergence = (p * log_p).sum(-1, keepdim=True) - torch.einsum("nsv,nv->ns", log_q, p)
+        log_a, gain = _acceptance(log_q, (log_p + log_mass).unsqueeze(1), with_slope)
         a = log_a.exp()
         w = (-self.decay * a).exp()
         values = w * divergence + (1 - w) * (1 - a)
         if gain is None:
             return values, None
-        slope = log_q.exp_().sub_(p).mul_(w.unsqueeze(-1))
+        slope = log_q.exp_().sub_(p.unsqueeze(1)).mul_(w.unsqueeze(-1))
         return values, slope.sub_(gain.mul_(((1 - w) * a).unsqueeze(-1)))
 
 
@@ -65,7 +65,7 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 def _acceptance(log_q: Tensor, log_p: Tensor, with_slope: bool) -> tuple[Tensor, Tensor | None]:
-    """`log a` `[S, n]`, and its slope `[S, n, Vd]`; in logarithms, because a starts near 0."""
+    """`log a` `[n, S]`, and its slope `[n, S, Vd]`; in logarithms, because a starts near 0."""
     log_a = torch.minimum(log_q, log_p).logsumexp(-1)
     if not with_slope:
         return log_a, None

@@ -1,5 +1,7 @@
 """What the target is and where it comes from."""
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -27,3 +29,31 @@ class TargetConfig(BaseModel):
         description="Prepend the beginning-of-text token where the tokenizer does not (Gemma's GGUF tokenizer).",
     )
     licence: str = Field(default="unknown", description="Licence of the target's weights; written into every export.")
+
+    @property
+    def hub_id(self) -> str | None:
+        """Where others find the target; None where it is not on the Hub."""
+        return self.name if self.source == "huggingface" and not Path(self.name).exists() else None
+
+
+@dataclass(frozen=True)
+class TinyRecipe:
+    """Everything that decides the tiny target, apart from the documentation itself (models/targets/tiny.py)."""
+
+    format: int = 1
+    vocab_size: int = 1024
+    hidden_size: int = 192
+    intermediate_size: int = 512
+    layers: int = 4
+    heads: int = 6
+    kv_heads: int = 3
+    every: int = 6
+    """Trains on every sixth document: seen more than twice, they leave text that loops far less when greedy."""
+    steps: int = 500
+    batch: int = 4
+    length: int = 192
+    matrix_learning_rate: float = 5e-3
+    learning_rate: float = 8e-3
+    warmup: int = 20
+    decay_share: float = 0.6
+    seed: int = 0

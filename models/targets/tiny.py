@@ -7,7 +7,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -22,31 +22,9 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from infra.cached_folder import build_once
 from infra.settings import cache_folder
 from models.data import python_docs
+from models.targets.config import TinyRecipe
 
 BOS, EOS = "<s>", "</s>"
-
-
-@dataclass(frozen=True)
-class TinyRecipe:
-    """Everything that decides the tiny target, apart from the documentation itself."""
-
-    format: int = 1
-    vocab_size: int = 1024
-    hidden_size: int = 192
-    intermediate_size: int = 512
-    layers: int = 4
-    heads: int = 6
-    kv_heads: int = 3
-    every: int = 6
-    """Trains on every sixth document: seen more than twice, they leave text that loops far less when greedy."""
-    steps: int = 500
-    batch: int = 4
-    length: int = 192
-    matrix_learning_rate: float = 5e-3
-    learning_rate: float = 8e-3
-    warmup: int = 20
-    decay_share: float = 0.6
-    seed: int = 0
 
 
 def trained_tiny(name: str, recipe: TinyRecipe | None = None) -> Path:

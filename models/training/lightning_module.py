@@ -27,6 +27,7 @@ class DraftModule(lightning.LightningModule):
     ):
         super().__init__()
         self.draft, self.target, self.settings = draft, target, settings
+        draft.recompute = settings.recompute
         self.total_steps, self.world, self.resumed = total_steps, world, resumed
         self.averaged = {name: p.detach().clone() for name, p in draft.named_parameters()}
         self.outcome: DraftLoss | None = None

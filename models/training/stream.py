@@ -22,6 +22,7 @@ from models.drafts.base import PackedSamples, supervised_positions
 from models.run import Run
 from models.targets.model import HiddenStates
 from models.training.control import Control
+from models.training.receive import open_receiver
 from models.training.takeover import epoch_slots
 
 POLL_S = 0.02
@@ -69,7 +70,7 @@ class StepStream:
         self.settings = run.config.training
         self.samples = run.open_samples()
         self.transport = run.open_transport()
-        self.layout = run.layout
+        self.receiver = open_receiver(self.transport, run.config.transport, run.layout)
         self.step = first_step
         self.training_step = first_step
         """The step that the optimizer works on while later ones are planned."""
@@ -92,6 +93,7 @@ class StepStream:
             finally:
                 self._stop.set()
                 worker.shutdown(cancel_futures=True)
+                self.receiver.close()
 
     def _wait_for(self, future: Future[list[MicroBatch] | None]) -> list[MicroBatch] | None:
         started = time.monotonic()
@@ -168,12 +170,12 @@ class StepStream:
         if not planned:
             return None
         lengths = tuple(p.tokens for p in planned)
-        hidden = self.layout.empty(sum(lengths), pinned=torch.cuda.is_available())
+        hidden = self.receiver.empty(sum(lengths))
         start = 0
         started = time.monotonic()
         for p in planned:
             part = HiddenStates(hidden.aux[start : start + p.tokens], hidden.last[start : start + p.tokens])
-            self.transport.get(p.object, self.layout.views(part))
+            self.receiver.receive(p.object, part)
             self.transport.delete(p.object.key)
             start += p.tokens
         self.fetch_s += time.monotonic() - started

@@ -28,8 +28,10 @@ from models.run import Run
 from models.targets.weights import TargetHead, read_target_head
 from models.training import checkpoint as checkpoints
 from models.training.control import Control
+from models.training.heldout import HeldoutWalk
 from models.training.lightning_module import DraftModule
 from models.training.progress import Progress
+from models.training.saving import CheckpointSaver
 from models.training.start import load_start
 from models.training.stream import MicroBatch, StepStream
 from models.training.takeover import take_over
@@ -55,6 +57,7 @@ class DraftTrainer:
         self.ledger: Ledger = run.open_ledger()
         self.resume = self._resume()
         self.step = self.committed = self.resume.checkpoint.step if self.resume.checkpoint else 0
+        self.saver = CheckpointSaver(run.folder, self.ledger, self.resume.incarnation, self.settings.keep_checkpoints)
         self.total_steps = self.settings.total_steps(run.samples.train_samples)
         head = read_target_head(Path(run.target.path), torch.float32)
         draft = self._build(head)
@@ -66,6 +69,7 @@ class DraftTrainer:
             self.module.averaged = {name: averaged[name] for name in self.module.averaged}
         self.stream = StepStream(run, control, self.ledger, self.resume, self.step + 1)
         self.progress = Progress(run.folder, self.ledger, control, self.stream, self.total_steps)
+        self.heldout = HeldoutWalk(run)
         if resumed is not None:
             self.progress.restore(resumed.counters)
 
@@ -90,6 +94,7 @@ class DraftTrainer:
             raise ValueError("there was nothing to train: every sample is quarantined; see logs/generator-*.log")
         self._report()
         self._commit()
+        self.saver.wait()
         self.control.wait_for_all()
         return self._finish()
 
@@ -100,6 +105,8 @@ class DraftTrainer:
         self.step = batch.step
         self.module.average(self.step)
         self.progress.step_done(batch.step_tokens)
+        if self.heldout.due(self.step) and self.control.rank == 0:
+            self.progress.heldout_length = self.heldout.measure(self.module)
         if self.step % self.settings.log_steps == 0:
             self._report()
         if self.step % self.settings.checkpoint_steps == 0:
@@ -162,7 +169,7 @@ class DraftTrainer:
         )
 
     def _commit(self) -> None:
-        """Write the checkpoint of the present step and commit it; every rank holds the same weights."""
+        """Begin to save and commit the checkpoint of the present step; every rank holds the same weights."""
         if self.step == self.committed:
             return
         self.committed = self.step
@@ -170,14 +177,11 @@ class DraftTrainer:
             return
         module, run = self.module, self.run
         weights = module.draft.state_dict() | {checkpoints.VOCABULARY: module.draft.vocabulary.target_ids}
-        record = checkpoints.write_checkpoint(
-            run.folder,
-            self.ledger,
-            incarnation=self.resume.incarnation,
-            step=self.step,
-            tensors={checkpoints.WEIGHTS: weights, checkpoints.AVERAGED: weights | module.averaged},
-            state=module.state(self.progress.counters()),
-            description=checkpoints.DraftDescription(
+        self.saver.save(
+            self.step,
+            {checkpoints.WEIGHTS: weights, checkpoints.AVERAGED: weights | module.averaged},
+            module.state(self.progress.counters()),
+            checkpoints.DraftDescription(
                 config=run.config.draft.model_dump(),
                 aux_layer_ids=run.config.target.aux_layer_ids,
                 target_path=run.target.path,
@@ -185,8 +189,6 @@ class DraftTrainer:
                 target_vocab_size=module.draft.vocabulary.target_size,
             ),
         )
-        self.ledger.commit(self.resume.incarnation, record)
-        checkpoints.remove_older(run.folder, self.settings.keep_checkpoints)
 
     def _finish(self) -> TrainingResult:
         progress = self.progress
@@ -201,6 +203,7 @@ class DraftTrainer:
             acceptance_by_position=tuple(progress.acceptance),
             vocabulary_coverage=progress.covered / max(1, progress.supervised),
             token_coverage=self.token_coverage,
+            checkpoint_stall_s=self.saver.stall_s / max(1, self.saver.saves),
             rates=progress.rates(),
         )
         if self.control.rank == 0:
@@ -225,6 +228,7 @@ def main() -> None:
     trainer = DraftTrainer(run, control)
     if control.rank == 0:
         print(f"trainer ready after {time.monotonic() - started:.1f} s: {trainer.total_steps} steps", flush=True)
+        print(f"samples arrive {trainer.stream.receiver.words}", flush=True)
     result = trainer.fit()
     if control.rank == 0:
         print(f"trained {result.steps} steps on {result.tokens} tokens in {result.wall_s:.0f} s", flush=True)

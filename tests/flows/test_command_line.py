@@ -57,17 +57,36 @@ assert not heavy, heavy
 def test_plan_prints_every_recipe_in_full(tmp_path: Path, recipe: Path) -> None:
     ended = draftsmith(tmp_path, "retrain", str(recipe), "training.learning_rate=0.5", "--plan")
     assert (ended.returncode, ended.stderr) == (0, "")
-    printed = RunConfig.model_validate(yaml.safe_load(ended.stdout))
+    settings, plan = ended.stdout.split("---\n")
+    printed = RunConfig.model_validate(yaml.safe_load(settings))
     assert printed == load_recipe(recipe, ["training.learning_rate=0.5"])
     assert "stall_s" in ended.stdout
+    assert f"{printed.name}: " in plan
+    assert all(f"  {name}  " in plan for name in ("Memory", "Speed", "Split", "Time"))
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_plan_loads_no_library_of_tensors() -> None:
+    script = """
+import sys
+from typer.testing import CliRunner
+from flows.command_line import app
+result = CliRunner().invoke(app, ["retrain", "recipes/qwen3-8b.yaml", "--plan"])
+assert result.exit_code == 0 and "4 + 4" in result.output, result.output
+heavy = {"torch", "prefect", "mlflow", "transformers", "lightning", "numpy"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, timeout=60, check=True, env={**os.environ, "COLUMNS": "160"}
+    )
 
 
 def test_plan_prints_the_slurm_job_too(tmp_path: Path) -> None:
     settings = ["pools.kind=slurm", "pools.slurm.partition=gpu", "transport.kind=mooncake"]
     ended = draftsmith(tmp_path, "retrain", str(RECIPES[0]), *settings, "--plan")
     assert ended.returncode == 0, ended.stderr
-    recipe, script = ended.stdout.split("---\n")
+    recipe, script, plan = ended.stdout.split("---\n")
+    assert "inference + 1 training" in plan
     assert RunConfig.model_validate(yaml.safe_load(recipe)).pools.slurm.partition == "gpu"
     assert "#SBATCH --partition=gpu" in script
 
@@ -80,6 +99,7 @@ def test_plan_prints_the_slurm_job_too(tmp_path: Path) -> None:
         (["recipes/tiny.yaml", "training.max_stepz=3", "--plan"], "training.max_stepz: no such setting"),
         (["recipes/tiny.yaml", "training.max_steps=0"], "training.max_steps: Input should be greater"),
         (["recipes/tiny.yaml", "pools.training_gpus=3", "--plan"], "a rank needs one GPU"),
+        (["recipes/tiny.yaml", "transport.budget_mib=1", "--plan"], "nearest possible recipe: transport.budget_mib=12"),
         (["recipes/tiny.yaml", "rubbish"], "section.field=value"),
         (["--resume", "nowhere"], "no run nowhere"),
     ],
@@ -94,7 +114,7 @@ def test_a_run_is_resumed_as_it_is(home: Path) -> None:
     (folder / "config.json").write_text(load_recipe(ROOT / "recipes" / "tiny.yaml", ["seed=7"]).model_dump_json())
     for name in ("tiny-1", str(folder)):
         ended = draftsmith(home, "retrain", "--resume", name, "--plan")
-        assert yaml.safe_load(ended.stdout)["seed"] == 7
+        assert yaml.safe_load(ended.stdout.split("---\n")[0])["seed"] == 7
     overridden = refusal(home, "retrain", "recipes/tiny.yaml", "seed=8", "--resume", "tiny-1")
     assert "resumed with its own configuration" in overridden
     assert "is a run of the recipe tiny" in refusal(home, "retrain", "recipes/quickstart.yaml", "--resume", "tiny-1")

@@ -311,6 +311,10 @@ def test_rdma(tmp_path: Path) -> None:
     tree(tmp_path, {"dev/infiniband/uverbs0": ""})
     findings = devices.check_rdma(tmp_path, memlock=resource.RLIM_INFINITY)
     assert judged(findings) == {"RDMA mlx5_0": "ok", "RDMA mlx5_1": "note", "locked memory": "ok"}
+    tree(tmp_path, {"proc/driver/nvidia/version": ""})
+    assert devices.check_rdma(tmp_path)[-1].verdict == "note"
+    tree(tmp_path, {"sys/module/nvidia_peermem/refcnt": "0"})
+    assert "GPU's own memory" in devices.check_rdma(tmp_path)[-1].found
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,11 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from infra.planner.shapes import ITEM_BYTES, DraftShape, Kept, Precision, TargetShape
 from models.drafts.base_config import MethodConfig
+
+ROWS_AT_ONCE = 256
+"""Rows of one attention call: blocks that share it see each other's keys masked, which is work for nothing."""
 
 LayerType = Literal["full_attention", "sliding_attention"]
 
@@ -19,6 +23,8 @@ class DFlashConfig(MethodConfig):
     training_only: ClassVar[frozenset[str]] = frozenset(
         {"anchors", "anchor_seed", "position_weights", "decay_gamma", "dpace_alpha"}
     )
+
+    vllm_method: ClassVar[str | None] = "dflash"
 
     method: Literal["dflash"] = "dflash"
     block_size: int = Field(
@@ -72,6 +78,41 @@ class DFlashConfig(MethodConfig):
             raise ValueError(f"draft.num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
         return self
 
+    def shape(self, target: TargetShape, aux_count: int, precision: Precision) -> DraftShape:
+        """Blocks of rows at up to `anchors` tokens through all layers, whose keys are features too."""
+        hidden, layers, item = target.hidden_size, len(self.layer_types), ITEM_BYTES[precision]
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        fusion = aux_count * hidden * hidden
+        layer = 2 * queries * hidden + 2 * keys * hidden + 3 * hidden * self.intermediate_size
+        norms = layers * 2 * (hidden + self.head_dim) + hidden * (2 + (aux_count if self.fc_norm else 0))
+        tables = target.vocab_size * hidden
+        return DraftShape(
+            title=self.title,
+            parameters=fusion + layers * layer + norms,
+            vocab_size=target.vocab_size,
+            whole_vocabulary=True,
+            trains_head=False,
+            frozen=2 * tables,
+            token_parameters=fusion + layers * 2 * keys * hidden,
+            row_parameters=layers * layer,
+            rows_per_token=self.block_size,
+            most_anchors=self.anchors,
+            target_per_row=True,
+            attention_width=layers * queries,
+            kept=self._kept(hidden, aux_count, item),
+        )
+
+    def _kept(self, hidden: int, aux_count: int, item: int) -> Kept:
+        """Counted from the graph's saved tensors, with products in `item` bytes and norms in float32."""
+        queries, keys, layers = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, len(self.layer_types)
+        layer = 28 * hidden + 12 * (queries + keys) + (3 * queries + 2 * keys + 4 * self.intermediate_size) * item
+        return Kept(
+            token=(aux_count * hidden + layers * 2 * keys) * item + 8 * hidden + layers * 12 * keys,
+            row=layers * layer + 8 * hidden,
+            output=4 * hidden,
+            pair=layers * 2 * keys * item / ROWS_AT_ONCE,
+        )
+
     def engine_arguments(self, lookahead: int) -> list[str]:
         """A whole block (see `MethodConfig.engine_arguments`); the token that is already sure is its first.
 
@@ -83,3 +124,7 @@ class DFlashConfig(MethodConfig):
                 f"{self.block_size - 1} (draft.block_size - 1), or leave serving out (benchmark.served_concurrency=[])"
             )
         return ["--speculative-algorithm", "DFLASH", "--speculative-num-draft-tokens", str(lookahead + 1)]
+
+    def lookaheads(self, most: int) -> tuple[int, ...]:
+        """Whole blocks, whatever `most` says (see `MethodConfig.lookaheads`)."""
+        return (0, self.block_size - 1)

@@ -7,15 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.drafts.dflash.config import DFlashConfig
+from models.drafts.dflash.config import ROWS_AT_ONCE, DFlashConfig
 from models.drafts.layers import GatedMLP, RMSNorm, rotate
 
 Tables = tuple[Tensor, Tensor]
 KeysValues = tuple[Tensor, Tensor]
 """Rotated keys and values, each `[N, kv_heads, d]`."""
-
-ROWS_AT_ONCE = 256
-"""Rows of one attention call: blocks that share it see each other's keys masked, which is work for nothing."""
 
 
 @dataclass(frozen=True)

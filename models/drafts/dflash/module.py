@@ -92,7 +92,42 @@ class DFlashDraft(Draft):
         """`config.json` as SGLang 0.5.23's `models/dflash.py` reads it; its layer ids are those of outputs, as ours."""
         config = self.config
         return {
+            **self._layer_config(),
             "architectures": ["DFlashLagunaForCausalLM" if config.fc_norm else "DFlashDraftModel"],
+            "block_size": config.block_size,
+            # Laguna's gate on the attention's output is none of DFlash's.
+            **({"gating": False} if config.fc_norm else {}),
+            "dflash_config": {
+                "mask_token_id": self.mask_token_id,
+                "target_layer_ids": list(self.aux_layer_ids),
+            },
+        }
+
+    def speculators_config(self) -> dict[str, Any] | None:
+        """For speculators' `DFlashDraftModel`, which calls the output of the target's layer l by the number l + 1.
+
+        None with a norm per target feature, which it does not have.
+        """
+        config = self.config
+        if config.fc_norm:
+            return None
+        return {
+            "architectures": ["DFlashSpeculator"],
+            "speculators_model_type": "dflash",
+            "transformer_layer_config": self._layer_config(),
+            "draft_vocab_size": len(self.embedding),
+            "target_hidden_size": self.embedding.shape[1],
+            "block_size": config.block_size,
+            "aux_hidden_state_layer_ids": [layer_id + 1 for layer_id in self.aux_layer_ids],
+            "mask_token_id": self.mask_token_id,
+            "sliding_window_non_causal": False,
+            "sample_from_anchor": False,
+        }
+
+    def _layer_config(self) -> dict[str, Any]:
+        """Hugging Face's `Qwen3Config`; older versions read `rope_theta`, newer ones `rope_parameters`."""
+        config = self.config
+        return {
             "model_type": "qwen3",
             "hidden_size": self.embedding.shape[1],
             "intermediate_size": config.intermediate_size,
@@ -103,6 +138,7 @@ class DFlashDraft(Draft):
             "hidden_act": "silu",
             "rms_norm_eps": config.rms_norm_eps,
             "rope_theta": config.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
             "max_position_embeddings": 131072,
             "vocab_size": len(self.embedding),
             "tie_word_embeddings": False,
@@ -112,13 +148,6 @@ class DFlashDraft(Draft):
             # Without it Hugging Face's Qwen3Config forgets the window.
             "use_sliding_window": config.sliding_window is not None,
             "sliding_window": config.sliding_window,
-            "block_size": config.block_size,
-            # Laguna's gate on the attention's output is none of DFlash's.
-            **({"gating": False} if config.fc_norm else {}),
-            "dflash_config": {
-                "mask_token_id": self.mask_token_id,
-                "target_layer_ids": list(self.aux_layer_ids),
-            },
         }
 
     def feature_keys(self, aux: Tensor, positions: Tensor) -> list[KeysValues]:
@@ -184,9 +213,9 @@ class DFlashDraft(Draft):
             rows = rows.to(torch.get_autocast_dtype(rows.device.type))
         distribution = TargetDistribution(batch.last[index], target.rows, target.logit_scale, target.soft_cap)
         weights = self._weights(rows, target.rows, batch.tokens[index + 1], there, chunk_tokens) / shares[:, None]
-        weights = (weights / total)[there].unsqueeze(0)
-        loss, correct = soft_cross_entropy(rows.unsqueeze(0), target.rows, weights, distribution, chunk_tokens)
-        accepted = torch.zeros_like(there).masked_scatter(there, correct[0]).cumprod(-1)
+        weights = (weights / total)[there].unsqueeze(1)
+        loss, correct, _ = soft_cross_entropy([rows], target.rows, weights, distribution, chunk_tokens)
+        accepted = torch.zeros_like(there).masked_scatter(there, correct).cumprod(-1)
         tried = there.clone()
         tried[:, 1:] &= accepted[:, :-1].bool()
         return DraftLoss(loss, accepted.sum(0), tried.sum(0), count, count)

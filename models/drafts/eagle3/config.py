@@ -4,6 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from infra.planner.shapes import ITEM_BYTES, DraftShape, Kept, Precision, TargetShape
 from models.drafts.base_config import VocabularyChoice
 from models.losses.config import LOSS_FIELDS, LossChoice
 
@@ -16,6 +17,9 @@ class Eagle3Config(LossChoice, VocabularyChoice):
 
     title: ClassVar[str] = "EAGLE-3"
     training_only: ClassVar[frozenset[str]] = LOSS_FIELDS | {"ttt_steps", "ttt_decay", "ttt_weights"}
+
+    adaptive: ClassVar[bool] = True
+    vllm_method: ClassVar[str | None] = "eagle3"
 
     method: Literal["eagle3"] = "eagle3"
     num_heads: int = Field(ge=1)
@@ -66,6 +70,41 @@ class Eagle3Config(LossChoice, VocabularyChoice):
     def step_weights(self) -> tuple[float, ...]:
         """Weight of every step of the training-time test."""
         return self.ttt_weights or tuple(self.ttt_decay**step for step in range(self.ttt_steps))
+
+    def shape(self, target: TargetShape, aux_count: int, precision: Precision) -> DraftShape:
+        """One decoder layer that reads twice the hidden size, passed `ttt_steps` times (see `MethodConfig.shape`)."""
+        hidden, vocabulary = target.hidden_size, self.vocabulary_size(target.vocab_size)
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        fusion = aux_count * hidden * hidden
+        layer = 2 * hidden * (queries + 2 * keys) + queries * hidden + 3 * hidden * self.intermediate_size
+        norms = hidden * (4 + (aux_count if self.fc_norm or self.norm_before_fc else 0))
+        embeddings, head = target.vocab_size * hidden, vocabulary * hidden
+        trained = head * (not self.shared_head) + embeddings * self.train_embeddings
+        return DraftShape(
+            title=self.title,
+            parameters=fusion + layer + norms + trained,
+            vocab_size=vocabulary,
+            whole_vocabulary=vocabulary == target.vocab_size,
+            trains_head=not self.shared_head,
+            frozen=embeddings * (not self.train_embeddings) + head * self.shared_head,
+            token_parameters=fusion,
+            row_parameters=layer,
+            rows_per_token=self.ttt_steps,
+            attention_width=queries,
+            kept=self._kept(hidden, aux_count, ITEM_BYTES[precision]),
+        )
+
+    def _kept(self, hidden: int, aux_count: int, item: int) -> Kept:
+        """Counted from the graph's saved tensors, with products in `item` bytes and norms in float32."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        # A norm keeps its input and its result before the weight; two norms' results are put side by side.
+        of_hidden = (28 + 2 * item if item == 4 else 28 + 8 * item) * hidden
+        # Rotated queries, the attended values, keys and values; the log-sum-exp of every head's scores.
+        of_attention = (2 * queries + 2 * keys) * item + 4 * self.num_heads
+        of_layer = 4 * self.intermediate_size * item + 4 * self.head_dim + 12
+        return Kept(
+            token=aux_count * hidden * item + (hidden * 4 if item == 4 else 0), row=of_hidden + of_attention + of_layer
+        )
 
     def engine_arguments(self, lookahead: int) -> list[str]:
         """A chain (see `MethodConfig.engine_arguments`); the token that is already sure counts among the proposals."""

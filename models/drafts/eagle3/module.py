@@ -3,30 +3,37 @@
 Row i of a sequence takes the target's features of position i and the embedding of token i+1, and predicts token i+2.
 In step j of the training-time test (and of a chain while decoding) it takes its own output of step j-1 and the
 embedding of token i+1+j, and predicts token i+2+j. Parameter names are those of SGLang's `LlamaForCausalLMEagle3`
-(0.5.23): `fc`, `fc_norm.*` or `input_norm`, `midlayer.*`, `norm`, `lm_head`, `embed_tokens`.
+(0.5.23) and of speculators' `Eagle3DraftModel` (0.9.0): `fc`, `fc_norm.*` or `input_norm`, `layers.0.*`, `norm`,
+`lm_head`, `embed_tokens`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from models.drafts.base import Draft, DraftLoss, PackedSamples, TargetProjection
 from models.drafts.chains import Objective, chain_loss
+from models.drafts.eagle3.attention import step_attention
 from models.drafts.eagle3.config import Eagle3Config
 from models.drafts.eagle3.proposer import Eagle3Proposer
 from models.drafts.layers import GatedMLP, RMSNorm, TargetTable, rotary_tables, rotate
 from models.drafts.vocabulary import DraftVocabulary
 from models.losses.choice import chosen_divergence
 
+RECOMPUTED_ROWS = 8192
+"""Rows whose inner activations are alive at once where the layer is computed again."""
+
 NextTokens = Callable[[int, Tensor], Tensor]
 """(step j >= 1, normed hidden states of step j-1 `[N, H]`) -> tokens `[N]` that step j embeds."""
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over `cat(embedding, hidden)`; later steps add only their own diagonal."""
+    """Grouped-query attention over `cat(embedding, hidden)`."""
 
     def __init__(self, config: Eagle3Config, hidden_size: int):
         super().__init__()
@@ -43,7 +50,7 @@ class Attention(nn.Module):
         return q, k, self.v_proj(x).view(len(x), self.kv_heads, self.head_dim)
 
     def first(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention; the queries are the last rows of `k`'s sequence. Returns `[N, heads * d]`."""
+        """Causal attention while decoding, of the last rows of `k`'s sequence. Returns `[N, heads * d]`."""
         mask = None
         if len(k) > len(q):
             mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
@@ -54,21 +61,6 @@ class Attention(nn.Module):
             enable_gqa=self.heads != self.kv_heads,
         )
         return out.squeeze(0).transpose(0, 1).flatten(1)
-
-    def later(self, q: Tensor, base: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Row i attends to the first step's rows 0..i and to its own keys of each later step."""
-        group = self.heads // self.kv_heads
-        q = q.transpose(0, 1) * self.head_dim**-0.5
-        keys, values = (x.transpose(0, 1).repeat_interleave(group, dim=0) for x in base)
-        future = torch.ones(q.shape[1], keys.shape[1], dtype=torch.bool, device=q.device).triu(1)
-        scores = [(q @ keys.transpose(1, 2)).masked_fill(future, float("-inf"))]
-        scores += [(q * k.transpose(0, 1).repeat_interleave(group, dim=0)).sum(-1, keepdim=True) for k, _ in own]
-        weights = torch.cat(scores, dim=-1).softmax(-1).to(values.dtype)
-        out = weights[..., : keys.shape[1]] @ values
-        for index, (_, v) in enumerate(own):
-            column = keys.shape[1] + index
-            out = out + weights[..., column : column + 1] * v.transpose(0, 1).repeat_interleave(group, dim=0)
-        return out.transpose(0, 1).flatten(1)
 
 
 class DecoderLayer(nn.Module):
@@ -114,7 +106,7 @@ class Eagle3Draft(Draft):
             self.fc_norm = nn.ModuleList(RMSNorm(hidden_size, config.rms_norm_eps) for _ in range(aux_count))
         if config.norm_before_fc:
             self.input_norm = RMSNorm(aux_count * hidden_size, config.rms_norm_eps)
-        self.midlayer = DecoderLayer(config, hidden_size)
+        self.layers = nn.ModuleList([DecoderLayer(config, hidden_size)])
         self.norm = RMSNorm(hidden_size, config.rms_norm_eps)
         # SGLang takes a head that is not stored from the target, whole.
         stored = not (config.shared_head and vocabulary.whole)
@@ -122,6 +114,11 @@ class Eagle3Draft(Draft):
         self.lm_head = TargetTable(head, trained=not config.shared_head, stored=stored)
         self.embed_tokens = TargetTable(embedding, trained=config.train_embeddings, stored=config.train_embeddings)
         self.register_buffer("target_ids", vocabulary.target_ids.clone(), persistent=False)
+
+    @property
+    def midlayer(self) -> DecoderLayer:
+        """The one layer."""
+        return self.layers[0]  # type: ignore[return-value]
 
     @property
     def positions(self) -> int:
@@ -140,12 +137,52 @@ class Eagle3Draft(Draft):
         config, whole = self.config, self.vocabulary.whole
         if config.train_embeddings or len(self.aux_layer_ids) == 1:
             return None
-        hidden_size = self.norm.weight.shape[0]
         return {
+            **self._layer_config(),
             "architectures": ["LlamaForCausalLMEagle3"],
+            "target_hidden_size": self.norm.weight.shape[0],
+            "draft_vocab_size": None if config.shared_head and whole else len(self.vocabulary),
+            **self._norms(),
+            "num_aux_hidden_states": len(self.aux_layer_ids),
+            "eagle_config": {
+                "use_aux_hidden_state": True,
+                "eagle_aux_hidden_state_layer_ids": list(self.aux_layer_ids),
+            },
+        }
+
+    def speculators_config(self) -> dict[str, Any] | None:
+        """For speculators' `Eagle3DraftModel`, which calls the output of the target's layer l by the number l + 1.
+
+        None with the target's whole head for the draft's: SGLang's way to say so contradicts theirs.
+        """
+        if self.config.shared_head and self.vocabulary.whole:
+            return None
+        return {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "transformer_layer_config": self._layer_config(),
+            "draft_vocab_size": len(self.vocabulary),
+            "target_hidden_size": self.norm.weight.shape[0],
+            "eagle_aux_hidden_state_layer_ids": [layer_id + 1 for layer_id in self.aux_layer_ids],
+            "norm_before_residual": False,
+            **self._norms(),
+            "embed_requires_grad": self.config.train_embeddings,
+        }
+
+    def _norms(self) -> dict[str, bool]:
+        config = self.config
+        return {
+            "fc_norm": config.fc_norm,
+            "norm_before_fc": config.norm_before_fc,
+            "norm_output": config.norm_output,
+        }
+
+    def _layer_config(self) -> dict[str, Any]:
+        """Hugging Face's `LlamaConfig`; older versions read `rope_theta`, newer ones `rope_parameters`."""
+        config = self.config
+        return {
             "model_type": "llama",
-            "hidden_size": hidden_size,
-            "target_hidden_size": hidden_size,
+            "hidden_size": self.norm.weight.shape[0],
             "intermediate_size": config.intermediate_size,
             "num_hidden_layers": 1,
             "num_attention_heads": config.num_heads,
@@ -154,21 +191,13 @@ class Eagle3Draft(Draft):
             "hidden_act": "silu",
             "rms_norm_eps": config.rms_norm_eps,
             "rope_theta": config.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
             "max_position_embeddings": 131072,
             "vocab_size": self.vocabulary.target_size,
-            "draft_vocab_size": None if config.shared_head and whole else len(self.vocabulary),
             "tie_word_embeddings": False,
             "attention_bias": False,
             "mlp_bias": False,
             "torch_dtype": "float32",
-            "fc_norm": config.fc_norm,
-            "norm_before_fc": config.norm_before_fc,
-            "norm_output": config.norm_output,
-            "num_aux_hidden_states": len(self.aux_layer_ids),
-            "eagle_config": {
-                "use_aux_hidden_state": True,
-                "eagle_aux_hidden_state_layer_ids": list(self.aux_layer_ids),
-            },
         }
 
     def fuse(self, aux: Tensor) -> Tensor:
@@ -183,7 +212,7 @@ class Eagle3Draft(Draft):
 
     def unroll(
         self, tokens: Tensor, aux: Tensor, lengths: Sequence[int], steps: int, next_tokens: NextTokens
-    ) -> list[Tensor]:
+    ) -> Iterator[Tensor]:
         """Run `steps` chained steps from every row of a packed batch at once.
 
         Args:
@@ -193,31 +222,46 @@ class Eagle3Draft(Draft):
             steps: number of steps, at least 1.
             next_tokens: what later steps embed.
 
-        Returns:
+        Yields:
             Normed hidden states `[N, H]` of each step.
         """
-        layer, attention = self.midlayer, self.midlayer.self_attn
         positions = torch.cat([torch.arange(n, device=tokens.device) for n in lengths])
-        hidden, outputs, base = self.fuse(aux), [], []
-        own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in lengths]
+        hidden, columns = self.fuse(aux), []
         for step in range(steps):
-            if step:
-                tokens = next_tokens(step, outputs[-1])
-            tables = rotary_tables(positions + step, self.config.head_dim, self.config.rope_theta)
-            x = layer.attention_input(F.embedding(tokens, self.embed_tokens.weight), hidden)
-            attended = []
-            projected = (part.split(list(lengths)) for part in attention.project(x, tables))
-            for index, (q, k, v) in enumerate(zip(*projected, strict=True)):
-                if step == 0:
-                    base.append((k, v))
-                    attended.append(attention.first(q, k, v))
-                else:
-                    own[index].append((k, v))
-                    attended.append(attention.later(q, base[index], own[index]))
-            raw = layer.finish(hidden, torch.cat(attended))
-            outputs.append(self.norm(raw))
-            hidden = outputs[-1] if self.config.norm_output else raw
-        return outputs
+            known = [x for column in columns for x in column]
+            raw, normed, *column = self._recomputable(self._step)(lengths, tokens, positions + step, hidden, *known)
+            columns.append(column)
+            yield normed
+            if step + 1 < steps:
+                tokens = next_tokens(step + 1, normed)
+            hidden = normed if self.config.norm_output else raw
+
+    def _step(
+        self, lengths: Sequence[int], tokens: Tensor, positions: Tensor, hidden: Tensor, *known: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """One step: its output, raw and normed `[N, H]`, its keys and its values; `known` are those of steps before."""
+        rows = len(tokens) if not self.recompute else RECOMPUTED_ROWS
+        parts = zip(tokens.split(rows), positions.split(rows), hidden.split(rows), strict=True)
+        q, k, v = _joined(self._recomputable(self._project)(*part) for part in parts)
+        columns = [*zip(known[::2], known[1::2], strict=True), (k, v)]
+        attended = step_attention(q, columns, lengths)
+        parts = zip(hidden.split(rows), attended.split(rows), strict=True)
+        raw, normed = _joined(self._recomputable(self._finish)(*part) for part in parts)
+        return raw, normed, k, v
+
+    def _project(self, tokens: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+        tables = rotary_tables(positions, self.config.head_dim, self.config.rope_theta)
+        x = self.midlayer.attention_input(F.embedding(tokens, self.embed_tokens.weight), hidden)
+        return self.midlayer.self_attn.project(x, tables)
+
+    def _finish(self, hidden: Tensor, attended: Tensor) -> tuple[Tensor, ...]:
+        raw = self.midlayer.finish(hidden, attended)
+        return raw, self.norm(raw)
+
+    def _recomputable(self, function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+        if not self.recompute or not torch.is_grad_enabled():
+            return function
+        return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
 
     def loss(self, batch: PackedSamples, target: TargetProjection, total: int, chunk_tokens: int) -> DraftLoss:
         """Divergence from the target over the training-time test, step by step (see Draft.loss)."""
@@ -244,13 +288,8 @@ class Eagle3Draft(Draft):
     def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
         """Proposals `[T, lookahead]` from every position of one sequence (see ProposalSource)."""
         proposals: list[Tensor] = []
-
-        def propose(_step: int, normed: Tensor) -> Tensor:
+        for normed in self.unroll(tokens[1:], aux, [len(aux)], lookahead, lambda _step, _normed: proposals[-1]):
             proposals.append(self.best_tokens(normed))
-            return proposals[-1]
-
-        outputs = self.unroll(tokens[1:], aux, [len(aux)], lookahead, propose)
-        proposals.append(self.best_tokens(outputs[-1]))
         return torch.stack(proposals, dim=1)
 
     def logits(self, normed: Tensor) -> Tensor:
@@ -263,6 +302,12 @@ class Eagle3Draft(Draft):
 
     def proposer(self) -> Eagle3Proposer:
         return Eagle3Proposer(self)
+
+
+def _joined(parts: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
+    """Each tensor of all the parts, row after row."""
+    columns = list(zip(*parts, strict=True))
+    return [column[0] if len(column) == 1 else torch.cat(column) for column in columns]
 
 
 DRAFT = Eagle3Draft

@@ -4,6 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from infra.planner.shapes import ITEM_BYTES, DraftShape, Kept, Precision, TargetShape
 from models.drafts.base_config import VocabularyChoice
 from models.losses.config import LOSS_FIELDS, LossChoice
 
@@ -24,3 +25,28 @@ class MedusaConfig(LossChoice, VocabularyChoice):
     def step_weights(self) -> tuple[float, ...]:
         """Weight of every head's loss."""
         return tuple(self.head_decay**head for head in range(self.heads))
+
+    def lookaheads(self, most: int) -> tuple[int, ...]:
+        """One proposal for each head (see `MethodConfig.lookaheads`)."""
+        return super().lookaheads(min(most, self.heads))
+
+    def shape(self, target: TargetShape, aux_count: int, precision: Precision) -> DraftShape:
+        """Heads side by side over one normed feature (see `MethodConfig.shape`)."""
+        hidden, vocabulary = target.hidden_size, self.vocabulary_size(target.vocab_size)
+        head, item = self.layers * hidden * hidden, ITEM_BYTES[precision]
+        return DraftShape(
+            title=self.title,
+            parameters=self.heads * head + hidden + vocabulary * hidden,
+            vocab_size=vocabulary,
+            whole_vocabulary=vocabulary == target.vocab_size,
+            trains_head=True,
+            frozen=0,
+            token_parameters=0,
+            row_parameters=head,
+            rows_per_token=self.heads,
+            kept=Kept(
+                token=8 * hidden + (hidden * item if item < 4 else 0),
+                row=self.layers * 2 * hidden * item,
+                output=4 * hidden,
+            ),
+        )

@@ -66,6 +66,10 @@ class MedusaDraft(Draft):
         """None: SGLang has no Medusa."""
         return None
 
+    def speculators_config(self) -> dict[str, Any] | None:
+        """None: speculators has no Medusa."""
+        return None
+
     def outputs(self, aux: Tensor) -> list[Tensor]:
         """Hidden states `[N, H]` of every head, from target features `[N, K*H]`."""
         x = self.norm(aux[:, -self.hidden_size :])

@@ -14,16 +14,19 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from infra.files import write_atomically
+from infra.goodput import MeasuredGoodput
 from infra.records import TargetRecord
-from infra.results import BenchmarkResult, RequestCounts
-from models.benchmark.contestants import SelectedLayers, load_contestants
+from infra.results import BenchmarkResult, GateEvidence, RequestCounts
+from models.benchmark.contestants import SelectedLayers, load_contestants, same_build
 from models.benchmark.harness_page import lines as lines_of
 from models.benchmark.harness_page import page
 from models.benchmark.harness_page import table as table_of
 from models.benchmark.reference import decode_sampled
 from models.benchmark.run import benchmark_run
 from models.benchmark.served import serve, served_acceptance, speculative_arguments
+from models.benchmark.serving_settings import GOODPUT, SERVING, SGLANG
 from models.benchmark.standalone import bench, parse
+from models.benchmark.step_costs import time_steps
 from models.benchmark.words import lines, table
 from models.config import RunConfig
 from models.data.prepare import prepare_samples
@@ -33,7 +36,7 @@ from models.decoding.speculative import speculate
 from models.drafts.eagle3.config import Eagle3Config
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
-from models.export.sglang import export_checkpoint
+from models.export.sglang import export_checkpoint, load_draft
 from models.run import Run
 from models.training.checkpoint import AVERAGED, DRAFT, VOCABULARY, DraftDescription
 
@@ -137,6 +140,7 @@ def run(tmp_path: Path, target: Path, text: Path, monkeypatch: pytest.MonkeyPatc
         {"step": step, "tokens": 100 * step, "loss": 5 / step, "acceptance_by_position": [0.1 * step, 0.05 * step]}
         for step in (1, 2, 3)
     ]
+    rows[1]["heldout_acceptance_length"] = 1.5
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return Run.open(folder)
 
@@ -144,6 +148,9 @@ def run(tmp_path: Path, target: Path, text: Path, monkeypatch: pytest.MonkeyPatc
 def test_benchmark_of_a_run(run: Run, target: Path, tmp_path: Path):
     champion = export(target, tmp_path / "champion", (1,), seed=2)
     result = benchmark_run(run, champion, "version 7")
+    card = (run.folder.export / "README.md").read_text()
+    assert f"**{result.simulated.length[result.conditions.lookahead]:.2f} tokens per verification step" in card
+    assert result.conditions.draft_revision in card
     assert BenchmarkResult.read(run.folder.benchmark) == result
     assert result.counts_identical
     assert result.counts_compared >= 5
@@ -187,14 +194,34 @@ def test_benchmark_of_a_run(run: Run, target: Path, tmp_path: Path):
     assert 0.5 < result.vocabulary_mass < 1.0, "60 of 80 tokens of a random target"
     assert any("the draft vocabulary holds" in line for line in lines(result))
     assert not result.conditions.thinking
-    for plot in ("acceptance_by_position.png", "samples.png", "training.png"):
+    check_goodput(result, run)
+    for plot in ("acceptance_by_position.png", "goodput.png", "heldout.png", "samples.png", "training.png"):
         assert (run.folder.plots / plot).read_bytes().startswith(b"\x89PNG")
+
+
+def check_goodput(result: BenchmarkResult, run: Run) -> None:
+    """Measured, judged, and written beside the draft."""
+    goodput = result.goodput
+    assert goodput is not None
+    assert list(goodput.draft.best) == [1, 4, 16]
+    assert goodput.champion is not None
+    assert goodput.champion.draft != goodput.draft.draft
+    assert {each.batch for each in goodput.target_times} == {1, 2, 4, 16}
+    assert {each.tokens for each in goodput.target_times} == {1, 2, 4, 8}
+    assert {each.tokens for each in goodput.draft_times} == {1, 3, 7}
+    settings = run.folder.export / SERVING
+    assert MeasuredGoodput.read(settings / GOODPUT) == goodput
+    assert json.loads((settings / SGLANG).read_text())["lookahead"] == goodput.best.lookahead
+    evidence = GateEvidence.read(run.folder.gate).goodput
+    assert evidence is not None
+    assert evidence.loads == goodput.by_load
+    load_draft(run.folder.export, Path(run.target.path), torch.float32)  # with the settings beside it
 
 
 def test_the_same_run_gives_the_same_figures(run: Run, target: Path, tmp_path: Path):
     champion = export(target, tmp_path / "champion", (1,), seed=2)
     first, second = (benchmark_run(run, champion, "") for _ in range(2))
-    timed = {"speed", "wall_s"}
+    timed = {"speed", "wall_s", "goodput"}
     assert first.model_dump(exclude=timed) == second.model_dump(exclude=timed)
     judged_by_category(first)
 
@@ -279,6 +306,18 @@ def test_drafts_that_read_other_layers_share_one_target(run: Run, target: Path, 
         for generator in [torch.Generator().manual_seed(1)]
     ]
     assert drawn[0] == drawn[1]
+
+
+def test_drafts_of_one_build_are_timed_once(run: Run, target: Path, tmp_path: Path):
+    """So that noise of timings does not decide between a draft and its successor."""
+    twin, other = export(target, tmp_path / "twin", (0, 2), seed=2), export(target, tmp_path / "other", (1,), seed=3)
+    first, again = (load_contestants(target, run.folder.export, each, torch.float32) for each in (twin, other))
+    config = run.config.benchmark.model_copy(update={"loads": (2,), "prompt_tokens": 8})
+    assert same_build(first.draft, first.champion)
+    assert not same_build(again.draft, again.champion)
+    _, (ours, twins) = time_steps(first.target, [first.draft, first.champion], config)
+    assert ours == twins
+    assert {(each.batch, each.tokens) for each in ours} == {(batch, at) for batch in (1, 2) for at in (1, 3, 7)}
 
 
 def test_a_draft_that_sglang_has_no_model_for_is_not_served_and_says_so(

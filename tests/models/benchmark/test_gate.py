@@ -4,6 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from infra.goodput import GoodputAtLoad, GoodputEvidence
 from infra.results import GateEvidence, Ground
 from models.benchmark.gate import decide
 
@@ -65,6 +66,32 @@ def test_an_objection_blocks_the_best_draft(fact: dict[str, float], word: str):
     assert not decision.passed
     assert word in decision.reason
     assert decision.lower_bound > decision.margin
+
+
+def at_load(batch: int, challenger: float, champion: float | None) -> GoodputAtLoad:
+    """Challenger at lookahead 3, champion at 2."""
+    return GoodputAtLoad(
+        batch=batch, challenger=challenger, challenger_lookahead=3, champion=champion,
+        champion_lookahead=None if champion is None else 2,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("champion", "passed"), [((100.0, 400.0), True), ((105.0, 420.0), True), ((90.0, 450.0), False), (None, True)]
+)
+def test_goodput_at_every_load_may_fall_by_so_much(champion: tuple[float, float] | None, passed: bool):
+    """A longer acceptance does not help a draft that takes too long to propose."""
+    first, second = champion or (None, None)
+    goodput = GoodputEvidence(max_loss=0.05, loads=(at_load(1, 100.0, first), at_load(16, 400.0, second)))
+    found = evidence(ground(sums(0.8), sums(0.2, seed=1))).model_copy(update={"goodput": goodput})
+    decision = decide(GateEvidence.model_validate_json(found.model_dump_json()))
+    assert decision.passed == passed
+    assert decision.lower_bound > decision.margin
+    if not passed:
+        assert decision.reason.startswith(
+            "goodput falls with 16 at once: 400.0 tokens/s at lookahead 3, 450.0 of version 3"
+        )
+        assert "11.1% less" in decision.reason
 
 
 def test_limits_themselves_are_allowed():

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from infra.results import Acceptance, CostFit, StepTime
+from infra.goodput import CostFit, StepTime
+from infra.results import Acceptance
 from models.benchmark.goodput import FittedCosts, fit, goodput_table, predict, rates_of, shown
 
 GRID = [(batch, tokens) for batch in (1, 2, 4, 8, 16, 32) for tokens in (1, 2, 3, 5, 8)]
@@ -15,7 +16,7 @@ amount = st.floats(1e-4, 1.0)
 
 
 def costs(
-    constant: float, per_text: float, per_token: float, knee: float, beyond: float, several=(0.0, 0.0)
+    constant: float, per_text: float, per_token: float, knee: float, beyond: float, several=(0.0, 0.0), position=0.0
 ) -> CostFit:
     return CostFit(
         constant=constant,
@@ -25,12 +26,17 @@ def costs(
         per_token_beyond=beyond,
         several=several[0],
         several_per_text=several[1],
+        per_position=position,
         worst_error=0.0,
     )
 
 
 @settings(max_examples=12, deadline=None)
-@given(amounts=st.tuples(amount, amount, amount, st.sampled_from([8.0, 16.0, 40.0]), amount, st.tuples(amount, amount)))
+@given(
+    amounts=st.tuples(
+        amount, amount, amount, st.sampled_from([8.0, 16.0, 40.0]), amount, st.tuples(amount, amount), amount
+    )
+)
 def test_known_costs_are_recovered(amounts):
     """A knee at a total that was measured: everything is predicted, measured or not."""
     true = costs(*amounts)

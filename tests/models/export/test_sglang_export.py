@@ -87,10 +87,10 @@ def check_served(run: Run, text: list[int], counts: Counts) -> None:
 
 
 def check_layout(export: Path, run: Run) -> None:
-    """Names and shapes as SGLang 0.5.23's llama_eagle3.py loads them."""
+    """Names and shapes as SGLang 0.5.23's llama_eagle3.py and speculators 0.9.0 load them."""
     settings, tensors = json.loads((export / "config.json").read_text()), load_file(export / "model.safetensors")
     draft, hidden = run.config.draft, run.target.hidden_size
-    layer = "midlayer."
+    layer = "layers.0."
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
         "fc.weight": (hidden, 3 * hidden),
         **{f"fc_norm.{index}.weight": (hidden,) for index in range(3)},

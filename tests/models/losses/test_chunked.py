@@ -1,5 +1,7 @@
 """The chunked losses against obvious ones, and their gradients against finite differences."""
 
+import math
+
 import pytest
 import torch
 
@@ -16,16 +18,16 @@ divergences = pytest.mark.parametrize("divergence", DIVERGENCES, ids=str)
 def make(seed: int, dtype: torch.dtype, soft_cap: float | None = None, whole: bool = True):
     g = torch.Generator().manual_seed(seed)
     steps, positions, width, vocabulary, target_width = 3, 7, 5, 11, 6
-    hidden = torch.randn(steps, positions, width, generator=g, dtype=dtype, requires_grad=True)
+    hidden = torch.randn(positions, steps, width, generator=g, dtype=dtype, requires_grad=True)
     head = torch.randn(vocabulary, width, generator=g, dtype=dtype, requires_grad=True)
-    weights = torch.rand(steps, positions, generator=g, dtype=dtype)
-    weights[torch.rand(steps, positions, generator=g) < 0.3] = 0
+    weights = torch.rand(positions, steps, generator=g, dtype=dtype)
+    weights[torch.rand(positions, steps, generator=g) < 0.3] = 0
     last = torch.randn(positions, target_width, generator=g, dtype=dtype)
-    target_head = torch.randn(vocabulary, target_width, generator=g, dtype=dtype)
-    # The target knows tokens that the draft does not.
-    outside = torch.rand(positions, generator=g, dtype=dtype)
-    log_norm = None if whole else (shaped(last @ target_head.T, soft_cap).logsumexp(-1) + outside)
-    distribution = TargetDistribution(last, target_head, logit_scale=1.5, soft_cap=soft_cap, log_norm=log_norm)
+    # The target may know tokens that the draft does not.
+    target_head = torch.randn(2 * vocabulary, target_width, generator=g, dtype=dtype)
+    ids = torch.randperm(2 * vocabulary, generator=g)[:vocabulary].sort().values
+    known = (target_head[ids], None) if whole else (target_head, ids)
+    distribution = TargetDistribution(last, known[0], logit_scale=1.5, soft_cap=soft_cap, draft_ids=known[1])
     return hidden, head, weights, distribution
 
 
@@ -47,16 +49,21 @@ def value(divergence: Divergence, p, share, q):
 def obvious(hidden, head, weights, target, divergence=DIVERGENCES[0]):
     total = torch.zeros((), dtype=hidden.dtype)
     correct = torch.zeros(hidden.shape[:2], dtype=torch.bool)
-    for step in range(hidden.shape[0]):
-        for position in range(hidden.shape[1]):
-            logits = shaped(target.head @ target.last[position], target.soft_cap)
+    covered = torch.zeros(hidden.shape[0], dtype=torch.bool)
+    for position in range(hidden.shape[0]):
+        everywhere = shaped(target.head @ target.last[position], target.soft_cap)
+        ids = torch.arange(len(everywhere)) if target.draft_ids is None else target.draft_ids
+        logits = everywhere[ids]
+        covered[position] = everywhere.argmax() in ids
+        for step in range(hidden.shape[1]):
             p = torch.exp(logits) / torch.exp(logits).sum()
-            share = 1 if target.log_norm is None else torch.exp(logits).sum() / torch.exp(target.log_norm[position])
-            z = head @ hidden[step, position]
+            share = torch.exp(logits).sum() / torch.exp(everywhere).sum()
+            z = head @ hidden[position, step]
             q = torch.exp(z) / torch.exp(z).sum()
-            total = total - weights[step, position] * -value(divergence, p, share, q)
-            correct[step, position] = z.argmax() == logits.argmax()
-    return total, correct
+            if covered[position]:
+                total = total + weights[position, step] * value(divergence, p, share, q)
+                correct[position, step] = z.argmax() == logits.argmax()
+    return total, correct, covered
 
 
 @divergences
@@ -64,11 +71,14 @@ def obvious(hidden, head, weights, target, divergence=DIVERGENCES[0]):
 @pytest.mark.parametrize(("soft_cap", "whole"), [(None, True), (2.0, False)])
 def test_equals_the_obvious_loss_and_its_gradients(chunk, soft_cap, whole, divergence):
     hidden, head, weights, target = make(chunk, torch.float64, soft_cap, whole)
-    loss, correct = chunked_loss(hidden, head, weights, target, divergence, chunk)
+    loss, correct, covered = chunked_loss(hidden.unbind(1), head, weights, target, divergence, chunk)
     gradients = torch.autograd.grad(loss, (hidden, head))
-    expected, expected_correct = obvious(hidden, head, weights, target, divergence)
+    expected, expected_correct, expected_covered = obvious(hidden, head, weights, target, divergence)
     assert torch.allclose(loss, expected, rtol=1e-6)
     assert torch.equal(correct, expected_correct)
+    assert torch.equal(covered, expected_covered)
+    assert covered.any()
+    assert bool(covered.all()) == whole
     for ours, theirs in zip(gradients, torch.autograd.grad(expected, (hidden, head)), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
@@ -78,23 +88,38 @@ def test_gradients_against_finite_differences(divergence):
     """LKLambda's weight is taken as a constant, so its gradient is not the value's."""
     hidden, head, weights, target = make(3, torch.float64, whole=False)
     assert torch.autograd.gradcheck(
-        lambda h, w: chunked_loss(h, w, weights, target, divergence, 2)[0], (hidden, head), eps=1e-6, atol=1e-6
+        lambda h, w: chunked_loss(h.unbind(1), w, weights, target, divergence, 2)[0],
+        (hidden, head),
+        eps=1e-6,
+        atol=1e-6,
     )
 
 
 @divergences
 def test_float32_is_close_to_float64(divergence):
     hidden, head, weights, target = make(5, torch.float64)
-    wide, _ = chunked_loss(hidden, head, weights, target, divergence, 4)
+    wide, *_ = chunked_loss(hidden.unbind(1), head, weights, target, divergence, 4)
     narrow_target = TargetDistribution(target.last.float(), target.head.float(), target.logit_scale)
-    narrow, _ = chunked_loss(hidden.float(), head.float(), weights.float(), narrow_target, divergence, 4)
+    narrow, *_ = chunked_loss(hidden.float().unbind(1), head.float(), weights.float(), narrow_target, divergence, 4)
     assert narrow.item() == pytest.approx(wide.item(), rel=1e-5)
+
+
+def test_hidden_states_that_nobody_else_needs_give_their_memory_to_their_gradients():
+    hidden, head, weights, target = make(3, torch.float64, whole=False)
+    loss, *_ = chunked_loss(hidden.unbind(1), head, weights, target, SoftCrossEntropy(), 3)
+    expected = torch.autograd.grad(3 * loss, (hidden, head))
+    given = [x.clone() for x in hidden.unbind(1)]
+    again, *_ = chunked_loss(given, head, weights, target, SoftCrossEntropy(), 3, overwrite=True)
+    assert torch.equal(again, loss)
+    for found, wanted in zip(torch.autograd.grad(3 * again, (hidden, head)), expected, strict=True):
+        assert torch.equal(found, wanted)
+    assert torch.equal(3 * torch.stack([x.detach() for x in given], dim=1), expected[0])
 
 
 @divergences
 def test_no_position_gives_zero(divergence):
     hidden, head, weights, target = make(1, torch.float64)
-    loss, _ = chunked_loss(hidden, head, torch.zeros_like(weights), target, divergence, 4)
+    loss, *_ = chunked_loss(hidden.unbind(1), head, torch.zeros_like(weights), target, divergence, 4)
     loss.backward()
     assert loss.item() == 0
     assert not hidden.grad.any()
@@ -104,9 +129,9 @@ def test_no_position_gives_zero(divergence):
 @divergences
 def test_a_frozen_head_has_no_gradient(divergence):
     hidden, head, weights, target = make(2, torch.float64)
-    loss, _ = chunked_loss(hidden, head, weights, target, divergence, 4)
+    loss, *_ = chunked_loss(hidden.unbind(1), head, weights, target, divergence, 4)
     (expected,) = torch.autograd.grad(loss, hidden)
-    frozen, _ = chunked_loss(hidden, head.detach(), weights, target, divergence, 4)
+    frozen, *_ = chunked_loss(hidden.unbind(1), head.detach(), weights, target, divergence, 4)
     frozen.backward()
     assert torch.equal(hidden.grad, expected)
 
@@ -116,7 +141,7 @@ def test_a_draft_that_is_sure_of_another_token_learns_in_float32(divergence):
     """Acceptance of e^-150 is no number of float32, its logarithm is one."""
     hidden = torch.tensor([[[150.0, 0.0]]], requires_grad=True)
     target = TargetDistribution(torch.tensor([[0.0, 300.0]]), torch.eye(2))
-    loss, correct = chunked_loss(hidden, torch.eye(2), torch.ones(1, 1), target, divergence, 1)
+    loss, correct, _ = chunked_loss(hidden.unbind(1), torch.eye(2), torch.ones(1, 1), target, divergence, 1)
     (slope,) = torch.autograd.grad(loss, hidden)
     assert not correct.any()
     assert loss.item() == pytest.approx(150, rel=0.02)
@@ -127,11 +152,16 @@ def test_nothing_is_lost_where_the_draft_equals_the_target():
     """KL and TV are zero; -log of the acceptance rate is that of the share that the draft can express."""
     g = torch.Generator().manual_seed(0)
     last, head = torch.randn(6, 5, generator=g), torch.randn(9, 5, generator=g)
-    log_norm = (last @ head.T).logsumexp(-1) + 0.5
-    one = torch.ones(1, 6)
-    alpha, _ = chunked_loss(last[None], head, one, TargetDistribution(last, head, log_norm=log_norm), LKAlpha(), 4)
-    assert alpha.item() == pytest.approx(6 * 0.5, rel=1e-5)
-    blend, _ = chunked_loss(last[None], head, one, TargetDistribution(last, head), LKLambda(3.0), 4)
+    # An unknown token twice as likely as the last known one, which is not the greatest.
+    last[:, -1], head[:, -1], head[-1] = 1, 0, 0
+    unknown = torch.tensor([[0, 0, 0, 0, math.log(2)]])
+    whole = TargetDistribution(last, torch.cat([head, unknown]), draft_ids=torch.arange(9))
+    p = (last @ head.T).exp().sum(-1)
+    one = torch.ones(6, 1)
+    alpha, _, covered = chunked_loss([last], head, one, whole, LKAlpha(), 4)
+    assert covered.all()
+    assert alpha.item() == pytest.approx(float(((p + 2) / p).log().sum()), rel=1e-5)
+    blend, *_ = chunked_loss([last], head, one, TargetDistribution(last, head), LKLambda(3.0), 4)
     assert blend.item() == pytest.approx(0, abs=1e-5)
 
 
@@ -143,5 +173,5 @@ def test_a_configuration_names_its_divergence():
 
 def test_soft_cross_entropy_is_the_first_of_them():
     hidden, head, weights, target = make(6, torch.float64)
-    found = soft_cross_entropy(hidden, head, weights, target, 3)[0]
-    assert torch.equal(found, chunked_loss(hidden, head, weights, target, SoftCrossEntropy(), 3)[0])
+    found = soft_cross_entropy(hidden.unbind(1), head, weights, target, 3)[0]
+    assert torch.equal(found, chunked_loss(hidden.unbind(1), head, weights, target, SoftCrossEntropy(), 3)[0])

@@ -35,7 +35,7 @@ def after(draft: Eagle3Draft, sequence: Tensor, aux: Tensor, path: tuple[int, ..
     """Log-probabilities over the draft vocabulary after a path, by training's forward over the text with it."""
     text = torch.cat([sequence, torch.tensor(path, dtype=torch.long)])
     rows, steps = len(aux), len(path) + 1
-    outputs = draft.unroll(text[1 : rows + 1], aux, (rows,), steps, lambda j, _: text.roll(-1 - j)[:rows])
+    outputs = list(draft.unroll(text[1 : rows + 1], aux, (rows,), steps, lambda j, _: text.roll(-1 - j)[:rows]))
     return draft.logits(outputs[-1][-1]).log_softmax(-1)
 
 

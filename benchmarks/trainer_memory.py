@@ -1,0 +1,117 @@
+"""Peak memory of a trainer's draft step as torch's allocator saw it, beside what the planner says.
+
+Every allocation and release of the process, workspaces inside operators included, from before the first weight: torch's
+profiler records them, and the same steps give the same figure to the byte. What is not torch's (the interpreter, its
+libraries) is not in it, and neither is what the C library keeps of freed memory.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from infra.planner.memory import RankMemory, Setting, rank_memory
+from infra.planner.shapes import Precision, TargetShape
+from models.drafts.base import PackedSamples, TargetProjection
+from models.drafts.config import DraftConfig, parse_draft_config
+from models.drafts.registry import build_draft
+from models.drafts.vocabulary import DraftVocabulary
+from models.dtypes import DTYPES
+from models.training.config import TrainingConfig
+from models.training.lightning_module import DraftModule
+
+AUX = 3
+
+
+@dataclass(frozen=True)
+class Point:
+    """One setting of a trainer on one sample, or on several."""
+
+    hidden: int
+    vocabulary: int
+    draft: dict[str, Any]
+    lengths: tuple[int, ...]
+    precision: Precision = "float32"
+    full_argmax: bool = True
+    chunk_tokens: int = 256
+    name: str = ""
+    aux: int = field(default=AUX)
+
+    @property
+    def config(self) -> DraftConfig:
+        return parse_draft_config(self.draft)
+
+    @property
+    def target(self) -> TargetShape:
+        """Of the target only what a trainer sees matters."""
+        return TargetShape(
+            hidden_size=self.hidden, num_layers=1, vocab_size=self.vocabulary, parameters=1, active_parameters=1,
+            attention_width=1,
+        )  # fmt: skip
+
+    def predicted(self) -> RankMemory:
+        setting = Setting(
+            aux_count=self.aux, stored="bfloat16", precision=self.precision, full_argmax=self.full_argmax,
+            chunk_tokens=self.chunk_tokens, prefetch_steps=-1, one_memory=True,
+        )  # fmt: skip
+        return rank_memory(self.config.shape(self.target, self.aux, self.precision), self.target, setting, self.lengths)
+
+
+def measured_peak(point: Point, steps: int = 2) -> int:
+    """Bytes alive at the dearest moment of `steps` optimizer steps of this process."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        train(point, steps)
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    alive = peak = 0
+    for _, change in changes:
+        alive += change
+        peak = max(peak, alive)
+    return peak
+
+
+def train(point: Point, steps: int) -> None:
+    """What a rank does: the draft as the trainer builds it, and whole optimizer steps."""
+    module, optimizer = _module(point)
+    batch = _batch(point)
+    for step in range(1, steps + 1):
+        with torch.autocast("cpu", torch.bfloat16, enabled=point.precision == "bfloat16"):
+            outcome = module.draft.loss(batch, module.target, sum(point.lengths), point.chunk_tokens)
+        # Lightning forgets the step's gradients before the backward, not before the forward.
+        optimizer.zero_grad()
+        outcome.loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.draft.parameters(), 1.0)
+        optimizer.step()
+        module.average(step)
+        del outcome
+
+
+def _module(point: Point) -> tuple[DraftModule, torch.optim.Optimizer]:
+    config, dtype = point.config, DTYPES[point.precision]
+    torch.manual_seed(0)
+    embedding, head = (torch.randn(point.vocabulary, point.hidden) for _ in range(2))
+    chosen = torch.arange(config.vocabulary_size(point.vocabulary))
+    head[len(chosen) :] = 0  # the target's argmax lies in the draft vocabulary, so every position counts
+    draft = build_draft(config, embedding, DraftVocabulary(chosen, point.vocabulary), range(point.aux))
+    draft.start_from(head)
+    weight = head.to(dtype)
+    projection = TargetProjection(weight[chosen], weight if point.full_argmax else None, 1.0, None)
+    module = DraftModule(draft, projection, TrainingConfig(precision=point.precision), total_steps=10)
+    return module, module.configure_optimizers()["optimizer"]
+
+
+def _batch(point: Point) -> PackedSamples:
+    tokens = sum(point.lengths)
+    aux, last = (torch.randn(tokens, width).bfloat16() for width in (point.aux * point.hidden, point.hidden))
+    supervised = torch.ones(tokens, dtype=torch.bool)
+    return PackedSamples(torch.randint(0, point.vocabulary, (tokens,)), supervised, aux, last, point.lengths)
+
+
+def components(memory: RankMemory) -> Iterator[tuple[str, float]]:
+    """Name and MiB of every component."""
+    for name in type(memory).model_fields:
+        yield name, round(getattr(memory, name) / 2**20, 2)

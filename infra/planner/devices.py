@@ -1,0 +1,51 @@
+"""What GPUs can do and cost: one table. A recipe's `plan` section overrides every figure.
+
+Peaks are the vendors' dense figures per GPU (data sheets print twice as much, with sparsity); float32 is without TF32,
+as torch computes by default. Prices are on-demand lists of one provider each and vary threefold between providers:
+spheron.network, 17 March 2026 (H200, B200); runpod.io Secure Cloud as quoted there in May 2026 (H100); the middle of
+mercatus-ai.com's range of specialised clouds, May 2026 (A100).
+"""
+
+from infra.planner.shapes import Precision
+from infra.records import Record
+
+
+class Device(Record):
+    """One accelerator, or one core of a CPU."""
+
+    name: str
+    memory_bytes: int
+    """0: shared with everything else on the machine, not planned."""
+    peak: dict[Precision, float]
+    """Dense FLOP/s of large matrix products."""
+    price_per_hour: float
+    """US dollars."""
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.name != CPU
+
+
+CPU = "cpu"
+GB = 10**9
+DEVICES = {
+    device.name: device
+    for device in (
+        # NVIDIA A100 data sheet (2021): 312 TFLOP/s bfloat16, 19.5 float32.
+        Device(name="A100", memory_bytes=80 * GB, peak={"bfloat16": 312e12, "float32": 19.5e12}, price_per_hour=1.30),
+        # NVIDIA H100 data sheet, SXM: 1,979 TFLOP/s bfloat16 with sparsity, 67 float32.
+        Device(name="H100", memory_bytes=80 * GB, peak={"bfloat16": 989e12, "float32": 67e12}, price_per_hour=2.69),
+        # NVIDIA H200 data sheet, SXM: the H100's arithmetic, 141 GB.
+        Device(name="H200", memory_bytes=141 * GB, peak={"bfloat16": 989e12, "float32": 67e12}, price_per_hour=4.54),
+        # NVIDIA HGX B200 data sheet: 2.25 PFLOP/s bfloat16 dense, 75 float32, 180 GB.
+        Device(name="B200", memory_bytes=180 * GB, peak={"bfloat16": 2250e12, "float32": 75e12}, price_per_hour=6.03),
+        # A core of a server's CPU; a guess, which the first measured rates replace.
+        Device(name=CPU, memory_bytes=0, peak={"bfloat16": 60e9, "float32": 60e9}, price_per_hour=0.0),
+    )
+}
+
+
+def device_named(name: str) -> Device | None:
+    """The table's entry for a name such as NVML's `NVIDIA H200`; None where it has none."""
+    words = name.replace("-", " ").split()
+    return next((device for device in DEVICES.values() if device.name in words), None)

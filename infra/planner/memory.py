@@ -1,0 +1,137 @@
+"""Memory of one trainer rank, by component. All terms of the model are here; a method says only what its rows keep.
+
+Calibrated against the allocator (benchmarks/planner.py measures what is predicted here, component by component).
+"""
+
+from infra.planner.shapes import ITEM_BYTES, DraftShape, Precision, TargetShape
+from infra.planner.traffic import bytes_per_token
+from infra.records import Record
+
+FLOAT = 4
+MOMENTS = 2
+"""AdamW's."""
+BLOCK_BYTES = {True: 8 * 2**20, False: 256 * 2**20}
+"""Draft logits of a chunk that the loss works on at once, as float32: on a CPU, on a GPU (models/losses/chunked.py)."""
+BLOCKS = 2
+"""Arrays of a block that are alive at once: two temporaries; where logits are bfloat16, the block in float32 too."""
+RESERVED = 1.5 * 2**30
+"""Of a GPU, that planning leaves alone: CUDA's context, NCCL's buffers, cuBLAS workspaces. Assumed."""
+FRAGMENTS = 0.92
+"""Share of the rest that the caching allocator turns to use. Assumed."""
+
+
+class Setting(Record):
+    """What decides a rank's memory beside target and draft."""
+
+    aux_count: int
+    stored: Precision
+    precision: Precision
+    full_argmax: bool
+    """Whether the target's whole head is kept, to judge which positions the draft vocabulary can express."""
+    chunk_tokens: int
+    prefetch_steps: int
+    on_device: bool = False
+    """Whether prefetched hidden states lie in the GPU's memory too (transport.receive)."""
+    one_memory: bool
+    """Whether what a GPU leaves to its host shares the memory that is planned: on a CPU."""
+
+
+class RankMemory(Record):
+    """Bytes of one rank, by component; they add up to the predicted peak."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    averaged: int
+    """The averaged weights; with a GPU in the host's memory, and 0 here."""
+    frozen_tables: int
+    """The target's embeddings, its head's rows of the draft vocabulary, perhaps the whole head."""
+    cast_weights: int
+    """Weights in bfloat16, as autocast keeps them during a micro-batch."""
+    features: int
+    """Captured hidden states of the micro-batch; without a GPU the prefetched ones too."""
+    activations: int
+    """What the draft's rows keep for the backward, over all steps of the training-time test."""
+    loss: int
+    """The loss's own: gradients formed in the forward, and the chunk whose logits are alive."""
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, name) for name in type(self).model_fields)
+
+    @property
+    def steady(self) -> int:
+        """What is there whatever the samples are."""
+        return self.total - self.features - self.activations - self.loss
+
+
+def rank_memory(draft: DraftShape, target: TargetShape, setting: Setting, lengths: tuple[int, ...]) -> RankMemory:
+    """Peak of an optimizer step (not the first) on packed samples of these lengths, every token supervised."""
+    item, tokens = ITEM_BYTES[setting.precision], sum(lengths)
+    matrices = draft.token_parameters + draft.row_parameters
+    table = target.hidden_size * item
+    heads = table * draft.vocab_size + (table * target.vocab_size if setting.full_argmax else 0)
+    copies = setting.prefetch_steps + 2 if setting.one_memory or setting.on_device else 1
+    activations, loss = _of_batch(draft, target, setting, lengths)
+    captured = bytes_per_token(setting.aux_count, target.hidden_size, ITEM_BYTES[setting.stored])
+    return RankMemory(
+        weights=draft.parameters * FLOAT,
+        gradients=draft.parameters * FLOAT,
+        optimizer=draft.parameters * FLOAT * MOMENTS,
+        averaged=draft.parameters * FLOAT if setting.one_memory else 0,
+        frozen_tables=draft.frozen * FLOAT + heads,
+        cast_weights=matrices * item if item < FLOAT else 0,
+        features=copies * tokens * captured,
+        activations=activations,
+        loss=loss,
+    )
+
+
+def _of_batch(draft: DraftShape, target: TargetShape, setting: Setting, lengths: tuple[int, ...]) -> tuple[int, int]:
+    """Bytes of activations, and of the loss at its dearest moment: in a chunk, or as the backward begins."""
+    rows, kept = sum(draft.rows(length) for length in lengths), draft.kept
+    pairs = sum(draft.rows(length) * length for length in lengths)
+    held = int(kept.token * sum(lengths) + kept.row * rows + kept.pair * pairs)
+    return held, _loss(draft, target, setting, sum(lengths), rows)
+
+
+def _loss(draft: DraftShape, target: TargetShape, setting: Setting, tokens: int, rows: int) -> int:
+    """Hidden states and their gradients, the head's gradient, and the dearest moment of a chunk beside them."""
+    item, hidden, vocabulary = ITEM_BYTES[setting.precision], target.hidden_size, draft.vocab_size
+    positions = rows if draft.target_per_row else tokens
+    chunk = min(setting.chunk_tokens, positions)
+    logits = int(rows / max(1, positions) * chunk * vocabulary * item)
+    before = logits if positions > chunk else 0  # a chunk's logits are forgotten when the next one's are there
+    judged = setting.full_argmax and not draft.whole_vocabulary
+    wide = chunk * (target.vocab_size if judged else vocabulary)
+    of_target = chunk * vocabulary * FLOAT
+    projecting = before + of_target + wide * (FLOAT + (item if item < FLOAT else 0))
+    block = min(BLOCK_BYTES[setting.one_memory], logits * FLOAT // item)
+    comparing = before + logits + of_target + (BLOCKS + (item < FLOAT)) * block
+    by_head = hidden * vocabulary * FLOAT if draft.trains_head else 0
+    cast_head = hidden * vocabulary * item if item < FLOAT and draft.trains_head else 0
+    outputs = int(draft.kept.output * rows) + positions * hidden * ITEM_BYTES[setting.stored]
+    formed = outputs + 2 * rows * hidden * item + by_head
+    return formed + max(cast_head + max(projecting, comparing), by_head)
+
+
+def usable(memory_bytes: int) -> int:
+    """What of a GPU's memory can be planned."""
+    return int((memory_bytes - RESERVED) * FRAGMENTS)
+
+
+def longest_sample(draft: DraftShape, target: TargetShape, setting: Setting, memory_bytes: int) -> int:
+    """Tokens of the longest sample that a rank of so much memory trains alone; 0 where not even one token fits."""
+
+    def fits(tokens: int) -> bool:
+        return rank_memory(draft, target, setting, (tokens,)).total <= usable(memory_bytes)
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while fits(high) and high < 2**30:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,169 @@
+"""The plan of a run: what it moves, holds, computes, takes and costs, from shapes and assumed rates. Pure."""
+
+from infra.planner.compute import draft_flops, prefill_flops
+from infra.planner.devices import Device
+from infra.planner.memory import RankMemory, Setting, longest_sample, rank_memory, usable
+from infra.planner.shapes import ITEM_BYTES, DraftShape, Precision, TargetShape
+from infra.planner.split import Sides, Split, best_split, measured_sides, split
+from infra.planner.traffic import (
+    CHECKPOINT_BYTES_PER_PARAMETER,
+    Traffic,
+    samples_in_flight,
+    stored_bytes_per_token,
+    traffic,
+)
+from infra.records import Record, SideRates
+
+
+class Job(Record):
+    """All that decides a plan: shapes, the recipe's figures, and what is assumed."""
+
+    name: str
+    target: TargetShape
+    draft: DraftShape
+    setting: Setting
+    inference_precision: Precision
+    device: Device
+    inference_devices: int
+    """GPUs, or cores where there are none."""
+    training_devices: int
+    generators: int
+    devices_per_generator: int
+    """Those that one generator uses."""
+    ranks: int
+    devices_per_rank: int = 1
+    inference_share: float
+    training_share: float
+    samples: int
+    epochs: int
+    max_steps: int | None = None
+    mean_tokens: int
+    longest_tokens: int
+    supervised_share: float
+    samples_per_step: int
+    micro_batches: int
+    generator_slots: int
+    budget_bytes: int
+    link_bytes_per_s: float | None
+    """Of a machine's network, where hidden states cross it; None: they stay on one machine."""
+    memory_bytes: int
+    """Of one rank's device; 0: not known."""
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def unit(self) -> str:
+        return "GPU" if self.device.is_gpu else "core"
+
+    @property
+    def devices(self) -> int:
+        return self.inference_devices + self.training_devices
+
+    @property
+    def micro_batch(self) -> tuple[int, ...]:
+        """Lengths of the dearest micro-batch: the longest sample among others of mean length."""
+        count = -(-self.samples_per_step // (self.ranks * self.micro_batches))
+        return (self.longest_tokens, *(self.mean_tokens,) * (count - 1))
+
+    @property
+    def bytes_per_token(self) -> int:
+        return stored_bytes_per_token(self.setting.aux_count, self.target.hidden_size, self.setting.stored)
+
+
+class Plan(Record):
+    """What a job comes to."""
+
+    job: Job
+    prefill_flops: float
+    """Of a sample of mean length."""
+    draft_flops: float
+    sides: Sides
+    present: Split
+    memory: RankMemory
+    longest_sample: int | None
+    """Tokens of the longest one that a rank trains alone; None: the device's memory is not known."""
+    target_bytes: int
+    """The target's weights on the GPUs of one generator."""
+    store_bytes: int
+    traffic: Traffic
+    checkpoint_bytes: int
+
+    @property
+    def best(self) -> Split | None:
+        return best_split(self.sides, self.job.devices)
+
+    @property
+    def trained_samples(self) -> int:
+        job = self.job
+        whole = job.samples * job.epochs
+        return whole if job.max_steps is None else min(whole, job.max_steps * job.samples_per_step)
+
+    @property
+    def seconds(self) -> float:
+        """Of capture and training: neither regeneration nor benchmark, nor starting up."""
+        return self.trained_samples / self.present.samples_per_s
+
+    @property
+    def device_hours(self) -> float:
+        return self.seconds / 3600 * self.job.devices
+
+    @property
+    def cost(self) -> float:
+        return self.device_hours * self.job.device.price_per_hour
+
+
+def make_plan(job: Job) -> Plan:
+    """Work the job out; nothing is refused here (see `infra.planner.refusals`)."""
+    prefill = prefill_flops(job.target, job.mean_tokens)
+    draft = draft_flops(job.draft, job.target, job.mean_tokens, job.supervised_share, job.setting.full_argmax)
+    sample_bytes = job.bytes_per_token * job.mean_tokens
+    peak, training_peak = job.device.peak[job.inference_precision], job.device.peak[job.setting.precision]
+    sides = Sides(
+        per_generator=peak * job.inference_share * job.devices_per_generator / prefill,
+        per_rank=training_peak * job.training_share * job.devices_per_rank / draft,
+        samples_per_step=job.samples_per_step,
+        devices_per_generator=job.devices_per_generator,
+        devices_per_rank=job.devices_per_rank,
+        transport=job.link_bytes_per_s / sample_bytes if job.link_bytes_per_s else None,
+    )
+    return _with_sides(job, sides, prefill, draft)
+
+
+def _with_sides(job: Job, sides: Sides, prefill: float, draft: float) -> Plan:
+    present = split(sides, job.inference_devices, job.training_devices)
+    in_flight = samples_in_flight(job.samples_per_step, job.ranks, job.setting.prefetch_steps, job.generator_slots)
+    return Plan(
+        job=job,
+        prefill_flops=prefill,
+        draft_flops=draft,
+        sides=sides,
+        present=present,
+        memory=rank_memory(job.draft, job.target, job.setting, job.micro_batch),
+        longest_sample=_longest(job),
+        target_bytes=job.target.parameters * ITEM_BYTES[job.inference_precision],
+        store_bytes=in_flight * job.longest_tokens * job.bytes_per_token,
+        traffic=traffic(present.samples_per_s, job.mean_tokens, job.bytes_per_token, job.generators, job.ranks),
+        checkpoint_bytes=job.draft.parameters * CHECKPOINT_BYTES_PER_PARAMETER,
+    )
+
+
+def _longest(job: Job) -> int | None:
+    return longest_sample(job.draft, job.target, job.setting, job.memory_bytes) if job.memory_bytes else None
+
+
+def corrected(plan: Plan, rates: SideRates) -> Plan | None:
+    """The plan with the rates that a run measured in place of the assumed ones; None before both sides were seen."""
+    job = plan.job
+    found = measured_sides(rates, job.mean_tokens, plan.sides)
+    if found is None:
+        return None
+    peak, training_peak = job.device.peak[job.inference_precision], job.device.peak[job.setting.precision]
+    shares = {
+        "inference_share": found.per_generator * plan.prefill_flops / (peak * job.devices_per_generator),
+        "training_share": found.per_rank * plan.draft_flops / (training_peak * job.devices_per_rank),
+    }
+    return _with_sides(job.model_copy(update=shares), found, plan.prefill_flops, plan.draft_flops)
+
+
+def memory_left(job: Job, memory: RankMemory) -> int:
+    """Bytes that a rank's device has left; less than 0: it does not fit."""
+    return usable(job.memory_bytes) - memory.total

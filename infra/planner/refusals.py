@@ -1,0 +1,86 @@
+"""What cannot work, and the nearest recipe that can. Pure; each finding names the settings to change."""
+
+from collections.abc import Iterator
+
+from infra.planner.memory import longest_sample, rank_memory
+from infra.planner.plan import Job, Plan, memory_left
+from infra.records import Record
+
+GIB = 2**30
+LEAST_CHUNK = 32
+
+
+class Refusal(Record):
+    """One thing that is impossible, and overrides of the recipe that make it possible; () where none does."""
+
+    problem: str
+    overrides: tuple[str, ...] = ()
+    otherwise: str = ""
+    """What else a person can do."""
+
+    def __str__(self) -> str:
+        nearest = f"nearest possible recipe: {' '.join(self.overrides)}" if self.overrides else ""
+        return f"{self.problem}; " + "; or ".join(filter(None, (nearest, self.otherwise)))
+
+
+def refusals(plan: Plan) -> tuple[Refusal, ...]:
+    """Everything that makes the plan impossible."""
+    return tuple(_found(plan))
+
+
+def _found(plan: Plan) -> Iterator[Refusal]:
+    job = plan.job
+    if job.device.is_gpu and job.memory_bytes:
+        room = int(job.memory_bytes * job.devices_per_generator * 0.9)
+        if plan.target_bytes > room:
+            needed = -(-plan.target_bytes // int(job.memory_bytes * 0.9))
+            yield Refusal(
+                problem=f"the target's weights take {plan.target_bytes / GIB:.0f} GiB in {job.inference_precision}, "
+                f"and a generator has {job.devices_per_generator} x {job.memory_bytes / GIB:.0f} GiB, of which a tenth "
+                "is left to its cache",
+                overrides=("generator.engine=sglang", f"pools.inference_gpus={needed * job.generators}"),
+            )
+    if job.memory_bytes and memory_left(job, plan.memory) < 0:
+        yield _too_much_memory(plan)
+    if plan.store_bytes > job.budget_bytes:
+        yield Refusal(
+            problem=f"the store must hold {plan.store_bytes / 2**20:,.0f} MiB (samples in flight, each as long as the "
+            f"longest), and transport.budget_mib allows {job.budget_bytes / 2**20:,.0f}",
+            overrides=(f"transport.budget_mib={-(-plan.store_bytes // 2**20)}",),
+            otherwise="shorter samples (data.max_tokens), or fewer in hand (training.prefetch_steps, "
+            "generator.lease_samples, training.samples_per_step)",
+        )
+
+
+def _too_much_memory(plan: Plan) -> Refusal:
+    job, memory = plan.job, plan.memory
+    room = max(0, memory.total + memory_left(job, memory))
+    problem = (
+        f"a trainer rank would need {memory.total / GIB:.1f} GiB for a micro-batch of {len(job.micro_batch)} samples, "
+        f"the longest of {job.longest_tokens:,} tokens, and {room / GIB:.1f} of "
+        f"its {job.memory_bytes / GIB:.1f} GiB can be planned"
+    )
+    for changed, overrides in _smaller(job):
+        if memory_left(changed, rank_memory(job.draft, job.target, changed.setting, changed.micro_batch)) >= 0:
+            return Refusal(problem=problem, overrides=overrides)
+    return Refusal(
+        problem=problem, otherwise="weights, moments and tables alone do not fit: a smaller draft.vocab_size or draft"
+    )
+
+
+def _smaller(job: Job) -> Iterator[tuple[Job, tuple[str, ...]]]:
+    """Jobs that need less memory, the nearest first: what changes no result, then shorter samples."""
+    most = -(-job.samples_per_step // job.ranks)
+    for parts in range(job.micro_batches + 1, most + 1):
+        yield job.model_copy(update={"micro_batches": parts}), (f"training.micro_batches={parts}",)
+    alone = job.model_copy(update={"micro_batches": max(job.micro_batches, most)})
+    overrides = (f"training.micro_batches={most}",) if most > job.micro_batches else ()
+    chunk = job.setting.chunk_tokens
+    while chunk > LEAST_CHUNK:
+        chunk = max(LEAST_CHUNK, chunk // 2)
+        setting = job.setting.model_copy(update={"chunk_tokens": chunk})
+        yield alone.model_copy(update={"setting": setting}), (*overrides, f"training.loss_chunk_tokens={chunk}")
+    longest = longest_sample(job.draft, job.target, job.setting, job.memory_bytes)
+    if longest >= 8:
+        shorter = {"longest_tokens": longest, "mean_tokens": min(longest, job.mean_tokens)}
+        yield alone.model_copy(update=shorter), (*overrides, f"data.max_tokens={longest}")

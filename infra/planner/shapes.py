@@ -1,0 +1,147 @@
+"""What a plan has to know of a target and of a draft: sizes, no weights. Used by the planner and by methods' configs.
+
+A target's shape comes from the `config.json` of its Hugging Face folder; a draft's from its method's configuration.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from infra.records import Record
+
+Precision = Literal["float32", "bfloat16"]
+ITEM_BYTES: dict[Precision, int] = {"float32": 4, "bfloat16": 2}
+
+
+class TargetShape(Record):
+    """A target: what its prefill computes, and what is captured of it."""
+
+    hidden_size: int = Field(ge=1)
+    num_layers: int = Field(ge=1)
+    vocab_size: int = Field(ge=1)
+    parameters: int = Field(ge=1, description="Weights that a generator's GPUs hold.")
+    active_parameters: int = Field(
+        ge=1,
+        description="Weights that every prefilled token passes: no embedding, no head, of experts the chosen ones.",
+    )
+    attention_width: int = Field(ge=1, description="Query heads x their width.")
+
+
+class Kept(Record):
+    """Bytes of a draft's forward that stay until its backward, besides the loss's own.
+
+    A row is what passes the draft's layers: a token in one step of the training-time test, a position of a block.
+    """
+
+    token: float = 0.0
+    """Per token, once."""
+    row: float
+    """Per row."""
+    output: float = 0.0
+    """Per row, from the last layer to the end of the loss."""
+    pair: float = 0.0
+    """Per row and key, where attention copies what it sees."""
+
+
+class DraftShape(Record):
+    """A draft of one method for one target, as it is trained."""
+
+    title: str
+    parameters: int
+    """Trained weights, float32 with their gradients and moments."""
+    vocab_size: int
+    """Tokens over which it is trained."""
+    whole_vocabulary: bool
+    trains_head: bool
+    frozen: int
+    """Elements of tables it keeps in float32 without training them: embeddings, perhaps a head."""
+    token_parameters: int
+    """Weights of matrix products that every token passes once."""
+    row_parameters: int
+    """Weights of matrix products that every row passes."""
+    rows_per_token: int
+    most_anchors: int | None = None
+    """Tokens of a sample that have rows at all; None: every one."""
+    target_per_row: bool = False
+    """Whether the target's logits are formed for every row; False: once per token, for all of its rows."""
+    attention_width: int = 0
+    """Query heads x their width x layers."""
+    kept: Kept
+
+    def rows(self, tokens: int) -> int:
+        """Rows of a sample of `tokens` tokens."""
+        return min(tokens, self.most_anchors or tokens) * self.rows_per_token
+
+
+def read_target_shape(file: Path) -> TargetShape:
+    """The shape of the target whose `config.json` this is; ValueError where it says too little."""
+    if not file.is_file():
+        raise ValueError(f"{file} is missing: give the target's shape by plan.target")
+    try:
+        tree = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    try:
+        return target_shape(tree)
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{file} does not say {error}: the planner reads Llama-like configurations; give the target's shape by "
+            "plan.target"
+        ) from error
+
+
+def target_shape(config: Mapping[str, Any]) -> TargetShape:
+    """From a Hugging Face configuration: Llama-like, gated feed-forward; experts and latent attention (MLA) too.
+
+    Norms, biases and a vision part are left out: below a thousandth of the text model's weights, or no part of it.
+    KeyError names what is missing.
+    """
+    text = config.get("text_config") or config
+    hidden, layers, vocabulary = text["hidden_size"], text["num_hidden_layers"], text["vocab_size"]
+    heads = text["num_attention_heads"]
+    if text.get("kv_lora_rank"):
+        attention, width = _latent_attention(text, hidden, heads)
+    else:
+        head_dim = text.get("head_dim") or hidden // heads
+        width = heads * head_dim
+        attention = 2 * hidden * (width + (text.get("num_key_value_heads") or heads) * head_dim)
+    stored, active = _feed_forward(text, hidden, layers)
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    return TargetShape(
+        hidden_size=hidden,
+        num_layers=layers,
+        vocab_size=vocabulary,
+        parameters=layers * attention + stored + (1 if tied else 2) * vocabulary * hidden,
+        active_parameters=layers * attention + active,
+        attention_width=width,
+    )
+
+
+def _latent_attention(text: Mapping[str, Any], hidden: int, heads: int) -> tuple[int, int]:
+    """Weights of DeepSeek's multi-head latent attention in a layer, and the width of its products."""
+    plain, rotary, value = text["qk_nope_head_dim"], text["qk_rope_head_dim"], text["v_head_dim"]
+    rank, kv_rank, wide = text.get("q_lora_rank"), text["kv_lora_rank"], heads * (plain + rotary)
+    queries = hidden * rank + rank * wide if rank else hidden * wide
+    keys = hidden * (kv_rank + rotary) + kv_rank * heads * (plain + value)
+    return queries + keys + heads * value * hidden, heads * (plain + rotary + value) // 2
+
+
+def _feed_forward(text: Mapping[str, Any], hidden: int, layers: int) -> tuple[int, int]:
+    """Weights of all feed-forwards that are stored, and that a token passes."""
+    experts = next(
+        (text[name] for name in ("n_routed_experts", "num_experts", "num_local_experts") if text.get(name)), 0
+    )
+    if not experts:
+        dense = 3 * hidden * text["intermediate_size"] * layers
+        return dense, dense
+    wide = text.get("moe_intermediate_size") or text["intermediate_size"]
+    shared = text.get("shared_expert_intermediate_size") or (text.get("n_shared_experts") or 0) * wide
+    first = text.get("first_k_dense_replace") or 0
+    dense = 3 * hidden * text.get("intermediate_size", wide) * first
+    router = hidden * experts
+    stored = (3 * hidden * (experts * wide + shared) + router) * (layers - first)
+    active = (3 * hidden * (text["num_experts_per_tok"] * wide + shared) + router) * (layers - first)
+    return dense + stored, dense + active

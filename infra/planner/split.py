@@ -1,0 +1,96 @@
+"""How GPUs are best divided between inference and training: predicted before a run, corrected by its measured rates."""
+
+from infra.records import Record, SideRates
+
+WORTH_SAYING = 0.02
+"""A split that gains less is not recommended over the present one."""
+
+
+class Sides(Record):
+    """What one generator and one rank do by themselves, in samples per second."""
+
+    per_generator: float
+    per_rank: float
+    """Of a rank that always has a sample to train."""
+    samples_per_step: int
+    devices_per_generator: int = 1
+    devices_per_rank: int = 1
+    transport: float | None = None
+    """What the link between both sides carries; None: more than either could use."""
+
+
+class Split(Record):
+    """One division of the devices, and samples per second of each side."""
+
+    inference_devices: int
+    training_devices: int
+    inference: float
+    training: float
+    transport: float | None = None
+
+    @property
+    def samples_per_s(self) -> float:
+        """The slower side decides."""
+        return min(self.inference, self.training, *([] if self.transport is None else [self.transport]))
+
+    @property
+    def slow_side(self) -> str:
+        if self.transport is not None and self.transport < min(self.inference, self.training):
+            return "transport"
+        return "inference" if self.inference < self.training else "training"
+
+    @property
+    def name(self) -> str:
+        return f"{self.inference_devices} + {self.training_devices}"
+
+
+def busy_ranks(samples_per_step: int, ranks: int) -> float:
+    """Ranks' worth of work in a step: the others wait for those that have a sample more (equal lengths assumed)."""
+    return samples_per_step / -(-samples_per_step // ranks) if ranks else 0.0
+
+
+def split(sides: Sides, inference_devices: int, training_devices: int) -> Split:
+    """What this division comes to."""
+    return Split(
+        inference_devices=inference_devices,
+        training_devices=training_devices,
+        inference=inference_devices // sides.devices_per_generator * sides.per_generator,
+        training=busy_ranks(sides.samples_per_step, training_devices // sides.devices_per_rank) * sides.per_rank,
+        transport=sides.transport,
+    )
+
+
+def all_splits(sides: Sides, devices: int) -> tuple[Split, ...]:
+    """Every division of `devices` into whole generators and at least one rank."""
+    step, least = sides.devices_per_generator, sides.devices_per_rank
+    return tuple(split(sides, count, devices - count) for count in range(step, devices - least + 1, step))
+
+
+def best_split(sides: Sides, devices: int) -> Split | None:
+    """The division with most samples per second, of equals the one that trains most; None: none is possible."""
+    return max(all_splits(sides, devices), key=lambda one: (one.samples_per_s, one.training_devices), default=None)
+
+
+def measured_sides(rates: SideRates, mean_tokens: float, assumed: Sides) -> Sides | None:
+    """The same from what a run measured, in place of what was assumed; None before both sides were seen."""
+    if not rates.inference or not rates.training or not rates.generators or mean_tokens <= 0:
+        return None
+    found = {
+        "per_generator": rates.inference / rates.generators / mean_tokens,
+        "per_rank": rates.training / busy_ranks(assumed.samples_per_step, rates.ranks) / mean_tokens,
+        "transport": rates.transport / mean_tokens if rates.transport else None,
+    }
+    return assumed.model_copy(update=found)
+
+
+def advice(sides: Sides, present: Split, unit: str) -> str:
+    """One sentence: the better split, or that there is none. `unit`: what is divided, `GPU` or `core`."""
+    devices = present.inference_devices + present.training_devices
+    best = best_split(sides, devices)
+    if best is None or best.samples_per_s < present.samples_per_s * (1 + WORTH_SAYING):
+        return f"no other one of {devices} {unit}s is better than {present.name} (inference + training)"
+    gain = best.samples_per_s / present.samples_per_s - 1
+    return (
+        f"{best.name} {unit}s (inference + training) would give {best.samples_per_s:.3g} samples/s, {gain:.0%} more "
+        f"than {present.name}"
+    )

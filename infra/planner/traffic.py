@@ -1,0 +1,57 @@
+"""What flows between generators and trainers, and what the store must hold. For planner, tasks and docs."""
+
+from infra.planner.shapes import ITEM_BYTES, Precision
+from infra.records import Record
+
+LEDGER_TRANSACTIONS = 2.25
+"""Per sample, with eight samples to a lease and to a step: a lease's share, publication, release, plan and commit."""
+
+CHECKPOINT_BYTES_PER_PARAMETER = 16
+"""Weights, averaged weights and AdamW's two moments, in float32."""
+
+
+def bytes_per_token(aux_count: int, hidden_size: int, item_bytes: int) -> int:
+    """Of captured hidden states: K layer outputs, and the output after the final norm."""
+    return (aux_count + 1) * hidden_size * item_bytes
+
+
+def stored_bytes_per_token(aux_count: int, hidden_size: int, dtype: Precision) -> int:
+    """The same by the name of the stored data type."""
+    return bytes_per_token(aux_count, hidden_size, ITEM_BYTES[dtype])
+
+
+def samples_in_flight(samples_per_step: int, ranks: int, prefetch_steps: int, generator_slots: int) -> int:
+    """Samples between capture and training at most: every rank holds a step and the prefetched ones beside it."""
+    return max(ranks, samples_per_step) * (prefetch_steps + 1) + generator_slots
+
+
+class Traffic(Record):
+    """Of a whole run at one rate."""
+
+    samples_per_s: float
+    tokens_per_s: float
+    wire_bytes_per_s: float
+    """Hidden states, once over the wire: out of the generators, into the ranks."""
+    store_link_bytes_per_s: float
+    """Each way over the link of the machine that holds the store."""
+    generator_bytes_per_s: float
+    """Out of one generator."""
+    rank_bytes_per_s: float
+    """Into one rank."""
+    ledger_transactions_per_s: float
+
+
+def traffic(
+    samples_per_s: float, tokens_per_sample: float, bytes_of_token: int, generators: int, ranks: int
+) -> Traffic:
+    """What flows where, at so many samples per second."""
+    wire = samples_per_s * tokens_per_sample * bytes_of_token
+    return Traffic(
+        samples_per_s=samples_per_s,
+        tokens_per_s=samples_per_s * tokens_per_sample,
+        wire_bytes_per_s=wire,
+        store_link_bytes_per_s=wire,
+        generator_bytes_per_s=wire / max(1, generators),
+        rank_bytes_per_s=wire / max(1, ranks),
+        ledger_transactions_per_s=samples_per_s * LEDGER_TRANSACTIONS,
+    )

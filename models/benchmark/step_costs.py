@@ -1,0 +1,157 @@
+"""Seconds of the target's and of drafts' steps by texts at once and tokens of each, and the goodput that follows.
+
+Real forwards of the models that are benchmarked, on the benchmark's hardware. All texts share a forward, as in engines.
+Runs in the benchmark.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from infra.goodput import GoodputTable, MeasuredGoodput, StepTime
+from infra.provenance import hardware
+from models.benchmark.acceptance import summarise
+from models.benchmark.bars import Advance, bars
+from models.benchmark.config import BenchmarkConfig
+from models.benchmark.contestants import Contestants, draft_of, same_build
+from models.benchmark.goodput import FittedCosts, fit, goodput_table, rates_of
+from models.benchmark.measure import Measurements, Walk
+from models.decoding.stopwatch import now
+from models.drafts.base import ProposalSource
+from models.targets.model import TargetModel
+
+LEAST_ROUNDS, MOST_ROUNDS = 4, 20
+"""Every step is timed once in a round. Its least time counts: whatever disturbs a machine only adds to it."""
+BUDGET_S = 20.0
+"""No further round begins after so long, once there were the least."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is timed: one forward of the target, or one drafting."""
+
+    batch: int
+    tokens: int
+    run: Callable[[], object]
+
+
+def measure_goodput(contestants: Contestants, found: Measurements, config: BenchmarkConfig) -> MeasuredGoodput:
+    """Goodput of the draft, and of the champion if there is one, at `config.loads`, of which there is at least one."""
+    sources, walks = [contestants.draft], [found.draft]
+    if contestants.champion is not None:
+        assert found.champion is not None
+        sources, walks = [*sources, contestants.champion], [*walks, found.champion]
+    target_times, draft_times = time_steps(contestants.target, sources, config)
+    target_fit = fit(target_times)
+
+    def table(source: ProposalSource, walk: Walk, times: Sequence[StepTime]) -> GoodputTable:
+        costs, lookaheads = FittedCosts(target_fit, fit(times)), servable(source, config)
+        return goodput_table(costs, rates_of(summarise(walk)), sorted(config.loads), lookaheads)
+
+    tables = [table(*each) for each in zip(sources, walks, draft_times, strict=True)]
+    return MeasuredGoodput(
+        main_load=config.loads[0],
+        draft=tables[0],
+        champion=tables[1] if len(tables) > 1 else None,
+        target_times=target_times,
+        draft_times=draft_times[0],
+        hardware=hardware(),
+    )
+
+
+def servable(source: ProposalSource, config: BenchmarkConfig) -> tuple[int, ...]:
+    """Lookaheads that a draft can be served with."""
+    return draft_of(source).config.lookaheads(config.max_lookahead)
+
+
+def time_steps(
+    target: TargetModel, sources: Sequence[ProposalSource], config: BenchmarkConfig
+) -> tuple[tuple[StepTime, ...], list[tuple[StepTime, ...]]]:
+    """Seconds of the target's steps, and of each draft's; drafts of the same build are timed once.
+
+    A few numbers of texts and of proposals are timed; a fit says the others.
+    """
+    # Two numbers of texts at least: a draft that is served in whole blocks has one lookahead only.
+    batches = sorted({1, 2, *config.loads})
+    lookaheads = [_spread(servable(source, config)) for source in sources]
+    originals = [next(at for at, other in enumerate(sources) if same_build(other, source)) for source in sources]
+    built = sorted(set(originals))
+    texts = _Texts(target, config.prompt_tokens, max(batches))
+    verified = sorted({at + 1 for each in lookaheads for at in each})
+    groups = [[Step(batch, tokens, texts.verify(batch, tokens)) for batch in batches for tokens in verified]]
+    for index in built:
+        proposed = [(batch, at) for batch in batches for at in lookaheads[index] if at]
+        groups.append([Step(batch, at, texts.draft(sources[index], batch, at)) for batch, at in proposed])
+    with bars() as bar:
+        target_times, *draft_times = _time(target, groups, bar("step costs", MOST_ROUNDS))
+    by_build = dict(zip(built, draft_times, strict=True))
+    return target_times, [by_build[original] for original in originals]
+
+
+def _spread(lookaheads: Sequence[int]) -> list[int]:
+    """The first two, one in the middle and the last: what a fit needs."""
+    last = len(lookaheads) - 1
+    return [lookaheads[place] for place in sorted({0, min(1, last), last // 2, last})]
+
+
+class _Texts:
+    """Random texts of equal length in the target's cache: what a step costs does not depend on what they say.
+
+    Args:
+        target: the target.
+        length: tokens of each text that a step comes after.
+        most: texts at once.
+    """
+
+    def __init__(self, target: TargetModel, length: int, most: int):
+        self.target, self.length = target, length
+        generator = torch.Generator().manual_seed(0)
+        vocabulary = len(target.head_weight)
+        self.tokens = torch.randint(vocabulary, (most, length + 1), generator=generator).to(target.device)
+        self.row = torch.randint(vocabulary, (most + 1,), generator=generator).to(target.device)
+        self.aux = target.forward(self.row[None, :-1]).aux[0]
+
+    def verify(self, batch: int, tokens: int) -> Callable[[], object]:
+        """The target's step: `tokens` of each of `batch` texts behind what its cache holds, and its choices there."""
+        target, cache = self.target, self.target.new_cache()
+        target.forward(self.tokens[:batch, : self.length], cache)
+        new = self.tokens[:batch, -1:].expand(-1, tokens).contiguous()
+
+        def run() -> object:
+            choices = target.logits(target.forward(new, cache).last.flatten(0, 1)).argmax(-1)
+            cache.crop(-tokens)
+            return choices
+
+        return run
+
+    def draft(self, source: ProposalSource, batch: int, lookahead: int) -> Callable[[], object]:
+        """A draft's step for `batch` texts at once: a rollout has a row for each position, as a batch has for a text.
+
+        The rows' texts are short, and one feature is new in each.
+        """
+        return partial(source.rollout, self.row[: batch + 1], self.aux[:batch], lookahead)
+
+
+@torch.no_grad()
+def _time(target: TargetModel, groups: Sequence[Sequence[Step]], advance: Advance) -> list[tuple[StepTime, ...]]:
+    """Least seconds of every step; a first round warms up."""
+    seconds: list[list[list[float]]] = [[[] for _ in steps] for steps in groups]
+    begun = now(target.device)
+    for done in range(MOST_ROUNDS):
+        if done >= LEAST_ROUNDS and now(target.device) - begun > BUDGET_S:
+            break
+        for steps, of in zip(groups, seconds, strict=True):
+            for step, times in zip(steps, of, strict=True):
+                started = now(target.device)
+                step.run()
+                times.append(now(target.device) - started)
+        advance(1)
+    return [
+        tuple(
+            StepTime(batch=step.batch, tokens=step.tokens, seconds=min(times))
+            for step, times in zip(steps, of, strict=True)
+        )
+        for steps, of in zip(groups, seconds, strict=True)
+    ]

@@ -1,0 +1,305 @@
+"""EAGLE-3's attention over a packed batch in the training-time test, linear in tokens. Runs in trainer ranks.
+
+In the first step every row attends to its own sample's rows up to itself. In step j it attends to the first step's
+keys as before, and to its own row's keys of steps 1..j: one column per step. Neither mask nor scores of tokens x tokens
+are ever made: causal attention is a kernel that also gives the log-sum-exp of its scores, and the further columns are
+merged into its result by it. The backward pass hands the kernel's own backward the merged result and the merged
+log-sum-exp, with which it finds the merged probabilities (as ring attention does, arXiv 2310.01889).
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+ROWS = 4096
+"""Rows whose further columns are worked on at once, in float32."""
+
+PLAIN_ROWS = 512
+"""Query rows of the plain kernel whose scores are alive at once."""
+
+
+class CausalKernel(Protocol):
+    """Causal attention of packed sequences, and its backward pass from a given log-sum-exp.
+
+    Queries are `[N, heads, d]`, keys and values `[N, kv_heads, d]`; scores are scaled by `d ** -0.5`.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Attended values `[N, heads, d]` and the scores' log-sum-exp `[N, heads]`, at least float32."""
+        ...
+
+    def backward(
+        self,
+        gradient: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        log_sum: Tensor,
+        lengths: Sequence[int],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k, v where probabilities are `exp(score - log_sum)` and `out` is what all columns gave."""
+        ...
+
+
+def step_attention(
+    q: Tensor, columns: Sequence[tuple[Tensor, Tensor]], lengths: Sequence[int], kernel: CausalKernel | None = None
+) -> Tensor:
+    """Attention of one step of the training-time test.
+
+    Args:
+        q: `[N, heads, d]` the step's rotated queries.
+        columns: keys and values `[N, kv_heads, d]` of every step so far: the first step's are attended to causally,
+            those of later steps row by row.
+        lengths: rows of each packed sample, summing to N.
+        kernel: which causal attention; None: the fastest that these tensors allow.
+
+    Returns:
+        `[N, heads * d]`.
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        chosen = kernel or fastest_kernel(q)
+        out = _StepAttention.apply(chosen, tuple(lengths), q, *(x for column in columns for x in column))
+    return out.flatten(1)  # type: ignore[union-attr]
+
+
+def fastest_kernel(q: Tensor) -> CausalKernel:
+    """FlashAttention has no float32 on CUDA, where the plain kernel stands in."""
+    if q.device.type == "cpu":
+        return CpuFlash()
+    return CudaFlash() if q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256 else PlainKernel()
+
+
+class _StepAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernel: CausalKernel, lengths: tuple[int, ...], q: Tensor, *columns: Tensor) -> Tensor:
+        k, v, *own = columns
+        out, log_sum = kernel.forward(q, k, v, lengths)
+        if own:
+            out, log_sum = _merge(q, own, out, log_sum)
+        ctx.kernel, ctx.lengths = kernel, lengths
+        ctx.save_for_backward(q, out, log_sum, *columns)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        q, out, log_sum, k, v, *own = ctx.saved_tensors
+        gradient = gradients[0]
+        of_q, of_k, of_v = ctx.kernel.backward(gradient, (q, k, v), out, log_sum, ctx.lengths)
+        of_own = _add_own_gradients(of_q, gradient, q, own, out, log_sum) if own else []
+        return (None, None, of_q, of_k, of_v, *of_own)
+
+
+def _grouped(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
+    """`[n, heads, ...]` as `[n, kv_heads, heads / kv_heads, ...]` in `dtype`."""
+    return x.unflatten(1, (kv_heads, -1)).to(dtype)
+
+
+def _merge(q: Tensor, own: Sequence[Tensor], out: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
+    """Attended values and log-sum-exp with the own columns `k1, v1, k2, v2 ..` beside what the kernel found."""
+    kv_heads, dtype = own[0].shape[1], log_sum.dtype
+    merged, total = torch.empty_like(out), torch.empty_like(log_sum)
+    for start in range(0, len(q), ROWS):
+        rows = slice(start, start + ROWS)
+        q_rows = _grouped(q[rows], kv_heads, dtype)
+        before = _grouped(log_sum[rows], kv_heads, dtype)
+        scores = torch.stack([before, *(_scores(q_rows, k[rows]) for k in own[::2])], dim=-1)
+        after = scores.logsumexp(-1)
+        shares = (scores - after.unsqueeze(-1)).exp_()
+        found = _grouped(out[rows], kv_heads, dtype) * shares[..., :1]
+        for index, v in enumerate(own[1::2], 1):
+            found.addcmul_(shares[..., index : index + 1], v[rows].unsqueeze(2).to(dtype))
+        merged[rows], total[rows] = found.flatten(1, 2), after.flatten(1)
+    return merged, total
+
+
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    """`[n, kv_heads, group]` scores of every row with its own key `[n, kv_heads, d]`."""
+    return (q * k.unsqueeze(2)).sum(-1) * q.shape[-1] ** -0.5
+
+
+def _add_own_gradients(
+    of_q: Tensor, gradient: Tensor, q: Tensor, own: Sequence[Tensor], out: Tensor, log_sum: Tensor
+) -> list[Tensor]:
+    """Gradients of the own columns; what they give to the queries is added to `of_q`."""
+    kv_heads, dtype, scale = own[0].shape[1], log_sum.dtype, q.shape[-1] ** -0.5
+    found = [torch.empty_like(x) for x in own]
+    for start in range(0, len(q), ROWS):
+        rows = slice(start, start + ROWS)
+        q_rows, gradient_rows, of_q_rows = (_grouped(x[rows], kv_heads, dtype) for x in (q, gradient, of_q))
+        drop = (gradient_rows * _grouped(out[rows], kv_heads, dtype)).sum(-1)
+        after = _grouped(log_sum[rows], kv_heads, dtype)
+        for index in range(0, len(own), 2):
+            k, v = own[index][rows], own[index + 1][rows]
+            share = (_scores(q_rows, k) - after).exp_()
+            slope = (((gradient_rows * v.unsqueeze(2)).sum(-1) - drop) * share * scale).unsqueeze(-1)
+            of_q_rows = of_q_rows + slope * k.unsqueeze(2)
+            found[index][rows] = (slope * q_rows).sum(2)
+            found[index + 1][rows] = (share.unsqueeze(-1) * gradient_rows).sum(2)
+        of_q[rows] = of_q_rows.flatten(1, 2)
+    return found
+
+
+def _ends(lengths: Sequence[int]) -> list[int]:
+    ends = [0]
+    for length in lengths:
+        ends.append(ends[-1] + length)
+    return ends
+
+
+class PlainKernel:
+    """The specification, in plain torch and float32 (float64 stays): query rows in chunks, sample by sample."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """See `CausalKernel.forward`."""
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        out, log_sum = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=dtype)
+        for rows, seen in _chunks(lengths):
+            scores = _masked_scores(q, k, rows, seen)
+            found = scores.logsumexp(-1)
+            attended = (scores - found.unsqueeze(-1)).exp_() @ _heads(v, seen, q.shape[1])
+            out[rows], log_sum[rows] = attended.transpose(0, 1).to(out.dtype), found.T
+        return out, log_sum
+
+    def backward(
+        self,
+        gradient: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        log_sum: Tensor,
+        lengths: Sequence[int],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `CausalKernel.backward`."""
+        q, k, v = inputs
+        heads, kv_heads, scale = q.shape[1], k.shape[1], q.shape[-1] ** -0.5
+        of_q, of_k, of_v = torch.empty_like(q), *(torch.zeros_like(x, dtype=log_sum.dtype) for x in (k, v))
+        for rows, seen in _chunks(lengths):
+            slope = gradient[rows].transpose(0, 1).to(log_sum.dtype)
+            shares = (_masked_scores(q, k, rows, seen) - log_sum[rows].T.unsqueeze(-1)).exp_()
+            drop = (slope * out[rows].transpose(0, 1)).sum(-1, keepdim=True)
+            of_scores = (slope @ _heads(v, seen, heads).transpose(1, 2) - drop).mul_(shares).mul_(scale)
+            of_q[rows] = (of_scores @ _heads(k, seen, heads)).transpose(0, 1).to(q.dtype)
+            for found, of_head in (
+                (of_k, of_scores.transpose(1, 2) @ q[rows].transpose(0, 1).to(log_sum.dtype)),
+                (of_v, shares.transpose(1, 2) @ slope),
+            ):
+                found[seen] += of_head.unflatten(0, (kv_heads, -1)).sum(1).transpose(0, 1)
+        return of_q, of_k.to(k.dtype), of_v.to(v.dtype)
+
+
+def _chunks(lengths: Sequence[int]) -> list[tuple[slice, slice]]:
+    """(query rows, rows that they may see), at most `PLAIN_ROWS` queries at once."""
+    return [
+        (slice(row, min(row + PLAIN_ROWS, end)), slice(start, min(row + PLAIN_ROWS, end)))
+        for start, end in pairwise(_ends(lengths))
+        for row in range(start, end, PLAIN_ROWS)
+    ]
+
+
+def _heads(x: Tensor, rows: slice, heads: int) -> Tensor:
+    """Keys or values as `[heads, rows, d]`, at least float32."""
+    wide = x[rows].transpose(0, 1).to(torch.promote_types(x.dtype, torch.float32))
+    return wide.repeat_interleave(heads // x.shape[1], dim=0)
+
+
+def _masked_scores(q: Tensor, k: Tensor, rows: slice, seen: slice) -> Tensor:
+    keys = _heads(k, seen, q.shape[1])
+    scores = q[rows].transpose(0, 1).to(keys.dtype) @ keys.transpose(1, 2) * q.shape[-1] ** -0.5
+    count, width = scores.shape[1:]
+    future = torch.ones(count, width, dtype=torch.bool, device=q.device).triu(1 + width - count)
+    return scores.masked_fill_(future, float("-inf"))
+
+
+class CpuFlash:
+    """PyTorch's flash attention for CPUs, sample by sample. Key-value heads are its batch: none is repeated."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """See `CausalKernel.forward`."""
+        out, log_sum = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+        for rows in (slice(*bounds) for bounds in pairwise(_ends(lengths))):
+            found, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *_by_group(q.shape[1], q[rows], k[rows], v[rows]), 0.0, True
+            )
+            out[rows], log_sum[rows] = _ungrouped(found), _ungrouped(sums.unsqueeze(-1)).squeeze(-1)
+        return out, log_sum
+
+    def backward(
+        self,
+        gradient: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        log_sum: Tensor,
+        lengths: Sequence[int],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `CausalKernel.backward`."""
+        q, k, v = inputs
+        heads = q.shape[1]
+        gradients = tuple(torch.empty_like(x) for x in inputs)
+        for rows in (slice(*bounds) for bounds in pairwise(_ends(lengths))):
+            slope, *parts, result = _by_group(heads, *(x[rows] for x in (gradient, q, k, v, out)), kv_heads=k.shape[1])
+            sums = log_sum[rows].T.unflatten(0, (k.shape[1], -1)).contiguous()
+            of_parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                slope, *parts, result, sums, 0.0, True
+            )
+            for whole, part in zip(gradients, of_parts, strict=True):
+                # [kv_heads, group, n, d]; a key-value head gathers what its group gives.
+                summed = part if whole.shape[1] == heads else part.sum(1, keepdim=True)
+                whole[rows] = _ungrouped(summed)
+        return gradients  # type: ignore[return-value]
+
+
+def _by_group(heads: int, *tensors: Tensor, kv_heads: int | None = None) -> list[Tensor]:
+    """`[n, heads or kv_heads, d]` each as `[kv_heads, heads / kv_heads, n, d]` views."""
+    kv_heads = kv_heads or min(x.shape[1] for x in tensors)
+    views = (x.transpose(0, 1).unflatten(0, (kv_heads, -1)) for x in tensors)
+    return [view.expand(-1, heads // kv_heads, -1, -1) for view in views]
+
+
+def _ungrouped(x: Tensor) -> Tensor:
+    """`[kv_heads, group, n, d]` as `[n, kv_heads * group, d]`."""
+    return x.flatten(0, 1).transpose(0, 1)
+
+
+class CudaFlash:
+    """FlashAttention on CUDA in half precision: all samples in one launch. (Not run where there is no GPU.)"""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """See `CausalKernel.forward`."""
+        ends, longest = _cumulative(lengths, q.device), max(lengths)
+        out, sums, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, ends, ends, longest, longest, 0.0, True, return_debug_mask=False
+        )
+        return out, sums.T
+
+    def backward(
+        self,
+        gradient: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        log_sum: Tensor,
+        lengths: Sequence[int],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `CausalKernel.backward`."""
+        ends, longest = _cumulative(lengths, gradient.device), max(lengths)
+        # There is no dropout, whose random state this would be.
+        state = torch.zeros(2, dtype=torch.uint64, device=gradient.device)
+        unused = torch.empty(0, dtype=torch.uint64, device=gradient.device)
+        return torch.ops.aten._flash_attention_backward(
+            gradient.contiguous(),
+            *inputs,
+            out,
+            log_sum.T.contiguous(),
+            ends,
+            ends,
+            longest,
+            longest,
+            0.0,
+            True,
+            state,
+            unused,
+        )
+
+
+def _cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(_ends(lengths), dtype=torch.int32, device=device)

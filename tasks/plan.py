@@ -1,0 +1,232 @@
+"""From a recipe to the job that the planner works out: shapes, devices, and what is assumed where nobody knows yet.
+
+No Prefect and no torch: `draftsmith retrain RECIPE --plan` answers at once.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from infra.planner.devices import CPU, DEVICES, Device, device_named
+from infra.planner.memory import Setting
+from infra.planner.plan import Job, Plan, make_plan
+from infra.planner.shapes import TargetShape, read_target_shape, target_shape
+from infra.records import SamplesRecord, TargetRecord
+from infra.settings import cache_folder
+from models.config import RunConfig
+from models.targets.config import TargetConfig, TinyRecipe
+
+READ_BYTES = 4 * 2**20
+"""Of a local .jsonl, to tell how long its lines are."""
+BYTES_OF_TOKEN = 4.0
+"""Of text with its JSON around it; a guess."""
+SAMPLES = 100_000
+"""Where nothing says how many there are."""
+HUB_S = 2.0
+
+
+def plan_recipe(config: RunConfig, target: TargetRecord | None = None, samples: SamplesRecord | None = None) -> Plan:
+    """The plan of a recipe; of a run, with its target's and samples' own figures.
+
+    Raises:
+        ValueError: the target's shape is not to be found out, with the remedy.
+    """
+    shape = config.plan.target or (
+        read_target_shape(Path(target.path) / "config.json") if target else _shape(config.target)
+    )
+    return make_plan(_job(config, shape, samples))
+
+
+def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) -> Job:
+    plan, training, generator, pools = config.plan, config.training, config.generator, config.pools
+    device, gpus, note = _device(config)
+    lengths = _lengths(config, samples)
+    notes = [note, *lengths.notes] if note else list(lengths.notes)
+    devices = _devices(config, device)
+    if devices.note:
+        notes.append(devices.note)
+    notes.append(
+        f"prefill reaches {plan.inference_share:.0%} and draft steps {plan.training_share:.0%} of the peak (plan."
+        "inference_share, plan.training_share): published for other software, and replaced by what a run measures"
+    )
+    aux = len(config.target.aux_layer_ids)
+    crossing = pools.kind != "local" and (devices.inference + devices.training > plan.gpus_per_machine or not gpus)
+    return Job(
+        name=config.name,
+        target=target,
+        draft=config.draft.shape(target, aux, training.precision),
+        setting=Setting(
+            aux_count=aux,
+            stored=generator.stored_dtype,
+            precision=training.precision,
+            full_argmax=training.out_of_vocabulary == "argmax",
+            chunk_tokens=training.loss_chunk_tokens,
+            prefetch_steps=training.prefetch_steps,
+            on_device=config.transport.kind == "mooncake" and config.transport.receive != "host",
+            one_memory=not device.is_gpu,
+        ),
+        inference_precision=generator.compute_dtype,
+        device=device,
+        inference_devices=devices.inference,
+        training_devices=devices.training,
+        generators=generator.count,
+        devices_per_generator=devices.per_generator,
+        ranks=training.ranks,
+        devices_per_rank=max(1, devices.training // training.ranks),
+        inference_share=plan.inference_share,
+        training_share=plan.training_share,
+        samples=lengths.samples,
+        epochs=training.epochs,
+        max_steps=training.max_steps,
+        mean_tokens=lengths.mean,
+        longest_tokens=lengths.longest,
+        supervised_share=samples.supervised_share if samples else plan.supervised_share,
+        samples_per_step=training.samples_per_step,
+        micro_batches=training.micro_batches,
+        generator_slots=generator.slots,
+        budget_bytes=config.transport.budget_mib * 2**20,
+        link_bytes_per_s=plan.link_gbit * 1e9 / 8 if crossing else None,
+        memory_bytes=device.memory_bytes or _own_memory(config),
+        assumptions=tuple(notes),
+    )
+
+
+def _shape(target: TargetConfig) -> TargetShape:
+    """From files at hand: no weights are read, and of the Hub only `config.json` is asked for."""
+    if target.source == "tiny":
+        tiny = TinyRecipe()
+        return target_shape(
+            {
+                "hidden_size": tiny.hidden_size,
+                "num_hidden_layers": tiny.layers,
+                "vocab_size": tiny.vocab_size,
+                "num_attention_heads": tiny.heads,
+                "num_key_value_heads": tiny.kv_heads,
+                "intermediate_size": tiny.intermediate_size,
+            }
+        )
+    if target.source == "gguf-package":
+        found = sorted((cache_folder() / "targets").glob(f"{target.name}-*/config.json"))
+        if not found:
+            raise ValueError(
+                f"{target.name} is not converted yet, so its shape is not known: give it by plan.target, or run the "
+                "recipe once"
+            )
+        return read_target_shape(found[-1])
+    folder = Path(target.name).expanduser()
+    return read_target_shape(folder / "config.json" if folder.is_dir() else _from_hub(target))
+
+
+def _from_hub(target: TargetConfig) -> Path:
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    cached = try_to_load_from_cache(target.name, "config.json", revision=target.revision)
+    if isinstance(cached, str):
+        return Path(cached)
+    try:
+        return Path(hf_hub_download(target.name, "config.json", revision=target.revision, etag_timeout=HUB_S))
+    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise ValueError(
+            f"the shape of {target.name} is not known here, and the Hub does not give its config.json: give the shape "
+            "by plan.target, or a folder by target.name"
+        ) from error
+
+
+def _device(config: RunConfig) -> tuple[Device, bool, str]:
+    """The device whose figures are used, whether the pools have GPUs, and what was assumed of it."""
+    plan, pools = config.plan, config.pools
+    gpus = bool(pools.inference_gpus or pools.training_gpus)
+    name, note = plan.device, ""
+    if name is None and not gpus:
+        name, note = CPU, "no GPUs: 60 GFLOP/s per core are a guess (plan.peak_tflops)"
+    elif name is None:
+        found = _own_gpu()
+        name = found or "H100"
+        note = f"the GPUs are {name}: " + ("this machine's" if found else "assumed (plan.device)")
+    device, changes = DEVICES[name], {}
+    if plan.memory_gb:
+        changes["memory_bytes"] = int(plan.memory_gb * 10**9)
+    if plan.peak_tflops:
+        changes["peak"] = dict.fromkeys(device.peak, plan.peak_tflops * 1e12)
+    if plan.price_per_hour is not None:
+        changes["price_per_hour"] = plan.price_per_hour
+    return device.model_copy(update=changes), gpus, note
+
+
+def _own_gpu() -> str | None:
+    """This machine's GPU by its name in the table, where it has a known one."""
+    from infra.pools.gpus import read_gpus
+
+    found = read_gpus()
+    device = device_named(found.gpus[0].name) if found and found.gpus else None
+    return device.name if device else None
+
+
+def _own_memory(config: RunConfig) -> int:
+    """This machine's, where the trainer runs on it without GPUs."""
+    if config.pools.kind != "local":
+        return 0
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@dataclass(frozen=True)
+class _Devices:
+    inference: int
+    training: int
+    per_generator: int
+    note: str = ""
+
+
+def _devices(config: RunConfig, device: Device) -> _Devices:
+    """GPUs of each side, or cores; a generator in transformers uses one GPU, SGLang all that it is given."""
+    generator, pools, training = config.generator, config.pools, config.training
+    if device.is_gpu and (pools.inference_gpus or pools.training_gpus):
+        given = max(1, pools.inference_gpus // generator.count)
+        used = given if generator.engine == "sglang" else 1
+        note = f"a generator leases {given} GPUs and uses one (generator.engine=transformers)" if used < given else ""
+        return _Devices(max(1, pools.inference_gpus), max(1, pools.training_gpus), used, note)
+    half, note = max(1, (os.cpu_count() or 2) // 2), ""
+    if generator.threads is None or training.threads is None:
+        note = f"cores are divided evenly ({half} each side) where generator.threads or training.threads say nothing"
+    capture, train = generator.threads or half, training.threads or half
+    return _Devices(capture * generator.count, train * training.ranks, capture, note)
+
+
+@dataclass(frozen=True)
+class _Lengths:
+    samples: int
+    mean: int
+    longest: int
+    notes: tuple[str, ...] = ()
+
+
+def _lengths(config: RunConfig, record: SamplesRecord | None) -> _Lengths:
+    """How many samples there are and how long: of prepared ones known, of others estimated."""
+    plan, data = config.plan, config.data
+    if record:
+        mean = max(1, round(record.train_tokens / max(1, record.train_samples)))
+        return _Lengths(record.train_samples, mean, record.longest)
+    lines, tokens = _look_into(data.source)
+    samples = plan.samples or data.max_samples or (lines and max(1, int(lines * (1 - data.heldout_share)))) or SAMPLES
+    likely = data.max_tokens if data.overlong == "split" else tokens or data.max_tokens // 2
+    mean = min(plan.mean_tokens or likely, data.max_tokens)
+    notes = []
+    if not plan.samples and not data.max_samples:
+        notes.append(f"{samples:,} samples: " + (f"the lines of {data.source}" if lines else "assumed (plan.samples)"))
+    if not plan.mean_tokens:
+        how = f"the bytes of {data.source}" if tokens and data.overlong != "split" else "data.max_tokens"
+        notes.append(f"samples of {mean:,} tokens: estimated from {how} (plan.mean_tokens)")
+    return _Lengths(samples, mean, data.max_tokens, tuple(notes))
+
+
+def _look_into(source: str) -> tuple[int, int]:
+    """Lines of a local .jsonl and tokens of each, told by its beginning; zeros for anything else."""
+    file = Path(source)
+    if file.suffix != ".jsonl" or not file.is_file():
+        return 0, 0
+    with file.open("rb") as opened:
+        head = opened.read(READ_BYTES)
+    lines = max(1, head.count(b"\n"))
+    of_line = len(head) / lines
+    return max(1, round(file.stat().st_size / of_line)), max(1, round(of_line / BYTES_OF_TOKEN))

@@ -1,0 +1,55 @@
+"""Predicted memory of a trainer against what torch's allocator saw, on drafts that take a second."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trainer_memory import Point, measured_peak
+
+from infra.planner.memory import Setting, longest_sample, rank_memory, usable
+from infra.planner.shapes import Precision
+from models.drafts.config import parse_draft_config
+
+LAYER = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 128}
+EAGLE3 = {"method": "eagle3", "vocab_size": 256, "ttt_steps": 3, **LAYER}
+POINTS = [
+    Point(64, 512, EAGLE3, (96,), name="eagle3"),
+    Point(64, 512, EAGLE3, (96,), "bfloat16", name="eagle3 bfloat16"),
+    Point(64, 512, {**EAGLE3, "ttt_steps": 2}, (300, 80), full_argmax=False, chunk_tokens=128, name="eagle3 packed"),
+    Point(64, 512, {"method": "medusa", "vocab_size": 256}, (200,), name="medusa"),
+    Point(64, 512, {"method": "dflash", "block_size": 4, "anchors": 32, **LAYER}, (200,), name="dflash"),
+]
+
+
+@pytest.mark.parametrize("point", POINTS, ids=lambda point: point.name)
+def test_the_predicted_peak_is_the_measured_one(point: Point) -> None:
+    assert point.predicted().total == pytest.approx(measured_peak(point), rel=0.1)
+
+
+def test_what_is_there_without_any_sample_is_counted_exactly() -> None:
+    # Two peaks of one draft on short samples differ by what depends on samples alone.
+    memory = POINTS[0].predicted()
+    draft = POINTS[0].config.shape(POINTS[0].target, 3, "float32")
+    assert memory.steady == 4 * (draft.parameters * 5 + 512 * 64 + (256 + 512) * 64)
+
+
+def setting(precision: Precision) -> Setting:
+    return Setting(
+        aux_count=3, stored="bfloat16", precision=precision, full_argmax=True, chunk_tokens=64, prefetch_steps=2,
+        one_memory=False,
+    )  # fmt: skip
+
+
+@given(st.integers(min_value=3 * 2**30, max_value=2**37), st.sampled_from(["float32", "bfloat16"]))
+def test_the_longest_sample_fits_and_one_token_more_does_not(memory: int, precision: Precision) -> None:
+    target = POINTS[0].target
+    draft = parse_draft_config(EAGLE3).shape(target, 3, precision)
+    longest = longest_sample(draft, target, setting(precision), memory)
+    assert rank_memory(draft, target, setting(precision), (longest,)).total <= usable(memory)
+    assert rank_memory(draft, target, setting(precision), (longest + 1,)).total > usable(memory)
+
+
+def test_no_sample_fits_where_the_draft_does_not() -> None:
+    target = POINTS[0].target
+    assert (
+        longest_sample(parse_draft_config(EAGLE3).shape(target, 3, "float32"), target, setting("float32"), 2**30) == 0
+    )

@@ -1,0 +1,77 @@
+"""Shapes from configurations: parameter counts against published ones, and against the drafts' own modules."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infra.planner.shapes import TargetShape, read_target_shape, target_shape
+from models.drafts.config import parse_draft_config
+from models.drafts.registry import build_draft
+from models.drafts.vocabulary import DraftVocabulary
+
+QWEN3_8B = {
+    "hidden_size": 4096, "num_hidden_layers": 36, "vocab_size": 151936, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288,
+}  # fmt: skip
+KIMI_K2 = {
+    "hidden_size": 7168, "num_hidden_layers": 61, "vocab_size": 163840, "num_attention_heads": 64,
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "intermediate_size": 18432, "n_routed_experts": 384, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+    "n_shared_experts": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+GEMMA3_270M = {
+    "hidden_size": 640, "num_hidden_layers": 18, "vocab_size": 262144, "num_attention_heads": 4,
+    "num_key_value_heads": 1, "head_dim": 256, "intermediate_size": 2048, "tie_word_embeddings": True,
+}  # fmt: skip
+LAYER = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 24}
+DRAFTS = [
+    {"method": "eagle3", "vocab_size": 40, **LAYER},
+    {"method": "eagle3", "vocab_size": None, "fc_norm": True, "train_embeddings": True, **LAYER},
+    {"method": "eagle3", "vocab_size": 40, "norm_before_fc": True, "shared_head": True, **LAYER},
+    {"method": "medusa", "vocab_size": 40, "heads": 3, "layers": 2},
+    {"method": "dflash", "layer_types": ["full_attention"] * 2, "fc_norm": True, **LAYER},
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "stored", "active"),
+    [
+        (QWEN3_8B, 8.2e9, 6.95e9),  # Qwen3's model card: 8.2B, 6.95B without embeddings
+        (KIMI_K2, 1.03e12, 31e9),  # Kimi K2's: 1T and 32B activated, the head among them
+        ({"text_config": GEMMA3_270M, "tie_word_embeddings": True}, 268e6, 100e6),  # Gemma 3's: 170M + 100M
+    ],
+    ids=["qwen3-8b", "kimi-k2", "gemma3-270m"],
+)
+def test_published_sizes(config: dict[str, Any], stored: float, active: float) -> None:
+    shape = target_shape(config)
+    assert shape.parameters == pytest.approx(stored, rel=0.02)
+    assert shape.active_parameters == pytest.approx(active, rel=0.02)
+
+
+def test_a_configuration_that_says_too_little(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"n_embd": 768}))
+    with pytest.raises(ValueError, match=r"does not say 'hidden_size'.*plan\.target"):
+        read_target_shape(file)
+    file.write_text("{")
+    with pytest.raises(ValueError, match="not JSON"):
+        read_target_shape(file)
+
+
+@pytest.mark.parametrize("tree", DRAFTS, ids=lambda tree: tree["method"])
+def test_a_drafts_weights_are_counted(tree: dict[str, Any]) -> None:
+    target = TargetShape(
+        hidden_size=16, num_layers=4, vocab_size=64, parameters=1, active_parameters=1, attention_width=16
+    )
+    config = parse_draft_config(tree)
+    chosen = torch.arange(config.vocabulary_size(64))
+    draft = build_draft(config, torch.zeros(64, 16), DraftVocabulary(chosen, 64), [0, 1, 2])
+    draft.start_from(torch.zeros(64, 16))
+    shape = config.shape(target, 3, "float32")
+    assert shape.parameters == sum(p.numel() for p in draft.parameters())
+    frozen = sum(buffer.numel() for buffer in draft.buffers() if buffer.is_floating_point())
+    assert shape.frozen == frozen
+    assert shape.vocab_size == len(chosen)

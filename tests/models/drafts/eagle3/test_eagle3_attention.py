@@ -1,0 +1,80 @@
+"""Attention of the training-time test against the dense one, whatever the kernel, the packing and the grouping."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.drafts.eagle3 import attention
+from models.drafts.eagle3.attention import CausalKernel, CpuFlash, PlainKernel, step_attention
+
+KERNELS: list[CausalKernel] = [PlainKernel(), CpuFlash()]
+kernels = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
+
+
+def make(lengths: tuple[int, ...], steps: int, heads: tuple[int, int], dtype: torch.dtype = torch.float64):
+    """Queries, columns of every step."""
+    g, count = torch.Generator().manual_seed(len(lengths) + steps), sum(lengths)
+    q, *rest = (
+        torch.randn(count, n, 8, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+        for n in (heads[0], *[heads[1]] * (2 * steps))
+    )
+    return q, list(zip(rest[::2], rest[1::2], strict=True))
+
+
+def dense(q: Tensor, columns: list[tuple[Tensor, Tensor]], lengths: tuple[int, ...]) -> Tensor:
+    """Every score of every step, masked."""
+    count, heads = q.shape[:2]
+    sample = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    row = torch.arange(count)
+    causal = (sample[:, None] == sample) & (row <= row[:, None])
+    seen = torch.cat([causal, *[torch.eye(count, dtype=torch.bool)] * (len(columns) - 1)], dim=1)
+    keys, values = (
+        torch.cat(parts).repeat_interleave(heads // parts[0].shape[1], 1) for parts in zip(*columns, strict=True)
+    )
+    scores = torch.einsum("ihd,jhd->hij", q, keys) / 8**0.5
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    return torch.einsum("hij,jhd->ihd", weights, values).flatten(1)
+
+
+@kernels
+@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)])
+def test_equals_dense_attention_and_its_gradients(monkeypatch, kernel, steps, heads):
+    monkeypatch.setattr(attention, "ROWS", 5)
+    monkeypatch.setattr(attention, "PLAIN_ROWS", 4)
+    lengths = (9, 1, 6)
+    q, columns = make(lengths, steps, heads)
+    inputs = [q, *(x for column in columns for x in column)]
+    found, expected = step_attention(q, columns, lengths, kernel), dense(q, columns, lengths)
+    assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
+    slope = torch.randn(found.shape, dtype=found.dtype, generator=torch.Generator().manual_seed(0))
+    for ours, theirs in zip(
+        torch.autograd.grad(found, inputs, slope), torch.autograd.grad(expected, inputs, slope), strict=True
+    ):
+        assert torch.allclose(ours, theirs, rtol=1e-8, atol=1e-11)
+
+
+@kernels
+def test_half_precision_is_close(kernel):
+    q, columns = make((40, 30), 3, (4, 2), torch.bfloat16)
+    found = step_attention(q, columns, (40, 30), kernel)
+    wide = [(k.double(), v.double()) for k, v in columns]
+    expected = dense(q.double(), wide, (40, 30))
+    assert found.dtype == torch.bfloat16
+    assert torch.allclose(found.double(), expected, atol=0.03)
+    inputs = [q, *(x for column in columns for x in column)]
+    for ours, theirs in zip(
+        torch.autograd.grad(found.float().square().sum(), inputs),
+        torch.autograd.grad(expected.square().sum(), inputs),
+        strict=True,
+    ):
+        assert (ours - theirs).norm() < 0.02 * theirs.norm()
+
+
+def test_long_float32_scores_do_not_lose_the_own_columns():
+    """An own key that outweighs all others by e^60, and one that is nothing beside them."""
+    q = torch.ones(3, 1, 8)
+    keys = [torch.zeros(3, 1, 8), torch.full((3, 1, 8), 60 / 8**0.5), torch.full((3, 1, 8), -60 / 8**0.5)]
+    values = [torch.full((3, 1, 8), float(step)) for step in range(3)]
+    found = step_attention(q, list(zip(keys, values, strict=True)), (3,))
+    assert torch.allclose(found, torch.ones(3, 8))

@@ -1,0 +1,97 @@
+"""Samples arrive whole, or not at all, in host memory and in registered memory of a device; real Mooncake."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from infra.config import TransportConfig
+from infra.records import BufferRecord, ObjectRecord, StoreRecord
+from infra.transport.base import TransferError
+from infra.transport.mooncake import MooncakeTransport
+from models.capture.layout import Layout
+from models.targets.model import HiddenStates
+from models.training.receive import CHECKED, DeviceReceiver, HostReceiver, Receiver, open_receiver
+
+LAYOUT = Layout(aux_count=3, hidden_size=8, dtype=torch.float32)
+LENGTHS = (5, 1, 40)
+
+
+@pytest.fixture
+def transport(mooncake_store: StoreRecord) -> MooncakeTransport:
+    return MooncakeTransport(mooncake_store)
+
+
+@pytest.fixture(params=["host", "device"])
+def receiver(
+    request: pytest.FixtureRequest, transport: MooncakeTransport, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Receiver]:
+    monkeypatch.setattr("models.training.receive.GRAIN", 1000)
+    host = request.param == "host"
+    opened = HostReceiver(transport, LAYOUT) if host else DeviceReceiver(transport, LAYOUT, torch.device("cpu"))
+    yield opened
+    opened.close()
+
+
+def sample(tokens: int) -> HiddenStates:
+    return HiddenStates(aux=torch.randn(tokens, 24), last=torch.randn(tokens, 8))
+
+
+def put(transport: MooncakeTransport, key: str, hidden: HiddenStates) -> ObjectRecord:
+    return transport.put(key, LAYOUT.pack(hidden))
+
+
+def test_a_micro_batch_holds_its_samples_one_after_the_other(transport: MooncakeTransport, receiver: Receiver) -> None:
+    samples = [sample(tokens) for tokens in LENGTHS]
+    batch, start = receiver.empty(sum(LENGTHS)), 0
+    for index, hidden in enumerate(samples):
+        record, end = put(transport, f"receive/0/{index}/1", hidden), start + len(hidden.last)
+        receiver.receive(record, HiddenStates(batch.aux[start:end], batch.last[start:end]))
+        transport.delete(record.key)
+        start = end
+    assert torch.equal(batch.aux, torch.cat([hidden.aux for hidden in samples]))
+    assert torch.equal(batch.last, torch.cat([hidden.last for hidden in samples]))
+
+
+def test_an_object_larger_than_the_landing_place(transport: MooncakeTransport, receiver: Receiver) -> None:
+    hidden = sample(100)
+    record = put(transport, "receive/1/0/1", hidden)
+    into = receiver.empty(100)
+    receiver.receive(record, into)
+    transport.delete(record.key)
+    assert torch.equal(into.aux, hidden.aux)
+
+
+def test_refused_is_what_is_gone_or_has_another_size_or_checksum(
+    transport: MooncakeTransport, receiver: Receiver
+) -> None:
+    record = put(transport, "receive/2/0/1", sample(4))
+    with pytest.raises(TransferError, match="expected"):
+        receiver.receive(record, receiver.empty(5))
+    wrong = tuple(replace_sum(buffer) for buffer in record.buffers)
+    with pytest.raises(TransferError, match="checksum"):
+        receiver.receive(record.model_copy(update={"buffers": wrong}), receiver.empty(4))
+    transport.delete(record.key)
+    with pytest.raises(TransferError, match="gone"):
+        receiver.receive(record, receiver.empty(4))
+
+
+def replace_sum(buffer: BufferRecord) -> BufferRecord:
+    return buffer.model_copy(update={"xxh3": "0" * 32})
+
+
+@pytest.mark.parametrize("receiver", ["device"], indirect=True)
+def test_a_device_has_one_sample_in_so_many_verified(transport: MooncakeTransport, receiver: Receiver) -> None:
+    record = put(transport, "receive/3/0/1", sample(4))
+    wrong = record.model_copy(update={"buffers": tuple(map(replace_sum, record.buffers))})
+    for index in range(2 * CHECKED):
+        receiver.receive(wrong if index % CHECKED else record, receiver.empty(4))
+    with pytest.raises(TransferError, match="checksum"):
+        receiver.receive(wrong, receiver.empty(4))
+    transport.delete(record.key)
+
+
+def test_a_gpu_that_is_wanted_in_vain(transport: MooncakeTransport) -> None:
+    with pytest.raises(ValueError, match=r"transport.receive=auto"):
+        open_receiver(transport, TransportConfig(receive="device"), LAYOUT)
+    assert isinstance(open_receiver(transport, TransportConfig(), LAYOUT), HostReceiver)

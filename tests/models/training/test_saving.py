@@ -1,0 +1,72 @@
+"""Checkpoints saved beside training: what was copied is what is written, in order, and errors are not lost."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from infra.ledger.ledger import Ledger
+from infra.run_folder import RunFolder
+from models.training import checkpoint as checkpoints
+from models.training.saving import CheckpointSaver, on_host
+
+DESCRIPTION = checkpoints.DraftDescription(
+    config={}, aux_layer_ids=(1,), target_path="target", target_revision="1", target_vocab_size=8
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    return folder
+
+
+@pytest.fixture
+def ledger(folder: RunFolder) -> Ledger:
+    ledger = Ledger.open(folder.ledger_url, folder.name)
+    ledger.create_run(budget_bytes=1000, bytes_per_token=1, lease_seconds=60, max_attempts=3, order="strict")
+    return ledger
+
+
+def save(saver: CheckpointSaver, step: int, weight: torch.Tensor) -> None:
+    state = checkpoints.TrainerState(optimizer={"state": {0: {"exp_avg": weight}}}, scheduler={}, counters={})
+    saver.save(step, {checkpoints.WEIGHTS: {"weight": weight}}, state, DESCRIPTION)
+
+
+def test_training_may_go_on_while_a_checkpoint_is_written(folder: RunFolder, ledger: Ledger) -> None:
+    resume = ledger.resume(lambda _: True, lambda _: True)
+    saver, weight = CheckpointSaver(folder, ledger, resume.incarnation, keep=2), torch.zeros(50_000)
+    for step in range(1, 5):
+        weight.fill_(step)
+        save(saver, step, weight)
+        weight.fill_(-1)
+    saver.wait()
+    assert [record.step for record in ledger.checkpoints()] == [1, 2, 3, 4]
+    assert [path.name for path in sorted(folder.checkpoints.iterdir())] == ["step-000003", "step-000004"]
+    for record in ledger.checkpoints()[-2:]:
+        assert checkpoints.is_whole(folder, record)
+        path = folder.path / record.path
+        assert set(checkpoints.read_tensors(path, checkpoints.WEIGHTS)["weight"].tolist()) == {record.step}
+        assert set(checkpoints.read_state(path).optimizer["state"][0]["exp_avg"].tolist()) == {record.step}
+
+
+def test_what_a_save_raised_is_raised_by_the_next_wait(folder: RunFolder, ledger: Ledger) -> None:
+    resume = ledger.resume(lambda _: True, lambda _: True)
+    saver = CheckpointSaver(folder, ledger, resume.incarnation, keep=2)
+    folder.checkpoints.write_text("in the way")
+    save(saver, 1, torch.zeros(2))
+    with pytest.raises(OSError, match="checkpoints"):
+        saver.wait()
+    assert not ledger.checkpoints()
+
+
+def test_copies_share_no_memory() -> None:
+    tensor = torch.ones(3, requires_grad=True)
+    copied = on_host({"a": [tensor, (tensor, 1)], "b": "text"})
+    with torch.no_grad():
+        tensor.zero_()
+    assert copied["b"] == "text"
+    assert copied["a"][1][1] == 1
+    assert copied["a"][0].tolist() == copied["a"][1][0].tolist() == [1.0, 1.0, 1.0]
+    assert not copied["a"][0].requires_grad

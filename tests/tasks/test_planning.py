@@ -1,0 +1,106 @@
+"""The plan of a recipe: what is known, what is estimated, how it is shown, and what measured rates make of it."""
+
+from pathlib import Path
+
+import pytest
+
+from infra.planner.measured import comparison, read_plan
+from infra.planner.plan import Plan, corrected
+from infra.planner.words import duration, figure, si, si_bytes
+from infra.records import SamplesRecord, SideRates
+from models.config import load_recipe
+from tasks.plan import plan_recipe
+from tasks.planning import plan_page
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return plan_recipe(load_recipe(RECIPES / "qwen3-8b.yaml"))
+
+
+def test_prepared_samples_are_known_and_others_are_estimated(samples: SamplesRecord) -> None:
+    config = load_recipe(RECIPES / "tiny.yaml")
+    known, guessed = plan_recipe(config, None, samples).job, plan_recipe(config).job
+    assert (known.samples, known.mean_tokens, known.longest_tokens) == (1234, 6394, 255)
+    assert (guessed.samples, guessed.mean_tokens, guessed.longest_tokens) == (1600, 256, 256)
+    assert [note for note in guessed.assumptions if "estimated from data.max_tokens" in note]
+    assert not [note for note in known.assumptions if "estimated" in note]
+
+
+def test_a_local_file_says_how_many_samples_there_are(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(("x" * 399 + "\n") * 1000)
+    job = plan_recipe(load_recipe(RECIPES / "qwen3-8b.yaml", [f"data.source={file}"])).job
+    assert (job.samples, job.mean_tokens) == (900, 100)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "used", "note"),
+    [
+        (["pools.inference_gpus=2"], 1, "a generator leases 2 GPUs and uses one"),
+        (["pools.inference_gpus=2", "generator.engine=sglang"], 2, ""),
+        (["pools.inference_gpus=4", "generator.engine=sglang", "generator.count=2"], 2, ""),
+    ],
+)
+def test_a_generator_uses_the_gpus_that_its_engine_can(overrides: list[str], used: int, note: str) -> None:
+    job = plan_recipe(load_recipe(RECIPES / "qwen3-8b.yaml", overrides)).job
+    assert job.devices_per_generator == used
+    assert any(note in assumption for assumption in job.assumptions)
+
+
+def test_figures_of_the_device_can_be_given() -> None:
+    given = ["plan.memory_gb=100", "plan.peak_tflops=500", "plan.price_per_hour=2"]
+    plan = plan_recipe(load_recipe(RECIPES / "qwen3-8b.yaml", given))
+    assert (plan.job.memory_bytes, plan.job.device.peak["bfloat16"]) == (100 * 10**9, 500e12)
+    assert plan.cost == pytest.approx(plan.device_hours * 2)
+
+
+def test_the_page_has_every_table(plan: Plan) -> None:
+    page = plan_page(plan)
+    assert "| 1 + 7 (recipe) |" in page
+    assert "| hidden states, a token | 32 KiB |" in page
+    for title in ("Split of the devices", "Computing", "Memory of a trainer rank", "What flows", "Assumed"):
+        assert f"### {title}" in page
+
+
+def test_measured_rates_correct_the_plan(plan: Plan, tmp_path: Path) -> None:
+    tokens = plan.job.mean_tokens
+    rates = SideRates(
+        inference=plan.present.inference * tokens * 2, transport=None, training=plan.present.training * tokens / 2,
+        data_wait_share=0.0, generators=1, ranks=7,
+    )  # fmt: skip
+    now = corrected(plan, rates)
+    assert now is not None
+    assert now.present.inference == pytest.approx(2 * plan.present.inference)
+    assert now.job.training_share == pytest.approx(plan.job.training_share / 2)
+    assert now.seconds < plan.seconds  # inference was the slow side
+    told = dict(comparison(plan, rates))
+    assert "86.0% of the peak in place of 43%" in told["inference"]
+    assert told["split"].startswith("2 + 6 GPUs (inference + training) would give")
+    (tmp_path / "plan.json").write_text(plan.model_dump_json())
+    assert read_plan(tmp_path / "plan.json") == plan
+    assert read_plan(tmp_path / "none.json") is None
+
+
+def test_nothing_is_compared_before_both_sides_are_seen(plan: Plan) -> None:
+    unseen = SideRates(inference=None, transport=None, training=5.0, data_wait_share=0.0, generators=0, ranks=7)
+    assert not dict(comparison(plan, unseen))
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (si_bytes(32 * 1024), "32 KiB"),
+        (si_bytes(5 * 2**40), "5 TiB"),
+        (si(45e12, "FLOP"), "45 TFLOP"),
+        (figure(1234.5), "1,234"),
+        (figure(0.1234), "0.123"),
+        (duration(45), "45 s"),
+        (duration(3600 * 3 + 61), "3 h 1 min"),
+        (duration(3600 * 24 * 5), "5 days 0 h"),
+    ],
+)
+def test_every_figure_has_its_unit(shown: str, expected: str) -> None:
+    assert shown == expected
