@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -245,9 +246,15 @@ def run_to_the_end(start: Start) -> Callable[[RunFolder], None]:
     """Runs a generator and a one-rank trainer on a prepared run until both have ended well."""
 
     def run(folder: RunFolder) -> None:
-        processes = [start("models.capture.generator", folder), start("models.training.launch", folder, ranks=1)]
-        for process in reversed(processes):
-            output, _ = process.communicate(timeout=900)
-            assert process.returncode == 0, output
+        generator, trainer = start("models.capture.generator", folder), start("models.training.launch", folder, ranks=1)
+        with ThreadPoolExecutor(2) as threads:
+            # At the same time: a trainer waits long for a generator that has died.
+            ended = [threads.submit(process.communicate, timeout=900) for process in (generator, trainer)]
+            output, _ = ended[0].result()
+            if generator.returncode:
+                trainer.kill()
+            assert generator.returncode == 0, output
+            output, _ = ended[1].result()
+            assert trainer.returncode == 0, output
 
     return run

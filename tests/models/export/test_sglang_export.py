@@ -51,7 +51,8 @@ def only_sample(run: Run, tokens: list[int]) -> SamplesRecord:
 @pytest.fixture
 def overfit(make_run, run_to_the_end, start):
     """A draft trained on one continuation and exported; (run, target, the text)."""
-    folder = make_run("overfit", "training.epochs=5", "training.samples_per_step=4", "data.max_tokens=64", PRUNED)
+    small = ("training.epochs=5", "training.samples_per_step=4", "training.heldout_steps=0", "data.max_tokens=64")
+    folder = make_run("overfit", *small, PRUNED)
     run = Run.open(folder.path)
     target = TargetModel.load(Path(run.target.path), run.config.target.aux_layer_ids, torch.float32)
     text = one_continuation(run, target)
