@@ -100,7 +100,8 @@ def test_an_eagle3_draft_says_the_same(name, layers, target, tmp_path):
         ttt_steps=STEPS,
     )
     following = torch.cat([tokens[1:], torch.zeros(STEPS, dtype=torch.long)])
-    ours = draft.unroll(tokens[1:], aux, [LENGTH], STEPS, lambda step, _normed: following[step : step + LENGTH])
+    fed = draft.unroll(tokens[1:], aux, [LENGTH], STEPS, lambda step, _normed: following[step : step + LENGTH])
+    ours = list(fed)
     assert len(theirs) == STEPS
     for step in range(STEPS):
         mine = draft.logits(ours[step])
