@@ -77,7 +77,7 @@ def measured_peak(point: Point, steps: int = 2) -> int:
 def train(point: Point, steps: int) -> None:
     """What a rank does: the draft as the trainer builds it, and whole optimizer steps."""
     module, optimizer = _module(point)
-    batch = _batch(point)
+    batch = _batch(point, module.target.rows)
     for step in range(1, steps + 1):
         with torch.autocast("cpu", torch.bfloat16, enabled=point.precision == "bfloat16"):
             outcome = module.draft.loss(batch, module.target, sum(point.lengths), point.chunk_tokens)
@@ -103,9 +103,11 @@ def _module(point: Point) -> tuple[DraftModule, torch.optim.Optimizer]:
     return module, module.configure_optimizers()["optimizer"]
 
 
-def _batch(point: Point) -> PackedSamples:
+def _batch(point: Point, rows: torch.Tensor) -> PackedSamples:
+    """The target's likeliest token always is one of `rows`, so that no position is left out of the loss."""
     tokens = sum(point.lengths)
-    aux, last = (torch.randn(tokens, width).bfloat16() for width in (point.aux * point.hidden, point.hidden))
+    aux = torch.randn(tokens, point.aux * point.hidden).bfloat16()
+    last = rows[torch.randint(0, len(rows), (tokens,))].bfloat16()
     supervised = torch.ones(tokens, dtype=torch.bool)
     return PackedSamples(torch.randint(0, point.vocabulary, (tokens,)), supervised, aux, last, point.lengths)
 

@@ -10,10 +10,10 @@ from infra.records import Record
 FLOAT = 4
 MOMENTS = 2
 """AdamW's."""
-SLOPES = 3
-"""Arrays of steps x chunk x draft vocabulary that are alive at once: logits, a temporary, and the chunk's before."""
-TARGETS = 2
-"""Arrays of chunk x draft vocabulary beside them: the target's probabilities, and their logarithms."""
+BLOCK_BYTES = (256 << 20, 8 << 20)
+"""Float32 logits that a loss works on at once, on a GPU and on a CPU."""
+BLOCKS = 1
+"""Arrays of a block that are alive beside the logits in float32: their gradient."""
 RESERVED = 1.5 * 2**30
 """Of a GPU, that planning leaves alone: CUDA's context, NCCL's buffers, cuBLAS workspaces. Assumed."""
 FRAGMENTS = 0.92
@@ -86,33 +86,30 @@ def rank_memory(draft: DraftShape, target: TargetShape, setting: Setting, length
 
 
 def _of_batch(draft: DraftShape, target: TargetShape, setting: Setting, lengths: tuple[int, ...]) -> tuple[int, int]:
-    """Bytes of activations and loss at the dearest moment: in the last step, in the loss, or as the backward begins."""
+    """Bytes of activations and loss at the dearest moment, in the loss."""
     rows, kept = sum(draft.rows(length) for length in lengths), draft.kept
     pairs = sum(draft.rows(length) * length for length in lengths)
     held = int(kept.token * sum(lengths) + kept.row * rows + kept.pair * pairs)
-    steps = draft.rows_per_token if draft.most_anchors is None else 1
-    working = int(kept.pair_working * max(draft.rows(length) * length for length in lengths) / steps)
-    forward, formed = _loss(draft, target, setting, sum(lengths), rows, kept)
-    return held, max(forward, formed + working, working)
+    return held, _loss(draft, target, setting, sum(lengths), rows, kept)
 
 
-def _loss(
-    draft: DraftShape, target: TargetShape, setting: Setting, tokens: int, rows: int, kept: Kept
-) -> tuple[int, int]:
-    """Bytes at the loss's own peak, and those still there as the backward begins."""
+def _loss(draft: DraftShape, target: TargetShape, setting: Setting, tokens: int, rows: int, kept: Kept) -> int:
+    """Bytes at the loss's own peak."""
     item, hidden, vocabulary = ITEM_BYTES[setting.precision], target.hidden_size, draft.vocab_size
     positions = rows if draft.target_per_row else tokens
     steps = rows / max(1, positions)
     chunk = min(setting.chunk_tokens, positions)
     outputs = int(kept.output * rows) + positions * hidden * ITEM_BYTES[setting.stored]
     by_head = hidden * vocabulary * FLOAT if draft.trains_head else 0
-    formed = outputs + 2 * rows * hidden * item + by_head
-    cast_head = hidden * vocabulary * item if item < FLOAT and draft.trains_head else 0
-    earlier = SLOPES if positions > chunk else SLOPES - 1
-    chunked = int((earlier * steps + TARGETS) * chunk * vocabulary * FLOAT)
+    # Gradients take the place of a chain's hidden states; a block's have theirs.
+    formed = outputs + (2 if draft.target_per_row else 1) * rows * hidden * item + by_head
+    cast_head = hidden * vocabulary * item if item < FLOAT else 0
+    of_target = chunk * vocabulary * FLOAT
+    block = min(BLOCK_BYTES[setting.one_memory], int(steps * chunk * vocabulary * FLOAT))
+    chunked = int(steps * chunk * vocabulary * item + of_target + (BLOCKS + (item < FLOAT) + 2 / max(1, steps)) * block)
     judged = setting.full_argmax and not draft.whole_vocabulary
-    argmax = (2 if positions > chunk else 1) * chunk * target.vocab_size * item * judged
-    return max(formed + cast_head + chunked, outputs + argmax), formed + by_head
+    argmax = judged * (chunk * target.vocab_size * (FLOAT + item * (item < FLOAT)) + of_target)
+    return formed + cast_head + max(chunked, argmax)
 
 
 def usable(memory_bytes: int) -> int:

@@ -44,8 +44,6 @@ class Kept(Record):
     """Per row, from the last layer to the end of the loss."""
     pair: float = 0.0
     """Per row and key, where attention keeps its weights."""
-    pair_working: float = 0.0
-    """The same of one step, while that step is computed or differentiated."""
 
 
 class DraftShape(Record):
@@ -71,8 +69,6 @@ class DraftShape(Record):
     """Whether the target's logits are formed for every row; False: once per token, for all of its rows."""
     attention_width: int = 0
     """Query heads x their width x layers."""
-    dense_attention: bool = False
-    """Whether rows are multiplied with all keys of their sample, masked ones included."""
     kept: Kept
 
     def rows(self, tokens: int) -> int:

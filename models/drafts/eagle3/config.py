@@ -91,25 +91,21 @@ class Eagle3Config(LossChoice, VocabularyChoice):
             row_parameters=layer,
             rows_per_token=self.ttt_steps,
             attention_width=queries,
-            dense_attention=True,
             kept=self._kept(hidden, aux_count, ITEM_BYTES[precision]),
         )
 
     def _kept(self, hidden: int, aux_count: int, item: int) -> Kept:
         """Counted from the graph's saved tensors, with products in `item` bytes and norms in float32."""
-        queries, keys, later = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.ttt_steps - 1
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         # A norm keeps its input and its result before the weight; two norms' results are put side by side.
         of_hidden = (28 + 2 * item if item == 4 else 28 + 8 * item) * hidden
-        of_layer = (4 * self.intermediate_size + queries) * item + 4 * self.head_dim + 12
-        # The first step keeps q, k, v and its output; step j repeats keys and values of itself and all before.
-        of_attention = (2 * queries + 2 * keys + sum(3 + 2 * step for step in range(1, later + 1)) * queries) * item
-        pair = (self.num_heads * item + 1) * later / self.ttt_steps
+        of_layer = 4 * self.intermediate_size * item + 4 * self.head_dim + 12
+        # Queries, the step's own keys and values, the attended values and their log-sum-exp: nothing of row x row.
+        of_attention = 2 * (queries + keys) * item + 4 * self.num_heads
         return Kept(
             token=aux_count * hidden * item + (hidden * 4 if item == 4 else 0),
-            row=of_hidden + of_layer + of_attention / self.ttt_steps,
-            output=4 * hidden,
-            pair=pair,
-            pair_working=2 * self.num_heads * item if later else 0,
+            row=of_hidden + of_layer + of_attention,
+            output=0,
         )
 
     def engine_arguments(self, lookahead: int) -> list[str]:
