@@ -34,7 +34,7 @@ down:
 
 # Figures of benchmarks/results/, about two hours on two cores; nothing else should run meanwhile.
 bench: $(VENV)/.ready $(SGLANG)/.ready
-	for name in data_wait lossless transport ledger stored capture_cost engines drift gates overhead; do \
+	for name in data_wait lossless transport ledger stored capture_cost engines drift gates overhead planner; do \
 	    $(BIN)/python benchmarks/$$name.py || exit 1; \
 	done
 

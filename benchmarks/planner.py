@@ -40,7 +40,7 @@ DFLASH = {
 POINTS = [
     Point(256, 32_000, eagle3(8_000, 4, 4, 2, 64, 1024), (512, 512), name="256 / 32K / 8K, 2 x 512"),
     Point(256, 32_000, eagle3(8_000, 4, 4, 2, 64, 1024), (512, 512), "bfloat16", name="the same in bfloat16"),
-    Point(1024, 151_936, eagle3(32_000, 7, 16, 8, 64, 3072), (1024,), "bfloat16", name="1024 / 152K / 32K, 1024"),
+    Point(1024, 151_936, eagle3(32_000, 3, 16, 8, 64, 3072), (192,), "bfloat16", name="1024 / 152K / 32K, 192"),
     Point(640, 262_144, eagle3(6_144, 4, 8, 4, 80, 1536), (512,), full_argmax=False, name="the quickstart's, 512"),
     Point(192, 1_024, eagle3(None, 7, 6, 3, 32, 512), (2048,), name="the tiny target's, 2048"),
     Point(512, 50_000, eagle3(None, 2, 8, 8, 64, 2048), (256, 64, 300), "bfloat16", name="512 / 50K whole, packed"),

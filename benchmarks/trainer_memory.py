@@ -77,7 +77,7 @@ def measured_peak(point: Point, steps: int = 2) -> int:
 def train(point: Point, steps: int) -> None:
     """What a rank does: the draft as the trainer builds it, and whole optimizer steps."""
     module, optimizer = _module(point)
-    batch = _batch(point, module.target.rows)
+    batch = _batch(point)
     for step in range(1, steps + 1):
         with torch.autocast("cpu", torch.bfloat16, enabled=point.precision == "bfloat16"):
             outcome = module.draft.loss(batch, module.target, sum(point.lengths), point.chunk_tokens)
@@ -95,6 +95,7 @@ def _module(point: Point) -> tuple[DraftModule, torch.optim.Optimizer]:
     torch.manual_seed(0)
     embedding, head = (torch.randn(point.vocabulary, point.hidden) for _ in range(2))
     chosen = torch.arange(config.vocabulary_size(point.vocabulary))
+    head[len(chosen) :] = 0  # the target's argmax lies in the draft vocabulary, so every position counts
     draft = build_draft(config, embedding, DraftVocabulary(chosen, point.vocabulary), range(point.aux))
     draft.start_from(head)
     weight = head.to(dtype)
@@ -103,11 +104,9 @@ def _module(point: Point) -> tuple[DraftModule, torch.optim.Optimizer]:
     return module, module.configure_optimizers()["optimizer"]
 
 
-def _batch(point: Point, rows: torch.Tensor) -> PackedSamples:
-    """The target's likeliest token always is one of `rows`, so that no position is left out of the loss."""
+def _batch(point: Point) -> PackedSamples:
     tokens = sum(point.lengths)
-    aux = torch.randn(tokens, point.aux * point.hidden).bfloat16()
-    last = rows[torch.randint(0, len(rows), (tokens,))].bfloat16()
+    aux, last = (torch.randn(tokens, width).bfloat16() for width in (point.aux * point.hidden, point.hidden))
     supervised = torch.ones(tokens, dtype=torch.bool)
     return PackedSamples(torch.randint(0, point.vocabulary, (tokens,)), supervised, aux, last, point.lengths)
 

@@ -1,7 +1,6 @@
 """The command `draftsmith`. Heavy libraries are imported inside the commands that need them: help comes at once."""
 
 import logging
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flows.bench_command import bench
 from flows.doctor_command import doctor
 from flows.drafts_command import drafts
 from flows.stack_command import down, up
@@ -134,25 +134,7 @@ def _print_plan(config: "RunConfig") -> None:
     print_plan(plan)
 
 
-@app.command()
-def bench(
-    target: Annotated[str, typer.Option(help="Folder or Hub id of the target.")],
-    draft: Annotated[Path, typer.Option(help="Folder of an exported draft.")],
-    prompts: Annotated[Path, typer.Option(help="JSONL of conversations, or text.")],
-    lookahead: Annotated[str, typer.Option(help="Numbers of proposed tokens, for instance 3,5.")] = "4",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest continuation.")] = 64,
-    json: Annotated[Path | None, typer.Option(help="Write the result here too.")] = None,
-) -> None:
-    """Measure a draft's acceptance on prompts of your own."""
-    options = {"--target": target, "--draft": str(draft), "--prompts": str(prompts), "--lookahead": lookahead}
-    if json:
-        options["--json"] = str(json)
-    command = [sys.executable, "-m", "models.benchmark.standalone", "--max-new-tokens", str(max_new_tokens)]
-    for option, value in options.items():
-        command += [option, value]
-    raise typer.Exit(subprocess.run(command, check=False).returncode)
-
-
+app.command()(bench)
 app.command()(status)
 app.command()(doctor)
 app.command()(ui)

@@ -11,6 +11,9 @@ from pydantic import BaseModel, ConfigDict
 
 from infra.config import TransportConfig
 
+HELDOUT_LENGTH = "heldout_acceptance_length"
+"""Key of the lines of `metrics.jsonl` whose steps were measured on held-out text."""
+
 
 class Record(BaseModel):
     """A frozen, strict record that is written as JSON."""

@@ -52,8 +52,13 @@ class RunFolder:
 
     @property
     def start(self) -> Path:
-        """Export of the registered version that training begins with, if it does."""
+        """Export of the draft that training begins with, if it does."""
         return self.path / "start"
+
+    @property
+    def heldout(self) -> Path:
+        """The target's own text to a few held-out prompts, over which the draft walks while it trains."""
+        return self.path / "heldout.safetensors"
 
     @property
     def logs(self) -> Path:

@@ -62,6 +62,7 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
             full_argmax=training.out_of_vocabulary == "argmax",
             chunk_tokens=training.loss_chunk_tokens,
             prefetch_steps=training.prefetch_steps,
+            on_device=config.transport.kind == "mooncake" and config.transport.receive != "host",
             one_memory=not device.is_gpu,
         ),
         inference_precision=generator.compute_dtype,

@@ -30,9 +30,15 @@ def prepare_target(run: OpenRun) -> TargetRecord:
 
 @task(name="fetch start", retries=2, retry_delay_seconds=5, retry_condition_fn=worth_retrying, cache_policy=NO_CACHE)
 def fetch_start(run: OpenRun) -> RegisteredDraft | None:
-    """Download the registered version that training begins with, once: a resumed run keeps the one it began with."""
+    """Fetch the draft that training begins with, once: a resumed run keeps the one it began with.
+
+    Returns the registered version; None for a published draft, or where there is nothing to fetch.
+    """
     wanted, logger = run.config.training.start_from, get_run_logger()
     if wanted is None or run.folder.start.is_dir():
+        return None
+    if isinstance(wanted, str) and wanted != "champion":
+        run_main(run, on_cpu(run), "start", "models.export.published", timeout_s=TARGET_TIMEOUT_S)
         return None
     if wanted == "champion":
         found = champion(run.tracking_uri, run.draft_name)

@@ -47,6 +47,7 @@ def register_draft(
         registry.MEASURED_AGAINST: str(champion.version) if champion else "",
         registry.ACCEPTANCE: f"{result.simulated.length[result.conditions.lookahead]:.4f}",
         "lookahead": str(result.conditions.lookahead),
+        **_best_lookahead(result),
         "beats_prompt_lookup": str(result.beats_prompt_lookup).lower(),
         "beats_token_recycling": str(result.beats_token_recycling).lower(),
         "gate": "passed" if result.gate.passed else "not passed",
@@ -73,6 +74,11 @@ def acceptance_table(result: BenchmarkResult) -> dict[str, list[float | int | No
     lookaheads = sorted(result.simulated.length)
     columns = {name: [of.length.get(at) for at in lookaheads] for name, of in sources(result).items()}
     return {"lookahead": [*lookaheads], **columns}
+
+
+def _best_lookahead(result: BenchmarkResult) -> dict[str, str]:
+    """What pays at the main load."""
+    return {} if result.goodput is None else {"best_lookahead": str(result.goodput.best.lookahead)}
 
 
 def _figures(result: BenchmarkResult) -> dict[str, float]:
@@ -104,8 +110,12 @@ def _curves(result: BenchmarkResult) -> dict[str, dict[int, float]]:
         "token_recycling": result.token_recycling,
         "champion": result.champion,
     }
-    return {
+    curves = {
         f"acceptance_length_by_lookahead/{name}": dict(acceptance.length)
         for name, acceptance in shown.items()
         if acceptance
     }
+    rows = result.goodput.draft.rows if result.goodput else ()
+    for row in rows:
+        curves.setdefault(f"goodput_by_lookahead/{row.batch}_at_once", {})[row.lookahead] = row.tokens_per_s
+    return curves

@@ -164,6 +164,7 @@ def benchmark_report(result: BenchmarkResult) -> dict[str, Any]:
         "vocabulary_mass": result.vocabulary_mass,
         "lossless": result.lossless.model_dump(mode="json", include={"tokens", "mismatches", "ties"}),
         "speed": result.speed.model_dump(mode="json"),
+        "goodput": result.goodput and [load.model_dump(mode="json") for load in result.goodput.by_load],
         "gate": result.gate.model_dump(mode="json"),
         "conditions": result.conditions.model_dump(mode="json"),
         "summary": result.summary,

@@ -90,6 +90,27 @@ def acceptance_by_lookahead(result: BenchmarkResult) -> list[dict[str, int | str
     ]
 
 
+def goodput_rows(result: BenchmarkResult) -> list[dict[str, str]]:
+    """Predicted goodput at each load: the best lookahead, and what it gives; empty where it was not measured."""
+    found = result.goodput
+    if found is None:
+        return []
+    rows = []
+    for load in found.by_load:
+        plain = found.draft.plain_at(load.batch).tokens_per_s
+        row = {
+            "texts at once": str(load.batch),
+            "best lookahead": str(load.challenger_lookahead),
+            "tokens/s": rate(load.challenger),
+            "target alone": rate(plain),
+            "gain": signed(load.challenger / plain - 1),
+        }
+        if load.champion is not None:
+            row |= {"champion": rate(load.champion), "its lookahead": str(load.champion_lookahead)}
+        rows.append(row)
+    return rows
+
+
 def length(value: float) -> str:
     """An acceptance length."""
     return f"{value:.2f}"

@@ -7,9 +7,9 @@ from pathlib import Path
 from infra.bottleneck import in_words
 from infra.records import TargetRecord
 from infra.results import BenchmarkResult
-from tasks.report_facts import Link, RunFacts, acceptance_rows, length, plural, signed
+from tasks.report_facts import Link, RunFacts, acceptance_rows, goodput_rows, length, plural, signed
 from tasks.report_page import embedded, sample_states, sentence
-from tasks.report_words import agreement_line, compared, gate_line, how_good, lossless_line, meaning
+from tasks.report_words import agreement_line, compared, gate_line, how_good, lossless_line, meaning, serving_line
 
 SPECIAL = re.compile(r"([\\`*_\[\]<>|~])")
 
@@ -42,8 +42,15 @@ def _top(facts: RunFacts, gap: str = "") -> list[str]:
         *(_prose(words) for words in meaning(facts.target.name, facts.result, facts.draft)),
         "### Acceptance length by lookahead",
         markdown_table(acceptance_rows(facts.result), gap),
+        *_serving(facts.result, gap),
         _list(_findings(facts)),
     ]
+
+
+def _serving(result: BenchmarkResult, gap: str) -> list[str]:
+    """What to serve the draft with."""
+    line, rows = serving_line(result), goodput_rows(result)
+    return ["### Goodput by load", markdown_table(rows, gap), escaped(sentence(line))] if line else []
 
 
 def headline(facts: RunFacts) -> str:
@@ -64,6 +71,7 @@ def version_markdown(target: TargetRecord, result: BenchmarkResult) -> str:
             _prose(how_good(target.name, result)),
             _prose(compared(result)),
             markdown_table(acceptance_rows(result), GAP),
+            *_serving(result, GAP),
             _list(
                 escaped(sentence(words))
                 for words in (gate_line(result.gate), lossless_line(result), agreement_line(result))

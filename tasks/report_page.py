@@ -19,6 +19,7 @@ from tasks.report_facts import (
     count,
     duration,
     generators_in_words,
+    goodput_rows,
     length,
     plural,
     rate,
@@ -26,12 +27,15 @@ from tasks.report_facts import (
     signed,
     sources,
 )
-from tasks.report_words import agreement_line, gate_line, lossless_line, meaning
+from tasks.report_words import agreement_line, gate_line, lossless_line, meaning, serving_line
 
 TEMPLATE = "report_page.html.jinja"
 CAPTIONS = {
     "acceptance_by_position": "Acceptance rate at each position of the proposed tokens, given that all before it "
     "were accepted. Where a curve ends, fewer than 20 tokens were offered.",
+    "heldout": "Acceptance length while training: on held-out prompts by the simulated walk, and on the training text.",
+    "goodput": "Predicted tokens per second by lookahead, relative to the target alone, one curve for each number of "
+    "texts decoded at once; the best lookahead of each is marked.",
     "samples": "Training samples by length, by supervised tokens and, of conversations, by the assistant's turns.",
     "training": "Loss and acceptance rate at each position during training, over the tokens trained on.",
 }
@@ -69,6 +73,8 @@ def render(facts: RunFacts, plots: Path) -> str:
         verdicts=list(verdicts(facts)),
         meaning=[_prose(words) for words in meaning(facts.target.name, facts.result, facts.draft)],
         table=acceptance_table(facts),
+        goodput=goodput_rows(facts.result),
+        serving=sentence(serving_line(facts.result) or ""),
         lookaheads=sorted(facts.result.simulated.length),
         plots=by_name,
         further_plots=[plot for name, plot in by_name.items() if name not in CAPTIONS],

@@ -114,6 +114,21 @@ def lossless_line(result: BenchmarkResult) -> str:
     return f"lossless: {lossless.tokens:,} tokens equal the target's own text, with {differ}"
 
 
+def serving_line(result: BenchmarkResult) -> str | None:
+    """What the main load's goodput says of serving; None where it was not measured."""
+    found = result.goodput
+    if found is None:
+        return None
+    best, loads = found.best, f"{found.main_load} text{'s' if found.main_load > 1 else ''} at once"
+    gain = best.tokens_per_s / found.draft.plain_at(found.main_load).tokens_per_s
+    advice = (
+        f"propose {best.lookahead} tokens ({gain:.2f} times the target alone)" if best.lookahead else "propose none"
+    )
+    served = result.served
+    measured = f"; the engine's own figures are of lookahead {served.lookahead}" if served and served.acceptance else ""
+    return f"predicted from step costs on {found.hardware}, in transformers: with {loads} {advice}{measured}"
+
+
 def _of(number: int, one: str, many: str) -> str:
     return f"{number} {one if number == 1 else many}"
 

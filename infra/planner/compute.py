@@ -20,7 +20,8 @@ def draft_flops(
 ) -> float:
     """Of one sample's forward, loss and backward.
 
-    `full_argmax`: supervision is judged by the target's argmax over its whole vocabulary (training.out_of_vocabulary).
+    `full_argmax`: which positions count is judged by the target's argmax over its whole vocabulary, whose logits hold
+    the draft vocabulary's (training.out_of_vocabulary).
     """
     rows = draft.rows(tokens)
     attention = 4 * draft.attention_width * tokens / 2
@@ -28,7 +29,6 @@ def draft_flops(
     product = 2.0 * target.hidden_size * draft.vocab_size
     predicted = rows * supervised_share
     loss = predicted * product * (3 if draft.trains_head else 2)
-    loss += product * (predicted if draft.target_per_row else tokens * supervised_share)
-    if full_argmax and not draft.whole_vocabulary:
-        loss += 2.0 * target.hidden_size * target.vocab_size * tokens * supervised_share
-    return body + loss
+    judged = full_argmax and not draft.whole_vocabulary
+    of_target = 2.0 * target.hidden_size * (target.vocab_size if judged else draft.vocab_size)
+    return body + loss + of_target * (predicted if draft.target_per_row else tokens * supervised_share)

@@ -27,4 +27,4 @@ def comparison(plan: Plan, rates: SideRates) -> Iterator[tuple[str, str]]:
             f"{figure(measured)} samples/s measured, {figure(planned)} planned: {found:.1%} of the peak in place of "
             f"{assumed:.0%}",
         )
-    yield "split", advice(now.sides, now.present)
+    yield "split", advice(now.sides, now.present, now.job.unit)

@@ -3,17 +3,17 @@
 Calibrated against the allocator (benchmarks/planner.py measures what is predicted here, component by component).
 """
 
-from infra.planner.shapes import ITEM_BYTES, DraftShape, Kept, Precision, TargetShape
+from infra.planner.shapes import ITEM_BYTES, DraftShape, Precision, TargetShape
 from infra.planner.traffic import bytes_per_token
 from infra.records import Record
 
 FLOAT = 4
 MOMENTS = 2
 """AdamW's."""
-BLOCK_BYTES = (256 << 20, 8 << 20)
-"""Float32 logits that a loss works on at once, on a GPU and on a CPU."""
-BLOCKS = 1
-"""Arrays of a block that are alive beside the logits in float32: their gradient."""
+BLOCK_BYTES = {True: 8 * 2**20, False: 256 * 2**20}
+"""Draft logits of a chunk that the loss works on at once, as float32: on a CPU, on a GPU (models/losses/chunked.py)."""
+BLOCKS = 2
+"""Arrays of a block that are alive at once: two temporaries; where logits are bfloat16, the block in float32 too."""
 RESERVED = 1.5 * 2**30
 """Of a GPU, that planning leaves alone: CUDA's context, NCCL's buffers, cuBLAS workspaces. Assumed."""
 FRAGMENTS = 0.92
@@ -30,6 +30,8 @@ class Setting(Record):
     """Whether the target's whole head is kept, to judge which positions the draft vocabulary can express."""
     chunk_tokens: int
     prefetch_steps: int
+    on_device: bool = False
+    """Whether prefetched hidden states lie in the GPU's memory too (transport.receive)."""
     one_memory: bool
     """Whether what a GPU leaves to its host shares the memory that is planned: on a CPU."""
 
@@ -69,7 +71,7 @@ def rank_memory(draft: DraftShape, target: TargetShape, setting: Setting, length
     matrices = draft.token_parameters + draft.row_parameters
     table = target.hidden_size * item
     heads = table * draft.vocab_size + (table * target.vocab_size if setting.full_argmax else 0)
-    copies = setting.prefetch_steps + 2 if setting.one_memory else 1
+    copies = setting.prefetch_steps + 2 if setting.one_memory or setting.on_device else 1
     activations, loss = _of_batch(draft, target, setting, lengths)
     captured = bytes_per_token(setting.aux_count, target.hidden_size, ITEM_BYTES[setting.stored])
     return RankMemory(
@@ -86,30 +88,31 @@ def rank_memory(draft: DraftShape, target: TargetShape, setting: Setting, length
 
 
 def _of_batch(draft: DraftShape, target: TargetShape, setting: Setting, lengths: tuple[int, ...]) -> tuple[int, int]:
-    """Bytes of activations and loss at the dearest moment, in the loss."""
+    """Bytes of activations, and of the loss at its dearest moment: in a chunk, or as the backward begins."""
     rows, kept = sum(draft.rows(length) for length in lengths), draft.kept
     pairs = sum(draft.rows(length) * length for length in lengths)
     held = int(kept.token * sum(lengths) + kept.row * rows + kept.pair * pairs)
-    return held, _loss(draft, target, setting, sum(lengths), rows, kept)
+    return held, _loss(draft, target, setting, sum(lengths), rows)
 
 
-def _loss(draft: DraftShape, target: TargetShape, setting: Setting, tokens: int, rows: int, kept: Kept) -> int:
-    """Bytes at the loss's own peak."""
+def _loss(draft: DraftShape, target: TargetShape, setting: Setting, tokens: int, rows: int) -> int:
+    """Hidden states and their gradients, the head's gradient, and the dearest moment of a chunk beside them."""
     item, hidden, vocabulary = ITEM_BYTES[setting.precision], target.hidden_size, draft.vocab_size
     positions = rows if draft.target_per_row else tokens
-    steps = rows / max(1, positions)
     chunk = min(setting.chunk_tokens, positions)
-    outputs = int(kept.output * rows) + positions * hidden * ITEM_BYTES[setting.stored]
-    by_head = hidden * vocabulary * FLOAT if draft.trains_head else 0
-    # Gradients take the place of a chain's hidden states; a block's have theirs.
-    formed = outputs + (2 if draft.target_per_row else 1) * rows * hidden * item + by_head
-    cast_head = hidden * vocabulary * item if item < FLOAT else 0
-    of_target = chunk * vocabulary * FLOAT
-    block = min(BLOCK_BYTES[setting.one_memory], int(steps * chunk * vocabulary * FLOAT))
-    chunked = int(steps * chunk * vocabulary * item + of_target + (BLOCKS + (item < FLOAT) + 2 / max(1, steps)) * block)
+    logits = int(rows / max(1, positions) * chunk * vocabulary * item)
     judged = setting.full_argmax and not draft.whole_vocabulary
-    argmax = judged * (chunk * target.vocab_size * (FLOAT + item * (item < FLOAT)) + of_target)
-    return formed + cast_head + max(chunked, argmax)
+    wide = chunk * (target.vocab_size if judged else vocabulary)
+    of_target = chunk * vocabulary * FLOAT
+    projecting = of_target + wide * (FLOAT + (item if item < FLOAT else 0))
+    block = min(BLOCK_BYTES[setting.one_memory], logits * FLOAT // item)
+    comparing = logits + of_target + (BLOCKS + (item < FLOAT)) * block
+    by_head = hidden * vocabulary * FLOAT if draft.trains_head else 0
+    cast_head = hidden * vocabulary * item if item < FLOAT and draft.trains_head else 0
+    outputs = int(draft.kept.output * rows) + positions * hidden * ITEM_BYTES[setting.stored]
+    # Gradients take the memory of a chain's hidden states, which are copies; a block's are not.
+    formed = outputs + (2 if draft.target_per_row else 1) * rows * hidden * item + by_head
+    return formed + max(cast_head + max(projecting, comparing), by_head)
 
 
 def usable(memory_bytes: int) -> int:

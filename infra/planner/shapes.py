@@ -40,10 +40,10 @@ class Kept(Record):
     """Per token, once."""
     row: float
     """Per row."""
-    output: float
+    output: float = 0.0
     """Per row, from the last layer to the end of the loss."""
     pair: float = 0.0
-    """Per row and key, where attention keeps its weights."""
+    """Per row and key, where attention copies what it sees."""
 
 
 class DraftShape(Record):

@@ -83,14 +83,14 @@ def measured_sides(rates: SideRates, mean_tokens: float, assumed: Sides) -> Side
     return assumed.model_copy(update=found)
 
 
-def advice(sides: Sides, present: Split) -> str:
-    """One sentence: the better split, or that there is none."""
+def advice(sides: Sides, present: Split, unit: str) -> str:
+    """One sentence: the better split, or that there is none. `unit`: what is divided, `GPU` or `core`."""
     devices = present.inference_devices + present.training_devices
     best = best_split(sides, devices)
     if best is None or best.samples_per_s < present.samples_per_s * (1 + WORTH_SAYING):
-        return f"of {devices} devices no split of inference + training is better than {present.name}"
+        return f"no other one of {devices} {unit}s is better than {present.name} (inference + training)"
     gain = best.samples_per_s / present.samples_per_s - 1
     return (
-        f"{best.name} devices for inference + training would give {best.samples_per_s:.3g} samples/s, {gain:.0%} more "
+        f"{best.name} {unit}s (inference + training) would give {best.samples_per_s:.3g} samples/s, {gain:.0%} more "
         f"than {present.name}"
     )

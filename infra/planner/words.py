@@ -60,7 +60,7 @@ def verdicts(plan: Plan) -> Iterator[str]:
         f"Speed: {figure(present.samples_per_s)} samples/s; inference gives {figure(present.inference)}, training "
         f"takes {figure(present.training)}, so {present.slow_side} is the slow side"
     )
-    yield f"Split: {advice(plan.sides, present)}"
+    yield f"Split: {advice(plan.sides, present, job.unit)}"
     cost = f", ${plan.cost:,.2f}" if job.device.price_per_hour else ""
     yield (
         f"Time: {duration(plan.seconds)} for {plan.trained_samples:,} samples ({job.epochs} x {job.samples:,}), "

@@ -16,7 +16,7 @@ from typing import Any
 from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, Metric, Param, RunTag
 
 from infra.files import write_atomically
-from infra.records import Record, SamplesRecord
+from infra.records import HELDOUT_LENGTH, Record, SamplesRecord
 from infra.results import RegisteredDraft
 from infra.shareable import without_passwords
 from infra.tracking.client import NOTE, connect, experiment_id
@@ -25,7 +25,7 @@ BATCH = 500
 """MLflow takes at most 1,000 metrics and 100 parameters in a request."""
 WEIGHTS = ("*.safetensors", "*.json")
 """Of a checkpoint; the optimizer's state stays in the run folder."""
-HEADLINES = ("loss", "learning_rate")
+HEADLINES = ("loss", "learning_rate", HELDOUT_LENGTH)
 """Metrics outside any group: MLflow shows them first."""
 EXPERIMENT_NOTE = (
     "Each run trains a draft, proves it by speculative decoding and registers it. Choose *Model training* at the top "
@@ -134,13 +134,15 @@ def log_checkpoint(run: TrackedRun, folder: Path, step: int, metrics: Path) -> s
 
 
 def _figures_at(step: int, metrics: Path) -> dict[str, float]:
-    """Loss and acceptance length while training, as last reported at or before the step."""
+    """Loss and acceptance lengths while training, as last reported at or before the step."""
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    last = next((line for line in reversed(lines) if line["step"] <= step), None)
-    if last is None:
+    before = [line for line in reversed(lines) if line["step"] <= step]
+    if not before:
         return {}
+    last, heldout = before[0], next((line[HELDOUT_LENGTH] for line in before if HELDOUT_LENGTH in line), None)
+    measured = {} if heldout is None else {f"checkpoint/{HELDOUT_LENGTH}": heldout}
     whole = accumulate(last["acceptance_by_position"], mul)  # share of chains that are right up to each position
-    return {"checkpoint/loss": last["loss"], "checkpoint/training_acceptance_length": 1.0 + sum(whole)}
+    return measured | {"checkpoint/loss": last["loss"], "checkpoint/training_acceptance_length": 1.0 + sum(whole)}
 
 
 def _link(source: Path, target: Path) -> None:

@@ -1,13 +1,15 @@
 """The plots of a benchmark, and of the samples behind it. Runs in the benchmark."""
 
 import json
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from infra.records import SamplesRecord
+from infra.records import HELDOUT_LENGTH, SamplesRecord
 from infra.results import Acceptance, BenchmarkResult
 
 mpl.use("Agg")
@@ -106,6 +108,24 @@ def plot_training(metrics: Path, path: Path) -> Path:
     right.set(ylabel="acceptance rate, given all before", ylim=(0, 1))
     figure.legend(loc="outside lower center", ncols=5, fontsize="small")
     left.grid(alpha=0.3)
+    return _save(figure, path)
+
+
+def plot_heldout(metrics: Path, path: Path) -> Path | None:
+    """Acceptance length on held-out text beside the training's own; None where it was not measured."""
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    measured = [row for row in rows if HELDOUT_LENGTH in row]
+    if not measured:
+        return None
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axes = figure.add_subplot()
+    own = [1.0 + sum(accumulate(row["acceptance_by_position"], mul)) for row in rows]
+    axes.plot([row["step"] for row in rows], own, "C7-", alpha=0.7, label="training text, text's own tokens")
+    lengths = [row[HELDOUT_LENGTH] for row in measured]
+    axes.plot([row["step"] for row in measured], lengths, "C0-o", label="held-out prompts, simulated walk")
+    axes.set(xlabel="step", ylabel="tokens per verification step", title="Acceptance length while training")
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
+    axes.grid(alpha=0.3)
     return _save(figure, path)
 
 

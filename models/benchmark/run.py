@@ -19,7 +19,7 @@ from models.benchmark.conditions import conditions
 from models.benchmark.contestants import Contestants, load_contestants
 from models.benchmark.evidence import gather, ground
 from models.benchmark.measure import measure, measure_suite
-from models.benchmark.plots import plot_by_position, plot_goodput, plot_samples, plot_training
+from models.benchmark.plots import plot_by_position, plot_goodput, plot_heldout, plot_samples, plot_training
 from models.benchmark.prompts import heldout_prompts, suite_prompts
 from models.benchmark.result import build_result, request_counts
 from models.benchmark.serving_settings import write_settings
@@ -67,13 +67,14 @@ def benchmark_run(run: Run, champion: Path | None, champion_label: str) -> Bench
     write_atomically(run.folder.gate, evidence)
     if goodput is not None:
         write_settings(run.folder.export, goodput)
+    write_card(run, result)
     write_atomically(run.folder.benchmark, result)
     plot_by_position(result, run.folder.plots / "acceptance_by_position.png")
     plot_goodput(result, run.folder.plots / "goodput.png")
     plot_samples(run.samples, run.folder.plots / "samples.png")
     if run.folder.metrics.is_file():
         plot_training(run.folder.metrics, run.folder.plots / "training.png")
-    write_card(run, result)
+        plot_heldout(run.folder.metrics, run.folder.plots / "heldout.png")
     return result
 
 

@@ -1,31 +1,46 @@
-"""`python -m models.benchmark.standalone`: any exported draft on prompts from a file, without a run.
+"""`python -m models.benchmark.standalone`: exported drafts and baselines on suites of prompts, without a run.
 
-The same measurements as in a run; `draftsmith bench` starts it.
+What `draftsmith bench` starts. Real decoding by the reference decoder: acceptance by category and context, at several
+temperatures, lookaheads and tree shapes, and speed by batch size.
 """
 
 import argparse
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
+
+from rich.console import Console
+from transformers import AutoTokenizer
 
 from infra.exit import run_main
 from infra.files import write_atomically
+from infra.provenance import git_sha
 from infra.records import TargetRecord
-from infra.results import BenchmarkResult
+from infra.results import Conditions
 from models.benchmark.conditions import conditions
-from models.benchmark.config import BenchmarkConfig, PromotionConfig
-from models.benchmark.contestants import load_contestants
-from models.benchmark.evidence import gather
-from models.benchmark.measure import measure
+from models.benchmark.config import BenchmarkConfig
+from models.benchmark.contestants import Sources, load_sources
+from models.benchmark.harness import Harness, HarnessResult, Plan, branches, shape_of
+from models.benchmark.harness_page import lines, page, table
 from models.benchmark.prompts import read_prompts
-from models.benchmark.result import build_result
-from models.benchmark.run import show
+from models.benchmark.suites import SuitePrompts, layout_of, question_prompts
 from models.data.conversations import source_hash
+from models.decoding.prompt_lookup import PromptLookup
+from models.decoding.token_recycling import TokenRecycling
+from models.drafts.base import Source
 from models.dtypes import DTYPES
 from models.export.description import read_description
 from models.targets.config import TargetConfig
 from models.targets.prepare import prepare_target
+
+BASELINES: dict[str, type[PromptLookup] | type[TokenRecycling]] = {
+    "prompt-lookup": PromptLookup,
+    "token-recycling": TokenRecycling,
+}
+DRAFT, CHAMPION = "draft", "champion"
+Item = TypeVar("Item")
 
 
 def find_target(name: str, aux_layer_ids: Sequence[int]) -> TargetRecord:
@@ -35,47 +50,127 @@ def find_target(name: str, aux_layer_ids: Sequence[int]) -> TargetRecord:
     return prepare_target(TargetConfig(source=source, name=name, aux_layer_ids=tuple(aux_layer_ids)))
 
 
-def bench(options: argparse.Namespace) -> BenchmarkResult:
-    """Measure one draft on prompts from a file."""
+def bench(options: argparse.Namespace) -> HarnessResult:
+    """Measure what the options name. Raises ValueError, with the remedy, for what cannot be measured."""
     begun = time.perf_counter()
-    lookaheads = _lookaheads(options.lookahead)
+    shapes = tuple(_listed(options.lookahead, str) + _listed(options.tree, str))
+    for shape in shapes:
+        shape_of(shape)
+    folders = {DRAFT: options.draft} | ({CHAMPION: options.champion} if options.champion else {})
+    aux_layer_ids = read_description(options.draft).aux_layer_ids
+    target = find_target(options.target, aux_layer_ids)
+    suites = {name: _suite(name, source, target, options) for name, source in map(_named, _asked(options))}
+    loaded = load_sources(Path(target.path), list(folders.values()), DTYPES[options.dtype])
+    sources: dict[str, Source] = dict(zip(folders, loaded.drafts, strict=True))
+    for name in _listed(options.baselines, str):
+        if name not in BASELINES:
+            raise ValueError(f"--baselines {name!r}: there are {', '.join(BASELINES)}")
+        sources[name] = BASELINES[name]()
+    under = _conditions(options, target, loaded, suites, {name: folders.get(name) for name in sources})
+    cells = Harness(loaded, sources, _plan(options, suites, shapes), under).measure()
+    trees = [shape for shape in shapes if not shape.isdigit()]
+    chains_only = [name for name, source in sources.items() if trees and not branches(source)]
+    return HarnessResult(
+        commit=git_sha(),
+        date=time.strftime("%Y-%m-%d"),
+        too_long={name: suite.too_long for name, suite in suites.items()},
+        cells=tuple(cells),
+        notes=tuple(f"{name} proposes chains only: no figures for {', '.join(trees)}" for name in chains_only),
+        wall_s=time.perf_counter() - begun,
+    )
+
+
+def _conditions(
+    options: argparse.Namespace,
+    target: TargetRecord,
+    loaded: Sources,
+    suites: Mapping[str, SuitePrompts],
+    drafts: Mapping[str, Path | None],
+) -> dict[tuple[str, str], Conditions]:
+    """By suite and source, whose draft is None where it is a baseline."""
     config = BenchmarkConfig(
         prompts=options.num_prompts,
         prompt_tokens=options.prompt_tokens,
         max_new_tokens=options.max_new_tokens,
-        lookahead=lookaheads[0],
-        max_lookahead=max(7, *lookaheads),
-        reference_tokens=options.reference_tokens,
         compute_dtype=options.dtype,
     )
-    target = find_target(options.target, read_description(options.draft).aux_layer_ids)
-    prompts, template_hash = read_prompts(str(options.prompts), target, config, options.chat_template, options.add_bos)
-    contestants = load_contestants(Path(target.path), options.draft, options.champion, DTYPES[config.compute_dtype])
-    found = measure(contestants, config, lookaheads, prompts, options.seed)
-    dataset_hash, label = source_hash(str(options.prompts)), str(options.champion)
-    under = conditions(
-        config,
-        contestants.target,
-        target=target,
-        draft=options.draft,
-        dataset_hash=dataset_hash,
-        template_hash=template_hash,
-        prompts=len(prompts),
-        texts=zip(prompts, found.greedy, strict=True),
+    return {
+        (name, source): conditions(
+            config,
+            loaded.target,
+            target=target,
+            draft=folder,
+            dataset_hash=suite.dataset_hash,
+            template_hash=suite.template_hash,
+            prompts=len(suite.prompts),
+        )
+        for name, suite in suites.items()
+        for source, folder in drafts.items()
+    }
+
+
+def _plan(options: argparse.Namespace, suites: dict[str, SuitePrompts], shapes: tuple[str, ...]) -> Plan:
+    temperatures, batches = _listed(options.temperature, float), _listed(options.batch, int)
+    if not temperatures or min(temperatures) < 0:
+        raise ValueError(f"--temperature {options.temperature!r}: give numbers from 0 on with commas, for instance 0,1")
+    if batches and not 1 <= min(batches) <= max(batches) <= 32:
+        raise ValueError(f"--batch {options.batch!r}: give numbers from 1 to 32 with commas, or nothing for no speed")
+    if options.repeats < 3:
+        raise ValueError(f"--repeats {options.repeats}: at least 3, or the spread says nothing")
+    return Plan(
+        suites,
+        shapes,
+        tuple(temperatures),
+        tuple(batches),
+        options.repeats,
+        options.timed_prompts,
+        options.max_new_tokens,
+        options.seed,
     )
-    wall_s = time.perf_counter() - begun
-    evidence = gather(found, (), config, PromotionConfig(), dataset_hash=dataset_hash, champion_label=label)
-    return build_result(found, config, under, evidence, wall_s=wall_s)
 
 
-def _lookaheads(text: str) -> list[int]:
+def _listed(text: str, kind: Callable[[str], Item]) -> list[Item]:
+    """`1,4`; raises ValueError for what is of another kind."""
     try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or not all(1 <= lookahead <= 16 for lookahead in found):
-        raise ValueError(f"--lookahead {text!r}: give numbers from 1 to 16 with commas, for instance 3,5")
-    return list(dict.fromkeys(found))
+        return list(dict.fromkeys(kind(part.strip()) for part in text.split(",") if part.strip()))
+    except ValueError as error:
+        raise ValueError(f"{text!r}: give numbers with commas, for instance 1,4") from error
+
+
+def _asked(options: argparse.Namespace) -> list[str]:
+    asked = [*options.suite, *(f"{prompts.stem}={prompts}" for prompts in options.prompts)]
+    if not asked:
+        raise ValueError("no prompts: give --suite (for instance gsm8k, or gsm8k=FILE), or --prompts FILE")
+    return asked
+
+
+def _named(suite: str) -> tuple[str, str]:
+    """`NAME=SOURCE`, or a name that is a source as well."""
+    name, _, source = suite.partition("=")
+    return name, source or name
+
+
+def _suite(name: str, source: str, target: TargetRecord, options: argparse.Namespace) -> SuitePrompts:
+    config = BenchmarkConfig(prompts=options.num_prompts, prompt_tokens=options.prompt_tokens)
+    try:
+        layout = layout_of(name, source)
+        if layout is None:
+            prompts, template = read_prompts(source, target, config, options.chat_template, options.add_bos)
+            return SuitePrompts(prompts, (), source_hash(source), template)
+        templated = options.chat_template == "tokenizer"
+        if options.chat_template == "auto":
+            templated = bool(AutoTokenizer.from_pretrained(target.path).chat_template)
+        return question_prompts(
+            source,
+            layout,
+            Path(target.path),
+            count=options.num_prompts,
+            prompt_tokens=options.prompt_tokens,
+            templated=templated,
+            add_bos=options.add_bos,
+        )
+    except ValueError as error:
+        raise ValueError(f"--suite {name}: {error}") from error
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -84,17 +179,26 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--target", required=True, help="local folder, Hub id, or GGUF package")
     parser.add_argument("--draft", type=Path, required=True, help="exported draft")
     parser.add_argument("--champion", type=Path, help="another exported draft to compare with")
-    parser.add_argument("--prompts", type=Path, required=True, help=".jsonl of conversations or text, or .txt")
-    parser.add_argument("--lookahead", default="4", help="decoded for real at each; the gate judges at the first")
+    parser.add_argument("--baselines", default="prompt-lookup,token-recycling", help="with commas; empty for none")
+    parser.add_argument(
+        "--suite", action="append", default=[], help="spec-bench, mt-bench, gsm8k, humaneval, math500 or NAME=SOURCE"
+    )
+    parser.add_argument("--prompts", type=Path, action="append", default=[], help=".jsonl, .txt: a suite of its name")
+    parser.add_argument("--lookahead", default="4", help="chains of so many tokens, with commas")
+    parser.add_argument("--tree", default="", help="trees, with commas: 3x2x1 or dynamic-5-4-16")
+    parser.add_argument("--temperature", default="0,1", help="with commas")
+    parser.add_argument("--batch", default="1", help="batch sizes whose speed is measured, with commas; empty for none")
+    parser.add_argument("--repeats", type=int, default=3, help="of every speed measurement, after a warm-up")
+    parser.add_argument("--timed-prompts", type=int, default=8, help="prompts of a repeat")
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--num-prompts", type=int, default=48)
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--reference-tokens", type=int, default=1000)
+    parser.add_argument("--num-prompts", type=int, default=48, help="of each suite, spread over its categories")
+    parser.add_argument("--prompt-tokens", type=int, default=512, help="longer questions are left out")
     parser.add_argument("--chat-template", choices=["auto", "tokenizer", "none"], default="auto")
     parser.add_argument("--add-bos", action="store_true", help="as in the recipe's target.add_bos")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--page", type=Path, help="write a Markdown page here")
     return parser.parse_args(arguments)
 
 
@@ -103,7 +207,14 @@ def main() -> None:
     result = bench(options)
     if options.json:
         write_atomically(options.json, result)
-    show(result)
+    if options.page:
+        write_atomically(options.page, page(result))
+    console = Console()
+    for suite in dict.fromkeys(cell.suite for cell in result.cells):
+        console.print(table(result, suite))
+    print("\n".join(lines(result)), flush=True)
+    if any(cell.mismatches for cell in result.cells):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The contract of a generator's engine: it prefills samples and leaves their hidden states in the transport."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +22,17 @@ class Captured:
     """Seconds of writing."""
 
 
+@dataclass(frozen=True)
+class Continued:
+    """A prompt of P tokens with the target's own greedy continuation of N."""
+
+    prompt: tuple[int, ...]
+    continuation: tuple[int, ...]
+    """The prefill token first; ends with the text or at its length limit."""
+    aux: Tensor
+    """`[P + N - 1, K*H]` target features of all tokens but the last, in the stored data type, on the CPU."""
+
+
 class Engine(Protocol):
     """The plain one runs in the generator, others beside it."""
 
@@ -35,6 +47,14 @@ class Engine(Protocol):
         """Prefill `tokens` `[T]` and write their hidden states under `key`.
 
         Raises EngineError when the engine is broken; any other exception is the sample's.
+        """
+        ...
+
+    def continue_greedily(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Continued]:
+        """The target's own continuations of `prompts`, of at least one and at most `max_new_tokens` tokens, with its
+        features.
+
+        Raises EngineError when the engine is broken.
         """
         ...
 

@@ -18,6 +18,7 @@ from infra.exit import run_main
 from infra.records import Lease
 from infra.transport.sweep import sweep
 from models.capture.engine import Captured, Engine, EngineError
+from models.capture.heldout import make_heldout
 from models.run import Run
 
 IDLE_S = 0.05
@@ -142,6 +143,8 @@ def main() -> None:
         generator = Generator(run, engine, f"generator-{arguments.index}")
         generator.take_over()
         engine.check_canary(generator.samples[0].tokens[:CANARY_TOKENS])
+        if arguments.index == 0:
+            make_heldout(run, engine)
         signal.signal(signal.SIGTERM, generator.stop)
         print(f"generator {arguments.index} ready after {time.monotonic() - started:.1f} s: canary passed", flush=True)
         published = generator.run()

@@ -1,15 +1,19 @@
 """The plain engine: the target in transformers, one sample per forward. Runs in the generator's process."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from models.capture.canary import check_capture
-from models.capture.engine import Captured
+from models.capture.engine import Captured, Continued
+from models.decoding.plain import continue_batch
+from models.decoding.simulated import features
 from models.dtypes import DTYPES
 from models.run import Run
+from models.targets.end_of_text import eos_ids
 from models.targets.model import HiddenStates, TargetModel
 
 
@@ -22,6 +26,7 @@ class PlainEngine:
         self.layout, self.transport = run.layout, run.open_transport()
         device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = DTYPES[run.config.generator.compute_dtype]
+        self._eos_ids = eos_ids(Path(run.target.path))
         self.target = TargetModel.load(Path(run.target.path), run.config.target.aux_layer_ids, dtype, device)
 
     def prefill(self, tokens: Tensor) -> HiddenStates:
@@ -38,6 +43,13 @@ class PlainEngine:
         begun = time.perf_counter()
         record = self.transport.put(key, self.layout.pack(hidden))
         return Captured(record, time.perf_counter() - begun)
+
+    def continue_greedily(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Continued]:
+        texts = continue_batch(self.target, prompts, max_new_tokens, 0.0, self._eos_ids)
+        return [
+            Continued(tuple(prompt), tuple(text), features(self.target, [*prompt, *text]).to("cpu", self.layout.dtype))
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
 
     def close(self) -> None:
         """Nothing was started."""

@@ -2,11 +2,12 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from infra.transport.stored import StoredTransport
-from models.capture.engine import Captured, Engine
+from models.capture.engine import Captured, Continued, Engine
 from models.run import Run
 
 
@@ -37,6 +38,9 @@ class StoredEngine:
         record = self._transport.find(name)
         captured = self._inner.capture(name, tokens) if record is None else Captured(record, 0.0)
         return Captured(captured.record.model_copy(update={"key": key}), captured.put_s)
+
+    def continue_greedily(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Continued]:
+        return self._inner.continue_greedily(prompts, max_new_tokens)
 
     def close(self) -> None:
         self._inner.close()

@@ -12,8 +12,11 @@ from itertools import accumulate
 from operator import mul
 from typing import Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
+
+Amounts = npt.NDArray[np.float64]
+LARGEST_UNIT = 1e100
 
 
 class StepCosts(Protocol):
@@ -42,8 +45,10 @@ class Accepting:
 
     def __init__(self, prior: "Sequence[float] | Accepting", weight: float, memory: float):
         self._prior, self.weight, self.memory = prior, weight, memory
-        self._accepted = [0.0] * len(self.prior)
-        self._offered = [0.0] * len(self.prior)
+        self.accepted = [0.0] * len(self.prior)
+        self.offered = [0.0] * len(self.prior)
+        self.unit = 1.0
+        """What a step counts now: it grows where all earlier counts would shrink, which takes no time."""
         self._rates: list[float] | None = None
 
     @property
@@ -54,8 +59,8 @@ class Accepting:
     def rates(self) -> list[float]:
         if self._rates is not None:
             return self._rates
-        counted = zip(self.prior, self._accepted, self._offered, strict=True)
-        rates = [(rate * self.weight + accepted) / (self.weight + offered) for rate, accepted, offered in counted]
+        counted, weight = zip(self.prior, self.accepted, self.offered, strict=True), self.weight * self.unit
+        rates = [(rate * weight + accepted) / (weight + offered) for rate, accepted, offered in counted]
         # Many requests ask for their common prior before anything new is learnt; their own prior changes under them.
         if not isinstance(self._prior, Accepting):
             self._rates = rates
@@ -69,11 +74,14 @@ class Accepting:
     def learn(self, lookahead: int, accepted: int) -> None:
         """One step in which the first `accepted` of `lookahead` proposals were accepted."""
         self._rates = None
-        self._accepted = [count * self.memory for count in self._accepted]
-        self._offered = [count * self.memory for count in self._offered]
+        self.unit /= self.memory
         for place in range(min(lookahead, accepted + 1)):
-            self._offered[place] += 1
-            self._accepted[place] += place < accepted
+            self.offered[place] += self.unit
+            self.accepted[place] += self.unit * (place < accepted)
+        if self.unit > LARGEST_UNIT:
+            self.accepted = [count / self.unit for count in self.accepted]
+            self.offered = [count / self.unit for count in self.offered]
+            self.unit = 1.0
         if isinstance(self._prior, Accepting):
             self._prior.learn(lookahead, accepted)
 
@@ -93,6 +101,8 @@ class LookaheadPolicy:
     all_weight: float = 20.0
     all_memory: float = 0.998
     _all: Accepting = field(init=False)
+    _costs: dict[int, tuple[Amounts, Amounts]] = field(init=False, default_factory=dict)
+    """By texts: `StepCosts.together` and `StepCosts.alone` of every lookahead."""
 
     def __post_init__(self) -> None:
         if not self.rates or not all(0 <= rate <= 1 for rate in self.rates):
@@ -109,14 +119,24 @@ class LookaheadPolicy:
 
     def choose(self, requests: "Sequence[Accepting | None]") -> list[int]:
         """Lookaheads of the next step."""
-        emitted = torch.tensor([(request or self._all).emitted for request in requests], dtype=torch.double)
         batch, lookaheads = len(requests), range(self.max_lookahead + 1)
-        together = torch.tensor([self.costs.together(batch, at) for at in lookaheads], dtype=torch.double)
-        alone = torch.tensor([self.costs.alone(at) for at in lookaheads], dtype=torch.double)
-        return best_lookaheads(emitted, together, alone)
+        if batch not in self._costs:
+            together = np.array([self.costs.together(batch, at) for at in lookaheads])
+            self._costs[batch] = together, np.array([self.costs.alone(at) for at in lookaheads])
+        return best_lookaheads(self._emitted([request or self._all for request in requests]), *self._costs[batch])
+
+    def _emitted(self, requests: Sequence[Accepting]) -> Amounts:
+        """`[B, K + 1]`: every request's `Accepting.emitted`, all at once, because steps may be short."""
+        accepted = np.array([each.accepted for each in requests])
+        offered = np.array([each.offered for each in requests])
+        weight = np.array([[each.weight * each.unit] for each in requests])
+        prior = np.array([each.prior for each in requests])
+        emitted = np.ones((len(requests), self.max_lookahead + 1))
+        emitted[:, 1:] += ((prior * weight + accepted) / (weight + offered)).cumprod(1).cumsum(1)
+        return emitted
 
 
-def best_lookaheads(emitted: Tensor, together: Tensor, alone: Tensor) -> list[int]:
+def best_lookaheads(emitted: Amounts, together: Amounts, alone: Amounts) -> list[int]:
     """The lookaheads k of B requests that maximise expected tokens / seconds of a step.
 
     Seconds are `together[max(k)]` plus the sum of `alone[k]`. A fraction is maximised exactly by maximising numerator
@@ -128,13 +148,14 @@ def best_lookaheads(emitted: Tensor, together: Tensor, alone: Tensor) -> list[in
         together: `[K + 1]` seconds by the largest lookahead.
         alone: `[K + 1]` seconds by a request's own lookahead.
     """
-    goodput, chosen = 0.0, [0] * len(emitted)
+    rows = np.arange(len(emitted))
+    chosen = np.zeros(len(emitted), dtype=np.int64)
+    goodput = emitted[:, 0].sum() / (together[0] + len(emitted) * alone[0])
     while True:
-        worth, at = (emitted - goodput * alone).cummax(dim=1)
-        largest = int((worth.sum(0) - goodput * together).argmax())
-        found = at[:, largest]
-        tokens = emitted.gather(1, found.unsqueeze(1)).sum()
-        reached = float(tokens / (together[found.max()] + alone[found].sum()))
+        worth = emitted - goodput * alone
+        largest = int((np.maximum.accumulate(worth, axis=1).sum(0) - goodput * together).argmax())
+        found = worth[:, : largest + 1].argmax(1)
+        reached = emitted[rows, found].sum() / (together[found.max()] + alone[found].sum())
         if reached <= goodput:
-            return chosen
-        goodput, chosen = reached, found.tolist()
+            return chosen.tolist()
+        goodput, chosen = reached, found

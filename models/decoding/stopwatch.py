@@ -1,7 +1,7 @@
 """Where the seconds of speculative decoding go. Runs in benchmarks."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -30,19 +30,20 @@ class Stopwatch:
 
     device: torch.device
     steps: list[StepSeconds] = field(default_factory=list)
+    clock: Callable[[], float] = time.perf_counter
 
     @contextmanager
     def part(self, name: Part) -> Iterator[None]:
-        begun = now(self.device)
+        begun = now(self.device, self.clock)
         yield
-        self.steps[-1].seconds[name] += now(self.device) - begun
+        self.steps[-1].seconds[name] += now(self.device, self.clock) - begun
 
 
-def now(device: torch.device) -> float:
-    """Seconds of a clock, once `device` has done what it was told."""
+def now(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Seconds of the clock, once `device` has done what it was told."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter()
+    return clock()
 
 
 def part_of(watch: Stopwatch | None, name: Part) -> AbstractContextManager[None]:

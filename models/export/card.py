@@ -136,7 +136,7 @@ def _serving(run: Run, settings: dict[str, Any]) -> Iterator[str]:
     elif not settings[BLOCK]["served_by"]:
         yield "No serving engine has this method; Draftsmith's own decoder does."
     if (run.folder.export / SERVING).is_dir():
-        yield f"Which lookahead pays at which load, and engines' settings for it: `{SERVING}/`."
+        yield f"How many tokens to propose at which load, predicted from measured costs: the files of `{SERVING}/`."
 
 
 def _code(command: str) -> str:
@@ -145,9 +145,8 @@ def _code(command: str) -> str:
 
 def _files(folder: Path) -> Iterator[str]:
     for path in sorted(folder.rglob("*")):
-        name = str(path.relative_to(folder))
-        if path.is_file() and name != CARD:
-            yield f"`{name}`: SHA-256 `{sha256_file(path)}`"
+        if path.is_file() and path != folder / CARD:
+            yield f"`{path.relative_to(folder)}`: SHA-256 `{sha256_file(path)}`"
 
 
 def _list(lines: Iterator[str]) -> str:

@@ -10,10 +10,11 @@ class TrainingConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    start_from: Literal["champion"] | int | None = Field(
+    start_from: Literal["champion"] | int | str | None = Field(
         default=None,
         description="Begin with the weights and the draft vocabulary of a registered version: its number, or "
-        "`champion` (a new draft where there is none). Default: a new draft.",
+        "`champion` (a new draft where there is none). Or of a published draft: a folder, or OWNER/NAME[@REVISION] of "
+        "the Hub, in SGLang's layout or that of `speculators`. Default: a new draft.",
     )
     epochs: int = Field(default=1, ge=1)
     samples_per_step: int = Field(default=8, ge=1, description="Samples of one optimizer step, over all ranks.")
@@ -50,6 +51,14 @@ class TrainingConfig(BaseModel):
     checkpoint_steps: int = Field(default=200, ge=1, description="Steps between checkpoints.")
     keep_checkpoints: int = Field(default=2, ge=1, description="Older checkpoint folders are removed.")
     log_steps: int = Field(default=10, ge=1, description="Steps between progress lines and logged metrics.")
+    heldout_steps: int = Field(
+        default=100,
+        ge=0,
+        description="Steps between measurements of acceptance on held-out prompts, by the simulated walk; 0: none.",
+    )
+    heldout_prompts: int = Field(
+        default=16, ge=1, description="How many of the benchmark's prompts that is; the target continues them once."
+    )
     threads: int | None = Field(default=None, ge=1, description="CPU threads per rank; default: all cores.")
     stall_s: float = Field(
         default=600.0, gt=0, description="Give up after waiting this long for the next step's samples."

@@ -3,15 +3,17 @@
 import json
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from infra.bottleneck import side_rates, slow_side
 from infra.ledger.ledger import Ledger
-from infra.records import SideRates
+from infra.records import HELDOUT_LENGTH, SideRates
 from infra.run_folder import RunFolder
 from models.drafts.base import DraftLoss
 from models.training.control import Control
+from models.training.parting import look_of, parting, read_history
 from models.training.stream import StepStream
 
 RATES_S = 60.0
@@ -49,6 +51,9 @@ class Progress:
         self.covered = 0
         self.loss = 0.0
         self.acceptance: list[float] = []
+        self.heldout_length: float | None = None
+        """Acceptance length on the held-out texts, where it was measured since the last progress line."""
+        self._history = read_history(folder.metrics)
 
     def restore(self, counters: dict[str, float]) -> None:
         """Go on counting where a checkpoint left off."""
@@ -120,15 +125,29 @@ class Progress:
             "slow_side": slow_side(rates),
             "rates": rates.model_dump(),
         }
+        heldout = ""
+        if self.heldout_length is not None:
+            metrics[HELDOUT_LENGTH] = self.heldout_length
+            heldout = f"held-out length {self.heldout_length:.2f} | "
         with self.folder.metrics.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
         shown = " ".join(f"{rate:.2f}" for rate in self.acceptance)
         print(
             f"step {step}/{self.total_steps}{self._time_left(step)} | loss {self.loss:.3f} | acceptance {shown} | "
-            f"{metrics['tokens_per_s']:.0f} tokens/s | data wait {metrics['data_wait_share']:.1%} | "
+            f"{heldout}{metrics['tokens_per_s']:.0f} tokens/s | data wait {metrics['data_wait_share']:.1%} | "
             f"{states.leased + states.ready} samples in flight | {_slow(rates)}",
             flush=True,
         )
+        self._compare(metrics)
+
+    def _compare(self, metrics: dict[str, Any]) -> None:
+        """Say so when the held-out length and the training's own part."""
+        self._history.append(look_of(metrics))
+        if self.heldout_length is not None:
+            self.heldout_length = None
+            warning = parting(self._history)
+            if warning:
+                print(f"warning: {warning}", flush=True)
 
     def _time_left(self, step: int) -> str:
         seconds = (self.total_steps - step) * self.trained_s / step

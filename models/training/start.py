@@ -1,6 +1,7 @@
-"""A warm start: training begins with a registered version's weights and draft vocabulary. Preflight and trainer.
+"""A warm start: training begins with another draft's weights and draft vocabulary. Preflight and trainer.
 
-Its export lies in RUN/start. The vocabulary is kept as it is: other tokens would be other rows of the draft's head.
+The export of a registered version, or what a published draft was made into, lies in RUN/start. The vocabulary is kept
+as it is: other tokens would be other rows of the draft's head.
 """
 
 from pathlib import Path
@@ -30,8 +31,8 @@ def load_start(run: Run) -> Draft:
         differing.append(f"target.aux_layer_ids are {list(draft.aux_layer_ids)}, the recipe's {list(layers)}")
     if differing:
         raise ValueError(
-            f"training.start_from={run.config.training.start_from}: that version has another shape ("
-            f"{'; '.join(differing)}): use its recipe, or leave training.start_from out"
+            f"training.start_from={run.config.training.start_from}: that draft has another shape ("
+            f"{'; '.join(differing)}): take its settings over, or leave training.start_from out"
         )
     draft.config = run.config.draft
     return draft.train()
@@ -42,7 +43,7 @@ def _check(run: Run, folder: Path) -> None:
     revision = read_description(folder).target_revision
     if revision != run.target.revision:
         raise ValueError(
-            f"training.start_from={run.config.training.start_from}: that version was trained for revision "
+            f"training.start_from={run.config.training.start_from}: that draft was trained for revision "
             f"{str(revision)[:12]} of its target, this run's target is {run.target.name} {run.target.revision[:12]}: "
             "leave training.start_from out"
         )

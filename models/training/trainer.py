@@ -28,6 +28,7 @@ from models.run import Run
 from models.targets.weights import TargetHead, read_target_head
 from models.training import checkpoint as checkpoints
 from models.training.control import Control
+from models.training.heldout import HeldoutWalk
 from models.training.lightning_module import DraftModule
 from models.training.progress import Progress
 from models.training.saving import CheckpointSaver
@@ -68,6 +69,7 @@ class DraftTrainer:
             self.module.averaged = {name: averaged[name] for name in self.module.averaged}
         self.stream = StepStream(run, control, self.ledger, self.resume, self.step + 1)
         self.progress = Progress(run.folder, self.ledger, control, self.stream, self.total_steps)
+        self.heldout = HeldoutWalk(run)
         if resumed is not None:
             self.progress.restore(resumed.counters)
 
@@ -103,6 +105,8 @@ class DraftTrainer:
         self.step = batch.step
         self.module.average(self.step)
         self.progress.step_done(batch.step_tokens)
+        if self.heldout.due(self.step) and self.control.rank == 0:
+            self.progress.heldout_length = self.heldout.measure(self.module)
         if self.step % self.settings.log_steps == 0:
             self._report()
         if self.step % self.settings.checkpoint_steps == 0:

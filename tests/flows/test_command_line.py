@@ -164,3 +164,11 @@ def test_a_bench_that_cannot_start_ends_with_its_status(home: Path) -> None:
     ended = draftsmith(home, "bench", *arguments)
     assert ended.returncode == 2
     assert "error:" in ended.stderr
+
+
+def test_a_bench_against_a_champion_that_there_is_not_is_refused(home: Path) -> None:
+    arguments = ["--target", "any", "--draft", str(home), "--suite", "gsm8k", "--champion-of", "draft-none"]
+    ended = draftsmith(home, "bench", *arguments)
+    assert ended.returncode == 2
+    assert "no version is champion" in ended.stderr
+    assert "draftsmith drafts list" in ended.stderr

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from prefect.logging import disable_run_logger
 
+from infra.goodput import CostFit, Goodput, GoodputTable, MeasuredGoodput
 from infra.records import ExportRecord, SamplesRecord, SideRates, TargetRecord, TrainingResult
 from infra.results import (
     Acceptance,
@@ -32,6 +33,22 @@ def acceptance(length: float) -> Acceptance:
     return Acceptance(conversations=8, length={1: 1.5, 4: length}, steps={1: 90, 4: 50}, by_position=(0.9, 0.5, None))
 
 
+def goodput() -> MeasuredGoodput:
+    """By hand: 3 proposals for one text, none for 16."""
+    fit = CostFit(
+        constant=0.01, per_text=0.0, per_token=0.0, knee=0.0, per_token_beyond=0.0, several=0.0, several_per_text=0.0,
+        per_position=0.0, worst_error=0.0,
+    )  # fmt: skip
+    rows = tuple(
+        Goodput(batch=batch, lookahead=at, step_s=0.01, tokens_per_step=2.5, tokens_per_s=speed)
+        for batch, at, speed in [(1, 0, 100.0), (1, 3, 250.0), (16, 0, 800.0), (16, 3, 600.0)]
+    )
+    return MeasuredGoodput(
+        main_load=1, draft=GoodputTable(rates=(0.7, 0.5, 0.4), target=fit, draft=fit, rows=rows), champion=None,
+        target_times=(), draft_times=(), hardware="8 CPU cores",
+    )  # fmt: skip
+
+
 @pytest.fixture
 def result() -> BenchmarkResult:
     conditions = Conditions(
@@ -54,7 +71,7 @@ def result() -> BenchmarkResult:
         gap=0.0, counts_identical=True, counts_compared=4, sampled=acceptance(2.5), prompt_lookup=acceptance(2.1),
         prompt_lookup_sampled=acceptance(1.2), vocabulary_mass=0.888, champion=None, token_recycling=acceptance(1.9),
         token_recycling_sampled=acceptance(1.1), beats_token_recycling=True, beats_prompt_lookup=True,
-        gate=gate, speed=speed,
+        gate=gate, speed=speed, goodput=goodput(),
         lossless=LosslessRecord(tokens=1000, mismatches=0, ties=1, divergences=()), summary="Good.", wall_s=1.0,
     )  # fmt: skip
 
@@ -68,6 +85,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenRun]:
     with disable_run_logger(), open_run(load_recipe(ROOT / "recipes" / "tiny.yaml"), "registered") as opened:
         opened.folder.export.mkdir()
         (opened.folder.export / "model.safetensors").write_text("weights")
+        (opened.folder.export / "serving").mkdir()
+        (opened.folder.export / "serving" / "sglang.json").write_text("{}")
         opened.folder.plots.mkdir()
         (opened.folder.plots / "acceptance_by_position.png").write_bytes(PNG)
         opened.folder.request_counts.write_text("{}")

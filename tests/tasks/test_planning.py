@@ -78,7 +78,7 @@ def test_measured_rates_correct_the_plan(plan: Plan, tmp_path: Path) -> None:
     assert now.seconds < plan.seconds  # inference was the slow side
     told = dict(comparison(plan, rates))
     assert "86.0% of the peak in place of 43%" in told["inference"]
-    assert told["split"].startswith("2 + 6 devices for inference + training would give")
+    assert told["split"].startswith("2 + 6 GPUs (inference + training) would give")
     (tmp_path / "plan.json").write_text(plan.model_dump_json())
     assert read_plan(tmp_path / "plan.json") == plan
     assert read_plan(tmp_path / "none.json") is None

@@ -1,17 +1,25 @@
 """From a benchmark to a registered, promoted version."""
 
+from pathlib import Path
+
 from infra.results import BenchmarkResult, RegisteredDraft
 from infra.tracking.client import NOTE, connect
+from infra.tracking.registry import download
 from infra.tracking.runs import TrackedRun
 from tasks.registry import acceptance_table
 
 
-def test_a_run_registers_one_version(draft: RegisteredDraft) -> None:
+def test_a_run_registers_one_version_with_its_serving_settings(
+    tracking: TrackedRun, draft: RegisteredDraft, tmp_path: Path
+) -> None:
     assert (draft.name, draft.version, draft.aliases) == ("draft-tiny", 1, ("challenger",))
     assert draft.acceptance_length == 3.5
     assert draft.tags["beats_prompt_lookup"] == draft.tags["beats_token_recycling"] == "true"
     assert draft.tags["target_revision"] == "rev"
     assert draft.tags["gate"] == "passed"
+    assert (draft.tags["lookahead"], draft.tags["best_lookahead"]) == ("4", "3")
+    folder = download(tracking.uri, draft, tmp_path / "downloaded")
+    assert (folder / "serving" / "sglang.json").read_text() == "{}"
 
 
 def test_mlflow_shows_what_the_version_is_worth(tracking: TrackedRun, draft: RegisteredDraft) -> None:
@@ -23,6 +31,8 @@ def test_mlflow_shows_what_the_version_is_worth(tracking: TrackedRun, draft: Reg
     assert "benchmark/speculative_tokens_per_s" not in metrics
     curve = client.get_metric_history(tracking.run_id, "acceptance_length_by_lookahead/draft")
     assert [(point.step, point.value) for point in curve] == [(1, 1.5), (4, 3.5)]
+    curve = client.get_metric_history(tracking.run_id, "goodput_by_lookahead/16_at_once")
+    assert [(point.step, point.value) for point in curve] == [(0, 800.0), (3, 600.0)]
     version = client.get_model_version(draft.name, str(draft.version))
     assert str(version.description).startswith("3.50 tokens per step, gate passed against no draft")
     assert "32 new tokens" not in str(version.description)

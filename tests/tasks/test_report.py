@@ -13,14 +13,14 @@ from prefect.testing.utilities import prefect_test_harness
 
 from infra.ledger.answers import Quarantined
 from infra.records import ExportRecord, Progress, SampleSlot, SamplesRecord, TargetRecord, TrainingResult
-from infra.results import Acceptance, BenchmarkResult, GateDecision, RegisteredDraft
+from infra.results import Acceptance, BenchmarkResult, GateDecision, RegisteredDraft, ServedResult
 from infra.tracking.client import NOTE, connect
 from infra.tracking.runs import TrackedRun
 from tasks.registry import register_draft
 from tasks.report import benchmark_report, tracking_link, training_report, write_report
-from tasks.report_facts import acceptance_by_lookahead, acceptance_rows, duration, signed
+from tasks.report_facts import acceptance_by_lookahead, acceptance_rows, duration, goodput_rows, signed
 from tasks.report_markdown import escaped, markdown_table
-from tasks.report_words import compared, how_good, what_next
+from tasks.report_words import compared, how_good, serving_line, what_next
 from tasks.run import OpenRun
 from tasks.tracking import open_tracking
 
@@ -111,6 +111,24 @@ def test_the_table_has_a_row_per_source(result: BenchmarkResult) -> None:
     ]
     both = acceptance_rows(result.model_copy(update={"sampled_reference": result.reference}))
     assert both[-3] == {"": "draft, temperature 1, sampled proposals", "1": "", "4": "3.50"}
+
+
+def test_goodput_has_a_row_per_load(result: BenchmarkResult) -> None:
+    one, many = goodput_rows(result)
+    assert one == {
+        "texts at once": "1", "best lookahead": "3", "tokens/s": "250", "target alone": "100", "gain": "+150.0%"
+    }  # fmt: skip
+    assert (many["best lookahead"], many["gain"]) == ("0", "+0.0%")
+    assert "with 1 text at once propose 3 tokens (2.50 times the target alone)" in str(serving_line(result))
+    served = ServedResult(lookahead=4, acceptance=result.reference, note="")
+    assert "own figures are of lookahead 4" in str(serving_line(result.model_copy(update={"served": served})))
+    found = result.goodput
+    assert found is not None
+    rows = tuple(row.model_copy(update={"tokens_per_s": 1.1 * row.tokens_per_s}) for row in found.draft.rows)
+    champion = found.model_copy(update={"champion": found.draft.model_copy(update={"rows": rows})})
+    told = goodput_rows(result.model_copy(update={"goodput": champion}))
+    assert [(row["champion"], row["its lookahead"]) for row in told] == [("275", "3"), ("880", "0")]
+    assert goodput_rows(result.model_copy(update={"goodput": None})) == []
 
 
 def test_prefect_gets_named_columns(result: BenchmarkResult) -> None:

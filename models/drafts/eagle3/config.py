@@ -99,13 +99,11 @@ class Eagle3Config(LossChoice, VocabularyChoice):
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         # A norm keeps its input and its result before the weight; two norms' results are put side by side.
         of_hidden = (28 + 2 * item if item == 4 else 28 + 8 * item) * hidden
+        # Rotated queries, the attended values, keys and values; the log-sum-exp of every head's scores.
+        of_attention = (2 * queries + 2 * keys) * item + 4 * self.num_heads
         of_layer = 4 * self.intermediate_size * item + 4 * self.head_dim + 12
-        # Queries, the step's own keys and values, the attended values and their log-sum-exp: nothing of row x row.
-        of_attention = 2 * (queries + keys) * item + 4 * self.num_heads
         return Kept(
-            token=aux_count * hidden * item + (hidden * 4 if item == 4 else 0),
-            row=of_hidden + of_layer + of_attention,
-            output=0,
+            token=aux_count * hidden * item + (hidden * 4 if item == 4 else 0), row=of_hidden + of_attention + of_layer
         )
 
     def engine_arguments(self, lookahead: int) -> list[str]:

@@ -16,13 +16,13 @@ RECIPE = Path(__file__).parents[3] / "recipes" / "qwen3-8b.yaml"
     ("settings", "setting"),
     [
         (["plan.memory_gb=40"], "training.micro_batches"),
-        (["training.micro_batches=8", "data.max_tokens=32768"], "data.max_tokens"),
+        (["training.micro_batches=8", "data.max_tokens=200000"], "data.max_tokens"),
         (["transport.budget_mib=512"], "transport.budget_mib"),
         (["plan.memory_gb=16", "data.max_tokens=64"], "pools.inference_gpus"),
     ],
 )
 def test_the_nearest_recipe_is_possible(settings: list[str], setting: str) -> None:
-    settings = [*settings, "transport.budget_mib=1000000"] if setting != "transport.budget_mib" else settings
+    settings = [*settings, "transport.budget_mib=10000000"] if setting != "transport.budget_mib" else settings
     found = refusals(plan_recipe(load_recipe(RECIPE, settings)))
     assert [refusal for refusal in found if any(change.startswith(setting) for change in refusal.overrides)], found
     overrides = [change for refusal in found for change in refusal.overrides]

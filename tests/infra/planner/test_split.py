@@ -137,9 +137,9 @@ def test_measured_rates_say_which_split_is_better() -> None:
     sides = measured_sides(measured(6_000.0, 70_000.0, 1, 7), 1_000, assumed)
     assert sides is not None
     assert (sides.per_generator, sides.per_rank) == (6.0, 10.0)
-    said = advice(sides, split(sides, 1, 7))
-    assert said == "5 + 3 devices for inference + training would give 30 samples/s, 400% more than 1 + 7"
-    assert "no split of inference + training is better than 5 + 3" in advice(sides, split(sides, 5, 3))
+    said = advice(sides, split(sides, 1, 7), "GPU")
+    assert said == "5 + 3 GPUs (inference + training) would give 30 samples/s, 400% more than 1 + 7"
+    assert "no other one of 8 GPUs is better than 5 + 3" in advice(sides, split(sides, 5, 3), "GPU")
 
 
 def test_nothing_is_said_before_both_sides_are_seen() -> None:

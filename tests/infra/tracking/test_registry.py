@@ -96,6 +96,7 @@ def test_checkpoints_are_logged_models_without_the_optimizer(run: TrackedRun, ur
         (folder / name).write_text(name)
     metrics = tmp_path / "metrics.jsonl"
     lines = [{"step": s, "loss": 1 / s, "acceptance_by_position": [0.5, s / 100]} for s in (10, 18, 25)]
+    lines[0]["heldout_acceptance_length"], lines[2]["heldout_acceptance_length"] = 1.25, 1.5
     metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     model_id = runs.log_checkpoint(run, folder, 20, metrics)
     assert [path.name for path in folder.parent.iterdir()] == ["step-000020"]
@@ -105,7 +106,8 @@ def test_checkpoints_are_logged_models_without_the_optimizer(run: TrackedRun, ur
         "manifest.json",
     ]
     figures = {metric.key: metric.value for metric in logged.metrics}
-    assert figures == pytest.approx({"checkpoint/loss": 1 / 18, "checkpoint/training_acceptance_length": 1.59})
+    lengths = {"training_acceptance_length": 1.59, "heldout_acceptance_length": 1.25}
+    assert figures == pytest.approx({f"checkpoint/{key}": value for key, value in {"loss": 1 / 18, **lengths}.items()})
     (output,) = connect(uri).get_run(run.run_id).outputs.model_outputs
     assert (output.model_id, output.step) == (model_id, 20)
     assert runs.logged_checkpoints(run) == {20}

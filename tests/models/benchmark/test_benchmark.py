@@ -18,6 +18,9 @@ from infra.goodput import MeasuredGoodput
 from infra.records import TargetRecord
 from infra.results import BenchmarkResult, GateEvidence, RequestCounts
 from models.benchmark.contestants import SelectedLayers, load_contestants, same_build
+from models.benchmark.harness_page import lines as lines_of
+from models.benchmark.harness_page import page
+from models.benchmark.harness_page import table as table_of
 from models.benchmark.reference import decode_sampled
 from models.benchmark.run import benchmark_run
 from models.benchmark.served import serve, served_acceptance, speculative_arguments
@@ -137,6 +140,7 @@ def run(tmp_path: Path, target: Path, text: Path, monkeypatch: pytest.MonkeyPatc
         {"step": step, "tokens": 100 * step, "loss": 5 / step, "acceptance_by_position": [0.1 * step, 0.05 * step]}
         for step in (1, 2, 3)
     ]
+    rows[1]["heldout_acceptance_length"] = 1.5
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return Run.open(folder)
 
@@ -191,7 +195,7 @@ def test_benchmark_of_a_run(run: Run, target: Path, tmp_path: Path):
     assert any("the draft vocabulary holds" in line for line in lines(result))
     assert not result.conditions.thinking
     check_goodput(result, run)
-    for plot in ("acceptance_by_position.png", "goodput.png", "samples.png", "training.png"):
+    for plot in ("acceptance_by_position.png", "goodput.png", "heldout.png", "samples.png", "training.png"):
         assert (run.folder.plots / plot).read_bytes().startswith(b"\x89PNG")
 
 
@@ -237,23 +241,48 @@ def judged_by_category(result: BenchmarkResult) -> None:
     assert "by category: few" in said
 
 
-def test_bench_of_a_file(run: Run, target: Path, text: Path, tmp_path: Path):
-    arguments = ["--target", str(target), "--draft", str(run.folder.export), "--prompts", str(text)]
-    arguments += ["--lookahead", "3,5", "--max-new-tokens", "12", "--num-prompts", "6", "--reference-tokens", "40"]
-    result = bench(parse(arguments))
-    assert list(result.reference.length) == [3, 5]
-    assert result.conditions.lookahead == 3
-    assert result.conditions.template_hash == "none"
-    assert result.lossless.mismatches == 0
-    assert 80 <= result.lossless.tokens <= 120
+def test_bench_of_suites(run: Run, target: Path, text: Path, tmp_path: Path):
+    champion = export(target, tmp_path / "champion", (1,), seed=2)
+    arguments = ["--target", str(target), "--draft", str(run.folder.export), "--champion", str(champion)]
+    arguments += ["--suite", f"asked={run.config.promotion.suites['asked']}", "--prompts", str(text)]
+    arguments += ["--lookahead", "3", "--tree", "2x1", "--batch", "2", "--timed-prompts", "2", "--num-prompts", "5"]
+    result = bench(parse([*arguments, "--max-new-tokens", "6", "--baselines", "prompt-lookup"]))
+    asked = [(cell.source, cell.shape, cell.conditions.temperature) for cell in result.cells if cell.suite == "asked"]
+    drafts = [(name, shape, t) for t in (0.0, 1.0) for name in ("draft", "champion") for shape in ("3", "2x1")]
+    assert sorted(asked) == sorted([*drafts, *(("prompt-lookup", "3", t) for t in (0.0, 1.0))])
+    assert len(result.cells) == 2 * len(asked)
+    assert result.notes == ("prompt-lookup proposes chains only: no figures for 2x1",)
+    for cell in result.cells:
+        assert (cell.mismatches, cell.ties) == ((0, 0) if cell.conditions.temperature == 0 else (None, None))
+        assert cell.conversations + (cell.repetitive.conversations if cell.repetitive else 0) == 5
+        assert (cell.conditions.lookahead, cell.conditions.topk) == ((3, 1) if cell.shape == "3" else (2, 2))
+        assert cell.conditions.concurrency == 2
+        assert (cell.conditions.draft == "none") == (cell.source == "prompt-lookup")
+        assert [(speed.batch, speed.repeats) for speed in cell.speeds] == [(2, 3)]
+        assert [part.group for part in cell.by_category] == (["few", "many"] if cell.suite == "asked" else [])
+    shown = page(result)
+    assert "## asked" in shown
+    assert "By category" in shown
+    assert result.cells[0].conditions.dataset_hash in shown
+    console = Console(width=200, file=StringIO())
+    console.print(table_of(result, "text"))
+    assert "prompt-lookup" in console.file.getvalue()
+    assert result.notes[0] in list(lines_of(result))
 
 
 def test_bench_refuses_in_words(run: Run, target: Path, text: Path, tmp_path: Path):
-    common = ["--target", str(target), "--prompts", str(text)]
+    common = ["--target", str(target), "--draft", str(run.folder.export)]
     with pytest.raises(ValueError, match="export folder"):
-        bench(parse([*common, "--draft", str(tmp_path)]))
-    with pytest.raises(ValueError, match="for instance 3,5"):
-        bench(parse([*common, "--draft", str(run.folder.export), "--lookahead", "3;5"]))
+        bench(parse(["--target", str(target), "--draft", str(tmp_path), "--prompts", str(text)]))
+    with pytest.raises(ValueError, match="write 3x2x1"):
+        bench(parse([*common, "--prompts", str(text), "--lookahead", "3;5"]))
+    with pytest.raises(ValueError, match="no prompts: give --suite"):
+        bench(parse(common))
+    for option, said in (("--batch=64", "1 to 32"), ("--repeats=1", "at least 3"), ("--temperature=-1", "from 0 on")):
+        with pytest.raises(ValueError, match=said):
+            bench(parse([*common, "--prompts", str(text), option]))
+    with pytest.raises(ValueError, match="there are prompt-lookup"):
+        bench(parse([*common, "--prompts", str(text), "--baselines", "luck"]))
 
 
 def test_drafts_that_read_other_layers_share_one_target(run: Run, target: Path, tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -34,10 +35,10 @@ class Costs:
 def test_choices_are_the_best_of_all(data, batch, most):
     """Against every combination of lookaheads."""
     rates = [data.draw(st.lists(rate, min_size=most, max_size=most)) for _ in range(batch)]
-    emitted = torch.tensor([Accepting(each, 1.0, 0.5).emitted for each in rates], dtype=torch.double)
-    together = torch.tensor(data.draw(st.lists(seconds, min_size=most + 1, max_size=most + 1))).double().cumsum(0)
+    emitted = np.array([Accepting(each, 1.0, 0.5).emitted for each in rates])
+    together = np.array(data.draw(st.lists(seconds, min_size=most + 1, max_size=most + 1))).cumsum()
     own = data.draw(st.lists(st.floats(0.0, 0.5), min_size=most, max_size=most))
-    alone = torch.tensor([0.0, *own]).double().cumsum(0)
+    alone = np.array([0.0, *own]).cumsum()
 
     def goodput(lookaheads) -> float:
         tokens = sum(float(emitted[row, at]) for row, at in enumerate(lookaheads))
@@ -66,6 +67,15 @@ def test_estimates_by_hand():
     assert estimate.rates == pytest.approx([1.5 / 2.5, 1 / 2.5])
     estimate.learn(1, 0)
     assert estimate.rates == pytest.approx([(1 + 0.25) / (2 + 1.25), 1 / 2.25])
+
+
+def test_a_long_text_is_remembered_as_a_short_one():
+    """Counts are kept in a unit that grows, and are brought back before it is too large."""
+    estimate, by_hand = Accepting([0.5], 2.0, 0.5), [0.0, 0.0]
+    for step in range(1000):
+        estimate.learn(1, int(step % 3 == 0))
+        by_hand = [0.5 * by_hand[0] + (step % 3 == 0), 0.5 * by_hand[1] + 1]
+        assert estimate.rates == pytest.approx([(1 + by_hand[0]) / (2 + by_hand[1])])
 
 
 def test_rejected_proposals_stop_proposing_and_a_lull_starts_it_again():

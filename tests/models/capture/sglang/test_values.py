@@ -15,7 +15,10 @@ from infra.files import write_atomically
 from infra.records import TargetRecord
 from models.capture.sglang.engine import SGLangEngine
 from models.config import load_recipe
+from models.decoding.plain import continue_greedily
+from models.decoding.simulated import features
 from models.run import Run
+from models.targets.end_of_text import eos_ids
 from models.targets.model import HiddenStates, TargetModel
 from models.targets.prepare import prepare_target
 
@@ -71,6 +74,18 @@ def test_gemma_once(sglang_run: Callable[..., Run], engine_of: Callable[..., SGL
 def prompts() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(4, 1000, (length,), generator=generator) for length in LENGTHS]
+
+
+def test_continuations_are_the_targets_own(served: Served) -> None:
+    """Greedy text, and the features of all of it but the last token."""
+    chosen = [tokens.tolist() for tokens in prompts()[3:6]]
+    for prompt, found in zip(chosen, served.engine.continue_greedily(chosen, 12), strict=True):
+        ends = eos_ids(Path(served.run.target.path))
+        assert list(found.prompt) == prompt
+        assert list(found.continuation) == continue_greedily(served.reference, prompt, 12, ends)
+        expected = features(served.reference, [*prompt, *found.continuation])
+        assert (found.aux - expected).abs().max() <= 1e-4
+    assert not list(served.run.open_transport().keys())
 
 
 def test_hidden_states_equal_transformers(served: Served) -> None:

@@ -1,0 +1,310 @@
+"""Is predicted goodput what is measured, and does the online policy beat every fixed lookahead?
+
+    python benchmarks/goodput.py [--draft EXPORT] [--batches 1,4,16] [--most 4] [--repeats 2] [--clock cpu]
+
+The reference decoder on the tiny target, with a draft that is trained here unless one is given, and with prompt lookup,
+whose proposals cost next to nothing. First the steps of some prompts are timed, and acceptance is counted: the cost
+model is fitted to them. Then, on other prompts: (a) the throughput of every lookahead at every batch size, against the
+one that the model predicts to be best; (b) a load that rises and falls, so many texts at once in every phase, decoded
+with every fixed lookahead and with the policy that chooses in every step. Every repetition decodes the same texts in
+all ways in turn; a figure is the median of repetitions.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from prepared import prepared_run
+from rich.console import Console
+from rich.table import Table
+from sources import numbers
+
+from infra.exit import run_main
+from infra.files import write_atomically
+from infra.goodput import GoodputTable, StepTime
+from infra.provenance import git_sha
+from infra.records import Record
+from infra.results import Conditions
+from models.benchmark.acceptance import by_position
+from models.benchmark.conditions import conditions
+from models.benchmark.config import BenchmarkConfig
+from models.benchmark.contestants import load_sources
+from models.benchmark.goodput import FittedCosts, fit, goodput_table, shown
+from models.benchmark.prompts import read_prompts
+from models.config import load_recipe
+from models.data.conversations import source_hash
+from models.decoding.plain import prefill
+from models.decoding.policy import LookaheadPolicy
+from models.decoding.prompt_lookup import PromptLookup
+from models.decoding.sampling import GREEDY
+from models.decoding.speculative import Conversation, Decoded, Lookahead, decode_together
+from models.decoding.stopwatch import StepSeconds, Stopwatch
+from models.drafts.base import Source
+from models.targets.model import TargetModel
+from models.targets.prepare import prepare_target
+
+ROOT = Path(__file__).parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "goodput.json"
+RECIPE = ROOT / "recipes" / "tiny.yaml"
+SAMPLES = 600
+"""Trained on: enough for a draft that some lookahead pays for."""
+PHASES = (1, 2, 4, 8, 16, 8, 4, 2, 1)
+LEAST_TEXTS = 2
+"""Of a phase, one group after the other: few texts at once take no shorter part of the time than many."""
+POLICY = "policy"
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+TRAIN_S = 3600
+
+
+class Measured(Record):
+    """(a): one batch size."""
+
+    batch: int
+    tokens_per_s: dict[int, float]
+    """By lookahead."""
+    predicted_best: int
+    shortfall: float
+    """How much slower the predicted best is than the best measured one, relatively."""
+
+
+class SourceResult(Record):
+    """One source of proposals."""
+
+    predicted: GoodputTable
+    """Of the reference decoder, which drafts text after text."""
+    measured: tuple[Measured, ...]
+    tokens: int
+    """Of all phases."""
+    under_load: dict[str, float]
+    """(b): tokens per second by fixed lookahead, and of the policy."""
+    policy_lookaheads: dict[int, float]
+    """Mean lookahead that the policy chose, by texts at once at the beginning of a phase."""
+
+
+class GoodputResult(Record):
+    """What is committed."""
+
+    commit: str
+    date: str
+    clock: str
+    """`cpu`: seconds of this process on one thread, so that what else the machine does is left out."""
+    repeats: int
+    conditions: Conditions
+    phases: tuple[int, ...]
+    sources: dict[str, SourceResult]
+    wall_s: float
+
+
+@dataclass(frozen=True)
+class Setup:
+    """All that is decoded with, and how it is timed."""
+
+    target: TargetModel
+    source: Source
+    calibration: list[list[int]]
+    prompts: list[list[int]]
+    most: int
+    new_tokens: int
+    clock: Callable[[], float]
+
+    def decode(
+        self, prompts: Sequence[Sequence[int]], lookahead: Lookahead, watch: Stopwatch | None = None
+    ) -> tuple[float, list[Decoded]]:
+        """Seconds after the prefills, which are the same whatever the lookahead; no text ends early."""
+        never = frozenset[int]()
+        texts = [
+            Conversation(
+                self.target, self.source, prefill(self.target, prompt), lookahead, self.new_tokens, never,
+                sampling=GREEDY,
+            )
+            for prompt in prompts
+        ]  # fmt: skip
+        begun = self.clock()
+        decode_together(texts, GREEDY, watch=watch)
+        return self.clock() - begun, [text.decoded() for text in texts]
+
+
+def calibrate(setup: Setup, batches: Sequence[int], repeats: int) -> tuple[FittedCosts, list[float]]:
+    """The cost model and acceptance by position, from steps in which all texts were still going."""
+    steps: list[StepSeconds] = []
+    counted: list[Decoded] = []
+    setup.decode(setup.calibration[: max(batches)], setup.most)  # warms up
+    for _ in range(repeats):
+        for batch in batches:
+            for lookahead in sorted({0, 1, setup.most // 2, setup.most}):
+                watch = Stopwatch(setup.target.device, clock=setup.clock)
+                _, decoded = setup.decode(setup.calibration[:batch], lookahead, watch)
+                steps += [each for each in watch.steps if (each.texts, each.tokens) == (batch, lookahead + 1)]
+                counted += decoded if lookahead == setup.most else []
+    verifying = [(step.texts, step.tokens, sum(step.seconds.values()) - step.seconds["draft"]) for step in steps]
+    drafting = [(1, step.tokens - 1, step.seconds["draft"] / step.texts) for step in steps if step.tokens > 1]
+    rates = [rate or 0.0 for rate in by_position([each.counts for each in counted], setup.most)]
+    return FittedCosts(fit(medians(verifying)), fit(medians(drafting)), drafted_together=False), rates
+
+
+def medians(times: Sequence[tuple[int, int, float]]) -> list[StepTime]:
+    """One step time for each number of texts and of tokens."""
+    found: dict[tuple[int, int], list[float]] = {}
+    for batch, tokens, seconds in times:
+        found.setdefault((batch, tokens), []).append(seconds)
+    return [StepTime(batch=of[0], tokens=of[1], seconds=statistics.median(each)) for of, each in found.items()]
+
+
+def measure_batches(
+    setup: Setup, batches: Sequence[int], predicted: GoodputTable, repeats: int
+) -> tuple[Measured, ...]:
+    """(a): every lookahead at every batch size."""
+    speeds: dict[tuple[int, int], list[float]] = {}
+    for _ in range(repeats):
+        for batch in batches:
+            groups = [setup.prompts[first : first + batch] for first in range(0, max(LEAST_TEXTS, batch), batch)]
+            for lookahead in range(setup.most + 1):
+                seconds = sum(setup.decode(group, lookahead)[0] for group in groups)
+                tokens = sum(map(len, groups)) * (setup.new_tokens - 1)
+                speeds.setdefault((batch, lookahead), []).append(tokens / seconds)
+    found = []
+    for batch in batches:
+        at = {lookahead: statistics.median(speeds[batch, lookahead]) for lookahead in range(setup.most + 1)}
+        best = predicted.best[batch]
+        shortfall = 1 - at[best] / max(at.values())
+        found.append(Measured(batch=batch, tokens_per_s=at, predicted_best=best, shortfall=shortfall))
+    return tuple(found)
+
+
+def measure_load(
+    setup: Setup, costs: FittedCosts, rates: Sequence[float], repeats: int
+) -> tuple[dict[str, float], int, dict[int, float]]:
+    """(b): tokens per second of every contender, the tokens of all phases, and what the policy chose."""
+    groups = [
+        setup.prompts[first : first + load] for load in PHASES for first in range(0, max(LEAST_TEXTS, load), load)
+    ]
+    tokens = sum(map(len, groups)) * (setup.new_tokens - 1)
+    speeds: dict[str, list[float]] = {}
+    chosen: dict[int, list[int]] = {}
+    for _ in range(repeats):
+        contenders: dict[str, Lookahead] = {str(at): at for at in range(setup.most + 1)}
+        contenders[POLICY] = LookaheadPolicy(costs, rates)
+        seconds = dict.fromkeys(contenders, 0.0)
+        # Contenders take turns in every group, so that a disturbance of the machine meets all of them.
+        for group in groups:
+            for name, lookahead in contenders.items():
+                spent, decoded = setup.decode(group, lookahead)
+                seconds[name] += spent
+                if name == POLICY:
+                    chosen.setdefault(len(group), []).extend(at for each in decoded for at in each.lookaheads)
+        for name, spent in seconds.items():
+            speeds.setdefault(name, []).append(tokens / spent)
+    under_load = {name: statistics.median(of) for name, of in speeds.items()}
+    return under_load, tokens, {load: statistics.fmean(of) for load, of in sorted(chosen.items())}
+
+
+def train(folder: Path) -> Path:
+    """A draft for the tiny target. Raises ValueError when a process fails."""
+    with prepared_run(folder, RECIPE, [f"data.max_samples={SAMPLES}"]) as run:
+        generator = subprocess.Popen([sys.executable, "-m", "models.capture.generator", str(folder)])
+        try:
+            for module, *more in (("models.training.launch", "--ranks", "1"), ("models.export.sglang",)):
+                ended = subprocess.run([sys.executable, "-m", module, str(folder), *more], timeout=TRAIN_S, check=False)
+                if ended.returncode:
+                    raise ValueError(f"{module} failed: its output is above")
+        finally:
+            generator.kill()
+            generator.wait(60)
+        return run.folder.export
+
+
+def measure(options: argparse.Namespace, draft: Path) -> GoodputResult:
+    """Calibrate on some prompts, measure on others."""
+    begun = time.perf_counter()
+    batches, recipe = numbers(options.batches, "--batches", 1), load_recipe(RECIPE)
+    needed = max(*batches, *PHASES)
+    config = recipe.benchmark.model_copy(
+        update={"prompts": 2 * needed, "max_new_tokens": options.max_new_tokens, "lookahead": options.most}
+    )
+    setup, under = prepare(options, draft, config)
+    if len(setup.prompts) < needed:
+        raise ValueError(f"{len(setup.prompts)} prompts: {needed} are decoded at once, lower --batches")
+    sources: dict[str, Source] = {"draft": setup.source, "prompt lookup": PromptLookup()}
+    found = {name: one_source(replace(setup, source=each), batches, options.repeats) for name, each in sources.items()}
+    return GoodputResult(
+        commit=git_sha(), date=time.strftime("%Y-%m-%d"), clock=options.clock, repeats=options.repeats,
+        conditions=under, phases=PHASES, sources=found, wall_s=time.perf_counter() - begun,
+    )  # fmt: skip
+
+
+def one_source(setup: Setup, batches: Sequence[int], repeats: int) -> SourceResult:
+    """The cost model, (a) and (b)."""
+    costs, rates = calibrate(setup, batches, repeats)
+    predicted = goodput_table(costs, rates, sorted({*batches, *PHASES}))
+    Console().print(shown(predicted))
+    measured = measure_batches(setup, batches, predicted, repeats)
+    under_load, tokens, chosen = measure_load(setup, costs, rates, repeats)
+    return SourceResult(
+        predicted=predicted, measured=measured, tokens=tokens, under_load=under_load, policy_lookaheads=chosen
+    )
+
+
+def prepare(options: argparse.Namespace, draft: Path, config: BenchmarkConfig) -> tuple[Setup, Conditions]:
+    """Target, draft, and two halves of prompts."""
+    recipe = load_recipe(RECIPE)
+    target = prepare_target(recipe.target)
+    prompts, template_hash = read_prompts(recipe.data.source, target, config, "none", recipe.target.add_bos)
+    loaded = load_sources(Path(target.path), [draft], torch.float32)
+    setup = Setup(
+        loaded.target, loaded.drafts[0], prompts[::2], prompts[1::2], options.most, options.max_new_tokens,
+        CLOCKS[options.clock],
+    )  # fmt: skip
+    under = conditions(
+        config, loaded.target, target=target, draft=draft, dataset_hash=source_hash(recipe.data.source),
+        template_hash=template_hash, prompts=len(prompts),
+    )  # fmt: skip
+    return setup, under.model_copy(update={"concurrency": max(PHASES)})
+
+
+def tables(result: SourceResult) -> list[Table]:
+    """(a) and (b) for people."""
+    measured = Table(title="Measured tokens/s by lookahead (* predicted as best)")
+    measured.add_column("texts at once", justify="right")
+    for at in result.measured[0].tokens_per_s:
+        measured.add_column(str(at), justify="right")
+    measured.add_column("shortfall", justify="right")
+    for row in result.measured:
+        cells = [f"{'*' if at == row.predicted_best else ''}{speed:.0f}" for at, speed in row.tokens_per_s.items()]
+        measured.add_row(str(row.batch), *cells, f"{row.shortfall:.1%}")
+    load = Table(title="Tokens/s under a load that rises and falls")
+    for name in result.under_load:
+        load.add_column(name, justify="right")
+    load.add_row(*(f"{speed:.0f}" for speed in result.under_load.values()))
+    return [measured, load]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draft", type=Path, help="exported draft for the tiny target; default: one is trained")
+    parser.add_argument("--batches", default="1,4,16")
+    parser.add_argument("--most", type=int, default=4, help="largest lookahead")
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall")
+    parser.add_argument("--json", type=Path, default=RESULT)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="draftsmith-goodput-") as name:
+        result = measure(options, options.draft or train(Path(name) / "run"))
+    write_atomically(options.json, result)
+    for name, found in result.sources.items():
+        print(f"{name}: the policy's mean lookahead by texts at once", found.policy_lookaheads)
+        for table in tables(found):
+            Console().print(table)
+    print(f"{result.wall_s:.0f} s: {options.json}")
+
+
+if __name__ == "__main__":
+    run_main(main)

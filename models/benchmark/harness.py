@@ -1,0 +1,311 @@
+"""What `draftsmith bench` measures: real decoding of suites, by source, shape of proposals, temperature and batch size.
+
+Acceptance is counted over all prompts of a suite; speed on the first ones, several times over after a warm-up, beside
+the target alone in the same loop and at the same batch size. Runs in the process of `models.benchmark.standalone`.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from infra.records import Record
+from infra.results import Conditions, Ground, GroupAcceptance
+from models.benchmark.acceptance import by_position, distinct_token_share
+from models.benchmark.bars import Bar, bars
+from models.benchmark.bootstrap import length_interval
+from models.benchmark.categories import suite_result
+from models.benchmark.contestants import Sources
+from models.benchmark.speed import TOLERANCE
+from models.benchmark.suites import SuitePrompts
+from models.decoding.lossless import Comparison, LosslessCheck, total
+from models.decoding.prompt_lookup import PromptLookup
+from models.decoding.sampling import GREEDY, Sampling
+from models.decoding.speculative import Decoded, speculate_together
+from models.decoding.stopwatch import Stopwatch
+from models.drafts.base import Source
+from models.drafts.trees import DynamicTree, TreeShape, parse_shape
+
+LEAST_DISTINCT = 0.3
+"""Of a text; a text that repeats itself more is reported apart."""
+RESAMPLES = 10_000
+
+
+class Speed(Record):
+    """Decoding after the prefill at one batch size: medians over the repeats, with the slowest and fastest."""
+
+    batch: int
+    repeats: int
+    acceptance_length: float
+    """Of the texts that were timed."""
+    plain_tokens_per_s: float
+    """The target alone, in the same loop."""
+    plain_spread: tuple[float, float]
+    tokens_per_s: float | None
+    """None where the figure is impossible and therefore not published."""
+    spread: tuple[float, float] | None
+    speedup: float | None
+    flagged: bool
+    """The speed-up exceeded what the acceptance length allows."""
+
+
+class Cell(Record):
+    """One source with one shape of proposals at one temperature on one suite, and under what conditions."""
+
+    suite: str
+    source: str
+    shape: str
+    """A lookahead, or a tree as on the command line."""
+    conditions: Conditions
+    length: float | None
+    """Acceptance length over texts that do not repeat themselves; None: there is no complete step."""
+    interval: tuple[float, float] | None
+    """95 %, by bootstrap over conversations."""
+    steps: int
+    conversations: int
+    by_position: tuple[float | None, ...]
+    """Of a chain."""
+    by_category: tuple[GroupAcceptance, ...]
+    by_context: tuple[GroupAcceptance, ...]
+    distinct_token_share: float
+    """Of all texts."""
+    repetitive: GroupAcceptance | None
+    """Texts with a distinct-token share under `LEAST_DISTINCT`, which are in no other figure."""
+    mismatches: int | None
+    """Between greedy text and the target's own; None: sampled."""
+    ties: int | None
+    speeds: tuple[Speed, ...]
+
+
+class HarnessResult(Record):
+    """What `draftsmith bench` writes."""
+
+    commit: str
+    date: str
+    too_long: Mapping[str, int]
+    """Questions left out because of their length, by suite."""
+    cells: tuple[Cell, ...]
+    notes: tuple[str, ...] = ()
+    """What was asked for and not measured, and why."""
+    wall_s: float
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """One timed pass."""
+
+    tokens_per_s: float
+    length: float
+    """Acceptance length of the texts that were timed."""
+
+
+Speeds = Mapping[int, Sequence[Repeat]]
+"""By batch size."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured."""
+
+    suites: Mapping[str, SuitePrompts]
+    shapes: tuple[str, ...]
+    temperatures: tuple[float, ...]
+    batches: tuple[int, ...]
+    """Of the speed measurements; empty: none."""
+    repeats: int
+    timed_prompts: int
+    max_new_tokens: int
+    seed: int
+
+
+def shape_of(text: str) -> int | TreeShape:
+    """`4` or a tree; raises ValueError for anything else."""
+    if not text.isdigit():
+        return parse_shape(text)
+    if not 1 <= int(text) <= 16:
+        raise ValueError(f"lookahead {text}: give numbers from 1 to 16 with commas, for instance 3,5")
+    return int(text)
+
+
+def topk_of(shape: int | TreeShape) -> int:
+    """The most children of a place, as conditions say it."""
+    if isinstance(shape, int):
+        return 1
+    if isinstance(shape, DynamicTree):
+        return shape.topk
+    return max(children for depth in range(shape.depth) for children in shape.parents_at(depth).values())
+
+
+class Harness:
+    """Measures every cell of a plan with one target."""
+
+    def __init__(
+        self, loaded: Sources, sources: Mapping[str, Source], plan: Plan, under: Mapping[tuple[str, str], Conditions]
+    ):
+        """`sources` by the name that is written down; `under`: conditions by suite and source."""
+        self.loaded, self.sources, self.plan, self.under = loaded, sources, plan, under
+        self._alone: dict[tuple[str, float], Speeds] = {}
+        self._own: dict[str, list[Decoded]] = {}
+
+    def measure(self) -> list[Cell]:
+        """Every cell, in the plan's order."""
+        plan, found = self.plan, list[Cell]()
+        todo = [
+            (suite, temperature, name, shape)
+            for suite in plan.suites
+            for temperature in plan.temperatures
+            for name in self.sources
+            for shape in plan.shapes
+            if shape.isdigit() or branches(self.sources[name])
+        ]
+        with bars() as bar:
+            done = bar("cells", len(todo))
+            for suite, temperature, name, shape in todo:
+                self._target_alone(suite, temperature, bar)
+                found.append(self._cell(suite, temperature, name, shape, bar))
+                done(1)
+        return found
+
+    def _target_alone(self, suite: str, temperature: float, bar: Bar) -> None:
+        """Its speed, and greedy its text, in the same loop: a step without proposals is a step of plain decoding."""
+        if (suite, temperature) in self._alone:
+            return
+        self._alone[suite, temperature] = self._speeds(suite, PromptLookup(), 0, temperature, bar)
+        if temperature == 0:
+            self._own[suite] = self._decode(suite, PromptLookup(), 0, 0.0)
+
+    def _cell(self, suite: str, temperature: float, name: str, text: str, bar: Bar) -> Cell:
+        prompts, source, shape = self.plan.suites[suite], self.sources[name], shape_of(text)
+        decoded = self._decode(suite, source, shape, temperature)
+        shares = [distinct_token_share([each.tokens]) for each in decoded]
+        varied = [row for row, share in enumerate(shares) if share >= LEAST_DISTINCT]
+        others = [row for row, share in enumerate(shares) if share < LEAST_DISTINCT]
+        shown = _ground(suite, prompts, decoded, varied)
+        figures = suite_result(shown, 1.0)
+        rows = np.array(shown.challenger, dtype=np.int64).reshape(-1, 2)
+        chain = [decoded[row].counts for row in varied] if isinstance(shape, int) else []
+        compared = self._compare(suite, decoded) if temperature == 0 else None
+        measured, plain = self._speeds(suite, source, shape, temperature, bar), self._alone[suite, temperature]
+        depth = shape if isinstance(shape, int) else shape.depth
+        at = {"temperature": temperature, "sampled_temperature": temperature, "lookahead": depth}
+        conditions = self.under[suite, name].model_copy(
+            update={**at, "topk": topk_of(shape), "concurrency": self._together}
+        )
+        return Cell(
+            suite=suite,
+            source=name,
+            shape=text,
+            conditions=conditions,
+            length=figures.whole.length,
+            interval=length_interval(rows, RESAMPLES, 0) if figures.whole.steps else None,
+            steps=figures.whole.steps,
+            conversations=len(varied),
+            by_position=by_position(chain, depth) if chain else (),
+            by_category=figures.by_category,
+            by_context=figures.by_context,
+            distinct_token_share=sum(shares) / len(shares),
+            repetitive=suite_result(_ground(suite, prompts, decoded, others), 1.0).whole if others else None,
+            mismatches=compared and compared.mismatches,
+            ties=compared and compared.ties,
+            speeds=tuple(speed(batch, plain[batch], repeats) for batch, repeats in measured.items()),
+        )
+
+    @property
+    def _together(self) -> int:
+        """Texts decoded at once where acceptance is counted."""
+        return max((*self.plan.batches, 1))
+
+    def _decode(self, suite: str, source: Source, shape: int | TreeShape, temperature: float) -> list[Decoded]:
+        """All prompts of a suite, some at a time."""
+        prompts, together = self.plan.suites[suite].prompts, self._together
+        sampling = self._sampling(temperature, 0)
+        found: list[Decoded] = []
+        for first in range(0, len(prompts), together):
+            found += speculate_together(
+                self.loaded.target, source, prompts[first : first + together], shape, self.plan.max_new_tokens,
+                self.loaded.eos_ids, sampling=sampling,
+            )  # fmt: skip
+        return found
+
+    def _compare(self, suite: str, decoded: Sequence[Decoded]) -> Comparison:
+        check = LosslessCheck(self.loaded.target, self.loaded.exact, self.plan.max_new_tokens, self.loaded.eos_ids)
+        pairs = zip(self.plan.suites[suite].prompts, decoded, self._own[suite], strict=True)
+        return total([check.compare(prompt, each.tokens, alone.tokens) for prompt, each, alone in pairs])
+
+    def _speeds(self, suite: str, source: Source, shape: int | TreeShape, temperature: float, bar: Bar) -> Speeds:
+        """Every repeat; the pass that warms up is not counted."""
+        plan, found = self.plan, dict[int, list[Repeat]]()
+        prompts = plan.suites[suite].prompts
+        for batch in plan.batches:
+            advance = bar(f"{suite}, batch {batch}, T={temperature:g}", plan.repeats)
+            whole = max(1, plan.timed_prompts // batch) * batch
+            # A suite with fewer prompts than a batch is gone through again.
+            timed = [prompts[row % len(prompts)] for row in range(whole)]
+            self._timed(timed[:batch], batch, source, shape, self._sampling(temperature, 0))
+            found[batch] = []
+            for repeat in range(plan.repeats):
+                found[batch].append(self._timed(timed, batch, source, shape, self._sampling(temperature, repeat)))
+                advance(1)
+        return found
+
+    def _timed(
+        self, prompts: Sequence[list[int]], batch: int, source: Source, shape: int | TreeShape, sampling: Sampling
+    ) -> Repeat:
+        """After the prefill."""
+        watch, target = Stopwatch(self.loaded.target.device), self.loaded.target
+        tokens = steps = 0
+        for first in range(0, len(prompts), batch):
+            some = prompts[first : first + batch]
+            # No text ends early, so that a batch stays whole.
+            decoded = speculate_together(
+                target, source, some, shape, self.plan.max_new_tokens, frozenset(), sampling=sampling, watch=watch
+            )
+            tokens += sum(each.counts.tokens for each in decoded)
+            steps += sum(each.counts.steps for each in decoded)
+        seconds = sum(sum(step.seconds.values()) for step in watch.steps)
+        return Repeat(sum(step.emitted for step in watch.steps) / seconds, tokens / max(1, steps))
+
+    def _sampling(self, temperature: float, repeat: int) -> Sampling:
+        if not temperature:
+            return GREEDY
+        generator = torch.Generator(self.loaded.target.device).manual_seed(self.plan.seed + repeat)
+        return Sampling(temperature, 1.0, generator)
+
+
+def branches(source: Source) -> bool:
+    """Whether a source proposes trees."""
+    chosen = getattr(source, "source", source)
+    return hasattr(chosen.proposer(), "propose_tree")
+
+
+def speed(batch: int, plain: Sequence[Repeat], repeats: Sequence[Repeat]) -> Speed:
+    """Judge the repeats of one batch size against those of the target alone."""
+    alone, together = ([each.tokens_per_s for each in of] for of in (plain, repeats))
+    speedup = statistics.median(together) / statistics.median(alone)
+    length = statistics.fmean(each.length for each in repeats)
+    possible = speedup <= TOLERANCE * length
+    return Speed(
+        batch=batch,
+        repeats=len(repeats),
+        acceptance_length=length,
+        plain_tokens_per_s=statistics.median(alone),
+        plain_spread=(min(alone), max(alone)),
+        tokens_per_s=statistics.median(together) if possible else None,
+        spread=(min(together), max(together)) if possible else None,
+        speedup=speedup if possible else None,
+        flagged=not possible,
+    )
+
+
+def _ground(name: str, prompts: SuitePrompts, decoded: Sequence[Decoded], rows: Sequence[int]) -> Ground:
+    return Ground(
+        name=name,
+        dataset_hash=prompts.dataset_hash,
+        margin=0.0,
+        challenger=tuple((decoded[row].counts.tokens, decoded[row].counts.steps) for row in rows),
+        champion=None,
+        categories=tuple(prompts.categories[row] for row in rows) if prompts.categories else (),
+        contexts=tuple(len(prompts.prompts[row]) for row in rows),
+    )

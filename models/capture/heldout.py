@@ -1,0 +1,56 @@
+"""The held-out texts of a run: what the target itself makes of a few held-out prompts, with its hidden states.
+
+Made once per run by the first generator, through its engine; the trainer walks over them while it trains.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from infra.files import sync_file
+from models.benchmark.prompts import heldout_prompts
+from models.capture.engine import Continued, Engine
+from models.run import Run
+
+
+def wanted(run: Run) -> bool:
+    """Whether the run's training is long enough to be measured at least once."""
+    every = run.config.training.heldout_steps
+    return 0 < every <= run.config.training.total_steps(run.samples.train_samples)
+
+
+def make_heldout(run: Run, engine: Engine) -> None:
+    """Continue the prompts and write the texts, unless the run has them.
+
+    Texts stay within the longest sample, which is what engines were started for.
+    """
+    if not wanted(run) or run.folder.heldout.is_file():
+        return
+    settings, longest = run.config.benchmark, run.samples.longest
+    prompts = [prompt for prompt in heldout_prompts(run) if len(prompt) + 2 <= longest]
+    prompts = prompts[: run.config.training.heldout_prompts]
+    room = longest - max(map(len, prompts), default=0)
+    write_heldout(run.folder.heldout, engine.continue_greedily(prompts, min(settings.max_new_tokens, room)))
+
+
+def write_heldout(path: Path, texts: Sequence[Continued]) -> None:
+    """Write the texts aside, and rename them."""
+    tensors = {f"aux.{index}": text.aux.contiguous() for index, text in enumerate(texts)}
+    tokens = [[list(text.prompt), list(text.continuation)] for text in texts]
+    aside = path.with_name(f".{path.name}.part")
+    save_file(tensors, aside, {"texts": json.dumps(tokens)})
+    sync_file(aside)
+    aside.rename(path)
+
+
+def read_heldout(path: Path) -> list[Continued]:
+    """The texts that `write_heldout` wrote."""
+    with safe_open(path, framework="pt") as file:
+        texts = json.loads(file.metadata()["texts"])
+        return [
+            Continued(tuple(prompt), tuple(continuation), file.get_tensor(f"aux.{index}"))
+            for index, (prompt, continuation) in enumerate(texts)
+        ]
