@@ -222,7 +222,7 @@ def train(folder: Path) -> Path:
 
 def measure(options: argparse.Namespace, draft: Path) -> GoodputResult:
     """Calibrate on some prompts, measure on others."""
-    begun = time.perf_counter()
+    begun, commit = time.perf_counter(), git_sha()
     batches, recipe = numbers(options.batches, "--batches", 1), load_recipe(RECIPE)
     needed = max(*batches, *PHASES)
     config = recipe.benchmark.model_copy(
@@ -234,7 +234,7 @@ def measure(options: argparse.Namespace, draft: Path) -> GoodputResult:
     sources: dict[str, Source] = {"draft": setup.source, "prompt lookup": PromptLookup()}
     found = {name: one_source(replace(setup, source=each), batches, options.repeats) for name, each in sources.items()}
     return GoodputResult(
-        commit=git_sha(), date=time.strftime("%Y-%m-%d"), clock=options.clock, repeats=options.repeats,
+        commit=commit, date=time.strftime("%Y-%m-%d"), clock=options.clock, repeats=options.repeats,
         conditions=under, phases=PHASES, sources=found, wall_s=time.perf_counter() - begun,
     )  # fmt: skip
 

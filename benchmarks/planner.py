@@ -3,21 +3,19 @@
     python benchmarks/planner.py [--json benchmarks/results/planner.json]
 
 Each point is a process of its own, which trains two optimizer steps on random samples. Measured is what torch's
-allocator had given out at the dearest moment (trainer_memory.py): the same to the byte every time. Beside it stands the
-growth of the process's resident memory since its imports, which also holds what the C library keeps of freed memory.
-The components that do not fit show where the model has to be calibrated anew.
+allocator had given out at the dearest moment (trainer_memory.py): the same to the byte every time. The components that
+do not fit show where the model has to be calibrated anew.
 """
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import torch
-from trainer_memory import Point, components, measured_peak, train
+from trainer_memory import Point, components, measured_peak
 
 from infra.exit import run_main
 from infra.files import write_atomically
@@ -41,7 +39,15 @@ POINTS = [
     Point(256, 32_000, eagle3(8_000, 4, 4, 2, 64, 1024), (512, 512), name="256 / 32K / 8K, 2 x 512"),
     Point(256, 32_000, eagle3(8_000, 4, 4, 2, 64, 1024), (512, 512), "bfloat16", name="the same in bfloat16"),
     Point(1024, 151_936, eagle3(32_000, 3, 16, 8, 64, 3072), (192,), "bfloat16", name="1024 / 152K / 32K, 192"),
-    Point(640, 262_144, eagle3(6_144, 4, 8, 4, 80, 1536), (512,), full_argmax=False, name="the quickstart's, 512"),
+    Point(
+        640,
+        262_144,
+        eagle3(6_144, 4, 8, 4, 80, 1536),
+        (512,),
+        full_argmax=False,
+        tied=True,
+        name="the quickstart's, 512",
+    ),
     Point(192, 1_024, eagle3(None, 7, 6, 3, 32, 512), (2048,), name="the tiny target's, 2048"),
     Point(512, 50_000, eagle3(None, 2, 8, 8, 64, 2048), (256, 64, 300), "bfloat16", name="512 / 50K whole, packed"),
     Point(512, 32_000, {"method": "medusa", "vocab_size": 8_000}, (1024,), "bfloat16", name="Medusa, 1024"),
@@ -49,19 +55,9 @@ POINTS = [
 ]
 
 
-def measure(index: int, resident: bool) -> None:
-    """Print the bytes of one point; called in a process of its own."""
-    torch.set_num_threads(1)
-    if not resident:
-        print(measured_peak(POINTS[index]))
-        return
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    train(POINTS[index], steps=2)
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
-
-
-def in_own_process(index: int, *options: str) -> int:
-    command = [sys.executable, __file__, "--point", str(index), *options]
+def in_own_process(index: int) -> int:
+    """Measured bytes of one point."""
+    command = [sys.executable, __file__, "--point", str(index)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     if ended.returncode:
         raise ValueError(f"{POINTS[index].name} could not be measured: {ended.stderr[-2000:]}")
@@ -70,7 +66,7 @@ def in_own_process(index: int, *options: str) -> int:
 
 def compare(index: int) -> dict[str, object]:
     point, memory = POINTS[index], POINTS[index].predicted()
-    measured, resident = in_own_process(index), in_own_process(index, "--resident")
+    measured = in_own_process(index)
     print(f"{point.name:28} {memory.total / 2**20:8.1f} MiB predicted, {measured / 2**20:8.1f} measured", flush=True)
     return {
         "point": point.name,
@@ -82,7 +78,6 @@ def compare(index: int) -> dict[str, object]:
         "predicted_mib": round(memory.total / 2**20, 1),
         "measured_mib": round(measured / 2**20, 1),
         "ratio": round(memory.total / measured, 3),
-        "resident_growth_mib": round(resident / 2**20, 1),
         "predicted_components_mib": dict(components(memory)),
     }
 
@@ -91,12 +86,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=RESULT)
     parser.add_argument("--point", type=int)
-    parser.add_argument("--resident", action="store_true")
     options = parser.parse_args()
     if options.point is not None:
-        measure(options.point, options.resident)
+        torch.set_num_threads(1)
+        print(measured_peak(POINTS[options.point]))
         return
-    rows = [compare(index) for index in range(len(POINTS))]
+    rows = []
+    for index in range(len(POINTS)):
+        rows.append(compare(index))
+        worst = write(options.json, rows)
+    print(f"largest error {worst:.1%} ({'within' if worst <= BAR else 'NOT within'} {BAR:.0%}): {options.json}")
+
+
+def write(file: Path, rows: list[dict[str, object]]) -> float:
+    """Write what there is so far; return the largest error."""
     worst = max(abs(1 - float(str(row["ratio"]))) for row in rows)
     found = {
         "commit": git_sha(),
@@ -107,8 +110,8 @@ def main() -> None:
         "worst_error": round(worst, 3),
         "points": rows,
     }
-    write_atomically(options.json, json.dumps(found, indent=1) + "\n")
-    print(f"largest error {worst:.1%} ({'within' if worst <= BAR else 'NOT within'} {BAR:.0%}): {options.json}")
+    write_atomically(file, json.dumps(found, indent=1) + "\n")
+    return worst
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ libraries) is not in it, and neither is what the C library keeps of freed memory
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,7 +37,10 @@ class Point:
     full_argmax: bool = True
     chunk_tokens: int = 256
     name: str = ""
-    aux: int = field(default=AUX)
+    recompute: bool = False
+    tied: bool = False
+    """Whether the target's head is its embedding."""
+    aux: int = AUX
 
     @property
     def config(self) -> DraftConfig:
@@ -54,7 +57,7 @@ class Point:
     def predicted(self) -> RankMemory:
         setting = Setting(
             aux_count=self.aux, stored="bfloat16", precision=self.precision, full_argmax=self.full_argmax,
-            chunk_tokens=self.chunk_tokens, prefetch_steps=-1, one_memory=True,
+            chunk_tokens=self.chunk_tokens, prefetch_steps=-1, one_memory=True, recompute=self.recompute,
         )  # fmt: skip
         return rank_memory(self.config.shape(self.target, self.aux, self.precision), self.target, setting, self.lengths)
 
@@ -93,14 +96,17 @@ def train(point: Point, steps: int) -> None:
 def _module(point: Point) -> tuple[DraftModule, torch.optim.Optimizer]:
     config, dtype = point.config, DTYPES[point.precision]
     torch.manual_seed(0)
-    embedding, head = (torch.randn(point.vocabulary, point.hidden) for _ in range(2))
+    embedding = torch.randn(point.vocabulary, point.hidden)
+    head = embedding if point.tied else torch.randn(point.vocabulary, point.hidden)
     chosen = torch.arange(config.vocabulary_size(point.vocabulary))
     head[len(chosen) :] = 0  # the target's argmax lies in the draft vocabulary, so every position counts
     draft = build_draft(config, embedding, DraftVocabulary(chosen, point.vocabulary), range(point.aux))
     draft.start_from(head)
     weight = head.to(dtype)
     projection = TargetProjection(weight[chosen], weight if point.full_argmax else None, 1.0, None)
-    module = DraftModule(draft, projection, TrainingConfig(precision=point.precision), total_steps=10)
+    module = DraftModule(
+        draft, projection, TrainingConfig(precision=point.precision, recompute=point.recompute), total_steps=10
+    )
     return module, module.configure_optimizers()["optimizer"]
 
 

@@ -101,8 +101,22 @@ def gate_line(gate: GateDecision) -> str:
     """The gate's decision with its figures."""
     return (
         f"gate {'passed' if gate.passed else 'not passed'} ({gate.reason.rstrip('.')}); the smallest difference that "
-        f"these prompts can show is {share(gate.smallest_detectable)}"
+        f"these prompts can show is {share(gate.smallest_detectable)}{_by_category(gate)}"
     )
+
+
+def _by_category(gate: GateDecision) -> str:
+    """Every category against the champion, and what its prompts could have shown."""
+    said = [
+        f"{each.category} of {each.ground} {signed(each.difference)} "
+        + (
+            "(too few prompts to judge)"
+            if each.p is None or each.smallest_detectable is None
+            else f"(p = {each.p:.2g}, a worsening by {share(each.smallest_detectable)} would show)"
+        )
+        for each in gate.categories
+    ]
+    return f"; by category: {', '.join(said)}" if said else ""
 
 
 def lossless_line(result: BenchmarkResult) -> str:

@@ -16,7 +16,12 @@ def prefill_flops(target: TargetShape, tokens: float) -> float:
 
 
 def draft_flops(
-    draft: DraftShape, target: TargetShape, tokens: int, supervised_share: float, full_argmax: bool
+    draft: DraftShape,
+    target: TargetShape,
+    tokens: int,
+    supervised_share: float,
+    full_argmax: bool,
+    recompute: bool = False,
 ) -> float:
     """Of one sample's forward, loss and backward.
 
@@ -25,7 +30,8 @@ def draft_flops(
     """
     rows = draft.rows(tokens)
     attention = 4 * draft.attention_width * tokens / 2
-    body = BACKWARD * (2 * draft.token_parameters * tokens + rows * (2 * draft.row_parameters + attention))
+    again = 1 if recompute and draft.kept.carried is not None else 0
+    body = (BACKWARD + again) * (2 * draft.token_parameters * tokens + rows * (2 * draft.row_parameters + attention))
     product = 2.0 * target.hidden_size * draft.vocab_size
     predicted = rows * supervised_share
     loss = predicted * product * (3 if draft.trains_head else 2)

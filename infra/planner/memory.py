@@ -14,6 +14,8 @@ BLOCK_BYTES = {True: 8 * 2**20, False: 256 * 2**20}
 """Draft logits of a chunk that the loss works on at once, as float32: on a CPU, on a GPU (models/losses/chunked.py)."""
 BLOCKS = 2
 """Arrays of a block that are alive at once: two temporaries; where logits are bfloat16, the block in float32 too."""
+RECOMPUTED_ROWS = 8192
+"""Rows of a step whose inner activations are alive at once where they are computed again (models/drafts/eagle3)."""
 RESERVED = 1.5 * 2**30
 """Of a GPU, that planning leaves alone: CUDA's context, NCCL's buffers, cuBLAS workspaces. Assumed."""
 FRAGMENTS = 0.92
@@ -29,7 +31,11 @@ class Setting(Record):
     full_argmax: bool
     """Whether the target's whole head is kept, to judge which positions the draft vocabulary can express."""
     chunk_tokens: int
+    recompute: bool = False
+    """Whether inner activations are computed again in the backward pass (training.recompute)."""
     prefetch_steps: int
+    scaled: bool = False
+    """Whether the backward scales the loss's gradients, which copies them: with several ranks."""
     on_device: bool = False
     """Whether prefetched hidden states lie in the GPU's memory too (transport.receive)."""
     one_memory: bool
@@ -91,28 +97,35 @@ def _of_batch(draft: DraftShape, target: TargetShape, setting: Setting, lengths:
     """Bytes of activations, and of the loss at its dearest moment: in a chunk, or as the backward begins."""
     rows, kept = sum(draft.rows(length) for length in lengths), draft.kept
     pairs = sum(draft.rows(length) * length for length in lengths)
-    held = int(kept.token * sum(lengths) + kept.row * rows + kept.pair * pairs)
-    return held, _loss(draft, target, setting, sum(lengths), rows)
+    loss, formed = _loss(draft, target, setting, sum(lengths), rows)
+    if setting.recompute and kept.carried is not None:
+        held = int(kept.token * sum(lengths) + kept.carried * rows)
+        of_step = rows // draft.rows_per_token
+        return held, max(loss, formed + int(kept.step * of_step + kept.inner * min(of_step, RECOMPUTED_ROWS)))
+    return int(kept.token * sum(lengths) + kept.row * rows + kept.pair * pairs), loss
 
 
-def _loss(draft: DraftShape, target: TargetShape, setting: Setting, tokens: int, rows: int) -> int:
-    """Hidden states and their gradients, the head's gradient, and the dearest moment of a chunk beside them."""
+def _loss(draft: DraftShape, target: TargetShape, setting: Setting, tokens: int, rows: int) -> tuple[int, int]:
+    """Hidden states, gradients and the dearest moment of a chunk beside them; and what of it the backward meets."""
     item, hidden, vocabulary = ITEM_BYTES[setting.precision], target.hidden_size, draft.vocab_size
     positions = rows if draft.target_per_row else tokens
     chunk = min(setting.chunk_tokens, positions)
     logits = int(rows / max(1, positions) * chunk * vocabulary * item)
+    before = logits if positions > chunk else 0  # a chunk's logits are forgotten when the next one's are there
     judged = setting.full_argmax and not draft.whole_vocabulary
     wide = chunk * (target.vocab_size if judged else vocabulary)
     of_target = chunk * vocabulary * FLOAT
-    projecting = of_target + wide * (FLOAT + (item if item < FLOAT else 0))
+    projecting = before + of_target + wide * (FLOAT + (item if item < FLOAT else 0))
     block = min(BLOCK_BYTES[setting.one_memory], logits * FLOAT // item)
-    comparing = logits + of_target + (BLOCKS + (item < FLOAT)) * block
+    comparing = before + logits + of_target + (BLOCKS + (item < FLOAT)) * block
     by_head = hidden * vocabulary * FLOAT if draft.trains_head else 0
     cast_head = hidden * vocabulary * item if item < FLOAT and draft.trains_head else 0
     outputs = int(draft.kept.output * rows) + positions * hidden * ITEM_BYTES[setting.stored]
-    # Gradients take the memory of a chain's hidden states, which are copies; a block's are not.
-    formed = outputs + (2 if draft.target_per_row else 1) * rows * hidden * item + by_head
-    return formed + max(cast_head + max(projecting, comparing), by_head)
+    states = rows * hidden * item
+    # Chains hand their hidden states over, and the gradients take their memory; blocks of rows keep both.
+    formed = outputs + states * (2 if draft.target_per_row else 1) + by_head
+    copied = by_head + states if setting.scaled else 0
+    return formed + max(cast_head + max(projecting, comparing), copied), formed + copied
 
 
 def usable(memory_bytes: int) -> int:

@@ -114,7 +114,8 @@ class Plan(Record):
 def make_plan(job: Job) -> Plan:
     """Work the job out; nothing is refused here (see `infra.planner.refusals`)."""
     prefill = prefill_flops(job.target, job.mean_tokens)
-    draft = draft_flops(job.draft, job.target, job.mean_tokens, job.supervised_share, job.setting.full_argmax)
+    how = (job.supervised_share, job.setting.full_argmax, job.setting.recompute)
+    draft = draft_flops(job.draft, job.target, job.mean_tokens, *how)
     sample_bytes = job.bytes_per_token * job.mean_tokens
     peak, training_peak = job.device.peak[job.inference_precision], job.device.peak[job.setting.precision]
     sides = Sides(

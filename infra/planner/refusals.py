@@ -80,7 +80,11 @@ def _smaller(job: Job) -> Iterator[tuple[Job, tuple[str, ...]]]:
         chunk = max(LEAST_CHUNK, chunk // 2)
         setting = job.setting.model_copy(update={"chunk_tokens": chunk})
         yield alone.model_copy(update={"setting": setting}), (*overrides, f"training.loss_chunk_tokens={chunk}")
-    longest = longest_sample(job.draft, job.target, job.setting, job.memory_bytes)
+    if not job.setting.recompute and job.draft.kept.carried is not None:
+        setting = job.setting.model_copy(update={"recompute": True})
+        yield alone.model_copy(update={"setting": setting}), (*overrides, "training.recompute=true")
+        alone, overrides = alone.model_copy(update={"setting": setting}), (*overrides, "training.recompute=true")
+    longest = longest_sample(job.draft, job.target, alone.setting, job.memory_bytes)
     if longest >= 8:
         shorter = {"longest_tokens": longest, "mean_tokens": min(longest, job.mean_tokens)}
         yield alone.model_copy(update=shorter), (*overrides, f"data.max_tokens={longest}")

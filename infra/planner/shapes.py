@@ -44,6 +44,12 @@ class Kept(Record):
     """Per row, from the last layer to the end of the loss."""
     pair: float = 0.0
     """Per row and key, where attention copies what it sees."""
+    carried: float | None = None
+    """Per row, of `row`: what stays where the rest is computed again (training.recompute). None: nothing can be."""
+    step: float = 0.0
+    """Per row of one step, while that step is computed again."""
+    inner: float = 0.0
+    """On top of it, for at most `RECOMPUTED_ROWS` of its rows."""
 
 
 class DraftShape(Record):

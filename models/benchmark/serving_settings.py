@@ -90,16 +90,16 @@ def sglang_adaptive(table: GoodputTable, config: MethodConfig) -> dict[str, Any]
     return {str(first): {"candidate_steps": list(near)} for first, near in changes}
 
 
-def vllm(table: GoodputTable, config: MethodConfig) -> dict[str, Any] | None:
+def vllm(table: GoodputTable, method: str) -> dict[str, Any] | None:
     """vLLM's `--speculative-config`, but for `model`, the draft's folder; beyond the last range its number stays.
 
-    None where vLLM cannot take the draft, or none is ever worth proposing.
+    None where no proposal is ever worth its time.
     """
     most = max(span.best for span in spans(table))
-    if config.vllm_method is None or most == 0:
+    if most == 0:
         return None
     return {
-        "method": config.vllm_method,
+        "method": method,
         "num_speculative_tokens": most,
         "num_speculative_tokens_per_batch_size": _ranges(spans(table)),
     }
@@ -118,7 +118,8 @@ def write_settings(export: Path, found: MeasuredGoodput) -> list[Path]:
     if description.served:
         files[SGLANG] = sglang(found, description.config)
         files[SGLANG_ADAPTIVE] = sglang_adaptive(found.draft, description.config)
-        files[VLLM] = vllm(found.draft, description.config)
+    if description.vllm_method is not None:
+        files[VLLM] = vllm(found.draft, description.vllm_method)
     folder = export / SERVING
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()

@@ -13,6 +13,7 @@ ROUNDING = {torch.float32: 0.0, torch.bfloat16: 4e-3}
 """By the data type that hidden states are stored in."""
 
 
+@torch.no_grad()
 def check_capture(target: TargetModel, captured: HiddenStates, tokens: Tensor, layout: Layout) -> None:
     """Compare `captured`, the hidden states of `tokens` `[T]`, with transformers' own record of the same forward.
 
@@ -22,11 +23,13 @@ def check_capture(target: TargetModel, captured: HiddenStates, tokens: Tensor, l
         layout.check(captured, len(tokens))
     except ValueError as error:
         raise ValueError(f"canary: {error}") from None
-    with torch.no_grad():
-        reference = target.model(tokens[None].to(target.device), output_hidden_states=True)
+    reference = target.model(tokens[None].to(target.device), output_hidden_states=True)
     tolerance = RELATIVE_TOLERANCE[target.head_weight.dtype] + ROUNDING[captured.last.dtype]
     for chunk, layer_id in zip(captured.aux.chunk(layout.aux_count, dim=-1), target.aux_layer_ids, strict=True):
-        _compare(f"layer {layer_id}", chunk, reference.hidden_states[layer_id + 1][0], tolerance)
+        # Of the last layer transformers records what comes after the final norm.
+        last = layer_id + 1 == len(target.body.layers)
+        seen = target.body.norm(chunk.to(target.head_weight)) if last else chunk
+        _compare(f"layer {layer_id}", seen, reference.hidden_states[layer_id + 1][0], tolerance)
     _compare("the output after the final norm", captured.last, reference.hidden_states[-1][0], tolerance)
     own = target.logits(captured.last.to(target.head_weight)).argmax(-1)
     agreement = (own == reference.logits[0].argmax(-1)).float().mean().item()

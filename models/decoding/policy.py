@@ -17,6 +17,8 @@ import numpy.typing as npt
 
 Amounts = npt.NDArray[np.float64]
 LARGEST_UNIT = 1e100
+REST = 8
+"""Steps for which nothing is proposed, without asking again, once nothing was worth it: little is learnt meanwhile."""
 
 
 class StepCosts(Protocol):
@@ -103,6 +105,8 @@ class LookaheadPolicy:
     _all: Accepting = field(init=False)
     _costs: dict[int, tuple[Amounts, Amounts]] = field(init=False, default_factory=dict)
     """By texts: `StepCosts.together` and `StepCosts.alone` of every lookahead."""
+    _resting: tuple[int, int] = field(init=False, default=(0, 0))
+    """Texts for which nothing was worth proposing, and steps for which that is believed."""
 
     def __post_init__(self) -> None:
         if not self.rates or not all(0 <= rate <= 1 for rate in self.rates):
@@ -120,10 +124,16 @@ class LookaheadPolicy:
     def choose(self, requests: "Sequence[Accepting | None]") -> list[int]:
         """Lookaheads of the next step."""
         batch, lookaheads = len(requests), range(self.max_lookahead + 1)
+        texts, steps = self._resting
+        if texts == batch and steps:
+            self._resting = texts, steps - 1
+            return [0] * batch
         if batch not in self._costs:
             together = np.array([self.costs.together(batch, at) for at in lookaheads])
             self._costs[batch] = together, np.array([self.costs.alone(at) for at in lookaheads])
-        return best_lookaheads(self._emitted([request or self._all for request in requests]), *self._costs[batch])
+        chosen = best_lookaheads(self._emitted([request or self._all for request in requests]), *self._costs[batch])
+        self._resting = (0, 0) if any(chosen) else (batch, REST)
+        return chosen
 
     def _emitted(self, requests: Sequence[Accepting]) -> Amounts:
         """`[B, K + 1]`: every request's `Accepting.emitted`, all at once, because steps may be short."""

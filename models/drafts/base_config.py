@@ -19,8 +19,6 @@ class MethodConfig(BaseModel):
 
     adaptive: ClassVar[bool] = False
     """Whether SGLang can change such a draft's lookahead while it serves (`--speculative-adaptive`)."""
-    vllm_method: ClassVar[str | None] = None
-    """What vLLM calls the method; None where it cannot take the export."""
 
     def vocabulary_size(self, target_vocab_size: int) -> int:
         """Tokens of the draft vocabulary, for a target that knows so many."""

@@ -24,6 +24,8 @@ class ExportDescription:
     target_vocab_size: int
     served: bool
     """Whether SGLang serves it."""
+    vllm_method: str | None
+    """What vLLM, which reads the `speculators` part, calls the method; None: there is no such part."""
     target_revision: str | None
 
 
@@ -59,5 +61,6 @@ def read_description(folder: Path) -> ExportDescription:
         aux_layer_ids=tuple(block["aux_layer_ids"]),
         target_vocab_size=block["target_vocab_size"],
         served=SGLANG in block["served_by"],
+        vllm_method=settings.get("speculators_model_type"),
         target_revision=block.get("target_revision"),
     )

@@ -12,8 +12,11 @@ from typer.testing import CliRunner
 from flows.command_line import app
 from infra.ledger.ledger import Ledger
 from infra.locks import hold
+from infra.planner.words import figure
 from infra.records import BufferRecord, CheckpointRecord, GeneratorsChange, ObjectRecord, SampleSlot
 from infra.run_folder import RunFolder
+from models.config import read_config
+from tasks.plan import plan_recipe
 
 
 @pytest.fixture
@@ -64,6 +67,17 @@ def test_where_every_sample_is(run: RunFolder) -> None:
     assert "epoch 0 ordinal 2 (sample 2): ValueError: hidden states are not finite" in text
     assert "interrupted while training; go on with: draftsmith retrain --resume tiny-1" in text
     assert "bottleneck" not in text
+
+
+def test_the_plan_is_held_against_what_is_measured(run: RunFolder) -> None:
+    write_metrics(run)
+    assert "plan, " not in told(run)
+    plan = plan_recipe(read_config(run.config))
+    run.plan.write_text(plan.model_dump_json())
+    text = told(run)
+    measured = f"{figure(900 / plan.job.mean_tokens)} samples/s measured, {figure(plan.present.inference)} planned"
+    assert f"plan, inference {measured}" in text
+    assert "plan, split no other one of 2 cores is better than 1 + 1" in text
 
 
 def test_a_run_that_moves(run: RunFolder) -> None:

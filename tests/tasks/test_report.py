@@ -13,14 +13,21 @@ from prefect.testing.utilities import prefect_test_harness
 
 from infra.ledger.answers import Quarantined
 from infra.records import ExportRecord, Progress, SampleSlot, SamplesRecord, TargetRecord, TrainingResult
-from infra.results import Acceptance, BenchmarkResult, GateDecision, RegisteredDraft, ServedResult
+from infra.results import (
+    Acceptance,
+    BenchmarkResult,
+    CategoryDecision,
+    GateDecision,
+    RegisteredDraft,
+    ServedResult,
+)
 from infra.tracking.client import NOTE, connect
 from infra.tracking.runs import TrackedRun
 from tasks.registry import register_draft
 from tasks.report import benchmark_report, tracking_link, training_report, write_report
 from tasks.report_facts import acceptance_by_lookahead, acceptance_rows, duration, goodput_rows, signed
 from tasks.report_markdown import escaped, markdown_table
-from tasks.report_words import compared, how_good, serving_line, what_next
+from tasks.report_words import compared, gate_line, how_good, serving_line, what_next
 from tasks.run import OpenRun
 from tasks.tracking import open_tracking
 
@@ -194,6 +201,18 @@ def test_what_comes_next_is_what_the_registry_says(
 ) -> None:
     draft = RegisteredDraft(name="d", version=3, model_id="m", aliases=aliases, tags=tags)
     assert expected in what_next(gate.model_copy(update={"passed": passed}), draft)
+
+
+def test_the_gate_line_says_what_each_category_could_show(gate: GateDecision) -> None:
+    code = CategoryDecision(
+        ground="gsm8k", category="code", prompts=30, challenger=2.0, champion=2.5, difference=-0.2, p=0.01,
+        smallest_detectable=0.125, blocks=True,
+    )  # fmt: skip
+    few = code.model_copy(update={"category": "few", "p": None, "smallest_detectable": None, "blocks": False})
+    assert "by category" not in gate_line(gate)
+    line = gate_line(gate.model_copy(update={"categories": (code, few)}))
+    assert "code of gsm8k −20.0% (p = 0.01, a worsening by 12.5% would show)" in line
+    assert "few of gsm8k −20.0% (too few prompts to judge)" in line
 
 
 @pytest.fixture

@@ -16,7 +16,9 @@ from infra.ledger.answers import Quarantined
 from infra.records import GeneratorsChange, Progress, SamplesRecord, TargetRecord, TrainingResult
 from infra.results import BenchmarkResult, DivergenceRecord, LosslessRecord, RegisteredDraft
 from models.config import RunConfig, load_recipe
+from tasks.plan import plan_recipe
 from tasks.report_facts import Link, RunFacts
+from tasks.report_markdown import run_note
 from tasks.report_page import render
 from tasks.run import OpenRun
 
@@ -145,6 +147,15 @@ def test_it_says_which_side_is_slow(facts: RunFacts, run: OpenRun) -> None:
     (words,) = page(facts, run).paragraphs["training"]
     assert words.lower() == f"{in_words(facts.trained.rates)}.".lower()
     assert words.startswith("Training is the slow side")
+
+
+def test_the_plan_is_held_against_what_was_measured(facts: RunFacts, run: OpenRun) -> None:
+    assert "Plan, split" not in page(facts, run).text
+    planned = replace(facts, plan=plan_recipe(facts.config, None, facts.samples))
+    text = page(planned, run).text
+    assert "Plan, inference" in text
+    assert "No other one of 2 cores is better than 1 + 1" in text
+    assert "plan, split: no other one of 2 cores" in run_note(planned).lower()
 
 
 def test_all_conditions_are_listed(facts: RunFacts, run: OpenRun) -> None:

@@ -24,8 +24,6 @@ class DFlashConfig(MethodConfig):
         {"anchors", "anchor_seed", "position_weights", "decay_gamma", "dpace_alpha"}
     )
 
-    vllm_method: ClassVar[str | None] = "dflash"
-
     method: Literal["dflash"] = "dflash"
     block_size: int = Field(
         default=16, ge=2, le=64, description="Positions per block: the last known token, and one less to propose."

@@ -19,7 +19,6 @@ class Eagle3Config(LossChoice, VocabularyChoice):
     training_only: ClassVar[frozenset[str]] = LOSS_FIELDS | {"ttt_steps", "ttt_decay", "ttt_weights"}
 
     adaptive: ClassVar[bool] = True
-    vllm_method: ClassVar[str | None] = "eagle3"
 
     method: Literal["eagle3"] = "eagle3"
     num_heads: int = Field(ge=1)
@@ -103,7 +102,11 @@ class Eagle3Config(LossChoice, VocabularyChoice):
         of_attention = (2 * queries + 2 * keys) * item + 4 * self.num_heads
         of_layer = 4 * self.intermediate_size * item + 4 * self.head_dim + 12
         return Kept(
-            token=aux_count * hidden * item + (hidden * 4 if item == 4 else 0), row=of_hidden + of_attention + of_layer
+            token=aux_count * hidden * item + (hidden * 4 if item == 4 else 0),
+            row=of_hidden + of_attention + of_layer,
+            carried=4 * hidden + 2 * keys * item,
+            step=8 * hidden + (3 * queries + 2 * keys) * item,
+            inner=20 * hidden + 4 * self.intermediate_size * item,
         )
 
     def engine_arguments(self, lookahead: int) -> list[str]:

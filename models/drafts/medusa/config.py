@@ -45,7 +45,7 @@ class MedusaConfig(LossChoice, VocabularyChoice):
             row_parameters=head,
             rows_per_token=self.heads,
             kept=Kept(
-                token=8 * hidden + (hidden * item if item < 4 else 0),
+                token=4 * hidden + (hidden * item if item < 4 else 0),
                 row=self.layers * 2 * hidden * item,
                 output=4 * hidden,
             ),

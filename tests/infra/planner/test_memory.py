@@ -15,6 +15,7 @@ POINTS = [
     Point(64, 512, EAGLE3, (96,), name="eagle3"),
     Point(64, 512, EAGLE3, (96,), "bfloat16", name="eagle3 bfloat16"),
     Point(64, 512, {**EAGLE3, "ttt_steps": 2}, (300, 80), full_argmax=False, chunk_tokens=128, name="eagle3 packed"),
+    Point(64, 512, EAGLE3, (600,), recompute=True, name="eagle3 recomputed"),
     Point(64, 512, {"method": "medusa", "vocab_size": 256}, (200,), name="medusa"),
     Point(64, 512, {"method": "dflash", "block_size": 4, "anchors": 32, **LAYER}, (200,), name="dflash"),
 ]

@@ -15,8 +15,9 @@ RECIPE = Path(__file__).parents[3] / "recipes" / "qwen3-8b.yaml"
 @pytest.mark.parametrize(
     ("settings", "setting"),
     [
-        (["plan.memory_gb=36"], "training.micro_batches"),
-        (["training.micro_batches=8", "data.max_tokens=200000"], "data.max_tokens"),
+        (["plan.memory_gb=40"], "training.micro_batches"),
+        (["training.micro_batches=8", "data.max_tokens=400000"], "data.max_tokens"),
+        (["training.micro_batches=8", "data.max_tokens=100000"], "training.recompute"),
         (["transport.budget_mib=512"], "transport.budget_mib"),
         (["plan.memory_gb=16", "data.max_tokens=64"], "pools.inference_gpus"),
     ],

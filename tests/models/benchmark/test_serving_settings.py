@@ -79,7 +79,7 @@ def test_every_number_of_texts_is_in_one_span_with_its_best_lookahead(fits, rate
             assert goodput[span.best] == max(goodput)
             assert all(goodput[at] >= (1 - NEAR) * max(goodput) for at in span.near)
     assert {batch: span.best for span in held for batch in loads if span.first <= batch <= span.last} == found.best
-    told = vllm(found, EAGLE3)
+    told = vllm(found, "eagle3")
     assert (told is None) == (max(span.best for span in held) == 0)
     if told is not None:
         ranges = told["num_speculative_tokens_per_batch_size"]
@@ -89,12 +89,11 @@ def test_every_number_of_texts_is_in_one_span_with_its_best_lookahead(fits, rate
 
 
 def test_vllm_by_hand():
-    assert vllm(table(), EAGLE3) == {
+    assert vllm(table(), "eagle3") == {
         "method": "eagle3",
         "num_speculative_tokens": 3,
         "num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 6, 2], [7, 12, 1], [13, 32, 0]],
     }
-    assert vllm(table(), MedusaConfig()) is None
 
 
 def test_static_settings_are_for_the_main_load():
@@ -112,7 +111,7 @@ def test_a_block_is_proposed_whole_or_not_at_all():
     assert told["arguments"] == DFLASH.engine_arguments(3)
     assert told["adaptive_arguments"] is None
     assert sglang_adaptive(found, DFLASH) is None
-    ranges = vllm(found, DFLASH)["num_speculative_tokens_per_batch_size"]
+    ranges = vllm(found, "dflash")["num_speculative_tokens_per_batch_size"]
     assert {lookahead for _, _, lookahead in ranges} == {0, 3}
     assert MedusaConfig(heads=3).lookaheads(7) == (0, 1, 2, 3)
 
@@ -122,7 +121,7 @@ def test_a_draft_that_never_pays_is_not_served():
     assert set(found.best.values()) == {0}
     told = sglang(measured(found), EAGLE3)
     assert (told["arguments"], told["adaptive_arguments"]) == ([], None)
-    assert vllm(found, EAGLE3) is None
+    assert vllm(found, "eagle3") is None
 
 
 @pytest.mark.timeout(300)

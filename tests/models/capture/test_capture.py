@@ -33,6 +33,20 @@ def test_the_canary_accepts_a_right_capture(target, captured):
     check_capture(target, hidden, tokens, layout(target))
 
 
+def test_the_canary_accepts_the_last_layer(target, captured):
+    """Transformers records it after the final norm; captured is what the layer gave, and nothing else passes."""
+    tokens, _ = captured
+    high = TargetModel(target.model, (2, 3))
+    hidden = high.forward(tokens[None])
+    states = HiddenStates(hidden.aux[0], hidden.last[0])
+    check_capture(high, states, tokens, Layout(2, 192, torch.float32))
+    lower, _ = states.aux.chunk(2, dim=-1)
+    with pytest.raises(ValueError, match="layer 3"):
+        check_capture(
+            high, HiddenStates(torch.cat([lower, lower], dim=-1), states.last), tokens, Layout(2, 192, torch.float32)
+        )
+
+
 def wrong_layer(target, hidden, tokens):
     other = TargetModel(target.model, (0, 1, 3)).forward(tokens[None])
     return HiddenStates(other.aux[0], hidden.last)

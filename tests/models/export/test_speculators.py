@@ -100,13 +100,11 @@ def test_an_eagle3_draft_says_the_same(name, layers, target, tmp_path):
         ttt_steps=STEPS,
     )
     following = torch.cat([tokens[1:], torch.zeros(STEPS, dtype=torch.long)])
-    fed = draft.unroll(tokens[1:], aux, [LENGTH], STEPS, lambda step, _normed: following[step : step + LENGTH])
-    ours = list(fed)
-    assert len(theirs) == STEPS
-    for step in range(STEPS):
-        mine = draft.logits(ours[step])
+    ours = draft.unroll(tokens[1:], aux, [LENGTH], STEPS, lambda step, _normed: following[step : step + LENGTH])
+    for normed, said in zip(ours, theirs, strict=True):
+        mine = draft.logits(normed)
         assert mine.std() > 0.5
-        assert (mine - theirs[step]).abs().max() < 1e-4
+        assert (mine - said).abs().max() < 1e-4
     if not draft.vocabulary.whole:
         assert torch.equal(torch.arange(len(model.d2t)) + model.d2t, draft.vocabulary.target_ids)
         assert torch.equal(model.t2d, draft.vocabulary.t2d)
