@@ -111,13 +111,12 @@ def _loss(draft: DraftShape, target: TargetShape, setting: Setting, tokens: int,
     positions = rows if draft.target_per_row else tokens
     chunk = min(setting.chunk_tokens, positions)
     logits = int(rows / max(1, positions) * chunk * vocabulary * item)
-    before = logits if positions > chunk else 0  # a chunk's logits are forgotten when the next one's are there
     judged = setting.full_argmax and not draft.whole_vocabulary
     wide = chunk * (target.vocab_size if judged else vocabulary)
     of_target = chunk * vocabulary * FLOAT
-    projecting = before + of_target + wide * (FLOAT + (item if item < FLOAT else 0))
+    projecting = of_target + wide * (FLOAT + (item if item < FLOAT else 0))
     block = min(BLOCK_BYTES[setting.one_memory], logits * FLOAT // item)
-    comparing = before + logits + of_target + (BLOCKS + (item < FLOAT)) * block
+    comparing = logits + of_target + (BLOCKS + (item < FLOAT)) * block
     by_head = hidden * vocabulary * FLOAT if draft.trains_head else 0
     cast_head = hidden * vocabulary * item if item < FLOAT and draft.trains_head else 0
     outputs = int(draft.kept.output * rows) + positions * hidden * ITEM_BYTES[setting.stored]

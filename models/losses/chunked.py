@@ -148,14 +148,16 @@ class _ChunkedLoss(torch.autograd.Function):
             logits = (rows @ compute_head.T).view(len(kept), len(hidden), len(head))
             value, correct[places] = _diverge(logits, weights[places].to(accumulate), part, how.divergence, with_slope)
             loss += value
+            slope = logits.view(len(rows), len(head))
             if with_slope:
-                slope = logits.view(len(rows), len(head))
                 by_step = (slope @ compute_head).view(len(kept), len(hidden), width).unbind(1)
                 for found, gradient in zip(gradients, by_step, strict=True):
                     found[chunk] = 0
                     found[places] = gradient
                 if head_grad is not None:
                     _add_product(head_grad, slope, rows)
+            # Not beside those of the next chunk.
+            del logits, slope, part
         ctx.save_for_backward(None if head_grad is None else head_grad.to(head.dtype), *gradients)
         ctx.mark_non_differentiable(correct, covered)
         return loss, correct, covered

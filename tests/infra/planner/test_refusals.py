@@ -15,7 +15,7 @@ RECIPE = Path(__file__).parents[3] / "recipes" / "qwen3-8b.yaml"
 @pytest.mark.parametrize(
     ("settings", "setting"),
     [
-        (["plan.memory_gb=40"], "training.micro_batches"),
+        (["plan.memory_gb=36"], "training.micro_batches"),
         (["training.micro_batches=8", "data.max_tokens=400000"], "data.max_tokens"),
         (["training.micro_batches=8", "data.max_tokens=100000"], "training.recompute"),
         (["transport.budget_mib=512"], "transport.budget_mib"),

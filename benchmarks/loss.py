@@ -1,0 +1,135 @@
+"""The streamed losses against plain ones: seconds, peak memory, and how far loss and gradients differ.
+
+    python benchmarks/loss.py [--shapes tiny a] [--positions 512] [--rounds 3]
+
+One loss of `positions` positions and the shape's steps, forward and backward, the draft's head trained. The plain loss
+is written with whole logits and autograd. Both run in processes of their own in turn; seconds are CPU seconds of one
+thread, medians over the rounds; peak memory is that of the first turn, over weights and inputs.
+Gradients are compared by a random projection of each, over its norm.
+"""
+
+import argparse
+import json
+import multiprocessing
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from draft_contestants import CHUNK_TOKENS, SHAPES, Shape
+from draft_step import REPLY_S, conditions, reset_peak, resident_bytes
+from torch import Tensor
+
+from infra.files import write_atomically
+from models.losses.choice import chosen_divergence
+from models.losses.chunked import TargetDistribution, chunked_loss
+from models.losses.config import LossChoice
+
+RESULT = Path(__file__).parent / "results" / "loss.json"
+KINDS = ("kl", "lk_alpha", "lk_lambda")
+
+
+def inputs(shape: Shape, positions: int) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    """Draft hidden states of every step, draft head, target hidden states, target head; float32."""
+    g = torch.Generator().manual_seed(0)
+    hidden = [torch.randn(positions, shape.hidden, generator=g).requires_grad_() for _ in range(shape.steps)]
+    head = (0.05 * torch.randn(shape.draft_vocabulary, shape.hidden, generator=g)).requires_grad_()
+    last = torch.randn(positions, shape.hidden, generator=g)
+    return hidden, head, last, 0.05 * torch.randn(shape.draft_vocabulary, shape.hidden, generator=g)
+
+
+def streamed(kind: str, hidden: list[Tensor], head: Tensor, last: Tensor, target: Tensor) -> Tensor:
+    """This project's."""
+    weights = torch.full((len(last), len(hidden)), 1 / len(last))
+    divergence = chosen_divergence(LossChoice.model_validate({"loss": kind}))
+    return chunked_loss(hidden, head, weights, TargetDistribution(last, target), divergence, CHUNK_TOKENS).loss
+
+
+def plain(kind: str, hidden: list[Tensor], head: Tensor, last: Tensor, target: Tensor) -> Tensor:
+    """As the papers write it."""
+    log_p = (last @ target.T).log_softmax(-1)
+    loss = torch.zeros(())
+    for step in hidden:
+        log_q = (step @ head.T).log_softmax(-1)
+        cross = -(log_p.exp() * log_q).sum(-1)
+        if kind != "kl":
+            log_a = torch.minimum(log_q, log_p).logsumexp(-1)
+            w = (-LossChoice().lk_decay * log_a.detach().exp()).exp()
+            divergence = cross + (log_p.exp() * log_p).sum(-1)
+            cross = -log_a if kind == "lk_alpha" else w * divergence + (1 - w) * (1 - log_a.exp())
+        loss = loss + cross.mean()
+    return loss
+
+
+def worker(name: str, kind: str, shape: Shape, positions: int, pipe: Connection) -> None:
+    """A process: a turn for every request."""
+    torch.set_num_threads(1)
+    given = inputs(shape, positions)
+    trained = [*given[0], given[1]]
+    how = streamed if name == "streamed" else plain
+    while pipe.recv():
+        before = resident_bytes("VmRSS")
+        reset_peak()
+        started = time.process_time()
+        loss = how(kind, *given)
+        gradients = torch.autograd.grad(loss, trained)
+        seconds, peak = time.process_time() - started, resident_bytes("VmHWM") - before
+        # Norms would hide differences, whole gradients are large: a projection of each.
+        shadows = [
+            float((x * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))).sum()) for x in gradients
+        ]
+        sizes = [float(x.norm()) for x in gradients]
+        pipe.send({"cpu_s": seconds, "peak_bytes": peak, "loss": loss.item(), "shadows": shadows, "norms": sizes})
+        del gradients, loss
+
+
+def compare(kind: str, shape: Shape, positions: int, rounds: int) -> dict[str, Any]:
+    """Both in turn."""
+    context = multiprocessing.get_context("spawn")
+    turns: dict[str, list[dict[str, Any]]] = {"streamed": [], "plain": []}
+    workers = {}
+    for name in turns:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=worker, args=(name, kind, shape, positions, theirs), daemon=True)
+        process.start()
+        workers[name] = (process, ours)
+    for _ in range(rounds + 1):
+        for name, (_, pipe) in workers.items():
+            pipe.send(True)
+            if not pipe.poll(REPLY_S):
+                raise TimeoutError(f"{name} did not answer within {REPLY_S:g} s")
+            turns[name].append(pipe.recv())
+    for process, pipe in workers.values():
+        pipe.send(False)
+        process.join(timeout=60)
+    first, second = turns["streamed"][0], turns["plain"][0]
+    differences = [abs(a - b) / n for a, b, n in zip(first["shadows"], second["shadows"], second["norms"], strict=True)]
+    return {
+        "cpu_s": {name: median(turn["cpu_s"] for turn in found[1:]) for name, found in turns.items()},
+        "peak_mib": {name: found[0]["peak_bytes"] / 2**20 for name, found in turns.items()},
+        "loss_difference": abs(first["loss"] - second["loss"]) / abs(second["loss"]),
+        "largest_gradient_difference": max(differences),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="*", default=["tiny", "a"], choices=SHAPES)
+    parser.add_argument("--positions", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, default=RESULT)
+    arguments = parser.parse_args()
+    result: dict[str, Any] = {"positions": arguments.positions, "rounds": arguments.rounds} | conditions(1)
+    for name in arguments.shapes:
+        shape = SHAPES[name]
+        for kind in KINDS:
+            found = compare(kind, shape, arguments.positions, arguments.rounds)
+            print(name, kind, json.dumps(found), flush=True)
+            result.setdefault("shapes", {}).setdefault(name, {})[kind] = found
+            write_atomically(arguments.json, json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
