@@ -64,6 +64,7 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
             recompute=training.recompute,
             prefetch_steps=training.prefetch_steps,
             scaled=training.ranks > 1,
+            divided=training.ranks if training.sharded else 1,
             on_device=config.transport.kind == "mooncake" and config.transport.receive != "host",
             one_memory=not device.is_gpu,
         ),

@@ -36,6 +36,8 @@ class Setting(Record):
     prefetch_steps: int
     scaled: bool = False
     """Whether the backward scales the loss's gradients, which copies them: with several ranks."""
+    divided: int = 1
+    """Ranks among which weights, gradients and optimizer state are divided (training.sharded)."""
     on_device: bool = False
     """Whether prefetched hidden states lie in the GPU's memory too (transport.receive)."""
     one_memory: bool
@@ -49,7 +51,7 @@ class RankMemory(Record):
     gradients: int
     optimizer: int
     averaged: int
-    """The averaged weights; with a GPU in the host's memory, and 0 here."""
+    """The averaged weights; with a GPU and not divided they lie in the host's memory, and this is 0."""
     frozen_tables: int
     """The target's embeddings, its head's rows of the draft vocabulary, perhaps the whole head."""
     cast_weights: int
@@ -80,11 +82,14 @@ def rank_memory(draft: DraftShape, target: TargetShape, setting: Setting, length
     copies = setting.prefetch_steps + 2 if setting.one_memory or setting.on_device else 1
     activations, loss = _of_batch(draft, target, setting, lengths)
     captured = bytes_per_token(setting.aux_count, target.hidden_size, ITEM_BYTES[setting.stored])
+    share = -(-draft.parameters // setting.divided) * FLOAT
+    # Divided, a draft is still put together for every micro-batch, and its gradients before they are reduced.
+    gathered = draft.parameters * FLOAT if setting.divided > 1 else 0
     return RankMemory(
-        weights=draft.parameters * FLOAT,
-        gradients=draft.parameters * FLOAT,
-        optimizer=draft.parameters * FLOAT * MOMENTS,
-        averaged=draft.parameters * FLOAT if setting.one_memory else 0,
+        weights=share + gathered,
+        gradients=share + gathered,
+        optimizer=share * MOMENTS,
+        averaged=share if setting.one_memory or setting.divided > 1 else 0,
         frozen_tables=draft.frozen * FLOAT + heads,
         cast_weights=matrices * item if item < FLOAT else 0,
         features=copies * tokens * captured,

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -165,8 +165,7 @@ class TargetProjection:
     soft_cap: float | None
 
 
-@dataclass(frozen=True)
-class DraftLoss:
+class DraftLoss(NamedTuple):
     """A micro-batch's share of an optimizer step's loss, and its counts. S is the number of proposed positions."""
 
     loss: Tensor
@@ -229,6 +228,10 @@ class Draft(torch.nn.Module):
             chunk_tokens: positions whose logits may be alive at once.
         """
         raise NotImplementedError
+
+    def no_loss(self) -> Tensor:
+        """The loss of a rank that has no sample: 0, and every parameter has a part in it, as gradients are reduced."""
+        return torch.stack([parameter.sum() * 0.0 for parameter in self.parameters()]).sum()
 
     def proposer(self) -> Proposer:
         raise NotImplementedError

@@ -36,6 +36,11 @@ class TrainingConfig(BaseModel):
         default="strict", description="`strict`: same plan on every run of the same seed."
     )
     ranks: int = Field(default=1, ge=1, description="Trainer ranks (torchrun processes).")
+    sharded: bool = Field(
+        default=False,
+        description="Divide weights, gradients and optimizer state among the ranks (FSDP2) instead of keeping all of "
+        "them on each (DDP): less memory, more traffic.",
+    )
     prefetch_steps: int = Field(default=2, ge=0, description="Steps fetched ahead of the one that trains.")
     out_of_vocabulary: Literal["argmax", "text"] = Field(
         default="argmax",

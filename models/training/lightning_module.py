@@ -6,10 +6,12 @@ from typing import Any
 import lightning
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from models.drafts.base import Draft, DraftLoss, TargetProjection
 from models.training.checkpoint import TrainerState
 from models.training.config import TrainingConfig
+from models.training.sharding import data_mesh, divided_as, optimizer_state_as, part, shard, sync_gradients, whole
 from models.training.stream import MicroBatch
 
 
@@ -39,14 +41,25 @@ class DraftModule(lightning.LightningModule):
         Lightning divides by the number of micro-batches and DDP by the number of ranks; both are undone here, because
         the loss is already a sum over the step's total of supervised positions.
         """
+        sync_gradients(self.draft, batch.last_of_step)
         if batch.samples is None:
             self.outcome = None
-            return sum((p.sum() * 0.0 for p in self.draft.parameters()), start=torch.zeros((), device=self.device))
+            return self.draft.no_loss()
         settings = self.settings
         self.outcome = self.draft.loss(batch.samples, self.target, batch.total, settings.loss_chunk_tokens)
         if not bool(torch.isfinite(self.outcome.loss)):
             raise FloatingPointError(f"the loss of step {batch.step} is not finite: lower training.learning_rate")
         return self.outcome.loss * settings.micro_batches * self.world
+
+    def configure_model(self) -> None:
+        """Divide the draft among the ranks, where that is asked for; Lightning may ask again."""
+        mesh = data_mesh(self)
+        if mesh is None or isinstance(next(self.draft.parameters()), DTensor):
+            return
+        self.draft.to(self.trainer.strategy.root_device)
+        shard(self.draft, mesh)
+        for name, parameter in self.draft.named_parameters():
+            self.averaged[name] = divided_as(parameter, self.averaged[name])
 
     def configure_optimizers(self) -> Any:
         settings = self.settings
@@ -56,7 +69,7 @@ class DraftModule(lightning.LightningModule):
         )
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._schedule)
         if self.resumed is not None:
-            optimizer.load_state_dict(self.resumed.optimizer)
+            optimizer.load_state_dict(optimizer_state_as(parameters, self.resumed.optimizer))
             scheduler.load_state_dict(self.resumed.scheduler)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -80,12 +93,13 @@ class DraftModule(lightning.LightningModule):
         """Follow the weights with an exponential moving average that forgets its start quickly."""
         decay = min(self.settings.ema_decay, step / (step + 10))
         for name, parameter in self.draft.named_parameters():
-            self.averaged[name].lerp_(parameter.detach().to(self.averaged[name].device), 1 - decay)
+            averaged = part(self.averaged[name])
+            averaged.lerp_(part(parameter.detach()).to(averaged.device), 1 - decay)
 
     def transfer_batch_to_device(self, batch: MicroBatch, device: torch.device, dataloader_idx: int) -> MicroBatch:
         return batch.to(device)
 
     def state(self, counters: dict[str, float]) -> TrainerState:
-        """What a checkpoint needs besides the weights."""
+        """What a checkpoint needs besides the weights. All ranks have to ask at the same time."""
         scheduler: Any = self.lr_schedulers()
-        return TrainerState(self.trainer.optimizers[0].state_dict(), scheduler.state_dict(), counters)
+        return TrainerState(whole(self.trainer.optimizers[0].state_dict()), scheduler.state_dict(), counters)

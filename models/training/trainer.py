@@ -32,6 +32,7 @@ from models.training.heldout import HeldoutWalk
 from models.training.lightning_module import DraftModule
 from models.training.progress import Progress
 from models.training.saving import CheckpointSaver
+from models.training.sharding import strategy, whole
 from models.training.start import load_start
 from models.training.stream import MicroBatch, StepStream
 from models.training.takeover import take_over
@@ -69,7 +70,7 @@ class DraftTrainer:
             self.module.averaged = {name: averaged[name] for name in self.module.averaged}
         self.stream = StepStream(run, control, self.ledger, self.resume, self.step + 1)
         self.progress = Progress(run.folder, self.ledger, control, self.stream, self.total_steps)
-        self.heldout = HeldoutWalk(run)
+        self.heldout = HeldoutWalk(run, draft, self.settings.sharded and control.world > 1)
         if resumed is not None:
             self.progress.restore(resumed.counters)
 
@@ -78,7 +79,7 @@ class DraftTrainer:
         trainer = lightning.Trainer(
             accelerator="gpu" if torch.cuda.is_available() else "cpu",
             devices=self.control.world,
-            strategy="ddp" if self.control.world > 1 else "auto",
+            strategy=strategy(self.settings, self.control.world),
             max_epochs=1,  # a stream of unknown length never ends without it
             accumulate_grad_batches=self.settings.micro_batches,
             precision="bf16-mixed" if self.settings.precision == "bfloat16" else "32-true",
@@ -105,8 +106,10 @@ class DraftTrainer:
         self.step = batch.step
         self.module.average(self.step)
         self.progress.step_done(batch.step_tokens)
-        if self.heldout.due(self.step) and self.control.rank == 0:
-            self.progress.heldout_length = self.heldout.measure(self.module)
+        if self.heldout.due(self.step):
+            averaged = whole(self.module.averaged)
+            if self.control.rank == 0:
+                self.progress.heldout_length = self.heldout.measure(averaged, self.module.device)
         if self.step % self.settings.log_steps == 0:
             self._report()
         if self.step % self.settings.checkpoint_steps == 0:
@@ -169,18 +172,20 @@ class DraftTrainer:
         )
 
     def _commit(self) -> None:
-        """Begin to save and commit the checkpoint of the present step; every rank holds the same weights."""
+        """Begin to save and commit the checkpoint of the present step; all ranks put together what they divide."""
         if self.step == self.committed:
             return
         self.committed = self.step
+        module, run = self.module, self.run
+        weights, averaged = whole(module.draft.state_dict()), whole(module.averaged)
+        state = module.state(self.progress.counters())
         if self.control.rank:
             return
-        module, run = self.module, self.run
-        weights = module.draft.state_dict() | {checkpoints.VOCABULARY: module.draft.vocabulary.target_ids}
+        weights |= {checkpoints.VOCABULARY: module.draft.vocabulary.target_ids}
         self.saver.save(
             self.step,
-            {checkpoints.WEIGHTS: weights, checkpoints.AVERAGED: weights | module.averaged},
-            module.state(self.progress.counters()),
+            {checkpoints.WEIGHTS: weights, checkpoints.AVERAGED: weights | averaged},
+            state,
             checkpoints.DraftDescription(
                 config=run.config.draft.model_dump(),
                 aux_layer_ids=run.config.target.aux_layer_ids,

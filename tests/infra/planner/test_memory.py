@@ -54,3 +54,19 @@ def test_no_sample_fits_where_the_draft_does_not() -> None:
     assert (
         longest_sample(parse_draft_config(EAGLE3).shape(target, 3, "float32"), target, setting("float32"), 2**30) == 0
     )
+
+
+def test_what_ranks_divide_is_counted_once_among_them_and_gathered_on_each() -> None:
+    draft = parse_draft_config(EAGLE3).shape(POINTS[0].target, 3, "bfloat16")
+    one = setting("bfloat16")
+    alone, shared = (
+        rank_memory(draft, POINTS[0].target, how, (64,)) for how in (one, one.model_copy(update={"divided": 8}))
+    )
+    assert shared.optimizer == pytest.approx(alone.optimizer / 8, rel=1e-3)
+    assert shared.weights == pytest.approx(alone.weights * 9 / 8, rel=1e-3)
+    assert (shared.activations, shared.loss, shared.frozen_tables) == (
+        alone.activations,
+        alone.loss,
+        alone.frozen_tables,
+    )
+    assert shared.total < alone.total

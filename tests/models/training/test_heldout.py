@@ -19,8 +19,7 @@ from models.decoding.speculative import speculate
 from models.export.sglang import export_checkpoint, load_draft
 from models.run import Run
 from models.targets.model import TargetModel
-from models.training.heldout import averaged_weights
-from models.training.lightning_module import DraftModule
+from models.training.heldout import weights_of
 
 SMALL = ["data.max_samples=36", "data.max_tokens=64", "training.samples_per_step=4", "training.log_steps=1"]
 PROMPTS, NEW_TOKENS, EVERY = 3, 20, 3
@@ -102,24 +101,22 @@ def test_a_run_too_short_to_be_measured_makes_no_texts(make_run):
     assert wanted(Run.open(make_run("long", *MEASURED, "training.heldout_steps=9").path))
 
 
-def fail_in_the_middle(module: DraftModule) -> None:
-    with averaged_weights(module):
-        assert not any(p.any() for p in module.draft.parameters())
+def fail_in_the_middle(draft: torch.nn.Module) -> None:
+    zeros = {name: torch.zeros_like(parameter) for name, parameter in draft.named_parameters()}
+    with weights_of(draft, zeros):  # type: ignore[arg-type]
+        assert not any(p.any() for p in draft.parameters())
         raise RuntimeError("in the middle")
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_measuring_leaves_weights_mode_and_randomness_as_they_are(training):
     torch.manual_seed(1)
-    module = object.__new__(DraftModule)
-    torch.nn.Module.__init__(module)
-    module.draft = torch.nn.Linear(3, 3).train(training)  # type: ignore[assignment]
-    module.averaged = {name: torch.zeros_like(p) for name, p in module.draft.named_parameters()}
-    before = {name: (p.data_ptr(), p.clone()) for name, p in module.draft.named_parameters()}
+    draft = torch.nn.Linear(3, 3).train(training)
+    before = {name: (p.data_ptr(), p.clone()) for name, p in draft.named_parameters()}
     random = torch.get_rng_state()
     with pytest.raises(RuntimeError, match="in the middle"):
-        fail_in_the_middle(module)
-    for name, parameter in module.draft.named_parameters():
+        fail_in_the_middle(draft)
+    for name, parameter in draft.named_parameters():
         assert (parameter.data_ptr(), parameter.tolist()) == (before[name][0], before[name][1].tolist())
-    assert module.draft.training is training
+    assert draft.training is training
     assert torch.equal(torch.get_rng_state(), random)

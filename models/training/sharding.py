@@ -1,0 +1,86 @@
+"""How ranks share a draft: every rank has all of it (DDP), or a part of it (FSDP2). Runs in every trainer rank.
+
+Checkpoints hold whole tensors either way, so a run goes on with another number of ranks, and sharded or not.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from models.drafts.base import Draft
+from models.training.config import TrainingConfig
+
+
+def strategy(settings: TrainingConfig, world: int) -> Strategy | str:
+    """Lightning's strategy. One rank has nobody to share with."""
+    if world == 1:
+        return "auto"
+    if settings.sharded:
+        return ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
+    # The buffers are the target's tables, equal on all ranks from the start: hundreds of megabytes at every step.
+    return DDPStrategy(broadcast_buffers=False)
+
+
+def shard(draft: Draft, mesh: DeviceMesh) -> None:
+    """Divide every parameter among the ranks of a one-dimensional mesh; they meet for `loss` and `no_loss` only.
+
+    A draft is about one layer of its target, so it is gathered as a whole. Buffers (the target's tables) stay whole.
+    """
+    fully_shard(draft, mesh=mesh)
+    for method in ("loss", "no_loss"):
+        register_fsdp_forward_method(draft, method)
+
+
+def sync_gradients(draft: Draft, wanted: bool) -> None:
+    """Whether the next backward pass reduces the gradients of a sharded draft. DDP is told by Lightning."""
+    if isinstance(next(draft.parameters()), DTensor):
+        draft.set_requires_gradient_sync(wanted)  # type: ignore[operator]
+
+
+def whole(value: Any) -> Any:
+    """Nested dicts, lists and tuples with every divided tensor put together. All ranks have to ask at the same time."""
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    if isinstance(value, Mapping):
+        return {key: whole(content) for key, content in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(whole(content) for content in value)
+    return value
+
+
+def divided_as(like: Tensor, value: Tensor) -> Tensor:
+    """A whole tensor, which every rank has, divided among the ranks as `like` is."""
+    if not isinstance(like, DTensor):
+        return value
+    placed = value.to(like.device)
+    return distribute_tensor(placed, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def optimizer_state_as(parameters: list[torch.nn.Parameter], state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's whole state, by the number of each parameter, divided as the parameters are."""
+    divided = {
+        number: {
+            name: divided_as(parameters[number], value) if value.shape == parameters[number].shape else value
+            for name, value in of_one.items()
+        }
+        for number, of_one in state["state"].items()
+    }
+    return {**state, "state": divided}
+
+
+def part(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def data_mesh(module: lightning.LightningModule) -> DeviceMesh | None:
+    """The ranks among which Lightning wants the module divided; None where each has all of it."""
+    mesh = module.device_mesh
+    return None if mesh is None else mesh["data_parallel"]
