@@ -32,9 +32,10 @@ up: $(VENV)/.ready
 down:
 	$(BIN)/draftsmith down
 
-# Figures of benchmarks/results/, about two hours on two cores; nothing else should run meanwhile.
+# Figures of benchmarks/results/, hours on two cores; nothing else should run meanwhile. lossless.py and batched.py are
+# about drafts and prompts that one names; methods.py trains every method and takes as long again.
 bench: $(VENV)/.ready $(SGLANG)/.ready
-	for name in data_wait lossless transport ledger stored capture_cost engines drift gates overhead planner; do \
+	for name in data_wait transport ledger stored capture_cost engines drift gates overhead draft_step loss planner; do \
 	    $(BIN)/python benchmarks/$$name.py || exit 1; \
 	done
 
