@@ -8,19 +8,12 @@ from pathlib import Path
 from infra.results import Conditions
 from models.benchmark.conditions import conditions
 from models.benchmark.config import BenchmarkConfig
-from models.benchmark.contestants import SelectedLayers, Sources, load_sources
+from models.benchmark.contestants import Sources, draft_of, load_sources
 from models.benchmark.prompts import read_prompts
-from models.benchmark.standalone import find_target
+from models.benchmark.standalone import baselines, find_target
 from models.data.conversations import source_hash
-from models.decoding.prompt_lookup import PromptLookup
-from models.decoding.token_recycling import TokenRecycling
-from models.drafts.base import Draft, Source
+from models.drafts.base import Source
 from models.dtypes import DTYPES
-
-BASELINES: dict[str, type[PromptLookup] | type[TokenRecycling]] = {
-    "prompt-lookup": PromptLookup,
-    "token-recycling": TokenRecycling,
-}
 
 
 @dataclass(frozen=True)
@@ -72,16 +65,11 @@ def load(options: argparse.Namespace, prompts: int, lookahead: int) -> Ground:
     return Ground(loaded, _named(loaded, options.draft, options.baselines), texts, under)
 
 
-def _named(loaded: Sources, folders: Sequence[Path], baselines: str) -> dict[str, Source]:
+def _named(loaded: Sources, folders: Sequence[Path], names: str) -> dict[str, Source]:
     named: dict[str, Source] = {}
     for folder, source in zip(folders, loaded.drafts, strict=True):
-        draft = source.source if isinstance(source, SelectedLayers) else source
-        assert isinstance(draft, Draft)
-        named[f"{draft.config.method} {'/'.join(folder.absolute().parts[-2:])}"] = source
-    for name in filter(None, baselines.split(",")):
-        if name not in BASELINES:
-            raise ValueError(f"--baselines {name!r}: there are {', '.join(BASELINES)}")
-        named[name] = BASELINES[name]()
+        named[f"{draft_of(source).config.method} {'/'.join(folder.absolute().parts[-2:])}"] = source
+    named |= baselines([name for name in names.split(",") if name])
     if not named:
         raise ValueError("nothing proposes: give --draft, or --baselines")
     return named

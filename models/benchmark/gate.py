@@ -34,10 +34,10 @@ def objection(evidence: GateEvidence) -> str | None:
             f"served and simulated acceptance length differ by {abs(evidence.served_gap):.1%}, more than "
             f"{evidence.max_gap:.1%}: the serving engine does not decode as the draft was trained"
         )
-    return _loss(evidence.goodput, evidence.champion_label) if evidence.goodput else None
+    return _goodput_loss(evidence.goodput, evidence.champion_label) if evidence.goodput else None
 
 
-def _loss(goodput: GoodputEvidence, champion_label: str) -> str | None:
+def _goodput_loss(goodput: GoodputEvidence, champion_label: str) -> str | None:
     """The load at which the champion is further ahead than is allowed, in words."""
     worst = max(goodput.loads, key=lambda load: load.loss)
     if worst.loss <= goodput.max_loss:

@@ -62,10 +62,7 @@ def bench(options: argparse.Namespace) -> HarnessResult:
     suites = {name: _suite(name, source, target, options) for name, source in map(_named, _asked(options))}
     loaded = load_sources(Path(target.path), list(folders.values()), DTYPES[options.dtype])
     sources: dict[str, Source] = dict(zip(folders, loaded.drafts, strict=True))
-    for name in _listed(options.baselines, str):
-        if name not in BASELINES:
-            raise ValueError(f"--baselines {name!r}: there are {', '.join(BASELINES)}")
-        sources[name] = BASELINES[name]()
+    sources |= baselines(_listed(options.baselines, str))
     under = _conditions(options, target, loaded, suites, {name: folders.get(name) for name in sources})
     cells = Harness(loaded, sources, _plan(options, suites, shapes), under).measure()
     trees = [shape for shape in shapes if not shape.isdigit()]
@@ -78,6 +75,14 @@ def bench(options: argparse.Namespace) -> HarnessResult:
         notes=tuple(f"{name} proposes chains only: no figures for {', '.join(trees)}" for name in chains_only),
         wall_s=time.perf_counter() - begun,
     )
+
+
+def baselines(names: Sequence[str]) -> dict[str, Source]:
+    """What needs no training, by name. Raises ValueError for another name."""
+    for name in names:
+        if name not in BASELINES:
+            raise ValueError(f"--baselines {name!r}: there are {', '.join(BASELINES)}")
+    return {name: BASELINES[name]() for name in names}
 
 
 def _conditions(

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,17 @@ def write_checkpoint(
         manifest_hash=sha256_file(final / MANIFEST),
         incarnation=incarnation,
     )
+
+
+def each_tensor(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Nested dicts, lists and tuples with every tensor changed, in order."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: each_tensor(change, content) for key, content in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(each_tensor(change, content) for content in value)
+    return value
 
 
 def is_whole(folder: RunFolder, record: CheckpointRecord) -> bool:

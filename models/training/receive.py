@@ -43,10 +43,11 @@ class Receiver(Protocol):
 class HostReceiver:
     """Into host memory, pinned where there is a GPU to copy from it; every byte is verified."""
 
-    def __init__(self, transport: Transport, layout: Layout):
+    def __init__(self, transport: Transport, layout: Layout, why: str = ""):
+        """`why` it is not the GPU's memory, where that was to be expected."""
         self._transport, self._layout = transport, layout
         self._pinned = torch.cuda.is_available()
-        self.words = f"into {'pinned ' if self._pinned else ''}host memory, every checksum verified"
+        self.words = f"into {'pinned ' if self._pinned else ''}host memory, every checksum verified{why and f'; {why}'}"
 
     def empty(self, tokens: int) -> HiddenStates:
         return self._layout.empty(tokens, pinned=self._pinned)
@@ -109,9 +110,10 @@ def open_receiver(transport: Transport, config: TransportConfig, layout: Layout)
     if isinstance(transport, MooncakeTransport) and transport.protocol == "rdma" and torch.cuda.is_available():
         try:
             return DeviceReceiver(transport, layout, torch.device("cuda", torch.cuda.current_device()))
-        except ValueError:
+        except ValueError as error:
             if config.receive == "device":
                 raise
+            return HostReceiver(transport, layout, f"not by GPUDirect: {error}")
     elif config.receive == "device":
         raise ValueError(
             "transport.receive=device needs transport.kind=mooncake, an RDMA device and a GPU on the trainer's machine "

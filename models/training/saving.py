@@ -72,11 +72,5 @@ class CheckpointSaver:
 
 def on_host(value: Any) -> Any:
     """A copy of nested dicts, lists and tuples with every tensor on the CPU, in memory of its own."""
-    if isinstance(value, Tensor):
-        # Not `.cpu().clone()`: that is two copies of what comes from a GPU.
-        return value.detach().cpu() if value.is_cuda else value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: on_host(content) for key, content in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(on_host(content) for content in value)
-    return value
+    # Not `.cpu().clone()`: that is two copies of what comes from a GPU.
+    return checkpoints.each_tensor(lambda x: x.detach().cpu() if x.is_cuda else x.detach().clone(), value)

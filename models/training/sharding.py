@@ -3,7 +3,6 @@
 Checkpoints hold whole tensors either way, so a run goes on with another number of ranks, and sharded or not.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import lightning
@@ -15,6 +14,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from models.drafts.base import Draft
+from models.training.checkpoint import each_tensor
 from models.training.config import TrainingConfig
 
 
@@ -46,13 +46,7 @@ def sync_gradients(draft: Draft, wanted: bool) -> None:
 
 def whole(value: Any) -> Any:
     """Nested dicts, lists and tuples with every divided tensor put together. All ranks have to ask at the same time."""
-    if isinstance(value, DTensor):
-        return value.full_tensor()
-    if isinstance(value, Mapping):
-        return {key: whole(content) for key, content in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(whole(content) for content in value)
-    return value
+    return each_tensor(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, value)
 
 
 def divided_as(like: Tensor, value: Tensor) -> Tensor:
