@@ -82,8 +82,10 @@ def regenerate(
 def _ready_for_flows() -> Iterator[None]:
     """Versions that work, a log for people, and a Prefect server, which starts while the body imports the flow."""
     from infra.servers import prefect_api
+    from infra.settings import use_heartbeats
 
     _refuse_clashes()
+    use_heartbeats()
     for logger in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(logger).addFilter(_without_traceback)
     with prefect_api():

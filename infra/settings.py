@@ -118,6 +118,11 @@ def prefect_api_url() -> str | None:
     return content.get("profiles", {}).get(active, {}).get("PREFECT_API_URL")
 
 
+def use_heartbeats() -> None:
+    """Flows of this process say that they live as often as prefect.yaml's do: its `recover` waits 90 s for it."""
+    os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")
+
+
 def use_private_prefect_api(url: str) -> None:
     """Point this process, and what it starts, to a Prefect server that ends with it."""
     os.environ["PREFECT_API_URL"] = url

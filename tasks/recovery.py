@@ -1,5 +1,6 @@
 """Finds out how a flow run died, and starts its run again."""
 
+import time
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
@@ -40,6 +41,8 @@ class DeadRun:
         return newest_step(folder, read_config(folder.config).ledger.url) if folder else 0
 
 
+ENDING_S = 15.0
+"""A flow lets go of its run a moment before the server hears how it ended."""
 GIVEN_UP = "draftsmith.run.given-up"
 """The event that a person should hear of."""
 
@@ -52,13 +55,16 @@ def look_at(flow_run: str) -> DeadRun | None:
     """
     with get_client(sync_client=True) as client:
         found = client.read_flow_run(UUID(flow_run))
-        state = found.state_type
         dead = DeadRun(found.id, found.name, found.deployment_id, found.parameters, tuple(found.tags))
-        if state not in (StateType.CRASHED, StateType.RUNNING, StateType.PENDING, StateType.CANCELLING):
-            get_run_logger().info("%s has ended as %s: nothing to do", found.name, found.state_name)
-            return None
         if dead.folder and is_owned(dead.folder):
             get_run_logger().warning("%s lives: a process still runs %s", dead.name, dead.folder.name)
+            return None
+        if found.state_type != StateType.CRASHED:
+            time.sleep(ENDING_S)
+        found = client.read_flow_run(found.id)
+        state = found.state_type
+        if state not in (StateType.CRASHED, StateType.RUNNING, StateType.PENDING, StateType.CANCELLING):
+            get_run_logger().info("%s has ended as %s: nothing to do", found.name, found.state_name)
             return None
         if state == StateType.CANCELLING:
             client.set_flow_run_state(found.id, Cancelled(message="cancelled; its worker had died"), force=True)
