@@ -214,7 +214,8 @@ def measure(requests: Windows, steps: int, windows: int) -> dict[str, object]:
     worse, other = traffic.with_worse_draft(FALL), traffic.with_other_requests(FALL)
     at_the_bound = traffic.with_other_requests(1 - bounded.reference.lower_bound / bounded.reference.length)
     alarms = false_alarms(exact, traffic.draw, windows, SEED)
-    matched = float(alarms["average_run_length"] or alarms["windows"])
+    matched = alarms["average_run_length"] or alarms["windows"]
+    assert matched is not None
     return {
         "requests_per_window": per_window,
         "false_alarms": false_alarms(bounded, traffic.draw, windows, SEED),

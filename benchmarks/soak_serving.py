@@ -92,7 +92,7 @@ def count(target: Path, export: Path, prompts: Path, out: Path) -> Rows:
     """Rows of one draft over one kind of traffic, counted in a process of its own and kept in the file `out`."""
     if not out.exists():
         command = [sys.executable, __file__, "--count", *map(str, (target, export, prompts, out))]
-        subprocess.run(command, check=True, timeout=COUNT_S, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.run(command, check=True, timeout=COUNT_S, stdout=subprocess.DEVNULL)
     return [(tokens, steps) for tokens, steps in json.loads(out.read_text())]
 
 
@@ -103,10 +103,11 @@ def _count(target: Path, export: Path, prompts: Path, out: Path) -> None:
     from models.benchmark.contestants import load_contestants
     from models.benchmark.measure import at, measure_suite
     from models.benchmark.prompts import read_prompts
-    from models.benchmark.standalone import find_target, read_aux_layer_ids
+    from models.benchmark.standalone import find_target
+    from models.export.description import read_description
 
     config = BenchmarkConfig(prompts=PROMPTS, prompt_tokens=PROMPT_TOKENS, max_new_tokens=NEW_TOKENS)
-    record = find_target(str(target), read_aux_layer_ids(export))
+    record = find_target(str(target), read_description(export).aux_layer_ids)
     read, _ = read_prompts(str(prompts), record, config, "none", bos=False)
     walks = measure_suite(load_contestants(target, export, None, torch.float32), config, "traffic", read)
     rows = [

@@ -68,7 +68,7 @@ def measured_peak(point: Point, steps: int = 2) -> int:
         train(point, steps)
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None
-    events = profiler.profiler.kineto_results.events()
+    events: list[Any] = profiler.profiler.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     alive = peak = 0
     for _, change in changes:

@@ -112,7 +112,7 @@ def one_round(
     """Seconds of every way to move `source`."""
     pointers = [ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in (into, source)]
     taken = {
-        "memcpy": seconds(lambda: ctypes.memmove(*pointers, source.nbytes)),
+        "memcpy": seconds(lambda: ctypes.memmove(pointers[0], pointers[1], source.nbytes)),
         "socket": seconds(lambda: send(connection, source)),
         "checksum": seconds(lambda: xxhash.xxh3_128_digest(source)),
     }

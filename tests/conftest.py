@@ -19,6 +19,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from infra.config import TransportConfig
 from infra.files import write_atomically

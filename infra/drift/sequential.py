@@ -158,7 +158,7 @@ class DriftTest:
             low, high = (low, half) if np.exp(half * x).mean() >= 1 else (half, high)
         return low
 
-    def after(self, before: Statistic, tokens: int, steps: int) -> Statistic:
+    def after(self, before: Statistic, tokens: float, steps: float) -> Statistic:
         """The statistic after one more window."""
         assert steps > 0
         expected = sqrt(self.reference.variance_per_step * steps)

@@ -71,3 +71,12 @@ class PoolProvider(Protocol):
         Engines with a queue know the owner by name: any process may release what a dead one left.
         """
         ...
+
+
+def cpu_threads(count: int) -> dict[str, str]:
+    """The environment of a process that computes with so many CPU threads.
+
+    OpenMP's threads spin while they wait for each other. Where another program takes one's core, that costs ten times
+    the time and more; threads that sleep cost small matrices up to 1.6 times, and large ones nothing.
+    """
+    return {"OMP_NUM_THREADS": str(count), "OMP_WAIT_POLICY": "PASSIVE"}

@@ -15,7 +15,7 @@ from pathlib import Path
 from pynvml import NVMLError
 
 from infra.locks import LockHeldError, hold
-from infra.pools.base import PoolBusyError, PoolSpec
+from infra.pools.base import PoolBusyError, PoolSpec, cpu_threads
 from infra.pools.gpus import read_gpus, visible_gpus
 from infra.processes import Owner, Process, start
 from infra.settings import permitted_gpus
@@ -44,10 +44,8 @@ class LocalPool:
         index: int | None = None,
     ) -> Process:
         """Start a command bound to the pool's GPUs (`index`: to its share of them) and to a number of CPU threads."""
-        environment = {
-            "CUDA_VISIBLE_DEVICES": ",".join(self._share(processes, index)),
-            "OMP_NUM_THREADS": str(threads or max(1, cores() // processes)),
-        }
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(self._share(processes, index))}
+        environment |= cpu_threads(threads or max(1, cores() // processes))
         process = start(role, command, self.owner, environment)
         self.started.append(process)
         return process

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Protocol
 
 from infra.config import PoolsConfig
-from infra.pools.base import PoolBusyError, PoolSpec
+from infra.pools.base import PoolBusyError, PoolSpec, cpu_threads
 from infra.pools.requests import Grant, Part, Request, divide
 from infra.processes import Owner, Process, start
 
@@ -88,11 +88,9 @@ class QueuedPool:
         """Start a command on a part of the pool: on the first one where no `index` is given."""
         part = (index or 0) % len(self.parts)
         sharing = processes if index is None else -(-processes // len(self.parts))
-        environment = {
-            # The engine sets what the command sees; what this process sees means nothing there.
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": str(threads or max(1, self.parts[part].cores // sharing)),
-        }
+        # The engine sets what the command sees; what this process sees means nothing there.
+        environment = {"CUDA_VISIBLE_DEVICES": ""}
+        environment |= cpu_threads(threads or max(1, self.parts[part].cores // sharing))
         driving = self.engine.command(self.grant, self.first + part, command)
         process = start(role, driving, self.owner, environment, STOP_S)
         self.started.append(process)

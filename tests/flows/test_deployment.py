@@ -58,19 +58,20 @@ def submit(stack: Any) -> Callable[..., str]:
     return create
 
 
-def processes_of(folder: RunFolder) -> list[psutil.Process]:
+def processes_of(folder: RunFolder, module: str = "") -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if str(folder.path) in process.cmdline():
-                found.append(process)
+            command = process.cmdline()
         except psutil.Error:
             continue
+        if str(folder.path) in command and (not module or (module in command and "--grace" not in command)):
+            found.append(process)
     return found
 
 
 def named(folder: RunFolder, module: str) -> psutil.Process:
-    return next(p for p in processes_of(folder) if module in p.cmdline() and "--grace" not in p.cmdline())
+    return processes_of(folder, module)[0]
 
 
 def trained(folder: RunFolder, more_than: int) -> bool:

@@ -13,7 +13,7 @@ from infra.pools.local import LocalPools, cores
 from infra.processes import Owner
 
 GPUS = ("GPU-aa", "GPU-bb", "GPU-cc", "GPU-dd")
-SHOW = ["sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES|$OMP_NUM_THREADS"']
+SHOW = ["sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES|$OMP_NUM_THREADS|$OMP_WAIT_POLICY"']
 
 
 def shown(pools: LocalPools, folder: Path, gpus: int, **options: int | None) -> str:
@@ -26,9 +26,9 @@ def shown(pools: LocalPools, folder: Path, gpus: int, **options: int | None) -> 
 
 def test_a_cpu_pool_shares_the_cores_and_hides_every_gpu(tmp_path: Path) -> None:
     pools = LocalPools(GPUS, tmp_path / "locks")
-    assert shown(pools, tmp_path, 0) == f"|{cores()}"
-    assert shown(pools, tmp_path, 0, processes=2) == f"|{max(1, cores() // 2)}"
-    assert shown(pools, tmp_path, 0, processes=2, threads=5) == "|5"
+    assert shown(pools, tmp_path, 0) == f"|{cores()}|PASSIVE"
+    assert shown(pools, tmp_path, 0, processes=2) == f"|{max(1, cores() // 2)}|PASSIVE"
+    assert shown(pools, tmp_path, 0, processes=2, threads=5) == "|5|PASSIVE"
 
 
 @pytest.mark.parametrize(
