@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from models.decoding.sampling import Sampling
+from models.drafts.context import ContextShare
 from models.drafts.vocabulary import DraftVocabulary
 
 NO_PROPOSAL = -1
@@ -147,10 +148,12 @@ class PackedSamples:
     loss_mask: Tensor
     """`[N]` bool: the token is one that the target would generate."""
     aux: Tensor
-    """`[N, K*H]` target features."""
+    """`[N, K*H]` target features; with a `share`, of its rows alone."""
     last: Tensor
-    """`[N, H]` target hidden states after the final norm."""
+    """`[N, H]` target hidden states after the final norm; with a `share`, of its states alone."""
     lengths: tuple[int, ...]
+    share: ContextShare | None = None
+    """Which rows are computed here, where ranks share samples. None: all."""
 
 
 @dataclass(frozen=True)

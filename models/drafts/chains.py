@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from models.drafts.base import DraftLoss, PackedSamples, TargetProjection, supervised_positions
+from models.drafts.context import ContextShare
 from models.drafts.vocabulary import DraftVocabulary
 from models.losses.chunked import Divergence, TargetDistribution, chunked_loss
 
@@ -55,15 +56,37 @@ def chain_loss(
     # A step's row must lie in the same sample.
     valid = rows >= starts[positions][:, None]
     rows = rows.clamp(min=0)
+    if batch.share is not None:
+        positions, rows, valid = _here(batch.share, positions, rows, valid)
     known = _known(batch, positions, target, vocabulary)
     weights = torch.tensor(objective.step_weights, device=device) * (valid & known[:, None]) / total
-    hidden = _gathered(outputs, rows)
-    distribution = _distribution(batch.last[positions], target, vocabulary)
+    hidden = _gathered(outputs, _places(batch.share, rows))
+    distribution = _distribution(_last(batch, positions), target, vocabulary)
     loss, correct, covered = chunked_loss(
         hidden, head, weights, distribution, objective.divergence, chunk_tokens, overwrite=True
     )
     accepted, tried = _accepted_chains(rows, valid, correct & known[:, None], len(batch.tokens))
-    return DraftLoss(loss, accepted, tried, torch.tensor(len(positions)), (covered & known).sum())
+    # Of ranks that share a sample, the one that proposes a position first counts it.
+    counted = valid[:, 0]
+    return DraftLoss(loss, accepted, tried, counted.sum(), (covered & known & counted).sum())
+
+
+def _here(share: ContextShare, positions: Tensor, rows: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Those positions, with rows and what is valid of them `[P, S]`, that any row of this rank predicts."""
+    valid = valid & (share.row_index(rows.device)[rows] >= 0)
+    here = valid.any(-1)
+    return positions[here], rows[here], valid[here]
+
+
+def _places(share: ContextShare | None, rows: Tensor) -> Tensor:
+    """Packed rows `[P, S]` as places in the outputs; those of other ranks are any place."""
+    return rows if share is None else share.row_index(rows.device)[rows].clamp(min=0)
+
+
+def _last(batch: PackedSamples, positions: Tensor) -> Tensor:
+    """`[P, H]` the target's last states at packed positions."""
+    share = batch.share
+    return batch.last[positions if share is None else share.state_index(positions.device)[positions]]
 
 
 def _gathered(outputs: Iterable[Tensor], rows: Tensor) -> list[Tensor]:

@@ -4,12 +4,13 @@ In the first step every row attends to its own sample's rows up to itself. In st
 keys as before, and to its own row's keys of steps 1..j: one column per step. Neither mask nor scores of tokens x tokens
 are ever made: causal attention is a kernel that also gives the log-sum-exp of its scores, and the further columns are
 merged into its result by it. The backward pass hands the kernel's own backward the merged result and the merged
-log-sum-exp, with which it finds the merged probabilities (as ring attention does, arXiv 2310.01889).
+log-sum-exp, with which it finds the merged probabilities (as ring attention does, arXiv 2310.01889). In the same way a
+rank that has a part of a sample's rows merges what they find in the rows before them, which other ranks have too.
 """
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,13 +22,14 @@ PLAIN_ROWS = 512
 """Query rows of the plain kernel whose scores are alive at once."""
 
 
-class CausalKernel(Protocol):
-    """Causal attention of packed sequences, and its backward pass from a given log-sum-exp.
+class Kernel(Protocol):
+    """Attention of packed sequences, and its backward pass from a given log-sum-exp.
 
-    Queries are `[N, heads, d]`, keys and values `[N, kv_heads, d]`; scores are scaled by `d ** -0.5`.
+    Queries are `[N, heads, d]`, keys and values `[N, kv_heads, d]`; scores are scaled by `d ** -0.5`. It is causal
+    within sequences of `lengths`; where that is None every query sees all keys, of which there may be another number.
     """
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int] | None) -> tuple[Tensor, Tensor]:
         """Attended values `[N, heads, d]` and the scores' log-sum-exp `[N, heads]`, at least float32."""
         ...
 
@@ -37,14 +39,29 @@ class CausalKernel(Protocol):
         inputs: tuple[Tensor, Tensor, Tensor],
         out: Tensor,
         log_sum: Tensor,
-        lengths: Sequence[int],
+        lengths: Sequence[int] | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k, v where probabilities are `exp(score - log_sum)` and `out` is what all columns gave."""
         ...
 
 
+class Earlier(NamedTuple):
+    """What sequences that begin in the middle of a sample see of it besides themselves."""
+
+    k: Tensor
+    """`[M, kv_heads, d]` the first step's rotated keys, of all samples."""
+    v: Tensor
+    """`[M, kv_heads, d]`."""
+    seen: tuple[slice, ...]
+    """For each sequence, which of those come before it; empty at the beginning of a sample."""
+
+
 def step_attention(
-    q: Tensor, columns: Sequence[tuple[Tensor, Tensor]], lengths: Sequence[int], kernel: CausalKernel | None = None
+    q: Tensor,
+    columns: Sequence[tuple[Tensor, Tensor]],
+    lengths: Sequence[int],
+    kernel: Kernel | None = None,
+    earlier: Earlier | None = None,
 ) -> Tensor:
     """Attention of one step of the training-time test.
 
@@ -52,43 +69,75 @@ def step_attention(
         q: `[N, heads, d]` the step's rotated queries.
         columns: keys and values `[N, kv_heads, d]` of every step so far: the first step's are attended to causally,
             those of later steps row by row.
-        lengths: rows of each packed sample, summing to N.
-        kernel: which causal attention; None: the fastest that these tensors allow.
+        lengths: rows of each packed sequence, summing to N.
+        kernel: which attention; None: the fastest that these tensors allow.
+        earlier: where sequences are parts of samples, what comes before them.
 
     Returns:
         `[N, heads * d]`.
     """
     with torch.autocast(q.device.type, enabled=False):
-        chosen = kernel or fastest_kernel(q)
-        out = _StepAttention.apply(chosen, tuple(lengths), q, *(x for column in columns for x in column))
+        k, v, seen = earlier or (q[:0], q[:0], ())
+        how = _How(kernel or fastest_kernel(q), tuple(lengths), seen)
+        out = _StepAttention.apply(how, q, k, v, *(x for column in columns for x in column))
     return out.flatten(1)  # type: ignore[union-attr]
 
 
-def fastest_kernel(q: Tensor) -> CausalKernel:
+def fastest_kernel(q: Tensor) -> Kernel:
     """FlashAttention has no float32 on CUDA, where the plain kernel stands in."""
     if q.device.type == "cpu":
         return CpuFlash()
     return CudaFlash() if q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256 else PlainKernel()
 
 
+class _How(NamedTuple):
+    kernel: Kernel
+    lengths: tuple[int, ...]
+    seen: tuple[slice, ...]
+
+
 class _StepAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kernel: CausalKernel, lengths: tuple[int, ...], q: Tensor, *columns: Tensor) -> Tensor:
-        k, v, *own = columns
-        out, log_sum = kernel.forward(q, k, v, lengths)
+    def forward(ctx: Any, how: _How, *tensors: Tensor) -> Tensor:
+        q, earlier_k, earlier_v, k, v, *own = tensors
+        out, log_sum = how.kernel.forward(q, k, v, how.lengths)
+        for rows, keys in _looking_back(how):
+            _join(out[rows], log_sum[rows], *how.kernel.forward(q[rows], earlier_k[keys], earlier_v[keys], None))
         if own:
             out, log_sum = _merge(q, own, out, log_sum)
-        ctx.kernel, ctx.lengths = kernel, lengths
-        ctx.save_for_backward(q, out, log_sum, *columns)
+        ctx.how = how
+        ctx.save_for_backward(out, log_sum, *tensors)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        q, out, log_sum, k, v, *own = ctx.saved_tensors
-        gradient = gradients[0]
-        of_q, of_k, of_v = ctx.kernel.backward(gradient, (q, k, v), out, log_sum, ctx.lengths)
+        out, log_sum, q, earlier_k, earlier_v, k, v, *own = ctx.saved_tensors
+        kernel, gradient = ctx.how.kernel, gradients[0]
+        of_q, of_k, of_v = kernel.backward(gradient, (q, k, v), out, log_sum, ctx.how.lengths)
+        of_earlier = torch.zeros_like(earlier_k), torch.zeros_like(earlier_v)
+        for rows, keys in _looking_back(ctx.how):
+            inputs = q[rows], earlier_k[keys], earlier_v[keys]
+            found = kernel.backward(gradient[rows], inputs, out[rows], log_sum[rows], None)
+            for whole, place, part in zip((of_q, *of_earlier), (rows, keys, keys), found, strict=True):
+                whole[place] += part
         of_own = _add_own_gradients(of_q, gradient, q, own, out, log_sum) if own else []
-        return (None, None, of_q, of_k, of_v, *of_own)
+        return (None, of_q, *of_earlier, of_k, of_v, *of_own)
+
+
+def _looking_back(how: _How) -> list[tuple[slice, slice]]:
+    """(rows, earlier rows that they see) of the sequences that see any."""
+    rows = (slice(*bounds) for bounds in pairwise(_ends(how.lengths)))
+    return [(mine, keys) for mine, keys in zip(rows, how.seen, strict=False) if keys.start < keys.stop]
+
+
+def _join(out: Tensor, log_sum: Tensor, more: Tensor, more_sum: Tensor) -> None:
+    """Attended values and log-sum-exp as of both sets of keys, in place of the first set's."""
+    for start in range(0, len(out), ROWS):
+        rows = slice(start, start + ROWS)
+        total = torch.logaddexp(log_sum[rows], more_sum[rows])
+        shares = [(x[rows] - total).exp_().unsqueeze(-1) for x in (log_sum, more_sum)]
+        out[rows] = out[rows] * shares[0] + more[rows] * shares[1]
+        log_sum[rows] = total
 
 
 def _grouped(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
@@ -151,12 +200,12 @@ def _ends(lengths: Sequence[int]) -> list[int]:
 class PlainKernel:
     """The specification, in plain torch and float32 (float64 stays): query rows in chunks, sample by sample."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """See `CausalKernel.forward`."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int] | None) -> tuple[Tensor, Tensor]:
+        """See `Kernel.forward`."""
         dtype = torch.promote_types(q.dtype, torch.float32)
         out, log_sum = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=dtype)
-        for rows, seen in _chunks(lengths):
-            scores = _masked_scores(q, k, rows, seen)
+        for rows, seen in _chunks(lengths, len(q), len(k)):
+            scores = _masked_scores(q, k, rows, seen, lengths is not None)
             found = scores.logsumexp(-1)
             attended = (scores - found.unsqueeze(-1)).exp_() @ _heads(v, seen, q.shape[1])
             out[rows], log_sum[rows] = attended.transpose(0, 1).to(out.dtype), found.T
@@ -168,15 +217,15 @@ class PlainKernel:
         inputs: tuple[Tensor, Tensor, Tensor],
         out: Tensor,
         log_sum: Tensor,
-        lengths: Sequence[int],
+        lengths: Sequence[int] | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `CausalKernel.backward`."""
+        """See `Kernel.backward`."""
         q, k, v = inputs
         heads, kv_heads, scale = q.shape[1], k.shape[1], q.shape[-1] ** -0.5
         of_q, of_k, of_v = torch.empty_like(q), *(torch.zeros_like(x, dtype=log_sum.dtype) for x in (k, v))
-        for rows, seen in _chunks(lengths):
+        for rows, seen in _chunks(lengths, len(q), len(k)):
             slope = gradient[rows].transpose(0, 1).to(log_sum.dtype)
-            shares = (_masked_scores(q, k, rows, seen) - log_sum[rows].T.unsqueeze(-1)).exp_()
+            shares = (_masked_scores(q, k, rows, seen, lengths is not None) - log_sum[rows].T.unsqueeze(-1)).exp_()
             drop = (slope * out[rows].transpose(0, 1)).sum(-1, keepdim=True)
             of_scores = (slope @ _heads(v, seen, heads).transpose(1, 2) - drop).mul_(shares).mul_(scale)
             of_q[rows] = (of_scores @ _heads(k, seen, heads)).transpose(0, 1).to(q.dtype)
@@ -188,8 +237,10 @@ class PlainKernel:
         return of_q, of_k.to(k.dtype), of_v.to(v.dtype)
 
 
-def _chunks(lengths: Sequence[int]) -> list[tuple[slice, slice]]:
+def _chunks(lengths: Sequence[int] | None, queries: int, keys: int) -> list[tuple[slice, slice]]:
     """(query rows, rows that they may see), at most `PLAIN_ROWS` queries at once."""
+    if lengths is None:
+        return [(slice(row, min(row + PLAIN_ROWS, queries)), slice(keys)) for row in range(0, queries, PLAIN_ROWS)]
     return [
         (slice(row, min(row + PLAIN_ROWS, end)), slice(start, min(row + PLAIN_ROWS, end)))
         for start, end in pairwise(_ends(lengths))
@@ -203,9 +254,11 @@ def _heads(x: Tensor, rows: slice, heads: int) -> Tensor:
     return wide.repeat_interleave(heads // x.shape[1], dim=0)
 
 
-def _masked_scores(q: Tensor, k: Tensor, rows: slice, seen: slice) -> Tensor:
+def _masked_scores(q: Tensor, k: Tensor, rows: slice, seen: slice, causal: bool) -> Tensor:
     keys = _heads(k, seen, q.shape[1])
     scores = q[rows].transpose(0, 1).to(keys.dtype) @ keys.transpose(1, 2) * q.shape[-1] ** -0.5
+    if not causal:
+        return scores
     count, width = scores.shape[1:]
     future = torch.ones(count, width, dtype=torch.bool, device=q.device).triu(1 + width - count)
     return scores.masked_fill_(future, float("-inf"))
@@ -214,12 +267,12 @@ def _masked_scores(q: Tensor, k: Tensor, rows: slice, seen: slice) -> Tensor:
 class CpuFlash:
     """PyTorch's flash attention for CPUs, sample by sample. Key-value heads are its batch: none is repeated."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """See `CausalKernel.forward`."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int] | None) -> tuple[Tensor, Tensor]:
+        """See `Kernel.forward`."""
         out, log_sum = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
-        for rows in (slice(*bounds) for bounds in pairwise(_ends(lengths))):
+        for rows, keys in _sequences(lengths):
             found, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *_by_group(q.shape[1], q[rows], k[rows], v[rows]), 0.0, True
+                *_by_group(q.shape[1], q[rows], k[keys], v[keys]), 0.0, lengths is not None
             )
             out[rows], log_sum[rows] = _ungrouped(found), _ungrouped(sums.unsqueeze(-1)).squeeze(-1)
         return out, log_sum
@@ -230,23 +283,31 @@ class CpuFlash:
         inputs: tuple[Tensor, Tensor, Tensor],
         out: Tensor,
         log_sum: Tensor,
-        lengths: Sequence[int],
+        lengths: Sequence[int] | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `CausalKernel.backward`."""
+        """See `Kernel.backward`."""
         q, k, v = inputs
         heads = q.shape[1]
         gradients = tuple(torch.empty_like(x) for x in inputs)
-        for rows in (slice(*bounds) for bounds in pairwise(_ends(lengths))):
-            slope, *parts, result = _by_group(heads, *(x[rows] for x in (gradient, q, k, v, out)), kv_heads=k.shape[1])
+        for rows, keys in _sequences(lengths):
+            inputs_here = (gradient[rows], q[rows], k[keys], v[keys], out[rows])
+            slope, *parts, result = _by_group(heads, *inputs_here, kv_heads=k.shape[1])
             sums = log_sum[rows].T.unflatten(0, (k.shape[1], -1)).contiguous()
             of_parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                slope, *parts, result, sums, 0.0, True
+                slope, *parts, result, sums, 0.0, lengths is not None
             )
-            for whole, part in zip(gradients, of_parts, strict=True):
+            for whole, place, part in zip(gradients, (rows, keys, keys), of_parts, strict=True):
                 # [kv_heads, group, n, d]; a key-value head gathers what its group gives.
                 summed = part if whole.shape[1] == heads else part.sum(1, keepdim=True)
-                whole[rows] = _ungrouped(summed)
+                whole[place] = _ungrouped(summed)
         return gradients  # type: ignore[return-value]
+
+
+def _sequences(lengths: Sequence[int] | None) -> list[tuple[slice, slice]]:
+    """(queries, keys) of each sequence."""
+    if lengths is None:
+        return [(slice(None), slice(None))]
+    return [(slice(*bounds), slice(*bounds)) for bounds in pairwise(_ends(lengths))]
 
 
 def _by_group(heads: int, *tensors: Tensor, kv_heads: int | None = None) -> list[Tensor]:
@@ -264,11 +325,10 @@ def _ungrouped(x: Tensor) -> Tensor:
 class CudaFlash:
     """FlashAttention on CUDA in half precision: all samples in one launch. (Not run where there is no GPU.)"""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """See `CausalKernel.forward`."""
-        ends, longest = _cumulative(lengths, q.device), max(lengths)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int] | None) -> tuple[Tensor, Tensor]:
+        """See `Kernel.forward`."""
         out, sums, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, ends, ends, longest, longest, 0.0, True, return_debug_mask=False
+            q, k, v, *_bounds(q, k, lengths), 0.0, lengths is not None, return_debug_mask=False
         )
         return out, sums.T
 
@@ -278,10 +338,10 @@ class CudaFlash:
         inputs: tuple[Tensor, Tensor, Tensor],
         out: Tensor,
         log_sum: Tensor,
-        lengths: Sequence[int],
+        lengths: Sequence[int] | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `CausalKernel.backward`."""
-        ends, longest = _cumulative(lengths, gradient.device), max(lengths)
+        """See `Kernel.backward`."""
+        q, k, _ = inputs
         # There is no dropout, whose random state this would be.
         state = torch.zeros(2, dtype=torch.uint64, device=gradient.device)
         unused = torch.empty(0, dtype=torch.uint64, device=gradient.device)
@@ -290,16 +350,16 @@ class CudaFlash:
             *inputs,
             out,
             log_sum.T.contiguous(),
-            ends,
-            ends,
-            longest,
-            longest,
+            *_bounds(q, k, lengths),
             0.0,
-            True,
+            lengths is not None,
             state,
             unused,
         )
 
 
-def _cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(_ends(lengths), dtype=torch.int32, device=device)
+def _bounds(q: Tensor, k: Tensor, lengths: Sequence[int] | None) -> tuple[Tensor, Tensor, int, int]:
+    """Where sequences of queries and of keys end, and how long the longest are."""
+    of_both = ((len(q),), (len(k),)) if lengths is None else (lengths, lengths)
+    ends = (torch.tensor(_ends(of_one), dtype=torch.int32, device=q.device) for of_one in of_both)
+    return (*ends, *(max(of_one, default=0) for of_one in of_both))  # type: ignore[return-value]

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from models.drafts.base import Draft, DraftLoss, PackedSamples, TargetProjection
 from models.drafts.chains import Objective, chain_loss
-from models.drafts.eagle3.attention import step_attention
+from models.drafts.context import ContextShare
+from models.drafts.eagle3.attention import Earlier, step_attention
 from models.drafts.eagle3.config import Eagle3Config
 from models.drafts.eagle3.proposer import Eagle3Proposer
 from models.drafts.layers import GatedMLP, RMSNorm, TargetTable, rotary_tables, rotate
@@ -211,7 +212,13 @@ class Eagle3Draft(Draft):
         return self.fc(aux)
 
     def unroll(
-        self, tokens: Tensor, aux: Tensor, lengths: Sequence[int], steps: int, next_tokens: NextTokens
+        self,
+        tokens: Tensor,
+        aux: Tensor,
+        lengths: Sequence[int],
+        steps: int,
+        next_tokens: NextTokens,
+        share: ContextShare | None = None,
     ) -> Iterator[Tensor]:
         """Run `steps` chained steps from every row of a packed batch at once.
 
@@ -221,33 +228,48 @@ class Eagle3Draft(Draft):
             lengths: rows of each packed sequence, summing to N; nothing attends across sequences.
             steps: number of steps, at least 1.
             next_tokens: what later steps embed.
+            share: where ranks share the sequences, which rows these are; `lengths` are still those of all.
 
         Yields:
             Normed hidden states `[N, H]` of each step.
         """
-        positions = torch.cat([torch.arange(n, device=tokens.device) for n in lengths])
-        hidden, columns = self.fuse(aux), []
+        if share is None:
+            positions = torch.cat([torch.arange(n, device=tokens.device) for n in lengths])
+        else:
+            positions = share.positions(tokens.device)
+        hidden, known = self.fuse(aux), []
         for step in range(steps):
-            known = [x for column in columns for x in column]
-            raw, normed, *column = self._recomputable(self._step)(lengths, tokens, positions + step, hidden, *known)
-            columns.append(column)
+            place = (share or lengths, tokens, positions + step, hidden)
+            raw, normed, *more = self._recomputable(self._step)(*place, *known)
+            known += more
             yield normed
             if step + 1 < steps:
                 tokens = next_tokens(step + 1, normed)
             hidden = normed if self.config.norm_output else raw
 
     def _step(
-        self, lengths: Sequence[int], tokens: Tensor, positions: Tensor, hidden: Tensor, *known: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """One step: its output, raw and normed `[N, H]`, its keys and its values; `known` are those of steps before."""
+        self, of: Sequence[int] | ContextShare, tokens: Tensor, positions: Tensor, hidden: Tensor, *known: Tensor
+    ) -> tuple[Tensor, ...]:
+        """One step: its output, raw and normed `[N, H]`, its keys and its values; `known` are those of steps before.
+
+        Where ranks share the sequences, the first step's keys and values of all ranks come before those of its own.
+        """
         rows = len(tokens) if not self.recompute else RECOMPUTED_ROWS
         parts = zip(tokens.split(rows), positions.split(rows), hidden.split(rows), strict=True)
         q, k, v = _joined(self._recomputable(self._project)(*part) for part in parts)
-        columns = [*zip(known[::2], known[1::2], strict=True), (k, v)]
-        attended = step_attention(q, columns, lengths)
+        more = (k, v)
+        if isinstance(of, ContextShare):
+            if not known:
+                more = (*of.gather(k, v), k, v)
+            gathered, *columns = _pairs(*known, *more)
+            lengths = [run.rows for run in of.runs]
+            before = tuple(slice(run.offset, run.packed.start) for run in of.runs)
+            attended = step_attention(q, columns, lengths, earlier=Earlier(*gathered, before))
+        else:
+            attended = step_attention(q, _pairs(*known, *more), of)
         parts = zip(hidden.split(rows), attended.split(rows), strict=True)
         raw, normed = _joined(self._recomputable(self._finish)(*part) for part in parts)
-        return raw, normed, k, v
+        return raw, normed, *more
 
     def _project(self, tokens: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
         tables = rotary_tables(positions, self.config.head_dim, self.config.rope_theta)
@@ -269,12 +291,13 @@ class Eagle3Draft(Draft):
 
         # Rows whose text ends before a step's token run on padding; their weight is 0.
         padded = torch.cat([tokens, tokens[:1].expand(config.ttt_steps)])
+        rows = None if batch.share is None else batch.share.packed_rows(tokens.device)
 
         def text(step: int, _normed: Tensor | None = None) -> Tensor:
-            return padded[1 + step : 1 + step + len(tokens)]
+            return padded[1 + step : 1 + step + len(tokens)] if rows is None else padded[1 + step + rows]
 
         return chain_loss(
-            self.unroll(text(0), batch.aux, batch.lengths, config.ttt_steps, text),
+            self.unroll(text(0), batch.aux, batch.lengths, config.ttt_steps, text, batch.share),
             self.lm_head.weight,
             batch,
             target,
@@ -302,6 +325,11 @@ class Eagle3Draft(Draft):
 
     def proposer(self) -> Eagle3Proposer:
         return Eagle3Proposer(self)
+
+
+def _pairs(*columns: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values that stand one after the other, as pairs."""
+    return list(zip(columns[::2], columns[1::2], strict=True))
 
 
 def _joined(parts: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:

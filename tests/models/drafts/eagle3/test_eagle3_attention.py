@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from models.drafts.eagle3 import attention
-from models.drafts.eagle3.attention import CausalKernel, CpuFlash, PlainKernel, step_attention
+from models.drafts.eagle3.attention import CpuFlash, Earlier, Kernel, PlainKernel, step_attention
 
-KERNELS: list[CausalKernel] = [PlainKernel(), CpuFlash()]
+KERNELS: list[Kernel] = [PlainKernel(), CpuFlash()]
 kernels = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
 
 
@@ -48,6 +48,22 @@ def test_equals_dense_attention_and_its_gradients(monkeypatch, kernel, steps, he
     found, expected = step_attention(q, columns, lengths, kernel), dense(q, columns, lengths)
     assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
     slope = torch.randn(found.shape, dtype=found.dtype, generator=torch.Generator().manual_seed(0))
+    for ours, theirs in zip(
+        torch.autograd.grad(found, inputs, slope), torch.autograd.grad(expected, inputs, slope), strict=True
+    ):
+        assert torch.allclose(ours, theirs, rtol=1e-8, atol=1e-11)
+
+
+@kernels
+def test_parts_of_samples_that_look_back_equal_the_whole(monkeypatch, kernel):
+    """Rows cut anywhere: each part sees itself, and what comes before it in its sample."""
+    monkeypatch.setattr(attention, "ROWS", 3)
+    monkeypatch.setattr(attention, "PLAIN_ROWS", 2)
+    (q, columns), cuts = make((9, 7), 3, (4, 2)), [(0, 4, 0), (4, 5, 0), (5, 9, 0), (9, 10, 9), (10, 16, 9)]
+    expected, earlier = dense(q, columns, (9, 7)), Earlier(*columns[0], tuple(slice(o, a) for a, _, o in cuts))
+    found = step_attention(q, columns, [b - a for a, b, _ in cuts], kernel, earlier)
+    assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
+    slope, inputs = torch.randn_like(found), [q, *(x for column in columns for x in column)]
     for ours, theirs in zip(
         torch.autograd.grad(found, inputs, slope), torch.autograd.grad(expected, inputs, slope), strict=True
     ):
