@@ -146,6 +146,7 @@ class BufferRecord(Record):
     name: str
     nbytes: int
     xxh3: str
+    """Of each of its blocks (infra.transport.copying), one after the other."""
 
 
 class ObjectRecord(Record):

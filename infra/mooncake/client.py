@@ -88,9 +88,14 @@ class MooncakeClient:
             self.store.batch_remove([key for key, _, _ in left], True)
         return min(statuses) or NO_TRANSFER, left
 
-    def get(self, key: str, address: int, nbytes: int) -> None:
-        """Read an object into registered memory. Raises TransferError."""
+    def get(self, key: str, address: int, nbytes: int, numbers: Sequence[int] | None = None) -> None:
+        """Read an object of `nbytes` into registered memory, or the pieces of it with these `numbers`, side by side.
+
+        Raises TransferError.
+        """
         pieces = _pieces(key, address, nbytes)
+        if numbers is not None:
+            pieces = [(name, address + i * PIECE, size) for i, (name, _, size) in enumerate(pieces[n] for n in numbers)]
 
         def read() -> int:
             found = self.store.batch_get_into(*_columns(pieces))

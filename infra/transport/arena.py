@@ -12,13 +12,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-import xxhash
-
 from infra.locks import LockHeldError, hold
 from infra.records import BufferRecord, ObjectRecord
 from infra.transport import extents
-from infra.transport.base import Buffer, TransferError, check_sum, flat, target
-from infra.transport.copying import copy_hashed
+from infra.transport.base import Buffer, TransferError, fill, flat
+from infra.transport.copying import BlockSums, copy_hashed
 from infra.transport.extents import Extent, Extents
 
 CREATE_S = 600.0
@@ -66,11 +64,11 @@ class ArenaTransport:
             time.sleep(POLL_S)
         return found
 
-    def get(self, record: ObjectRecord, into: Mapping[str, memoryview]) -> None:
-        """Copy the object into `into` and verify sizes and checksums."""
-        place = _Place(self._bytes, self._find(record))
-        for buffer in record.buffers:
-            check_sum(record, buffer, place.read(target(record, buffer, into)))
+    def get(
+        self, record: ObjectRecord, into: Mapping[str, memoryview], starts: Mapping[str, int] | None = None
+    ) -> None:
+        """Copy the object, or parts of it, into `into` and verify sizes and checksums."""
+        fill(record, into, starts, _Place(self._bytes, self._find(record)).read)
 
     def _find(self, record: ObjectRecord) -> tuple[Extent, ...]:
         found = self._extents.find(record.key)
@@ -120,31 +118,36 @@ class _Place:
     def __init__(self, arena: memoryview, where: tuple[Extent, ...]):
         self.extents = where
         self._pieces = [arena[start : start + length] for start, length in where]
+        self._at = 0
 
     def write(self, view: memoryview) -> str:
         """Copy `view` to the next bytes; its checksum."""
-        hashing = xxhash.xxh3_128()
+        sums = BlockSums()
         for piece in self._next(view.nbytes):
-            copy_hashed(piece, view[: piece.nbytes], hashing)
+            copy_hashed(piece, view[: piece.nbytes], sums)
             view = view[piece.nbytes :]
-        return hashing.hexdigest()
+        return sums.hexdigest()
 
-    def read(self, view: memoryview) -> str:
-        """Copy the next bytes to `view`; their checksum, taken from the copy."""
-        hashing = xxhash.xxh3_128()
+    def read(self, start: int, view: memoryview) -> str:
+        """Copy bytes to `view`, from `start` on, which is not before where the last ones ended; their checksum, taken
+        from the copy."""
+        for _ in self._next(start - self._at):
+            pass
+        sums = BlockSums()
         for piece in self._next(view.nbytes):
-            copy_hashed(view[: piece.nbytes], piece, hashing)
+            copy_hashed(view[: piece.nbytes], piece, sums)
             view = view[piece.nbytes :]
-        return hashing.hexdigest()
+        return sums.hexdigest()
 
     def hash(self, nbytes: int) -> str:
         """Checksum of the next bytes."""
-        hashing = xxhash.xxh3_128()
+        sums = BlockSums()
         for piece in self._next(nbytes):
-            hashing.update(piece)
-        return hashing.hexdigest()
+            sums.update(piece)
+        return sums.hexdigest()
 
     def _next(self, nbytes: int) -> Iterator[memoryview]:
+        self._at += nbytes
         while nbytes:
             piece = self._pieces.pop(0)
             if piece.nbytes > nbytes:

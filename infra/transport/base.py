@@ -1,11 +1,15 @@
 """The contract of a transport: it moves named buffers and verifies them. It knows no tensors."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from infra.records import BufferRecord, ObjectRecord
+from infra.transport.copying import BLOCK, SUM
 
 Buffer = memoryview | bytearray | bytes
+Read = Callable[[int, memoryview], str]
+"""Fill memory with an object's bytes from this place on; the checksum of what arrived."""
 
 
 class TransferError(Exception):
@@ -21,17 +25,53 @@ def flat(buffers: Mapping[str, Buffer], key: str) -> tuple[dict[str, memoryview]
     return views, nbytes
 
 
-def target(record: ObjectRecord, buffer: BufferRecord, into: Mapping[str, memoryview]) -> memoryview:
-    """Where a buffer goes, as bytes. Raises TransferError where another size is expected."""
-    view = into[buffer.name].cast("B")
-    if view.nbytes != buffer.nbytes:
-        raise TransferError(f"{record.key}: {buffer.name} is {buffer.nbytes} bytes, expected {view.nbytes}")
-    return view
+@dataclass(frozen=True)
+class Block:
+    """A block of a buffer, and what of it is wanted."""
+
+    buffer: BufferRecord
+    xxh3: str
+    start: int
+    """Where it begins in the object."""
+    nbytes: int
+    skipped: int
+    """Bytes before the wanted ones."""
+    into: memoryview
+    """Where the wanted ones go."""
 
 
-def check_sum(record: ObjectRecord, buffer: BufferRecord, found: str) -> None:
+def blocks(
+    record: ObjectRecord, into: Mapping[str, memoryview], starts: Mapping[str, int] | None = None
+) -> Iterator[Block]:
+    """The blocks that hold what `Transport.get` is asked for, as they lie. Raises TransferError for other sizes."""
+    offset = 0
+    for buffer in record.buffers:
+        if starts is None or buffer.name in starts:
+            view, start = into[buffer.name].cast("B"), starts[buffer.name] if starts else 0
+            end = start + view.nbytes
+            if end > buffer.nbytes or (starts is None and end < buffer.nbytes):
+                raise TransferError(f"{record.key}: {buffer.name} is {buffer.nbytes} bytes, expected {end}")
+            for first in range(start - start % BLOCK, end, BLOCK):
+                nbytes, skipped = min(BLOCK, buffer.nbytes - first), max(0, start - first)
+                wanted = view[first + skipped - start : first + nbytes - start]
+                number = first // BLOCK * SUM
+                yield Block(buffer, buffer.xxh3[number : number + SUM], offset + first, nbytes, skipped, wanted)
+        offset += buffer.nbytes
+
+
+def fill(record: ObjectRecord, into: Mapping[str, memoryview], starts: Mapping[str, int] | None, read: Read) -> None:
+    """What `Transport.get` does, by whole blocks in the order in which they lie, each of them verified."""
+    for block in blocks(record, into, starts):
+        whole = block.into.nbytes == block.nbytes
+        arrived = block.into if whole else memoryview(bytearray(block.nbytes))
+        check_sum(record, block.buffer, read(block.start, arrived), block.xxh3)
+        if not whole:
+            block.into[:] = arrived[block.skipped : block.skipped + block.into.nbytes]
+
+
+def check_sum(record: ObjectRecord, buffer: BufferRecord, found: str, expected: str) -> None:
     """Raise TransferError where the bytes that arrived have another checksum than those that were put."""
-    if found != buffer.xxh3:
+    if found != expected:
         raise TransferError(f"{record.key}: checksum of {buffer.name} does not match")
 
 
@@ -51,10 +91,15 @@ class Transport(Protocol):
         """Write an object; it is whole and readable once this returns. Raises TransferError when it cannot."""
         ...
 
-    def get(self, record: ObjectRecord, into: Mapping[str, memoryview]) -> None:
+    def get(
+        self, record: ObjectRecord, into: Mapping[str, memoryview], starts: Mapping[str, int] | None = None
+    ) -> None:
         """Copy an object's buffers into `into` (same names, exact sizes) and verify them.
 
-        Raises TransferError when the object is missing, has other sizes, or fails its checksum.
+        With `starts` of those buffers of which a part is wanted, as many bytes of each as `into` has, from there on;
+        of the object only the blocks that hold them are read, and verified.
+
+        Raises TransferError when the object is missing, has other sizes, or fails a checksum.
         """
         ...
 

@@ -5,12 +5,12 @@ It is the specification and the test double of the faster ones: exact sizes, xxh
 
 import os
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
-import xxhash
-
 from infra.records import BufferRecord, ObjectRecord
-from infra.transport.base import Buffer, TransferError, check_sum, flat, reads_back, target
+from infra.transport.base import Buffer, TransferError, fill, flat, reads_back
+from infra.transport.copying import block_sums
 
 
 class FileTransport:
@@ -38,21 +38,18 @@ class FileTransport:
                 f"cannot write {key} to {self.folder}: {error.strerror}; lower transport.budget_mib or give "
                 "transport.folder a larger file system"
             ) from error
-        records = tuple(
-            BufferRecord(name=n, nbytes=v.nbytes, xxh3=xxhash.xxh3_128_hexdigest(v)) for n, v in views.items()
-        )
+        records = tuple(BufferRecord(name=n, nbytes=v.nbytes, xxh3=block_sums(v)) for n, v in views.items())
         return ObjectRecord(key=key, location=path.name, buffers=records)
 
-    def get(self, record: ObjectRecord, into: Mapping[str, memoryview]) -> None:
-        """Copy the object into `into` and verify sizes and checksums."""
+    def get(
+        self, record: ObjectRecord, into: Mapping[str, memoryview], starts: Mapping[str, int] | None = None
+    ) -> None:
+        """Copy the object, or parts of it, into `into` and verify sizes and checksums."""
         try:
             with (self.folder / record.location).open("rb", buffering=0) as file:
                 if os.fstat(file.fileno()).st_size != record.nbytes:
                     raise TransferError(f"{record.key} has another size than its record says ({record.nbytes} bytes)")
-                for buffer in record.buffers:
-                    view = target(record, buffer, into)
-                    _read_all(file.fileno(), view, record.key)
-                    check_sum(record, buffer, xxhash.xxh3_128_hexdigest(view))
+                fill(record, into, starts, partial(_read_at, file.fileno(), record.key))
         except FileNotFoundError as error:
             raise TransferError(f"{record.key} is gone from {self.folder}") from error
 
@@ -80,9 +77,11 @@ def _write_all(descriptor: int, view: memoryview) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def _read_all(descriptor: int, view: memoryview, key: str) -> None:
-    while view.nbytes:
-        count = os.readv(descriptor, [view])
+def _read_at(descriptor: int, key: str, start: int, view: memoryview) -> str:
+    left = view
+    while left.nbytes:
+        count = os.preadv(descriptor, [left], start + view.nbytes - left.nbytes)
         if count == 0:
             raise TransferError(f"{key} is shorter than its record says")
-        view = view[count:]
+        left = left[count:]
+    return block_sums(view)

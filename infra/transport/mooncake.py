@@ -5,12 +5,10 @@ Objects lie in the store's own process: whoever wrote one may leave, and whoever
 
 from collections.abc import Iterator, Mapping
 
-import xxhash
-
-from infra.mooncake.client import client_of
+from infra.mooncake.client import PIECE, client_of
 from infra.records import BufferRecord, ObjectRecord, StoreRecord
-from infra.transport.base import Buffer, check_sum, flat, reads_back, target
-from infra.transport.copying import copy_hashed
+from infra.transport.base import Buffer, blocks, fill, flat, reads_back
+from infra.transport.copying import BlockSums, copy_hashed
 
 LOCATION = "mooncake"
 
@@ -29,23 +27,33 @@ class MooncakeTransport:
         with self._staging.take(nbytes) as staged:
             records, start = [], 0
             for name, view in views.items():
-                hashing = xxhash.xxh3_128()
-                copy_hashed(staged.view[start : start + view.nbytes], view, hashing)
-                records.append(BufferRecord(name=name, nbytes=view.nbytes, xxh3=hashing.hexdigest()))
+                sums = BlockSums()
+                copy_hashed(staged.view[start : start + view.nbytes], view, sums)
+                records.append(BufferRecord(name=name, nbytes=view.nbytes, xxh3=sums.hexdigest()))
                 start += view.nbytes
             self._client.put(key, staged.address, nbytes)
         return ObjectRecord(key=key, location=LOCATION, buffers=tuple(records))
 
-    def get(self, record: ObjectRecord, into: Mapping[str, memoryview]) -> None:
-        """Copy the object into `into` and verify sizes and checksums."""
-        with self._staging.take(record.nbytes) as staged:
-            self._client.get(record.key, staged.address, record.nbytes)
-            start = 0
-            for buffer in record.buffers:
-                view, hashing = target(record, buffer, into), xxhash.xxh3_128()
-                copy_hashed(view, staged.view[start : start + buffer.nbytes], hashing)
-                check_sum(record, buffer, hashing.hexdigest())
-                start += buffer.nbytes
+    def get(
+        self, record: ObjectRecord, into: Mapping[str, memoryview], starts: Mapping[str, int] | None = None
+    ) -> None:
+        """Copy the object, or parts of it, into `into` and verify sizes and checksums.
+
+        The store gives pieces: of a part those that hold its blocks are read.
+        """
+        ends = ((block.start, block.start + block.nbytes) for block in blocks(record, into, starts))
+        pieces = sorted({piece for start, end in ends for piece in range(start // PIECE, -(-end // PIECE))})
+        places = {piece: number * PIECE for number, piece in enumerate(pieces)}
+        with self._staging.take(len(pieces) * PIECE) as staged:
+            self._client.get(record.key, staged.address, record.nbytes, pieces)
+
+            def read(start: int, view: memoryview) -> str:
+                # A block's pieces stand side by side: none of them is left out.
+                place, sums = places[start // PIECE] + start % PIECE, BlockSums()
+                copy_hashed(view, staged.view[place : place + view.nbytes], sums)
+                return sums.hexdigest()
+
+            fill(record, into, starts, read)
 
     def read(self, record: ObjectRecord, address: int) -> None:
         """Read the object, its buffers one after the other, into registered memory; nothing is verified.

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import fsspec
-import xxhash
 
 from infra.records import BufferRecord, ObjectRecord
-from infra.transport.base import Buffer, TransferError, check_sum, flat, reads_back, target
+from infra.transport.base import Buffer, TransferError, fill, flat, reads_back
+from infra.transport.copying import block_sums
 
 RECORD = ".json"
 
@@ -27,9 +27,7 @@ class StoredTransport:
     def put(self, key: str, buffers: Mapping[str, Buffer]) -> ObjectRecord:
         """Write the buffers one after the other, then the record: without it there is no object."""
         views, _ = flat(buffers, key)
-        records = tuple(
-            BufferRecord(name=n, nbytes=v.nbytes, xxh3=xxhash.xxh3_128_hexdigest(v)) for n, v in views.items()
-        )
+        records = tuple(BufferRecord(name=n, nbytes=v.nbytes, xxh3=block_sums(v)) for n, v in views.items())
         record = ObjectRecord(key=key, location=key, buffers=records)
         try:
             self._write(self._path(key), [*views.values()])
@@ -55,15 +53,20 @@ class StoredTransport:
             return None
         return record if self.verify(record) else None
 
-    def get(self, record: ObjectRecord, into: Mapping[str, memoryview]) -> None:
-        """Read the object into `into` and verify sizes and checksums."""
+    def get(
+        self, record: ObjectRecord, into: Mapping[str, memoryview], starts: Mapping[str, int] | None = None
+    ) -> None:
+        """Read the object, or parts of it, into `into` and verify sizes and checksums."""
         try:
             with self._files.open(self._path(record.location), "rb") as file:
-                for buffer in record.buffers:
-                    view = target(record, buffer, into)
-                    if file.readinto(view) != buffer.nbytes:
+
+                def read(start: int, view: memoryview) -> str:
+                    file.seek(start)
+                    if file.readinto(view) != view.nbytes:
                         raise TransferError(f"{record.key} has another size than its record says")
-                    check_sum(record, buffer, xxhash.xxh3_128_hexdigest(view))
+                    return block_sums(view)
+
+                fill(record, into, starts, read)
         except FileNotFoundError as error:
             raise TransferError(f"{record.key} is gone from {self._root}") from error
 

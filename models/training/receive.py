@@ -6,12 +6,12 @@ Runs in every rank's background worker.
 from typing import Protocol
 
 import torch
-import xxhash
 from torch import Tensor
 
 from infra.config import TransportConfig
 from infra.records import ObjectRecord
 from infra.transport.base import TransferError, Transport, check_sum
+from infra.transport.copying import block_sums
 from infra.transport.mooncake import MooncakeTransport
 from models.capture.layout import Layout, as_bytes
 from models.targets.model import HiddenStates
@@ -86,7 +86,7 @@ class DeviceReceiver:
                 raise TransferError(f"{record.key}: {buffer.name} is {buffer.nbytes} bytes, expected {rows.nbytes}")
             part = self._landing[start : start + buffer.nbytes]
             if self._arrived % CHECKED == 0:
-                check_sum(record, buffer, xxhash.xxh3_128_hexdigest(as_bytes(part.cpu())))
+                check_sum(record, buffer, block_sums(as_bytes(part.cpu())), buffer.xxh3)
             rows.view(torch.uint8).view(-1).copy_(part)
             start += buffer.nbytes
         self._arrived += 1

@@ -23,6 +23,9 @@ def test_on_s3(s3_bucket: str) -> None:
     into = {"aux": bytearray(len(data) - 5), "last": bytearray(5)}
     second.get(record, {name: memoryview(buffer) for name, buffer in into.items()})
     assert bytes(into["aux"] + into["last"]) == data
+    part = memoryview(bytearray(100))
+    second.get(record, {"aux": part}, {"aux": 5 * 2**20})
+    assert part == data[5 * 2**20 : 5 * 2**20 + 100]
     fsspec.filesystem("s3").pipe_file(f"{s3_bucket}/kept/{NAME}", data[:-1])
     assert second.find(NAME) is None
 

@@ -69,6 +69,49 @@ def test_what_goes_in_comes_out(
     transport.close()
 
 
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 16 bytes; Mooncake's pieces are of 24, so that neither divides the other."""
+    for name in ("infra.transport.copying.BLOCK", "infra.transport.base.BLOCK"):
+        monkeypatch.setattr(name, 16)
+    for name in ("infra.mooncake.client.PIECE", "infra.transport.mooncake.PIECE"):
+        monkeypatch.setattr(name, 24)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_part_comes_out(tmp_path_factory: pytest.TempPathFactory, make: Make, data: st.DataObject) -> None:
+    transport = make(tmp_path_factory.mktemp("objects"))
+    buffers = {name: os.urandom(data.draw(st.integers(1, 100))) for name in ("aux", "last", "more")}
+    record = transport.put(KEY, buffers)
+    assert [len(buffer.xxh3) for buffer in record.buffers] == [32 * -(-len(x) // 16) for x in buffers.values()]
+    names = data.draw(st.sets(st.sampled_from(list(buffers)), min_size=1))
+    parts = {name: data.draw(st.integers(0, len(buffers[name]) - 1)) for name in names}
+    into = {name: bytearray(data.draw(st.integers(1, len(buffers[name]) - start))) for name, start in parts.items()}
+    transport.get(record, {name: memoryview(part) for name, part in into.items()}, parts)
+    assert into == {name: buffers[name][start : start + len(into[name])] for name, start in parts.items()}
+    assert read(transport, record) == buffers
+    with pytest.raises(TransferError, match="expected"):
+        transport.get(record, {"aux": memoryview(bytearray(2))}, {"aux": len(buffers["aux"]) - 1})
+    transport.delete(KEY)
+    transport.close()
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_of_a_part_its_own_blocks_are_verified(
+    transport: Transport, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    content, part = os.urandom(64), memoryview(bytearray(8))
+    record = transport.put(KEY, {"aux": content})
+    damage(transport, tmp_path, request, content[24:48], 16)
+    transport.get(record, {"aux": part}, {"aux": 20})
+    assert part == content[20:28]
+    with pytest.raises(TransferError, match="checksum of aux"):
+        transport.get(record, {"aux": part}, {"aux": 28})
+    transport.delete(KEY)
+
+
 def test_another_process_reads_what_one_has_written(make: Make, tmp_path: Path) -> None:
     first, second = make(tmp_path / "objects"), make(tmp_path / "objects")
     record = first.put(KEY, {"aux": b"0123456789", "last": b"abc"})
@@ -87,6 +130,14 @@ def test_a_changed_byte_is_found(
 ) -> None:
     data = os.urandom(13)
     record = transport.put(KEY, {"aux": data[:10], "last": data[10:]})
+    damage(transport, tmp_path, request, data, position)
+    assert not transport.verify(record)
+    with pytest.raises(TransferError, match=r"run/0/3/1: checksum of (aux|last)"):
+        read(transport, record)
+    transport.delete(KEY)
+
+
+def damage(transport: Transport, tmp_path: Path, request: pytest.FixtureRequest, data: bytes, position: int) -> None:
     if isinstance(transport, MooncakeTransport):
         flip(Path(request.getfixturevalue("mooncake_store").segment), data, position)
     else:
@@ -94,10 +145,6 @@ def test_a_changed_byte_is_found(
             (tmp_path / "objects").iterdir() if isinstance(transport, FileTransport) else [tmp_path / "objects/arena"]
         )
         flip(next(iter(files)), data, position)
-    assert not transport.verify(record)
-    with pytest.raises(TransferError, match=r"run/0/3/1: checksum of (aux|last)"):
-        read(transport, record)
-    transport.delete(KEY)
 
 
 def flip(file: Path, data: bytes, position: int) -> None:
