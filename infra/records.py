@@ -212,6 +212,7 @@ class PlannedSample(Record):
     sample: int
     tokens: int
     rank: int
+    """Or group of ranks, where several share a sample."""
     micro_batch: int
     object: ObjectRecord
 

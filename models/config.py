@@ -55,6 +55,8 @@ class RunConfig(BaseModel):
                 f"pools.kind={self.pools.kind} may put generators and trainer on different machines, and shared memory "
                 "is of one: set transport.kind=mooncake (or transport.folder to a folder that all machines share)"
             )
+        if self.training.context_parallel_size > 1:
+            self._check_shared_samples()
         gpus, ranks = self.pools.training_gpus, self.training.ranks
         if gpus not in (0, ranks):
             raise ValueError(
@@ -62,6 +64,20 @@ class RunConfig(BaseModel):
                 "set it to 0 for the CPU)"
             )
         return self
+
+    def _check_shared_samples(self) -> None:
+        size = self.training.context_parallel_size
+        if not self.draft.shareable:
+            raise ValueError(
+                f"training.context_parallel_size is {size}: a block of {self.draft.title} reads the features of its "
+                "whole sample, so ranks cannot share one: set it to 1 and lower data.max_tokens, or use "
+                "draft.method=eagle3"
+            )
+        if self.transport.receive == "device":
+            raise ValueError(
+                f"training.context_parallel_size is {size}: by GPUDirect (transport.receive=device) samples arrive "
+                "whole, and ranks that share them want parts: set transport.receive=host"
+            )
 
 
 def load_recipe(path: Path, overrides: list[str] | None = None) -> RunConfig:
@@ -100,6 +116,7 @@ SECTIONS_OF_PLACEMENT = ("pools", "plan")
 PLACEMENT = frozenset(
     {
         "training.ranks",
+        "training.context_parallel_size",
         "training.micro_batches",
         "generator.count",
         "generator.max_count",

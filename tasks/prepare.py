@@ -80,7 +80,7 @@ def refuse_small_budget(config: RunConfig, target: TargetRecord, samples: Sample
         ),
         longest_sample_tokens=samples.longest,
         samples_per_step=config.training.samples_per_step,
-        ranks=config.training.ranks,
+        ranks=config.training.data_parallel_size,
         prefetch_steps=config.training.prefetch_steps,
         generator_slots=config.generator.slots,
     )

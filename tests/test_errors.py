@@ -49,6 +49,8 @@ def refuse(capsys: pytest.CaptureFixture[str]) -> Refuse:
     return run
 
 
+SHARED = ["training.ranks=2", "training.context_parallel_size=2"]
+DFLASH = "draft={method: dflash, num_heads: 4, num_kv_heads: 2, head_dim: 8, intermediate_size: 64}"
 RECIPES = [
     ("not a mapping", "- a list\n", [], "holds no settings", "a recipe is a YAML mapping"),
     ("broken YAML", "name: [tiny\n", [], "is not valid YAML", "line"),
@@ -70,6 +72,15 @@ RECIPES = [
     ),
     ("layers out of order", None, ["target.aux_layer_ids=[2, 1]"], "must be ascending", "aux_layer_ids"),
     ("lookahead beyond the walk", None, ["benchmark.lookahead=9"], "must not exceed", "benchmark.max_lookahead"),
+    ("ranks left over", None, [*SHARED, "training.ranks=3"], "ranks 3 is no multiple", "change one of the two"),
+    ("shared samples of DFlash", None, [*SHARED, DFLASH], "reads the features of its whole", "set it to 1 and lower"),
+    (
+        "shared samples by GPUDirect",
+        None,
+        [*SHARED, "transport.receive=device"],
+        "by GPUDirect (transport.receive=device) samples arrive whole",
+        "set transport.receive=host",
+    ),
     ("ranks without GPUs", None, ["pools.training_gpus=3"], "a rank needs one GPU", "make them equal"),
     ("shared memory of two machines", None, ["pools.kind=ray"], "shared memory is of one", "transport.kind=mooncake"),
     ("nowhere to keep", None, ["transport.kind=stored"], "say where by transport.folder", ""),

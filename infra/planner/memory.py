@@ -38,6 +38,8 @@ class Setting(Record):
     """Whether the backward scales the loss's gradients, which copies them: with several ranks."""
     divided: int = 1
     """Ranks among which weights, gradients and optimizer state are divided (training.sharded)."""
+    context: int = 1
+    """Ranks that share every sample (training.context_parallel_size)."""
     on_device: bool = False
     """Whether prefetched hidden states lie in the GPU's memory too (transport.receive)."""
     one_memory: bool
@@ -75,6 +77,8 @@ class RankMemory(Record):
 
 def rank_memory(draft: DraftShape, target: TargetShape, setting: Setting, lengths: tuple[int, ...]) -> RankMemory:
     """Peak of an optimizer step (not the first) on packed samples of these lengths, every token supervised."""
+    exchanged = int(draft.kept.exchanged * sum(lengths)) if setting.context > 1 else 0
+    lengths = tuple(-(-length // setting.context) for length in lengths)
     item, tokens = ITEM_BYTES[setting.precision], sum(lengths)
     matrices = draft.token_parameters + draft.row_parameters
     table = target.hidden_size * item
@@ -93,7 +97,7 @@ def rank_memory(draft: DraftShape, target: TargetShape, setting: Setting, length
         frozen_tables=draft.frozen * FLOAT + heads,
         cast_weights=matrices * item if item < FLOAT else 0,
         features=copies * tokens * captured,
-        activations=activations,
+        activations=activations + exchanged,
         loss=loss,
     )
 

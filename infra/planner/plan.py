@@ -31,6 +31,7 @@ class Job(Record):
     devices_per_generator: int
     """Those that one generator uses."""
     ranks: int
+    """Those that train samples of their own; ranks that share samples count as one, with all of their devices."""
     devices_per_rank: int = 1
     inference_share: float
     training_share: float
@@ -124,6 +125,7 @@ def make_plan(job: Job) -> Plan:
         samples_per_step=job.samples_per_step,
         devices_per_generator=job.devices_per_generator,
         devices_per_rank=job.devices_per_rank,
+        context=job.setting.context,
         transport=job.link_bytes_per_s / sample_bytes if job.link_bytes_per_s else None,
     )
     return _with_sides(job, sides, prefill, draft)
@@ -131,6 +133,7 @@ def make_plan(job: Job) -> Plan:
 
 def _with_sides(job: Job, sides: Sides, prefill: float, draft: float) -> Plan:
     present = split(sides, job.inference_devices, job.training_devices)
+    receiving = job.ranks * job.setting.context
     in_flight = samples_in_flight(job.samples_per_step, job.ranks, job.setting.prefetch_steps, job.generator_slots)
     return Plan(
         job=job,
@@ -142,7 +145,7 @@ def _with_sides(job: Job, sides: Sides, prefill: float, draft: float) -> Plan:
         longest_sample=_longest(job),
         target_bytes=job.target.parameters * ITEM_BYTES[job.inference_precision],
         store_bytes=in_flight * job.longest_tokens * job.bytes_per_token,
-        traffic=traffic(present.samples_per_s, job.mean_tokens, job.bytes_per_token, job.generators, job.ranks),
+        traffic=traffic(present.samples_per_s, job.mean_tokens, job.bytes_per_token, job.generators, receiving),
         checkpoint_bytes=job.draft.parameters * CHECKPOINT_BYTES_PER_PARAMETER,
     )
 

@@ -42,6 +42,8 @@ class Kept(Record):
     """Per row."""
     output: float = 0.0
     """Per row, from the last layer to the end of the loss."""
+    exchanged: float = 0.0
+    """Per token of the whole sample, on each of the ranks that share it."""
     pair: float = 0.0
     """Per row and key, where attention copies what it sees."""
     carried: float | None = None

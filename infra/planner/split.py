@@ -15,6 +15,8 @@ class Sides(Record):
     samples_per_step: int
     devices_per_generator: int = 1
     devices_per_rank: int = 1
+    context: int = 1
+    """Ranks that share every sample; together they are one rank here."""
     transport: float | None = None
     """What the link between both sides carries; None: more than either could use."""
 
@@ -77,7 +79,7 @@ def measured_sides(rates: SideRates, mean_tokens: float, assumed: Sides) -> Side
         return None
     found = {
         "per_generator": rates.inference / rates.generators / mean_tokens,
-        "per_rank": rates.training / busy_ranks(assumed.samples_per_step, rates.ranks) / mean_tokens,
+        "per_rank": rates.training / busy_ranks(assumed.samples_per_step, rates.ranks // assumed.context) / mean_tokens,
         "transport": rates.transport / mean_tokens if rates.transport else None,
     }
     return assumed.model_copy(update=found)

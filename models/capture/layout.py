@@ -38,13 +38,16 @@ class Layout:
     def _stored(self, tensor: Tensor) -> Tensor:
         return tensor.to("cpu", self.dtype).contiguous()
 
-    def empty(self, tokens: int, pinned: bool = False, device: torch.device | None = None) -> HiddenStates:
-        """Memory for `tokens` positions, to be filled by a transport; `pinned`: a GPU copies from it by itself."""
-        aux, last = (
-            torch.empty(tokens, width, dtype=self.dtype, pin_memory=pinned, device=device)
-            for width in (self.aux_count * self.hidden_size, self.hidden_size)
-        )
-        return HiddenStates(aux=aux, last=last)
+    def empty(
+        self, tokens: int, last: int | None = None, pinned: bool = False, device: torch.device | None = None
+    ) -> HiddenStates:
+        """Memory for `tokens` positions, to be filled by a transport; `pinned`: a GPU copies from it by itself.
+
+        `last`: for so many positions' last states, where these are others.
+        """
+        shapes = (tokens, self.aux_count * self.hidden_size), (tokens if last is None else last, self.hidden_size)
+        aux, last_states = (torch.empty(*s, dtype=self.dtype, pin_memory=pinned, device=device) for s in shapes)
+        return HiddenStates(aux=aux, last=last_states)
 
     def views(self, hidden: HiddenStates) -> dict[str, memoryview]:
         """Where a transport writes `hidden`, which is contiguous."""

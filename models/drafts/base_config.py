@@ -17,6 +17,9 @@ class MethodConfig(BaseModel):
     training_only: ClassVar[frozenset[str]] = frozenset()
     """Fields that say how a draft is trained, not what it is: a warm start may change them."""
 
+    shareable: ClassVar[bool] = True
+    """Whether ranks can share a sample in training (`training.context_parallel_size`)."""
+
     adaptive: ClassVar[bool] = False
     """Whether SGLang can change such a draft's lookahead while it serves (`--speculative-adaptive`)."""
 

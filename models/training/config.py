@@ -1,8 +1,8 @@
 """How the draft is optimized."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class TrainingConfig(BaseModel):
@@ -41,6 +41,12 @@ class TrainingConfig(BaseModel):
         description="Divide weights, gradients and optimizer state among the ranks (FSDP2) instead of keeping all of "
         "them on each (DDP): less memory, more traffic.",
     )
+    context_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        description="Ranks that share every sample, each fetching and computing a part of its positions: for samples "
+        "longer than one GPU holds. `ranks` is a multiple of it. Not with DFlash.",
+    )
     prefetch_steps: int = Field(default=2, ge=0, description="Steps fetched ahead of the one that trains.")
     out_of_vocabulary: Literal["argmax", "text"] = Field(
         default="argmax",
@@ -68,6 +74,20 @@ class TrainingConfig(BaseModel):
     stall_s: float = Field(
         default=600.0, gt=0, description="Give up after waiting this long for the next step's samples."
     )
+
+    @model_validator(mode="after")
+    def _whole_groups(self) -> Self:
+        if self.ranks % self.context_parallel_size:
+            raise ValueError(
+                f"ranks {self.ranks} is no multiple of context_parallel_size {self.context_parallel_size}: every "
+                "sample is shared by that many ranks, so change one of the two"
+            )
+        return self
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Groups of ranks that train samples of their own; a group is one rank unless ranks share samples."""
+        return self.ranks // self.context_parallel_size
 
     def total_steps(self, train_samples: int) -> int:
         """Optimizer steps of the whole run; the last step of an epoch may be short."""

@@ -1,7 +1,8 @@
 """What rank 0 decides and every rank must know: small records, broadcast as JSON. Runs in every trainer rank.
 
 Plans travel from a background thread while the training thread reduces gradients and sums: each has a group of its own,
-since collectives of two threads in one group may meet in another order on another rank.
+since collectives of two threads in one group may meet in another order on another rank. So have the ranks that share
+samples: one for what they compute, one for what they fetch.
 """
 
 import os
@@ -18,10 +19,18 @@ TIMEOUT_S = 1800
 
 
 class Control:
-    """This rank's place among the trainer's ranks, with a gloo group for decisions and one for sums."""
+    """This rank's place among the trainer's ranks, with a gloo group for decisions and one for sums.
 
-    def __init__(self) -> None:
+    Ranks `g * C .. g * C + C - 1` share the samples of group g, C being the `context_parallel_size`.
+    """
+
+    def __init__(self, context_parallel_size: int = 1) -> None:
         self.rank, self.world = rank_from_environment()
+        assert self.world % context_parallel_size == 0, "checked with the recipe"
+        self.groups, self.group = self.world // context_parallel_size, self.rank // context_parallel_size
+        self.context_size, self.context_rank = context_parallel_size, self.rank % context_parallel_size
+        self.context: dist.ProcessGroup | None = None
+        self._fetched: dist.ProcessGroup | None = None
         self._decisions: dist.ProcessGroup | None = None
         self._sums: dist.ProcessGroup | None = None
         if self.world > 1:
@@ -29,6 +38,8 @@ class Control:
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
             self._decisions, self._sums = _gloo_group(), _gloo_group()
+        if context_parallel_size > 1:
+            self.context, self._fetched = (_own_subgroup(context_parallel_size, how) for how in (None, "gloo"))
 
     def decide(self, record: R | None, kind: type[R]) -> R | None:
         """Rank 0's `record` on every rank (other ranks pass None)."""
@@ -57,9 +68,21 @@ class Control:
         if self._sums is not None:
             dist.barrier(group=self._sums)
 
+    def wait_for_fetched(self) -> None:
+        """Return when every rank that shares this one's samples has fetched as many of them. For one thread."""
+        if self._fetched is not None:
+            dist.barrier(group=self._fetched)
+
     def close(self) -> None:
         if self._sums is not None:
             dist.destroy_process_group()
+
+
+def _own_subgroup(size: int, backend: str | None) -> dist.ProcessGroup:
+    """Of every `size` ranks in a row, those that this one belongs to."""
+    group, _ = dist.new_subgroups(size, backend=backend)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def _gloo_group() -> dist.ProcessGroup:

@@ -102,8 +102,8 @@ class Progress:
         self.trained_s, self.waited_s = self.trained_s + elapsed, self.waited_s + waited
         self.loss = float(sums[-1]) / window.steps
         self.acceptance = (accepted / tried.clamp(min=1)).tolist()
-        fetched = self.stream.fetch_s - window.fetch_s
-        self.window = Window(started=now, waited_s=self.stream.waited_s, fetch_s=self.stream.fetch_s)
+        fetched = self.stream.fetcher.fetch_s - window.fetch_s
+        self.window = Window(started=now, waited_s=self.stream.waited_s, fetch_s=self.stream.fetcher.fetch_s)
         if self.control.rank:
             return
         states = self.ledger.progress()
@@ -161,7 +161,7 @@ class Progress:
         return side_rates(
             captured,
             trained_tokens=self.tokens, trained_s=self.trained_s, waited_s=self.waited_s,
-            fetch_s=self.stream.fetch_s * captured.tokens / max(1, self.fetched), ranks=self.control.world,
+            fetch_s=self.stream.fetcher.fetch_s * captured.tokens / max(1, self.fetched), ranks=self.control.world,
         )  # fmt: skip
 
 

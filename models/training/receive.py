@@ -55,6 +55,17 @@ class HostReceiver:
     def receive(self, record: ObjectRecord, into: HiddenStates) -> None:
         self._transport.get(record, self._layout.views(into))
 
+    def empty_parts(self, aux: int, last: int) -> HiddenStates:
+        """Room for parts of samples: `aux` rows `[aux, K*H]` and others of `last` `[last, H]`."""
+        return self._layout.empty(aux, last, pinned=self._pinned)
+
+    def receive_part(self, record: ObjectRecord, name: str, first: int, into: Tensor) -> None:
+        """Fill contiguous rows `[R, width]` of `aux` or `last` with a sample's, from position `first` on.
+
+        Raises TransferError.
+        """
+        self._transport.get(record, {name: as_bytes(into)}, {name: first * into.shape[1] * into.itemsize})
+
     def close(self) -> None:
         """It holds nothing."""
 

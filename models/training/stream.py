@@ -20,9 +20,8 @@ from infra.ledger.ledger import Ledger
 from infra.records import StepPlan
 from models.drafts.base import PackedSamples, supervised_positions
 from models.run import Run
-from models.targets.model import HiddenStates
 from models.training.control import Control
-from models.training.receive import open_receiver
+from models.training.fetch import Fetcher
 from models.training.takeover import epoch_slots
 
 POLL_S = 0.02
@@ -62,22 +61,22 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class StepStream:
-    """Iterates over this rank's micro-batches, step after step, until the last epoch or `max_steps` ends."""
+    """Iterates over this rank's micro-batches, step after step, until the last epoch or `max_steps` ends.
 
-    def __init__(self, run: Run, control: Control, ledger: Ledger, resume: Resume, first_step: int):
+    `reach`: see Fetcher.
+    """
+
+    def __init__(self, run: Run, control: Control, ledger: Ledger, resume: Resume, first_step: int, reach: int):
         self.run, self.control, self.ledger = run, control, ledger
         self.incarnation, self.epoch = resume.incarnation, resume.epoch
         self.settings = run.config.training
         self.samples = run.open_samples()
-        self.transport = run.open_transport()
-        self.receiver = open_receiver(self.transport, run.config.transport, run.layout)
+        self.fetcher = Fetcher(run, control, ledger, resume.incarnation, reach)
         self.step = first_step
         self.training_step = first_step
         """The step that the optimizer works on while later ones are planned."""
         self.waited_s = 0.0
         """Seconds in which the optimizer waited for a step."""
-        self.fetch_s = 0.0
-        """Seconds spent copying samples out of the transport, in the background."""
         self._opened: set[int] = set()
         self._stop = threading.Event()
 
@@ -93,7 +92,7 @@ class StepStream:
             finally:
                 self._stop.set()
                 worker.shutdown(cancel_futures=True)
-                self.receiver.close()
+                self.fetcher.close()
 
     def _wait_for(self, future: Future[list[MicroBatch] | None]) -> list[MicroBatch] | None:
         started = time.monotonic()
@@ -120,7 +119,7 @@ class StepStream:
                 self.incarnation,
                 self.epoch,
                 self.step,
-                ranks=self.control.world,
+                ranks=self.control.groups,
                 micro_batches=settings.micro_batches,
                 samples_per_step=settings.samples_per_step,
                 current_step=self.training_step,
@@ -153,7 +152,7 @@ class StepStream:
                 step=plan.step,
                 index=index,
                 last_of_step=index == plan.micro_batches - 1,
-                samples=self._fetch_micro_batch(plan, index),
+                samples=self.fetcher.fetch(plan, index),
                 total=max(total, 1),
                 step_tokens=step_tokens,
             )
@@ -163,28 +162,3 @@ class StepStream:
     def _supervised(self, sample: int) -> int:
         mask = self.samples[sample].loss_mask
         return len(supervised_positions(mask, (len(mask),)))
-
-    def _fetch_micro_batch(self, plan: StepPlan, index: int) -> PackedSamples | None:
-        """Copy this rank's samples out of the transport into one packed batch, and free their bytes."""
-        planned = plan.of(self.control.rank, index)
-        if not planned:
-            return None
-        lengths = tuple(p.tokens for p in planned)
-        hidden = self.receiver.empty(sum(lengths))
-        start = 0
-        started = time.monotonic()
-        for p in planned:
-            part = HiddenStates(hidden.aux[start : start + p.tokens], hidden.last[start : start + p.tokens])
-            self.receiver.receive(p.object, part)
-            self.transport.delete(p.object.key)
-            start += p.tokens
-        self.fetch_s += time.monotonic() - started
-        self.ledger.release(self.incarnation, plan.epoch, *(p.ordinal for p in planned))
-        texts = [self.samples[p.sample] for p in planned]
-        return PackedSamples(
-            tokens=torch.cat([t.tokens for t in texts]),
-            loss_mask=torch.cat([t.loss_mask for t in texts]),
-            aux=hidden.aux,
-            last=hidden.last,
-            lengths=lengths,
-        )

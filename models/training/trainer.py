@@ -68,7 +68,7 @@ class DraftTrainer:
         if resumed is not None:
             averaged = checkpoints.read_tensors(self._checkpoint_path(), checkpoints.AVERAGED)
             self.module.averaged = {name: averaged[name] for name in self.module.averaged}
-        self.stream = StepStream(run, control, self.ledger, self.resume, self.step + 1)
+        self.stream = StepStream(run, control, self.ledger, self.resume, self.step + 1, draft.positions)
         self.progress = Progress(run.folder, self.ledger, control, self.stream, self.total_steps)
         self.heldout = HeldoutWalk(run, draft, self.settings.sharded and control.world > 1)
         if resumed is not None:
@@ -228,12 +228,12 @@ def main() -> None:
     run = Run.open(arguments.run)
     if run.config.training.threads:
         torch.set_num_threads(run.config.training.threads)
-    control = Control()
+    control = Control(run.config.training.context_parallel_size)
     started = time.monotonic()
     trainer = DraftTrainer(run, control)
     if control.rank == 0:
         print(f"trainer ready after {time.monotonic() - started:.1f} s: {trainer.total_steps} steps", flush=True)
-        print(f"samples arrive {trainer.stream.receiver.words}", flush=True)
+        print(f"samples arrive {trainer.stream.fetcher.words}", flush=True)
     result = trainer.fit()
     if control.rank == 0:
         print(f"trained {result.steps} steps on {result.tokens} tokens in {result.wall_s:.0f} s", flush=True)

@@ -24,6 +24,8 @@ class DFlashConfig(MethodConfig):
         {"anchors", "anchor_seed", "position_weights", "decay_gamma", "dpace_alpha"}
     )
 
+    shareable: ClassVar[bool] = False
+
     method: Literal["dflash"] = "dflash"
     block_size: int = Field(
         default=16, ge=2, le=64, description="Positions per block: the last known token, and one less to propose."

@@ -104,6 +104,8 @@ class Eagle3Config(LossChoice, VocabularyChoice):
         return Kept(
             token=aux_count * hidden * item + (hidden * 4 if item == 4 else 0),
             row=of_hidden + of_attention + of_layer,
+            # The first step's keys and values, and their gradients.
+            exchanged=4 * keys * item,
             carried=4 * hidden + 2 * keys * item,
             step=8 * hidden + (3 * queries + 2 * keys) * item,
             inner=20 * hidden + 4 * self.intermediate_size * item,

@@ -56,6 +56,15 @@ def test_no_sample_fits_where_the_draft_does_not() -> None:
     )
 
 
+def test_ranks_that_share_a_sample_keep_a_part_of_its_activations_and_all_of_its_keys() -> None:
+    draft, one = parse_draft_config(EAGLE3).shape(POINTS[0].target, 3, "bfloat16"), setting("bfloat16")
+    shared = rank_memory(draft, POINTS[0].target, one.model_copy(update={"context": 4}), (8000,))
+    part = rank_memory(draft, POINTS[0].target, one, (2000,))
+    assert shared.activations == part.activations + 8000 * 4 * (2 * 16) * 2
+    assert shared.features == part.features
+    assert shared.loss == part.loss
+
+
 def test_what_ranks_divide_is_counted_once_among_them_and_gathered_on_each() -> None:
     draft = parse_draft_config(EAGLE3).shape(POINTS[0].target, 3, "bfloat16")
     one = setting("bfloat16")

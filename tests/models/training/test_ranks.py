@@ -46,6 +46,10 @@ def losses(folder: RunFolder) -> list[float]:
     return [json.loads(line)["loss"] for line in folder.metrics.read_text().splitlines()]
 
 
+def acceptance(folder: RunFolder) -> list[list[float]]:
+    return [json.loads(line)["acceptance_by_position"] for line in folder.metrics.read_text().splitlines()]
+
+
 def heldout_length(folder: RunFolder) -> float:
     return json.loads(folder.metrics.read_text().splitlines()[-1])[HELDOUT_LENGTH]
 
@@ -62,17 +66,31 @@ def distance(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
     return max(float((a - b).norm() / b.norm()) for a, b in pairs)
 
 
+SETTINGS = [
+    (1, "training.micro_batches=4"),
+    (2,),
+    (2, "training.micro_batches=4"),
+    (3,),
+    (3, "training.micro_batches=4"),
+    # Two pairs of ranks, each of which shares its samples; the draft is divided among all four.
+    (4, "training.context_parallel_size=2", "training.micro_batches=2", "training.sharded=true"),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_ranks_and_accumulation_change_nothing(train: Callable[..., RunFolder]) -> None:
-    alone = train("alone", 1)
+    alone = train("alone", 1, "training.heldout_steps=4")
     assert len(losses(alone)) == 8
-    for ranks, micro_batches in ((1, 4), (2, 1), (2, 4), (3, 1), (3, 4)):
-        name = f"{ranks}-ranks-{micro_batches}-micro-batches"
-        folder = train(name, ranks, f"training.micro_batches={micro_batches}")
-        assert losses(folder) == pytest.approx(losses(alone), rel=1e-5), name
-        assert distance(weights(folder), weights(alone)) < 1e-5, name
-        assert Run.open(folder.path).open_ledger().progress() == Progress(consumed=43)
+    for number, (ranks, *settings) in enumerate(SETTINGS):
+        folder = train(f"setting-{number}", ranks, "training.heldout_steps=4", *settings)
+        assert losses(folder) == pytest.approx(losses(alone), rel=1e-5), (ranks, settings)
+        assert acceptance(folder) == acceptance(alone), (ranks, settings)
+        assert heldout_length(folder) == pytest.approx(heldout_length(alone), rel=1e-5), (ranks, settings)
+        assert distance(weights(folder), weights(alone)) < 1e-5, (ranks, settings)
+        run = Run.open(folder.path)
+        assert run.open_ledger().progress() == Progress(consumed=43)
+        assert not list(run.open_transport().keys())
 
 
 @pytest.mark.slow
