@@ -66,6 +66,11 @@ def measured_peak(point: Point, steps: int = 2) -> int:
     """Bytes alive at the dearest moment of `steps` optimizer steps of this process."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         train(point, steps)
+    return peak_of(profiler)
+
+
+def peak_of(profiler: profile) -> int:
+    """Bytes alive at the dearest moment of what was profiled, over what was there before."""
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None
     events: list[Any] = profiler.profiler.kineto_results.events()

@@ -225,6 +225,10 @@ def test_packing_equals_one_sample_at_a_time(method, changes):
     together = draft.loss(batch, target, 10, 4)
     alone = [draft.loss(sample, target, 10, 100) for sample in split(batch)]
     assert together.loss.item() == pytest.approx(sum(one.loss.item() for one in alone), rel=1e-6)
+    trained = [parameter for parameter in draft.parameters() if parameter.requires_grad]
+    summed = torch.stack([one.loss for one in alone]).sum()
+    for ours, theirs in zip(*(torch.autograd.grad(loss, trained) for loss in (together.loss, summed)), strict=True):
+        assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
     for counts in ("accepted", "tried", "supervised", "covered"):
         assert getattr(together, counts).tolist() == sum(getattr(one, counts) for one in alone).tolist()
 

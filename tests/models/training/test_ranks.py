@@ -69,7 +69,8 @@ def distance(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
 SETTINGS = [
     (1, "training.micro_batches=4"),
     (2,),
-    (2, "training.micro_batches=4"),
+    # FSDP2 with accumulation; the last step leaves ranks without a sample.
+    (2, "training.micro_batches=4", "training.sharded=true"),
     (3,),
     (3, "training.micro_batches=4"),
     # Two pairs of ranks, each of which shares its samples; the draft is divided among all four.
@@ -91,17 +92,6 @@ def test_ranks_and_accumulation_change_nothing(train: Callable[..., RunFolder]) 
         run = Run.open(folder.path)
         assert run.open_ledger().progress() == Progress(consumed=43)
         assert not list(run.open_transport().keys())
-
-
-@pytest.mark.slow
-def test_divided_among_ranks_is_the_same_training(train: Callable[..., RunFolder]) -> None:
-    """FSDP2 with accumulation, against DDP; the last step leaves ranks without a sample."""
-    settings = ("training.micro_batches=4", "training.heldout_steps=4")
-    whole, divided = train("whole", 2, *settings), train("divided", 2, *settings, "training.sharded=true")
-    assert losses(divided) == pytest.approx(losses(whole), rel=1e-5)
-    assert distance(weights(divided), weights(whole)) < 1e-5
-    assert heldout_length(divided) == pytest.approx(heldout_length(whole), rel=1e-5)
-    assert Run.open(divided.path).open_ledger().progress() == Progress(consumed=43)
 
 
 @pytest.mark.slow
