@@ -2,6 +2,7 @@
 
     python benchmarks/draft_step.py [--shapes a b] [--dtypes float32 bfloat16] [--rounds 5]
     python benchmarks/draft_step.py --memory 1024 2048 4096 8192
+    python benchmarks/draft_step.py --recompute 1024 4096 8192
 
 Every contestant is a process of its own with the same weights, batch, dtype (bfloat16: autocast over float32 master
 weights) and supervised positions (all), the draft head trained. They take turns, a step each, beside a product of two
@@ -12,6 +13,7 @@ first step, over what the process held with model and inputs made.
 `argmax` is this project's step where the target's argmax over its whole vocabulary decides which positions count, which
 the others do not ask. `--memory`: peak memory against length, of this project's step and of the plain one, at shape
 `memory`; a straight line is fitted.
+`--recompute`: what it costs and saves to compute inner activations again (`training.recompute`), at shape a.
 
 Needs `speculators` 0.9.0 and `hs-connectors` 0.9.0, installed without their dependencies.
 """
@@ -54,6 +56,7 @@ def contestant(name: str, shape: Shape, dtype_name: str, threads: int, pipe: Con
         step = lambda: (matrix @ matrix)[0, 0]  # noqa: E731
     else:
         work = make_work(shape, dtype, whole=name == "argmax")
+        work.draft.recompute = name == "recompute"
         if name == "speculators":
             theirs = speculators_step(work, shape)[1]
             step = lambda: theirs(dtype)  # noqa: E731
@@ -196,10 +199,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--memory", type=int, nargs="*", default=[], help="lengths; nothing else is measured then")
+    parser.add_argument("--recompute", type=int, nargs="*", default=[], help="lengths; likewise")
     parser.add_argument("--json", type=Path, default=RESULT)
     arguments = parser.parse_args()
     result = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
     result["bars"] = BARS
+    for length in arguments.recompute:
+        shape, dtype = replace(SHAPES["a"], lengths=(length,)), arguments.dtypes[0]
+        found = compare(shape, dtype, ("ours", "recompute"), arguments.rounds, arguments.threads)
+        print(length, json.dumps(found, indent=2), flush=True)
+        result.setdefault("recompute", {})[f"{length} tokens {dtype}"] = found | conditions(arguments.threads)
+        write_atomically(arguments.json, json.dumps(result, indent=2) + "\n")
+    if arguments.recompute:
+        return
     if arguments.memory:
         found = memory_against_length(arguments.memory, arguments.dtypes[0])
         result["memory"] = {"dtype": arguments.dtypes[0]} | found | conditions(1)

@@ -329,6 +329,8 @@ class TrainingResult(Record):
     """Share of the samples' supervised tokens that the draft vocabulary holds."""
     checkpoint_stall_s: float
     """Seconds that training stood still for a checkpoint, on average since the trainer's last start."""
+    peak_gpu_bytes: int | None = None
+    """Most that torch's allocator had given out on any rank's GPU since then; None: there are no GPUs."""
     rates: SideRates
 
 

@@ -124,6 +124,7 @@ def training_report(trained: TrainingResult, progress: Progress) -> dict[str, An
             "data_wait_share": trained.data_wait_s / trained.step_s if trained.step_s else 0.0,
             "tokens_per_s": trained.tokens / trained.step_s if trained.step_s else 0.0,
             "checkpoint_stall_s": trained.checkpoint_stall_s,
+            **({"peak_gpu_bytes": trained.peak_gpu_bytes} if trained.peak_gpu_bytes else {}),
             "final_loss": trained.final_loss,
             "acceptance_by_position": trained.acceptance_by_position,
             "vocabulary_coverage": trained.vocabulary_coverage,

@@ -11,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from infra.bottleneck import in_words
+from infra.planner.words import gib
 from infra.records import SamplesRecord
 from infra.shareable import without_passwords
 from tasks.report_facts import (
@@ -178,6 +179,7 @@ def training(facts: RunFacts) -> Facts:
         ("Speed", f"{speed} tokens/s"),
         ("Waiting for data", f"{duration(trained.data_wait_s)} ({share(wait)})"),
         ("Pause for a checkpoint", f"{1000 * trained.checkpoint_stall_s:.0f} ms"),
+        *([("GPU memory of a rank, at most", gib(trained.peak_gpu_bytes))] if trained.peak_gpu_bytes else []),
         ("Processes", f"{generators_in_words(facts)}, {plural(trained.rates.ranks, 'rank')}"),
         ("Final loss", f"{trained.final_loss:.2f}"),
         ("Acceptance by position", by_position),

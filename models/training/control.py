@@ -63,6 +63,14 @@ class Control:
             dist.all_reduce(values, group=self._sums)
         return values
 
+    def greatest(self, value: int) -> int:
+        """Over all ranks."""
+        if self._sums is None:
+            return value
+        found = torch.tensor([value])
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._sums)
+        return int(found)
+
     def wait_for_all(self) -> None:
         """Return when every rank is here."""
         if self._sums is not None:

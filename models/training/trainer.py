@@ -209,6 +209,7 @@ class DraftTrainer:
             vocabulary_coverage=progress.covered / max(1, progress.supervised),
             token_coverage=self.token_coverage,
             checkpoint_stall_s=self.saver.stall_s / max(1, self.saver.saves),
+            peak_gpu_bytes=self.control.greatest(torch.cuda.max_memory_allocated()) or None,
             rates=progress.rates(),
         )
         if self.control.rank == 0:

@@ -138,6 +138,12 @@ def test_what_was_not_measured_is_not_shown(facts: RunFacts, run: OpenRun) -> No
     assert "of the target's probability" not in text
 
 
+def test_memory_of_gpus_is_shown_where_there_are_some(facts: RunFacts, run: OpenRun) -> None:
+    assert "GPU memory" not in page(facts, run).text
+    with_gpus = facts.trained.model_copy(update={"peak_gpu_bytes": 67 * 2**30})
+    assert "GPU memory of a rank, at most 67.0 GiB" in page(replace(facts, trained=with_gpus), run).text
+
+
 def test_it_says_how_many_generators_there_were_at_a_time(facts: RunFacts, run: OpenRun) -> None:
     changes = tuple(GeneratorsChange(at=float(n), generators=n, why="") for n in (2, 3, 1))
     assert "1 to 3 generators, 1 rank" in page(replace(facts, generators=changes), run).text
