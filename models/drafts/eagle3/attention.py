@@ -327,6 +327,8 @@ class CudaFlash:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int] | None) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
+        if not len(q):
+            return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
         out, sums, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, *_bounds(q, k, lengths), 0.0, lengths is not None, return_debug_mask=False
         )
@@ -342,6 +344,8 @@ class CudaFlash:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel.backward`."""
         q, k, _ = inputs
+        if not len(q):
+            return tuple(torch.zeros_like(x) for x in inputs)  # type: ignore[return-value]
         # There is no dropout, whose random state this would be.
         state = torch.zeros(2, dtype=torch.uint64, device=gradient.device)
         unused = torch.empty(0, dtype=torch.uint64, device=gradient.device)

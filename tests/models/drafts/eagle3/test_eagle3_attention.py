@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from models.drafts.eagle3 import attention
-from models.drafts.eagle3.attention import CpuFlash, Earlier, Kernel, PlainKernel, step_attention
+from models.drafts.eagle3.attention import CpuFlash, CudaFlash, Earlier, Kernel, PlainKernel, step_attention
 
 KERNELS: list[Kernel] = [PlainKernel(), CpuFlash()]
 kernels = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
@@ -68,6 +68,17 @@ def test_parts_of_samples_that_look_back_equal_the_whole(monkeypatch, kernel):
         torch.autograd.grad(found, inputs, slope), torch.autograd.grad(expected, inputs, slope), strict=True
     ):
         assert torch.allclose(ours, theirs, rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize("kernel", [*KERNELS, CudaFlash()], ids=lambda kernel: type(kernel).__name__)
+def test_a_rank_without_rows_still_has_its_part_in_the_gradients(kernel):
+    """The others wait for it where keys' gradients are put together."""
+    q, columns = make((), 2, (4, 2), torch.bfloat16)
+    k, v = (torch.randn(5, 2, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    found = step_attention(q, columns, (), kernel, Earlier(k, v, ()))
+    assert found.shape == (0, 32)
+    for gradient in torch.autograd.grad(found.sum(), [k, v]):
+        assert torch.equal(gradient, torch.zeros(5, 2, 8))
 
 
 @kernels
