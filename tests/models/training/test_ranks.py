@@ -95,14 +95,17 @@ def test_ranks_and_accumulation_change_nothing(train: Callable[..., RunFolder]) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharded", ["false", "true"])
+@pytest.mark.parametrize(("sharded", "ranks", "size"), [("false", 3, 1), ("true", 4, 2)])
 def test_a_run_goes_on_with_another_number_of_ranks(
     train: Callable[..., RunFolder],
     make_run: Callable[..., RunFolder],
     start: Callable[..., Any],
     kill_tree: Callable[[int], None],
     sharded: str,
+    ranks: int,
+    size: int,
 ) -> None:
+    """From two ranks to three; from two that divide the draft to four of which two share a sample each."""
     undisturbed = train("undisturbed", 1)
     kept = ("training.checkpoint_steps=1", "training.keep_checkpoints=9", f"training.sharded={sharded}")
     folder = make_run("moved", *SMALL, "training.ranks=2", *kept)
@@ -116,8 +119,9 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     run = Run.open(folder.path)
     before = run.open_ledger().progress()
     assert 0 < before.consumed < 43, "killed too late"
-    folder.config.write_text(with_overrides(run.config, ["training.ranks=3"]).model_dump_json())
-    train(folder, 3)
+    placement = [f"training.ranks={ranks}", f"training.context_parallel_size={size}"]
+    folder.config.write_text(with_overrides(run.config, placement).model_dump_json())
+    train(folder, ranks)
     assert run.open_ledger().progress() == Progress(consumed=43)
     assert losses(folder) == pytest.approx(losses(undisturbed), rel=1e-5)
     assert distance(weights(folder), weights(undisturbed)) < 1e-5
