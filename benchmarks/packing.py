@@ -55,7 +55,7 @@ def make(samples: int, threads: int) -> Work:
 def alone(batch: PackedSamples) -> list[PackedSamples]:
     """Every sample a batch of its own."""
     parts = zip(*(x.split(batch.lengths) for x in (batch.tokens, batch.loss_mask, batch.aux, batch.last)), strict=True)
-    return [PackedSamples(*part, (len(part[0]),)) for part in parts]
+    return [PackedSamples(tokens, mask, aux, last, (len(tokens),)) for tokens, mask, aux, last in parts]
 
 
 def padded(batch: PackedSamples) -> list[PackedSamples]:
@@ -66,8 +66,8 @@ def padded(batch: PackedSamples) -> list[PackedSamples]:
         parts = whole.split(batch.lengths)
         return torch.cat([torch.cat([x, x.new_zeros(longest - len(x), *x.shape[1:])]) for x in parts])
 
-    tensors = (filled(x) for x in (batch.tokens, batch.loss_mask, batch.aux, batch.last))
-    return [PackedSamples(*tensors, (longest,) * len(batch.lengths))]
+    tokens, mask, aux, last = (filled(x) for x in (batch.tokens, batch.loss_mask, batch.aux, batch.last))
+    return [PackedSamples(tokens, mask, aux, last, (longest,) * len(batch.lengths))]
 
 
 def step(work: Work, batches: list[PackedSamples], total: int) -> tuple[float, Tensor]:
