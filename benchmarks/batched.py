@@ -59,9 +59,9 @@ class BatchedResult(Record):
     step_times: tuple[StepTime, ...]
     """Median seconds of the target's forward."""
     draft_times: tuple[StepTime, ...]
-    """Median seconds of drafting for one text."""
+    """Median seconds of drafting."""
     goodput: GoodputTable
-    """Predicted from them; text after text is drafted."""
+    """Predicted from them."""
     cells: tuple[BatchedCell, ...]
     predicted_shortfall: dict[int, float]
     """By batch: how much slower the lookahead predicted as best was measured than the best measured one, relatively."""
@@ -87,9 +87,9 @@ def measure(options: argparse.Namespace) -> BatchedResult:
             counted += decoded if lookahead == max(lookaheads) else []
     rates = [rate or 0.0 for rate in by_position([each.counts for each in counted], max(lookaheads))]
     target_times = medians([(step.texts, step.tokens, step.seconds["target"]) for step in steps])
-    drafting = [(1, step.tokens - 1, step.seconds["draft"] / step.texts) for step in steps if step.tokens > 1]
+    drafting = [(step.texts, step.tokens - 1, step.seconds["draft"]) for step in steps if step.tokens > 1]
     draft_times = medians(drafting)
-    costs = FittedCosts(fit(target_times), fit(draft_times), drafted_together=False)
+    costs = FittedCosts(fit(target_times), fit(draft_times))
     predicted = goodput_table(costs, rates, batches)
     for batch in batches:
         cells.append(repeat(options, ground, batch, LookaheadPolicy(costs, rates))[0])

@@ -1,13 +1,13 @@
 """Is predicted goodput what is measured, and does the online policy beat every fixed lookahead?
 
-    python benchmarks/goodput.py [--draft EXPORT] [--batches 1,4,16] [--most 4] [--repeats 2] [--clock cpu]
+    python benchmarks/goodput.py [RECIPE] [--draft EXPORT] [--batches 1,4,16] [--most 4] [--repeats 2] [--clock cpu]
 
-The reference decoder on the tiny target, with a draft that is trained here unless one is given, and with prompt lookup,
-whose proposals cost next to nothing. First the steps of some prompts are timed, and acceptance is counted: the cost
-model is fitted to them. Then, on other prompts: (a) the throughput of every lookahead at every batch size, against the
-one that the model predicts to be best; (b) a load that rises and falls, so many texts at once in every phase, decoded
-with every fixed lookahead and with the policy that chooses in every step. Every repetition decodes the same texts in
-all ways in turn; a figure is the median of repetitions.
+The reference decoder on the recipe's target, with a draft that is trained here unless one is given, and with prompt
+lookup, whose proposals cost next to nothing. First the steps of some prompts are timed, and acceptance is counted: the
+cost model is fitted to them. Then, on other prompts: (a) the throughput of every lookahead at every batch size, against
+the one that the model predicts to be best; (b) a load that rises and falls, so many texts at once in every phase,
+decoded with every fixed lookahead and with the policy that chooses in every step. Every repetition decodes the same
+texts in all ways in turn; a figure is the median of repetitions.
 """
 
 import argparse
@@ -51,10 +51,7 @@ from models.targets.model import TargetModel
 from models.targets.prepare import prepare_target
 
 ROOT = Path(__file__).parents[1]
-RESULT = ROOT / "benchmarks" / "results" / "goodput.json"
-RECIPE = ROOT / "recipes" / "tiny.yaml"
-SAMPLES = 600
-"""Trained on: enough for a draft that some lookahead pays for."""
+RESULTS = ROOT / "benchmarks" / "results"
 PHASES = (1, 2, 4, 8, 16, 8, 4, 2, 1)
 LEAST_TEXTS = 2
 """Of a phase, one group after the other: few texts at once take no shorter part of the time than many."""
@@ -78,7 +75,6 @@ class SourceResult(Record):
     """One source of proposals."""
 
     predicted: GoodputTable
-    """Of the reference decoder, which drafts text after text."""
     measured: tuple[Measured, ...]
     tokens: int
     """Of all phases."""
@@ -127,7 +123,7 @@ class Setup:
             for prompt in prompts
         ]  # fmt: skip
         begun = self.clock()
-        decode_together(texts, GREEDY, watch=watch)
+        decode_together(texts, watch=watch)
         return self.clock() - begun, [text.decoded() for text in texts]
 
 
@@ -144,9 +140,9 @@ def calibrate(setup: Setup, batches: Sequence[int], repeats: int) -> tuple[Fitte
                 steps += [each for each in watch.steps if (each.texts, each.tokens) == (batch, lookahead + 1)]
                 counted += decoded if lookahead == setup.most else []
     verifying = [(step.texts, step.tokens, sum(step.seconds.values()) - step.seconds["draft"]) for step in steps]
-    drafting = [(1, step.tokens - 1, step.seconds["draft"] / step.texts) for step in steps if step.tokens > 1]
+    drafting = [(step.texts, step.tokens - 1, step.seconds["draft"]) for step in steps if step.tokens > 1]
     rates = [rate or 0.0 for rate in by_position([each.counts for each in counted], setup.most)]
-    return FittedCosts(fit(medians(verifying)), fit(medians(drafting)), drafted_together=False), rates
+    return FittedCosts(fit(medians(verifying)), fit(medians(drafting))), rates
 
 
 def medians(times: Sequence[tuple[int, int, float]]) -> list[StepTime]:
@@ -205,9 +201,9 @@ def measure_load(
     return under_load, tokens, {load: statistics.fmean(of) for load, of in sorted(chosen.items())}
 
 
-def train(folder: Path) -> Path:
-    """A draft for the tiny target. Raises ValueError when a process fails."""
-    with prepared_run(folder, RECIPE, [f"data.max_samples={SAMPLES}"]) as run:
+def train(recipe: Path, folder: Path) -> Path:
+    """The recipe's draft. Raises ValueError when a process fails."""
+    with prepared_run(folder, recipe, []) as run:
         generator = subprocess.Popen([sys.executable, "-m", "models.capture.generator", str(folder)])
         try:
             for module, *more in (("models.training.launch", "--ranks", "1"), ("models.export.sglang",)):
@@ -223,7 +219,7 @@ def train(folder: Path) -> Path:
 def measure(options: argparse.Namespace, draft: Path) -> GoodputResult:
     """Calibrate on some prompts, measure on others."""
     begun, commit = time.perf_counter(), git_sha()
-    batches, recipe = numbers(options.batches, "--batches", 1), load_recipe(RECIPE)
+    batches, recipe = numbers(options.batches, "--batches", 1), load_recipe(options.recipe)
     needed = max(*batches, *PHASES)
     config = recipe.benchmark.model_copy(
         update={"prompts": 2 * needed, "max_new_tokens": options.max_new_tokens, "lookahead": options.most}
@@ -253,7 +249,7 @@ def one_source(setup: Setup, batches: Sequence[int], repeats: int) -> SourceResu
 
 def prepare(options: argparse.Namespace, draft: Path, config: BenchmarkConfig) -> tuple[Setup, Conditions]:
     """Target, draft, and two halves of prompts."""
-    recipe = load_recipe(RECIPE)
+    recipe = load_recipe(options.recipe)
     target = prepare_target(recipe.target)
     prompts, template_hash = read_prompts(recipe.data.source, target, config, "none", recipe.target.add_bos)
     loaded = load_sources(Path(target.path), [draft], torch.float32)
@@ -287,23 +283,24 @@ def tables(result: SourceResult) -> list[Table]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draft", type=Path, help="exported draft for the tiny target; default: one is trained")
+    parser.add_argument("recipe", type=Path, nargs="?", default=ROOT / "recipes" / "tiny.yaml")
+    parser.add_argument("--draft", type=Path, help="exported draft for its target; default: one is trained")
     parser.add_argument("--batches", default="1,4,16")
     parser.add_argument("--most", type=int, default=4, help="largest lookahead")
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall")
-    parser.add_argument("--json", type=Path, default=RESULT)
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="draftsmith-goodput-") as name:
-        result = measure(options, options.draft or train(Path(name) / "run"))
-    write_atomically(options.json, result)
+        result = measure(options, options.draft or train(options.recipe, Path(name) / "run"))
+    path = RESULTS / f"goodput-{options.recipe.stem}.json"
+    write_atomically(path, result)
     for name, found in result.sources.items():
         print(f"{name}: the policy's mean lookahead by texts at once", found.policy_lookaheads)
         for table in tables(found):
             Console().print(table)
-    print(f"{result.wall_s:.0f} s: {options.json}")
+    print(f"{result.wall_s:.0f} s: {path}")
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def settings(options: argparse.Namespace, ground: Ground) -> list[Setting]:
         for name, source in ground.sources.items()
         for text, shape in shapes
         for batch in numbers(options.batches, "--batches", 1)
-        if isinstance(shape, int) or hasattr(source.proposer(), "propose_tree")
+        if isinstance(shape, int) or source.proposers(1).branches
     ]
 
 

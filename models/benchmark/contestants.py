@@ -1,16 +1,16 @@
 """Loads what is compared: the target once, a draft, perhaps a champion. Runs in the benchmark."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from models.decoding.sampling import Sampling
-from models.drafts.base import Draft, Proposals, ProposalSource, Proposer
-from models.drafts.trees import Tree, TreeShape, branching
+from models.drafts.base import Draft, ProposalSource
+from models.drafts.together import BatchProposer, Turn
+from models.drafts.trees import Tree
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.sglang import load_draft
 from models.targets.end_of_text import eos_ids
@@ -99,24 +99,20 @@ class SelectedLayers:
         """`[n, layers * H]` to `[n, chosen * H]`."""
         return aux.unflatten(-1, (self.layers, -1))[..., self.chosen, :].flatten(-2)
 
-    def proposer(self) -> Proposer:
-        return _SelectedProposer(self, self.source.proposer())
+    def proposers(self, count: int) -> BatchProposer:
+        """See `models.drafts.base.Source.proposers`."""
+        return _SelectedProposers(self, self.source.proposers(count))
 
     def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
         """`[T, lookahead]` int64; see `models.drafts.base.ProposalSource.rollout`."""
         return self.source.rollout(tokens, self.select(aux), lookahead)
 
 
-@dataclass(frozen=True)
-class _SelectedProposer:
-    layers: SelectedLayers
-    proposer: Proposer
+class _SelectedProposers:
+    def __init__(self, layers: SelectedLayers, batch: BatchProposer):
+        self.layers, self.batch = layers, batch
+        self.branches, self.candidates = batch.branches, batch.candidates
+        self.observe, self.only = batch.observe, batch.only
 
-    def propose(self, sequence: Tensor, aux: Tensor, lookahead: int) -> Tensor:
-        return self.proposer.propose(sequence, self.layers.select(aux), lookahead)
-
-    def sample(self, sequence: Tensor, aux: Tensor, lookahead: int, sampling: Sampling) -> Proposals:
-        return self.proposer.sample(sequence, self.layers.select(aux), lookahead, sampling)
-
-    def propose_tree(self, sequence: Tensor, aux: Tensor, shape: TreeShape, sampling: Sampling) -> Tree:
-        return branching(self.proposer).propose_tree(sequence, self.layers.select(aux), shape, sampling)
+    def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
+        return self.batch.propose({row: replace(turn, aux=self.layers.select(turn.aux)) for row, turn in turns.items()})

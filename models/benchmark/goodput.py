@@ -76,17 +76,11 @@ class FittedCosts:
     """By tokens that are verified."""
     draft: CostFit
     """By tokens that are proposed."""
-    drafted_together: bool = True
-    """Whether one draft serves all texts at once, as in engines; the reference decoder drafts text after text."""
 
-    def together(self, batch: int, lookahead: int) -> float:
-        """See `StepCosts.together`."""
-        verified = self.target.seconds(batch, lookahead + 1)
-        return verified + (self.draft.seconds(batch, lookahead) if self.drafted_together and lookahead else 0.0)
-
-    def alone(self, lookahead: int) -> float:
-        """See `StepCosts.alone`."""
-        return 0.0 if self.drafted_together or not lookahead else self.draft.seconds(1, lookahead)
+    def seconds(self, batch: int, lookahead: int) -> float:
+        """See `StepCosts.seconds`."""
+        drafting = self.draft.seconds(batch, lookahead) if lookahead else 0.0
+        return self.target.seconds(batch, lookahead + 1) + drafting
 
 
 def rates_of(acceptance: Acceptance) -> tuple[float, ...]:
@@ -99,7 +93,7 @@ def rates_of(acceptance: Acceptance) -> tuple[float, ...]:
 def predict(costs: StepCosts, rates: Sequence[float], batch: int, lookahead: int) -> Goodput:
     """Goodput of `batch` texts that all have this lookahead; of positions beyond `rates` nothing is accepted."""
     emitted = 1.0 + sum(accumulate(rates[:lookahead], mul))
-    seconds = costs.together(batch, lookahead) + batch * costs.alone(lookahead)
+    seconds = costs.seconds(batch, lookahead)
     return Goodput(
         batch=batch,
         lookahead=lookahead,

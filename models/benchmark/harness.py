@@ -276,8 +276,7 @@ class Harness:
 
 def branches(source: Source) -> bool:
     """Whether a source proposes trees."""
-    chosen = getattr(source, "source", source)
-    return hasattr(chosen.proposer(), "propose_tree")
+    return source.proposers(1).branches
 
 
 def speed(batch: int, plain: Sequence[Repeat], repeats: Sequence[Repeat]) -> Speed:

@@ -20,7 +20,8 @@ from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.simulated import features, features_and_likeliest, simulate
 from models.decoding.speculative import Decoded
 from models.decoding.token_recycling import TokenRecycling
-from models.drafts.base import ObservingSource, ProposalSource
+from models.drafts.base import ProposalSource
+from models.drafts.together import ObservingSource
 
 Texts = list[list[int]]
 Walk = list[tuple[Counts, ...]]

@@ -1,8 +1,8 @@
 """Texts that one target forward verifies together: ragged lengths, ragged acceptance, trees. Runs in benchmarks.
 
-Every row of the key-value cache begins at column 0, and row r's first `lengths[r]` columns are its text. A step appends
-the same number of columns to all rows, so a shorter row leaves a gap, which nothing sees. Afterwards each row's
-accepted columns move to the end of its text (realignment), and the cache is cut to the longest row.
+Every row of the key-value cache begins at column 0, and row r's first `lengths[r]` columns are its text. A step writes
+each row's tokens behind its own text. Accepted proposals of a chain are where they belong then; those of a tree move
+there (realignment). What was rejected is seen no more, and overwritten.
 """
 
 from collections.abc import Sequence
@@ -11,25 +11,35 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from models.decoding.plain import Prefill
+from models.drafts.cache import RaggedCache
 from models.drafts.trees import Tree, ancestors, depths
 from models.targets.model import Placement, TargetModel
 
 
 @dataclass(frozen=True)
 class Verification:
-    """A tree of n proposals, and what the target says of it: row 0 is the last emitted token, row i + 1 proposal i."""
+    """Trees of n proposals, and what the target says of them: a text has a row for its last token, then one for each.
 
-    tree: Tree
-    aux: Tensor
-    """`[n + 1, K*H]` target features."""
+    M is the number of all texts' rows.
+    """
+
+    trees: Sequence[Tree]
+    tokens: list[list[int]]
+    """Of each text, padded."""
+    aux: Sequence[Tensor]
+    """`[n + 1, K*H]` target features of each text."""
     logits: Tensor
-    """`[n + 1, V]`."""
+    """`[M, V]`."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of each text."""
+        return [len(tree.parents) + 1 for tree in self.trees]
 
 
 class TargetBatch:
@@ -37,80 +47,106 @@ class TargetBatch:
 
     Args:
         target: the target.
-        starts: the texts after their prefill, which are not to be used elsewhere any more.
+        starts: the texts after their prefill.
     """
 
     def __init__(self, target: TargetModel, starts: Sequence[Prefill]):
         self.target = target
         self.lengths = [len(start.prompt) for start in starts]
-        self.cache = starts[0].cache if len(starts) == 1 else _merged(target, starts)
+        self.written: Tensor | None = None
+        """`[B, T]` columns of the newest forward's tokens."""
+        self.layers = [
+            _Layer(self, [_stored(start.cache.layers[index]) for start in starts])
+            for index in range(len(starts[0].cache.layers))
+        ]
+        self.cache = Cache(layers=list(self.layers))
 
     def place(self, last: Sequence[int], trees: Sequence[Tree]) -> tuple[Tensor, Placement | None]:
         """`[B, n + 1]` tokens of the next forward, the last emitted one of each row first, and where they stand.
 
         None: every row goes on at the same column with a chain of the same length, as a plain forward does.
         """
-        device = self.target.device
+        device, first = self.target.device, torch.tensor(last, device=self.target.device).unsqueeze(1)
         proposed = pad_sequence([tree.proposals.tokens for tree in trees], batch_first=True)
-        tokens = torch.cat([torch.tensor(last, device=device).unsqueeze(1), proposed], dim=1)
-        columns, size = self.cache.get_seq_length(), tokens.shape[1]
-        even = all(length == columns for length in self.lengths)
-        if even and all(tree.is_chain and len(tree.parents) + 1 == size for tree in trees):
+        tokens = torch.cat([first, proposed], dim=1)
+        size, columns = tokens.shape[1], max(self.lengths) + tokens.shape[1]
+        lengths, chains = torch.tensor(self.lengths, device=device).unsqueeze(1), all(tree.is_chain for tree in trees)
+        self.written = written = lengths + torch.arange(size, device=device)
+        if chains and len({*self.lengths}) == len({len(tree.parents) for tree in trees}) == 1:
             return tokens, None
-        lengths = torch.tensor(self.lengths, device=device)
-        below = torch.stack([depths(tree.parents, size) for tree in trees]).to(device)
-        seen = torch.stack([ancestors(tree.parents, size) for tree in trees]).to(device)
-        past = torch.arange(columns, device=device)
-        positions = lengths.unsqueeze(1) + below
-        written = (past < lengths.unsqueeze(1)).unsqueeze(1).expand(-1, size, -1)
-        everywhere = torch.cat([past.expand(len(trees), -1), positions], dim=1)
-        return tokens, Placement(positions, torch.cat([written, seen], dim=-1), everywhere)
+        place = torch.arange(columns, device=device).expand(len(trees), -1)
+        if chains:
+            return tokens, Placement(written, place.unsqueeze(1) <= written.unsqueeze(-1), place)
+        positions = lengths + torch.stack([depths(tree.parents, size) for tree in trees]).to(device)
+        own = torch.stack([ancestors(tree.parents, size) for tree in trees]).to(device)
+        before = (place < lengths).unsqueeze(1).repeat(1, size, 1)
+        visible = before.scatter(2, written.unsqueeze(1).expand(-1, size, -1), own)
+        return tokens, Placement(positions, visible, place.scatter(1, written, positions))
 
-    def verify(self, tokens: Tensor, placement: Placement | None, trees: Sequence[Tree]) -> list[Verification]:
+    def verify(self, tokens: Tensor, placement: Placement | None, trees: Sequence[Tree]) -> Verification:
         """One target forward; the logits of what pads a tree are not computed."""
+        for layer in self.layers:
+            layer.stored.reserve(max(self.lengths) + tokens.shape[1])
         states = self.target.forward(tokens, self.cache, placement)
         sizes = [len(tree.parents) + 1 for tree in trees]
-        real = torch.arange(tokens.shape[1], device=tokens.device) < torch.tensor(sizes, device=tokens.device)[:, None]
-        logits = self.target.logits(states.last[real]).split(sizes)
-        aux = states.aux[real].split(sizes)
-        return [Verification(*parts) for parts in zip(trees, aux, logits, strict=True)]
+        last = torch.cat([rows[:size] for rows, size in zip(states.last, sizes, strict=True)])
+        aux = [rows[:size] for rows, size in zip(states.aux, sizes, strict=True)]
+        return Verification(trees, tokens.tolist(), aux, self.target.logits(last))
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        """Keep these columns of each row's last forward, ascending: 0 is the last emitted token, then proposals."""
-        taken = max(self.lengths)
-        columns = self.cache.get_seq_length()
+        """Keep these tokens of each row's last forward, ascending: 0 is the last emitted token, then proposals."""
         moves = [
-            (row, taken + node, length + offset)
+            (row, length + node, length + offset)
             for row, (length, path) in enumerate(zip(self.lengths, paths, strict=True))
             for offset, node in enumerate(path)
-            if taken + node != length + offset
+            if node != offset
         ]
         if moves:
-            rows, sources, places = torch.tensor(moves, device=self.target.device).T
-            for stored in (part for layer in self.cache.layers for part in _stored(layer)):
-                stored[rows, :, places] = stored[rows, :, sources]
+            for layer in self.layers:
+                layer.stored.move(moves)
         self.lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
-        self.cache.crop(max(self.lengths) - columns)
 
     def only(self, rows: Sequence[int]) -> None:
         """Let the other rows go."""
-        columns = max(self.lengths)
         self.lengths = [self.lengths[row] for row in rows]
-        self.cache.batch_select_indices(torch.tensor(rows, dtype=torch.long, device=self.target.device))
-        self.cache.crop(max(self.lengths) - columns)
+        for layer in self.layers:
+            layer.stored.only(rows)
 
 
-def _merged(target: TargetModel, starts: Sequence[Prefill]) -> DynamicCache:
-    """One cache of as many rows, padded at the end."""
-    longest, cache = max(len(start.prompt) for start in starts), target.new_cache()
-    for index in range(len(starts[0].cache.layers)):
-        keys, values = zip(*(_stored(start.cache.layers[index]) for start in starts), strict=True)
-        cache.update(_padded(keys, longest), _padded(values, longest), index)
-    return cache
+class _Layer(CacheLayerMixin):
+    """What a layer of the target reads and writes, as transformers wants it."""
+
+    def __init__(self, batch: TargetBatch, starts: Sequence[tuple[Tensor, Tensor]]):
+        super().__init__()
+        self.batch, self.is_initialized = batch, True
+        self.stored = RaggedCache(len(starts), starts[0][0][0].transpose(0, 1)[:0])
+        self.stored.reserve(max(batch.lengths))
+        for row, (keys, values) in enumerate(starts):
+            self.stored.keys[row, :, : keys.shape[2]] = keys[0]
+            self.stored.values[row, :, : values.shape[2]] = values[0]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write the new tokens' `[B, kv_heads, T, d]`; what all rows hold by now, `[B, kv_heads, S, d]`."""
+        assert self.batch.written is not None
+        self.stored.write(self.batch.written, key_states.transpose(1, 2), value_states.transpose(1, 2))
+        columns = self.get_seq_length() + key_states.shape[2]
+        return self.stored.keys[:, :, :columns], self.stored.values[:, :, :columns]
+
+    def get_seq_length(self) -> int:
+        return max(self.batch.lengths)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise AssertionError
 
 
 def _stored(layer: Any) -> tuple[Tensor, Tensor]:
-    """`[B, heads, S, d]` keys and values; raises ValueError for a layer that keeps something else."""
+    """`[1, heads, S, d]` keys and values; raises ValueError for a layer that keeps something else."""
     if not isinstance(layer, DynamicLayer):
         raise ValueError(
             f"the target keeps a {type(layer).__name__}: rejected proposals can only be taken out of keys and values; "
@@ -119,9 +155,3 @@ def _stored(layer: Any) -> tuple[Tensor, Tensor]:
     assert layer.keys is not None
     assert layer.values is not None
     return layer.keys, layer.values
-
-
-def _padded(parts: Sequence[Tensor], columns: int) -> Tensor:
-    if any(part.shape[-2] < columns for part in parts):
-        parts = [functional.pad(part, (0, 0, 0, columns - part.shape[-2])) for part in parts]
-    return torch.cat(list(parts))

@@ -1,4 +1,4 @@
-"""Which lookahead pays now: chosen anew in every step, for each request by itself. Runs in benchmarks.
+"""Which lookahead pays now: chosen anew in every step, from each request's own acceptance. Runs in benchmarks.
 
 Goodput (SmartSpec, arXiv 2406.14066) is tokens emitted per second under the present load. Proposals that are likely
 to be accepted are worth their time while few texts are decoded together and the target has time to spare; under a
@@ -17,19 +17,13 @@ import numpy.typing as npt
 
 Amounts = npt.NDArray[np.float64]
 LARGEST_UNIT = 1e100
-REST = 8
-"""Steps for which nothing is proposed, without asking again, once nothing was worth it: little is learnt meanwhile."""
 
 
 class StepCosts(Protocol):
     """Seconds of a verification step."""
 
-    def together(self, batch: int, lookahead: int) -> float:
-        """What the rows share: the target's forward where the longest row has so many proposals."""
-        ...
-
-    def alone(self, lookahead: int) -> float:
-        """What each row adds for its own proposals; 0 for none of them."""
+    def seconds(self, batch: int, lookahead: int) -> float:
+        """Of `batch` texts of which the longest chain has so many proposals; drafting included."""
         ...
 
 
@@ -90,7 +84,7 @@ class Accepting:
 
 @dataclass
 class LookaheadPolicy:
-    """Chooses every request's lookahead, 0 included, so that the step's goodput is greatest.
+    """Chooses every step's lookahead, 0 included, so that its goodput is greatest.
 
     One policy serves all requests that are decoded together; what each one accepts is a prior for the next.
     """
@@ -99,14 +93,13 @@ class LookaheadPolicy:
     rates: Sequence[float]
     """Acceptance by position to start from, such as a benchmark's; as many as the largest lookahead."""
     request_weight: float = 4.0
+    """Steps of a request that count as much as what all requests accept."""
     request_memory: float = 0.9
     all_weight: float = 20.0
     all_memory: float = 0.998
     _all: Accepting = field(init=False)
-    _costs: dict[int, tuple[Amounts, Amounts]] = field(init=False, default_factory=dict)
-    """By texts: `StepCosts.together` and `StepCosts.alone` of every lookahead."""
-    _resting: tuple[int, int] = field(init=False, default=(0, 0))
-    """Texts for which nothing was worth proposing, and steps for which that is believed."""
+    _costs: dict[int, Amounts] = field(init=False, default_factory=dict)
+    """By texts: seconds of every lookahead."""
 
     def __post_init__(self) -> None:
         if not self.rates or not all(0 <= rate <= 1 for rate in self.rates):
@@ -121,19 +114,13 @@ class LookaheadPolicy:
         """The estimate of a new request."""
         return Accepting(self._all, self.request_weight, self.request_memory)
 
-    def choose(self, requests: "Sequence[Accepting | None]") -> list[int]:
-        """Lookaheads of the next step."""
-        batch, lookaheads = len(requests), range(self.max_lookahead + 1)
-        texts, steps = self._resting
-        if texts == batch and steps:
-            self._resting = texts, steps - 1
-            return [0] * batch
+    def choose(self, requests: "Sequence[Accepting | None]") -> int:
+        """Lookahead of the next step: the target verifies as many tokens of every text, so one serves all."""
+        batch = len(requests)
         if batch not in self._costs:
-            together = np.array([self.costs.together(batch, at) for at in lookaheads])
-            self._costs[batch] = together, np.array([self.costs.alone(at) for at in lookaheads])
-        chosen = best_lookaheads(self._emitted([request or self._all for request in requests]), *self._costs[batch])
-        self._resting = (0, 0) if any(chosen) else (batch, REST)
-        return chosen
+            self._costs[batch] = np.array([self.costs.seconds(batch, at) for at in range(self.max_lookahead + 1)])
+        emitted = self._emitted([request or self._all for request in requests]).sum(0)
+        return int((emitted / self._costs[batch]).argmax())
 
     def _emitted(self, requests: Sequence[Accepting]) -> Amounts:
         """`[B, K + 1]`: every request's `Accepting.emitted`, all at once, because steps may be short."""
@@ -144,28 +131,3 @@ class LookaheadPolicy:
         emitted = np.ones((len(requests), self.max_lookahead + 1))
         emitted[:, 1:] += ((prior * weight + accepted) / (weight + offered)).cumprod(1).cumsum(1)
         return emitted
-
-
-def best_lookaheads(emitted: Amounts, together: Amounts, alone: Amounts) -> list[int]:
-    """The lookaheads k of B requests that maximise expected tokens / seconds of a step.
-
-    Seconds are `together[max(k)]` plus the sum of `alone[k]`. A fraction is maximised exactly by maximising numerator
-    minus g times denominator for its own greatest value g (Dinkelbach, 1967): with g fixed, requests are independent
-    below each largest lookahead; with their choice, g grows until it stays.
-
-    Args:
-        emitted: `[B, K + 1]` tokens expected of each request by lookahead.
-        together: `[K + 1]` seconds by the largest lookahead.
-        alone: `[K + 1]` seconds by a request's own lookahead.
-    """
-    rows = np.arange(len(emitted))
-    chosen = np.zeros(len(emitted), dtype=np.int64)
-    goodput = emitted[:, 0].sum() / (together[0] + len(emitted) * alone[0])
-    while True:
-        worth = emitted - goodput * alone
-        largest = int((np.maximum.accumulate(worth, axis=1).sum(0) - goodput * together).argmax())
-        found = worth[:, : largest + 1].argmax(1)
-        reached = emitted[rows, found].sum() / (together[found.max()] + alone[found].sum())
-        if reached <= goodput:
-            return chosen.tolist()
-        goodput, chosen = reached, found

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from models.decoding.sampling import Sampling
 from models.drafts.base import NO_PROPOSAL, Proposals
+from models.drafts.together import OneByOne
 
 LONGEST_NGRAM = 3
 
@@ -44,7 +45,7 @@ class _History:
         return proposed
 
 
-class PromptLookup:
+class PromptLookup(OneByOne):
     """A `ProposalSource` over the conversation's own text; `NO_PROPOSAL` where nothing repeats. Ignores features."""
 
     def proposer(self) -> "PromptLookupProposer":

@@ -9,12 +9,12 @@ after a rejection, and the text goes on below the first one that is accepted.
 import torch
 from torch import Tensor
 
-from models.decoding.sampling import Sampling
+from models.decoding.sampling import draw_by
 from models.drafts.base import NO_PROPOSAL
 from models.drafts.trees import ROOT
 
 
-def accept(p: Tensor, tokens: Tensor, parents: Tensor, q: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def accept(p: Tensor, tokens: Tensor, parents: Tensor, q: Tensor, chances: Tensor) -> tuple[Tensor, Tensor]:
     """Decide R independent verification steps over trees of at most n proposals.
 
     Args:
@@ -23,7 +23,8 @@ def accept(p: Tensor, tokens: Tensor, parents: Tensor, q: Tensor, sampling: Samp
         tokens: `[R, n]` int64 proposals; `NO_PROPOSAL` where a row has fewer.
         parents: `[R, n]` int64, each proposal's parent, which stands before it, or `ROOT`.
         q: `[R, n, V]` float, what each proposal was drawn from given its ancestors and the siblings before it.
-        sampling: gives the randomness.
+        chances: `[R, n + 1]` float64 in [0, 1): the first draws the token that closes the step, the others decide the
+            proposals, one each.
 
     Returns:
         `[R, n]` bool, the accepted proposals (a path from the root), and `[R]` int64 the token that closes the step.
@@ -37,13 +38,13 @@ def accept(p: Tensor, tokens: Tensor, parents: Tensor, q: Tensor, sampling: Samp
             continue
         place = tokens[:, node].clamp(min=0).unsqueeze(-1)
         target, draft = left.gather(-1, place).squeeze(-1), q[:, node].gather(-1, place).squeeze(-1)
-        kept = tried & (sampling.uniform(draft) * draft < target)
+        kept = tried & (chances[:, node + 1] * draft < target)
         rest = residual(left, q[:, node])
         left = torch.where((tried & ~kept).unsqueeze(-1), rest / rest.sum(-1, keepdim=True), left)
         left = torch.where(kept.unsqueeze(-1), p[:, node + 1], left)
         here = torch.where(kept, node, here)
         accepted[:, node] = kept
-    return accepted, sampling.draw(left)
+    return accepted, draw_by(left, chances[:, 0])
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:

@@ -1,9 +1,11 @@
 """How the next token is chosen: the one place where temperature and top-p make a distribution. Runs in benchmarks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 FEW = 1024
 """Most likely tokens among which a nucleus is looked for first."""
@@ -63,15 +65,8 @@ class Sampling:
 
     def draw(self, weights: Tensor) -> Tensor:
         """Draw one token per row in proportion to `weights` `[..., V]`, which need not sum to 1: `[...]` int64."""
-        # Inverse of the cumulative distribution; torch.multinomial takes seconds for a large vocabulary on a CPU.
-        cumulative = weights.cumsum(-1, dtype=torch.double)
-        # In (0, 1], so that the first place to reach its share never is a token of weight 0.
-        shares = 1 - self.uniform(weights[..., :1])
-        return torch.searchsorted(cumulative, shares * cumulative[..., -1:]).squeeze(-1)
-
-    def uniform(self, like: Tensor) -> Tensor:
-        """Float64 numbers in [0, 1), of the shape and on the device of `like`."""
-        return torch.rand(like.shape, dtype=torch.double, device=like.device, generator=self.generator)
+        rows = weights.shape[:-1]
+        return draw_by(weights, torch.rand(rows, dtype=torch.double, device=weights.device, generator=self.generator))
 
     def choose(self, logits: Tensor) -> Tensor:
         """The next token of each row of `[..., V]` logits: `[...]` int64."""
@@ -79,3 +74,28 @@ class Sampling:
 
 
 GREEDY = Sampling()
+
+
+def draw_by(weights: Tensor, chances: Tensor) -> Tensor:
+    """The tokens that `chances` `[...]` in [0, 1) draw in proportion to `weights` `[..., V]`: `[...]` int64."""
+    # Inverse of the cumulative distribution; torch.multinomial takes seconds for a large vocabulary on a CPU.
+    cumulative = weights.cumsum(-1, dtype=torch.double)
+    # In (0, 1], so that the first place to reach its share never is a token of weight 0.
+    shares = (1 - chances).unsqueeze(-1)
+    return torch.searchsorted(cumulative, shares * cumulative[..., -1:]).squeeze(-1)
+
+
+def chances(samplings: Sequence[Sampling], counts: Sequence[int], device: torch.device) -> Tensor:
+    """`[B, max(counts)]` float64 in [0, 1): so many of each row drawn by its own generator, 0 behind them.
+
+    What a row draws does not depend on the others, unless they share its generator.
+    """
+    rows: dict[int, list[int]] = {}
+    for row, sampling in enumerate(samplings):
+        rows.setdefault(id(sampling.generator), []).append(row)
+    found = torch.zeros(len(counts), max(counts), dtype=torch.double, device=device)
+    for own in rows.values():
+        sizes = [counts[row] for row in own]
+        drawn = torch.rand(sum(sizes), dtype=torch.double, device=device, generator=samplings[own[0]].generator)
+        found[own, : max(sizes)] = pad_sequence(list(drawn.split(sizes)), batch_first=True)
+    return found

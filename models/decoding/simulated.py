@@ -14,7 +14,8 @@ from torch import Tensor
 
 from models.decoding.counts import Counts
 from models.decoding.observing import likeliest_after
-from models.drafts.base import Likeliest, ObservingSource, ProposalSource
+from models.drafts.base import Likeliest, ProposalSource
+from models.drafts.together import ObservingSource
 from models.targets.model import TargetModel
 
 

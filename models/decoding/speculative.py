@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from models.decoding.batch import TargetBatch, Verification
@@ -17,10 +18,11 @@ from models.decoding.observing import likeliest, likeliest_after
 from models.decoding.plain import Prefill, prefill
 from models.decoding.policy import LookaheadPolicy
 from models.decoding.rejection import accept
-from models.decoding.sampling import GREEDY, Sampling
+from models.decoding.sampling import GREEDY, Sampling, chances
 from models.decoding.stopwatch import StepSeconds, Stopwatch, part_of
-from models.drafts.base import NO_PROPOSAL, ObservingProposer, Proposals, Source
-from models.drafts.trees import ROOT, Tree, TreeShape, branching
+from models.drafts.base import NO_PROPOSAL, Proposals, Source
+from models.drafts.together import BatchProposer, Turn
+from models.drafts.trees import ROOT, Tree, TreeShape
 from models.targets.model import TargetModel
 
 Lookahead = int | TreeShape | LookaheadPolicy
@@ -47,6 +49,11 @@ class Decision:
 
     path: tuple[int, ...]
     closing: int
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The step's tokens that belong to the text: the last emitted one, then accepted proposals."""
+        return (0, *(node + 1 for node in self.path))
 
 
 def speculate(
@@ -82,7 +89,7 @@ def speculate_together(
         )
         for prompt in prompts
     ]
-    decode_together(conversations, sampling, watch=watch)
+    decode_together(conversations, watch=watch)
     return [conversation.decoded() for conversation in conversations]
 
 
@@ -98,47 +105,80 @@ def decode_speculatively(
 ) -> Decoded:
     """One target forward per verification step; `start`'s token was chosen by the same `sampling`."""
     conversation = Conversation(target, source, start, lookahead, max_new_tokens, eos_ids, sampling=sampling)
-    decode_together([conversation], sampling)
+    decode_together([conversation])
     return conversation.decoded()
 
 
 @torch.no_grad()
-def decode_together(
-    conversations: Sequence["Conversation"], sampling: Sampling, *, watch: Stopwatch | None = None
-) -> None:
+def decode_together(conversations: Sequence["Conversation"], *, watch: Stopwatch | None = None) -> None:
     """Decode to the end: one target forward verifies a step of every conversation that is not over.
 
-    All have the same target, and a policy that chooses for one chooses for all.
+    All have the same target, source, temperature and top-p, and a policy that chooses for one chooses for all. Each
+    draws by its own generator.
+
+    Raises:
+        ValueError: for a tree of a source that proposes chains only.
     """
     going = [conversation for conversation in conversations if not conversation.over]
     if not going:
         return
     batch = TargetBatch(going[0].target, [conversation.start for conversation in going])
+    proposers, sampling = _proposers(going), going[0].sampling
     while going:
         written = sum(len(conversation.tokens) for conversation in going)
         if watch is not None:
             watch.steps.append(StepSeconds(len(going)))
         with part_of(watch, "draft"):
-            chosen = _choose(going)
-            trees = [conversation.propose(lookahead) for conversation, lookahead in zip(going, chosen, strict=True)]
+            trees = _propose(going, proposers)
         with part_of(watch, "realign"):
             tokens, placement = batch.place([conversation.tokens[-1] for conversation in going], trees)
         with part_of(watch, "target"):
-            steps = batch.verify(tokens, placement, trees)
+            step = batch.verify(tokens, placement, trees)
         with part_of(watch, "decide"):
-            decisions = [_agree(step) for step in steps] if sampling.greedy else _sample(steps, sampling)
+            decisions = _agree(step) if sampling.greedy else _sample(step, [each.sampling for each in going])
         with part_of(watch, "realign"):
-            batch.keep([(0, *(node + 1 for node in decision.path)) for decision in decisions])
-        for conversation, step, decision in zip(going, steps, decisions, strict=True):
-            conversation.take(step, decision)
+            batch.keep([decision.kept for decision in decisions])
+        with part_of(watch, "decide"):
+            _observe(proposers, step, decisions)
+            for row, (conversation, decision) in enumerate(zip(going, decisions, strict=True)):
+                conversation.take(step.tokens[row], step.aux[row], decision)
         if watch is not None:
             watch.steps[-1].tokens = tokens.shape[1]
             watch.steps[-1].emitted = sum(len(conversation.tokens) for conversation in going) - written
-        with part_of(watch, "realign"):
-            rows = [row for row, conversation in enumerate(going) if not conversation.over]
-            if 0 < len(rows) < len(going):
+        rows = [row for row, conversation in enumerate(going) if not conversation.over]
+        if 0 < len(rows) < len(going):
+            with part_of(watch, "realign"):
                 batch.only(rows)
-            going = [going[row] for row in rows]
+                proposers.only(rows)
+        going = [going[row] for row in rows]
+
+
+def _proposers(going: Sequence["Conversation"]) -> BatchProposer:
+    first = going[0]
+    rules = {(conversation.sampling.temperature, conversation.sampling.top_p) for conversation in going}
+    assert len(rules) == 1
+    assert all(conversation.source is first.source for conversation in going)
+    found = first.source.proposers(len(going))
+    if not found.branches and any(not isinstance(conversation.shape, int) for conversation in going):
+        raise ValueError(f"{type(first.source).__name__} proposes chains only: give a lookahead in place of a tree")
+    if found.candidates:
+        for row, conversation in enumerate(going):
+            start, target = conversation.start, conversation.target
+            prompt = torch.tensor(start.prompt, device=target.device)
+            found.observe(row, prompt, likeliest_after(target, start.last, found.candidates))
+    return found
+
+
+def _propose(going: Sequence["Conversation"], proposers: BatchProposer) -> list[Tree]:
+    """What the next step verifies of every text."""
+    turns = {}
+    for row, (conversation, shape) in enumerate(zip(going, _choose(going), strict=True)):
+        turn = conversation.turn(shape)
+        if turn is not None:
+            turns[row] = turn
+    found = proposers.propose(turns) if turns else {}
+    nothing = Tree(Proposals(torch.empty(0, dtype=torch.long, device=going[0].target.device), None), ())
+    return [found.get(row, nothing) for row in range(len(going))]
 
 
 def _choose(going: Sequence["Conversation"]) -> Sequence[int | TreeShape]:
@@ -146,13 +186,23 @@ def _choose(going: Sequence["Conversation"]) -> Sequence[int | TreeShape]:
     assert all(conversation.policy is policy for conversation in going)
     if policy is None:
         return [conversation.shape for conversation in going]
-    return policy.choose([conversation.accepting for conversation in going])
+    return [policy.choose([conversation.accepting for conversation in going])] * len(going)
+
+
+def _observe(proposers: BatchProposer, step: Verification, decisions: Sequence[Decision]) -> None:
+    """Tell observing proposers of the positions that the step adds to the texts."""
+    if not proposers.candidates:
+        return
+    each = zip(step.tokens, step.logits.split(step.sizes), decisions, strict=True)
+    for row, (tokens, logits, decision) in enumerate(each):
+        read = torch.tensor([tokens[node] for node in decision.kept], device=logits.device)
+        proposers.observe(row, read, likeliest(logits[list(decision.kept)], proposers.candidates))
 
 
 class Conversation:
-    """One text while it is decoded: `propose` and `take` take turns until it is `over`.
+    """One text while it is decoded: `turn` and `take` alternate until it is `over`.
 
-    Raises ValueError for a negative lookahead, or a tree of a source that proposes chains only.
+    Raises ValueError for a negative lookahead.
     """
 
     def __init__(
@@ -168,57 +218,39 @@ class Conversation:
     ):
         if isinstance(lookahead, int) and lookahead < 0:
             raise ValueError(f"lookahead {lookahead}: 0 proposes nothing, 4 four tokens per step")
-        self.target, self.proposer, self.start, self.sampling = target, source.proposer(), start, sampling
+        self.target, self.source, self.start, self.sampling = target, source, start, sampling
         self.policy = lookahead if isinstance(lookahead, LookaheadPolicy) else None
         self.shape: int | TreeShape = lookahead.max_lookahead if isinstance(lookahead, LookaheadPolicy) else lookahead
         self.accepting = self.policy.request() if self.policy else None
         self.max_new_tokens, self.eos_ids = max_new_tokens, eos_ids
         self.tokens, self.accepted, self.lookaheads, self.cut = [start.token], [], [], 0
-        self._unread = [start.aux]
-        self._observer = self.proposer if isinstance(self.proposer, ObservingProposer) else None
-        if self._observer is not None:
-            seen = likeliest_after(target, start.last, self._observer.candidates)
-            self._observer.observe(torch.tensor(start.prompt, device=target.device), seen)
+        self._text, self._unread = [*start.prompt, start.token], [start.aux]
 
     @property
     def over(self) -> bool:
         return ended(self.tokens, self.max_new_tokens, self.eos_ids)
 
-    def propose(self, lookahead: int | TreeShape) -> Tree:
-        """What the next step verifies."""
-        self.lookaheads.append(lookahead if isinstance(lookahead, int) else lookahead.depth)
-        device, sampling = self.target.device, self.sampling
-        if lookahead == 0:
-            return Tree(Proposals(torch.empty(0, dtype=torch.long, device=device), None), ())
-        sequence = torch.tensor([*self.start.prompt, *self.tokens], device=device)
+    def turn(self, shape: int | TreeShape) -> Turn | None:
+        """What is handed over for the next step's proposals; None where there shall be none."""
+        self.lookaheads.append(shape if isinstance(shape, int) else shape.depth)
+        if shape == 0:
+            return None
         # Steps without proposals leave their features for the next step that has some.
         aux, self._unread = self._unread[0] if len(self._unread) == 1 else torch.cat(self._unread), []
-        if not isinstance(lookahead, int):
-            return branching(self.proposer).propose_tree(sequence, aux, lookahead, sampling)
-        if sampling.greedy:
-            proposals = Proposals(self.proposer.propose(sequence, aux, lookahead), None)
-        else:
-            proposals = self.proposer.sample(sequence, aux, lookahead, sampling)
-        assert len(proposals.tokens) <= lookahead
-        return Tree.chain(proposals)
+        return Turn(self._text, aux, shape, self.sampling)
 
-    def take(self, step: Verification, decision: Decision) -> None:
-        """Go on with what the verification step emitted."""
-        path, proposed = decision.path, step.tree.proposals.tokens.tolist()
-        found = [proposed[node] for node in path]
-        in_turn = not path or path[-1] + 1 == len(path)
-        kept = slice(len(path) + 1) if in_turn else [0, *(node + 1 for node in path)]
-        self._unread.append(step.aux[kept])
-        if self._observer is not None:
-            read = torch.tensor([self.tokens[-1], *found], device=self.target.device)
-            self._observer.observe(read, likeliest(step.logits[kept], self._observer.candidates))
+    def take(self, tokens: Sequence[int], aux: Tensor, decision: Decision) -> None:
+        """Go on with what a verification step decided of its `tokens`, whose features are `aux` `[n + 1, K*H]`."""
+        kept, accepted = decision.kept, len(decision.path)
+        self._unread.append(aux[: len(kept)] if kept[-1] == accepted else aux[list(kept)])
         if self.accepting is not None:
-            self.accepting.learn(self.lookaheads[-1], len(path))
-        emitted = [*found, decision.closing]
+            self.accepting.learn(self.lookaheads[-1], accepted)
+        emitted = [*(tokens[node] for node in kept[1:]), decision.closing]
         written = end_of(emitted[: self.max_new_tokens - len(self.tokens)], self.eos_ids)
         self.tokens += written
+        self._text += written
         if len(written) == len(emitted):
-            self.accepted.append(len(path))
+            self.accepted.append(accepted)
         else:
             self.cut += 1
 
@@ -228,29 +260,34 @@ class Conversation:
         return Decoded(tuple(self.tokens), counts, counts.steps + counts.cut, tuple(self.lookaheads))
 
 
-def _agree(step: Verification) -> Decision:
-    """A greedy step: proposals that are the target's own choices, one below the other, and its choice after them."""
-    choices = step.logits.argmax(-1).tolist()
-    path, here = [], ROOT
-    # A parent stands before its children, so one pass finds the path.
-    for node, (token, parent) in enumerate(zip(step.tree.proposals.tokens.tolist(), step.tree.parents, strict=True)):
-        if parent == here and token == choices[here + 1]:
-            path.append(node)
-            here = node
-    return Decision(tuple(path), choices[here + 1])
+def _agree(step: Verification) -> list[Decision]:
+    """Greedy steps: proposals that are the target's own choices, one below the other, and its choice after them."""
+    decisions, first, choices = [], 0, step.logits.argmax(-1).tolist()
+    for tree, tokens in zip(step.trees, step.tokens, strict=True):
+        path, here = [], ROOT
+        # A parent stands before its children, so one pass finds the path.
+        for node, parent in enumerate(tree.parents):
+            if parent == here and tokens[node + 1] == choices[first + here + 1]:
+                path.append(node)
+                here = node
+        decisions.append(Decision(tuple(path), choices[first + here + 1]))
+        first += len(tree.parents) + 1
+    return decisions
 
 
-def _sample(steps: Sequence[Verification], sampling: Sampling) -> list[Decision]:
+def _sample(step: Verification, samplings: Sequence[Sampling]) -> list[Decision]:
     """Sampled steps, each row decided by itself; smaller trees are padded with nothing."""
-    logits = pad_sequence([step.logits for step in steps], batch_first=True)
+    sizes, sampling = step.sizes, samplings[0]
+    logits = pad_sequence(list(step.logits.split(sizes)), batch_first=True)
     vocabulary, size = logits.shape[-1], logits.shape[1] - 1
-    proposals = [step.tree.proposals for step in steps]
+    proposals = [tree.proposals for tree in step.trees]
     tokens = pad_sequence([each.tokens for each in proposals], batch_first=True, padding_value=NO_PROPOSAL)
     q = pad_sequence([each.over(vocabulary) for each in proposals], batch_first=True)
-    parents = [[*step.tree.parents, *[ROOT] * (size - len(step.tree.parents))] for step in steps]
-    places = torch.tensor(parents, dtype=torch.long, device=tokens.device).view(len(steps), size)
-    accepted, closing = accept(sampling.distribution(logits), tokens, places, q, sampling)
-    paths = [[] for _ in steps]
+    parents = [[*tree.parents, *[ROOT] * (size - len(tree.parents))] for tree in step.trees]
+    places = torch.tensor(parents, dtype=torch.long, device=tokens.device).view(len(sizes), size)
+    drawn = chances(samplings, sizes, tokens.device)
+    accepted, closing = accept(sampling.distribution(logits), tokens, places, q, drawn)
+    paths = [[] for _ in sizes]
     for row, node in accepted.nonzero().tolist():
         paths[row].append(node)
     return [Decision(tuple(path), token) for path, token in zip(paths, closing.tolist(), strict=True)]

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from models.decoding.sampling import Sampling
-from models.drafts.base import NO_PROPOSAL, Likeliest, ObservingProposer, ObservingSource, Proposals
+from models.drafts.base import NO_PROPOSAL, Likeliest, ObservingProposer, Proposals
+from models.drafts.together import ObservingSource
 from models.drafts.trees import ROOT, Candidates, Growing, Tree, TreeShape, grow
 
 CANDIDATES = 8

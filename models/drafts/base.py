@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -10,6 +10,9 @@ from torch import Tensor
 from models.decoding.sampling import Sampling
 from models.drafts.context import ContextShare
 from models.drafts.vocabulary import DraftVocabulary
+
+if TYPE_CHECKING:
+    from models.drafts.together import BatchProposer
 
 NO_PROPOSAL = -1
 """Stands where a source has nothing to propose; neither it nor anything after it is verified or accepted."""
@@ -69,8 +72,8 @@ class Proposer(Protocol):
 class Source(Protocol):
     """All that decoding needs of a draft or a training-free baseline."""
 
-    def proposer(self) -> Proposer:
-        """A fresh proposer for one sequence."""
+    def proposers(self, count: int) -> "BatchProposer":
+        """Fresh proposers for so many texts."""
         ...
 
 
@@ -127,16 +130,6 @@ class ObservingProposer(ABC):
     @abstractmethod
     def sample(self, sequence: Tensor, aux: Tensor, lookahead: int, sampling: Sampling) -> Proposals:
         """See `Proposer.sample`."""
-
-
-class ObservingSource(ABC):
-    """A source of observing proposers; it has no rollout, which is given features only."""
-
-    candidates: int
-
-    @abstractmethod
-    def proposer(self) -> ObservingProposer:
-        """A fresh proposer for one sequence: nothing is carried from one text to the next."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +229,7 @@ class Draft(torch.nn.Module):
         """The loss of a rank that has no sample: 0, and every parameter has a part in it, as gradients are reduced."""
         return torch.stack([parameter.sum() * 0.0 for parameter in self.parameters()]).sum()
 
-    def proposer(self) -> Proposer:
+    def proposers(self, count: int) -> "BatchProposer":
         raise NotImplementedError
 
     def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:

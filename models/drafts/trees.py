@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from models.decoding.sampling import Sampling
-from models.drafts.base import NO_PROPOSAL, Proposals, Proposer
+from models.drafts.base import NO_PROPOSAL, Proposals
 
 ROOT = -1
 """Stands for the last emitted token, from which a tree grows."""
@@ -269,30 +269,6 @@ def children(
     return drawn_children(logits, target_ids, width, vocabulary, sampling)
 
 
-def tree_of_positions(
-    shape: TreeShape, logits: Tensor, target_ids: Tensor, vocabulary: int, sampling: Sampling
-) -> Tree:
-    """The tree of a draft whose distribution at a depth does not depend on the tokens before it (Medusa's heads).
-
-    Args:
-        shape: static, or dynamic; not deeper than there are distributions.
-        logits: `[D, Vd]`, row d for the tokens at depth d + 1.
-        target_ids: `[Vd]` int64, the target's ids of the draft vocabulary.
-        vocabulary: V, tokens of the target.
-        sampling: how proposals are chosen.
-
-    Raises ValueError for a shape that is too deep.
-    """
-    if shape.depth > len(logits):
-        raise ValueError(f"a tree of depth {shape.depth}: this draft proposes {len(logits)} tokens ahead at most")
-
-    def expand(grown: Growing, nodes: Sequence[int], width: int) -> Candidates:
-        here = logits[grown.depth(nodes[0])].expand(len(nodes), -1)
-        return children(here, target_ids, width, vocabulary, shape, sampling)
-
-    return grow(shape, expand, target_ids.device)
-
-
 class TreeProposer(Protocol):
     """What a proposer has that can branch."""
 
@@ -303,10 +279,3 @@ class TreeProposer(Protocol):
         and top-p (recursive rejection sampling, arXiv 2402.14160), or all of the tree is proposed with certainty.
         """
         ...
-
-
-def branching(proposer: Proposer) -> TreeProposer:
-    """The same proposer; raises ValueError where it proposes chains only."""
-    if not hasattr(proposer, "propose_tree"):
-        raise ValueError(f"{type(proposer).__name__} proposes chains only: give a lookahead in place of a tree")
-    return cast(TreeProposer, proposer)

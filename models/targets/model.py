@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
 
 from models.targets.weights import TargetHead, logit_shape
 
@@ -76,9 +76,7 @@ class TargetModel:
         return self.head_weight.device
 
     @torch.no_grad()
-    def forward(
-        self, tokens: Tensor, cache: DynamicCache | None = None, placement: Placement | None = None
-    ) -> HiddenStates:
+    def forward(self, tokens: Tensor, cache: Cache | None = None, placement: Placement | None = None) -> HiddenStates:
         """Run the body over `tokens` `[B, T]` after what `cache` holds; logits are left to `logits`.
 
         Without a placement every token follows the one before it, and the first one the cache's last column. Causal

@@ -1,6 +1,6 @@
 """DFlash's decoder layers: a block attends to itself and to the target's features, which are keys and values only."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,9 @@ from models.drafts.layers import GatedMLP, RMSNorm, rotate
 Tables = tuple[Tensor, Tensor]
 KeysValues = tuple[Tensor, Tensor]
 """Rotated keys and values, each `[N, kv_heads, d]`."""
+BlockAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(queries `[A*B, heads, d]`, keys and values `[A*B, kv_heads, d]` of blocks) -> what they attend to, the target's
+features included: `[A*B, heads * d]`."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,31 @@ def _together(starts: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
             first = index
 
 
+@dataclass(frozen=True)
+class PackedAttention:
+    """A layer's attention over packed features, sample by sample."""
+
+    features: KeysValues
+    seen: Sequence[View]
+
+    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """See `BlockAttention`."""
+        attended = []
+        for view in self.seen:
+            q = queries[view.rows]
+            k, v = (
+                torch.cat([given[view.features], own[view.rows]])
+                for given, own in zip(self.features, (keys, values), strict=True)
+            )
+            out = F.scaled_dot_product_attention(
+                *(part.transpose(0, 1).unsqueeze(0) for part in (q, k, v)),
+                attn_mask=view.mask,
+                enable_gqa=queries.shape[1] != keys.shape[1],
+            )
+            attended.append(out.squeeze(0).transpose(0, 1).flatten(1))
+        return torch.cat(attended)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with normed queries and keys (Qwen3's)."""
 
@@ -91,24 +119,11 @@ class Attention(nn.Module):
         keys = rotate(self.k_norm(self.k_proj(x).view(len(x), self.kv_heads, self.head_dim)), tables)
         return keys.to(values.dtype), values
 
-    def forward(self, x: Tensor, tables: Tables, features: KeysValues, seen: Sequence[View]) -> Tensor:
+    def forward(self, x: Tensor, tables: Tables, attention: BlockAttention) -> Tensor:
         """Block rows `[A*B, H]` to `[A*B, H]`."""
         keys, values = self.keys_values(x, tables)
         queries = self.queries(x, tables).to(values.dtype)
-        attended = []
-        for view in seen:
-            q = queries[view.rows]
-            k, v = (
-                torch.cat([given[view.features], own[view.rows]])
-                for given, own in zip(features, (keys, values), strict=True)
-            )
-            out = F.scaled_dot_product_attention(
-                *(part.transpose(0, 1).unsqueeze(0) for part in (q, k, v)),
-                attn_mask=view.mask,
-                enable_gqa=self.heads != self.kv_heads,
-            )
-            attended.append(out.squeeze(0).transpose(0, 1).flatten(1))
-        return self.o_proj(torch.cat(attended))
+        return self.o_proj(attention(queries, keys, values))
 
 
 class DecoderLayer(nn.Module):
@@ -121,6 +136,6 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(hidden_size, config.intermediate_size)
 
-    def forward(self, hidden: Tensor, tables: Tables, features: KeysValues, seen: Sequence[View]) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), tables, features, seen)
+    def forward(self, hidden: Tensor, tables: Tables, attention: BlockAttention) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), tables, attention)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))

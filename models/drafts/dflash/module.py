@@ -14,18 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.decoding.sampling import Sampling
 from models.drafts.base import (
     NO_PROPOSAL,
     Draft,
     DraftLoss,
     PackedSamples,
-    Proposals,
     TargetProjection,
     supervised_positions,
 )
 from models.drafts.dflash.config import DFlashConfig
-from models.drafts.dflash.layers import Blocks, DecoderLayer, KeysValues, views
+from models.drafts.dflash.layers import BlockAttention, Blocks, DecoderLayer, KeysValues, PackedAttention, views
+from models.drafts.dflash.proposer import DFlashProposer
 from models.drafts.layers import RMSNorm, rotary_tables
 from models.drafts.vocabulary import DraftVocabulary
 from models.losses.position_weights import decay_weights, dpace_weights, token_probabilities
@@ -82,6 +81,12 @@ class DFlashDraft(Draft):
     @property
     def positions(self) -> int:
         return self.config.block_size - 1
+
+    @property
+    def windows(self) -> list[int | None]:
+        """Of every layer's attention; None: it sees all there is."""
+        config = self.config
+        return [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
 
     def start_from(self, head: Tensor) -> None:
         """Share the target's head: it is no part of the draft's own tensors."""
@@ -166,16 +171,23 @@ class DFlashDraft(Draft):
 
     def fill(self, blocks: Blocks, features: Sequence[KeysValues]) -> Tensor:
         """Normed hidden states `[A, B - 1, H]` of the masked positions of A blocks, in one forward."""
+        seen = {window: views(blocks, self.config.block_size, window) for window in set(self.windows)}
+        attentions = [
+            PackedAttention(given, seen[window]) for given, window in zip(features, self.windows, strict=True)
+        ]
+        return self.fill_by(blocks.tokens, blocks.positions, attentions)
+
+    def fill_by(self, tokens: Tensor, positions: Tensor, attentions: Sequence[BlockAttention]) -> Tensor:
+        """Normed hidden states `[A, B - 1, H]` of the masked positions of blocks that begin with `tokens` `[A]` at
+        `positions` `[A]`; the layers attend by `attentions`."""
         config, size = self.config, self.config.block_size
-        offsets = torch.arange(size, device=blocks.tokens.device)
-        tokens = torch.where(offsets == 0, blocks.tokens[:, None], self.mask_token_id)
-        hidden = F.embedding(tokens.flatten(), self.embedding)
-        tables = rotary_tables((blocks.positions[:, None] + offsets).flatten(), config.head_dim, config.rope_theta)
-        windows = {kind: config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types}
-        seen = {kind: views(blocks, size, window) for kind, window in windows.items()}
-        for kind, layer, given in zip(config.layer_types, self._layers, features, strict=True):
-            hidden = layer(hidden, tables, given, seen[kind])
-        return self.norm(hidden.view(len(blocks.tokens), size, -1)[:, 1:])
+        offsets = torch.arange(size, device=tokens.device)
+        masked = torch.where(offsets == 0, tokens[:, None], self.mask_token_id)
+        hidden = F.embedding(masked.flatten(), self.embedding)
+        tables = rotary_tables((positions[:, None] + offsets).flatten(), config.head_dim, config.rope_theta)
+        for layer, attention in zip(self._layers, attentions, strict=True):
+            hidden = layer(hidden, tables, attention)
+        return self.norm(hidden.view(len(tokens), size, -1)[:, 1:])
 
     def logits(self, normed: Tensor) -> Tensor:
         """`[..., H]` to `[..., V]` by the target's head, without the scale and soft cap of the target's own logits."""
@@ -263,44 +275,8 @@ class DFlashDraft(Draft):
         best = self.logits(self.fill(blocks, features)[:, :lookahead]).argmax(-1)
         return F.pad(best, (0, lookahead - best.shape[1]), value=NO_PROPOSAL)
 
-    def proposer(self) -> "DFlashProposer":
-        return DFlashProposer(self)
-
-
-class DFlashProposer:
-    """Proposes for one sequence, with every layer's keys and values of verified positions."""
-
-    def __init__(self, draft: DFlashDraft):
-        self.draft = draft
-        config = draft.config
-        empty = draft.fc.weight.new_empty(0, config.num_kv_heads, config.head_dim)
-        self.features: list[KeysValues] = [(empty, empty) for _ in config.layer_types]
-
-    @torch.no_grad()
-    def propose(self, sequence: Tensor, aux: Tensor, lookahead: int) -> Tensor:
-        """Greedy proposals `[lookahead]`, `NO_PROPOSAL` beyond the block (see Proposer)."""
-        return self.draft.best_tokens(self._take(sequence, aux), self.features, lookahead)[0]
-
-    @torch.no_grad()
-    def sample(self, sequence: Tensor, aux: Tensor, lookahead: int, sampling: Sampling) -> Proposals:
-        """Sampled proposals (see Proposer). No row of a block depends on what is drawn for another."""
-        block = self._take(sequence, aux)
-        probabilities = sampling.distribution(self.draft.logits(self.draft.fill(block, self.features)[0, :lookahead]))
-        missing = lookahead - len(probabilities)
-        tokens = F.pad(sampling.draw(probabilities), (0, missing), value=NO_PROPOSAL)
-        return Proposals(tokens, F.pad(probabilities, (0, 0, 0, missing)))
-
-    def _take(self, sequence: Tensor, aux: Tensor) -> Blocks:
-        """Take in what has been verified; the block behind it."""
-        start, end = len(self.features[0][0]), len(sequence) - 1
-        assert end == start + len(aux), "every verified position's features are handed over exactly once"
-        new = self.draft.feature_keys(aux, torch.arange(start, end, device=sequence.device))
-        self.features = [
-            (torch.cat([keys, more_keys]), torch.cat([values, more_values]))
-            for (keys, values), (more_keys, more_values) in zip(self.features, new, strict=True)
-        ]
-        place = torch.tensor([end], device=sequence.device)
-        return Blocks(sequence[-1:], place, torch.zeros_like(place))
+    def proposers(self, count: int) -> "DFlashProposer":
+        return DFlashProposer(self, count)
 
 
 def _draw_without_order(tokens: Tensor, seed: int, count: int, most: int) -> Tensor:

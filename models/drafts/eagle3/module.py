@@ -50,19 +50,6 @@ class Attention(nn.Module):
         k = rotate(self.k_proj(x).view(len(x), self.kv_heads, self.head_dim), tables)
         return q, k, self.v_proj(x).view(len(x), self.kv_heads, self.head_dim)
 
-    def first(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention while decoding, of the last rows of `k`'s sequence. Returns `[N, heads * d]`."""
-        mask = None
-        if len(k) > len(q):
-            mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
-        out = F.scaled_dot_product_attention(
-            *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)),
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=self.heads != self.kv_heads,
-        )
-        return out.squeeze(0).transpose(0, 1).flatten(1)
-
 
 class DecoderLayer(nn.Module):
     """The draft's one layer."""
@@ -323,8 +310,8 @@ class Eagle3Draft(Draft):
         """Greedy proposals `[N]` (target ids) from normed hidden states `[N, H]`."""
         return self.target_ids[self.logits(normed).argmax(-1)]
 
-    def proposer(self) -> Eagle3Proposer:
-        return Eagle3Proposer(self)
+    def proposers(self, count: int) -> Eagle3Proposer:
+        return Eagle3Proposer(self, count)
 
 
 def _pairs(*columns: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -1,112 +1,138 @@
-"""EAGLE-3 while decoding: chains and trees for one sequence, with the draft's own key-value cache. Runs in benchmarks.
+"""EAGLE-3 while decoding: chains and trees for several texts, with the draft's own key-value cache. Runs in benchmarks.
 
 A tree (EAGLE-2, arXiv 2406.16858) runs through the layer one depth at a time: every place attends to the verified rows
-and to the places on its own path.
+and to the places on its own path. Trees grow text by text.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from models.decoding.sampling import Sampling
-from models.drafts.base import Proposals
+from models.drafts.base import Likeliest
+from models.drafts.cache import RaggedCache
 from models.drafts.layers import rotary_tables
-from models.drafts.trees import ROOT, Candidates, Growing, Tree, TreeShape, children, grow
+from models.drafts.together import Choice, Turn
+from models.drafts.trees import ROOT, Candidates, Growing, Tree, children, grow
 
 if TYPE_CHECKING:
     from models.drafts.eagle3.module import Eagle3Draft
 
 
 class Eagle3Proposer:
-    """Proposals for one sequence; the cache holds verified rows only."""
+    """Proposals for B texts (see `BatchProposer`); what a row's first `lengths[r]` columns hold was verified."""
 
-    def __init__(self, draft: "Eagle3Draft"):
+    branches, candidates = True, 0
+
+    def __init__(self, draft: "Eagle3Draft", rows: int):
         self.draft = draft
         config = draft.config
-        empty = draft.fc.weight.new_empty(0, config.num_kv_heads, config.head_dim)
-        self.keys, self.values = empty, empty
-
-    def propose(self, sequence: Tensor, aux: Tensor, lookahead: int) -> Tensor:
-        """Greedy proposals `[lookahead]` (see Proposer)."""
-        return self._chain(sequence, aux, lookahead, self.draft.best_tokens)
-
-    def sample(self, sequence: Tensor, aux: Tensor, lookahead: int, sampling: Sampling) -> Proposals:
-        """Sampled proposals; what lies outside the draft vocabulary has probability 0 (see Proposer)."""
-        draft = self.draft
-        drawn_from: list[Tensor] = []
-
-        def choose(normed: Tensor) -> Tensor:
-            drawn_from.append(sampling.distribution(draft.logits(normed)))
-            return draft.target_ids[sampling.draw(drawn_from[-1])]
-
-        tokens = self._chain(sequence, aux, lookahead, choose)
-        probabilities = drawn_from[0].new_zeros(lookahead, draft.vocabulary.target_size)
-        probabilities[:, draft.target_ids] = torch.cat(drawn_from)
-        return Proposals(tokens, probabilities)
+        self.lengths = [0] * rows
+        self.cache = RaggedCache(rows, draft.fc.weight.new_empty(0, config.num_kv_heads, config.head_dim))
 
     @torch.no_grad()
-    def propose_tree(self, sequence: Tensor, aux: Tensor, shape: TreeShape, sampling: Sampling) -> Tree:
-        """A static or dynamic tree (see TreeProposer)."""
-        draft, branches = self.draft, _Branches(self, self._catch_up(sequence, aux))
-
-        def expand(grown: Growing, nodes: Sequence[int], width: int) -> Candidates:
-            normed = draft.norm(branches.run(grown, nodes))
-            logits = draft.logits(normed)
-            return children(logits, draft.target_ids, width, draft.vocabulary.target_size, shape, sampling)
-
-        return grow(shape, expand, sequence.device)
-
-    @torch.no_grad()
-    def _chain(self, sequence: Tensor, aux: Tensor, lookahead: int, choose: Callable[[Tensor], Tensor]) -> Tensor:
-        """Catch up on `aux`'s rows, then chain `lookahead` tokens `choose`n from normed hidden states `[1, H]`."""
-        draft = self.draft
-        hidden = self._catch_up(sequence, aux)
-        keys, values = self.keys, self.values
-        proposals = []
-        for offset in range(lookahead):
+    def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
+        """See `BatchProposer.propose`."""
+        draft, newest = self.draft, self._catch_up(turns)
+        every = [turns.get(row) for row in range(len(self.lengths))]
+        choice = Choice(every, draft.target_ids, draft.vocabulary.target_size)
+        positions = torch.tensor(self.lengths, device=newest.device).unsqueeze(1)
+        hidden, columns = newest, max(self.lengths)
+        for offset in range(choice.longest):
             normed = draft.norm(hidden)
-            proposals.append(choose(normed))
-            if offset + 1 < lookahead:
+            tokens = choice.next(draft.logits(normed))
+            if offset + 1 < choice.longest:
                 fed_back = normed if draft.config.norm_output else hidden
-                hidden, keys, values = self._step(proposals[-1], fed_back, len(keys), keys, values)
-        return torch.cat(proposals)
+                hidden = self.step(tokens.unsqueeze(1), fed_back, positions + offset, columns + offset + 1)
+        chains = choice.chains()
+        return {
+            row: chains[row] if isinstance(turn.shape, int) else self._tree(row, newest[row], turn)
+            for row, turn in turns.items()
+        }
 
-    def _catch_up(self, sequence: Tensor, aux: Tensor) -> Tensor:
-        """Take in the verified rows of `aux`; the raw hidden state `[1, H]` of the last one."""
-        start = len(self.keys)
-        assert len(sequence) == start + len(aux) + 1, "every verified position's features are handed over exactly once"
-        fused = self.draft.fuse(aux)
-        hidden, self.keys, self.values = self._step(sequence[start + 1 :], fused, start, self.keys, self.values)
-        return hidden[-1:]
+    def observe(self, row: int, tokens: Tensor, likeliest: Likeliest) -> None:
+        """A draft observes nothing."""
+        raise AssertionError
 
-    def _step(
-        self, tokens: Tensor, hidden: Tensor, start: int, keys: Tensor, values: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the layer over rows `start ..`; returns raw hidden states and the grown cache."""
-        layer = self.draft.midlayer
-        positions = torch.arange(start, start + len(tokens), device=tokens.device)
-        q, k, v = self.project(tokens, hidden, positions)
-        keys, values = torch.cat([keys, k]), torch.cat([values, v])
-        return layer.finish(hidden, layer.self_attn.first(q, keys, values)), keys, values
+    def only(self, rows: Sequence[int]) -> None:
+        """Let the other rows go."""
+        self.lengths = [self.lengths[row] for row in rows]
+        self.cache.only(rows)
+
+    def _catch_up(self, turns: Mapping[int, Turn]) -> Tensor:
+        """Take in the verified positions that are new; the raw hidden state `[B, H]` of each row's last one.
+
+        Rows are padded to the same number of new positions; what pads them is overwritten before it is seen.
+        """
+        first = next(iter(turns.values())).aux
+        rows = range(len(self.lengths))
+        new = [len(turns[row].aux) if row in turns else 0 for row in rows]
+        most = max(new)
+        texts = [
+            [*turns[row].text[start + 1 :], *[0] * (most - new[row])] if row in turns else [0] * most
+            for row, start in enumerate(self.lengths)
+        ]
+        aux = pad_sequence([turns[row].aux if row in turns else first[:0] for row in rows], batch_first=True)
+        positions = torch.tensor(self.lengths, device=aux.device).unsqueeze(1) + torch.arange(most, device=aux.device)
+        columns = max(self.lengths) + most
+        self.lengths = [start + count for start, count in zip(self.lengths, new, strict=True)]
+        assert all(len(turn.text) == self.lengths[row] + 1 for row, turn in turns.items()), (
+            "every verified position's features are handed over exactly once"
+        )
+        fused = self.draft.fuse(aux.flatten(0, 1))
+        hidden = self.step(torch.tensor(texts, device=aux.device), fused, positions, columns)
+        last = [row * most + max(0, count - 1) for row, count in enumerate(new)]
+        return hidden[last]
+
+    def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, columns: int) -> Tensor:
+        """Run the layer over the rows' next positions, which see themselves and all before them.
+
+        Args:
+            tokens: `[B, T]` int64, what they embed.
+            hidden: `[B * T, H]`, what they go on from.
+            positions: `[B, T]` int64.
+            columns: more than any position.
+
+        Returns:
+            Raw hidden states `[B * T, H]`.
+        """
+        self.cache.reserve(columns)
+        q, k, v = self.project(tokens.flatten(), hidden, positions.flatten())
+        self.cache.write(positions, k.unflatten(0, positions.shape), v.unflatten(0, positions.shape))
+        visible = torch.arange(columns, device=positions.device) <= positions.unsqueeze(-1)
+        attended = self.cache.attend(q.unflatten(0, positions.shape), visible)
+        return self.draft.midlayer.finish(hidden, attended.flatten(0, 1))
 
     def project(self, tokens: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of rows that embed `tokens` and go on from `hidden` `[n, H]`."""
+        """Queries, keys and values of rows `[n]` that embed `tokens` and go on from `hidden` `[n, H]`."""
         draft, layer = self.draft, self.draft.midlayer
         tables = rotary_tables(positions, draft.config.head_dim, draft.config.rope_theta)
         x = layer.attention_input(F.embedding(tokens, draft.embed_tokens.weight), hidden)
         return layer.self_attn.project(x, tables)
 
+    def _tree(self, row: int, newest: Tensor, turn: Turn) -> Tree:
+        assert not isinstance(turn.shape, int)
+        draft, shape, branches = self.draft, turn.shape, _Branches(self, row, newest)
+
+        def expand(grown: Growing, nodes: Sequence[int], width: int) -> Candidates:
+            normed = draft.norm(branches.run(grown, nodes))
+            logits = draft.logits(normed)
+            return children(logits, draft.target_ids, width, draft.vocabulary.target_size, shape, turn.sampling)
+
+        return grow(shape, expand, newest.device)
+
 
 class _Branches:
     """The draft's hidden states along the branches of one growing tree."""
 
-    def __init__(self, proposer: Eagle3Proposer, root: Tensor):
-        self.proposer = proposer
-        self.keys, self.values = proposer.keys, proposer.values
-        self.hidden: dict[int, Tensor] = {ROOT: root[0]}
+    def __init__(self, proposer: Eagle3Proposer, row: int, root: Tensor):
+        self.proposer, self.verified = proposer, proposer.lengths[row]
+        cache = proposer.cache
+        self.keys, self.values = (part[row, :, : self.verified].transpose(0, 1) for part in (cache.keys, cache.values))
+        self.hidden: dict[int, Tensor] = {ROOT: root}
         self.columns: dict[int, int] = {}
         """Where a place's key stands."""
 
@@ -114,7 +140,7 @@ class _Branches:
         """Raw hidden states `[m, H]` of places of one depth, whose parents ran before."""
         if list(nodes) == [ROOT]:
             return self.hidden[ROOT].unsqueeze(0)
-        draft, layer, verified = self.proposer.draft, self.proposer.draft.midlayer, len(self.proposer.keys)
+        draft, layer, verified = self.proposer.draft, self.proposer.draft.midlayer, self.verified
         before = torch.stack([self.hidden[grown.parents[node]] for node in nodes])
         fed_back = draft.norm(before) if draft.config.norm_output else before
         tokens = torch.tensor([grown.tokens[node] for node in nodes], device=before.device)

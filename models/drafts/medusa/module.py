@@ -6,18 +6,19 @@ chunk of `aux`, that is the output of the highest captured layer, after a norm o
 one projection onto the draft vocabulary, which starts as the target head's rows; the paper has one for each head.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.decoding.sampling import Sampling
-from models.drafts.base import NO_PROPOSAL, Draft, DraftLoss, PackedSamples, Proposals, TargetProjection
+from models.drafts.base import NO_PROPOSAL, Draft, DraftLoss, Likeliest, PackedSamples, TargetProjection
 from models.drafts.chains import Objective, chain_loss
 from models.drafts.layers import RMSNorm
 from models.drafts.medusa.config import MedusaConfig
+from models.drafts.together import Choice, Turn
+from models.drafts.trees import Tree
 from models.drafts.vocabulary import DraftVocabulary
 from models.losses.choice import chosen_divergence
 
@@ -96,31 +97,34 @@ class MedusaDraft(Draft):
             proposals[:, step] = self.target_ids[self.lm_head(output).argmax(-1)]
         return proposals
 
-    def proposer(self) -> "MedusaProposer":
+    def proposers(self, count: int) -> "MedusaProposer":
         return MedusaProposer(self)
 
 
 class MedusaProposer:
-    """Proposes by the newest position's feature; beyond the last head there is no proposal."""
+    """Proposes by the newest positions' features, for any rows (see `BatchProposer`); it keeps nothing of them."""
+
+    branches, candidates = False, 0
 
     def __init__(self, draft: MedusaDraft):
         self.draft = draft
 
-    def propose(self, sequence: Tensor, aux: Tensor, lookahead: int) -> Tensor:
-        """Greedy proposals `[lookahead]` (see Proposer)."""
-        return self.draft.rollout(sequence[-2:], aux[-1:], lookahead)[0]
-
     @torch.no_grad()
-    def sample(self, sequence: Tensor, aux: Tensor, lookahead: int, sampling: Sampling) -> Proposals:
-        """Sampled proposals, each head by itself (see Proposer)."""
+    def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
+        """See `BatchProposer.propose`; beyond the last head there is no proposal."""
         draft = self.draft
-        outputs = torch.cat(draft.outputs(aux[-1:])[:lookahead])
-        drawn_from = sampling.distribution(draft.lm_head(outputs))
-        tokens = sequence.new_full((lookahead,), NO_PROPOSAL)
-        tokens[: len(outputs)] = draft.target_ids[sampling.draw(drawn_from)]
-        probabilities = drawn_from.new_zeros(lookahead, draft.vocabulary.target_size)
-        probabilities[: len(outputs), draft.target_ids] = drawn_from
-        return Proposals(tokens, probabilities)
+        choice = Choice(list(turns.values()), draft.target_ids, draft.vocabulary.target_size, draft.positions)
+        newest = torch.stack([turn.aux[-1] for turn in turns.values()])
+        for output in draft.outputs(newest)[: choice.longest]:
+            choice.next(draft.lm_head(output))
+        return dict(zip(turns, choice.chains(), strict=True))
+
+    def observe(self, row: int, tokens: Tensor, likeliest: Likeliest) -> None:
+        """A draft observes nothing."""
+        raise AssertionError
+
+    def only(self, rows: Sequence[int]) -> None:
+        """There is nothing to let go."""
 
 
 DRAFT = MedusaDraft

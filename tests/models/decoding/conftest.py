@@ -10,13 +10,14 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 from models.decoding.plain import prefill
 from models.decoding.sampling import Sampling
 from models.drafts.base import Proposals
+from models.drafts.together import OneByOne
 from models.drafts.trees import Candidates, Growing, Tree, TreeShape, grow
 from models.targets.model import TargetModel
 
 VOCABULARY = 61
 
 
-class CorruptedOracle:
+class CorruptedOracle(OneByOne):
     """Proposes the target's own greedy text, with an error wherever a seeded hash of the place says so."""
 
     def __init__(self, target: TargetModel, error_share: float, seed: int):

@@ -11,7 +11,7 @@ from models.decoding.batch import TargetBatch
 from models.decoding.lossless import LosslessCheck, total
 from models.decoding.plain import continue_batch, continue_greedily, prefill
 from models.decoding.prompt_lookup import PromptLookup
-from models.decoding.sampling import GREEDY
+from models.decoding.sampling import GREEDY, Sampling
 from models.decoding.simulated import features, features_and_likeliest, simulate
 from models.decoding.speculative import Conversation, decode_together, speculate, speculate_together
 from models.decoding.stopwatch import Stopwatch
@@ -42,7 +42,7 @@ def test_equal_to_plain_decoding_at_every_batch_size(llama, gemma, oracle, kind,
         )
         for row, prompt in enumerate(prompts)
     ]
-    decode_together(texts, GREEDY)
+    decode_together(texts)
     for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         assert text.tokens == continue_greedily(target, prompt, most, ends)
         assert text.decoded() == speculate(target, source, prompt, SHAPES[(row + batch) % len(SHAPES)], most, ends)
@@ -69,6 +69,24 @@ def test_lossless_whatever_is_proposed(llama, oracle, *, seed, error_share, batc
         assert decoded.forwards == decoded.counts.steps + decoded.counts.cut == len(decoded.lookaheads)
         whole = decoded.counts.tokens + 1 == len(decoded.tokens)
         assert whole or decoded.counts.cut, "every token but the prefill's comes from a step that is counted"
+
+
+@pytest.mark.parametrize("source", [PromptLookup(), TokenRecycling()])
+def test_a_sampled_text_depends_on_its_own_generator_alone(llama, source):
+    """Whatever it is decoded with, and however many proposals the others have."""
+    target, prompts, most = llama(1, 16), [[token % 16 for token in prompt] for prompt in ragged(6)], 16
+
+    def begin(row: int) -> Conversation:
+        sampling = Sampling(1.0, 0.95, torch.Generator().manual_seed(row))
+        start = prefill(target, prompts[row], sampling)
+        return Conversation(target, source, start, row % 4, most, NEVER, sampling=sampling)
+
+    together = [begin(row) for row in range(6)]
+    decode_together(together)
+    for row, text in enumerate(together):
+        decode_together([alone := begin(row)])
+        assert text.decoded() == alone.decoded()
+    assert any(any(text.accepted) for text in together)
 
 
 def test_trees_accept_more_than_chains(llama, oracle):
@@ -130,12 +148,11 @@ def test_kept_columns_are_those_of_a_plain_cache(gemma):
     ]
     assert batch.lengths == [len(text) for text in texts]
     batch.only([0, 2])
-    assert batch.cache.get_seq_length() == max(batch.lengths)
     for row, text in enumerate([texts[0], texts[2]]):
         plain = prefill(gemma, text).cache
-        for layer, own in zip(batch.cache.layers, plain.layers, strict=True):
-            assert torch.allclose(layer.keys[row, :, : len(text)], own.keys[0], atol=1e-4)
-            assert torch.allclose(layer.values[row, :, : len(text)], own.values[0], atol=1e-4)
+        for layer, own in zip(batch.layers, plain.layers, strict=True):
+            assert torch.allclose(layer.stored.keys[row, :, : len(text)], own.keys[0], atol=1e-4)
+            assert torch.allclose(layer.stored.values[row, :, : len(text)], own.values[0], atol=1e-4)
 
 
 def test_the_stopwatch_sees_every_part(llama):

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from models.decoding.rejection import accept, residual
-from models.decoding.sampling import Sampling
+from models.decoding.sampling import Sampling, chances
 from models.drafts.base import NO_PROPOSAL
 from models.drafts.trees import ROOT
 
@@ -20,6 +20,10 @@ def near(share: float, expected: float, trials: int) -> bool:
     return abs(share - expected) <= 5 * (expected * (1 - expected) / trials) ** 0.5
 
 
+def uniform(tokens: Tensor, sampling: Sampling) -> Tensor:
+    return chances([sampling] * len(tokens), [tokens.shape[1] + 1] * len(tokens), torch.device("cpu"))
+
+
 def chain(count: int, rows: int = ROWS) -> Tensor:
     return torch.arange(ROOT, count - 1).expand(rows, -1)
 
@@ -28,7 +32,7 @@ def test_one_proposal_by_hand():
     sampling = Sampling(1.0, generator=torch.Generator().manual_seed(2))
     tokens = sampling.draw(Q.expand(ROWS, -1)).unsqueeze(1)
     p, q = torch.stack([P, BONUS]).expand(ROWS, -1, -1), Q.expand(ROWS, 1, -1)
-    accepted, closing = accept(p, tokens, chain(1), q, sampling)
+    accepted, closing = accept(p, tokens, chain(1), q, uniform(tokens, sampling))
     accepted = accepted[:, 0]
     # Sum of min(p, q) is 0.2 + 0.2 + 0.1.
     assert near(float(accepted.double().mean()), 0.5, ROWS)
@@ -47,7 +51,7 @@ def test_two_siblings_by_hand():
     tokens, parents = torch.tensor([[1, 0]]).expand(ROWS, -1), torch.full((ROWS, 2), ROOT)
     q = torch.eye(4)[tokens]
     after = torch.stack([P, torch.eye(4)[2], torch.eye(4)[3]]).expand(ROWS, -1, -1)
-    accepted, closing = accept(after, tokens, parents, q, sampling)
+    accepted, closing = accept(after, tokens, parents, q, uniform(tokens, sampling))
     first, second = accepted.T
     assert not (first & second).any()
     assert near(float(first.double().mean()), 0.3, ROWS)
@@ -64,7 +68,7 @@ def test_below_a_rejected_token_nothing_is_accepted():
     parents = torch.tensor([[ROOT, ROOT, 0, 1]])
     sure = torch.eye(4)
     p = torch.stack([sure[0], sure[2], sure[1], sure[3], sure[3]]).unsqueeze(0)
-    accepted, closing = accept(p, tokens, parents, sure[tokens], sampling)
+    accepted, closing = accept(p, tokens, parents, sure[tokens], uniform(tokens, sampling))
     assert accepted.tolist() == [[False, True, False, True]]
     assert closing.tolist() == [3]
 
@@ -76,7 +80,7 @@ def test_rows_end_at_their_own_first_missing_proposal():
     certain = torch.eye(4)
     p = torch.stack([certain[2], certain[1], certain[0]]).expand(len(tokens), -1, -1)
     q = certain[tokens.clamp(min=0)] * (tokens != NO_PROPOSAL).unsqueeze(-1)
-    accepted, closing = accept(p, tokens, chain(2, len(tokens)), q, sampling)
+    accepted, closing = accept(p, tokens, chain(2, len(tokens)), q, uniform(tokens, sampling))
     assert accepted.sum(-1).view(ROWS, 3).unique(dim=0).tolist() == [[0, 1, 2]]
     assert closing.view(ROWS, 3).unique(dim=0).tolist() == [[2, 1, 0]]
 
@@ -84,7 +88,9 @@ def test_rows_end_at_their_own_first_missing_proposal():
 def test_no_proposals_at_all_draw_from_the_target():
     sampling = Sampling(1.0, generator=torch.Generator().manual_seed(3))
     nothing = torch.empty(ROWS, 0, dtype=torch.long)
-    accepted, closing = accept(P.expand(ROWS, 1, -1), nothing, nothing, torch.empty(ROWS, 0, 4), sampling)
+    accepted, closing = accept(
+        P.expand(ROWS, 1, -1), nothing, nothing, torch.empty(ROWS, 0, 4), uniform(nothing, sampling)
+    )
     assert accepted.shape == (ROWS, 0)
     assert near(float((closing == 0).double().mean()), 0.5, ROWS)
 
@@ -93,7 +99,7 @@ def test_equal_distributions_accept_everything():
     sampling = Sampling(1.0, generator=torch.Generator().manual_seed(4))
     tokens = sampling.draw(Q.expand(ROWS, -1)).unsqueeze(1)
     both = torch.stack([Q, Q]).expand(ROWS, -1, -1)
-    accepted, _ = accept(both, tokens, chain(1), both[:, :1], sampling)
+    accepted, _ = accept(both, tokens, chain(1), both[:, :1], uniform(tokens, sampling))
     assert bool(accepted.all())
 
 

@@ -19,6 +19,7 @@ from models.decoding.plain import Prefill
 from models.decoding.sampling import Sampling
 from models.decoding.speculative import Conversation, decode_together, speculate
 from models.drafts.base import Proposals
+from models.drafts.together import OneByOne
 from models.drafts.trees import DynamicTree, StaticTree, Tree, drawn_children, grow, likeliest_children
 from models.targets.model import HiddenStates, TargetModel
 
@@ -77,7 +78,7 @@ def nucleus(logits: Tensor, temperature: float, top_p: float) -> Tensor:
     return kept / kept.sum(-1, keepdim=True)
 
 
-class Disagreeing:
+class Disagreeing(OneByOne):
     """A draft that knows the last two tokens only, 11 of the 16 tokens, and what it knows is noisy."""
 
     def __init__(self, target: Remembering):
@@ -208,7 +209,7 @@ def draw(target: Remembering, source: Disagreeing, sampling: Sampling, draws: in
     gc.disable()  # a third of the time would go into walking over the conversations, again and again
     for _ in range(draws // TOGETHER):
         texts = begin(target, source, TOGETHER, lookaheads, sampling)
-        decode_together(texts, sampling)
+        decode_together(texts)
         written = torch.tensor([text.tokens for text in texts]) @ torch.tensor([VOCABULARY**2, VOCABULARY, 1])
         counts += written.bincount(minlength=VOCABULARY**3)
     gc.enable()
@@ -302,7 +303,7 @@ def test_the_draft_disagrees(target, rule):
     sampling = Sampling(*rule, torch.Generator().manual_seed(1))
     source = Disagreeing(target)
     texts = begin(target, source, 400, (1, 1), sampling)
-    decode_together(texts, sampling)
+    decode_together(texts)
     assert 0.2 < sum(text.accepted[0] for text in texts) / 400 < 0.8
     assert (target.law(*rule) * DRAWS >= 5).sum() > 100
 

@@ -1,11 +1,9 @@
-from dataclasses import dataclass
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.decoding.sampling import FEW, GREEDY, Sampling
+from models.decoding.sampling import FEW, GREEDY, Sampling, draw_by
 
 
 def slow_distribution(logits: list[float], temperature: float, top_p: float) -> list[float]:
@@ -64,20 +62,10 @@ def test_draws_follow_weights_that_need_not_sum_to_one():
     assert abs(counts[1] / 40_000 - 0.75) < 5 * (0.75 * 0.25 / 40_000) ** 0.5
 
 
-@dataclass(frozen=True)
-class Edge(Sampling):
-    """Randomness stuck at one number."""
-
-    at: float = 0.0
-
-    def uniform(self, like):
-        return torch.full_like(like, self.at, dtype=torch.double)
-
-
 @pytest.mark.parametrize(("at", "drawn"), [(0.0, 3), (1 - 2.0**-53, 1)])
 def test_the_ends_of_the_range_give_tokens_that_have_weight(at, drawn):
     weights = torch.tensor([[0.0, 1e-9, 0.3, 0.7, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0]])
-    assert Edge(1.0, at=at).draw(weights).tolist() == [drawn, 0]
+    assert draw_by(weights, torch.full((2,), at, dtype=torch.double)).tolist() == [drawn, 0]
 
 
 def test_choosing_greedily_needs_no_randomness():

@@ -11,12 +11,13 @@ from models.decoding.simulated import features, features_and_likeliest, simulate
 from models.decoding.speculative import speculate, speculate_together
 from models.decoding.token_recycling import TokenRecycling
 from models.drafts.base import NO_PROPOSAL
+from models.drafts.together import OneByOne
 from models.drafts.trees import StaticTree
 
 NEVER = frozenset()
 
 
-class Scripted:
+class Scripted(OneByOne):
     """Proposes from a fixed continuation, changed at chosen places of it."""
 
     def __init__(self, prompt_length: int, continuation: list[int], wrong: set[int]):

@@ -9,14 +9,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from models.decoding.sampling import Sampling
-from models.drafts.base import Draft, PackedSamples, TargetProjection
+from models.decoding.sampling import GREEDY, Sampling
+from models.drafts.base import Draft, PackedSamples, Proposals, TargetProjection
 from models.drafts.base_config import VocabularyChoice
 from models.drafts.config import METHODS, parse_draft_config
 from models.drafts.dflash.module import DFlashDraft
 from models.drafts.eagle3.module import Eagle3Draft
 from models.drafts.medusa.module import MedusaDraft
 from models.drafts.registry import build_draft
+from models.drafts.together import Turn
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.description import read_description
 from models.export.sglang import load_draft, write_export
@@ -55,23 +56,21 @@ VARIANTS: list[tuple[str, dict]] = [
 
 def eagle3_logits(draft: Eagle3Draft, tokens: Tensor, aux: Tensor, row: int, steps: int) -> list[Tensor]:
     """Decoding from this row: catch up on rows 0..row, then feed back with the text's own tokens."""
-    proposer, found = draft.proposer(), []
-    rows = (tokens[1 : row + 2], draft.fuse(aux[: row + 1]))
+    proposer, found = draft.proposers(1), []
+    rows, positions = (tokens[1 : row + 2], draft.fuse(aux[: row + 1])), torch.arange(row + 1)
     for step in range(steps):
-        hidden, proposer.keys, proposer.values = proposer._step(
-            *rows, len(proposer.keys), proposer.keys, proposer.values
-        )
+        hidden = proposer.step(rows[0][None], rows[1], positions[None], row + 1 + step)
         normed = draft.norm(hidden[-1:])
         found.append(draft.logits(normed)[0])
         rows = (tokens[row + 2 + step : row + 3 + step], normed if draft.config.norm_output else hidden[-1:])
+        positions = positions[-1:] + 1
     return found
 
 
 def dflash_logits(draft: DFlashDraft, tokens: Tensor, aux: Tensor, row: int, steps: int) -> list[Tensor]:
     """One block, filled at once."""
-    proposer = draft.proposer()
-    block = proposer._take(tokens[: row + 2], aux[: row + 1])
-    return list(draft.logits(draft.fill(block, proposer.features)[0, :steps]))
+    turn = Turn(tokens[: row + 2].tolist(), aux[: row + 1], steps, GREEDY)
+    return list(draft.logits(draft.proposers(1).fill({0: turn})[0, :steps]))
 
 
 def medusa_logits(draft: MedusaDraft, _tokens: Tensor, aux: Tensor, row: int, steps: int) -> list[Tensor]:
@@ -258,16 +257,54 @@ def test_gradients_against_finite_differences(method, changes):
 
 
 @variants
-def test_rollout_equals_the_proposer(method, changes):
+def test_rollout_equals_the_proposer(method, changes, alone):
     draft, batch = make_draft(method, 2, torch.float32, **changes), make_batch((20,), dtype=torch.float32)
     tokens = torch.cat([batch.tokens, torch.tensor([3])])
     rollout = draft.rollout(tokens, batch.aux, 6)
     assert len(rollout.unique()) > 5
-    proposer, seen = draft.proposer(), 0
+    proposer, seen = alone(draft), 0
     for row in (3, 4, 8, 9, 15, 19):
         proposed = proposer.propose(tokens[: row + 2], batch.aux[seen : row + 1], 6)
         seen = row + 1
         assert proposed.tolist() == rollout[row].tolist(), row
+
+
+@variants
+@pytest.mark.parametrize("rule", [None, (1.0, 1.0), (0.7, 0.8)])
+def test_a_batch_proposes_what_each_text_does_alone(method, changes, rule, alone):
+    """Ragged texts; some rows have no turn in a step, want fewer proposals or leave, and each draws by itself."""
+    draft, lengths = make_draft(method, 2, torch.float32, **changes), (5, 1, 9, 3)
+    samples = [make_batch((length + 14,), seed=row, dtype=torch.float32) for row, length in enumerate(lengths)]
+    draws = [
+        [Sampling(*rule, torch.Generator().manual_seed(row)) if rule else GREEDY for row in range(4)] for _ in range(2)
+    ]
+    together, texts, seen = draft.proposers(4), [alone(draft) for _ in lengths], [0] * 4
+    rows, known = [0, 1, 2, 3], list(lengths)
+    assert (together.branches, together.candidates) == (method == "eagle3", 0)
+    different = set()
+    for step in range(6):
+        turns = {}
+        for place, row in enumerate(rows):
+            known[row] += (row + step) % 3
+            if known[row] > seen[row] and (row + step) % 4:
+                text, aux = samples[row].tokens[: known[row] + 1], samples[row].aux[seen[row] : known[row]]
+                turns[place] = Turn(text.tolist(), aux, 1 + (row + step) % 3, draws[0][row])
+                seen[row] = known[row]
+        for place, tree in together.propose(turns).items():
+            turn, row = turns[place], rows[place]
+            text = torch.tensor(turn.text)
+            if rule:
+                own = texts[row].sample(text, turn.aux, turn.shape, draws[1][row]).usable()
+                assert torch.allclose(own.probabilities, tree.proposals.probabilities, atol=1e-5)
+            else:
+                own = Proposals(texts[row].propose(text, turn.aux, turn.shape), None).usable()
+            assert own.tokens.tolist() == tree.proposals.tokens.tolist(), (step, row)
+            assert tree.is_chain
+            different.add(tuple(own.tokens.tolist()))
+        if step == 3:
+            rows = [0, 2, 3]
+            together.only(rows)
+    assert len(different) > 5
 
 
 def sure_target(draft: Draft, tokens: Tensor) -> tuple[Tensor, TargetProjection]:
@@ -277,10 +314,10 @@ def sure_target(draft: Draft, tokens: Tensor) -> tuple[Tensor, TargetProjection]
 
 
 @variants
-def test_training_counts_the_chains_that_decoding_proposes(method, changes):
+def test_training_counts_the_chains_that_decoding_proposes(method, changes, alone):
     """On a text that mostly is what the draft proposes, with a target that says just that text."""
     draft, batch, length = make_draft(method, 2, torch.float32, **changes), make_batch((41,), dtype=torch.float32), 40
-    ids, steps, proposer = draft.vocabulary.target_ids, draft.positions, draft.proposer()
+    ids, steps, proposer = draft.vocabulary.target_ids, draft.positions, alone(draft)
     text, seen = ids[batch.tokens % len(ids)], 0
     for row in range(0, length - steps - 1, steps + 1):
         text[row + 2 : row + 2 + steps] = proposer.propose(text[: row + 2], batch.aux[seen : row + 1], steps)
@@ -303,14 +340,14 @@ def test_training_counts_the_chains_that_decoding_proposes(method, changes):
 
 @variants
 @pytest.mark.parametrize("rule", [(1.0, 1.0), (0.7, 0.8)])
-def test_sampled_proposals_come_from_the_drafts_own_distribution(method, changes, rule):
+def test_sampled_proposals_come_from_the_drafts_own_distribution(method, changes, rule, alone):
     """Distributions given with a chain are those of the chain's own tokens, written out slowly."""
     draft, batch = make_draft(method, 2, torch.float32, **changes), make_batch((9,), dtype=torch.float32)
     sequence, lookahead = torch.cat([batch.tokens, torch.tensor([3])]), 4
     seen = set()
     for seed in range(4):
         sampling = Sampling(*rule, torch.Generator().manual_seed(seed))
-        found = draft.proposer().sample(sequence, batch.aux, lookahead, sampling).usable()
+        found = alone(draft).sample(sequence, batch.aux, lookahead, sampling).usable()
         assert len(found.tokens) == min(lookahead, draft.positions)
         logits = SLOW[method](draft, torch.cat([sequence, found.tokens]), batch.aux, 8, len(found.tokens))
         expected = torch.zeros(len(found.tokens), TARGET_VOCABULARY)
@@ -322,21 +359,21 @@ def test_sampled_proposals_come_from_the_drafts_own_distribution(method, changes
 
 
 @methods
-def test_sampled_tokens_follow_that_distribution(method):
+def test_sampled_tokens_follow_that_distribution(method, alone):
     draft, batch, draws = make_draft(method, 2, torch.float32), make_batch((3,), dtype=torch.float32), 1500
     sequence = torch.cat([batch.tokens, torch.tensor([3])])
     sampling = Sampling(1.0, generator=torch.Generator().manual_seed(1))
-    found = [draft.proposer().sample(sequence, batch.aux, 1, sampling) for _ in range(draws)]
+    found = [alone(draft).sample(sequence, batch.aux, 1, sampling) for _ in range(draws)]
     shares = torch.cat([one.tokens for one in found]).bincount(minlength=TARGET_VOCABULARY) / draws
     # Total variation of 1,500 draws over 24 tokens is about sqrt(24 / 1500) / 2 at most.
     assert (shares - found[0].probabilities[0]).abs().sum() / 2 < 0.09
 
 
 @methods
-def test_sampling_leaves_the_proposer_as_proposing_does(method):
+def test_sampling_leaves_the_proposer_as_proposing_does(method, alone):
     draft, batch = make_draft(method, 2, torch.float32), make_batch((20,), dtype=torch.float32)
     tokens = torch.cat([batch.tokens, torch.tensor([3])])
-    one, other = draft.proposer(), draft.proposer()
+    one, other = alone(draft), alone(draft)
     one.propose(tokens[:9], batch.aux[:8], 4)
     other.sample(tokens[:9], batch.aux[:8], 4, Sampling(1.0, generator=torch.Generator().manual_seed(1)))
     proposed = one.propose(tokens, batch.aux[8:], 4)
@@ -355,7 +392,7 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @variants
-def test_an_export_gives_the_same_logits(method, changes, target_folder, tmp_path):
+def test_an_export_gives_the_same_logits(method, changes, target_folder, tmp_path, alone):
     made, head = make_draft(method, 3, torch.float32, **changes), read_target_head(target_folder, torch.float32)
     draft = build_draft(made.config, head.embedding, made.vocabulary, AUX)
     draft.start_from(head.head)
@@ -368,7 +405,7 @@ def test_an_export_gives_the_same_logits(method, changes, target_folder, tmp_pat
     batch = make_batch((12,), dtype=torch.float32)
     tokens = torch.cat([batch.tokens, torch.tensor([3])])
     ours, theirs = (
-        one.proposer().sample(tokens, batch.aux, 4, Sampling(1.0, 1.0, torch.Generator().manual_seed(5)))
+        alone(one).sample(tokens, batch.aux, 4, Sampling(1.0, 1.0, torch.Generator().manual_seed(5)))
         for one in (draft, again)
     )
     assert torch.equal(ours.tokens, theirs.tokens)

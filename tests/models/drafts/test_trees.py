@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.decoding.sampling import GREEDY, Sampling
+from models.decoding.sampling import Sampling
 from models.drafts.base import NO_PROPOSAL, Proposals
 from models.drafts.trees import (
     Candidates,
@@ -13,12 +13,10 @@ from models.drafts.trees import (
     StaticTree,
     Tree,
     ancestors,
-    branching,
     depths,
     drawn_children,
     grow,
     parse_shape,
-    tree_of_positions,
 )
 
 CPU = torch.device("cpu")
@@ -147,27 +145,7 @@ def test_siblings_are_drawn_without_replacement():
     assert bool((narrow.tokens[:, :2].sort(-1).values == torch.tensor([1, 4])).all())
 
 
-def test_a_tree_of_heads_is_their_product():
-    logits = torch.tensor([[0.6, 0.4, 0.0], [0.1, 0.2, 0.7]]).log()
-    ids = torch.tensor([3, 5, 9])
-    tree = tree_of_positions(StaticTree.branching([2, 2]), logits, ids, 12, GREEDY)
-    assert paths_of(tree) == [(3,), (5,), (3, 9), (3, 5), (5, 9), (5, 5)]
-    # 0.6, 0.42 and 0.4 are the greatest products; 0.28 comes next.
-    tree = tree_of_positions(DynamicTree(2, 2, 3), logits, ids, 12, GREEDY)
-    assert set(paths_of(tree)) == {(3,), (5,), (3, 9)}
-    with pytest.raises(ValueError, match="2 tokens ahead"):
-        tree_of_positions(StaticTree.branching([1, 1, 1]), logits, ids, 12, GREEDY)
-    drawn = tree_of_positions(StaticTree.branching([2, 2]), logits, ids, 12, Sampling(1.0))
-    assert drawn.proposals.probabilities.shape == (6, 12)
-    assert float(drawn.proposals.probabilities.sum()) == pytest.approx(6)
-
-
 def test_a_chain_is_a_tree():
     chain = Tree.chain(Proposals(torch.tensor([4, 7, NO_PROPOSAL, 2]), None))
     assert (paths_of(chain), chain.is_chain) == ([(4,), (4, 7)], True)
     assert not Tree(Proposals(torch.tensor([4, 7]), None), (-1, -1)).is_chain
-
-
-def test_a_source_of_chains_is_refused_in_words():
-    with pytest.raises(ValueError, match="chains only"):
-        branching(object())

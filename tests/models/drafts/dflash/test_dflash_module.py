@@ -9,13 +9,14 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from models.decoding.plain import continue_greedily
-from models.decoding.sampling import Sampling
+from models.decoding.sampling import GREEDY, Sampling
 from models.decoding.simulated import features, simulate
 from models.decoding.speculative import speculate
 from models.drafts.base import NO_PROPOSAL, PackedSamples, TargetProjection, supervised_positions
 from models.drafts.dflash.config import DFlashConfig
 from models.drafts.dflash.layers import Blocks
 from models.drafts.dflash.module import DFlashDraft
+from models.drafts.together import Turn
 from models.drafts.vocabulary import DraftVocabulary
 from models.targets.model import TargetModel
 
@@ -141,17 +142,16 @@ def test_training_forward_equals_the_slow_one_and_decoding(variant, monkeypatch)
         place, start = int(places[index]), int(starts[index])
         slow = slow_block(draft, batch.tokens[place], batch.aux[start:], place - start)
         assert torch.allclose(together[index], slow, atol=1e-6)
-    proposer, seen = draft.proposer(), 4
+    proposer, seen = draft.proposers(1), 4
     for place in (5, 6, 9, 10, 16):
-        block = proposer._take(batch.tokens[4 : place + 1], batch.aux[seen:place])
-        seen = place
-        alone = draft.fill(block, proposer.features)[0]
+        turn = Turn(batch.tokens[4 : place + 1].tolist(), batch.aux[seen:place], BLOCK - 1, GREEDY)
+        seen, alone = place, proposer.fill({0: turn})[0]
         assert torch.allclose(alone, together[places.tolist().index(place)], atol=1e-9)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("lookahead", [1, 3, 6])
-def test_rollout_equals_the_proposer(variant, lookahead, monkeypatch):
+def test_rollout_equals_the_proposer(variant, lookahead, monkeypatch, alone):
     monkeypatch.setattr("models.drafts.dflash.module.BLOCKS_AT_ONCE", 7)
     draft = make_draft(seed=2, dtype=torch.float32, **variant)
     batch = make_batch((20,), dtype=torch.float32)
@@ -160,7 +160,7 @@ def test_rollout_equals_the_proposer(variant, lookahead, monkeypatch):
     assert rollout.shape == (20, lookahead)
     assert len(rollout[:, : BLOCK - 1].unique()) > 3
     assert bool((rollout[:, BLOCK - 1 :] == NO_PROPOSAL).all())
-    proposer, seen = draft.proposer(), 0
+    proposer, seen = alone(draft), 0
     for row in (0, 3, 4, 8, 9, 15, 19):
         proposed = proposer.propose(tokens[: row + 2], batch.aux[seen : row + 1], lookahead)
         seen = row + 1
@@ -168,7 +168,7 @@ def test_rollout_equals_the_proposer(variant, lookahead, monkeypatch):
 
 
 @pytest.mark.parametrize("rule", [(1.0, 1.0), (0.7, 0.8)])
-def test_sampled_proposals_come_from_the_distributions_given(rule):
+def test_sampled_proposals_come_from_the_distributions_given(rule, alone):
     draft, batch = make_draft(seed=2, dtype=torch.float32), make_batch((9,), dtype=torch.float32)
     sequence = torch.cat([batch.tokens, torch.tensor([3])])
     sampling = Sampling(*rule, torch.Generator().manual_seed(1))
@@ -178,15 +178,15 @@ def test_sampled_proposals_come_from_the_distributions_given(rule):
     counts = torch.zeros(BLOCK - 1, VOCABULARY)
     draws = 250
     for _ in range(draws):
-        found = draft.proposer().sample(sequence, batch.aux, 5, sampling)
+        found = alone(draft).sample(sequence, batch.aux, 5, sampling)
         assert found.tokens[BLOCK - 1 :].tolist() == [NO_PROPOSAL] * 2
         usable = found.usable()
         assert torch.allclose(usable.probabilities, expected, atol=1e-5)
         counts[torch.arange(BLOCK - 1), usable.tokens] += 1
     # Total variation of 250 draws over 40 tokens is about sqrt(40 / 250) / 2 at most.
     assert ((counts / draws - expected).abs().sum(-1) / 2).max() < 0.25
-    greedy = draft.proposer().sample(sequence, batch.aux, 2, replace(sampling, top_p=1e-9))
-    assert greedy.tokens.tolist() == draft.proposer().propose(sequence, batch.aux, 2).tolist()
+    greedy = alone(draft).sample(sequence, batch.aux, 2, replace(sampling, top_p=1e-9))
+    assert greedy.tokens.tolist() == alone(draft).propose(sequence, batch.aux, 2).tolist()
 
 
 def weights_of(draft, chances):

@@ -54,9 +54,9 @@ VARIANTS = [{}, {"norm_output": True, "fc_norm": True}]
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
-def test_static_trees_hold_the_likeliest_after_every_path(variant, sequence, aux):
+def test_static_trees_hold_the_likeliest_after_every_path(variant, sequence, aux, alone):
     draft = make_draft(**variant)
-    proposer = draft.proposer()
+    proposer = alone(draft)
     proposer.propose(sequence[:6], aux[:5], 3)  # a cache from before
     tree = proposer.propose_tree(sequence, aux[5:], StaticTree.branching([3, 2, 2]), GREEDY)
     paths = paths_of(tree)
@@ -65,17 +65,17 @@ def test_static_trees_hold_the_likeliest_after_every_path(variant, sequence, aux
         best = draft.target_ids[after(draft, sequence, aux, path).topk(3).indices].tolist()
         below = [each[-1] for each in paths if each[:-1] == path]
         assert below == best[: len(below)]
-    chain = draft.proposer().propose_tree(sequence, aux, StaticTree.branching([1] * 4), GREEDY)
+    chain = alone(draft).propose_tree(sequence, aux, StaticTree.branching([1] * 4), GREEDY)
     assert chain.is_chain
-    assert chain.proposals.tokens.tolist() == draft.proposer().propose(sequence, aux, 4).tolist()
+    assert chain.proposals.tokens.tolist() == alone(draft).propose(sequence, aux, 4).tolist()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
-def test_dynamic_trees_hold_the_likeliest_paths(variant, sequence, aux):
+def test_dynamic_trees_hold_the_likeliest_paths(variant, sequence, aux, alone):
     """Against a slow search of the same beam with training's forward."""
     draft = make_draft(**variant)
-    tree = draft.proposer().propose_tree(sequence, aux, DynamicTree(3, 3, 8), GREEDY)
+    tree = alone(draft).propose_tree(sequence, aux, DynamicTree(3, 3, 8), GREEDY)
     level, seen = [((), 0.0)], []
     for _ in range(3):
         below = []
@@ -91,10 +91,10 @@ def test_dynamic_trees_hold_the_likeliest_paths(variant, sequence, aux):
 
 
 @torch.no_grad()
-def test_sampled_trees_state_what_siblings_were_drawn_from(sequence, aux):
+def test_sampled_trees_state_what_siblings_were_drawn_from(sequence, aux, alone):
     draft, rule = make_draft(), (0.7, 0.9)
     sampling = Sampling(*rule, torch.Generator().manual_seed(4))
-    tree = draft.proposer().propose_tree(sequence, aux, StaticTree.branching([3, 2]), sampling)
+    tree = alone(draft).propose_tree(sequence, aux, StaticTree.branching([3, 2]), sampling)
     paths, stated = paths_of(tree), tree.proposals.probabilities
     assert stated is not None
     for node, path in enumerate(paths):

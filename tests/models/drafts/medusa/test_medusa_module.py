@@ -33,9 +33,9 @@ def test_only_the_highest_layer_is_read():
     assert torch.equal(draft.rollout(tokens, aux, 3), draft.rollout(tokens, other, 3))
 
 
-def test_beyond_its_heads_there_is_no_proposal():
+def test_beyond_its_heads_there_is_no_proposal(alone):
     draft = make()
-    proposed = draft.proposer().propose(torch.arange(7), torch.randn(6, 3 * HIDDEN), 5)
+    proposed = alone(draft).propose(torch.arange(7), torch.randn(6, 3 * HIDDEN), 5)
     assert proposed[3:].tolist() == [NO_PROPOSAL] * 2
     assert NO_PROPOSAL not in proposed[:3].tolist()
 

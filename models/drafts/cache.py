@@ -1,0 +1,71 @@
+"""Keys and values of several texts while they are decoded, a target's or a draft's. Runs in benchmarks."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LEAST = 128
+"""Columns that are held at first; twice as many whenever they do not suffice."""
+
+
+class RaggedCache:
+    """Keys and values of B texts in the first columns of their rows, position p in column p.
+
+    Whoever attends says how far a row is seen, so what was written for rejected proposals needs no removal: it is seen
+    no more, and overwritten.
+
+    Args:
+        rows: B.
+        like: `[0, kv_heads, d]`, an empty tensor of the cache's heads, size, dtype and device.
+    """
+
+    def __init__(self, rows: int, like: Tensor):
+        _, heads, size = like.shape
+        self.keys = like.new_zeros(rows, heads, LEAST, size)
+        self.values = like.new_zeros(rows, heads, LEAST, size)
+        self._rows = torch.arange(rows, device=like.device).unsqueeze(1)
+
+    def write(self, columns: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Keys and values `[B, T, kv_heads, d]` into `columns` `[B, T]` int64."""
+        self.keys[self._rows, :, columns] = keys
+        self.values[self._rows, :, columns] = values
+
+    def move(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Copy columns of some rows: (row, from, to)."""
+        rows, sources, places = torch.tensor(moves, device=self.keys.device).T
+        for stored in (self.keys, self.values):
+            stored[rows, :, places] = stored[rows, :, sources]
+
+    def reserve(self, columns: int) -> None:
+        """Room for so many columns."""
+        missing = columns - self.keys.shape[2]
+        if missing > 0:
+            more = (0, 0, 0, max(missing, self.keys.shape[2]))
+            self.keys, self.values = F.pad(self.keys, more), F.pad(self.values, more)
+
+    def attend(self, queries: Tensor, visible: Tensor) -> Tensor:
+        """Grouped-query attention to the first S columns.
+
+        Args:
+            queries: `[B, T, heads, d]`.
+            visible: `[B, T, S]` bool.
+
+        Returns:
+            `[B, T, heads * d]`.
+        """
+        columns = visible.shape[-1]
+        found = F.scaled_dot_product_attention(
+            queries.transpose(1, 2),
+            self.keys[:, :, :columns],
+            self.values[:, :, :columns],
+            attn_mask=visible.unsqueeze(1),
+            enable_gqa=queries.shape[2] != self.keys.shape[1],
+        )
+        return found.transpose(1, 2).flatten(2)
+
+    def only(self, rows: Sequence[int]) -> None:
+        """Let the other rows go."""
+        chosen = torch.tensor(rows, device=self.keys.device)
+        self.keys, self.values, self._rows = self.keys[chosen], self.values[chosen], self._rows[: len(rows)]

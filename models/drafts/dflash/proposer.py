@@ -1,0 +1,103 @@
+"""DFlash while decoding: blocks of several texts are filled at once. Runs in benchmarks."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from models.drafts.base import Likeliest
+from models.drafts.cache import RaggedCache
+from models.drafts.together import Choice, Turn
+from models.drafts.trees import Tree
+
+if TYPE_CHECKING:
+    from models.drafts.dflash.module import DFlashDraft
+
+
+class DFlashProposer:
+    """Proposals for B texts (see `BatchProposer`), with every layer's keys and values of verified positions."""
+
+    branches, candidates = False, 0
+
+    def __init__(self, draft: "DFlashDraft", rows: int):
+        self.draft = draft
+        config = draft.config
+        empty = draft.fc.weight.new_empty(0, config.num_kv_heads, config.head_dim)
+        self.lengths = [0] * rows
+        self.caches = [RaggedCache(rows, empty) for _ in config.layer_types]
+
+    @torch.no_grad()
+    def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
+        """See `BatchProposer.propose`; beyond a block there is no proposal."""
+        logits = self.draft.logits(self.fill(turns))
+        every, vocabulary = [turns.get(row) for row in range(len(self.lengths))], logits.shape[-1]
+        ids = torch.arange(vocabulary, device=logits.device)
+        choice = Choice(every, ids, vocabulary, self.draft.positions)
+        for place in range(choice.longest):
+            choice.next(logits[:, place])
+        chains = choice.chains()
+        return {row: chains[row] for row in turns}
+
+    def observe(self, row: int, tokens: Tensor, likeliest: Likeliest) -> None:
+        """A draft observes nothing."""
+        raise AssertionError
+
+    def only(self, rows: Sequence[int]) -> None:
+        """Let the other rows go."""
+        self.lengths = [self.lengths[row] for row in rows]
+        for cache in self.caches:
+            cache.only(rows)
+
+    def fill(self, turns: Mapping[int, Turn]) -> Tensor:
+        """Take in what is new; normed hidden states `[B, block - 1, H]` of the blocks behind it.
+
+        Rows without a turn fill a block of no meaning.
+        """
+        self._catch_up(turns)
+        device = self.draft.fc.weight.device
+        size, columns = self.draft.config.block_size, max(self.lengths) + self.draft.config.block_size
+        anchors = torch.tensor(self.lengths, device=device)
+        own = anchors[:, None] + torch.arange(size, device=device)
+        tokens = torch.tensor(
+            [turns[row].text[-1] if row in turns else 0 for row in range(len(anchors))], device=device
+        )
+        visible = {window: _visible(own, columns, window) for window in set(self.draft.windows)}
+        attentions = [
+            partial(_attend, cache, own, visible[window])
+            for cache, window in zip(self.caches, self.draft.windows, strict=True)
+        ]
+        return self.draft.fill_by(tokens, anchors, attentions)
+
+    def _catch_up(self, turns: Mapping[int, Turn]) -> None:
+        """Keys and values of new features; what pads them is overwritten by the blocks."""
+        first = next(iter(turns.values())).aux
+        parts = [turns[row].aux if row in turns else first[:0] for row in range(len(self.lengths))]
+        aux = pad_sequence(parts, batch_first=True)
+        start = torch.tensor(self.lengths, device=aux.device)[:, None]
+        positions = start + torch.arange(aux.shape[1], device=aux.device)
+        new = self.draft.feature_keys(aux.flatten(0, 1), positions.flatten())
+        columns = max(self.lengths) + aux.shape[1] + self.draft.config.block_size
+        for cache, (keys, values) in zip(self.caches, new, strict=True):
+            cache.reserve(columns)
+            cache.write(positions, keys.unflatten(0, positions.shape), values.unflatten(0, positions.shape))
+        self.lengths = [length + len(part) for length, part in zip(self.lengths, parts, strict=True)]
+        assert all(len(turn.text) == self.lengths[row] + 1 for row, turn in turns.items()), (
+            "every verified position's features are handed over exactly once"
+        )
+
+
+def _visible(own: Tensor, columns: int, window: int | None) -> Tensor:
+    """`[B, T, columns]` bool: what blocks at positions `own` `[B, T]` see; with a window nothing ahead."""
+    place = torch.arange(columns, device=own.device)
+    if window is None:
+        return (place <= own[:, -1:, None]).expand(-1, own.shape[1], -1)
+    return (place <= own[:, :, None]) & (place > own[:, :, None] - window)
+
+
+def _attend(cache: RaggedCache, own: Tensor, visible: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Blocks lie behind their texts in the cache, until what is verified next is written over them."""
+    cache.write(own, keys.unflatten(0, own.shape), values.unflatten(0, own.shape))
+    return cache.attend(queries.unflatten(0, own.shape), visible).flatten(0, 1)
