@@ -12,8 +12,6 @@ texts in all ways in turn; a figure is the median of repetitions.
 
 import argparse
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from prepared import prepared_run
+from prepared import capture_train_export, prepared_run
 from rich.console import Console
 from rich.table import Table
 from sources import numbers
@@ -204,15 +202,7 @@ def measure_load(
 def train(recipe: Path, folder: Path) -> Path:
     """The recipe's draft. Raises ValueError when a process fails."""
     with prepared_run(folder, recipe, []) as run:
-        generator = subprocess.Popen([sys.executable, "-m", "models.capture.generator", str(folder)])
-        try:
-            for module, *more in (("models.training.launch", "--ranks", "1"), ("models.export.sglang",)):
-                ended = subprocess.run([sys.executable, "-m", module, str(folder), *more], timeout=TRAIN_S, check=False)
-                if ended.returncode:
-                    raise ValueError(f"{module} failed: its output is above")
-        finally:
-            generator.kill()
-            generator.wait(60)
+        capture_train_export(run, TRAIN_S)
         return run.folder.export
 
 

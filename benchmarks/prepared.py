@@ -1,7 +1,10 @@
-"""A run folder with target and samples, for benchmarks that start the data plane themselves."""
+"""A run folder with target and samples, and the data plane without a flow, for benchmarks."""
 
 import shutil
-from collections.abc import Iterator
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,3 +29,31 @@ def prepared_run(path: Path, recipe: Path, overrides: list[str]) -> Iterator[Run
         yield Run.open(path)
     finally:
         shutil.rmtree(run_memory_folder(folder), ignore_errors=True)
+
+
+def capture_train_export(run: Run, timeout_s: float) -> None:
+    """One generator and one rank, until all samples are trained. Raises ValueError when one fails, TimeoutError."""
+    folder, deadline = str(run.folder.path), time.monotonic() + timeout_s
+    modules = {"generator": ["models.capture.generator", folder], "trainer": ["models.training.launch", folder]}
+    modules["trainer"] += ["--ranks", "1"]
+    processes = {role: subprocess.Popen([sys.executable, "-m", *module]) for role, module in modules.items()}
+    try:
+        while any(process.poll() is None for process in processes.values()):
+            _check(processes)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not trained after {timeout_s:.0f} s")
+            time.sleep(0.2)
+        _check(processes)
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait(60)
+    processes = {"export": subprocess.Popen([sys.executable, "-m", "models.export.sglang", folder])}
+    processes["export"].wait(timeout_s)
+    _check(processes)
+
+
+def _check(processes: "Mapping[str, subprocess.Popen[bytes]]") -> None:
+    for role, process in processes.items():
+        if process.poll():
+            raise ValueError(f"the {role} failed: its output is above")

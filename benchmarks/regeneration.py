@@ -13,8 +13,6 @@ target, greedy and sampled, with a paired bootstrap over conversations; what reg
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -24,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from prepared import prepared_run
+from prepared import capture_train_export, prepared_run
 
 from infra.exit import run_main
 from infra.files import write_atomically
@@ -113,25 +111,12 @@ def train(folder: Path, recipe: Path, overrides: list[str]) -> Trained:
     """Capture, train and export. Raises ValueError when a process fails."""
     begun = time.perf_counter()
     with prepared_run(folder, recipe, overrides) as run:
-        generator = subprocess.Popen([sys.executable, "-m", "models.capture.generator", str(folder)])
-        try:
-            _run("models.training.launch", str(folder), "--ranks", "1")
-            generator.wait(RUN_S)
-        finally:
-            generator.kill()
-            generator.wait(60)
-        _run("models.export.sglang", str(folder))
+        capture_train_export(run, RUN_S)
         result: TrainingResult = TrainingResult.read(run.folder.training)
         wall_s = time.perf_counter() - begun
         return Trained(
             run.folder.export, run.samples.train_samples, result.steps, result.tokens, wall_s, result.token_coverage
         )
-
-
-def _run(module: str, *arguments: str) -> None:
-    ended = subprocess.run([sys.executable, "-m", module, *arguments], timeout=RUN_S, check=False)
-    if ended.returncode:
-        raise ValueError(f"{module} failed: its output is above")
 
 
 def walks(
