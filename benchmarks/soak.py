@@ -3,7 +3,7 @@
     python benchmarks/soak.py [--json benchmarks/results/soak.json] [--seed 0]
 
 A whole stack (`draftsmith up`: PostgreSQL, S3, Prefect, MLflow, workers) with the deployments of prefect.yaml on the
-tiny target. Days are short: in each the simulated engine serves some requests, and watch-traffic looks four times. What
+tiny target. Days are short: in each the simulated engine serves some requests, and watch-traffic looks six times. What
 is served is real: the champion's own counts over the target's continuations of that day's prompts (soak_serving.py).
 
 The traffic drifts twice (people begin to shout, then to join words by underscores) and is disturbed once by a bad
@@ -41,7 +41,7 @@ from models.data import python_docs
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results" / "soak.json"
 DRAFT = "draft-tiny"
-LOOKS_A_DAY = 4
+LOOKS_A_DAY = 6
 WINDOW_STEPS = 2000
 FLOW_S = 1800.0
 EVENT_S = 90.0
@@ -245,7 +245,7 @@ def fortnight(soak: Soak) -> None:
     assert soak.submit("retrain", config=soak.config("plain"))["state"]["type"] == "COMPLETED"
     soak.live("plain", "the first draft serves")
     soak.live("plain", "quiet")
-    soak.live("plain", "a bad morning: two looks at 88 %", (1.0, 0.88, 0.88, 1.0))
+    soak.live("plain", "a bad morning: two looks at 88 %", (1.0, 0.88, 0.88, 1.0, 1.0, 1.0))
     soak.live("plain", "quiet")
     soak.live("shouted", "drift")
     soak.live("shouted", "after the drift")

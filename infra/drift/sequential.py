@@ -13,8 +13,8 @@ and on real requests the test is as fast as a CUSUM of the same false alarms to 
 
 Two things keep the promise where the assumptions end. The benchmark knows its figure to a standard error only, so the
 reference is its lower 97.5 % bound. And traffic varies more than requests do by themselves, so theta is divided by
-the dispersion seen in earlier windows of the same version (the first ones are only learned from: their e-value is 1);
-a smaller theta can only make false alarms rarer.
+the dispersion seen in earlier windows, those of the version before included (the first ones ever are only learned from:
+their e-value is 1); a smaller theta can only make false alarms rarer.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ Z_BOUND = 1.959964
 """Normal quantile of the reference's one-sided 97.5 % lower bound."""
 LEAST_REQUESTS = 20
 LEARNED_WINDOWS = 20
-"""The first windows of a version show how much its traffic varies, and are not tested."""
+"""The first windows show how much the traffic varies, and are not tested."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +77,18 @@ class Reference:
 
 
 class Statistic(Record):
-    """The test after some windows of one version: all that it remembers of them."""
+    """The test after some windows: all that it remembers of them."""
 
     log_value: float | None = None
     """log R; None: before the first window, R = 0."""
     windows: int = 0
+    """Learned from, in all."""
     squares: float = 0.0
     """Sum of halved squared differences of successive standardised windows."""
-    last: float = 0.0
-    """The last standardised window."""
+    differences: int = 0
+    """How many."""
+    last: float | None = None
+    """The last standardised window; None: there is none of this version yet."""
 
     @property
     def dispersion(self) -> float:
@@ -93,7 +96,7 @@ class Statistic(Record):
 
         Successive differences, so that a fall does not pass for dispersion.
         """
-        return max(1.0, self.squares / (self.windows - 1)) if self.windows > 1 else 1.0
+        return max(1.0, self.squares / self.differences) if self.differences else 1.0
 
     @property
     def learning(self) -> bool:
@@ -103,6 +106,10 @@ class Statistic(Record):
     def anew(self) -> "Statistic":
         """The test begins again, as after an alarm; what was learned of the traffic stays."""
         return self.model_copy(update={"log_value": None})
+
+    def of_next_version(self) -> "Statistic":
+        """Another version serves the same traffic: what was learned of it stays."""
+        return self.model_copy(update={"log_value": None, "last": None})
 
 
 @dataclass(frozen=True)
@@ -163,13 +170,14 @@ class DriftTest:
         assert steps > 0
         expected = sqrt(self.reference.variance_per_step * steps)
         standardised = (tokens - self.reference.length * steps) / expected
-        step = 0.0 if before.windows == 0 else (standardised - before.last) ** 2 / 2
+        step = None if before.last is None else (standardised - before.last) ** 2 / 2
         evidence = 0.0 if before.learning else self.theta / before.dispersion * (self.middle * steps - tokens)
         carried = -inf if before.log_value is None else before.log_value
         return Statistic(
             log_value=float(np.logaddexp(0.0, carried)) + evidence,
             windows=before.windows + 1,
-            squares=before.squares + step,
+            squares=before.squares + (step or 0.0),
+            differences=before.differences + (step is not None),
             last=standardised,
         )
 

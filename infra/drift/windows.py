@@ -13,7 +13,7 @@ from uuid import NAMESPACE_URL, UUID, uuid5
 import fsspec
 
 from infra.drift.scrape import Counters, Scrape
-from infra.drift.sequential import DriftTest, Statistic
+from infra.drift.sequential import LEARNED_WINDOWS, DriftTest, Statistic
 from infra.files import write_atomically
 from infra.records import Record
 
@@ -72,7 +72,7 @@ class TrafficRecord(Record):
     windows: tuple[Window, ...] = ()
     """Oldest first; those of earlier versions are kept for people."""
     before: Statistic = Statistic()
-    """The test after the windows that were dropped, if those kept begin with the same `served`."""
+    """The test before the first window, where all windows are of the present version and conditions."""
     announced: tuple[Announcement, ...] = ()
 
     @property
@@ -95,6 +95,11 @@ class TrafficRecord(Record):
                 break
             found.append(window)
         return tuple(reversed(found))
+
+    @property
+    def learned(self) -> tuple[Window, ...]:
+        """Windows of the version before that tell how much this traffic varies."""
+        return self.previous[-LEARNED_WINDOWS:]
 
     def observe(self, scrape: Scrape, served: Served, now: float, least_steps: int) -> "TrafficRecord":
         """The record after a scrape: one window more if enough verification steps have come since the last one.
@@ -124,12 +129,14 @@ class TrafficRecord(Record):
         return self.model_copy(update=update)
 
     def trimmed(self, keep: int, test: DriftTest) -> "TrafficRecord":
-        """The newest `keep` windows; what the test made of the dropped ones is kept."""
-        surplus = len(self.windows) - keep
+        """The newest `keep` windows, or some more to learn from; what the test made of the dropped ones is kept."""
+        surplus, present = len(self.windows) - keep, len(self.windows) - len(self.current)
+        if surplus < present:
+            surplus = min(surplus, present - len(self.learned))
         if surplus <= 0:
             return self
-        dropped = surplus - (len(self.windows) - len(self.current))
-        before = Statistic() if dropped <= 0 else judge(self, test).statistics[dropped - 1]
+        dropped = surplus - present
+        before = judge(self, test).statistics[dropped - 1] if dropped > 0 else _before(self, test)
         before = before.anew() if test.alarms(before) else before
         return self.model_copy(update={"windows": self.windows[surplus:], "before": before})
 
@@ -163,8 +170,7 @@ class Verdict:
 
 def judge(record: TrafficRecord, test: DriftTest) -> Verdict:
     """Run the test over the record."""
-    current = record.current
-    statistic = record.before if len(current) == len(record.windows) else Statistic()
+    current, statistic = record.current, _before(record, test)
     statistics: list[Statistic] = []
     alarms: list[int] = []
     for index, window in enumerate(current):
@@ -174,6 +180,16 @@ def judge(record: TrafficRecord, test: DriftTest) -> Verdict:
             alarms.append(index)
             statistic = statistic.anew()
     return Verdict(statistics, alarms)
+
+
+def _before(record: TrafficRecord, test: DriftTest) -> Statistic:
+    """The test before the first window of `current`."""
+    if len(record.current) == len(record.windows):
+        return record.before
+    statistic = Statistic()
+    for window in record.learned:
+        statistic = test.after(statistic, window.tokens, window.steps)
+    return statistic.of_next_version()
 
 
 class TrafficStore:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.drift.scrape import Counters, Reading, Scrape
-from infra.drift.sequential import DriftTest, Reference
+from infra.drift.sequential import LEARNED_WINDOWS, DriftTest, Reference
 from infra.drift.windows import Served, TrafficRecord, TrafficStore, judge
 
 SERVED = Served(version=3, lookahead=4, traffic="greedy")
@@ -70,20 +70,40 @@ def test_another_version_begins_anew():
     record = record.observe(scrape(a=counted(120)), other, 9900.0, 100)
     assert [window.requests for window in record.current] == [30]
     assert [window.served.version for window in record.windows] == [3, 4]
-    assert judge(record, TEST).statistics[0].windows == 1
+    (statistic,) = judge(record, TEST).statistics
+    assert (statistic.windows, statistic.differences) == (2, 0), "learned from both, compared with neither"
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(10, 60), st.floats(1.8, 2.8)), min_size=2, max_size=60), st.integers(1, 70))
-def test_dropping_old_windows_changes_no_verdict(rows: list[tuple[int, float]], keep: int):
+def test_what_the_version_before_has_shown_of_the_traffic_is_not_learned_again():
+    """A version that serves badly from its first window on is found within a few."""
+    before, other = fallen(0), SERVED.model_copy(update={"version": 4})
+    total = Counters(generated=10**6, requests=10**4, steps=10**5)
+    record = before.observe(scrape(a=total), other, 10**6, 100)
+    for hour in range(6):
+        total = total.plus(counted(100, 1.7))
+        record = record.observe(scrape(a=total), other, 10**6 + 3600.0 * hour, 100)
+    assert judge(record, TEST).alarms
+    conditions = {"served": SERVED.model_copy(update={"traffic": "sampled"})}
+    elsewhere = tuple(window.model_copy(update=conditions) for window in before.windows)
+    assert not judge(record.model_copy(update={"windows": (*elsewhere, *record.current)}), TEST).alarms
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(10, 60), st.floats(1.8, 2.8)), min_size=2, max_size=60),
+    st.integers(1, 70),
+    st.integers(0, 60),
+)
+def test_dropping_old_windows_changes_no_verdict(rows: list[tuple[int, float]], keep: int, change: int):
     """The same statistics and alarms for the windows that are left, however often old ones are dropped."""
     whole = kept = watched(scrape(a=Counters()))
     total = Counters()
     for index, (requests, length) in enumerate(rows, start=1):
         total = total.plus(counted(requests, length))
-        whole, kept = (one.observe(scrape(a=total), SERVED, float(index), 100) for one in (whole, kept))
+        served = SERVED.model_copy(update={"version": 4}) if index > change else SERVED
+        whole, kept = (one.observe(scrape(a=total), served, float(index), 100) for one in (whole, kept))
         kept = kept.trimmed(keep, TEST)
-        assert len(kept.windows) <= keep
+        assert len(kept.windows) <= keep + LEARNED_WINDOWS
     expected, found = judge(whole, TEST), judge(kept, TEST)
     count = len(kept.current)
     assert list(found.statistics) == list(expected.statistics[-count:])
