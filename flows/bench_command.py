@@ -19,6 +19,7 @@ def bench(  # noqa: PLR0913, PLR0917 (the options of a command line)
     prompts: Annotated[list[Path] | None, typer.Option(help="JSONL or text of your own; may be repeated.")] = None,
     champion_of: Annotated[str | None, typer.Option(help="Compare with the champion of this registered model.")] = None,
     lookahead: Annotated[str, typer.Option(help="Numbers of proposed tokens, for instance 3,5.")] = "4",
+    engines: Annotated[str, typer.Option(help="reference, sglang (drafts, greedy, chains), or both.")] = "reference",
     tree: Annotated[str, typer.Option(help="Trees, for instance 3x2x1,dynamic-5-4-16.")] = "",
     temperature: Annotated[str, typer.Option(help="0 is greedy.")] = "0,1",
     batch: Annotated[str, typer.Option(help="Batch sizes whose speed is measured, at most 32; '' for none.")] = "1",
@@ -38,8 +39,9 @@ def bench(  # noqa: PLR0913, PLR0917 (the options of a command line)
     command += ["--add-bos"] if add_bos else []
     options = {
         "target": target, "draft": draft, "lookahead": lookahead, "tree": tree, "temperature": temperature,
-        "batch": batch, "repeats": repeats, "num-prompts": num_prompts, "prompt-tokens": prompt_tokens,
-        "max-new-tokens": max_new_tokens, "chat-template": chat_template, "json": json, "page": page,
+        "batch": batch, "engines": engines, "repeats": repeats, "num-prompts": num_prompts,
+        "prompt-tokens": prompt_tokens, "max-new-tokens": max_new_tokens, "chat-template": chat_template,
+        "json": json, "page": page,
     }  # fmt: skip
     command += [f"--{name}={value}" for name, value in options.items() if value is not None]
     with TemporaryDirectory(prefix="draftsmith-bench-") as folder:

@@ -15,3 +15,9 @@ def sglang_python() -> Path:
                 "($DRAFTSMITH_SGLANG names another place), or set generator.engine=transformers"
             )
     return folder / "bin" / "python"
+
+
+def sglang_version() -> str:
+    """Of the SGLang in that environment. Raises ValueError, with the remedy, where it is missing."""
+    packages = sglang_python().parents[1].glob("lib/python3*/site-packages/sglang-*.dist-info")
+    return next(packages).name.removeprefix("sglang-").removesuffix(".dist-info")

@@ -7,6 +7,7 @@ the target alone in the same loop and at the same batch size. Runs in the proces
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -105,6 +106,15 @@ Speeds = Mapping[int, Sequence[Repeat]]
 """By batch size."""
 
 
+class Place(NamedTuple):
+    """Which cell of the table."""
+
+    suite: str
+    temperature: float
+    source: str
+    shape: str
+
+
 @dataclass(frozen=True)
 class Plan:
     """What is measured."""
@@ -118,6 +128,16 @@ class Plan:
     timed_prompts: int
     max_new_tokens: int
     seed: int
+
+    @property
+    def together(self) -> int:
+        """Texts decoded at once where acceptance is counted."""
+        return max((*self.batches, 1))
+
+    def timed(self, suite: str, batch: int) -> list[list[int]]:
+        """Prompts of a repeat, whole batches of them; a suite with fewer than a batch is gone through again."""
+        prompts, whole = self.suites[suite].prompts, max(1, self.timed_prompts // batch) * batch
+        return [prompts[row % len(prompts)] for row in range(whole)]
 
 
 def shape_of(text: str) -> int | TreeShape:
@@ -153,7 +173,7 @@ class Harness:
         """Every cell, in the plan's order."""
         plan, found = self.plan, list[Cell]()
         todo = [
-            (suite, temperature, name, shape)
+            Place(suite, temperature, name, shape)
             for suite in plan.suites
             for temperature in plan.temperatures
             for name in self.sources
@@ -162,23 +182,33 @@ class Harness:
         ]
         with bars() as bar:
             done = bar("cells", len(todo))
-            for suite, temperature, name, shape in todo:
-                self._target_alone(suite, temperature, bar)
-                found.append(self._cell(suite, temperature, name, shape, bar))
+            for place in todo:
+                found.append(self._measured(place, bar))
                 done(1)
         return found
 
-    def _target_alone(self, suite: str, temperature: float, bar: Bar) -> None:
-        """Its speed, and greedy its text, in the same loop: a step without proposals is a step of plain decoding."""
-        if (suite, temperature) in self._alone:
-            return
-        self._alone[suite, temperature] = self._speeds(suite, PromptLookup(), 0, temperature, bar)
-        if temperature == 0:
+    def own(self, suite: str) -> list[Decoded]:
+        """The target's own greedy text, by the same loop: a step without proposals is a step of plain decoding."""
+        if suite not in self._own:
             self._own[suite] = self._decode(suite, PromptLookup(), 0, 0.0)
+        return self._own[suite]
 
-    def _cell(self, suite: str, temperature: float, name: str, text: str, bar: Bar) -> Cell:
-        prompts, source, shape = self.plan.suites[suite], self.sources[name], shape_of(text)
+    def _measured(self, place: Place, bar: Bar) -> Cell:
+        suite, temperature = place.suite, place.temperature
+        source, shape = self.sources[place.source], shape_of(place.shape)
+        if (suite, temperature) not in self._alone:
+            self._alone[suite, temperature] = self._speeds(suite, PromptLookup(), 0, temperature, bar)
         decoded = self._decode(suite, source, shape, temperature)
+        measured, plain = self._speeds(suite, source, shape, temperature, bar), self._alone[suite, temperature]
+        speeds = [speed(batch, plain[batch], repeats) for batch, repeats in measured.items()]
+        return self.cell(place, decoded, speeds)
+
+    def cell(
+        self, place: Place, decoded: Sequence[Decoded], speeds: Sequence[Speed], engine: str = "transformers"
+    ) -> Cell:
+        """What comes of all texts of a suite; greedy ones are compared with the target's own."""
+        suite, temperature = place.suite, place.temperature
+        prompts, shape = self.plan.suites[suite], shape_of(place.shape)
         shares = [distinct_token_share([each.tokens]) for each in decoded]
         varied = [row for row, share in enumerate(shares) if share >= LEAST_DISTINCT]
         others = [row for row, share in enumerate(shares) if share < LEAST_DISTINCT]
@@ -187,16 +217,15 @@ class Harness:
         rows = np.array(shown.challenger, dtype=np.int64).reshape(-1, 2)
         chain = [decoded[row].counts for row in varied] if isinstance(shape, int) else []
         compared = self._compare(suite, decoded) if temperature == 0 else None
-        measured, plain = self._speeds(suite, source, shape, temperature, bar), self._alone[suite, temperature]
         depth = shape if isinstance(shape, int) else shape.depth
         at = {"temperature": temperature, "sampled_temperature": temperature, "lookahead": depth}
-        conditions = self.under[suite, name].model_copy(
-            update={**at, "topk": topk_of(shape), "concurrency": self._together}
+        conditions = self.under[suite, place.source].model_copy(
+            update={**at, "topk": topk_of(shape), "concurrency": self.plan.together, "engine": engine}
         )
         return Cell(
             suite=suite,
-            source=name,
-            shape=text,
+            source=place.source,
+            shape=place.shape,
             conditions=conditions,
             length=figures.whole.length,
             interval=length_interval(rows, RESAMPLES, 0) if figures.whole.steps else None,
@@ -209,17 +238,12 @@ class Harness:
             repetitive=suite_result(_ground(suite, prompts, decoded, others), 1.0).whole if others else None,
             mismatches=compared and compared.mismatches,
             ties=compared and compared.ties,
-            speeds=tuple(speed(batch, plain[batch], repeats) for batch, repeats in measured.items()),
+            speeds=tuple(speeds),
         )
-
-    @property
-    def _together(self) -> int:
-        """Texts decoded at once where acceptance is counted."""
-        return max((*self.plan.batches, 1))
 
     def _decode(self, suite: str, source: Source, shape: int | TreeShape, temperature: float) -> list[Decoded]:
         """All prompts of a suite, some at a time."""
-        prompts, together = self.plan.suites[suite].prompts, self._together
+        prompts, together = self.plan.suites[suite].prompts, self.plan.together
         sampling = self._sampling(temperature, 0)
         found: list[Decoded] = []
         for first in range(0, len(prompts), together):
@@ -231,18 +255,15 @@ class Harness:
 
     def _compare(self, suite: str, decoded: Sequence[Decoded]) -> Comparison:
         check = LosslessCheck(self.loaded.target, self.loaded.exact, self.plan.max_new_tokens, self.loaded.eos_ids)
-        pairs = zip(self.plan.suites[suite].prompts, decoded, self._own[suite], strict=True)
+        pairs = zip(self.plan.suites[suite].prompts, decoded, self.own(suite), strict=True)
         return total([check.compare(prompt, each.tokens, alone.tokens) for prompt, each, alone in pairs])
 
     def _speeds(self, suite: str, source: Source, shape: int | TreeShape, temperature: float, bar: Bar) -> Speeds:
         """Every repeat; the pass that warms up is not counted."""
         plan, found = self.plan, dict[int, list[Repeat]]()
-        prompts = plan.suites[suite].prompts
         for batch in plan.batches:
             advance = bar(f"{suite}, batch {batch}, T={temperature:g}", plan.repeats)
-            whole = max(1, plan.timed_prompts // batch) * batch
-            # A suite with fewer prompts than a batch is gone through again.
-            timed = [prompts[row % len(prompts)] for row in range(whole)]
+            timed = plan.timed(suite, batch)
             self._timed(timed[:batch], batch, source, shape, self._sampling(temperature, 0))
             found[batch] = []
             for repeat in range(plan.repeats):

@@ -29,7 +29,15 @@ def row(cell: Cell) -> list[str]:
     length = "no complete step" if cell.length is None else f"{cell.length:.2f} ({low:.2f} to {high:.2f})"
     speeds = "; ".join(_speed(each) for each in cell.speeds)
     temperature = f"{cell.conditions.temperature:g}"
-    return [cell.source, cell.shape, temperature, length, str(cell.steps), str(cell.conversations), speeds]
+    return [_source(cell), cell.shape, temperature, length, str(cell.steps), str(cell.conversations), speeds]
+
+
+def _source(cell: Cell) -> str:
+    return f"{cell.source} in {cell.conditions.engine}" if _served(cell) else cell.source
+
+
+def _served(cell: Cell) -> bool:
+    return cell.conditions.engine != "transformers"
 
 
 def _speed(speed: Speed) -> str:
@@ -47,7 +55,7 @@ def page(result: HarnessResult) -> str:
 def lines(result: HarnessResult) -> Iterator[str]:
     """What the tables do not show."""
     for cell in result.cells:
-        what = f"{cell.suite}, {cell.source} {cell.shape}, T={cell.conditions.temperature:g}"
+        what = f"{cell.suite}, {_source(cell)} {cell.shape}, T={cell.conditions.temperature:g}"
         if cell.mismatches:
             yield f"{what}: NOT lossless, {cell.mismatches} mismatches with the target's own text"
         if cell.ties:
@@ -83,12 +91,18 @@ def _page(result: HarnessResult) -> Iterator[str]:
         "verification steps, with the 95 % bootstrap interval over texts. Speed: after the prefill, median of the "
         "repeats (slowest to fastest), against the target alone in the same loop at the same batch size."
     )
+    if any(map(_served, result.cells)):
+        yield ""
+        yield (
+            "In SGLang: a server for the target alone and one for the draft, so many requests at a time; acceptance is "
+            "what the engine emits step by step. Speed there is with the prefill, of prompts that it has seen before."
+        )
     for suite in dict.fromkeys(cell.suite for cell in result.cells):
         yield from _suite(result, suite)
     yield from ("", "## Conditions", "")
     for cell in result.cells:
         shown = cell.conditions.model_dump(mode="json", exclude={"versions"})
-        yield f"- {cell.suite}, {cell.source} {cell.shape}: " + ", ".join(
+        yield f"- {cell.suite}, {_source(cell)} {cell.shape}: " + ", ".join(
             f"{key} {value}" for key, value in shown.items()
         )
 
@@ -116,7 +130,7 @@ def _groups(what: str, cells: Sequence[Cell], groups: Sequence[Sequence[GroupAcc
     for cell, of in zip(cells, groups, strict=True):
         known = {part.group: f"{_length(part)} ({part.conversations})" for part in of}
         shown = " | ".join(known.get(name, "") for name in names)
-        yield f"| {cell.source} | {cell.shape} | {cell.conditions.temperature:g} | {shown} |"
+        yield f"| {_source(cell)} | {cell.shape} | {cell.conditions.temperature:g} | {shown} |"
 
 
 def _of(result: HarnessResult, suite: str) -> list[Cell]:

@@ -1,11 +1,13 @@
 """`python -m models.benchmark.standalone`: exported drafts and baselines on suites of prompts, without a run.
 
 What `draftsmith bench` starts. Real decoding by the reference decoder: acceptance by category and context, at several
-temperatures, lookaheads and tree shapes, and speed by batch size.
+temperatures, lookaheads and tree shapes, and speed by batch size; where asked, the drafts in SGLang as well.
 """
 
 import argparse
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,16 +18,20 @@ from transformers import AutoTokenizer
 
 from infra.exit import run_main
 from infra.files import write_atomically
+from infra.processes import Owner
 from infra.provenance import git_sha
 from infra.records import TargetRecord
 from infra.results import Conditions
 from models.benchmark.conditions import conditions
 from models.benchmark.config import BenchmarkConfig
 from models.benchmark.contestants import Sources, load_sources
-from models.benchmark.harness import Harness, HarnessResult, Plan, branches, shape_of
+from models.benchmark.harness import Cell, Harness, HarnessResult, Plan, branches, shape_of
 from models.benchmark.harness_page import lines, page, table
+from models.benchmark.harness_served import ServedHarness
 from models.benchmark.prompts import read_prompts
+from models.benchmark.serving import Setup, whats_missing
 from models.benchmark.suites import SuitePrompts, layout_of, question_prompts
+from models.capture.config import GeneratorConfig
 from models.data.conversations import source_hash
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.token_recycling import TokenRecycling
@@ -40,6 +46,8 @@ BASELINES: dict[str, type[PromptLookup] | type[TokenRecycling]] = {
     "token-recycling": TokenRecycling,
 }
 DRAFT, CHAMPION = "draft", "champion"
+REFERENCE: Literal["reference"] = "reference"
+SGLANG: Literal["sglang"] = "sglang"
 Item = TypeVar("Item")
 
 
@@ -64,17 +72,53 @@ def bench(options: argparse.Namespace) -> HarnessResult:
     sources: dict[str, Source] = dict(zip(folders, loaded.drafts, strict=True))
     sources |= baselines(_listed(options.baselines, str))
     under = _conditions(options, target, loaded, suites, {name: folders.get(name) for name in sources})
-    cells = Harness(loaded, sources, _plan(options, suites, shapes), under).measure()
+    engines = _engines(options)
+    harness = Harness(loaded, sources, _plan(options, suites, shapes), under)
+    cells = harness.measure() if REFERENCE in engines else []
     trees = [shape for shape in shapes if not shape.isdigit()]
     chains_only = [name for name, source in sources.items() if trees and not branches(source)]
+    notes = [f"{name} proposes chains only: no figures for {', '.join(trees)}" for name in chains_only]
+    if SGLANG in engines:
+        missing = {name: whats_missing(folder, harness.plan.batches) for name, folder in folders.items()}
+        notes += [f"{name} in SGLang: {why}" for name, why in missing.items() if why]
+        served = {name: folder for name, folder in folders.items() if not missing[name]}
+        cells += serve(harness, target, served, options)
+    if not cells:
+        raise ValueError("; ".join(notes))
     return HarnessResult(
         commit=git_sha(),
         date=time.strftime("%Y-%m-%d"),
         too_long={name: suite.too_long for name, suite in suites.items()},
         cells=tuple(cells),
-        notes=tuple(f"{name} proposes chains only: no figures for {', '.join(trees)}" for name in chains_only),
+        notes=tuple(notes),
         wall_s=time.perf_counter() - begun,
     )
+
+
+def serve(
+    harness: Harness, target: TargetRecord, drafts: Mapping[str, Path], options: argparse.Namespace
+) -> list[Cell]:
+    """Drafts in SGLang; none where there is no draft that it can serve."""
+    if not drafts:
+        return []
+    with tempfile.TemporaryDirectory(prefix="draftsmith-serving-") as logs:
+        setup = Setup(
+            target=Path(target.path),
+            generator=GeneratorConfig(engine=SGLANG),
+            dtype=options.dtype,
+            prompt_tokens=options.prompt_tokens,
+            max_new_tokens=options.max_new_tokens,
+            concurrency=harness.plan.batches or (1,),
+            owner=Owner(f"bench-{os.getpid()}", Path(logs)),
+        )
+        return ServedHarness(harness, setup, drafts).measure()
+
+
+def _engines(options: argparse.Namespace) -> list[str]:
+    engines = _listed(options.engines, str)
+    if not engines or not {*engines} <= {REFERENCE, SGLANG}:
+        raise ValueError(f"--engines {options.engines!r}: give {REFERENCE}, {SGLANG}, or both with a comma")
+    return engines
 
 
 def baselines(names: Sequence[str]) -> dict[str, Source]:
@@ -184,6 +228,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--target", required=True, help="local folder, Hub id, or GGUF package")
     parser.add_argument("--draft", type=Path, required=True, help="exported draft")
     parser.add_argument("--champion", type=Path, help="another exported draft to compare with")
+    parser.add_argument("--engines", default=REFERENCE, help="reference, sglang (drafts, greedy, chains), or both")
     parser.add_argument("--baselines", default="prompt-lookup,token-recycling", help="with commas; empty for none")
     parser.add_argument(
         "--suite", action="append", default=[], help="spec-bench, mt-bench, gsm8k, humaneval, math500 or NAME=SOURCE"

@@ -23,7 +23,8 @@ from models.benchmark.harness_page import page
 from models.benchmark.harness_page import table as table_of
 from models.benchmark.reference import decode_sampled
 from models.benchmark.run import benchmark_run
-from models.benchmark.served import serve, served_acceptance, speculative_arguments
+from models.benchmark.served import serve, served_acceptance
+from models.benchmark.serving import speculative_arguments
 from models.benchmark.serving_settings import GOODPUT, SERVING, SGLANG
 from models.benchmark.standalone import bench, parse
 from models.benchmark.step_costs import time_steps

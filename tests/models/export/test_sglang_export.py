@@ -10,7 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from infra.files import write_atomically
 from infra.records import SamplesRecord
-from models.benchmark.served import counts_of, serving, watch
+from models.benchmark.harness_page import page
+from models.benchmark.served import setup_of
+from models.benchmark.serving import counts_of, watch
+from models.benchmark.standalone import bench, parse
 from models.data.sample_set import read_manifest, write_sample_set
 from models.data.samples import EncodedSample, Splits
 from models.decoding.counts import Counts
@@ -74,6 +77,7 @@ def test_an_overfit_draft_is_accepted_nearly_always_and_its_export_is_complete(o
     assert decoded.counts.tokens / decoded.counts.steps >= 0.95 * (LOOKAHEAD + 1)
     monkeypatch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")
     check_served(run, text, decoded.counts)
+    check_bench(run, tmp_path)
     check_layout(run.folder.export, run)
     check_refusals(run.folder.export, target_path, tmp_path)
 
@@ -81,10 +85,25 @@ def test_an_overfit_draft_is_accepted_nearly_always_and_its_export_is_complete(o
 def check_served(run: Run, text: list[int], counts: Counts) -> None:
     """The real engine takes the same steps as the reference decoder."""
     sampling = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-    with serving(run, run.folder.export) as client:
+    with setup_of(run).serving(run.folder.export, LOOKAHEAD) as client:
         answer = watch(client, text[:PROMPT_TOKENS], sampling)
     assert answer.tokens == text[PROMPT_TOKENS:]
     assert counts_of(answer, LOOKAHEAD) == counts
+
+
+def check_bench(run: Run, folder: Path) -> None:
+    """`draftsmith bench` tells the same of both engines."""
+    prompts = folder / "prompts.jsonl"
+    texts = ("Return a copy of the list in which " * 8, "The name of the file is the string that " * 8)
+    prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options = ["--target", run.target.path, "--draft", str(run.folder.export), "--prompts", str(prompts)]
+    options += ["--engines", "reference,sglang", "--baselines", "", "--batch", "", "--temperature", "0"]
+    result = bench(parse([*options, "--num-prompts", "2", "--max-new-tokens", "24"]))
+    ours, engines = result.cells
+    assert engines.conditions.engine.startswith("sglang 0.")
+    assert (engines.length, engines.steps, engines.by_position) == (ours.length, ours.steps, ours.by_position)
+    assert ours.mismatches == engines.mismatches == 0
+    assert f"draft in {engines.conditions.engine}" in page(result)
 
 
 def check_layout(export: Path, run: Run) -> None:

@@ -1,0 +1,149 @@
+"""A target and its drafts in the serving engine: servers, prompts watched step by step, speed. Runs in benchmarks."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from infra.processes import Owner
+from infra.settings import leased_gpus, sglang_platform
+from infra.sglang.client import Answer, SGLangClient
+from infra.sglang.command import serving_command
+from infra.sglang.server import SGLangServer
+from models.capture.config import GeneratorConfig
+from models.decoding.counts import Counts
+from models.export.description import read_description
+from models.targets.end_of_text import eos_ids
+from models.targets.served import server_environment, server_spec
+
+NO_MODEL = (
+    "not served: SGLang has no model for {0} drafts that are configured like this one; its acceptance and speed are "
+    "the reference decoder's"
+)
+NO_KERNELS = (
+    "not served: SGLang has no kernels for speculation on a CPU; on a GPU it would run the target alone and with the "
+    "draft, at concurrency {0}"
+)
+
+WATCHES = 5
+"""A busy server now and then sends two steps together; asked again, greedy, it tells the same steps one by one."""
+
+Ask = Callable[[Sequence[int]], Answer]
+
+
+def has_kernels() -> bool:
+    """Whether SGLang can speculate here."""
+    return bool(leased_gpus()) or sglang_platform() is not None
+
+
+def whats_missing(draft: Path, concurrency: Sequence[int]) -> str | None:
+    """Why SGLang cannot serve an exported draft here, for a person; None: it can."""
+    description = read_description(draft)
+    if not description.served:
+        return NO_MODEL.format(description.config.title)
+    return None if has_kernels() else NO_KERNELS.format(", ".join(map(str, concurrency)))
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a target is served for a benchmark."""
+
+    target: Path
+    generator: GeneratorConfig
+    """Of it, what SGLang is started with."""
+    dtype: str
+    prompt_tokens: int
+    max_new_tokens: int
+    concurrency: Sequence[int]
+    """Requests at a time."""
+    owner: Owner
+
+    @contextmanager
+    def serving(self, draft: Path | None, lookahead: int) -> Iterator[SGLangClient]:
+        """A server that is up, and stopped again; without a draft the target alone."""
+        settings, longest = self.generator.sglang, self.prompt_tokens + self.max_new_tokens + lookahead + 1
+        speculation = [] if draft is None else speculative_arguments(draft, lookahead)
+        spec = server_spec(self.target, self.dtype, longest, max(self.concurrency))
+        server = SGLangServer(
+            lambda port: serving_command(spec, settings, speculation, port),
+            "sglang-serving" if draft is None else "sglang-serving-draft",
+            self.owner,
+            server_environment(self.generator, 1),
+            settings.start_timeout_s,
+        )
+        try:
+            client = SGLangClient(server, settings.request_timeout_s)
+            yield client
+            client.close()
+        finally:
+            server.stop()
+
+    def watch_all(
+        self, client: SGLangClient, prompts: Sequence[Sequence[int]], done: Callable[[float], None] = lambda _: None
+    ) -> list[Answer]:
+        """Greedy answers whose every step was seen."""
+        return ask_all(partial(watch, client, sampling=self.greedy), prompts, max(self.concurrency), done)
+
+    @property
+    def greedy(self) -> dict[str, Any]:
+        """What a request says of sampling."""
+        ends = sorted(eos_ids(self.target))
+        return {"temperature": 0.0, "max_new_tokens": self.max_new_tokens, "stop_token_ids": ends}
+
+
+def speculative_arguments(draft: Path, lookahead: int) -> list[str]:
+    """What SGLang's command line says of an exported draft."""
+    path = ["--speculative-draft-model-path", str(draft)]
+    return [*path, *read_description(draft).config.engine_arguments(lookahead)]
+
+
+def ask_all(
+    ask: Ask, prompts: Sequence[Sequence[int]], concurrency: int, done: Callable[[float], None] = lambda _: None
+) -> list[Answer]:
+    """All prompts, so many at a time; `done` is told the seconds of each."""
+
+    def one(prompt: Sequence[int]) -> Answer:
+        begun = time.perf_counter()
+        answer = ask(prompt)
+        done(time.perf_counter() - begun)
+        return answer
+
+    with ThreadPoolExecutor(concurrency) as threads:
+        return list(threads.map(one, prompts))
+
+
+def watch(client: SGLangClient, prompt: Sequence[int], sampling: dict[str, Any]) -> Answer:
+    """An answer whose every verification step was seen, unless the server sent some together each time it was asked."""
+    answer = client.generate_in_steps(prompt, sampling)
+    for _ in range(WATCHES - 1):
+        if _each_was_seen(answer):
+            break
+        answer = client.generate_in_steps(prompt, sampling)
+    return answer
+
+
+def _each_was_seen(answer: Answer) -> bool:
+    """Whether the steps after the prefill's are as many as the engine counted; one without a draft counts none."""
+    return len(answer.steps) - 1 == answer.meta.get("spec_verify_ct", len(answer.steps) - 1)
+
+
+def counts_of(answer: Answer, lookahead: int) -> Counts:
+    """What happened in the engine's verification steps, as the reference decoder counts it.
+
+    Raises ValueError where the engine's own counters tell another story than the tokens that came step by step.
+    """
+    _prefill, *emitted = answer.steps
+    verified, accepted = answer.meta["spec_verify_ct"], answer.meta["spec_num_correct_drafts"]
+    if not _each_was_seen(answer):
+        raise ValueError(
+            f"SGLang made {verified} verification steps, {len(emitted)} were seen: steps were sent together, so their "
+            "acceptance cannot be told; lower the number of requests at a time"
+        )
+    # An accepted draft token that closes the text is emitted without the token that would close the step.
+    cut = int(accepted + verified > sum(emitted))
+    whole = emitted[:-1] if cut else emitted
+    return Counts(lookahead, tuple(tokens - 1 for tokens in whole), cut)
