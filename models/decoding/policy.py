@@ -8,8 +8,6 @@ it will emit follows from a running estimate of acceptance at each position.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from operator import mul
 from typing import Protocol
 
 import numpy as np
@@ -62,11 +60,6 @@ class Accepting:
             self._rates = rates
         return rates
 
-    @property
-    def emitted(self) -> list[float]:
-        """Tokens that a step is expected to emit, by lookahead from 0 on."""
-        return [1.0, *(1.0 + total for total in accumulate(accumulate(self.rates, mul)))]
-
     def learn(self, lookahead: int, accepted: int) -> None:
         """One step in which the first `accepted` of `lookahead` proposals were accepted."""
         self._rates = None
@@ -114,16 +107,19 @@ class LookaheadPolicy:
         """The estimate of a new request."""
         return Accepting(self._all, self.request_weight, self.request_memory)
 
-    def choose(self, requests: "Sequence[Accepting | None]") -> int:
+    def choose(self, requests: Sequence[Accepting]) -> int:
         """Lookahead of the next step: the target verifies as many tokens of every text, so one serves all."""
         batch = len(requests)
         if batch not in self._costs:
             self._costs[batch] = np.array([self.costs.seconds(batch, at) for at in range(self.max_lookahead + 1)])
-        emitted = self._emitted([request or self._all for request in requests]).sum(0)
+        emitted = self._emitted(requests).sum(0)
         return int((emitted / self._costs[batch]).argmax())
 
     def _emitted(self, requests: Sequence[Accepting]) -> Amounts:
-        """`[B, K + 1]`: every request's `Accepting.emitted`, all at once, because steps may be short."""
+        """`[B, K + 1]` tokens that a step is expected to emit, by request and lookahead, from `Accepting.rates`.
+
+        All requests at once, because steps may be short.
+        """
         accepted = np.array([each.accepted for each in requests])
         offered = np.array([each.offered for each in requests])
         weight = np.array([[each.weight * each.unit] for each in requests])
