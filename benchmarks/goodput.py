@@ -53,6 +53,8 @@ from models.targets.prepare import prepare_target
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PHASES = (1, 2, 4, 8, 16, 8, 4, 2, 1)
+MEASURED_TEXTS = 8
+"""At each batch size in (a), at least: texts differ in what they accept."""
 LEAST_TEXTS = 2
 """Of a phase, one group after the other: few texts at once take no shorter part of the time than many."""
 POLICY = "policy"
@@ -157,7 +159,7 @@ def measure_batches(
     speeds: dict[tuple[int, int], list[float]] = {}
     for _ in range(repeats):
         for batch in batches:
-            groups = [setup.prompts[first : first + batch] for first in range(0, max(LEAST_TEXTS, batch), batch)]
+            groups = [setup.prompts[first : first + batch] for first in range(0, max(MEASURED_TEXTS, batch), batch)]
             for lookahead in range(setup.most + 1):
                 seconds = sum(setup.decode(group, lookahead)[0] for group in groups)
                 tokens = sum(map(len, groups)) * (setup.new_tokens - 1)
