@@ -38,7 +38,7 @@ from models.benchmark.goodput import FittedCosts, fit, goodput_table, shown
 from models.benchmark.prompts import read_prompts
 from models.config import load_recipe
 from models.data.conversations import source_hash
-from models.decoding.plain import prefill
+from models.decoding.plain import Prefill, prefill
 from models.decoding.policy import LookaheadPolicy
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.sampling import GREEDY
@@ -51,6 +51,8 @@ from models.targets.prepare import prepare_target
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PHASES = (1, 2, 4, 8, 16, 8, 4, 2, 1)
+MEASURED_TEXTS = 8
+"""At each batch size in (a), at least: texts differ in what they accept."""
 LEAST_TEXTS = 2
 """Of a phase, one group after the other: few texts at once take no shorter part of the time than many."""
 POLICY = "policy"
@@ -102,25 +104,22 @@ class Setup:
 
     target: TargetModel
     source: Source
-    calibration: list[list[int]]
-    prompts: list[list[int]]
+    calibration: list[Prefill]
+    prompts: list[Prefill]
+    """Read once: decoding together copies the caches."""
     most: int
     new_tokens: int
     clock: Callable[[], float]
 
     def decode(
-        self, prompts: Sequence[Sequence[int]], lookahead: Lookahead, watch: Stopwatch | None = None
+        self, prompts: Sequence[Prefill], lookahead: Lookahead, watch: Stopwatch | None = None
     ) -> tuple[float, list[Decoded]]:
-        """Seconds after the prefills, which are the same whatever the lookahead; no text ends early."""
-        never = frozenset[int]()
+        """Seconds after the prefills; no text ends early."""
+        begun, never = self.clock(), frozenset[int]()
         texts = [
-            Conversation(
-                self.target, self.source, prefill(self.target, prompt), lookahead, self.new_tokens, never,
-                sampling=GREEDY,
-            )
+            Conversation(self.target, self.source, prompt, lookahead, self.new_tokens, never, sampling=GREEDY)
             for prompt in prompts
-        ]  # fmt: skip
-        begun = self.clock()
+        ]
         decode_together(texts, watch=watch)
         return self.clock() - begun, [text.decoded() for text in texts]
 
@@ -158,7 +157,7 @@ def measure_batches(
     speeds: dict[tuple[int, int], list[float]] = {}
     for _ in range(repeats):
         for batch in batches:
-            groups = [setup.prompts[first : first + batch] for first in range(0, max(LEAST_TEXTS, batch), batch)]
+            groups = [setup.prompts[first : first + batch] for first in range(0, max(MEASURED_TEXTS, batch), batch)]
             for lookahead in range(setup.most + 1):
                 seconds = sum(setup.decode(group, lookahead)[0] for group in groups)
                 tokens = sum(map(len, groups)) * (setup.new_tokens - 1)
@@ -243,8 +242,9 @@ def prepare(options: argparse.Namespace, draft: Path, config: BenchmarkConfig) -
     target = prepare_target(recipe.target)
     prompts, template_hash = read_prompts(recipe.data.source, target, config, "none", recipe.target.add_bos)
     loaded = load_sources(Path(target.path), [draft], torch.float32)
+    read = [prefill(loaded.target, prompt) for prompt in prompts]
     setup = Setup(
-        loaded.target, loaded.drafts[0], prompts[::2], prompts[1::2], options.most, options.max_new_tokens,
+        loaded.target, loaded.drafts[0], read[::2], read[1::2], options.most, options.max_new_tokens,
         CLOCKS[options.clock],
     )  # fmt: skip
     under = conditions(

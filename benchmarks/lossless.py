@@ -19,6 +19,7 @@ from sources import Ground, add_arguments, load, numbers
 
 from infra.exit import run_main
 from infra.files import write_atomically
+from infra.provenance import git_sha
 from infra.records import Record
 from infra.results import Conditions, LosslessRecord
 from models.benchmark.acceptance import acceptance_length, distinct_token_share
@@ -49,6 +50,8 @@ class LosslessCell(Record):
 class LosslessResult(Record):
     """What is committed."""
 
+    commit: str
+    date: str
     conditions: Conditions
     tokens: int
     mismatches: int
@@ -88,7 +91,7 @@ def settings(options: argparse.Namespace, ground: Ground) -> list[Setting]:
 
 def check(options: argparse.Namespace) -> LosslessResult:
     """Decode and compare; raises ValueError where the prompts do not give enough tokens."""
-    begun = time.perf_counter()
+    begun, commit = time.perf_counter(), git_sha()
     # As many cells as there may be, so that prompts are read once; how many there are is known with the sources.
     ground = load(options, -(-2 * options.tokens // options.max_new_tokens), options.report_lookahead)
     cells = settings(options, ground)
@@ -104,6 +107,8 @@ def check(options: argparse.Namespace) -> LosslessResult:
             flush=True,
         )
     return LosslessResult(
+        commit=commit,
+        date=time.strftime("%Y-%m-%d"),
         conditions=ground.conditions.model_copy(update={"prompts": len(texts)}),
         tokens=sum(cell.lossless.tokens for cell in found),
         mismatches=sum(cell.lossless.mismatches for cell in found),

@@ -9,13 +9,9 @@ it will emit follows from a running estimate of acceptance at each position.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from operator import mul
+from operator import truediv
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-Amounts = npt.NDArray[np.float64]
 LARGEST_UNIT = 1e100
 
 
@@ -62,11 +58,6 @@ class Accepting:
             self._rates = rates
         return rates
 
-    @property
-    def emitted(self) -> list[float]:
-        """Tokens that a step is expected to emit, by lookahead from 0 on."""
-        return [1.0, *(1.0 + total for total in accumulate(accumulate(self.rates, mul)))]
-
     def learn(self, lookahead: int, accepted: int) -> None:
         """One step in which the first `accepted` of `lookahead` proposals were accepted."""
         self._rates = None
@@ -98,7 +89,7 @@ class LookaheadPolicy:
     all_weight: float = 20.0
     all_memory: float = 0.998
     _all: Accepting = field(init=False)
-    _costs: dict[int, Amounts] = field(init=False, default_factory=dict)
+    _costs: dict[int, list[float]] = field(init=False, default_factory=dict)
     """By texts: seconds of every lookahead."""
 
     def __post_init__(self) -> None:
@@ -114,20 +105,21 @@ class LookaheadPolicy:
         """The estimate of a new request."""
         return Accepting(self._all, self.request_weight, self.request_memory)
 
-    def choose(self, requests: "Sequence[Accepting | None]") -> int:
+    def choose(self, requests: Sequence[Accepting]) -> int:
         """Lookahead of the next step: the target verifies as many tokens of every text, so one serves all."""
         batch = len(requests)
         if batch not in self._costs:
-            self._costs[batch] = np.array([self.costs.seconds(batch, at) for at in range(self.max_lookahead + 1)])
-        emitted = self._emitted([request or self._all for request in requests]).sum(0)
-        return int((emitted / self._costs[batch]).argmax())
+            self._costs[batch] = [self.costs.seconds(batch, at) for at in range(self.max_lookahead + 1)]
+        goodputs = list(map(truediv, accumulate(self._reached(requests)), self._costs[batch]))
+        return goodputs.index(max(goodputs))
 
-    def _emitted(self, requests: Sequence[Accepting]) -> Amounts:
-        """`[B, K + 1]`: every request's `Accepting.emitted`, all at once, because steps may be short."""
-        accepted = np.array([each.accepted for each in requests])
-        offered = np.array([each.offered for each in requests])
-        weight = np.array([[each.weight * each.unit] for each in requests])
-        prior = np.array([each.prior for each in requests])
-        emitted = np.ones((len(requests), self.max_lookahead + 1))
-        emitted[:, 1:] += ((prior * weight + accepted) / (weight + offered)).cumprod(1).cumsum(1)
-        return emitted
+    def _reached(self, requests: Sequence[Accepting]) -> list[float]:
+        """How many requests are expected to emit a token at each position; all do at the first."""
+        # Steps may be short: for so few numbers lists are several times faster than arrays.
+        reached = [float(len(requests)), *[0.0] * self.max_lookahead]
+        for request in requests:
+            chance = 1.0
+            for place, rate in enumerate(request.rates, 1):
+                chance *= rate
+                reached[place] += chance
+        return reached

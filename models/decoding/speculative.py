@@ -186,7 +186,8 @@ def _choose(going: Sequence["Conversation"]) -> Sequence[int | TreeShape]:
     assert all(conversation.policy is policy for conversation in going)
     if policy is None:
         return [conversation.shape for conversation in going]
-    return [policy.choose([conversation.accepting for conversation in going])] * len(going)
+    estimates = [conversation.accepting for conversation in going if conversation.accepting is not None]
+    return [policy.choose(estimates)] * len(going)
 
 
 def _observe(proposers: BatchProposer, step: Verification, decisions: Sequence[Decision]) -> None:

@@ -1,5 +1,8 @@
 """The online policy: exact choices in small cases, estimates by hand, lossless, and better than any fixed lookahead."""
 
+from collections.abc import Sequence
+from math import prod
+
 import pytest
 import torch
 from hypothesis import given
@@ -36,6 +39,11 @@ class Listed:
         return self.listed[lookahead]
 
 
+def emitted(rates: Sequence[float]) -> list[float]:
+    """Tokens that a step is expected to emit, by lookahead from 0 on."""
+    return [1 + sum(prod(rates[:at]) for at in range(1, lookahead + 1)) for lookahead in range(len(rates) + 1)]
+
+
 @given(data=st.data(), batch=st.integers(1, 3), most=st.integers(1, 3))
 def test_the_choice_is_the_best_of_all(data, batch, most):
     """By what every request is expected to emit; none has learnt anything yet, or all have learnt different things."""
@@ -47,7 +55,7 @@ def test_the_choice_is_the_best_of_all(data, batch, most):
     for request in requests:
         for accepted in data.draw(st.lists(st.integers(0, most), max_size=4)):
             request.learn(most, accepted)
-    expected = [sum(request.emitted[at] for request in requests) / listed[at] for at in range(most + 1)]
+    expected = [sum(emitted(request.rates)[at] for request in requests) / listed[at] for at in range(most + 1)]
     assert expected[policy.choose(requests)] == pytest.approx(max(expected), rel=1e-9)
 
 
@@ -62,7 +70,7 @@ def test_what_a_text_accepts_decides_for_it():
 
 def test_estimates_by_hand():
     estimate = Accepting([0.5, 0.5], 2.0, 0.5)
-    assert estimate.emitted == [1.0, 1.5, 1.75]
+    assert emitted(estimate.rates) == [1.0, 1.5, 1.75]
     estimate.learn(2, 1)
     # Position 1: one of one, position 2: none of one, each beside the prior's two steps.
     assert estimate.rates == pytest.approx([2 / 3, 1 / 3])
@@ -155,15 +163,15 @@ SECONDS, MOST = 60.0, 6
 def test_under_a_rising_and_falling_load_no_fixed_lookahead_is_better(truth, prior):
     """True costs, acceptance that the policy must find out; requests come and go. Expected tokens in the same time."""
     costs, generator = Costs(free=24, per_token=0.04, draft=0.06), torch.Generator().manual_seed(1)
-    emitted = Accepting([truth] * MOST, 1.0, 0.5).emitted
-    fixed = [sum(load * emitted[at] / costs.seconds(load, at) for load in LOADS) * SECONDS for at in range(MOST + 1)]
+    expected = emitted([truth] * MOST)
+    fixed = [sum(load * expected[at] / costs.seconds(load, at) for load in LOADS) * SECONDS for at in range(MOST + 1)]
     policy, tokens = LookaheadPolicy(costs, [prior] * MOST), 0.0
     for load in LOADS:
         requests, left = [policy.request() for _ in range(load)], SECONDS
         while left > 0:
             at = policy.choose(requests)
             step = costs.seconds(load, at)
-            tokens += load * emitted[at] * min(1.0, left / step)
+            tokens += load * expected[at] * min(1.0, left / step)
             left -= step
             runs = (torch.rand(load, MOST, generator=generator) < truth).long().cumprod(1).sum(1).tolist()
             for request, run in zip(requests, runs, strict=True):
