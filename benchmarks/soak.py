@@ -6,7 +6,7 @@ A whole stack (`draftsmith up`: PostgreSQL, S3, Prefect, MLflow, workers) with t
 tiny target. Days are short: in each the simulated engine serves some requests, and watch-traffic looks six times. What
 is served is real: the champion's own counts over the target's continuations of that day's prompts (soak_serving.py).
 
-The traffic drifts twice (people begin to shout, then to join words by underscores) and is disturbed once by a bad
+The traffic drifts twice (people begin to shout, then to leave out vowels) and is disturbed once by a bad
 morning. In between somebody registers a draft that was hardly trained, an export is broken after its benchmark, and a
 draft that passes the gate serves badly. Right is: two retrainings by drift, both promoted; none by noise; the worse
 draft refused; the broken export and the badly serving draft taken back; nothing left behind.
@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -64,7 +65,7 @@ RECIPE = [
 TRAFFIC: dict[str, Callable[[str], str]] = {
     "plain": lambda text: text,
     "shouted": lambda text: text.upper(),
-    "joined": lambda text: text.replace(" ", "_"),
+    "clipped": lambda text: re.sub("[aeiou]", "", text),
 }
 
 
@@ -253,17 +254,17 @@ def fortnight(soak: Soak) -> None:
     worse = soak.submit("retrain", config=soak.config("shouted", "training.max_steps=2"))
     soak.live("shouted", f"a draft that was hardly trained: retrain {worse['state']['type']}")
     soak.live("shouted", break_export(soak))
-    soak.live("joined", "drift")
-    soak.live("joined", "after the drift")
+    soak.live("clipped", "drift")
+    soak.live("clipped", "after the drift")
     before = soak.champion().version
-    longer = soak.config("joined", "training.max_steps=600", "training.start_from=champion")
+    longer = soak.config("clipped", "training.max_steps=600", "training.start_from=champion")
     ended = soak.submit("retrain", config=longer)["state"]["type"]
     what = f"a longer training: {ended}, version {soak.champion().version} after {before}, served at 70 %"
     quality = 0.7 if soak.champion().version != before else 1.0
     while soak.champion().version != before and len(soak.days) < 13:
-        soak.live("joined", what, (quality,))
+        soak.live("clipped", what, (quality,))
     while len(soak.days) < 14:
-        soak.live("joined", "quiet")
+        soak.live("clipped", "quiet")
     soak.submit("clean-up", keep_runs=KEEP_RUNS)
 
 
