@@ -47,7 +47,7 @@ WINDOW_STEPS = 2000
 FLOW_S = 1800.0
 EVENT_S = 90.0
 KEEP_RUNS = 3
-REQUESTS_A_DAY = 600
+REQUESTS_A_DAY = 1200
 RECIPE = [
     "data.max_tokens=96",
     "data.heldout_share=0.3",
@@ -190,7 +190,7 @@ def write_traffic(folder: Path, seed: int) -> dict[str, Path]:
         pieces = [text[at : at + 160] for text in texts[index :: len(TRAFFIC)] for at in range(0, len(text) - 160, 480)]
         random.Random(seed).shuffle(pieces)
         prompts[kind] = folder / f"{kind}.jsonl"
-        lines = (json.dumps({"text": write(piece)}) + "\n" for piece in pieces[: 2 * REQUESTS_A_DAY])
+        lines = (json.dumps({"text": write(piece)}) + "\n" for piece in pieces[:REQUESTS_A_DAY])
         write_atomically(prompts[kind], "".join(lines))
     return prompts
 
@@ -211,7 +211,7 @@ def write_deployments(folder: Path, config: dict[str, Any], served: Engine) -> N
                     "training": config["training"] | {"start_from": "champion"},
                 }
             case "watch-traffic":
-                logs = {"folder": str(folder / "requests"), "prompts": 2 * REQUESTS_A_DAY}
+                logs = {"folder": str(folder / "requests"), "prompts": REQUESTS_A_DAY}
                 parameters["config"] = {
                     "draft": DRAFT, "servers": [served.url], "window_steps": WINDOW_STEPS, "requests": logs,
                 }  # fmt: skip

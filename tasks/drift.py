@@ -50,11 +50,15 @@ class Finding:
         return in_words(self.draft, self.traffic, self.test, self.verdict)
 
     def is_the_versions_fault(self, probation_windows: int) -> bool:
-        """Whether the alarm came soon after a promotion, and the version accepts less than the one it replaced did."""
-        before, now = self.traffic.previous, self.traffic.current
+        """Whether the alarm came soon after a promotion, and the version accepts less than the one it replaced did.
+
+        Less by half the fall that the test is made for: what differs by less is no ground to go back.
+        """
+        before, now = self.traffic.replaced, self.traffic.current
         if not before or not now or str(before[-1].served.version) != self.draft.tags.get(REPLACES):
             return False
-        return len(now) <= probation_windows and mean_length(now[-RECENT:]) < mean_length(before[-RECENT:])
+        least = (1 - self.test.fall / 2) * mean_length(before[-RECENT:])
+        return len(now) <= probation_windows and mean_length(now[-RECENT:]) < least
 
 
 @task(name="observe traffic", **RETRIES)
@@ -153,7 +157,7 @@ def announce_drift(config: WatchConfig, finding: Finding, prompts: PromptsRecord
 @task(name="announce degradation", **RETRIES)
 def announce_degradation(config: WatchConfig, finding: Finding) -> Finding:
     """Emit the event that starts a rollback, once."""
-    before, now = (mean_length(windows[-RECENT:]) for windows in (finding.traffic.previous, finding.traffic.current))
+    before, now = (mean_length(windows[-RECENT:]) for windows in (finding.traffic.replaced, finding.traffic.current))
     reason = f"{finding.summary}; the version that it replaced reached {before:.2f}, it reaches {now:.2f}"
     payload = {"draft": config.draft, "version": finding.draft.version, "reason": reason}
     return _announce(config, finding, DEGRADED, payload)

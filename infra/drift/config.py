@@ -17,7 +17,11 @@ class RequestLogConfig(BaseModel):
         "`messages` or `prompt` as in OpenAI's API."
     )
     hours: float = Field(default=168.0, gt=0, description="Only files that changed within this many hours are read.")
-    prompts: int = Field(default=2000, ge=1, description="At most this many are kept.")
+    prompts: int = Field(
+        default=2000,
+        ge=1,
+        description="At most this many are kept; logs are read from the newest file on until there are so many.",
+    )
     longest_characters: int = Field(default=20_000, ge=1, description="Longer requests are left out and counted.")
     seed: int = Field(default=0, description="Of the random sample.")
 
@@ -54,8 +58,8 @@ class WatchConfig(BaseModel):
     probation_windows: int = Field(
         default=50,
         ge=0,
-        description="An alarm so soon after a version began to serve, while it accepts less than the one before did, "
-        "is the version's fault: the event asks for its rollback, not for retraining. 0: never.",
+        description="An alarm so soon after a version began to serve, while it accepts less than the one before did "
+        "(by half of `fall`), is the version's fault: the event asks for its rollback, not for retraining. 0: never.",
     )
     timeout_s: float = Field(default=10.0, gt=0, description="Of one question to a server.")
     requests: RequestLogConfig | None = Field(

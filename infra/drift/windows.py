@@ -101,6 +101,13 @@ class TrafficRecord(Record):
         """Windows of the version before that tell how much this traffic varies."""
         return self.previous[-LEARNED_WINDOWS:]
 
+    @property
+    def replaced(self) -> tuple[Window, ...]:
+        """What the present version is compared with: windows of the version before, those that a fall in its time had
+        already come to, where one was announced."""
+        alarms = [one.window for one in self.announced if self.previous and one.served == self.previous[-1].served]
+        return tuple(window for window in self.previous if not alarms or window.ended >= max(alarms))
+
     def observe(self, scrape: Scrape, served: Served, now: float, least_steps: int) -> "TrafficRecord":
         """The record after a scrape: one window more if enough verification steps have come since the last one.
 

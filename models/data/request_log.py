@@ -5,9 +5,9 @@ private is found, and writes FOLDER/prompts-<hash>.jsonl, which a recipe's `data
 FOLDER/prompts.json, its record. A process of its own: it reads far more than the flow should, and Presidio loads
 torch where it finds it.
 
-A request's place in the sample is a hash of the seed and its text, and the smallest hashes are kept: the sample
-depends on neither the order of files nor how often a request was sent, and only requests that would be kept are
-searched.
+Logs are read from the newest file on, until there are enough prompts: what has drifted is the traffic of now. A
+request's place in the sample is a hash of the seed and its text, and the smallest hashes are kept: the sample does not
+depend on how often a request was sent, and only requests that would be kept are searched.
 """
 
 import argparse
@@ -81,6 +81,10 @@ class Sample:
         self.dropped: Counter[str] = Counter()
         self.read = self.searched = 0
 
+    @property
+    def full(self) -> bool:
+        return len(self._heap) == self._config.prompts
+
     def add(self, line: bytes) -> None:
         """Look at one line of a log."""
         if not line.strip():
@@ -99,7 +103,7 @@ class Sample:
             self.dropped["duplicate"] += 1
             return
         self._seen.add(place)
-        if len(self._heap) == self._config.prompts and place >= -self._heap[0][0]:
+        if self.full and place >= -self._heap[0][0]:
             return
         self.searched += 1
         private = self._find(texts(request))
@@ -120,23 +124,28 @@ class Sample:
         return kept
 
 
-def log_lines(config: RequestLogConfig, now: float) -> Iterator[bytes]:
-    """Every line of the logs that changed lately. Raises ValueError where there is no such log."""
+def recent_logs(config: RequestLogConfig, now: float) -> Iterator[Iterator[bytes]]:
+    """The lines of each log that changed lately, newest log first. Raises ValueError where there is no such log."""
     files, root = fsspec.core.url_to_fs(config.folder)
     found: dict[str, dict[str, Any]] = files.find(root, detail=True)
     logs = sorted(path for path in found if path.endswith(SUFFIXES))
     fresh = [path for path in logs if now - _changed(found[path]) <= config.hours * 3600]
+    fresh.sort(key=lambda path: _changed(found[path]), reverse=True)
     if not fresh:
         raise ValueError(
             f"{config.folder} has {len(logs)} request logs ({' or '.join(SUFFIXES)}), none of the last "
             f"{config.hours:g} hours: mend requests.folder or raise requests.hours"
         )
     for path in fresh:
-        with files.open(path, "rb", compression="infer") as file:
-            try:
-                yield from file
-            except EOFError:  # a compressed log that is still being written
-                continue
+        yield _lines(files, path)
+
+
+def _lines(files: Any, path: str) -> Iterator[bytes]:
+    with files.open(path, "rb", compression="infer") as file:
+        try:
+            yield from file
+        except EOFError:  # a compressed log that is still being written
+            return
 
 
 def _changed(info: dict[str, Any]) -> float:
@@ -150,8 +159,11 @@ def sample_prompts(
 ) -> PromptsRecord:
     """Write the dataset and its record. Raises ValueError where the logs give no prompt."""
     sample = Sample(config, find)
-    for line in log_lines(config, now):
-        sample.add(line)
+    for lines in recent_logs(config, now):
+        for line in lines:
+            sample.add(line)
+        if sample.full:
+            break
     documents = sample.documents()
     if not documents:
         why = ", ".join(f"{count} {kind}" for kind, count in sample.dropped.most_common()) or "they are empty"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from infra.drift.scrape import Counters, Reading, Scrape
 from infra.drift.sequential import LEARNED_WINDOWS, DriftTest, Reference
-from infra.drift.windows import Served, TrafficRecord, TrafficStore, judge
+from infra.drift.windows import Served, TrafficRecord, TrafficStore, judge, mean_length
 
 SERVED = Served(version=3, lookahead=4, traffic="greedy")
 REQUESTS = [(24 + i % 7 - 3, 10) for i in range(200)]
@@ -132,6 +132,22 @@ def fallen(windows: int) -> TrafficRecord:
         totals = totals.plus(counted(100, (2.4 if index < 30 else 2.1) + wobble))
         scrapes.append(scrape(a=totals))
     return watched(*scrapes)
+
+
+def test_a_version_is_compared_with_what_the_one_before_reached_after_its_alarm():
+    """A drift that called for the version is not its fault."""
+    record = fallen(12)
+    window = record.due(judge(record, TEST), 24 * 3600.0)
+    assert window is not None
+    for one in (record, record.with_announced(window)):
+        later, other = scrape(a=Counters(generated=10**6, requests=10**4, steps=10**5)), {"version": 4}
+        assert one.replaced == ()
+        after = one.observe(later, SERVED.model_copy(update=other), 10**6, 100)
+        total = Counters(generated=10**6, requests=10**4, steps=10**5).plus(counted(100))
+        after = after.observe(scrape(a=total), SERVED.model_copy(update=other), 10**6 + 1.0, 100)
+        expected = one.windows if one is record else tuple(w for w in one.windows if w.ended >= window.ended)
+        assert after.replaced == expected
+    assert 2.0 < mean_length(expected) < 2.2
 
 
 def test_an_alarm_is_announced_once():

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.drift.config import RequestLogConfig
+from infra.files import write_atomically
 from infra.records import PromptsRecord
 from models.data.conversations import read_documents
 from models.data.private_data import find_private_data
@@ -149,6 +150,18 @@ def test_prompts_without_private_data(logs: str, tmp_path: Path):
     assert (record.prompts, record.lines) == (5, 4 + 8 + 1 + 4)
     kept = Path(record.path).read_text()
     assert not any(text in kept for text in (*PRIVATE.values(), *SECRETS))
+
+
+def test_the_newest_logs_are_read_first(tmp_path: Path):
+    logs = tmp_path / "logs"
+    for age in range(4):
+        write_atomically(logs / f"{age}.jsonl", b"".join(chat(f"{age} {word}") + b"\n" for word in range(10)))
+        os.utime(logs / f"{age}.jsonl", (10**9 - age, 10**9 - age))
+    for prompts, ages in ((10, {"0"}), (11, {"0", "1"}), (25, {"0", "1", "2"}), (100, {"0", "1", "2", "3"})):
+        config = RequestLogConfig(folder=str(logs), prompts=prompts)
+        record = sample_prompts(config, tmp_path / "out", no_finding, 1e9)
+        assert {document.text.split()[0] for document in read_documents(record.path)} == ages
+        assert (record.prompts, record.lines) == (min(prompts, 40), 10 * len(ages))
 
 
 def test_old_and_missing_logs_are_refused(logs: str, tmp_path: Path):
