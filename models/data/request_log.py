@@ -5,9 +5,9 @@ private is found, and writes FOLDER/prompts-<hash>.jsonl, which a recipe's `data
 FOLDER/prompts.json, its record. A process of its own: it reads far more than the flow should, and Presidio loads
 torch where it finds it.
 
-Logs are read from the newest file on, until there are enough prompts: what has drifted is the traffic of now. A
-request's place in the sample is a hash of the seed and its text, and the smallest hashes are kept: the sample does not
-depend on how often a request was sent, and only requests that would be kept are searched.
+Logs are read from the newest file on, until there are enough prompts, and newer ones go first: what has drifted is
+the traffic of now. Within a file a request's place is a hash of the seed and its text, and the smallest hashes are
+kept: the sample does not depend on how often a request was sent, and only requests that would be kept are searched.
 """
 
 import argparse
@@ -71,12 +71,12 @@ def texts(request: Request) -> list[str]:
 
 
 class Sample:
-    """The requests with the smallest hashes among those in which nothing private is found."""
+    """Of the newest requests in which nothing private is found, those with the smallest hashes."""
 
     def __init__(self, config: RequestLogConfig, find: Callable[[list[str]], set[str]]):
         self._config, self._find = config, find
-        self._heap: list[tuple[int, str]] = []
-        """Negated hash and JSON: the largest hash is on top."""
+        self._heap: list[tuple[int, int, str]] = []
+        """Negated age, negated hash and JSON: the largest hash of the oldest file is on top."""
         self._seen: set[int] = set()
         self.dropped: Counter[str] = Counter()
         self.read = self.searched = 0
@@ -85,8 +85,8 @@ class Sample:
     def full(self) -> bool:
         return len(self._heap) == self._config.prompts
 
-    def add(self, line: bytes) -> None:
-        """Look at one line of a log."""
+    def add(self, line: bytes, age: int = 0) -> None:
+        """Look at one line of a log; `age` is that of its file, the newest having 0."""
         if not line.strip():
             return
         self.read += 1
@@ -103,20 +103,20 @@ class Sample:
             self.dropped["duplicate"] += 1
             return
         self._seen.add(place)
-        if self.full and place >= -self._heap[0][0]:
+        if self.full and (-age, -place) <= self._heap[0][:2]:
             return
         self.searched += 1
         private = self._find(texts(request))
         if private:
             self.dropped.update(private)
             return
-        heapq.heappush(self._heap, (-place, document))
+        heapq.heappush(self._heap, (-age, -place, document))
         if len(self._heap) > self._config.prompts:
             heapq.heappop(self._heap)
 
     def documents(self) -> list[str]:
         """One kind only, that of most: a dataset has one template."""
-        chosen = [document for _, document in sorted(self._heap, reverse=True)]
+        chosen = [document for *_, document in sorted(self._heap, reverse=True)]
         plain = [document for document in chosen if "text" in json.loads(document)]
         chats = [document for document in chosen if "messages" in json.loads(document)]
         kept, rarer = (plain, chats) if len(plain) > len(chats) else (chats, plain)
@@ -159,9 +159,9 @@ def sample_prompts(
 ) -> PromptsRecord:
     """Write the dataset and its record. Raises ValueError where the logs give no prompt."""
     sample = Sample(config, find)
-    for lines in recent_logs(config, now):
+    for age, lines in enumerate(recent_logs(config, now)):
         for line in lines:
-            sample.add(line)
+            sample.add(line, age)
         if sample.full:
             break
     documents = sample.documents()
