@@ -6,7 +6,7 @@ A whole stack (`draftsmith up`: PostgreSQL, S3, Prefect, MLflow, workers) with t
 tiny target. Days are short: in each the simulated engine serves some requests, and watch-traffic looks six times. What
 is served is real: the champion's own counts over the target's continuations of that day's prompts (soak_serving.py).
 
-The traffic drifts twice (people begin to shout, then to leave out vowels) and is disturbed once by a bad
+The traffic drifts twice (people begin to shout, then to write digits for letters) and is disturbed once by a bad
 morning. In between somebody registers a draft that was hardly trained, an export is broken after its benchmark, and a
 draft that passes the gate serves badly. Right is: two retrainings by drift, both promoted; none by noise; the worse
 draft refused; the broken export and the badly serving draft taken back; nothing left behind.
@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import random
-import re
 import shutil
 import subprocess
 import sys
@@ -48,6 +47,8 @@ FLOW_S = 1800.0
 EVENT_S = 90.0
 KEEP_RUNS = 3
 REQUESTS_A_DAY = 1200
+DRIFT_STEPS = 75
+"""Of a retraining by drift: few enough that a longer one still improves on it."""
 RECIPE = [
     "data.max_tokens=96",
     "data.heldout_share=0.3",
@@ -62,10 +63,11 @@ RECIPE = [
     "benchmark.sampled_reference_tokens=0",
     "promotion.smoke_prompts=4",
 ]
+LEET = str.maketrans("aeiostAEIOST", "431057431057")
 TRAFFIC: dict[str, Callable[[str], str]] = {
     "plain": lambda text: text,
     "shouted": lambda text: text.upper(),
-    "clipped": lambda text: re.sub("[aeiou]", "", text),
+    "leet": lambda text: text.translate(LEET),
 }
 
 
@@ -208,7 +210,7 @@ def write_deployments(folder: Path, config: dict[str, Any], served: Engine) -> N
                 source = {"__prefect_kind": "jinja", "template": "{{ event.payload.dataset }}"}
                 trigger["parameters"]["config"] = config | {
                     "data": config["data"] | {"source": source},
-                    "training": config["training"] | {"start_from": "champion"},
+                    "training": config["training"] | {"start_from": "champion", "max_steps": DRIFT_STEPS},
                 }
             case "watch-traffic":
                 logs = {"folder": str(folder / "requests"), "prompts": REQUESTS_A_DAY}
@@ -254,17 +256,17 @@ def fortnight(soak: Soak) -> None:
     worse = soak.submit("retrain", config=soak.config("shouted", "training.max_steps=2"))
     soak.live("shouted", f"a draft that was hardly trained: retrain {worse['state']['type']}")
     soak.live("shouted", break_export(soak))
-    soak.live("clipped", "drift")
-    soak.live("clipped", "after the drift")
+    soak.live("leet", "drift")
+    soak.live("leet", "after the drift")
     before = soak.champion().version
-    longer = soak.config("clipped", "training.max_steps=600", "training.start_from=champion")
+    longer = soak.config("leet", "training.max_steps=300", "training.start_from=champion")
     ended = soak.submit("retrain", config=longer)["state"]["type"]
     what = f"a longer training: {ended}, version {soak.champion().version} after {before}, served at 70 %"
     quality = 0.7 if soak.champion().version != before else 1.0
     while soak.champion().version != before and len(soak.days) < 13:
-        soak.live("clipped", what, (quality,))
+        soak.live("leet", what, (quality,))
     while len(soak.days) < 14:
-        soak.live("clipped", "quiet")
+        soak.live("leet", "quiet")
     soak.submit("clean-up", keep_runs=KEEP_RUNS)
 
 
