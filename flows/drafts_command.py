@@ -25,18 +25,25 @@ def list_versions(name: Name = None) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from infra.health import public
     from infra.settings import tracking_uri
     from infra.tracking.registry import list_drafts
 
     table = Table()
-    for column in ("draft", "version", "alias", "acceptance length", "beats prompt lookup", "replaces", "run"):
-        table.add_column(column, overflow="fold")
+    for column in ("draft", "version", "alias"):
+        table.add_column(column, no_wrap=True)
+    for column in ("acceptance length", "beats prompt lookup"):
+        table.add_column(column, max_width=10)
+    table.add_column("run", overflow="fold")
     for draft in list_drafts(tracking_uri(), name):
         tags = draft.tags
         length = "" if draft.acceptance_length is None else f"{draft.acceptance_length:.2f}"
-        shown = (length, tags.get("beats_prompt_lookup", ""), tags.get("replaces", ""), tags.get("run", ""))
+        shown = (length, tags.get("beats_prompt_lookup", ""), tags.get("run", ""))
         table.add_row(draft.name, str(draft.version), ", ".join(draft.aliases), *shown)
-    Console().print(table if table.row_count else "no drafts yet: `draftsmith retrain recipes/quickstart.yaml`")
+    if table.row_count:
+        Console().print(table)
+    else:
+        print(f"no drafts in {public(tracking_uri())} yet: `draftsmith retrain recipes/quickstart.yaml`")
 
 
 @drafts.command()
@@ -68,6 +75,7 @@ def show_history(name: Name = None) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from infra.health import public
     from infra.settings import tracking_uri
     from infra.tracking.decisions import history
 
@@ -78,7 +86,10 @@ def show_history(name: Name = None) -> None:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(decision.at))
         before = "" if decision.champion_before is None else str(decision.champion_before)
         table.add_row(when, str(decision.version), decision.outcome, before, decision.by, decision.reason)
-    Console().print(table if table.row_count else "nothing was decided yet")
+    if table.row_count:
+        Console().print(table)
+    else:
+        print(f"nothing was decided in {public(tracking_uri())} yet")
 
 
 @drafts.command()

@@ -36,4 +36,6 @@ def _ask(url: str, timeout_s: float, direct: bool) -> str | None:
 def public(url: str) -> str:
     """A URL without the user and password it may hold."""
     parts = urlsplit(url)
+    if "@" not in parts.netloc:
+        return url  # urlunsplit takes two slashes of sqlite:////folder/file away
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

@@ -490,6 +490,7 @@ def test_the_hub_and_a_token_that_is_never_shown(bare_environment: Path, monkeyp
 def test_addresses_are_shown_without_their_secrets() -> None:
     assert public("https://token@host:80/x?y=1") == "https://host:80/x?y=1"
     assert public("http://host/api") == "http://host/api"
+    assert public("sqlite:////runs/mlflow.db") == "sqlite:////runs/mlflow.db"
 
 
 def test_mooncake_s_protocol_is_stated(tmp_path: Path) -> None:
