@@ -130,6 +130,7 @@ def test_generators_come_and_go(make_run, start):
     folder = make_run("several", *SMALL, "data.max_samples=120", "ledger.lease_seconds=5")
     trainer = start("models.training.launch", folder, ranks=1)
     stopped, killed, staying = [start("models.capture.generator", folder, index=index) for index in range(3)]
+    assert any("ready" in line for line in stopped.stdout), "told to stop earlier, it is just not there yet"
     deadline = time.monotonic() + 120
     while not folder.metrics.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
