@@ -139,12 +139,11 @@ def test_a_version_is_compared_with_what_the_one_before_reached_after_its_alarm(
     record = fallen(12)
     window = record.due(judge(record, TEST), 24 * 3600.0)
     assert window is not None
+    other, total = SERVED.model_copy(update={"version": 4}), Counters(generated=10**6, requests=10**4, steps=10**5)
     for one in (record, record.with_announced(window)):
-        later, other = scrape(a=Counters(generated=10**6, requests=10**4, steps=10**5)), {"version": 4}
         assert one.replaced == ()
-        after = one.observe(later, SERVED.model_copy(update=other), 10**6, 100)
-        total = Counters(generated=10**6, requests=10**4, steps=10**5).plus(counted(100))
-        after = after.observe(scrape(a=total), SERVED.model_copy(update=other), 10**6 + 1.0, 100)
+        after = one.observe(scrape(a=total), other, 10**6, 100)
+        after = after.observe(scrape(a=total.plus(counted(100))), other, 10**6 + 1.0, 100)
         expected = one.windows if one is record else tuple(w for w in one.windows if w.ended >= window.ended)
         assert after.replaced == expected
     assert 2.0 < mean_length(expected) < 2.2
