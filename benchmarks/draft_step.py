@@ -186,7 +186,6 @@ def conditions(threads: int) -> dict[str, Any]:
         "threads": threads,
         "chunk_tokens": CHUNK_TOKENS,
         "load_average": os.getloadavg(),
-        "shared_machine": "other work ran on the cores: contestants took turns; ratios are of CPU seconds",
         "peak_of_this_process_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     }
 
