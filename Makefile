@@ -32,8 +32,8 @@ up: $(VENV)/.ready
 down:
 	$(BIN)/draftsmith down
 
-# Figures of benchmarks/results/, hours on two cores; nothing else should run meanwhile. lossless.py and batched.py are
-# about drafts and prompts that one names; methods.py trains every method and takes as long again.
+# Figures of benchmarks/results/, hours on two cores; nothing else should run meanwhile. lossless.py is about drafts and
+# prompts that one names; methods.py trains every method and takes as long again.
 bench: $(VENV)/.ready $(SGLANG)/.ready
 	for name in data_wait transport ledger stored capture_cost engines drift gates overhead draft_step loss planner \
 	    packing context_parallel pipeline goodput kills; do \

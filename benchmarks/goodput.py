@@ -4,10 +4,11 @@
 
 The reference decoder on the recipe's target, with a draft that is trained here unless one is given, and with prompt
 lookup, whose proposals cost next to nothing. First the steps of some prompts are timed, and acceptance is counted: the
-cost model is fitted to them. Then, on other prompts: (a) the throughput of every lookahead at every batch size, against
-the one that the model predicts to be best; (b) a load that rises and falls, so many texts at once in every phase,
-decoded with every fixed lookahead and with the policy that chooses in every step. Every repetition decodes the same
-texts in all ways in turn; a figure is the median of repetitions.
+cost model is fitted to them; what realigning the texts of a batch costs is seen there too. Then, on other prompts: (a)
+the throughput of every lookahead at every batch size, against the one that the model predicts to be best; (b) a load
+that rises and falls, so many texts at once in every phase, decoded with every fixed lookahead and with the policy that
+chooses in every step. Every repetition decodes the same texts in all ways in turn; a figure is the median of
+repetitions.
 """
 
 import argparse
@@ -71,9 +72,21 @@ class Measured(Record):
     """How much slower the predicted best is than the best measured one, relatively."""
 
 
+class StepParts(Record):
+    """Where the time of a step goes while all texts of a batch are still going."""
+
+    batch: int
+    lookahead: int
+    seconds: dict[str, float]
+    """Median by part: see `models.decoding.stopwatch`."""
+    realign_share: float
+
+
 class SourceResult(Record):
     """One source of proposals."""
 
+    parts: tuple[StepParts, ...]
+    """Of the steps that the cost model is fitted to."""
     predicted: GoodputTable
     measured: tuple[Measured, ...]
     tokens: int
@@ -124,8 +137,10 @@ class Setup:
         return self.clock() - begun, [text.decoded() for text in texts]
 
 
-def calibrate(setup: Setup, batches: Sequence[int], repeats: int) -> tuple[FittedCosts, list[float]]:
-    """The cost model and acceptance by position, from steps in which all texts were still going."""
+def calibrate(
+    setup: Setup, batches: Sequence[int], repeats: int
+) -> tuple[FittedCosts, list[float], tuple[StepParts, ...]]:
+    """The cost model, acceptance by position, and parts of the steps in which all texts were still going."""
     steps: list[StepSeconds] = []
     counted: list[Decoded] = []
     setup.decode(setup.calibration[: max(batches)], setup.most)  # warms up
@@ -139,7 +154,18 @@ def calibrate(setup: Setup, batches: Sequence[int], repeats: int) -> tuple[Fitte
     verifying = [(step.texts, step.tokens, sum(step.seconds.values()) - step.seconds["draft"]) for step in steps]
     drafting = [(step.texts, step.tokens - 1, step.seconds["draft"]) for step in steps if step.tokens > 1]
     rates = [rate or 0.0 for rate in by_position([each.counts for each in counted], setup.most)]
-    return FittedCosts(fit(medians(verifying)), fit(medians(drafting))), rates
+    return FittedCosts(fit(medians(verifying)), fit(medians(drafting))), rates, step_parts(steps)
+
+
+def step_parts(steps: Sequence[StepSeconds]) -> tuple[StepParts, ...]:
+    """One for each batch and lookahead."""
+    found = []
+    for batch, tokens in sorted({(step.texts, step.tokens) for step in steps}):
+        alike = [step.seconds for step in steps if (step.texts, step.tokens) == (batch, tokens)]
+        seconds = {part: statistics.median(each[part] for each in alike) for part in alike[0]}
+        share = seconds["realign"] / sum(seconds.values())
+        found.append(StepParts(batch=batch, lookahead=tokens - 1, seconds=seconds, realign_share=share))
+    return tuple(found)
 
 
 def medians(times: Sequence[tuple[int, int, float]]) -> list[StepTime]:
@@ -226,14 +252,15 @@ def measure(options: argparse.Namespace, draft: Path) -> GoodputResult:
 
 def one_source(setup: Setup, batches: Sequence[int], repeats: int) -> SourceResult:
     """The cost model, (a) and (b)."""
-    costs, rates = calibrate(setup, batches, repeats)
+    costs, rates, parts = calibrate(setup, batches, repeats)
     predicted = goodput_table(costs, rates, sorted({*batches, *PHASES}))
     Console().print(shown(predicted))
     measured = measure_batches(setup, batches, predicted, repeats)
     under_load, tokens, chosen = measure_load(setup, costs, rates, repeats)
     return SourceResult(
-        predicted=predicted, measured=measured, tokens=tokens, under_load=under_load, policy_lookaheads=chosen
-    )
+        parts=parts, predicted=predicted, measured=measured, tokens=tokens, under_load=under_load,
+        policy_lookaheads=chosen,
+    )  # fmt: skip
 
 
 def prepare(options: argparse.Namespace, draft: Path, config: BenchmarkConfig) -> tuple[Setup, Conditions]:
@@ -288,6 +315,8 @@ def main() -> None:
     write_atomically(path, result)
     for name, found in result.sources.items():
         print(f"{name}: the policy's mean lookahead by texts at once", found.policy_lookaheads)
+        shares = [part.realign_share for part in found.parts]
+        print(f"{name}: realignment takes {min(shares):.1%} to {max(shares):.1%} of a step")
         for table in tables(found):
             Console().print(table)
     print(f"{result.wall_s:.0f} s: {path}")

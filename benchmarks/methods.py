@@ -40,6 +40,7 @@ from methods_table import RESULTS, write_result
 from regeneration import train
 from rich.console import Console
 from rich.progress import track
+from sources import add_question_arguments, question_sets
 
 from infra.exit import run_main
 from infra.files import write_atomically
@@ -51,7 +52,6 @@ from models.benchmark.bootstrap import length_interval
 from models.benchmark.conditions import conditions
 from models.benchmark.contestants import load_sources
 from models.benchmark.prompts import read_prompts
-from models.benchmark.suites import SUITES, question_prompts
 from models.config import RunConfig, load_recipe
 from models.data import python_docs
 from models.data.conversations import source_hash
@@ -78,8 +78,6 @@ BASELINES: dict[str, type[PromptLookup] | type[TokenRecycling]] = {
     "Token Recycling": TokenRecycling,
 }
 RESAMPLES = 10_000
-QUESTION_TOKENS = 256
-"""Longer questions are left out."""
 
 
 @dataclass(frozen=True)
@@ -139,13 +137,8 @@ def prompt_sets(
     for name in (VALIDATION, *KINDS):
         tokens, _ = read_prompts(str(parts[name]), target, settings, "none", config.target.add_bos)
         found[name] = PromptSet(name, tokens, source_hash(str(parts[name])))
-    for name, file in (("gsm8k", options.gsm8k), ("spec-bench", options.spec_bench)):
-        if file:
-            suite = question_prompts(
-                file, SUITES[name], Path(target.path), count=options.prompts, prompt_tokens=QUESTION_TOKENS,
-                templated=False, add_bos=config.target.add_bos,
-            )  # fmt: skip
-            found[name] = PromptSet(name, suite.prompts, suite.dataset_hash)
+    for name, suite in question_sets(options, target, config.target.add_bos).items():
+        found[name] = PromptSet(name, suite.prompts, suite.dataset_hash)
     return found
 
 
@@ -333,8 +326,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=24, help="of each set")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--batch", type=int, default=8, help="conversations decoded together")
-    parser.add_argument("--gsm8k", default=os.environ.get("DRAFTSMITH_GSM8K"))
-    parser.add_argument("--spec-bench", default=os.environ.get("DRAFTSMITH_SPEC_BENCH"))
+    add_question_arguments(parser)
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     if not 1 <= len(set(options.rates)) == len(options.rates) <= 3:

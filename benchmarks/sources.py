@@ -1,19 +1,25 @@
 """Target, sources of proposals and prompts, for benchmarks that decode for themselves."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from infra.records import TargetRecord
 from infra.results import Conditions
 from models.benchmark.conditions import conditions
 from models.benchmark.config import BenchmarkConfig
 from models.benchmark.contestants import Sources, draft_of, load_sources
 from models.benchmark.prompts import read_prompts
 from models.benchmark.standalone import baselines, find_target
+from models.benchmark.suites import SUITES, SuitePrompts, question_prompts
 from models.data.conversations import source_hash
 from models.drafts.base import Source
 from models.dtypes import DTYPES
+
+QUESTION_TOKENS = 256
+"""Longer questions are left out."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--add-bos", action="store_true", help="as in the recipe's target.add_bos")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--out", type=Path, help="default: a file of this benchmark's name in benchmarks/results/")
+
+
+def add_question_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that name files of questions."""
+    parser.add_argument("--gsm8k", default=os.environ.get("DRAFTSMITH_GSM8K"))
+    parser.add_argument("--spec-bench", default=os.environ.get("DRAFTSMITH_SPEC_BENCH"))
+
+
+def question_sets(options: argparse.Namespace, target: TargetRecord, add_bos: bool) -> dict[str, SuitePrompts]:
+    """`options.prompts` questions of each file, in its order, spread evenly over categories, as plain text."""
+    files = {"gsm8k": options.gsm8k, "spec-bench": options.spec_bench}
+    return {
+        name: question_prompts(
+            file, SUITES[name], Path(target.path), count=options.prompts, prompt_tokens=QUESTION_TOKENS,
+            templated=False, add_bos=add_bos,
+        )
+        for name, file in files.items()
+        if file
+    }  # fmt: skip
 
 
 def load(options: argparse.Namespace, prompts: int, lookahead: int) -> Ground:

@@ -1,0 +1,161 @@
+"""Do the simulated walk, the reference decoder and SGLang say the same of a draft? Greedy, on several sets of prompts.
+
+    SGLANG_PLATFORM=draftsmith_test_cpu python benchmarks/agreement.py RECIPE --draft EXPORT [--prompts 32]
+                                                                       [--gsm8k FILE] [--spec-bench FILE]
+
+Sets: the recipe's text, and the questions of GSM8K and Spec-Bench where their files are given (or named by
+DRAFTSMITH_GSM8K and DRAFTSMITH_SPEC_BENCH), continued as plain text. Walk: over the target's own text, one forward.
+Reference: real decoding in transformers, every text alone. Served: SGLang's steps as they arrive, so many requests at a
+time. On a CPU SGLang speculates with the tests' platform only. Writes benchmarks/results/agreement-RECIPE.json; exit
+status 1 where two differ by more than the bar.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.progress import track
+from sources import QUESTION_TOKENS, add_question_arguments, question_sets
+
+from infra.exit import run_main
+from infra.files import write_atomically
+from infra.processes import Owner
+from infra.provenance import git_sha
+from infra.records import Record, TargetRecord
+from infra.results import Conditions
+from models.benchmark.acceptance import acceptance_length, distinct_token_share
+from models.benchmark.conditions import conditions
+from models.benchmark.contestants import Contestants, load_contestants
+from models.benchmark.prompts import read_prompts
+from models.benchmark.serving import Setup, counts_of
+from models.config import RunConfig, load_recipe
+from models.data.conversations import source_hash
+from models.decoding.counts import Counts
+from models.decoding.plain import continue_batch
+from models.decoding.simulated import features, simulate
+from models.decoding.speculative import speculate
+from models.targets.prepare import prepare_target
+
+ROOT = Path(__file__).parents[1]
+BAR = 0.05
+
+
+class Agreement(Record):
+    """One set of prompts."""
+
+    prompts: str
+    conditions: Conditions
+    lengths: dict[str, float]
+    """Acceptance length of the walk, of reference decoding, and served."""
+    largest_difference: float
+    """Of two of them, relative to the smaller."""
+    same_counts: dict[str, int]
+    """Conversations whose counts are the walk's, step by step."""
+    distinct_token_share: float
+
+
+class AgreementResult(Record):
+    """What is committed."""
+
+    commit: str
+    date: str
+    concurrency: int
+    bar: float
+    sets: tuple[Agreement, ...]
+    wall_s: float
+
+
+def prompt_sets(config: RunConfig, target: TargetRecord, options: argparse.Namespace) -> dict[str, tuple[list, str]]:
+    """Token ids of every set's prompts, and the hash of its file."""
+    settings = config.benchmark.model_copy(update={"prompts": options.prompts})
+    tokens, _ = read_prompts(config.data.source, target, settings, "none", config.target.add_bos)
+    found = {config.data.source: (tokens, source_hash(config.data.source))}
+    suites = question_sets(options, target, config.target.add_bos)
+    return found | {name: (suite.prompts, suite.dataset_hash) for name, suite in suites.items()}
+
+
+@torch.no_grad()
+def walk(loaded: Contestants, prompts: Sequence[list[int]], texts: Sequence[list[int]], lookahead: int) -> list[Counts]:
+    """Simulated counts of every conversation."""
+    found = []
+    for prompt, text in zip(track(prompts, "walk"), texts, strict=True):
+        aux = features(loaded.target, [*prompt, *text])
+        found.append(simulate(loaded.draft, prompt, text, aux, lookahead)[-1])
+    return found
+
+
+def decode(loaded: Contestants, prompts: Sequence[list[int]], lookahead: int, most: int) -> list[Counts]:
+    """Counts of real decoding."""
+    return [
+        speculate(loaded.target, loaded.draft, prompt, lookahead, most, loaded.eos_ids).counts
+        for prompt in track(prompts, "reference")
+    ]
+
+
+def measure(options: argparse.Namespace) -> AgreementResult:
+    """All sets."""
+    begun, commit, config = time.perf_counter(), git_sha(), load_recipe(options.recipe)
+    settings, target = config.benchmark, prepare_target(config.target)
+    loaded = load_contestants(Path(target.path), options.draft, None, torch.float32)
+    sets = prompt_sets(config, target, options)
+    setup = Setup(
+        Path(target.path), config.generator, "float32", QUESTION_TOKENS, settings.max_new_tokens,
+        (options.concurrency,), Owner(f"agreement-{os.getpid()}", options.logs),
+    )  # fmt: skip
+    found = []
+    with setup.serving(options.draft, settings.lookahead) as client:
+        for name, (prompts, dataset_hash) in sets.items():
+            answers = setup.watch_all(client, prompts)
+            texts = continue_batch(loaded.target, prompts, settings.max_new_tokens, 0.0, loaded.eos_ids)
+            counts = {
+                "walk": walk(loaded, prompts, texts, settings.lookahead),
+                "reference": decode(loaded, prompts, settings.lookahead, settings.max_new_tokens),
+                "served": [counts_of(answer, settings.lookahead) for answer in answers],
+            }
+            under = conditions(
+                settings, loaded.target, target=target, draft=options.draft, dataset_hash=dataset_hash,
+                template_hash="none", prompts=len(prompts),
+            )  # fmt: skip
+            found.append(agreement(name, under, counts, distinct_token_share(texts)))
+            print(name, {way: round(length, 3) for way, length in found[-1].lengths.items()}, flush=True)
+    return AgreementResult(
+        commit=commit, date=time.strftime("%Y-%m-%d"), concurrency=options.concurrency, bar=BAR, sets=tuple(found),
+        wall_s=time.perf_counter() - begun,
+    )  # fmt: skip
+
+
+def agreement(name: str, under: Conditions, counts: dict[str, list[Counts]], share: float) -> Agreement:
+    """One set's row."""
+    lengths = {way: acceptance_length(each) for way, each in counts.items()}
+    same = {
+        way: sum(one == other for one, other in zip(each, counts["walk"], strict=True)) for way, each in counts.items()
+    }
+    return Agreement(
+        prompts=name, conditions=under, lengths=lengths, same_counts=same, distinct_token_share=share,
+        largest_difference=max(lengths.values()) / min(lengths.values()) - 1,
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--draft", type=Path, required=True, help="exported draft for its target")
+    parser.add_argument("--prompts", type=int, default=32, help="of each set")
+    parser.add_argument("--concurrency", type=int, default=4, help="requests at a time")
+    add_question_arguments(parser)
+    parser.add_argument("--logs", type=Path, default=Path("runs/agreement"), help="of SGLang's server")
+    options = parser.parse_args()
+    result = measure(options)
+    path = ROOT / "benchmarks" / "results" / f"agreement-{options.recipe.stem}.json"
+    write_atomically(path, result)
+    worst = max(one.largest_difference for one in result.sets)
+    print(f"at most {worst:.1%} apart in {len(result.sets)} sets, {result.wall_s:.0f} s: {path}")
+    if worst > BAR:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    run_main(main)
