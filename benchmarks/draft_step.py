@@ -5,10 +5,11 @@
     python benchmarks/draft_step.py --recompute 1024 4096 8192
 
 Every contestant is a process of its own with the same weights, batch, dtype (bfloat16: autocast over float32 master
-weights) and supervised positions (all), the draft head trained. They take turns, a step each, beside a product of two
-4096 x 4096 matrices: figures are medians over the rounds. Seconds are wall and CPU (of all threads); where other work
-shares the cores the ratio of CPU seconds is the better one, and the bars are judged by it. Peak memory is that of the
-first step, over what the process held with model and inputs made.
+weights) and supervised positions (all), the draft head trained. The package's loss is the KL divergence, this project's
+the cross entropy: it differs by the target's entropy and has the same gradient. Contestants take turns, a step each,
+beside a product of two 4096 x 4096 matrices: figures are medians over the rounds. Seconds are wall and CPU (of all
+threads); where other work shares the cores the ratio of CPU seconds is the better one, and the bars are judged by it.
+Peak memory is that of the first step, over what the process held with model and inputs made.
 
 `argmax` is this project's step where the target's argmax over its whole vocabulary decides which positions count, which
 the others do not ask. `--memory`: peak memory against length, of this project's step and of the plain one, at shape
