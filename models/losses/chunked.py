@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 BLOCK_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
-"""Draft logits that are worked on at once, as float32: what stays in a processor's cache, or fills a GPU."""
+"""Draft logits, or rows of the head's gradient, that are worked on at once, as float32: what stays in a processor's
+cache, or fills a GPU."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def _diverge(
     """
     count, steps, vocabulary = logits.shape
     total, correct = weights.new_zeros(()), torch.empty(count, steps, dtype=torch.bool, device=logits.device)
-    at_once = max(1, BLOCK_BYTES.get(logits.device.type, BLOCK_BYTES["cpu"]) // (4 * steps * vocabulary))
+    at_once = max(1, _block_bytes(logits.device) // (4 * steps * vocabulary))
     for start in range(0, count, at_once):
         block = slice(start, min(start + at_once, count))
         wide = logits[block].to(weights.dtype)
@@ -195,11 +196,18 @@ def _diverge(
 
 
 def _add_product(total: Tensor, slope: Tensor, rows: Tensor) -> None:
-    """`total += slope.T @ rows`, without a copy where no dtype changes."""
+    """`total += slope.T @ rows`; where dtypes differ block by block, since a sum converts all that it adds."""
     if total.dtype == slope.dtype:
         total.addmm_(slope.T, rows)
-    else:
-        total += slope.T @ rows
+        return
+    at_once = max(1, _block_bytes(total.device) // (total.shape[1] * total.element_size()))
+    for start in range(0, len(total), at_once):
+        block = slice(start, start + at_once)
+        total[block] += slope[:, block].T @ rows
+
+
+def _block_bytes(device: torch.device) -> int:
+    return BLOCK_BYTES.get(device.type, BLOCK_BYTES["cpu"])
 
 
 def product(rows: Tensor, head: Tensor) -> Tensor:
