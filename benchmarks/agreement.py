@@ -105,22 +105,22 @@ def measure(options: argparse.Namespace) -> AgreementResult:
         Path(target.path), config.generator, "float32", QUESTION_TOKENS, settings.max_new_tokens,
         (options.concurrency,), Owner(f"agreement-{os.getpid()}", options.logs),
     )  # fmt: skip
-    found = []
     with setup.serving(options.draft, settings.lookahead) as client:
-        for name, (prompts, dataset_hash) in sets.items():
-            answers = setup.watch_all(client, prompts)
-            texts = continue_batch(loaded.target, prompts, settings.max_new_tokens, 0.0, loaded.eos_ids)
-            counts = {
-                "walk": walk(loaded, prompts, texts, settings.lookahead),
-                "reference": decode(loaded, prompts, settings.lookahead, settings.max_new_tokens),
-                "served": [counts_of(answer, settings.lookahead) for answer in answers],
-            }
-            under = conditions(
-                settings, loaded.target, target=target, draft=options.draft, dataset_hash=dataset_hash,
-                template_hash="none", prompts=len(prompts),
-            )  # fmt: skip
-            found.append(agreement(name, under, counts, distinct_token_share(texts)))
-            print(name, {way: round(length, 3) for way, length in found[-1].lengths.items()}, flush=True)
+        answers = {name: setup.watch_all(client, prompts) for name, (prompts, _) in sets.items()}
+    found = []
+    for name, (prompts, dataset_hash) in sets.items():
+        texts = continue_batch(loaded.target, prompts, settings.max_new_tokens, 0.0, loaded.eos_ids)
+        counts = {
+            "walk": walk(loaded, prompts, texts, settings.lookahead),
+            "reference": decode(loaded, prompts, settings.lookahead, settings.max_new_tokens),
+            "served": [counts_of(answer, settings.lookahead) for answer in answers[name]],
+        }
+        under = conditions(
+            settings, loaded.target, target=target, draft=options.draft, dataset_hash=dataset_hash,
+            template_hash="none", prompts=len(prompts),
+        )  # fmt: skip
+        found.append(agreement(name, under, counts, distinct_token_share(texts)))
+        print(name, {way: round(length, 3) for way, length in found[-1].lengths.items()}, flush=True)
     return AgreementResult(
         commit=commit, date=time.strftime("%Y-%m-%d"), concurrency=options.concurrency, bar=BAR, sets=tuple(found),
         wall_s=time.perf_counter() - begun,
@@ -148,6 +148,7 @@ def main() -> None:
     add_question_arguments(parser)
     parser.add_argument("--logs", type=Path, default=Path("runs/agreement"), help="of SGLang's server")
     options = parser.parse_args()
+    torch.set_num_threads(1)
     result = measure(options)
     path = ROOT / "benchmarks" / "results" / f"agreement-{options.recipe.stem}.json"
     write_atomically(path, result)
