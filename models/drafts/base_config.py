@@ -1,8 +1,8 @@
 """What the configuration of every draft method offers. Imported wherever a recipe is; reaches pydantic only."""
 
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from infra.planner.shapes import DraftShape, Precision, TargetShape
 
@@ -44,6 +44,46 @@ class MethodConfig(BaseModel):
     def lookaheads(self, most: int) -> tuple[int, ...]:
         """Proposals per step, up to `most`, that such a draft can be served with: ascending, no draft (0) first."""
         return tuple(range(most + 1))
+
+
+class LayerShape(MethodConfig):
+    """Of a method whose layers are decoder layers, as targets have them."""
+
+    num_heads: int = Field(ge=1)
+    num_kv_heads: int = Field(ge=1)
+    head_dim: int = Field(ge=8)
+    intermediate_size: int = Field(ge=8)
+    rope_theta: float = Field(default=10_000.0, gt=0)
+    rms_norm_eps: float = Field(default=1e-6, gt=0)
+
+    @model_validator(mode="after")
+    def _heads_are_shared_evenly(self) -> Self:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}: key-value heads are "
+                "shared by equal groups"
+            )
+        return self
+
+    def engine_layers(self, hidden_size: int, vocab_size: int, layers: int) -> dict[str, Any]:
+        """Such layers in Hugging Face's words; older versions read `rope_theta`, newer ones `rope_parameters`."""
+        return {
+            "hidden_size": hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "max_position_embeddings": 131072,
+            "vocab_size": vocab_size,
+            "tie_word_embeddings": False,
+            "attention_bias": False,
+            "torch_dtype": "float32",
+        }
 
 
 class VocabularyChoice(MethodConfig):

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from infra.planner.shapes import ITEM_BYTES, DraftShape, Kept, Precision, TargetShape
-from models.drafts.base_config import MethodConfig
+from models.drafts.base_config import LayerShape
 
 ROWS_AT_ONCE = 256
 """Rows of one attention call: blocks that share it see each other's keys masked, which is work for nothing."""
@@ -13,7 +13,7 @@ ROWS_AT_ONCE = 256
 LayerType = Literal["full_attention", "sliding_attention"]
 
 
-class DFlashConfig(MethodConfig):
+class DFlashConfig(LayerShape):
     """A few decoder layers over a block of one known token and masks; the target's features are keys and values.
 
     No draft vocabulary: the draft speaks through the target's own head, and so does the engine that serves it.
@@ -45,12 +45,6 @@ class DFlashConfig(MethodConfig):
         description="Target token whose embedding stands at the positions to propose. Default: the last of the "
         "target's vocabulary, which is seldom a real one.",
     )
-    num_heads: int = Field(ge=1)
-    num_kv_heads: int = Field(ge=1)
-    head_dim: int = Field(ge=8)
-    intermediate_size: int = Field(ge=8)
-    rope_theta: float = Field(default=10_000.0, gt=0)
-    rms_norm_eps: float = Field(default=1e-6, gt=0)
     fc_norm: bool = Field(
         default=False,
         description="RMS norm per target feature before fusion, and every layer's own norm on the fused ones (SGLang's "
@@ -74,8 +68,6 @@ class DFlashConfig(MethodConfig):
     def _consistent(self) -> "DFlashConfig":
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
             raise ValueError("draft.layer_types has sliding_attention layers: set draft.sliding_window")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"draft.num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
         return self
 
     def shape(self, target: TargetShape, aux_count: int, precision: Precision) -> DraftShape:

@@ -130,25 +130,10 @@ class DFlashDraft(Draft):
         }
 
     def _layer_config(self) -> dict[str, Any]:
-        """Hugging Face's `Qwen3Config`; older versions read `rope_theta`, newer ones `rope_parameters`."""
-        config = self.config
-        return {
+        """Hugging Face's `Qwen3Config`."""
+        config, (vocabulary, hidden) = self.config, self.embedding.shape
+        return config.engine_layers(hidden, vocabulary, len(config.layer_types)) | {
             "model_type": "qwen3",
-            "hidden_size": self.embedding.shape[1],
-            "intermediate_size": config.intermediate_size,
-            "num_hidden_layers": len(config.layer_types),
-            "num_attention_heads": config.num_heads,
-            "num_key_value_heads": config.num_kv_heads,
-            "head_dim": config.head_dim,
-            "hidden_act": "silu",
-            "rms_norm_eps": config.rms_norm_eps,
-            "rope_theta": config.rope_theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-            "max_position_embeddings": 131072,
-            "vocab_size": len(self.embedding),
-            "tie_word_embeddings": False,
-            "attention_bias": False,
-            "torch_dtype": "float32",
             "layer_types": list(config.layer_types),
             # Without it Hugging Face's Qwen3Config forgets the window.
             "use_sliding_window": config.sliding_window is not None,

@@ -5,11 +5,11 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from infra.planner.shapes import ITEM_BYTES, DraftShape, Kept, Precision, TargetShape
-from models.drafts.base_config import VocabularyChoice
+from models.drafts.base_config import LayerShape, VocabularyChoice
 from models.losses.config import LOSS_FIELDS, LossChoice
 
 
-class Eagle3Config(LossChoice, VocabularyChoice):
+class Eagle3Config(LossChoice, VocabularyChoice, LayerShape):
     """One decoder layer over the next token's embedding and the fused target features.
 
     EAGLE-3.1 is `fc_norm` and `norm_output` together.
@@ -21,12 +21,6 @@ class Eagle3Config(LossChoice, VocabularyChoice):
     adaptive: ClassVar[bool] = True
 
     method: Literal["eagle3"] = "eagle3"
-    num_heads: int = Field(ge=1)
-    num_kv_heads: int = Field(ge=1)
-    head_dim: int = Field(ge=8)
-    intermediate_size: int = Field(ge=8)
-    rope_theta: float = Field(default=10_000.0, gt=0)
-    rms_norm_eps: float = Field(default=1e-6, gt=0)
     fc_norm: bool = Field(
         default=False,
         description="RMS norm per target feature before fusion. Needed where the residual stream grows a lot (Gemma).",
@@ -51,11 +45,6 @@ class Eagle3Config(LossChoice, VocabularyChoice):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Eagle3Config":
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}: key-value heads are "
-                "shared by equal groups"
-            )
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("fc_norm and norm_before_fc both norm the target features: set one of them")
         if self.ttt_weights is not None and (len(self.ttt_weights) != self.ttt_steps or not any(self.ttt_weights)):

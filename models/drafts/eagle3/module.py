@@ -166,27 +166,9 @@ class Eagle3Draft(Draft):
         }
 
     def _layer_config(self) -> dict[str, Any]:
-        """Hugging Face's `LlamaConfig`; older versions read `rope_theta`, newer ones `rope_parameters`."""
-        config = self.config
-        return {
-            "model_type": "llama",
-            "hidden_size": self.norm.weight.shape[0],
-            "intermediate_size": config.intermediate_size,
-            "num_hidden_layers": 1,
-            "num_attention_heads": config.num_heads,
-            "num_key_value_heads": config.num_kv_heads,
-            "head_dim": config.head_dim,
-            "hidden_act": "silu",
-            "rms_norm_eps": config.rms_norm_eps,
-            "rope_theta": config.rope_theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-            "max_position_embeddings": 131072,
-            "vocab_size": self.vocabulary.target_size,
-            "tie_word_embeddings": False,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "torch_dtype": "float32",
-        }
+        """Hugging Face's `LlamaConfig`."""
+        layers = self.config.engine_layers(self.norm.weight.shape[0], self.vocabulary.target_size, 1)
+        return {"model_type": "llama", "mlp_bias": False} | layers
 
     def fuse(self, aux: Tensor) -> Tensor:
         """Target features `[N, K*H]` to the draft's input `[N, H]`."""
