@@ -34,9 +34,9 @@ down:
 
 # Figures of benchmarks/results/, hours on two cores; nothing else should run meanwhile. lossless.py is about drafts and
 # prompts that one names; methods.py trains every method and takes as long again.
-bench: $(VENV)/.ready $(SGLANG)/.ready
+bench: $(VENV)/.ready $(SGLANG)/.test-ready
 	for name in data_wait transport ledger stored capture_cost engines drift gates overhead draft_step loss planner \
-	    packing context_parallel pipeline goodput kills; do \
+	    packing context_parallel pipeline goodput agreement kills; do \
 	    $(BIN)/python benchmarks/$$name.py || exit 1; \
 	done
 

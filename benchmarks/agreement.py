@@ -1,22 +1,24 @@
 """Do the simulated walk, the reference decoder and SGLang say the same of a draft? Greedy, on several sets of prompts.
 
-    SGLANG_PLATFORM=draftsmith_test_cpu python benchmarks/agreement.py RECIPE --draft EXPORT [--prompts 32]
-                                                                       [--gsm8k FILE] [--spec-bench FILE]
+    python benchmarks/agreement.py [RECIPE] [section.field=value ...] [--draft EXPORT] [--prompts 32]
+                                   [--gsm8k FILE] [--spec-bench FILE]
 
-Sets: the recipe's text, and the questions of GSM8K and Spec-Bench where their files are given (or named by
-DRAFTSMITH_GSM8K and DRAFTSMITH_SPEC_BENCH), continued as plain text. Walk: over the target's own text, one forward.
-Reference: real decoding in transformers, every text alone. Served: SGLang's steps as they arrive, so many requests at a
-time. On a CPU SGLang speculates with the tests' platform only. Writes benchmarks/results/agreement-RECIPE.json; exit
-status 1 where two differ by more than the bar.
+The draft is trained here unless one is given. Sets: the recipe's text, and the questions of GSM8K and Spec-Bench where
+their files are given (or named by DRAFTSMITH_GSM8K and DRAFTSMITH_SPEC_BENCH), continued as plain text. Walk: over the
+target's own text, one forward. Reference: real decoding in transformers, every text alone. Served: SGLang's steps as
+they arrive, so many requests at a time; without a GPU by the tests' kernels (`make .venv-sglang/.test-ready`).
+Writes benchmarks/results/agreement-RECIPE-METHOD.json; exit status 1 where two differ by more than the bar.
 """
 
 import argparse
 import os
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from prepared import trained_export
 from rich.progress import track
 from sources import QUESTION_TOKENS, add_question_arguments, question_sets
 
@@ -30,7 +32,7 @@ from models.benchmark.acceptance import acceptance_length, distinct_token_share
 from models.benchmark.conditions import conditions
 from models.benchmark.contestants import Contestants, load_contestants
 from models.benchmark.prompts import read_prompts
-from models.benchmark.serving import Setup, counts_of
+from models.benchmark.serving import Setup, counts_of, whats_missing
 from models.config import RunConfig, load_recipe
 from models.data.conversations import source_hash
 from models.decoding.counts import Counts
@@ -95,17 +97,20 @@ def decode(loaded: Contestants, prompts: Sequence[list[int]], lookahead: int, mo
     ]
 
 
-def measure(options: argparse.Namespace) -> AgreementResult:
+def measure(options: argparse.Namespace, config: RunConfig, draft: Path) -> AgreementResult:
     """All sets."""
-    begun, commit, config = time.perf_counter(), git_sha(), load_recipe(options.recipe)
+    begun, commit = time.perf_counter(), git_sha()
     settings, target = config.benchmark, prepare_target(config.target)
-    loaded = load_contestants(Path(target.path), options.draft, None, torch.float32)
+    loaded = load_contestants(Path(target.path), draft, None, torch.float32)
+    missing = whats_missing(draft, (options.concurrency,))
+    if missing:
+        raise ValueError(missing)
     sets = prompt_sets(config, target, options)
     setup = Setup(
         Path(target.path), config.generator, "float32", QUESTION_TOKENS, settings.max_new_tokens,
         (options.concurrency,), Owner(f"agreement-{os.getpid()}", options.logs),
     )  # fmt: skip
-    with setup.serving(options.draft, settings.lookahead) as client:
+    with setup.serving(draft, settings.lookahead) as client:
         answers = {name: setup.watch_all(client, prompts) for name, (prompts, _) in sets.items()}
     found = []
     for name, (prompts, dataset_hash) in sets.items():
@@ -116,7 +121,7 @@ def measure(options: argparse.Namespace) -> AgreementResult:
             "served": [counts_of(answer, settings.lookahead) for answer in answers[name]],
         }
         under = conditions(
-            settings, loaded.target, target=target, draft=options.draft, dataset_hash=dataset_hash,
+            settings, loaded.target, target=target, draft=draft, dataset_hash=dataset_hash,
             template_hash="none", prompts=len(prompts),
         )  # fmt: skip
         found.append(agreement(name, under, counts, distinct_token_share(texts)))
@@ -141,16 +146,22 @@ def agreement(name: str, under: Conditions, counts: dict[str, list[Counts]], sha
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", type=Path)
-    parser.add_argument("--draft", type=Path, required=True, help="exported draft for its target")
+    parser.add_argument("recipe", type=Path, nargs="?", default=ROOT / "recipes" / "tiny.yaml")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--draft", type=Path, help="exported draft for its target; default: one is trained")
     parser.add_argument("--prompts", type=int, default=32, help="of each set")
     parser.add_argument("--concurrency", type=int, default=4, help="requests at a time")
     add_question_arguments(parser)
     parser.add_argument("--logs", type=Path, default=Path("runs/agreement"), help="of SGLang's server")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    result = measure(options)
-    path = ROOT / "benchmarks" / "results" / f"agreement-{options.recipe.stem}.json"
+    if not torch.cuda.is_available():
+        os.environ.setdefault("SGLANG_PLATFORM", "draftsmith_test_cpu")
+    config = load_recipe(options.recipe, options.overrides)
+    with tempfile.TemporaryDirectory(prefix="draftsmith-agreement-") as name:
+        draft = options.draft or trained_export(Path(name) / "run", options.recipe, options.overrides)
+        result = measure(options, config, draft)
+    path = ROOT / "benchmarks" / "results" / f"agreement-{options.recipe.stem}-{config.draft.method}.json"
     write_atomically(path, result)
     worst = max(one.largest_difference for one in result.sets)
     print(f"at most {worst:.1%} apart in {len(result.sets)} sets, {result.wall_s:.0f} s: {path}")

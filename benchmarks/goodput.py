@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from prepared import capture_train_export, prepared_run
+from prepared import trained_export
 from rich.console import Console
 from rich.table import Table
 from sources import numbers
@@ -58,7 +58,6 @@ LEAST_TEXTS = 2
 """Of a phase, one group after the other: few texts at once take no shorter part of the time than many."""
 POLICY = "policy"
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
-TRAIN_S = 3600
 
 
 class Measured(Record):
@@ -224,13 +223,6 @@ def measure_load(
     return under_load, tokens, {load: statistics.fmean(of) for load, of in sorted(chosen.items())}
 
 
-def train(recipe: Path, folder: Path) -> Path:
-    """The recipe's draft. Raises ValueError when a process fails."""
-    with prepared_run(folder, recipe, []) as run:
-        capture_train_export(run, TRAIN_S)
-        return run.folder.export
-
-
 def measure(options: argparse.Namespace, draft: Path) -> GoodputResult:
     """Calibrate on some prompts, measure on others."""
     begun, commit = time.perf_counter(), git_sha()
@@ -310,7 +302,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="draftsmith-goodput-") as name:
-        result = measure(options, options.draft or train(options.recipe, Path(name) / "run"))
+        result = measure(options, options.draft or trained_export(Path(name) / "run", options.recipe, []))
     path = RESULTS / f"goodput-{options.recipe.stem}.json"
     write_atomically(path, result)
     for name, found in result.sources.items():

@@ -16,6 +16,8 @@ from models.data.prepare import prepare_samples, recipe_data
 from models.run import Run
 from models.targets.prepare import prepare_target
 
+TRAIN_S = 3600
+
 
 @contextmanager
 def prepared_run(path: Path, recipe: Path, overrides: list[str]) -> Iterator[Run]:
@@ -29,6 +31,13 @@ def prepared_run(path: Path, recipe: Path, overrides: list[str]) -> Iterator[Run
         yield Run.open(path)
     finally:
         shutil.rmtree(run_memory_folder(folder), ignore_errors=True)
+
+
+def trained_export(path: Path, recipe: Path, overrides: list[str]) -> Path:
+    """The draft that a recipe trains. Raises ValueError when a process fails."""
+    with prepared_run(path, recipe, overrides) as run:
+        capture_train_export(run, TRAIN_S)
+        return run.folder.export
 
 
 def capture_train_export(run: Run, timeout_s: float) -> None:
