@@ -128,6 +128,12 @@ def _serving(run: Run, settings: dict[str, Any]) -> Iterator[str]:
         speculation = " ".join(run.config.draft.engine_arguments(lookahead))
         command = f"python -m sglang.launch_server --model-path {target}"
         yield _code(f"{command} \\\n    --speculative-draft-model-path DRAFT {speculation}")
+        if run.target.model_type.startswith("gemma3"):
+            yield (
+                "SGLang 0.5.23 leaves the residual stream out of what drafts of Gemma 3 read (sgl-project/sglang#39286), "
+                "and most proposals are rejected. Install Draftsmith beside it (`pip install --no-deps`): its plugin "
+                "mends that."
+            )
     if "speculators_config" in settings:
         yield "vLLM, which reads the `speculators` part of `config.json` (Draftsmith itself has not served it there):"
         method = settings["speculators_model_type"]

@@ -27,6 +27,9 @@ def register() -> None:
     """Entry point of the kernels."""
     if os.environ.get("SGLANG_PLATFORM") != NAME:
         return
+    from models.capture.sglang.plugin import register as plain
+
+    plain()  # SGLang skips the plugins of a distribution whose platform is not the chosen one
     from sglang.srt.arg_groups.choices import add_draft_attention_backend_choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

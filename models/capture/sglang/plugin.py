@@ -132,10 +132,10 @@ def _is_writer() -> bool:
 
 
 def register() -> None:
-    """Entry point. Without a capture specification in the environment the engine stays as it is."""
-    if capture_spec() is None:
-        return
+    """Entry point. Without a capture specification in the environment it only mends what SGLang gives its own drafts."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
 
-    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.run_batch", after_run_batch, HookType.AFTER)
+    HookRegistry.register(gemma3.CAPTURE, gemma3.mark_layers, HookType.AFTER)
     HookRegistry.register(gemma3.LAYER, gemma3.whole_output, HookType.AROUND)
+    if capture_spec() is not None:
+        HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.run_batch", after_run_batch, HookType.AFTER)

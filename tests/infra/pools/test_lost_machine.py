@@ -3,10 +3,11 @@
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from infra.elastic_generators import ElasticGenerators
@@ -89,8 +90,9 @@ def test_a_lost_lease_in_ray(ray_place, tmp_path: Path, running) -> None:
 
         def lose() -> None:
             for process in running("infra.pools.ray_holder"):
-                if any("ray-lost-generator-1" in argument for argument in process.cmdline()):
-                    process.kill()
+                with suppress(psutil.NoSuchProcess):  # of another group, which has just ended
+                    if any("ray-lost-generator-1" in argument for argument in process.cmdline()):
+                        process.kill()
 
         with closing(begin()) as generators:
             expected(train_until_replaced(folder, generators, lose), folder)

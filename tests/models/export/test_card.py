@@ -19,9 +19,9 @@ SAMPLES |= {"train_samples": 1234, "heldout_samples": 5, "train_tokens": 56789, 
 SAMPLES |= {"supervised_share": 0.5, "truncated": 0}
 
 
-def card(folder: Path, config: RunConfig, **engines: dict) -> tuple[dict, str]:
+def card(folder: Path, config: RunConfig, model_type: str = "qwen3", **engines: dict) -> tuple[dict, str]:
     """Front matter and text of the card of a run that was exported for these engines."""
-    sizes = {"hidden_size": 8, "num_layers": 36, "vocab_size": 151_936, "model_type": "qwen3"}
+    sizes = {"hidden_size": 8, "num_layers": 36, "vocab_size": 151_936, "model_type": model_type}
     target = TargetRecord(
         name=config.target.name, path="/cache/t", revision="rev", licence=config.target.licence, **sizes
     )
@@ -69,3 +69,12 @@ def test_a_card_names_no_path_of_this_machine_and_no_engine_that_does_not_serve_
     assert "sglang" not in text
     assert "vllm" not in text
     assert "Draftsmith's own decoder" in text
+
+
+def test_a_card_says_what_the_engine_does_wrong(tmp_path):
+    config = load_recipe(RECIPES / "qwen3-8b.yaml")
+    mends = []
+    for model_type in ("qwen3", "gemma3_text"):
+        (tmp_path / model_type).mkdir()
+        mends.append("its plugin mends that" in card(tmp_path / model_type, config, model_type, sglang={})[1])
+    assert mends == [False, True]
