@@ -130,7 +130,7 @@ def _serving(run: Run, settings: dict[str, Any]) -> Iterator[str]:
         yield _code(f"{command} \\\n    --speculative-draft-model-path DRAFT {speculation}")
         if run.target.model_type.startswith("gemma3"):
             yield (
-                "SGLang 0.5.23 leaves the residual stream out of what drafts of Gemma 3 read (sgl-project/sglang#39286), "
+                "SGLang 0.5.23 leaves the residual stream out of what drafts of Gemma 3 read (its pull request 39286), "
                 "and most proposals are rejected. Install Draftsmith beside it (`pip install --no-deps`): its plugin "
                 "mends that."
             )

@@ -132,7 +132,7 @@ def _is_writer() -> bool:
 
 
 def register() -> None:
-    """Entry point. Without a capture specification in the environment it only mends what SGLang gives its own drafts."""
+    """Entry point. Without a capture specification it only mends what SGLang gives its own drafts."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
 
     HookRegistry.register(gemma3.CAPTURE, gemma3.mark_layers, HookType.AFTER)
