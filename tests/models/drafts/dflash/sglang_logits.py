@@ -1,8 +1,7 @@
-"""`python sglang_logits.py FOLDER...`, in SGLang's environment: drafts in SGLang's own class, on given inputs.
+"""`python sglang_logits.py FOLDER...`, in SGLang's environment: DFlash drafts in SGLang's own class, on given inputs.
 
-A FOLDER holds config.json, model.safetensors and inputs.safetensors; writes outputs.safetensors. Only the cache of keys
-and values is ours: a dictionary that holds what the class projects from the features, read under the mask that the
-class asks its attention for.
+A FOLDER holds config.json, model.safetensors and inputs.safetensors; writes outputs.safetensors. The cache begins with
+what the class projects from the features.
 """
 
 import json
@@ -11,36 +10,10 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
-from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.models import dflash
-from sglang.srt.runtime_context import SpawnRanks, publish
-from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 from sglang.srt.utils.hf_transformers_utils import get_config
-from torch.nn.functional import scaled_dot_product_attention
-
-
-class Attention(torch.nn.Module):
-    """In place of SGLang's radix attention."""
-
-    def __init__(self, asked, keys, values):
-        super().__init__()
-        self.asked, self.keys, self.values = asked, keys, values
-
-    def forward(self, q, k, v, _batch):
-        heads, size = self.asked.tp_q_head_num, self.asked.head_dim
-        keys, values = torch.cat([self.keys, k]), torch.cat([self.values, v])
-        own = torch.arange(len(self.keys), len(keys))[:, None]
-        other = torch.arange(len(keys))
-        mask = torch.ones(len(q), len(keys), dtype=torch.bool)
-        if self.asked.attn_type != AttentionType.ENCODER_ONLY:
-            mask &= other <= own
-        if self.asked.sliding_window_size > -1:
-            mask &= other >= own - self.asked.sliding_window_size
-        q, k, v = (x.view(len(x), -1, size).transpose(0, 1)[None] for x in (q, keys, values))
-        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.asked.scaling, enable_gqa=True)
-        return out[0].transpose(0, 1).reshape(-1, heads * size)
+from sglang_alone import Attention, load_weights, stand_alone
 
 
 @torch.no_grad()
@@ -48,10 +21,7 @@ def answer(folder: Path) -> None:
     config = get_config(str(folder), trust_remote_code=False)
     (model,) = (one for one in dflash.EntryClass if [one.__name__] == config.architectures)
     draft = model(config).eval()
-    for parameter in draft.parameters():
-        parameter.data.fill_(torch.nan)
-    draft.load_weights(load_file(folder / "model.safetensors").items())
-    left_out = [name for name, parameter in draft.named_parameters() if parameter.isnan().any()]
+    left_out = load_weights(draft, folder)
     assert not left_out, left_out
     inputs = load_file(folder / "inputs.safetensors")
     count = len(inputs["aux"])
@@ -72,18 +42,7 @@ def answer(folder: Path) -> None:
     (folder / "outputs.json").write_text(json.dumps(said))
 
 
-def stand_alone(folder: Path) -> None:
-    """SGLang's layers ask for the process group that they are sharded over: here it is of one."""
-    chosen = {"device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch"}
-    args = ServerArgs(model_path=str(folder), grammar_backend="none", mem_fraction_static=0.5, **chosen)
-    publish(args, role="test", ranks=SpawnRanks(world_rank=0))
-    meeting = f"file://{folder}/meeting"
-    init_distributed_environment(world_size=1, rank=0, local_rank=0, backend="gloo", distributed_init_method=meeting)
-    initialize_model_parallel(backend="gloo")
-
-
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     folders = [Path(argument) for argument in sys.argv[1:]]
     stand_alone(folders[0])
     for one in folders:

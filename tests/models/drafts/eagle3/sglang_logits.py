@@ -1,0 +1,52 @@
+"""`python sglang_logits.py FOLDER...`, in SGLang's environment: EAGLE-3 drafts in SGLang's own class, on given inputs.
+
+A FOLDER holds config.json, model.safetensors and inputs.safetensors; writes outputs.safetensors. Over all rows at once
+as after a prefill, then from the last row on, step by step, each with the output of the step before.
+"""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from safetensors.torch import load_file, save_file
+from sglang.srt.models.llama_eagle3 import LlamaForCausalLMEagle3
+from sglang.srt.utils.hf_transformers_utils import get_config
+from sglang_alone import Attention, load_weights, stand_alone
+
+
+@torch.no_grad()
+def answer(folder: Path) -> None:
+    config = get_config(str(folder), trust_remote_code=False)
+    assert config.architectures == [LlamaForCausalLMEagle3.__name__]
+    draft = LlamaForCausalLMEagle3(config).eval()
+    inputs = load_file(folder / "inputs.safetensors")
+    left_out = load_weights(draft, folder)
+    # What the server puts in from the target.
+    assert left_out == {"model.embed_tokens.weight"} | ({"lm_head.weight"} if draft.load_lm_head_from_target else set())
+    embedding, head = inputs["embedding"], draft.lm_head.weight.data[: config.draft_vocab_size]  # SGLang pads tables
+    if draft.load_lm_head_from_target:
+        head = inputs["head"]
+    attention = draft.model.layers[0].self_attn
+    nothing = torch.empty(0, attention.kv_size)
+    attention.attn = Attention(attention.attn, nothing, nothing)
+    hidden, tokens, count = inputs["aux"], inputs["tokens"], len(inputs["aux"])
+    logits = []
+    for first in (0, *range(count, len(tokens))):
+        ids = tokens[:count] if first == 0 else tokens[first : first + 1]
+        positions = torch.arange(first, first + len(ids))
+        batch = SimpleNamespace(spec_info=SimpleNamespace(hidden_states=hidden))
+        normed, (fed_back,) = draft.model(ids, positions, batch, input_embeds=embedding[ids])
+        logits.append(normed @ head.T)
+        hidden = fed_back[-1:]
+    said = {"logits": torch.cat(logits)}
+    if draft.hot_token_id is not None:
+        said["target_ids"] = draft.hot_token_id
+    save_file(said, folder / "outputs.safetensors")
+
+
+if __name__ == "__main__":
+    folders = [Path(argument) for argument in sys.argv[1:]]
+    stand_alone(folders[0])
+    for one in folders:
+        answer(one)

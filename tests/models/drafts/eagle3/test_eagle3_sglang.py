@@ -1,0 +1,68 @@
+"""Our EAGLE-3 against SGLang's own class: it loads what we export, and says the same, step after step."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from infra.sglang.environment import sglang_python
+from models.drafts.eagle3.config import Eagle3Config
+from models.drafts.eagle3.module import Eagle3Draft
+from models.drafts.vocabulary import DraftVocabulary
+from models.export.sglang import write_export
+
+SCRIPT = Path(__file__).parent / "sglang_logits.py"
+HIDDEN, VOCABULARY, AUX, LENGTH, STEPS = 24, 60, (0, 2, 3), 21, 4
+SHAPES = {
+    "draft vocabulary": {"vocab_size": 32},
+    "norms of 3.1": {"vocab_size": 32, "fc_norm": True, "norm_output": True, "rms_norm_eps": 1e-3},
+    "one norm": {"norm_before_fc": True, "num_kv_heads": 4, "rope_theta": 50_000.0},
+    "the target's head": {"vocab_size": None, "shared_head": True},
+}
+
+
+def make_draft(changes: dict) -> Eagle3Draft:
+    torch.manual_seed(5)
+    knobs = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 40, "vocab_size": None}
+    config = Eagle3Config(**(knobs | changes))
+    ids = torch.randperm(VOCABULARY)[: config.vocabulary_size(VOCABULARY)].sort().values
+    draft = Eagle3Draft(config, torch.randn(VOCABULARY, HIDDEN), DraftVocabulary(ids, VOCABULARY), AUX)
+    for name, parameter in draft.named_parameters():
+        torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.2)
+    draft.start_from(torch.randn(VOCABULARY, HIDDEN))
+    return draft.eval()
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Drafts with inputs, and what SGLang made of them, by the names of their shapes."""
+    folders = {name: tmp_path_factory.mktemp("export") for name in SHAPES}
+    for name, folder in folders.items():
+        draft = make_draft(SHAPES[name])
+        write_export(draft, folder, {}, None)
+        given = {"aux": torch.randn(LENGTH, len(AUX) * HIDDEN), "tokens": torch.arange(7, 7 + LENGTH + STEPS - 1)}
+        given |= {"embedding": draft.embed_tokens.weight.clone(), "head": draft.lm_head.weight.clone()}
+        save_file(given, folder / "inputs.safetensors")
+    command = [str(sglang_python()), str(SCRIPT), *map(str, folders.values())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folders
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_equal_those_of_sglangs_class(name, exports):
+    draft = make_draft(SHAPES[name])
+    given, said = load_file(exports[name] / "inputs.safetensors"), load_file(exports[name] / "outputs.safetensors")
+    tokens = torch.cat([given["tokens"], torch.zeros(LENGTH, dtype=torch.long)])
+    steps = draft.unroll(
+        tokens[:LENGTH], given["aux"], [LENGTH], STEPS, lambda step, _normed: tokens[step : step + LENGTH]
+    )
+    every, *later = (draft.logits(normed) for normed in steps)
+    ours = torch.cat([every, *(logits[-1:] for logits in later)])
+    assert ours.std() > 0.5
+    assert ours.shape == said["logits"].shape
+    assert (ours - said["logits"]).abs().max() < 1e-4
+    if not draft.vocabulary.whole:
+        assert torch.equal(said["target_ids"], draft.vocabulary.target_ids)
