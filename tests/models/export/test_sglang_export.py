@@ -25,6 +25,10 @@ from models.targets.model import TargetModel
 
 PRUNED = "draft.vocab_size=1000"
 LOOKAHEAD, NEW_TOKENS, PROMPT_TOKENS, COPIES = 4, 80, 16, 120
+LAYERS = (
+    "num_heads: 4, num_kv_heads: 2, head_dim: 32, intermediate_size: 256, layer_types: [full_attention, full_attention]"
+)
+DFLASH = f"draft={{method: dflash, block_size: {LOOKAHEAD + 1}, anchors: 64, {LAYERS}}}"
 
 
 def one_continuation(run: Run, target: TargetModel) -> list[int]:
@@ -53,33 +57,48 @@ def only_sample(run: Run, tokens: list[int]) -> SamplesRecord:
 
 @pytest.fixture
 def overfit(make_run, run_to_the_end, start):
-    """A draft trained on one continuation and exported; (run, target, the text)."""
-    small = ("training.epochs=5", "training.samples_per_step=4", "training.heldout_steps=0", "data.max_tokens=64")
-    folder = make_run("overfit", *small, PRUNED)
-    run = Run.open(folder.path)
-    target = TargetModel.load(Path(run.target.path), run.config.target.aux_layer_ids, torch.float32)
-    text = one_continuation(run, target)
-    write_atomically(folder.samples, only_sample(run, text))
-    run_to_the_end(folder)
-    export = start("models.export.sglang", folder)
-    output, _ = export.communicate(timeout=400)
-    assert export.returncode == 0, output
-    return Run.open(folder.path), target, text
+    """Trains a draft on one continuation and exports it; (run, target, the text)."""
+
+    def train(*draft: str) -> tuple[Run, TargetModel, list[int]]:
+        small = ("training.epochs=5", "training.samples_per_step=4", "training.heldout_steps=0", "data.max_tokens=64")
+        folder = make_run("overfit", *small, *draft)
+        run = Run.open(folder.path)
+        target = TargetModel.load(Path(run.target.path), run.config.target.aux_layer_ids, torch.float32)
+        text = one_continuation(run, target)
+        write_atomically(folder.samples, only_sample(run, text))
+        run_to_the_end(folder)
+        export = start("models.export.sglang", folder)
+        output, _ = export.communicate(timeout=400)
+        assert export.returncode == 0, output
+        return Run.open(folder.path), target, text
+
+    return train
 
 
 @pytest.mark.slow
 def test_an_overfit_draft_is_accepted_nearly_always_and_its_export_is_complete(overfit, tmp_path, monkeypatch):
-    run, target, text = overfit
-    target_path = Path(run.target.path)
-    draft = load_draft(run.folder.export, target_path, torch.float32)
+    run, target, text = overfit(PRUNED)
+    monkeypatch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")
+    check_served(run, text, check_decoded(run, target, text))
+    check_bench(run, tmp_path)
+    check_layout(run.folder.export, run)
+    check_refusals(run.folder.export, Path(run.target.path), tmp_path)
+
+
+@pytest.mark.slow
+def test_an_overfit_dflash_draft_is_accepted_nearly_always(overfit, monkeypatch):
+    run, target, text = overfit(DFLASH, "training.samples_per_step=2")
+    monkeypatch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")
+    check_served(run, text, check_decoded(run, target, text))
+
+
+def check_decoded(run: Run, target: TargetModel, text: list[int]) -> Counts:
+    """The reference decoder's steps."""
+    draft = load_draft(run.folder.export, Path(run.target.path), torch.float32)
     decoded = speculate(target, draft, text[:PROMPT_TOKENS], LOOKAHEAD, NEW_TOKENS, frozenset())
     assert list(decoded.tokens) == text[PROMPT_TOKENS:]
     assert decoded.counts.tokens / decoded.counts.steps >= 0.95 * (LOOKAHEAD + 1)
-    monkeypatch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")
-    check_served(run, text, decoded.counts)
-    check_bench(run, tmp_path)
-    check_layout(run.folder.export, run)
-    check_refusals(run.folder.export, target_path, tmp_path)
+    return decoded.counts
 
 
 def check_served(run: Run, text: list[int], counts: Counts) -> None:
