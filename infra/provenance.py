@@ -2,6 +2,7 @@
 
 import platform
 import subprocess
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -11,8 +12,12 @@ from infra.pools.local import cores
 PACKAGES = ("torch", "transformers", "lightning", "sglang", "prefect", "mlflow")
 
 
+@cache
 def git_sha() -> str:
-    """Commit of the code that runs, `-dirty` where files differ from it; `unknown` outside a repository."""
+    """Commit of the code that runs, `-dirty` where files differ from it; `unknown` outside a repository.
+
+    As it was when first asked: what a process writes to the repository is not what it runs.
+    """
     folder = Path(__file__).parent
     try:
         sha = _git(folder, "rev-parse", "HEAD")
