@@ -2,13 +2,16 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-# Where there is a GPU, pip may take the CUDA build; where there is none, this version has a CPU build.
-TORCH := $(if $(shell command -v nvidia-smi),torch,torch==2.13.0)
-MOONCAKE := $(if $(shell command -v nvidia-smi),mooncake-cuda,mooncake)
+GPU := $(shell command -v nvidia-smi)
+MOONCAKE := $(if $(GPU),mooncake-cuda,mooncake)
+# Every version is locked: an upgrade of a package that we never named must not break a first run. `make lock` renews.
+LOCK := requirements/lock.txt
+TORCH := torch==2.13.0
 
 SGLANG := .venv-sglang
+UV_COMPILE := .venv-lock/bin/uv pip compile --python-version 3.11 --upgrade --no-annotate --no-header --quiet
 
-.PHONY: quickstart test lint check sglang up down bench chaos soak clean
+.PHONY: quickstart test lint check sglang up down bench chaos soak lock clean
 
 quickstart: $(VENV)/.ready
 	$(BIN)/draftsmith retrain recipes/quickstart.yaml
@@ -40,23 +43,25 @@ bench: $(VENV)/.ready $(SGLANG)/.test-ready
 	    $(BIN)/python benchmarks/$$name.py || exit 1; \
 	done
 
-$(VENV)/.ready: pyproject.toml requirements/speculators-no-deps.txt
+$(VENV)/.ready: pyproject.toml $(LOCK) requirements/speculators-no-deps.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet '$(TORCH)'
-	$(BIN)/pip install --quiet --editable '.[quickstart,dev,ray,$(MOONCAKE)]'
+	$(BIN)/pip install --quiet --constraint $(LOCK) '$(TORCH)'
+	$(BIN)/pip install --quiet --constraint $(LOCK) --editable '.[quickstart,dev,ray,$(MOONCAKE)]'
 	$(BIN)/pip install --quiet --no-deps --requirement requirements/speculators-no-deps.txt
 	@touch $@
 
 # SGLang pins a torch of its own, so it lives beside ours; our distribution is there for its two entry points.
 sglang: $(SGLANG)/.ready
 
-$(SGLANG)/.ready: pyproject.toml requirements/sglang-cpu.txt requirements/sglang-cpu-no-deps.txt
+$(SGLANG)/.ready: pyproject.toml $(wildcard requirements/sglang-*.txt)
 	$(PYTHON) -m venv $(SGLANG)
-ifeq ($(TORCH),torch)
-	$(SGLANG)/bin/pip install --quiet 'sglang>=0.5.23' 'xxhash>=3.5'
+ifneq ($(GPU),)
+	$(SGLANG)/bin/pip install --quiet --requirement requirements/sglang-cuda.txt \
+	    --constraint requirements/sglang-cuda-lock.txt
 else
-	$(SGLANG)/bin/pip install --quiet '$(TORCH)'
-	$(SGLANG)/bin/pip install --quiet '$(TORCH)' --requirement requirements/sglang-cpu.txt
+	$(SGLANG)/bin/pip install --quiet --constraint requirements/sglang-cpu-lock.txt '$(TORCH)'
+	$(SGLANG)/bin/pip install --quiet '$(TORCH)' --requirement requirements/sglang-cpu.txt \
+	    --constraint requirements/sglang-cpu-lock.txt
 	$(SGLANG)/bin/pip install --quiet --no-deps --requirement requirements/sglang-cpu-no-deps.txt
 endif
 	$(SGLANG)/bin/pip install --quiet --no-deps --editable .
@@ -74,5 +79,16 @@ chaos: $(VENV)/.ready
 soak: $(VENV)/.ready
 	$(BIN)/python benchmarks/soak.py
 
+# Resolve the newest versions that pyproject.toml and requirements/ admit. Run the tests before you commit the result.
+lock:
+	$(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/pip install --quiet uv
+	echo '$(TORCH)' > .venv-lock/torch.txt
+	$(UV_COMPILE) --universal --all-extras --constraint .venv-lock/torch.txt pyproject.toml --output-file $(LOCK)
+	$(UV_COMPILE) --universal requirements/sglang-cpu.txt .venv-lock/torch.txt \
+	    --output-file requirements/sglang-cpu-lock.txt
+	$(UV_COMPILE) --python-platform x86_64-manylinux_2_34 requirements/sglang-cuda.txt \
+	    --output-file requirements/sglang-cuda-lock.txt
+
 clean:
-	rm -rf $(VENV) $(SGLANG) runs
+	rm -rf $(VENV) $(SGLANG) .venv-lock runs

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from infra.refusal import Refusal
+
 
 def bench(  # noqa: PLR0913, PLR0917 (the options of a command line)
     target: Annotated[str, typer.Option(help="Folder or Hub id of the target.")],
@@ -51,11 +53,11 @@ def bench(  # noqa: PLR0913, PLR0917 (the options of a command line)
 
 
 def _champion(name: str, folder: Path) -> Path:
-    """The export of a registered model's champion. Raises ValueError where none serves."""
+    """The export of a registered model's champion. Raises Refusal where none serves."""
     from infra.settings import tracking_uri
     from infra.tracking import registry
 
     found = registry.champion(tracking_uri(), name)
     if found is None:
-        raise ValueError(f"--champion-of {name}: no version is champion; `draftsmith drafts list` shows what there is")
+        raise Refusal(f"--champion-of {name}: no version is champion; `draftsmith drafts list` shows what there is")
     return registry.download(tracking_uri(), found, folder)

@@ -17,7 +17,7 @@ def benchmark_champion(draft: str, tracking_uri: str | None = None, run: str | N
         tracking_uri: MLflow; default: $MLFLOW_TRACKING_URI, then runs/mlflow.db.
         run: name of a run to go on with; a new one where empty.
 
-    Returns what was found, in words. Raises ValueError where the figure has moved by more than the recipe's gap.
+    Returns what was found, in words. Raises Refusal where the figure has moved by more than the recipe's gap.
     """
     champion = find_champion(tracking_uri, draft)
     with open_run(recipe_of(tracking_uri, champion, "nightly"), run) as opened:

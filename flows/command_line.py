@@ -16,6 +16,7 @@ from flows.stack_command import down, up
 from flows.status_command import find_run, status
 from flows.ui_command import ui
 from infra.exit import run_main
+from infra.refusal import Refusal
 
 if TYPE_CHECKING:
     from models.config import RunConfig
@@ -45,9 +46,9 @@ def retrain(
         folder = find_run(resume)
         config = with_overrides(read_config(folder / "config.json"), overrides or [])
         if recipe is not None and load_recipe(recipe).name != config.name:
-            raise ValueError(f"{folder} is a run of the recipe {config.name}, not of {recipe}: leave the recipe out")
+            raise Refusal(f"{folder} is a run of the recipe {config.name}, not of {recipe}: leave the recipe out")
     elif recipe is None:
-        raise ValueError("which recipe? For instance: draftsmith retrain recipes/quickstart.yaml")
+        raise Refusal("which recipe? For instance: draftsmith retrain recipes/quickstart.yaml")
     else:
         folder, config = None, load_recipe(recipe, overrides)
     if plan:
@@ -71,7 +72,7 @@ def regenerate(
 
     config = load_recipe(recipe, overrides)
     if config.data.regeneration is None:
-        raise ValueError(f"{recipe} does not regenerate: add data.regeneration={{}} for its defaults")
+        raise Refusal(f"{recipe} does not regenerate: add data.regeneration={{}} for its defaults")
     with _ready_for_flows():
         from flows.regenerate_text import regenerate as flow
 
@@ -98,12 +99,12 @@ def _refuse_clashes() -> None:
 
     for finding in check_clashes(installed()):
         if finding.verdict == "problem":
-            raise ValueError(f"{finding.found}. Mend it with: {finding.remedy}")
+            raise Refusal(f"{finding.found}. Mend it with: {finding.remedy}")
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
     """A refusal is for people: the flow's log names it, without the way it took through the code."""
-    if record.exc_info and isinstance(record.exc_info[1], ValueError):
+    if record.exc_info and isinstance(record.exc_info[1], Refusal):
         record.exc_info = None
     return True
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from infra.refusal import Refusal
+
 if TYPE_CHECKING:
     from infra.results import RegisteredDraft
 
@@ -129,9 +131,9 @@ def _registered(name: str | None) -> str:
 
     names = sorted({draft.name for draft in list_drafts(tracking_uri(), name)})
     if not names:
-        raise ValueError(
+        raise Refusal(
             f"no draft {name + ' ' if name else ''}is registered: `draftsmith drafts list` shows what there is"
         )
     if len(names) > 1:
-        raise ValueError(f"there are several drafts, name one with --name: {', '.join(names)}")
+        raise Refusal(f"there are several drafts, name one with --name: {', '.join(names)}")
     return names[0]

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from infra.refusal import Refusal
+
 if TYPE_CHECKING:
     from infra.planner.plan import Plan
     from infra.planner.words import Section
@@ -9,13 +11,13 @@ if TYPE_CHECKING:
 
 
 def checked_plan(config: "RunConfig") -> "Plan":
-    """The recipe's plan; raises ValueError for what is impossible, with the nearest recipe that is possible."""
+    """The recipe's plan; raises Refusal for what is impossible, with the nearest recipe that is possible."""
     from infra.planner.refusals import refusals
     from tasks.plan import plan_recipe
 
     plan = plan_recipe(config)
     if found := refusals(plan):
-        raise ValueError("this recipe cannot run:\n" + "\n".join(f"  {refusal}" for refusal in found))
+        raise Refusal("this recipe cannot run:\n" + "\n".join(f"  {refusal}" for refusal in found))
     return plan
 
 

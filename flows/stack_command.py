@@ -15,6 +15,7 @@ import typer
 from infra.exit import told_to_stop
 from infra.locks import LockHeldError, hold
 from infra.ports import free_port
+from infra.refusal import Refusal
 from infra.servers import MLFLOW_PORT, PREFECT_PORT
 from infra.settings import runs_folder
 
@@ -33,7 +34,7 @@ def up(
 ) -> None:
     """Start Prefect, MLflow, PostgreSQL, S3 and workers on this machine, with the deployments of prefect.yaml."""
     if not Path("prefect.yaml").is_file():
-        raise ValueError(f"there is no prefect.yaml in {Path.cwd()}: run this in the project's folder")
+        raise Refusal(f"there is no prefect.yaml in {Path.cwd()}: run this in the project's folder")
     folder = runs_folder() / ".stack"
     if background:
         _start_in_background(folder, prefect_port, mlflow_port)
@@ -46,7 +47,7 @@ def up(
         try:
             lock = running.enter_context(hold(folder / "lock", wait_s=1.0))
         except LockHeldError:
-            raise ValueError(f"it is up already: {_addresses(folder)}; `draftsmith down` stops it") from None
+            raise Refusal(f"it is up already: {_addresses(folder)}; `draftsmith down` stops it") from None
         for note in ("stop", "addresses"):
             (folder / note).unlink(missing_ok=True)
         taken: set[int] = set()
@@ -82,7 +83,7 @@ def down() -> None:
         with hold(folder / "lock", wait_s=STOP_S):
             print("everything is down")
     except LockHeldError:
-        raise ValueError(f"it did not stop within {STOP_S:g} s: look at {folder / 'logs'}") from None
+        raise Refusal(f"it did not stop within {STOP_S:g} s: look at {folder / 'logs'}") from None
 
 
 def _start_in_background(folder: Path, prefect_port: int | None, mlflow_port: int | None) -> None:
@@ -101,9 +102,9 @@ def _start_in_background(folder: Path, prefect_port: int | None, mlflow_port: in
     while not addresses.is_file() or addresses.stat().st_mtime_ns == before:
         if process.poll() is not None:
             _, _, said = log.read_text().strip().rpartition("error: ")
-            raise ValueError(said)
+            raise Refusal(said)
         if time.monotonic() > deadline:
-            raise ValueError(f"it is not up after {START_S:g} s: look at {log}")
+            raise Refusal(f"it is not up after {START_S:g} s: look at {log}")
         time.sleep(POLL_S)
     print(
         f"{addresses.read_text()}\n\nTo work with it:\n  source {folder / 'environment'}\n`draftsmith down` stops it."

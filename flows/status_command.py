@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from infra.refusal import Refusal
+
 if TYPE_CHECKING:
     from infra.ledger.ledger import Ledger
     from infra.records import Progress
@@ -43,18 +45,18 @@ def status(
 
 
 def find_run(run: str | None) -> Path:
-    """The run's folder; raises ValueError where there is none."""
+    """The run's folder; raises Refusal where there is none."""
     from infra.settings import runs_folder
 
     if run is None:
         runs = sorted(runs_folder().glob("*/config.json"), key=lambda file: file.stat().st_mtime)
         if not runs:
-            raise ValueError(f"no runs in {runs_folder()}: start one with `draftsmith retrain recipes/quickstart.yaml`")
+            raise Refusal(f"no runs in {runs_folder()}: start one with `draftsmith retrain recipes/quickstart.yaml`")
         return runs[-1].parent
     for folder in (Path(run).absolute(), runs_folder() / run):
         if (folder / "config.json").is_file():
             return folder
-    raise ValueError(f"no run {run}: neither a run folder's path nor a name below {runs_folder()}")
+    raise Refusal(f"no run {run}: neither a run folder's path nor a name below {runs_folder()}")
 
 
 def describe(folder: "RunFolder", config: "RunConfig") -> Iterator[tuple[str, str]]:

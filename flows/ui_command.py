@@ -16,6 +16,7 @@ from infra.health import public, trouble
 from infra.locks import Lock, LockHeldError, hold
 from infra.ports import HOST, free_port
 from infra.processes import Owner
+from infra.refusal import Refusal
 from infra.servers import (
     ANSWER_S,
     GRACE_S,
@@ -68,7 +69,7 @@ def ui(
 
 @contextmanager
 def _the_only_one(folder: Path) -> Iterator[Lock]:
-    """Own the folder of the servers' logs. Raises ValueError where another `draftsmith ui` shows the same runs."""
+    """Own the folder of the servers' logs. Raises Refusal where another `draftsmith ui` shows the same runs."""
     try:
         with hold(folder / "lock", wait_s=GRACE_S + 1) as lock:  # a killed one's servers are gone after their grace
             (folder / "addresses").unlink(missing_ok=True)
@@ -78,7 +79,7 @@ def _the_only_one(folder: Path) -> Iterator[Lock]:
     except LockHeldError:
         addresses = folder / "addresses"
         shown = addresses.read_text() if addresses.is_file() else "it is still starting"
-        raise ValueError(
+        raise Refusal(
             f"`draftsmith ui` shows the runs of {folder.parent} already: {shown}. Stop that one first to start anew"
         ) from None
 
@@ -93,7 +94,7 @@ def _prefect_elsewhere(port: int | None) -> Server | None:
         return Server("Prefect", public(url).rstrip("/").removesuffix("/api"), note="was running already")
     if urlsplit(url).hostname in (HOST, "localhost"):
         return None
-    raise ValueError(f"PREFECT_API_URL names {public(url)}, but {why}: start that server, or unset PREFECT_API_URL")
+    raise Refusal(f"PREFECT_API_URL names {public(url)}, but {why}: start that server, or unset PREFECT_API_URL")
 
 
 def _mlflow_elsewhere() -> Server | None:
@@ -103,7 +104,7 @@ def _mlflow_elsewhere() -> Server | None:
     why = trouble(f"{uri}/health", ANSWER_S)
     if why is None:
         return Server("MLflow", public(uri), note="was running already")
-    raise ValueError(
+    raise Refusal(
         f"MLFLOW_TRACKING_URI names {public(uri)}, but {why}: start that server, or unset MLFLOW_TRACKING_URI"
     )
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from infra.files import sync_file, sync_folder
+from infra.refusal import Refusal
 
 
 def build_once(folder: Path, build: Callable[[Path], None], timeout_s: float = 1800.0) -> bool:
@@ -16,7 +17,7 @@ def build_once(folder: Path, build: Callable[[Path], None], timeout_s: float = 1
     builds and the others wait for it; what a dead process left aside is removed.
 
     Raises:
-        ValueError: another process has been building for longer than `timeout_s`.
+        Refusal: another process has been building for longer than `timeout_s`.
     """
     if folder.is_dir():
         return False
@@ -28,7 +29,7 @@ def build_once(folder: Path, build: Callable[[Path], None], timeout_s: float = 1
                 return False
             _build(folder, build)
     except Timeout as error:
-        raise ValueError(
+        raise Refusal(
             f"another process has been building {folder} for over {timeout_s:.0f} s: stop it, or wait and try again"
         ) from error
     return True

@@ -4,12 +4,13 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from infra.refusal import Refusal
 from infra.shareable import NO_PASSWORD, PASSWORD, without_passwords
 
 
 def _without_password(address: str) -> str:
     if PASSWORD.search(address):
-        raise ValueError(
+        raise Refusal(
             f"{without_passwords(address)} holds a password, and a recipe is kept with its runs and shown in pages: "
             "leave the password out and give it by the environment. PostgreSQL's clients read $PGPASSWORD or "
             "~/.pgpass, MLflow's $MLFLOW_TRACKING_USERNAME and $MLFLOW_TRACKING_PASSWORD, S3's $AWS_SECRET_ACCESS_KEY"
@@ -116,9 +117,7 @@ class TransportConfig(BaseModel):
     @model_validator(mode="after")
     def _stored_needs_a_folder(self) -> Self:
         if self.kind == "stored" and self.folder is None:
-            raise ValueError(
-                "kind=stored keeps hidden states: say where by transport.folder (a folder or an s3:// URL)"
-            )
+            raise Refusal("kind=stored keeps hidden states: say where by transport.folder (a folder or an s3:// URL)")
         return self
 
 

@@ -20,6 +20,7 @@ from infra.pools.base import Pool, PoolBusyError
 from infra.pools.single import SinglePools
 from infra.processes import ProcessFailedError
 from infra.records import GeneratorsChange, SideRates, generators_changes
+from infra.refusal import Refusal
 from infra.run_folder import RunFolder
 
 LOOK_S = 2.0
@@ -138,7 +139,7 @@ class ElasticGenerators(Generators):
         role = generator_role(wanted.index)
         try:
             pool = self._pools.acquire(role)
-        except ValueError as error:
+        except Refusal as error:
             self._elasticity = self._elasticity.without_one()
             self._give_up(wanted, f"can have no devices: {error}", on_event, error)
         except (PoolBusyError, ProcessFailedError) as error:

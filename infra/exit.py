@@ -11,19 +11,21 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from infra.refusal import Refusal
+
 REFUSED = 2
 """Exit status of a process that was given something a person has to mend: starting it again would not help."""
 PR_SET_PDEATHSIG = 1
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Run `main`; a ValueError (wrong input, with its remedy) becomes one message on stderr and exit status 2.
+    """Run `main`; a Refusal (wrong input, with its remedy) becomes one message on stderr and exit status 2.
 
     Everything else is a defect and keeps its traceback.
     """
     try:
         main()
-    except ValueError as error:
+    except Refusal as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(REFUSED) from None
 

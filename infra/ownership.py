@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from infra.config import TransportConfig
 from infra.locks import LockHeldError, hold, own_folder, sweep
 from infra.processes import Owner
+from infra.refusal import Refusal
 from infra.run_folder import RunFolder
 from infra.settings import shared_memory_folder
 from infra.transport.choice import objects_folder
@@ -19,7 +20,7 @@ LOOK_S = 1.0
 def own_run(folder: RunFolder, transport: TransportConfig, say: Callable[[str], None]) -> Iterator[Owner]:
     """Hold the run's locks and its place in shared memory, and remove what dead runs left there.
 
-    Raises ValueError where another process owns the run.
+    Raises Refusal where another process owns the run.
     """
     with ExitStack() as stack:
         try:
@@ -34,7 +35,7 @@ def own_run(folder: RunFolder, transport: TransportConfig, say: Callable[[str], 
                 locks.append(stack.enter_context(own_folder(objects)))
                 folders.append(objects)
         except LockHeldError as error:
-            raise ValueError(
+            raise Refusal(
                 f"run {folder.name} is owned by another process ({error} is locked): wait until it ends, or stop it"
             ) from error
         yield Owner(folder.name, folder.logs, tuple(folders), tuple(lock.descriptor for lock in locks))

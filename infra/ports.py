@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from infra.locks import Lock, LockHeldError, hold
+from infra.refusal import Refusal
 
 HOST = "127.0.0.1"
 LASTING = range(21000, 29000)
@@ -33,7 +34,7 @@ def is_free(port: int, host: str = HOST) -> bool:
 def free_port(option: str, wanted: int | None, usual: int, taken: set[int]) -> tuple[int, str]:
     """The wanted port, or the first free one from the usual one on, and a note where it is not that one.
 
-    Raises ValueError when there is none.
+    Raises Refusal when there is none.
     """
     for port in range(usual, usual + PORTS_TRIED) if wanted is None else [wanted]:
         if port not in taken and is_free(port):
@@ -41,8 +42,8 @@ def free_port(option: str, wanted: int | None, usual: int, taken: set[int]) -> t
             moved = wanted is None and port != usual
             return port, f"is not at port {usual}: another program holds it" if moved else ""
     if wanted is not None:
-        raise ValueError(f"{option} {wanted} is taken by another program: leave the option out, or name a free port")
-    raise ValueError(f"the ports from {usual} to {usual + PORTS_TRIED - 1} are all taken: name a free one by {option}")
+        raise Refusal(f"{option} {wanted} is taken by another program: leave the option out, or name a free port")
+    raise Refusal(f"the ports from {usual} to {usual + PORTS_TRIED - 1} are all taken: name a free one by {option}")
 
 
 def any_free_port() -> int:
@@ -57,7 +58,7 @@ def lasting_ports(count: int) -> list[int]:
     free = (port for port in random.sample(LASTING, len(LASTING)) if is_free(port))
     found = list(islice(free, count))
     if len(found) < count:
-        raise ValueError(f"{count} ports of {LASTING.start}..{LASTING.stop - 1} are wanted, {len(found)} are free")
+        raise Refusal(f"{count} ports of {LASTING.start}..{LASTING.stop - 1} are wanted, {len(found)} are free")
     return found
 
 
@@ -105,4 +106,4 @@ def reserved_port(host: str = HOST) -> Iterator[tuple[int, Lock]]:
                     return
         except LockHeldError:
             continue
-    raise ValueError(f"no free port in {LASTING.start}..{LASTING.stop - 1} of this machine: stop what listens there")
+    raise Refusal(f"no free port in {LASTING.start}..{LASTING.stop - 1} of this machine: stop what listens there")

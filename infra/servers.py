@@ -12,6 +12,7 @@ from pathlib import Path
 from infra.health import trouble
 from infra.ports import HOST, any_free_port
 from infra.processes import TAIL_LINES, Owner, Process, ProcessFailedError, module, start
+from infra.refusal import Refusal
 from infra.settings import prefect_api_url, runs_folder, tracking_uri, use_private_prefect_api
 
 PREFECT_PORT, MLFLOW_PORT = 4200, 5000
@@ -112,7 +113,7 @@ def _runs_store() -> dict[str, str]:
 
 
 def wait_until_up(servers: Sequence[Server], stop: threading.Event | None = None) -> bool:
-    """Whether all answer; False when told to stop first. Raises ValueError when one does not in time."""
+    """Whether all answer; False when told to stop first. Raises Refusal when one does not in time."""
     deadline, stop = time.monotonic() + START_S, stop or threading.Event()
     waiting = [server for server in servers if server.process]
     while waiting and not stop.wait(POLL_S):
@@ -120,7 +121,7 @@ def wait_until_up(servers: Sequence[Server], stop: threading.Event | None = None
         if waiting and time.monotonic() > deadline:
             late = waiting[0]
             quoted = "\n".join(f"  | {line}" for line in late.last_lines()) or "  | (nothing was printed)"
-            raise ValueError(
+            raise Refusal(
                 f"{late.name} does not answer at {late.address} after {START_S:g} s: look at its log, whose end is\n"
                 f"{quoted}"
             )

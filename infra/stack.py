@@ -56,7 +56,7 @@ class Stack:
 def stack(folder: Path, owner: Owner, ports: StackPorts, say: Callable[[str], None]) -> Iterator[Stack]:
     """Start everything, deploy prefect.yaml of the current folder, and stop everything at the end.
 
-    Raises ValueError for a missing package; ValueError, TimeoutError or ProcessFailedError for a server that does not
+    Raises Refusal for a missing package; Refusal, TimeoutError or ProcessFailedError for a server that does not
     come up.
     """
     kept: dict[str, KeptProcess] = {}

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from infra.config import LedgerConfig, PoolsConfig, TrackingConfig, TransportConfig
 from infra.planner.config import PlanConfig
+from infra.refusal import Refusal
 from infra.shareable import without_passwords
 from models.benchmark.config import BenchmarkConfig, PromotionConfig
 from models.capture.config import GeneratorConfig
@@ -41,17 +42,17 @@ class RunConfig(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":
         if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", self.name):
-            raise ValueError(f"name {self.name!r} becomes a folder: use lower-case letters, digits, dots and dashes")
+            raise Refusal(f"name {self.name!r} becomes a folder: use lower-case letters, digits, dots and dashes")
         ids = self.target.aux_layer_ids
         if list(ids) != sorted(set(ids)) or ids[0] < 0:
-            raise ValueError(f"target.aux_layer_ids {list(ids)} must be ascending, distinct and not negative")
+            raise Refusal(f"target.aux_layer_ids {list(ids)} must be ascending, distinct and not negative")
         if self.benchmark.lookahead > self.benchmark.max_lookahead:
-            raise ValueError("benchmark.lookahead must not exceed benchmark.max_lookahead")
+            raise Refusal("benchmark.lookahead must not exceed benchmark.max_lookahead")
         transport = self.transport
         if self.pools.kind != "local" and (
             transport.kind == "arena" or (transport.kind in ("auto", "files") and transport.folder is None)
         ):
-            raise ValueError(
+            raise Refusal(
                 f"pools.kind={self.pools.kind} may put generators and trainer on different machines, and shared memory "
                 "is of one: set transport.kind=mooncake (or transport.folder to a folder that all machines share)"
             )
@@ -59,7 +60,7 @@ class RunConfig(BaseModel):
             self._check_shared_samples()
         gpus, ranks = self.pools.training_gpus, self.training.ranks
         if gpus not in (0, ranks):
-            raise ValueError(
+            raise Refusal(
                 f"pools.training_gpus is {gpus}, training.ranks {ranks}: a rank needs one GPU, so make them equal (or "
                 "set it to 0 for the CPU)"
             )
@@ -68,13 +69,13 @@ class RunConfig(BaseModel):
     def _check_shared_samples(self) -> None:
         size = self.training.context_parallel_size
         if not self.draft.shareable:
-            raise ValueError(
+            raise Refusal(
                 f"training.context_parallel_size is {size}: a block of {self.draft.title} reads the features of its "
                 "whole sample, so ranks cannot share one: set it to 1 and lower data.max_tokens, or use "
                 "draft.method=eagle3"
             )
         if self.transport.receive == "device":
-            raise ValueError(
+            raise Refusal(
                 f"training.context_parallel_size is {size}: by GPUDirect (transport.receive=device) samples arrive "
                 "whole, and ranks that share them want parts: set transport.receive=host"
             )
@@ -83,30 +84,30 @@ class RunConfig(BaseModel):
 def load_recipe(path: Path, overrides: list[str] | None = None) -> RunConfig:
     """Read a recipe and apply `section.field=value` overrides (values are YAML).
 
-    Raises ValueError, with the place and the remedy, for anything that is not a valid recipe.
+    Raises Refusal, with the place and the remedy, for anything that is not a valid recipe.
     """
     if not path.is_file():
-        raise ValueError(f"no recipe at {path}: recipes lie in recipes/, for instance recipes/quickstart.yaml")
+        raise Refusal(f"no recipe at {path}: recipes lie in recipes/, for instance recipes/quickstart.yaml")
     try:
         tree = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from error
+        raise Refusal(f"{path} is not valid YAML: {error}") from error
     if not isinstance(tree, dict):
-        raise ValueError(f"{path} holds no settings: a recipe is a YAML mapping with at least name, target and draft")
+        raise Refusal(f"{path} holds no settings: a recipe is a YAML mapping with at least name, target and draft")
     for override in overrides or []:
         _apply(tree, override)
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise ValueError(_explain(str(path), error)) from error
+        raise Refusal(_explain(str(path), error)) from error
 
 
 def read_config(path: Path) -> RunConfig:
-    """A run's own configuration, `config.json`; ValueError for one that this version cannot run."""
+    """A run's own configuration, `config.json`; Refusal for one that this version cannot run."""
     try:
         return RunConfig.model_validate_json(path.read_text())
     except ValidationError as error:
-        raise ValueError(
+        raise Refusal(
             f"{_explain(str(path), error)}\nThe run was made by another version of Draftsmith: use that one, or "
             "start a new run"
         ) from error
@@ -128,12 +129,12 @@ of that, not what it comes to."""
 
 
 def with_overrides(config: RunConfig, overrides: list[str]) -> RunConfig:
-    """A run's configuration with another placement; ValueError for an override of anything else."""
+    """A run's configuration with another placement; Refusal for an override of anything else."""
     tree = config.model_dump(mode="json")
     for override in overrides:
         setting = override.partition("=")[0]
         if setting not in PLACEMENT and setting.partition(".")[0] not in SECTIONS_OF_PLACEMENT:
-            raise ValueError(
+            raise Refusal(
                 f"override {without_passwords(override)!r}: a run is resumed with its own configuration; leave it out, "
                 f"or start a new run (these may change: {', '.join(sorted(PLACEMENT))}, and all of "
                 f"{' and '.join(SECTIONS_OF_PLACEMENT)})"
@@ -142,7 +143,7 @@ def with_overrides(config: RunConfig, overrides: list[str]) -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise ValueError(_explain("the run's configuration", error)) from error
+        raise Refusal(_explain("the run's configuration", error)) from error
 
 
 def without_placement(config: RunConfig) -> dict[str, Any]:
@@ -157,12 +158,12 @@ def without_placement(config: RunConfig) -> dict[str, Any]:
 def _apply(tree: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     if not equals or not key:
-        raise ValueError(f"override {without_passwords(override)!r} is not of the form section.field=value")
+        raise Refusal(f"override {without_passwords(override)!r} is not of the form section.field=value")
     *sections, field = key.split(".")
     for section in sections:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
-            raise ValueError(f"override {without_passwords(override)!r}: {section} is a value, not a section")
+            raise Refusal(f"override {without_passwords(override)!r}: {section} is a value, not a section")
     tree[field] = yaml.safe_load(value)
 
 

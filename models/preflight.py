@@ -7,6 +7,7 @@ import torch
 from infra.ledger.schema import check_server
 from infra.mooncake.environment import check_mooncake, choose_protocol
 from infra.planner.traffic import CHECKPOINT_BYTES_PER_PARAMETER
+from infra.refusal import Refusal
 from infra.sglang.environment import sglang_python
 from infra.transport.stored import local_folder
 from models.benchmark.prompts import suite_prompts, take_prompts
@@ -18,7 +19,7 @@ from models.training.start import load_start
 
 
 def check_run(run: Run) -> None:
-    """Raise ValueError, with the remedy, for a run that could not train, save, or be measured."""
+    """Raise Refusal, with the remedy, for a run that could not train, save, or be measured."""
     if run.config.generator.engine == "sglang":
         sglang_python()
     if run.config.transport.kind == "mooncake":
@@ -49,7 +50,7 @@ def _draft(run: Run) -> Draft:
     config, target = run.config.draft, run.target
     size = config.vocabulary_size(target.vocab_size)
     if size > target.vocab_size:
-        raise ValueError(
+        raise Refusal(
             f"draft.vocab_size {size} exceeds the target's vocabulary of {target.vocab_size} tokens: "
             f"set it to at most {target.vocab_size}"
         )
@@ -69,7 +70,7 @@ def _check_store(run: Run) -> None:
     needed = run.samples.train_tokens * run.layout.bytes_per_token
     there, free = sum(file.stat().st_size for file in folder.iterdir()), shutil.disk_usage(folder).free
     if free + there < needed:
-        raise ValueError(
+        raise Refusal(
             f"transport.kind=stored: {run.samples.train_tokens:,} tokens x {run.layout.bytes_per_token} bytes are "
             f"{needed / 2**30:.1f} GiB of hidden states, and {folder} has {free / 2**30:.1f} GiB free: stream them "
             "(transport.kind=auto), lower data.max_samples, or name another transport.folder"
@@ -83,7 +84,7 @@ def _check_disk(run: Run, parameters: int) -> None:
     needed = (kept + 2) * parameters * CHECKPOINT_BYTES_PER_PARAMETER
     free = shutil.disk_usage(run.folder.path).free
     if free < needed:
-        raise ValueError(
+        raise Refusal(
             f"the disk of {run.folder.path} has {free / 2**30:.1f} GiB free, and {kept} "
             f"checkpoints of a draft with {parameters / 1e6:.0f} million parameters, with its export, take "
             f"{needed / 2**30:.1f} GiB: free some, put runs elsewhere ($DRAFTSMITH_RUNS), or lower "

@@ -8,6 +8,7 @@ import torch
 
 from infra.ledger.ledger import Ledger
 from infra.records import SamplesRecord, TargetRecord
+from infra.refusal import Refusal
 from infra.run_folder import RunFolder
 from infra.transport.base import Transport
 from infra.transport.choice import open_transport
@@ -28,11 +29,11 @@ class Run:
 
     @classmethod
     def open(cls, path: Path) -> "Run":
-        """Read the run's records. Raises ValueError when a step before this one has not been done."""
+        """Read the run's records. Raises Refusal when a step before this one has not been done."""
         folder = RunFolder(path.absolute())
         for file in (folder.config, folder.target, folder.samples):
             if not file.is_file():
-                raise ValueError(f"{file} is missing: prepare the run with `draftsmith retrain`")
+                raise Refusal(f"{file} is missing: prepare the run with `draftsmith retrain`")
         return cls(
             folder,
             read_config(folder.config),

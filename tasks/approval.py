@@ -9,6 +9,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.input import RunInput
 from pydantic import Field
 
+from infra.refusal import Refusal
 from infra.results import RegisteredDraft
 from infra.tracking import registry
 from tasks.data_plane import worth_retrying
@@ -31,12 +32,12 @@ class Approval(RunInput):
 
 @task(name="find candidate", **RETRIES)
 def find_candidate(uri: str, draft: str, version: int | None) -> RegisteredDraft:
-    """The version asked for, or the challenger. Raises ValueError where there is none, or where it serves already."""
+    """The version asked for, or the challenger. Raises Refusal where there is none, or where it serves already."""
     if version is not None:
         return registry.find_version(uri, draft, version)
     challengers = [one for one in registry.list_drafts(uri, draft) if registry.CHALLENGER in one.aliases]
     if not challengers:
-        raise ValueError(f"{draft} has no challenger: give the version, `draftsmith drafts list` shows what there is")
+        raise Refusal(f"{draft} has no challenger: give the version, `draftsmith drafts list` shows what there is")
     return challengers[0]
 
 

@@ -6,6 +6,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from infra.pools.base import Pool
 from infra.pools.local import LocalPool
 from infra.processes import module
+from infra.refusal import Refusal
 from tasks.run import OpenRun
 
 
@@ -28,4 +29,4 @@ def on_cpu(run: OpenRun) -> Pool:
 
 def worth_retrying(_task: Task, _run: TaskRun, state: State) -> bool:
     """Crashes are; what a person has to mend is not."""
-    return not isinstance(state.result(raise_on_failure=False), ValueError)
+    return not isinstance(state.result(raise_on_failure=False), Refusal)

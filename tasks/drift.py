@@ -18,6 +18,7 @@ from infra.files import write_atomically
 from infra.health import public
 from infra.processes import Owner, module, start
 from infra.records import PromptsRecord
+from infra.refusal import Refusal
 from infra.results import RegisteredDraft
 from infra.settings import runs_folder, tracking_uri
 from infra.tracking.registry import REPLACES, RUN, champion, read_request_counts
@@ -67,7 +68,7 @@ def observe_traffic(config: WatchConfig) -> tuple[RegisteredDraft, TrafficRecord
     uri, logger = config.tracking_uri or tracking_uri(), get_run_logger()
     draft = champion(uri, config.draft)
     if draft is None:
-        raise ValueError(f"{config.draft} has no champion to watch: promote one with `draftsmith drafts promote`")
+        raise Refusal(f"{config.draft} has no champion to watch: promote one with `draftsmith drafts promote`")
     found = scrape(config.servers, config.timeout_s)
     for url, why in found.silent.items():
         logger.warning("%s does not answer: %s", public(url), why)
@@ -91,7 +92,7 @@ def observe_traffic(config: WatchConfig) -> tuple[RegisteredDraft, TrafficRecord
 
 @task(name="test for drift", **RETRIES)
 def judge_traffic(config: WatchConfig, draft: RegisteredDraft, traffic: TrafficRecord) -> Finding:
-    """Test the windows against the version's benchmark. Raises ValueError where conditions differ from it."""
+    """Test the windows against the version's benchmark. Raises Refusal where conditions differ from it."""
     test = DriftTest(_reference(config, draft, traffic), config.fall, config.average_run_length)
     trimmed = traffic.trimmed(config.keep_windows, test)
     if trimmed != traffic:
@@ -108,7 +109,7 @@ def _reference(config: WatchConfig, draft: RegisteredDraft, traffic: TrafficReco
     of_kind = counts.greedy if config.traffic == "greedy" else counts.sampled
     lookahead = traffic.served.lookahead if traffic.served else counts.conditions.lookahead
     if lookahead not in of_kind:
-        raise ValueError(
+        raise Refusal(
             f"the servers decode at lookahead {lookahead}, the benchmark of version {draft.version} knows "
             f"{min(of_kind)} to {max(of_kind)}: other conditions are no drift; serve at one of these, or raise "
             "benchmark.max_lookahead and retrain"

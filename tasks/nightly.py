@@ -4,6 +4,7 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
+from infra.refusal import Refusal
 from infra.results import BenchmarkResult, RegisteredDraft
 from infra.tracking.runs import log_model_figures
 from tasks.data_plane import worth_retrying
@@ -27,7 +28,7 @@ def note_figures(run: OpenRun, draft: RegisteredDraft, result: BenchmarkResult) 
 
 @task(name="tell of change", **RETRIES)
 def tell_of_change(draft: RegisteredDraft, result: BenchmarkResult, max_gap: float) -> str:
-    """One sentence and an artifact. Raises ValueError where somebody has to look."""
+    """One sentence and an artifact. Raises Refusal where somebody has to look."""
     now, then = result.simulated.length[result.conditions.lookahead], draft.acceptance_length
     assert then, "a version is registered with its acceptance length"
     moved = now / then - 1
@@ -37,6 +38,6 @@ def tell_of_change(draft: RegisteredDraft, result: BenchmarkResult, max_gap: flo
     )
     create_markdown_artifact(f"# {draft.name}\n\n{said}.\n\n{result.summary}.", key="nightly-benchmark")
     if abs(moved) > max_gap or result.lossless.mismatches:
-        raise ValueError(f"{said}: look at what has changed in engine, driver or hardware, then benchmark again")
+        raise Refusal(f"{said}: look at what has changed in engine, driver or hardware, then benchmark again")
     get_run_logger().info(said)
     return said

@@ -12,6 +12,7 @@ from infra.planner.memory import Setting
 from infra.planner.plan import Job, Plan, make_plan
 from infra.planner.shapes import TargetShape, read_target_shape, target_shape
 from infra.records import SamplesRecord, TargetRecord
+from infra.refusal import Refusal
 from infra.settings import cache_folder
 from models.config import RunConfig
 from models.targets.config import TargetConfig, TinyRecipe
@@ -29,7 +30,7 @@ def plan_recipe(config: RunConfig, target: TargetRecord | None = None, samples: 
     """The plan of a recipe; of a run, with its target's and samples' own figures.
 
     Raises:
-        ValueError: the target's shape is not to be found out, with the remedy.
+        Refusal: the target's shape is not to be found out, with the remedy.
     """
     shape = config.plan.target or (
         read_target_shape(Path(target.path) / "config.json") if target else _shape(config.target)
@@ -112,7 +113,7 @@ def _shape(target: TargetConfig) -> TargetShape:
     if target.source == "gguf-package":
         found = sorted((cache_folder() / "targets").glob(f"{target.name}-*/config.json"))
         if not found:
-            raise ValueError(
+            raise Refusal(
                 f"{target.name} is not converted yet, so its shape is not known: give it by plan.target, or run the "
                 "recipe once"
             )
@@ -131,7 +132,7 @@ def _from_hub(target: TargetConfig) -> Path:
     try:
         return Path(hf_hub_download(target.name, "config.json", revision=target.revision, etag_timeout=HUB_S))
     except (HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise ValueError(
+        raise Refusal(
             f"the shape of {target.name} is not known here, and the Hub does not give its config.json: give the shape "
             "by plan.target, or a folder by target.name"
         ) from error

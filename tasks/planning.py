@@ -11,6 +11,7 @@ from infra.planner.plan import Plan
 from infra.planner.refusals import refusals
 from infra.planner.words import headline, sections, verdicts
 from infra.records import SamplesRecord, TargetRecord
+from infra.refusal import Refusal
 from tasks.plan import plan_recipe
 from tasks.report_markdown import escaped, markdown_table
 from tasks.run import OpenRun
@@ -22,7 +23,7 @@ def plan_run(run: OpenRun, target: TargetRecord, samples: SamplesRecord) -> None
     logger = get_run_logger()
     try:
         plan = plan_recipe(run.config, target, samples)
-    except ValueError as error:
+    except Refusal as error:
         logger.warning("no plan: %s", error)
         return
     write_atomically(run.folder.plan, plan)

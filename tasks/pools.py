@@ -29,7 +29,7 @@ PROMPT_S = 1.0
 def lease(run: OpenRun, *roles: Role) -> Iterator[Sequence[Pool]]:
     """A pool per role, all at once; given back at the end with everything on them stopped.
 
-    Waits in a queue for GPUs that other runs hold. Raises ValueError for what can never fit.
+    Waits in a queue for GPUs that other runs hold. Raises Refusal for what can never fit.
     """
     settings = run.config.pools
     provider, wait_s = pool_provider(settings), 3600 * settings.wait_hours

@@ -72,7 +72,7 @@ def prepare_samples(run: OpenRun, target: TargetRecord) -> SamplesRecord:
 
 
 def refuse_small_budget(config: RunConfig, target: TargetRecord, samples: SamplesRecord) -> None:
-    """Raise ValueError, with the numbers, for a transport budget that could stall the run."""
+    """Raise Refusal, with the numbers, for a transport budget that could stall the run."""
     check_budget(
         budget_bytes=config.transport.budget_mib * 2**20,
         bytes_per_token=stored_bytes_per_token(

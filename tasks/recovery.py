@@ -14,6 +14,7 @@ from prefect.events import emit_event
 from prefect.states import Cancelled, Crashed
 
 from infra.recovery import ATTEMPTS, is_owned, newest_step, note_recovery
+from infra.refusal import Refusal
 from infra.run_folder import RunFolder
 from models.config import read_config
 from tasks.data_plane import worth_retrying
@@ -85,7 +86,7 @@ def look_at(flow_run: str) -> DeadRun | None:
 def start_again(dead: DeadRun) -> str | None:
     """Submit the same deployment with the same run to go on with; the new flow run's id.
 
-    None where it was started without a deployment. Raises ValueError, after an event for people, where the run died so
+    None where it was started without a deployment. Raises Refusal, after an event for people, where the run died so
     often at the same checkpoint that a person has to look.
     """
     folder = dead.folder
@@ -99,7 +100,7 @@ def start_again(dead: DeadRun) -> str | None:
             {"prefect.resource.id": f"prefect.flow-run.{dead.flow_run}", "prefect.resource.name": dead.name},
             payload={"run": folder.name},
         )
-        raise ValueError(
+        raise Refusal(
             f"run {folder.name} died {ATTEMPTS + 1} times without a new checkpoint: read {folder.logs}, mend what is "
             f"wrong, then start it again by draftsmith retrain --resume {folder.name}"
         )

@@ -14,6 +14,7 @@ from infra.files import write_atomically
 from infra.ledger.ledger import Ledger
 from infra.ownership import own_run
 from infra.processes import Owner
+from infra.refusal import Refusal
 from infra.run_folder import RunFolder
 from infra.settings import runs_folder, tracking_uri
 from models.config import RunConfig, read_config, without_placement
@@ -52,7 +53,7 @@ class OpenRun:
 def open_run(config: RunConfig, name: str | None) -> Iterator[OpenRun]:
     """Own the run `name` (a new one where None): nobody else runs it, and nothing of it outlives this process.
 
-    Raises ValueError where another process owns it, or where the folder belongs to another configuration.
+    Raises Refusal where another process owns it, or where the folder belongs to another configuration.
     """
     folder = run_named(name) if name else _folder_of_this_flow_run(config.name)
     with own_run(folder, config.transport, get_run_logger().info) as owner:
@@ -73,9 +74,9 @@ def _folder_of_this_flow_run(recipe: str) -> RunFolder:
 
 
 def run_named(name: str) -> RunFolder:
-    """A run by its name, or by the path of a folder. Raises ValueError for a name that leads elsewhere."""
+    """A run by its name, or by the path of a folder. Raises Refusal for a name that leads elsewhere."""
     if not name.strip("./") or ".." in Path(name).parts:
-        raise ValueError(f"run {name!r} is not the name of a run: `draftsmith status` shows those of {runs_folder()}")
+        raise Refusal(f"run {name!r} is not the name of a run: `draftsmith status` shows those of {runs_folder()}")
     return RunFolder(runs_folder() / name)
 
 
@@ -104,5 +105,5 @@ def _remember(config: RunConfig, folder: RunFolder) -> None:
     if folder.config.exists():
         before = read_config(folder.config)
         if without_placement(before) != without_placement(config):
-            raise ValueError(f"{folder.path} belongs to another configuration: resume it as it is, or start a new run")
+            raise Refusal(f"{folder.path} belongs to another configuration: resume it as it is, or start a new run")
     write_atomically(folder.config, config)

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from infra.pools.base import Pool
 from infra.records import TargetRecord
+from infra.refusal import Refusal
 from infra.results import BenchmarkResult, RegisteredDraft
 from infra.settings import tracking_uri
 from infra.tracking import registry
@@ -26,10 +27,10 @@ RETRIES = {"retries": 2, "retry_delay_seconds": 5, "retry_condition_fn": worth_r
 
 @task(name="find champion", **RETRIES)
 def find_champion(uri: str | None, draft: str) -> RegisteredDraft:
-    """The version in service. Raises ValueError where there is none."""
+    """The version in service. Raises Refusal where there is none."""
     found = registry.champion(uri or tracking_uri(), draft)
     if found is None:
-        raise ValueError(f"{draft} has no champion: promote one with `draftsmith drafts promote`")
+        raise Refusal(f"{draft} has no champion: promote one with `draftsmith drafts promote`")
     return found
 
 
@@ -40,7 +41,7 @@ def recipe_of(uri: str | None, draft: RegisteredDraft, purpose: str) -> RunConfi
     try:
         config = RunConfig.model_validate_json(registry.read_artifact(uri, draft, registry.CONFIG))
     except ValidationError as error:
-        raise ValueError(
+        raise Refusal(
             f"version {draft.version} of {draft.name} was made by another version of Draftsmith, whose recipes read "
             "differently: retrain it"
         ) from error
@@ -54,12 +55,12 @@ def recipe_of(uri: str | None, draft: RegisteredDraft, purpose: str) -> RunConfi
 def prepare_version(run: OpenRun, draft: RegisteredDraft) -> TargetRecord:
     """Target, held-out prompts and export of a version, as its own run had them.
 
-    Raises ValueError where the target has changed since: figures of two targets are not compared.
+    Raises Refusal where the target has changed since: figures of two targets are not compared.
     """
     target = prepare_target(run)
     made_for = draft.tags.get("target_revision", "")
     if target.revision != made_for:
-        raise ValueError(
+        raise Refusal(
             f"version {draft.version} of {draft.name} was made for revision {made_for[:12]} of {target.name}, which is "
             f"now {target.revision[:12]}: retrain"
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 from infra.config import TransportConfig
 from infra.doctor.finding import GIB, Finding, gib, note, ok, problem
 from infra.ledger.schema import refuse_network_file_system
+from infra.refusal import Refusal
 
 LEAST_DISK = 1 * GIB
 """The quickstart's converted target takes 0.6 GiB in the cache, its run folder 0.4 GiB."""
@@ -79,7 +80,7 @@ def check_runs_folder(folder: Path, mounts: Path = Path("/proc/mounts")) -> list
     name = "run folder"
     try:
         refuse_network_file_system(folder / "run" / "ledger.sqlite", mounts)
-    except ValueError as error:
+    except Refusal as error:
         return [problem(name, f"{folder} is on a network file system", str(error))]
     return [*_check_room(name, folder, "DRAFTSMITH_RUNS"), *_check_locks(_existing(folder))]
 

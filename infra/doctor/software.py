@@ -13,6 +13,7 @@ from packaging.specifiers import SpecifierSet
 
 from infra.doctor.finding import Finding, note, ok, problem
 from infra.mooncake.environment import INSTALL, check_mooncake, choose_protocol
+from infra.refusal import Refusal
 
 Versions = Mapping[str, str]
 """Normalised distribution name -> installed version."""
@@ -110,11 +111,11 @@ def check_requirements(versions: Versions, requirements: list[str]) -> list[Find
 
 
 def declared() -> list[str]:
-    """What the installed project declares. Raises ValueError where it is not installed."""
+    """What the installed project declares. Raises Refusal where it is not installed."""
     try:
         return metadata.requires(THIS) or []
     except metadata.PackageNotFoundError as error:
-        raise ValueError("draftsmith itself is not installed in this environment") from error
+        raise Refusal("draftsmith itself is not installed in this environment") from error
 
 
 def check_engines(versions: Versions, sglang_environment: Path) -> list[Finding]:
@@ -153,7 +154,7 @@ def check_mooncake_here(root: Path = Path("/")) -> Finding:
         return note(name, "not installed", f"none needed on one machine; between several: {INSTALL}")
     try:
         check_mooncake()
-    except ValueError:
+    except Refusal:
         remedy = "install libibverbs1 (Debian, Ubuntu) or libibverbs (RHEL)"
         return note(name, "installed, but libibverbs.so.1 is missing", remedy)
     return ok(name, f"installed; between machines it carries by {choose_protocol('auto', root).upper()}")

@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from infra.health import public
 from infra.records import Record
+from infra.refusal import Refusal
 
 GENERATED = "sglang:generation_tokens_total"
 REQUESTS = "sglang:num_requests_total"
@@ -72,15 +73,15 @@ class Scrape(Record):
     """Why a server did not answer."""
 
     def lookahead(self) -> int | None:
-        """The one at which all servers decode chains; None where none says yet. Raises ValueError for anything else."""
+        """The one at which all servers decode chains; None where none says yet. Raises Refusal for anything else."""
         told = {url: reading for url, reading in self.readings.items() if reading.lookahead}
         lookaheads = {reading.lookahead for reading in told.values()}
         if len(lookaheads) > 1:
             shown = ", ".join(f"{public(url)} {reading.lookahead}" for url, reading in told.items())
-            raise ValueError(f"the servers decode at different lookaheads ({shown}): watch each kind by itself")
+            raise Refusal(f"the servers decode at different lookaheads ({shown}): watch each kind by itself")
         for url, reading in told.items():
             if reading.lookahead and reading.draft_tokens != reading.lookahead + 1:
-                raise ValueError(
+                raise Refusal(
                     f"{public(url)} verifies {reading.draft_tokens} tokens at a lookahead of {reading.lookahead}, a "
                     "tree; the benchmark's figure is of chains, so serve with --speculative-eagle-topk 1"
                 )
@@ -88,10 +89,10 @@ class Scrape(Record):
 
 
 def read_metrics(text: str, server: str) -> Reading:
-    """Read Prometheus text; sums over all labels. Raises ValueError for a server that does not count requests."""
+    """Read Prometheus text; sums over all labels. Raises Refusal for a server that does not count requests."""
     sums = _sums(text_string_to_metric_families(text))
     if not any(name.startswith("sglang:") for name in sums):
-        raise ValueError(
+        raise Refusal(
             f"{server}/metrics shows no metrics of SGLang: start the server with --enable-metrics, and give its own "
             "address, not a gateway's"
         )
@@ -100,7 +101,7 @@ def read_metrics(text: str, server: str) -> Reading:
         generated=int(sums.get(GENERATED, 0)), requests=int(sums.get(REQUESTS, 0)), steps=int(sums.get(STEPS, 0))
     )
     if counters.requests and counters.generated > counters.requests and not counters.steps:
-        raise ValueError(f"{server} has finished {counters.requests} requests without a draft: nothing to watch there")
+        raise Refusal(f"{server} has finished {counters.requests} requests without a draft: nothing to watch there")
     return Reading(
         counters=counters,
         lookahead=int(lookahead) if lookahead else None,

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infra.records import Record
+from infra.refusal import Refusal
 
 Z_BOUND = 1.959964
 """Normal quantile of the reference's one-sided 97.5 % lower bound."""
@@ -38,19 +39,19 @@ LEARNED_WINDOWS = 20
 class Reference:
     """Acceptance of a version in its benchmark: `[N, 2]` tokens and verification steps of each conversation.
 
-    Raises ValueError for one that no fall can be told from.
+    Raises Refusal for one that no fall can be told from.
     """
 
     requests: NDArray[np.float64]
 
     def __post_init__(self) -> None:
         if len(self.requests) < LEAST_REQUESTS:
-            raise ValueError(
+            raise Refusal(
                 f"the benchmark has {len(self.requests)} conversations, a drift test needs at least {LEAST_REQUESTS}: "
                 "raise benchmark.prompts and retrain"
             )
         if self.requests[:, 1].sum() <= 0:
-            raise ValueError("the benchmark has no verification step: raise benchmark.max_new_tokens and retrain")
+            raise Refusal("the benchmark has no verification step: raise benchmark.max_new_tokens and retrain")
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, int]]) -> "Reference":
@@ -121,7 +122,7 @@ class DriftTest:
         fall: relative fall of the acceptance length that it is made for.
         arl: mean number of windows to a false alarm, at least.
 
-    Raises ValueError for a reference too rough for that fall.
+    Raises Refusal for a reference too rough for that fall.
     """
 
     reference: Reference
@@ -132,7 +133,7 @@ class DriftTest:
         length, bound = self.reference.length, self.reference.lower_bound
         if self.middle >= length or bound <= (1 - self.fall / 2) * length:
             need = int(len(self.reference.requests) * ((length - bound) / (self.fall / 2 * length)) ** 2) + 1
-            raise ValueError(
+            raise Refusal(
                 f"the benchmark knows its acceptance length only to {1 - bound / length:.1%} (lower 97.5 % bound "
                 f"{bound:.3f} of {length:.3f}), too rough for a fall of {self.fall:.0%}: set benchmark.prompts to "
                 f"more than {need} and retrain"
@@ -153,7 +154,7 @@ class DriftTest:
         excess = (self.reference.length - self.reference.lower_bound) * steps
         x = self.middle * steps - (tokens - excess)
         if x.max() <= 0:
-            raise ValueError(
+            raise Refusal(
                 "every conversation of the benchmark has the same acceptance length, so nothing says how much served "
                 "ones vary: give the benchmark longer and more prompts"
             )

@@ -3,13 +3,14 @@
 from typing import NamedTuple
 
 from infra.records import CheckpointRecord, Record
+from infra.refusal import Refusal
 
 
-class StaleIncarnation(ValueError):
+class StaleIncarnation(Refusal):
     """A newer trainer has resumed this run: whoever gets this must stop and write nothing more."""
 
 
-class RepeatedCrash(ValueError):
+class RepeatedCrash(Refusal):
     """The trainer crashed again and again at the same step; the message names that step's samples."""
 
 

@@ -14,6 +14,7 @@ from infra.ledger.questions import Questions
 from infra.ledger.resume import ResumeSide
 from infra.ledger.schema import PENDING, QUARANTINED, lock_schema, open_engine, runs, samples
 from infra.records import SampleSlot
+from infra.refusal import Refusal
 
 
 class Ledger(GeneratorSide, ResumeSide, Questions):
@@ -23,10 +24,10 @@ class Ledger(GeneratorSide, ResumeSide, Questions):
     def open(cls, url: str, run: str) -> Self:
         """Connect to the database at `url` (SQLAlchemy), making its tables where they are missing.
 
-        Raises ValueError as `open_engine` does, and for a run name that cannot begin an object's key.
+        Raises Refusal as `open_engine` does, and for a run name that cannot begin an object's key.
         """
         if not run or "/" in run:
-            raise ValueError(f"run name {run!r} begins the keys of objects: it must not be empty or hold a slash")
+            raise Refusal(f"run name {run!r} begins the keys of objects: it must not be empty or hold a slash")
         return cls(open_engine(url), run)
 
     def __enter__(self) -> Self:
@@ -50,7 +51,7 @@ class Ledger(GeneratorSide, ResumeSide, Questions):
     ) -> None:
         """Enter the run; nothing happens when it is there with the same values.
 
-        Raises ValueError when it is there with others, or when a value makes no sense.
+        Raises Refusal when it is there with others, or when a value makes no sense.
         """
         values = {
             "budget_bytes": budget_bytes,
@@ -60,7 +61,7 @@ class Ledger(GeneratorSide, ResumeSide, Questions):
             "plan_order": order,
         }
         if min(budget_bytes, bytes_per_token, lease_seconds, max_attempts) <= 0 or order not in ("strict", "any"):
-            raise ValueError(f"the ledger's values must be positive and order strict or any: {values}")
+            raise Refusal(f"the ledger's values must be positive and order strict or any: {values}")
         with self._engine.begin() as connection:
             lock_schema(connection)
             row = connection.execute(sa.select(runs).where(runs.c.name == self.run)).mappings().one_or_none()
@@ -69,7 +70,7 @@ class Ledger(GeneratorSide, ResumeSide, Questions):
                 return
         others = [f"{name}: {row[name]} there, {value} here" for name, value in values.items() if row[name] != value]
         if others:
-            raise ValueError(
+            raise Refusal(
                 f"run {self.run!r} is in the ledger with other values ({'; '.join(others)}): resume it with its own "
                 "recipe, or start a run of another name"
             )
@@ -78,7 +79,7 @@ class Ledger(GeneratorSide, ResumeSide, Questions):
         """Enter one row per sample; those already there stay as they are.
 
         A trainer names its incarnation; None is for whoever opens the first epoch before any trainer. A sample
-        that was quarantined in another epoch is quarantined in this one too. Raises ValueError for a sample larger than
+        that was quarantined in another epoch is quarantined in this one too. Raises Refusal for a sample larger than
         the budget, for slots that differ from the rows that are there, and for an epoch before one already open.
         """
         with self._write(incarnation) as (connection, run):
@@ -105,14 +106,14 @@ class Ledger(GeneratorSide, ResumeSide, Questions):
         there = {row.ordinal: SampleSlot(**row._asdict()) for row in connection.execute(query)}
         wanted = {slot.ordinal: slot for slot in slots}
         if len(wanted) != len(slots) or any(wanted.get(ordinal) != slot for ordinal, slot in there.items()):
-            raise ValueError(
+            raise Refusal(
                 f"epoch {epoch} of run {self.run!r} is in the ledger with other samples: the sample set or its "
                 "order has changed; resume with the run's own recipe and data, or start a run of another name"
             )
         missing = [slot for slot in slots if slot.ordinal not in there]
         later = self._rows(samples.c.epoch > epoch, samples.c.state != QUARANTINED)
         if missing and connection.execute(sa.select(samples.c.epoch).where(later).limit(1)).first():
-            raise ValueError(f"epoch {epoch} of run {self.run!r} cannot be opened after a later one: open them in turn")
+            raise Refusal(f"epoch {epoch} of run {self.run!r} cannot be opened after a later one: open them in turn")
         return missing
 
     def _quarantined_samples(self, connection: sa.Connection) -> dict[int, str]:
@@ -123,9 +124,9 @@ class Ledger(GeneratorSide, ResumeSide, Questions):
 def _refuse_slots(slots: Sequence[SampleSlot], budget_bytes: int, bytes_per_token: int) -> None:
     for slot in slots:
         if slot.tokens < 1:
-            raise ValueError(f"sample {slot.sample} has no tokens: leave it out of the sample set")
+            raise Refusal(f"sample {slot.sample} has no tokens: leave it out of the sample set")
         if slot.tokens * bytes_per_token > budget_bytes:
-            raise ValueError(
+            raise Refusal(
                 f"sample {slot.sample} needs {slot.tokens} tokens x {bytes_per_token} bytes = "
                 f"{slot.tokens * bytes_per_token} bytes, more than the budget of {budget_bytes}: raise "
                 "transport.budget_mib or lower data.max_tokens"

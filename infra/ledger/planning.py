@@ -5,6 +5,7 @@ import heapq
 from collections.abc import Collection, Sequence
 
 from infra.planner.traffic import samples_in_flight
+from infra.refusal import Refusal
 
 
 def balance(tokens: Sequence[int], ranks: int, micro_batches: int) -> list[tuple[int, int]]:
@@ -35,7 +36,7 @@ def check_budget(
     prefetch_steps: int,
     generator_slots: int,
 ) -> None:
-    """Refuse a budget that could stall the run; ValueError carries the numbers.
+    """Refuse a budget that could stall the run; Refusal carries the numbers.
 
     `generator_slots` is generators x samples per lease. Every rank holds one step and `prefetch_steps` more, so the
     budget must hold longest sample x (samples of a step, at least one per rank, x (prefetch + 1) + generator slots).
@@ -46,7 +47,7 @@ def check_budget(
     needed = longest * in_flight
     if budget_bytes >= needed:
         return
-    raise ValueError(
+    raise Refusal(
         f"the transport's budget of {_mib(budget_bytes)} is too small: the longest sample has {longest_sample_tokens} "
         f"tokens x {bytes_per_token} bytes = {_mib(longest)}, and up to {in_flight} samples are in flight "
         f"({max(ranks, samples_per_step)} per step x {prefetch_steps + 1} steps + {generator_slots} being captured), "

@@ -21,6 +21,7 @@ from infra.ledger.schema import (
 )
 from infra.ledger.trainers import TrainerSide
 from infra.records import CheckpointRecord, ObjectRecord, SampleSlot
+from infra.refusal import Refusal
 
 Verified = TypeVar("Verified", CheckpointRecord, ObjectRecord)
 
@@ -86,16 +87,16 @@ class ResumeSide(TrainerSide):
         """Write a lost ledger anew from a verified checkpoint and its manifest's epoch and ordinals.
 
         The run must have been created and hold nothing. Incarnation and attempts go on from the database's clock in
-        microseconds, above any number that a process of the lost ledger can hold. Raises ValueError where rows exist.
+        microseconds, above any number that a process of the lost ledger can hold. Raises Refusal where rows exist.
         """
         trained = set(consumed)
         unknown = trained - {slot.ordinal for slot in slots}
         if unknown:
-            raise ValueError(f"the manifest of {checkpoint.path} names ordinals {sorted(unknown)} beyond its epoch")
+            raise Refusal(f"the manifest of {checkpoint.path} names ordinals {sorted(unknown)} beyond its epoch")
         with self._write() as (connection, _):
             existing = sa.select(sa.func.count()).select_from(samples).where(self._rows())
             if connection.execute(existing).scalar_one() or self._checkpoints(connection):
-                raise ValueError(f"the ledger of run {self.run!r} is not empty: resume it instead of rebuilding it")
+                raise Refusal(f"the ledger of run {self.run!r} is not empty: resume it instead of rebuilding it")
             floor = int(connection.execute(sa.select(database_now())).scalar_one() * 1e6)
             rows = [
                 {

@@ -17,6 +17,7 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
 from infra.locks import hold
+from infra.refusal import Refusal
 from infra.shareable import without_passwords
 
 BUSY_TIMEOUT_S = 60
@@ -133,14 +134,14 @@ def _now_postgresql(element: database_now, compiler: Any, **options: Any) -> str
 def open_engine(url: str) -> sa.Engine:
     """Connect to a ledger's database, making its tables where they are missing.
 
-    Raises ValueError for a URL of another database, for a missing folder, and for a SQLite file on a network file
+    Raises Refusal for a URL of another database, for a missing folder, and for a SQLite file on a network file
     system. Connections that carry the execution option `reads=True` take no write lock.
     """
     shown = without_passwords(url)
     try:
         address = sa.make_url(url)
     except ArgumentError as error:
-        raise ValueError(f"ledger.url {shown!r} is no database URL: write sqlite:////absolute/path.sqlite") from error
+        raise Refusal(f"ledger.url {shown!r} is no database URL: write sqlite:////absolute/path.sqlite") from error
     if address.get_backend_name() == "postgresql":
         # A connection that was lost is noticed, and made anew, before a transaction begins on it.
         address = address.set(drivername=DRIVER)
@@ -149,7 +150,7 @@ def open_engine(url: str) -> sa.Engine:
     elif address.get_backend_name() == "sqlite" and address.database not in (None, "", ":memory:"):
         engine = _sqlite_engine(address, Path(str(address.database)))
     else:
-        raise ValueError(
+        raise Refusal(
             f"ledger.url {shown!r} must name a SQLite file (sqlite:////path) or PostgreSQL (postgresql://...)"
         )
     with engine.begin() as connection:
@@ -159,7 +160,7 @@ def open_engine(url: str) -> sa.Engine:
 
 
 def check_server(url: str) -> None:
-    """Raise ValueError, with the reason and without the password, where `url` names a PostgreSQL that refuses us."""
+    """Raise Refusal, with the reason and without the password, where `url` names a PostgreSQL that refuses us."""
     address = sa.make_url(url)
     if address.get_backend_name() != "postgresql":
         return
@@ -167,7 +168,7 @@ def check_server(url: str) -> None:
     try:
         sa.create_engine(address, connect_args=POSTGRESQL, poolclass=sa.NullPool).connect().close()
     except OperationalError as error:
-        raise ValueError(
+        raise Refusal(
             f"ledger.url: {address.render_as_string()} does not let us in: {str(error.orig).splitlines()[0]}. Start "
             "the server, mend the URL, or set $PGPASSWORD; without one the ledger is a file in the run folder"
         ) from error
@@ -194,7 +195,7 @@ def lock_schema(connection: sa.Connection) -> None:
 
 def _sqlite_engine(address: sa.URL, file: Path) -> sa.Engine:
     if not file.parent.is_dir():
-        raise ValueError(f"the ledger's folder {file.parent} does not exist: create it, or set ledger.url")
+        raise Refusal(f"the ledger's folder {file.parent} does not exist: create it, or set ledger.url")
     refuse_network_file_system(file)
     _write_ahead(file)
     engine = sa.create_engine(address, connect_args={"timeout": BUSY_TIMEOUT_S})
@@ -230,7 +231,7 @@ NETWORK_FILE_SYSTEMS = frozenset({
 
 
 def refuse_network_file_system(file: Path, mounts: Path = Path("/proc/mounts")) -> None:
-    """Raise ValueError when `file` would lie on a network file system; silent where `mounts` does not exist.
+    """Raise Refusal when `file` would lie on a network file system; silent where `mounts` does not exist.
 
     SQLite's write-ahead log needs memory and locks that all processes share, which such file systems do not give.
     """
@@ -244,7 +245,7 @@ def refuse_network_file_system(file: Path, mounts: Path = Path("/proc/mounts")) 
         if folder.is_relative_to(place) and len(place.parts) >= len(found.parts):
             found, kind = place, fs_type
     if kind in NETWORK_FILE_SYSTEMS:
-        raise ValueError(
+        raise Refusal(
             f"the SQLite ledger {file} lies on a network file system ({kind} at {found}), where SQLite is not safe: "
             "put the run folder on a local disk, or set ledger.url to a PostgreSQL database"
         )

@@ -8,6 +8,7 @@ import sqlalchemy as sa
 
 from infra.ledger.answers import StaleIncarnation
 from infra.ledger.schema import HOLDS_BYTES, PENDING, runs, samples
+from infra.refusal import Refusal
 
 NOTHING_HELD: dict[str, Any] = {
     "bytes_held": 0,
@@ -38,7 +39,7 @@ class Transactions:
         with self._engine.begin() as connection:
             row = connection.execute(sa.select(runs).where(runs.c.name == self.run).with_for_update()).one_or_none()
             if row is None:
-                raise ValueError(f"the ledger holds no run {self.run!r}: it is made by create_run when the run starts")
+                raise Refusal(f"the ledger holds no run {self.run!r}: it is made by create_run when the run starts")
             if incarnation is not None and incarnation != row.incarnation:
                 raise StaleIncarnation(
                     f"run {self.run!r} belongs to trainer incarnation {row.incarnation}; this is {incarnation}"

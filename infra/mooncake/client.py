@@ -14,6 +14,7 @@ from infra.mooncake.staging import Staging
 from infra.ports import own_address
 from infra.rdma import nearest_devices
 from infra.records import StoreRecord
+from infra.refusal import Refusal
 from infra.settings import leased_gpus, use_mooncake_settings
 from infra.transport.base import TransferError
 
@@ -37,7 +38,7 @@ Piece = tuple[str, int, int]
 
 
 class MooncakeClient:
-    """Threads share it. Raises ConnectionError where no store answers, ValueError where Mooncake is missing."""
+    """Threads share it. Raises ConnectionError where no store answers, Refusal where Mooncake is missing."""
 
     def __init__(self, store: StoreRecord, wait_s: float = WAIT_S):
         check_mooncake()
@@ -130,7 +131,7 @@ class MooncakeClient:
         """Have Mooncake read and write this memory, which must not be given back before `unregister`."""
         status = self.store.register_buffer(address, nbytes)
         if status:
-            raise ValueError(
+            raise Refusal(
                 f"Mooncake cannot register {nbytes} bytes of memory (status {status}): `ulimit -l` bounds it, and a "
                 "GPU's memory needs the kernel module nvidia-peermem; for the latter, set transport.receive=host"
             )

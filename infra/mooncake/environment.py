@@ -7,18 +7,19 @@ from pathlib import Path
 from typing import Literal
 
 from infra.rdma import active_devices
+from infra.refusal import Refusal
 
 INSTALL = "pip install 'draftsmith[mooncake]' (draftsmith[mooncake-cuda] on machines with CUDA)"
 
 
 def check_mooncake() -> None:
-    """Raise ValueError, with the remedy, where Mooncake or a library that it needs is missing."""
+    """Raise Refusal, with the remedy, where Mooncake or a library that it needs is missing."""
     if find_spec("mooncake") is None:
-        raise ValueError(f"transport.kind=mooncake: Mooncake is not installed: {INSTALL}, or set transport.kind=auto")
+        raise Refusal(f"transport.kind=mooncake: Mooncake is not installed: {INSTALL}, or set transport.kind=auto")
     try:
         ctypes.CDLL("libibverbs.so.1")
     except OSError:
-        raise ValueError(
+        raise Refusal(
             "transport.kind=mooncake: Mooncake needs libibverbs, even without RDMA: `apt install libibverbs1`, or set "
             "transport.kind=auto"
         ) from None
@@ -36,10 +37,10 @@ def master_program() -> Path:
 
 
 def choose_protocol(wanted: Literal["auto", "rdma", "tcp"], root: Path = Path("/")) -> Literal["rdma", "tcp"]:
-    """RDMA where a device of this machine has an active port. Raises ValueError where it is wanted in vain."""
+    """RDMA where a device of this machine has an active port. Raises Refusal where it is wanted in vain."""
     there = bool(active_devices(root))
     if wanted == "rdma" and not there:
-        raise ValueError(
+        raise Refusal(
             "transport.protocol=rdma: no RDMA device of this machine has an active port (`draftsmith doctor` lists "
             "them): set transport.protocol=auto or tcp"
         )

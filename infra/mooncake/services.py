@@ -35,7 +35,7 @@ def start_store(
 ) -> Iterator[list[KeptProcess]]:
     """A store that answers, with its memory in `folder`; its processes, to be kept running.
 
-    Raises ValueError for what a person has to mend, ProcessFailedError, TimeoutError.
+    Raises Refusal for what a person has to mend, ProcessFailedError, TimeoutError.
     """
     check_mooncake()
     with ExitStack() as stack:

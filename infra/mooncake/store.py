@@ -13,6 +13,7 @@ from pathlib import Path
 from infra.exit import run_main
 from infra.mooncake.client import client_of
 from infra.records import StoreRecord
+from infra.refusal import Refusal
 from infra.run_folder import RunFolder
 from infra.transport.mooncake import MooncakeTransport
 from infra.transport.sweep import CANARY
@@ -30,7 +31,7 @@ def mount(store: StoreRecord) -> None:
         with segment.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, store.nbytes)
     except OSError as error:
-        raise ValueError(
+        raise Refusal(
             f"no room for a store of {store.nbytes} bytes in {segment.parent}: {error.strerror}; lower "
             "transport.budget_mib or give transport.folder a larger file system"
         ) from error

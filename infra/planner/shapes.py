@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from infra.records import Record
+from infra.refusal import Refusal
 
 Precision = Literal["float32", "bfloat16"]
 ITEM_BYTES: dict[Precision, int] = {"float32": 4, "bfloat16": 2}
@@ -85,17 +86,17 @@ class DraftShape(Record):
 
 
 def read_target_shape(file: Path) -> TargetShape:
-    """The shape of the target whose `config.json` this is; ValueError where it says too little."""
+    """The shape of the target whose `config.json` this is; Refusal where it says too little."""
     if not file.is_file():
-        raise ValueError(f"{file} is missing: give the target's shape by plan.target")
+        raise Refusal(f"{file} is missing: give the target's shape by plan.target")
     try:
         tree = json.loads(file.read_text())
     except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
+        raise Refusal(f"{file} is not JSON: {error}") from error
     try:
         return target_shape(tree)
     except (KeyError, TypeError) as error:
-        raise ValueError(
+        raise Refusal(
             f"{file} does not say {error}: the planner reads Llama-like configurations; give the target's shape by "
             "plan.target"
         ) from error

@@ -60,7 +60,7 @@ class PoolProvider(Protocol):
     def acquire(self, specs: Sequence[PoolSpec], owner: Owner) -> Sequence[Pool]:
         """Lease a pool per spec in the owner's name, all of them or none.
 
-        Raises ValueError, with the numbers, for what can never fit, and PoolBusyError for what does not fit now. An
+        Raises Refusal, with the numbers, for what can never fit, and PoolBusyError for what does not fit now. An
         engine with a queue of its own leaves the request in it: ask again for the same, or release.
         """
         ...

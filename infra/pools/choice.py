@@ -20,7 +20,7 @@ def generator_spec(config: PoolsConfig, generators: int) -> PoolSpec:
 
 
 def pool_provider(config: PoolsConfig, look_s: float = LOOK_S) -> PoolProvider:
-    """The provider that the recipe asks for. Raises ValueError where its engine is not installed here.
+    """The provider that the recipe asks for. Raises Refusal where its engine is not installed here.
 
     `look_s`: how long one `acquire` may wait for an engine's answer.
     """

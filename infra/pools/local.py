@@ -18,6 +18,7 @@ from infra.locks import LockHeldError, hold
 from infra.pools.base import PoolBusyError, PoolSpec, cpu_threads
 from infra.pools.gpus import read_gpus, visible_gpus
 from infra.processes import Owner, Process, start
+from infra.refusal import Refusal
 from infra.settings import permitted_gpus
 
 
@@ -67,16 +68,16 @@ class LocalPools:
         self._held: dict[str, ExitStack] = {}
 
     def check(self, specs: Sequence[PoolSpec]) -> None:
-        """Raises ValueError for more GPUs than this machine has."""
+        """Raises Refusal for more GPUs than this machine has."""
         if sum(spec.gpus for spec in specs) > len(self.gpus):
             settings = " and ".join(f"pools.{spec.role}_gpus" for spec in specs)
-            raise ValueError(
+            raise Refusal(
                 f"{_in_words(specs)} and this machine has {len(self.gpus)}: lower {settings}, or run where there are "
                 "more"
             )
 
     def acquire(self, specs: Sequence[PoolSpec], owner: Owner) -> tuple[LocalPool, ...]:
-        """Lock GPUs nobody else has locked. Raises ValueError or PoolBusyError, as the contract says."""
+        """Lock GPUs nobody else has locked. Raises Refusal or PoolBusyError, as the contract says."""
         assert owner.name not in self._held, f"{owner.name} already holds pools"
         self.check(specs)
         wanted = sum(spec.gpus for spec in specs)
@@ -125,11 +126,11 @@ def _in_words(specs: Sequence[PoolSpec]) -> str:
 
 
 def _foreign() -> dict[str, str]:
-    """GPUs that somebody uses, and who: a run that holds their locks, or a stranger. Raises ValueError."""
+    """GPUs that somebody uses, and who: a run that holds their locks, or a stranger. Raises Refusal."""
     try:
         found = read_gpus()
     except NVMLError as error:
-        raise ValueError(f"this machine's GPUs do not answer ({error}): see what nvidia-smi says of them") from error
+        raise Refusal(f"this machine's GPUs do not answer ({error}): see what nvidia-smi says of them") from error
     return {gpu.uuid: gpu.held for gpu in found.gpus if gpu.held} if found else {}
 
 

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from infra.pools import ray_remote
+from infra.refusal import Refusal
 
 NAMESPACE = "draftsmith"
 STARTED_S = 300.0
@@ -13,14 +14,14 @@ STARTED_S = 300.0
 
 
 def connect(address: str) -> None:
-    """Make this process a driver: what it makes in the cluster ends with it. Raises ValueError where no cluster is."""
+    """Make this process a driver: what it makes in the cluster ends with it. Raises Refusal where no cluster is."""
     import ray
     from ray import cloudpickle
 
     try:
         ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError as error:
-        raise ValueError(
+        raise Refusal(
             f"pools.ray.address={address}: no Ray cluster answers ({error}): start one (`ray start --head`) whose "
             "machine this is too, or name its head"
         ) from error

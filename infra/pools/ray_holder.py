@@ -15,6 +15,7 @@ from infra.pools.queued import GRANTED, say
 from infra.pools.ray_cluster import STARTED_S, anchor_name, connect, on_bundle
 from infra.pools.ray_remote import Anchor
 from infra.pools.requests import Grant, GrantedPart, Machine, Part, Request, refuse_what_never_fits
+from infra.refusal import Refusal
 
 POLL_S = 1.0
 REMOVED_S = 60.0
@@ -71,7 +72,7 @@ def hold(request: Request, autoscaling: bool) -> None:
 
 def _check(request: Request) -> None:
     if group_state(request.name) is None:
-        raise ValueError(f"the placement group {request.name} was taken away from this run")
+        raise Refusal(f"the placement group {request.name} was taken away from this run")
 
 
 def _anchor(request: Request, group: object, bundle: int) -> Any:

@@ -11,6 +11,7 @@ from infra.config import RayConfig
 from infra.pools.queued import GRACE_S
 from infra.pools.requests import PREFIX, Grant, Request
 from infra.processes import module
+from infra.refusal import Refusal
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class RayEngine:
 
     def __post_init__(self) -> None:
         if find_spec("ray") is None:
-            raise ValueError("pools.kind=ray: Ray is not installed: pip install 'draftsmith[ray]'")
+            raise Refusal("pools.kind=ray: Ray is not installed: pip install 'draftsmith[ray]'")
 
     def holder(self, request: Request) -> list[str]:
         """One driver that owns the placement group."""

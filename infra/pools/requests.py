@@ -6,6 +6,7 @@ from functools import cache
 from infra.config import PoolsConfig
 from infra.pools.base import PoolSpec, Role
 from infra.records import Record
+from infra.refusal import Refusal
 
 PREFIX = "draftsmith-"
 
@@ -75,18 +76,18 @@ def divide(specs: Sequence[PoolSpec], config: PoolsConfig) -> tuple[tuple[Part, 
 
 
 def refuse_what_never_fits(request: Request, machines: Sequence[Machine], where: str) -> None:
-    """Raise ValueError, with the numbers, where the request would not fit even if nobody else were there."""
+    """Raise Refusal, with the numbers, where the request would not fit even if nobody else were there."""
     gpus, cores = sum(part.gpus for part in request.parts), sum(part.cores for part in request.parts)
     has = f"{where} has {len(machines)} machines with {_in_all(machines)}"
     for part in request.parts:
         if not any(_room(machine, part) for machine in machines):
             wants = f"{part.gpus} GPUs and {part.cores} cores" if part.gpus else f"{part.cores} cores"
-            raise ValueError(
+            raise Refusal(
                 f"the {part.role} pool wants {wants} on one machine, and none has as much: {has}; lower "
                 f"pools.{part.role}_gpus, pools.cores_per_gpu or pools.cores, or raise generator.count"
             )
     if not fit(request.parts, machines):
-        raise ValueError(
+        raise Refusal(
             f"the pools want {gpus} GPUs and {cores} cores in {len(request.parts)} parts, each on one machine, and "
             f"they can never fit together: {has}; lower pools.inference_gpus, pools.training_gpus, "
             "pools.cores_per_gpu or pools.cores"

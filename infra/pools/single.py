@@ -22,7 +22,7 @@ class SinglePools:
     def acquire(self, role: str) -> Pool:
         """Devices for the generator of that role.
 
-        Raises PoolBusyError: ask again, or release, since an engine's queue keeps the request. Raises ValueError for
+        Raises PoolBusyError: ask again, or release, since an engine's queue keeps the request. Raises Refusal for
         what can never fit, and ProcessFailedError where the engine failed.
         """
         owner = self._owner(role)

@@ -16,6 +16,7 @@ from infra.exit import run_main
 from infra.pools import slurm_job
 from infra.pools.queued import GRANTED, say
 from infra.pools.requests import Grant, Machine, Request
+from infra.refusal import Refusal
 from infra.settings import slurm_environment
 
 POLL_S = 1.0
@@ -48,11 +49,11 @@ def machines(partition: str | None) -> list[Machine]:
 
 
 def submit(request: Request, parts: tuple[slurm_job.Component, ...], config: SlurmConfig) -> str:
-    """Put the job into the queue; return its id. Raises ValueError, with Slurm's reason, where Slurm refuses it."""
+    """Put the job into the queue; return its id. Raises Refusal, with Slurm's reason, where Slurm refuses it."""
     try:
         return ask("sbatch", "--parsable", text=slurm_job.script(request, parts, config)).strip().split(";")[0]
     except SlurmError as error:
-        raise ValueError(f"Slurm refuses the job: {error}; see pools.slurm in the recipe") from error
+        raise Refusal(f"Slurm refuses the job: {error}; see pools.slurm in the recipe") from error
 
 
 def hold(request: Request, config: SlurmConfig) -> None:
@@ -74,7 +75,7 @@ def hold(request: Request, config: SlurmConfig) -> None:
             if states is None:
                 continue  # slurmctld is being started again: jobs go on meanwhile
             if not states:
-                raise ValueError(f"the Slurm job {job} has ended: was it cancelled, or is pools.slurm.time_limit over?")
+                raise Refusal(f"the Slurm job {job} has ended: was it cancelled, or is pools.slurm.time_limit over?")
             if not granted and set(states) == {"RUNNING"}:
                 granted = True
                 print(GRANTED + _grant(job, request, parts).model_dump_json(), flush=True)

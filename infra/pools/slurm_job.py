@@ -14,6 +14,7 @@ import jinja2
 from infra.config import SlurmConfig
 from infra.pools.requests import GrantedPart, Machine, Part, Request, fit, refuse_what_never_fits
 from infra.records import Record
+from infra.refusal import Refusal
 
 TEMPLATE = Path(__file__).with_name("slurm_job.sh.jinja")
 
@@ -39,7 +40,7 @@ class Node(Record):
 
 
 def components(request: Request, machines: Sequence[Machine]) -> tuple[Component, ...]:
-    """The job's components. Raises ValueError, with the numbers, for what can never fit."""
+    """The job's components. Raises Refusal, with the numbers, for what can never fit."""
     refuse_what_never_fits(request, machines, "the Slurm partition")
     whole = Part(
         role=request.parts[0].role,
@@ -55,12 +56,12 @@ def components(request: Request, machines: Sequence[Machine]) -> tuple[Component
 def components_apart(request: Request) -> tuple[Component, ...]:
     """A component per pool; on whose machine the job's script runs comes first: its loss ends the job.
 
-    Raises ValueError for a pool that cannot be dealt out evenly.
+    Raises Refusal for a pool that cannot be dealt out evenly.
     """
     for parts in request.pools:
         if len({part.gpus for part in parts}) > 1:
             shares = ", ".join(str(part.gpus) for part in parts)
-            raise ValueError(
+            raise Refusal(
                 f"the {parts[0].role} pool's GPUs would be dealt out as {shares}, and Slurm deals evenly where one "
                 f"machine is not enough: make pools.{parts[0].role}_gpus a multiple of generator.count"
             )
@@ -73,7 +74,7 @@ def _refuse_what_shares_a_machine(request: Request, machines: Sequence[Machine])
     for parts in sorted(request.pools, key=len):
         enough = next((count for count in range(1, len(left) + 1) if fit(parts, left[:count])), None)
         if enough is None:
-            raise ValueError(
+            raise Refusal(
                 f"the {parts[0].role} pool wants {sum(part.gpus for part in parts)} GPUs on machines of its own, as "
                 "Slurm gives them to pools that do not fit into one machine together, and the partition has only "
                 f"{len(machines)} machines: lower pools.{parts[0].role}_gpus"

@@ -11,12 +11,13 @@ from infra.pools.requests import PREFIX, Grant, Request, divide
 from infra.pools.slurm_holder import SlurmError, machines
 from infra.pools.slurm_job import components, components_apart, script
 from infra.processes import module
+from infra.refusal import Refusal
 
 
 def dry_run(name: str, specs: Sequence[PoolSpec], config: PoolsConfig) -> str:
     """The job's script for a run of that recipe; where no Slurm answers, as for machines too small for both pools.
 
-    Raises ValueError, with the numbers, for what can never fit.
+    Raises Refusal, with the numbers, for what can never fit.
     """
     request = Request(owner=f"{name}-TIME", folder=f"runs/{name}-TIME/logs", pools=divide(specs, config))
     try:
@@ -34,7 +35,7 @@ class SlurmEngine:
 
     def __post_init__(self) -> None:
         if shutil.which("sbatch") is None:
-            raise ValueError(
+            raise Refusal(
                 "pools.kind=slurm: there is no sbatch on this machine: start the run on a machine from which jobs are "
                 "submitted (Debian: apt install slurm-client)"
             )

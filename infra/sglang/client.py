@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 from infra.processes import ProcessFailedError
+from infra.refusal import Refusal
 from infra.sglang.server import SGLangServer
 
 CONNECT_S = 10.0
@@ -54,7 +55,7 @@ class SGLangClient:
             with self._http.stream("POST", "/generate", json=body) as answer:
                 if answer.is_error:
                     answer.read()
-                    raise ValueError(self._refusal(answer, len(tokens)))
+                    raise Refusal(self._refusal(answer, len(tokens)))
                 for line in answer.iter_lines():
                     if line.startswith(DATA) and line != DATA + DONE:
                         last = json.loads(line.removeprefix(DATA))
@@ -67,14 +68,14 @@ class SGLangClient:
     def generate(self, tokens: Sequence[int], sampling: dict[str, Any]) -> Answer:
         """Continue one prompt.
 
-        Raises ServerError, and ValueError for a prompt or settings that the server refuses.
+        Raises ServerError, and Refusal for a prompt or settings that the server refuses.
         """
         try:
             answer = self._http.post("/generate", json={"input_ids": list(tokens), "sampling_params": sampling})
         except httpx.TransportError as error:
             raise ServerError(self._reason(error, len(tokens))) from error
         if answer.is_error:
-            raise ValueError(self._refusal(answer, len(tokens)))
+            raise Refusal(self._refusal(answer, len(tokens)))
         content = answer.json()
         return Answer(content["output_ids"], content["meta_info"])
 

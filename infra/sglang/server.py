@@ -13,6 +13,7 @@ from pathlib import Path
 from infra.health import trouble
 from infra.ports import HOST, is_foreign, reserved_port
 from infra.processes import Owner, Process, ProcessFailedError, start
+from infra.refusal import Refusal
 from infra.sglang.leftovers import Leftovers
 from infra.supervisor import descendants
 
@@ -39,7 +40,7 @@ REFUSALS = (
 class SGLangServer:
     """A server that is up once this is made. Whoever made it stops it; if that process dies, its supervisor does.
 
-    Raises ValueError for what a person has to mend, ProcessFailedError when it died of something else, TimeoutError,
+    Raises Refusal for what a person has to mend, ProcessFailedError when it died of something else, TimeoutError,
     and ConnectionError where another program took its port: the next start takes another one.
     """
 
@@ -89,7 +90,7 @@ class SGLangServer:
         )
 
     def _check_start(self) -> None:
-        """Raises ValueError or ProcessFailedError when the server has ended."""
+        """Raises Refusal or ProcessFailedError when the server has ended."""
         ended = self.process.poll() is not None
         self._last.extend(self.process.new_lines())
         if not ended:
@@ -98,7 +99,7 @@ class SGLangServer:
             for line in self._last:
                 found = re.search(pattern, line)
                 if found:
-                    raise ValueError(f"{words.format(found[1])} (the whole log: {self.process.log})")
+                    raise Refusal(f"{words.format(found[1])} (the whole log: {self.process.log})")
         self.check()
 
     def check(self) -> None:

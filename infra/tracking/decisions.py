@@ -9,6 +9,7 @@ from typing import Literal
 from mlflow.exceptions import MlflowException
 
 from infra.records import Record
+from infra.refusal import Refusal
 from infra.tracking.client import connect
 
 PREFIX = "decision."
@@ -54,12 +55,12 @@ def write_decision(
 
 
 def history(uri: str, name: str) -> list[Decision]:
-    """All decisions about a draft's versions, oldest first. Raises ValueError for a draft that is not registered."""
+    """All decisions about a draft's versions, oldest first. Raises Refusal for a draft that is not registered."""
     client = connect(uri)
     try:
         client.get_registered_model(name)
     except MlflowException as error:
-        raise ValueError(f"no draft {name} is registered: `draftsmith drafts list` shows what there is") from error
+        raise Refusal(f"no draft {name} is registered: `draftsmith drafts list` shows what there is") from error
     versions = client.search_model_versions(f"name = '{name}'")
     texts = [text for version in versions for tag, text in version.tags.items() if tag.startswith(PREFIX)]
     return sorted((Decision.model_validate_json(text) for text in texts), key=lambda decision: decision.at)

@@ -13,6 +13,7 @@ from mlflow import MlflowClient, artifacts
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
+from infra.refusal import Refusal
 from infra.results import GateEvidence, RegisteredDraft, RequestCounts
 from infra.tracking.client import NOTE, connect
 from infra.tracking.decisions import LONGEST, write_decision
@@ -117,15 +118,15 @@ def refuse(uri: str, draft: RegisteredDraft, *, by: str, reason: str) -> Registe
 def rollback(uri: str, name: str, *, by: str, reason: str) -> RegisteredDraft:
     """Make the version that the champion replaced champion again, and note who decided it and why.
 
-    Raises ValueError where there is none.
+    Raises Refusal where there is none.
     """
     client = connect(uri)
     present = champion(uri, name)
     if present is None:
-        raise ValueError(f"{name} has no champion to roll back: `draftsmith drafts list` shows what there is")
+        raise Refusal(f"{name} has no champion to roll back: `draftsmith drafts list` shows what there is")
     before = present.tags.get(REPLACES)
     if not before:
-        raise ValueError(f"version {present.version} of {name} replaced no other: promote one with `drafts promote`")
+        raise Refusal(f"version {present.version} of {name} replaced no other: promote one with `drafts promote`")
     client.set_registered_model_alias(name, CHAMPION, before)
     client.delete_model_version_tag(name, str(present.version), REPLACES)
     write_decision(uri, name, present.version, "rolled back", champion_before=present.version, by=by, reason=reason)
@@ -142,7 +143,7 @@ def champion(uri: str, name: str) -> RegisteredDraft | None:
 
 
 def find_version(uri: str, name: str, version: int) -> RegisteredDraft:
-    """One version. Raises ValueError where there is none."""
+    """One version. Raises Refusal where there is none."""
     return _draft(connect(uri), name, version)
 
 
@@ -178,22 +179,22 @@ def describe(uri: str, draft: RegisteredDraft) -> str:
 
 
 def read_request_counts(uri: str, draft: RegisteredDraft) -> RequestCounts:
-    """What every conversation of a version's benchmark came to. Raises ValueError for a version without it."""
+    """What every conversation of a version's benchmark came to. Raises Refusal for a version without it."""
     return RequestCounts.model_validate_json(read_artifact(uri, draft, REQUEST_COUNTS))
 
 
 def read_evidence(uri: str, draft: RegisteredDraft) -> GateEvidence:
-    """What the gate decided on. Raises ValueError for a version without it."""
+    """What the gate decided on. Raises Refusal for a version without it."""
     return GateEvidence.model_validate_json(read_artifact(uri, draft, EVIDENCE))
 
 
 def read_artifact(uri: str, draft: RegisteredDraft, path: str) -> str:
-    """A text that the version's run has logged. Raises ValueError for a version without it."""
+    """A text that the version's run has logged. Raises Refusal for a version without it."""
     client = connect(uri)
     run_id = str(client.get_model_version(draft.name, str(draft.version)).run_id)
     folder = path.rpartition("/")[0] or None
     if path not in {artifact.path for artifact in client.list_artifacts(run_id, folder)}:
-        raise ValueError(
+        raise Refusal(
             f"the run of version {draft.version} of {draft.name} has no {path}: it was made by another version of "
             "Draftsmith, so retrain it"
         )
@@ -212,7 +213,7 @@ def _draft(client: MlflowClient, name: str, version: int) -> RegisteredDraft:
     except MlflowException as error:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":
             raise
-        raise ValueError(f"{name} has no version {version}: `draftsmith drafts list` shows what there is") from error
+        raise Refusal(f"{name} has no version {version}: `draftsmith drafts list` shows what there is") from error
     return _record(found, {alias: int(number) for alias, number in aliases.items()})
 
 

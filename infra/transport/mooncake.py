@@ -63,7 +63,7 @@ class MooncakeTransport:
         self._client.get(record.key, address, record.nbytes)
 
     def register(self, address: int, nbytes: int) -> None:
-        """Have memory of this machine or of its GPUs written to by `read`. Raises ValueError where it cannot be."""
+        """Have memory of this machine or of its GPUs written to by `read`. Raises Refusal where it cannot be."""
         self._client.register(address, nbytes)
 
     def unregister(self, address: int) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from infra.refusal import Refusal
 from infra.results import Acceptance
 from models.decoding.counts import Counts
 
@@ -9,11 +10,11 @@ from models.decoding.counts import Counts
 def acceptance_length(counts: Sequence[Counts]) -> float:
     """Tokens emitted after the prefill token / verification steps, over complete steps.
 
-    Raises ValueError where there is none.
+    Raises Refusal where there is none.
     """
     steps = sum(count.steps for count in counts)
     if steps == 0:
-        raise ValueError(
+        raise Refusal(
             "no verification step is complete: the target ends its text at once, or benchmark.max_new_tokens is too "
             "small for the lookahead"
         )

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from infra.refusal import Refusal
+
 TAIL = 0.025
 """The lower bound is one-sided at 97.5 %."""
 Z_BOUND, Z_POWER = 1.959964, 0.841621
@@ -71,7 +73,7 @@ def resampled(
     assert challenger.shape == champion.shape
     number = len(challenger)
     if number < 2:
-        raise ValueError(f"{number} conversation cannot be resampled: benchmark.prompts needs at least 2 held-out ones")
+        raise Refusal(f"{number} conversation cannot be resampled: benchmark.prompts needs at least 2 held-out ones")
     sums = np.concatenate([challenger, champion], axis=1).astype(np.float64)
     rng = np.random.default_rng(seed)
     parts, left = [], resamples

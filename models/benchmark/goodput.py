@@ -13,6 +13,7 @@ from rich.table import Table
 from torch import Tensor
 
 from infra.goodput import CostFit, Goodput, GoodputTable, StepTime
+from infra.refusal import Refusal
 from infra.results import Acceptance
 from models.decoding.policy import StepCosts
 
@@ -24,10 +25,10 @@ def fit(measured: Sequence[StepTime]) -> CostFit:
     """The costs, none of them negative, with the least sum of squared relative errors.
 
     Every total of tokens that was measured is tried as the knee; exact non-negative least squares by trying every
-    choice of terms. Raises ValueError for what cannot be fitted.
+    choice of terms. Raises Refusal for what cannot be fitted.
     """
     if len({(each.batch, each.tokens) for each in measured}) < 2 or any(each.seconds <= 0 for each in measured):
-        raise ValueError(
+        raise Refusal(
             f"{len(measured)} measured step costs: give at least two, of different batch or tokens, all above 0 s"
         )
     seconds = torch.tensor([each.seconds for each in measured], dtype=torch.double)

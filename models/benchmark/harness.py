@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from infra.records import Record
+from infra.refusal import Refusal
 from infra.results import Conditions, Ground, GroupAcceptance
 from models.benchmark.acceptance import by_position, distinct_token_share
 from models.benchmark.bars import Bar, bars
@@ -141,11 +142,11 @@ class Plan:
 
 
 def shape_of(text: str) -> int | TreeShape:
-    """`4` or a tree; raises ValueError for anything else."""
+    """`4` or a tree; raises Refusal for anything else."""
     if not text.isdigit():
         return parse_shape(text)
     if not 1 <= int(text) <= 16:
-        raise ValueError(f"lookahead {text}: give numbers from 1 to 16 with commas, for instance 3,5")
+        raise Refusal(f"lookahead {text}: give numbers from 1 to 16 with commas, for instance 3,5")
     return int(text)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from infra.records import TargetRecord
+from infra.refusal import Refusal
 from models.benchmark.config import BenchmarkConfig
 from models.benchmark.suites import SuitePrompts, layout_of, question_prompts
 from models.data.config import DataConfig
@@ -26,14 +27,14 @@ SAMPLES_PER_PROMPT = 4
 
 
 def heldout_prompts(run: Run) -> list[list[int]]:
-    """The prompts of a run's benchmarks. Raises ValueError where there are too few."""
+    """The prompts of a run's benchmarks. Raises Refusal where there are too few."""
     config, samples = run.config.benchmark, run.open_samples("heldout")
     heldout = (samples[index] for index in range(len(samples)))
     return take_prompts(((sample.tokens, sample.loss_mask) for sample in heldout), config.prompts, config.prompt_tokens)
 
 
 def suite_prompts(run: Run, name: str) -> SuitePrompts:
-    """The prompts of one of `promotion.suites`. Raises ValueError, naming the suite, for what gives none."""
+    """The prompts of one of `promotion.suites`. Raises Refusal, naming the suite, for what gives none."""
     promotion, target, benchmark = run.config.promotion, run.config.target, run.config.benchmark
     source = promotion.suites[name]
     try:
@@ -50,8 +51,8 @@ def suite_prompts(run: Run, name: str) -> SuitePrompts:
             templated=run.config.data.chat_template == "tokenizer",
             add_bos=target.add_bos,
         )
-    except ValueError as error:
-        raise ValueError(f"promotion.suites.{name}: {error}") from error
+    except Refusal as error:
+        raise Refusal(f"promotion.suites.{name}: {error}") from error
 
 
 def read_prompts(
@@ -87,7 +88,7 @@ def take_prompts(samples: Iterable[tuple[Tensor, Tensor]], count: int, prompt_to
         prompt_tokens: most tokens of a prompt.
 
     Raises:
-        ValueError: fewer than two prompts.
+        Refusal: fewer than two prompts.
     """
     found: dict[tuple[int, ...], None] = {}
     seen = 0
@@ -99,7 +100,7 @@ def take_prompts(samples: Iterable[tuple[Tensor, Tensor]], count: int, prompt_to
         if len(found) == count:
             break
     if len(found) < 2:
-        raise ValueError(
+        raise Refusal(
             f"{len(found)} of {seen} samples give a prompt of {LEAST_TOKENS} to {prompt_tokens} tokens: raise "
             "benchmark.prompt_tokens, or give more text"
         )

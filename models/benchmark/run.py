@@ -31,7 +31,7 @@ from models.run import Run
 
 
 def benchmark_run(run: Run, champion: Path | None, champion_label: str) -> BenchmarkResult:
-    """Measure, judge, and write everything down. Raises ValueError for a run without export or enough prompts."""
+    """Measure, judge, and write everything down. Raises Refusal for a run without export or enough prompts."""
     begun = time.perf_counter()
     config, promotion = run.config.benchmark, run.config.promotion
     prompts = heldout_prompts(run)

@@ -32,7 +32,7 @@ class Served:
 
 
 def serve(run: Run) -> ServedResult:
-    """Measure both servers. Raises ValueError for what a person has to mend."""
+    """Measure both servers. Raises Refusal for what a person has to mend."""
     config = run.config.benchmark
     missing = whats_missing(run.folder.export, config.served_concurrency)
     if missing:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.processes import Owner
+from infra.refusal import Refusal
 from infra.settings import leased_gpus, sglang_platform
 from infra.sglang.client import Answer, SGLangClient
 from infra.sglang.command import serving_command
@@ -134,12 +135,12 @@ def _each_was_seen(answer: Answer) -> bool:
 def counts_of(answer: Answer, lookahead: int) -> Counts:
     """What happened in the engine's verification steps, as the reference decoder counts it.
 
-    Raises ValueError where the engine's own counters tell another story than the tokens that came step by step.
+    Raises Refusal where the engine's own counters tell another story than the tokens that came step by step.
     """
     _prefill, *emitted = answer.steps
     verified, accepted = answer.meta["spec_verify_ct"], answer.meta["spec_num_correct_drafts"]
     if not _each_was_seen(answer):
-        raise ValueError(
+        raise Refusal(
             f"SGLang made {verified} verification steps, {len(emitted)} were seen: steps were sent together, so their "
             "acceptance cannot be told; lower the number of requests at a time"
         )

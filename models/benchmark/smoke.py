@@ -11,6 +11,7 @@ from pathlib import Path
 
 from infra.exit import run_main
 from infra.files import sha256_file, write_atomically
+from infra.refusal import Refusal
 from infra.results import RequestCounts, SmokeResult
 from models.benchmark.acceptance import acceptance_length
 from models.benchmark.bars import bars
@@ -27,10 +28,10 @@ DECODED = 2
 
 
 def smoke_test(run: Run, export: Path, benchmarked: RequestCounts) -> SmokeResult:
-    """Decode again, and compare. Raises ValueError for an export that cannot be loaded."""
+    """Decode again, and compare. Raises Refusal for an export that cannot be loaded."""
     found = sha256_file(export / "model.safetensors")
     if found != benchmarked.conditions.draft_revision:
-        raise ValueError(
+        raise Refusal(
             f"the registry's weights (SHA-256 {found[:12]}) are not those that were benchmarked "
             f"({benchmarked.conditions.draft_revision[:12]})"
         )

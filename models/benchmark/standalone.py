@@ -21,6 +21,7 @@ from infra.files import write_atomically
 from infra.processes import Owner
 from infra.provenance import git_sha
 from infra.records import TargetRecord
+from infra.refusal import Refusal
 from infra.results import Conditions
 from models.benchmark.conditions import conditions
 from models.benchmark.config import BenchmarkConfig
@@ -59,7 +60,7 @@ def find_target(name: str, aux_layer_ids: Sequence[int]) -> TargetRecord:
 
 
 def bench(options: argparse.Namespace) -> HarnessResult:
-    """Measure what the options name. Raises ValueError, with the remedy, for what cannot be measured."""
+    """Measure what the options name. Raises Refusal, with the remedy, for what cannot be measured."""
     begun = time.perf_counter()
     shapes = tuple(_listed(options.lookahead, str) + _listed(options.tree, str))
     for shape in shapes:
@@ -84,7 +85,7 @@ def bench(options: argparse.Namespace) -> HarnessResult:
         served = {name: folder for name, folder in folders.items() if not missing[name]}
         cells += serve(harness, target, served, options)
     if not cells:
-        raise ValueError("; ".join(notes))
+        raise Refusal("; ".join(notes))
     return HarnessResult(
         commit=git_sha(),
         date=time.strftime("%Y-%m-%d"),
@@ -117,15 +118,15 @@ def serve(
 def _engines(options: argparse.Namespace) -> list[str]:
     engines = _listed(options.engines, str)
     if not engines or not {*engines} <= {REFERENCE, SGLANG}:
-        raise ValueError(f"--engines {options.engines!r}: give {REFERENCE}, {SGLANG}, or both with a comma")
+        raise Refusal(f"--engines {options.engines!r}: give {REFERENCE}, {SGLANG}, or both with a comma")
     return engines
 
 
 def baselines(names: Sequence[str]) -> dict[str, Source]:
-    """What needs no training, by name. Raises ValueError for another name."""
+    """What needs no training, by name. Raises Refusal for another name."""
     for name in names:
         if name not in BASELINES:
-            raise ValueError(f"--baselines {name!r}: there are {', '.join(BASELINES)}")
+            raise Refusal(f"--baselines {name!r}: there are {', '.join(BASELINES)}")
     return {name: BASELINES[name]() for name in names}
 
 
@@ -161,11 +162,11 @@ def _conditions(
 def _plan(options: argparse.Namespace, suites: dict[str, SuitePrompts], shapes: tuple[str, ...]) -> Plan:
     temperatures, batches = _listed(options.temperature, float), _listed(options.batch, int)
     if not temperatures or min(temperatures) < 0:
-        raise ValueError(f"--temperature {options.temperature!r}: give numbers from 0 on with commas, for instance 0,1")
+        raise Refusal(f"--temperature {options.temperature!r}: give numbers from 0 on with commas, for instance 0,1")
     if batches and not 1 <= min(batches) <= max(batches) <= 32:
-        raise ValueError(f"--batch {options.batch!r}: give numbers from 1 to 32 with commas, or nothing for no speed")
+        raise Refusal(f"--batch {options.batch!r}: give numbers from 1 to 32 with commas, or nothing for no speed")
     if options.repeats < 3:
-        raise ValueError(f"--repeats {options.repeats}: at least 3, or the spread says nothing")
+        raise Refusal(f"--repeats {options.repeats}: at least 3, or the spread says nothing")
     return Plan(
         suites,
         shapes,
@@ -179,17 +180,17 @@ def _plan(options: argparse.Namespace, suites: dict[str, SuitePrompts], shapes: 
 
 
 def _listed(text: str, kind: Callable[[str], Item]) -> list[Item]:
-    """`1,4`; raises ValueError for what is of another kind."""
+    """`1,4`; raises Refusal for what is of another kind."""
     try:
         return list(dict.fromkeys(kind(part.strip()) for part in text.split(",") if part.strip()))
     except ValueError as error:
-        raise ValueError(f"{text!r}: give numbers with commas, for instance 1,4") from error
+        raise Refusal(f"{text!r}: give numbers with commas, for instance 1,4") from error
 
 
 def _asked(options: argparse.Namespace) -> list[str]:
     asked = [*options.suite, *(f"{prompts.stem}={prompts}" for prompts in options.prompts)]
     if not asked:
-        raise ValueError("no prompts: give --suite (for instance gsm8k, or gsm8k=FILE), or --prompts FILE")
+        raise Refusal("no prompts: give --suite (for instance gsm8k, or gsm8k=FILE), or --prompts FILE")
     return asked
 
 
@@ -218,8 +219,8 @@ def _suite(name: str, source: str, target: TargetRecord, options: argparse.Names
             templated=templated,
             add_bos=options.add_bos,
         )
-    except ValueError as error:
-        raise ValueError(f"--suite {name}: {error}") from error
+    except Refusal as error:
+        raise Refusal(f"--suite {name}: {error}") from error
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

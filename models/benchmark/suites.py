@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from infra.refusal import Refusal
 from models.data.config import RegenerationConfig
 from models.data.conversations import Document, Message, read_records, source_hash
 from models.data.samples import chat_template
@@ -100,7 +101,7 @@ def read_questions(source: str, layout: Layout) -> Iterator[Question]:
     """Every question of a suite in its order.
 
     Raises:
-        ValueError: a source that cannot be read, or (with file and line) a record without question or category.
+        Refusal: a source that cannot be read, or (with file and line) a record without question or category.
     """
     for place, record in read_records(suite_address(source)):
         yield _question(place, record, layout)
@@ -108,11 +109,11 @@ def read_questions(source: str, layout: Layout) -> Iterator[Question]:
 
 def _question(place: str, record: Any, layout: Layout) -> Question:
     if not isinstance(record, dict):
-        raise ValueError(f"{place}: a {type(record).__name__}, not a JSON object with {' or '.join(layout.asked)}")
+        raise Refusal(f"{place}: a {type(record).__name__}, not a JSON object with {' or '.join(layout.asked)}")
     value = next((record[key] for key in layout.asked if record.get(key)), None)
     text = value[0] if isinstance(value, list) and value else value
     if not isinstance(text, str) or not text.strip():
-        raise ValueError(
+        raise Refusal(
             f"{place}: no {' or '.join(layout.asked)} (a text, or turns) in this record of {layout.title}; its keys "
             f"are {sorted(record)}. Correct the record, or give a suite of conversations or text another name"
         )
@@ -124,7 +125,7 @@ def _category(place: str, record: Mapping[str, Any], layout: Layout) -> str | No
         return None
     category = record.get(layout.category)
     if not isinstance(category, str) or not category.strip():
-        raise ValueError(
+        raise Refusal(
             f"{place}: {layout.category!r} has to be the category of this record of {layout.title}, and is "
             f"{category!r:.40}: correct the record, or fetch the suite from {layout.address or 'its source'}"
         )
@@ -140,7 +141,7 @@ def question_prompts(
     `prompt_tokens` tokens is left out, because a cut question is another one.
 
     Raises:
-        ValueError: what cannot be read, no chat template, or fewer than two prompts.
+        Refusal: what cannot be read, no chat template, or fewer than two prompts.
     """
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target)
     # One token more than is kept, so that plain text that is too long shows.
@@ -159,7 +160,7 @@ def question_prompts(
         if len(found) == count:
             break
     if len(found) < 2:
-        raise ValueError(
+        raise Refusal(
             f"{len(found)} of {len(questions)} questions give a prompt of 2 to {prompt_tokens} tokens: raise the "
             "longest prompt, or give another suite"
         )

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from infra.refusal import Refusal
 from models.capture.layout import Layout
 from models.targets.model import HiddenStates, TargetModel
 from models.targets.weights import TargetHead
@@ -17,12 +18,12 @@ ROUNDING = {torch.float32: 0.0, torch.bfloat16: 4e-3}
 def check_capture(target: TargetModel, captured: HiddenStates, tokens: Tensor, layout: Layout) -> None:
     """Compare `captured`, the hidden states of `tokens` `[T]`, with transformers' own record of the same forward.
 
-    Raises ValueError that names what is wrong: shapes, values of a layer, the final norm, or the predicted tokens.
+    Raises Refusal that names what is wrong: shapes, values of a layer, the final norm, or the predicted tokens.
     """
     try:
         layout.check(captured, len(tokens))
     except ValueError as error:
-        raise ValueError(f"canary: {error}") from None
+        raise Refusal(f"canary: {error}") from None
     reference = target.model(tokens[None].to(target.device), output_hidden_states=True)
     tolerance = RELATIVE_TOLERANCE[target.head_weight.dtype] + ROUNDING[captured.last.dtype]
     for chunk, layer_id in zip(captured.aux.chunk(layout.aux_count, dim=-1), target.aux_layer_ids, strict=True):
@@ -34,11 +35,11 @@ def check_capture(target: TargetModel, captured: HiddenStates, tokens: Tensor, l
     own = target.logits(captured.last.to(target.head_weight)).argmax(-1)
     agreement = (own == reference.logits[0].argmax(-1)).float().mean().item()
     if agreement < 0.9:
-        raise ValueError(f"canary: head(last) gives the target's own next token at only {agreement:.0%} of positions")
+        raise Refusal(f"canary: head(last) gives the target's own next token at only {agreement:.0%} of positions")
 
 
 def check_next_token(head: TargetHead, last: Tensor, token: int) -> None:
-    """Raise ValueError unless `token`, an engine's own greedy choice, is the head's choice on its `last` `[H]`.
+    """Raise Refusal unless `token`, an engine's own greedy choice, is the head's choice on its `last` `[H]`.
 
     Or as good as that: rounding may exchange two near the top.
     """
@@ -46,7 +47,7 @@ def check_next_token(head: TargetHead, last: Tensor, token: int) -> None:
     tolerance = RELATIVE_TOLERANCE[head.head.dtype] + ROUNDING[last.dtype]
     gap = (logits.max() - logits[token]) / (logits.max() - logits.mean())
     if not gap <= tolerance:
-        raise ValueError(
+        raise Refusal(
             f"canary: the engine's next token is {token}, head(last) says {int(logits.argmax())}: what was captured is "
             "not the output after the final norm"
         )
@@ -55,6 +56,4 @@ def check_next_token(head: TargetHead, last: Tensor, token: int) -> None:
 def _compare(what: str, captured: Tensor, reference: Tensor, tolerance: float) -> None:
     error = (captured.float() - reference.float()).norm() / reference.float().norm()
     if error > tolerance:
-        raise ValueError(
-            f"canary: {what} differs from a plain forward by {error:.2g} (relative), allowed {tolerance:g}"
-        )
+        raise Refusal(f"canary: {what} differs from a plain forward by {error:.2g} (relative), allowed {tolerance:g}")

@@ -4,6 +4,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from infra.refusal import Refusal
 from infra.sglang.config import SGLangConfig
 
 
@@ -51,7 +52,7 @@ class GeneratorConfig(BaseModel):
     @model_validator(mode="after")
     def _room_for_all(self) -> Self:
         if self.most < self.count:
-            raise ValueError(
+            raise Refusal(
                 f"max_count is {self.max_count} and count {self.count}: a run begins with count generators, so raise "
                 "max_count to it, or leave it out"
             )

@@ -40,7 +40,7 @@ class Engine(Protocol):
     """Samples that it captures at the same time, each from a thread of its own."""
 
     def check_canary(self, tokens: Tensor) -> None:
-        """Capture `tokens` `[T]` and compare with an independent forward. Raises ValueError naming what is wrong."""
+        """Capture `tokens` `[T]` and compare with an independent forward. Raises Refusal naming what is wrong."""
         ...
 
     def capture(self, key: str, tokens: Tensor) -> Captured:

@@ -111,7 +111,7 @@ class Generator:
 
 
 def start_engine(run: Run, index: int) -> Engine:
-    """The engine that the run's configuration names, loaded. Raises ValueError for what a person has to mend."""
+    """The engine that the run's configuration names, loaded. Raises Refusal for what a person has to mend."""
     engine = _start_prefilling(run, index)
     if run.config.transport.kind != "stored":
         return engine

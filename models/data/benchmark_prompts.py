@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from infra.refusal import Refusal
 from models.data.conversations import as_document, read_records
 
 LONG_RUN = 13
@@ -45,7 +46,7 @@ def words_of(text: str) -> Words:
 def read_prompts(sources: Iterable[str]) -> Iterator[str]:
     """Every prompt of benchmark files: what users say in conversations, plain text, or the field that holds it.
 
-    Raises ValueError for sources that cannot be read and records without a prompt.
+    Raises Refusal for sources that cannot be read and records without a prompt.
     """
     for source in sources:
         for place, record in read_records(source):
@@ -59,7 +60,7 @@ def _prompts(place: str, record: Any) -> list[str]:
         return texts
     document = as_document(place, record)
     if document.tokens is not None:
-        raise ValueError(f"{place}: tokens cannot be compared with training text: give the prompts' text")
+        raise Refusal(f"{place}: tokens cannot be compared with training text: give the prompts' text")
     return [message.content for message in document.messages if document.plain or message.role == "user"]
 
 

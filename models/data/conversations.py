@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from infra.refusal import Refusal
 from models.data import python_docs
 from models.data.reading import Row, read_rows
 from models.data.sources import find_source
@@ -108,7 +109,7 @@ class Document:
 
 
 def source_hash(source: str) -> str:
-    """Hash of what `read_documents` would read; raises ValueError for a source that is not there."""
+    """Hash of what `read_documents` would read; raises Refusal for a source that is not there."""
     return python_docs.source_hash() if source == PYTHON_DOCS else find_source(source).hash
 
 
@@ -127,22 +128,22 @@ def read_records(source: str) -> Iterator[Row]:
         count += 1
         yield row
     if count == 0:
-        raise ValueError(f"{source} is empty: data.source needs at least one document")
+        raise Refusal(f"{source} is empty: data.source needs at least one document")
 
 
 def read_documents(source: str) -> Iterator[Document]:
     """Every document of `source` in its order, duplicates included.
 
     Raises:
-        ValueError: missing file, unknown kind, broken JSON (with its line), a record without known keys, no document.
+        Refusal: missing file, unknown kind, broken JSON (with its line), a record without known keys, no document.
     """
     return (as_document(place, record) for place, record in read_records(source))
 
 
 def as_document(place: str, record: Any) -> Document:
-    """One record as a document. Raises ValueError, with the place, for one that is none."""
+    """One record as a document. Raises Refusal, with the place, for one that is none."""
     if not isinstance(record, dict):
-        raise ValueError(f"{place}: a {type(record).__name__}, not a JSON object with conversations, messages or text")
+        raise Refusal(f"{place}: a {type(record).__name__}, not a JSON object with conversations, messages or text")
     if record.get("conversations") is not None:
         turns = _turns(place, record["conversations"], "from", "value")
         return Document(place, (*_system(record), *turns), plain=False, tools=_tools(place, record))
@@ -153,7 +154,7 @@ def as_document(place: str, record: Any) -> Document:
         return Document(place, (), plain=True, tokens=_tokens(place, record))
     if isinstance(record.get("text"), str):
         return Document(place, (Message("text", record["text"]),), plain=True)
-    raise ValueError(
+    raise Refusal(
         f"{place}: no conversations, messages or text (text) and no input_ids in this record; its keys are "
         f"{sorted(record)}. Rename the key, or convert the file"
     )
@@ -168,7 +169,7 @@ def _system(record: Mapping[str, Any]) -> tuple[Message, ...]:
 def _tools(place: str, record: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     tools = _parsed(record.get("tools")) or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError(
+        raise Refusal(
             f"{place}: tools is not a list of JSON objects (or the JSON text of one): correct it, or leave the key out"
         )
     return tuple(_present(tool) for tool in tools)
@@ -176,7 +177,7 @@ def _tools(place: str, record: Mapping[str, Any]) -> tuple[Mapping[str, Any], ..
 
 def _turns(place: str, turns: Any, role_key: str, content_key: str) -> tuple[Message, ...]:
     if not isinstance(turns, list) or not turns:
-        raise ValueError(f"{place}: the conversation has no turns: leave the line out")
+        raise Refusal(f"{place}: the conversation has no turns: leave the line out")
     messages = []
     for number, turn in enumerate(turns, start=1):
         calls = _calls(f"{place}: turn {number}", turn) if isinstance(turn, dict) else []
@@ -184,10 +185,10 @@ def _turns(place: str, turns: Any, role_key: str, content_key: str) -> tuple[Mes
         if content is None and calls:
             content = ""  # as serving engines have it
         if content is None or role_key not in turn:
-            raise ValueError(f"{place}: turn {number} needs {role_key!r} and {content_key!r} (text); got {turn!r:.80}")
+            raise Refusal(f"{place}: turn {number} needs {role_key!r} and {content_key!r} (text); got {turn!r:.80}")
         role = _ROLES.get(str(turn[role_key]).lower())
         if role is None:
-            raise ValueError(f"{place}: turn {number} has the role {turn[role_key]!r}; known are {sorted(_ROLES)}")
+            raise Refusal(f"{place}: turn {number} has the role {turn[role_key]!r}; known are {sorted(_ROLES)}")
         more = {key: turn[key] for key in _PASSED_ON if turn.get(key) is not None}
         thought = turn.get("reasoning_content") or turn.get("reasoning") or ""
         reasoning = thought if isinstance(thought, str) and role == "assistant" else ""
@@ -211,7 +212,7 @@ def _calls(place: str, turn: Mapping[str, Any]) -> list[dict[str, Any]]:
     for call in turn.get("tool_calls") or []:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError(f"{place} has a tool call without a function's name: {call!r:.80}. Correct or remove it")
+            raise Refusal(f"{place} has a tool call without a function's name: {call!r:.80}. Correct or remove it")
         arguments = _parsed(function.get("arguments")) or {}
         kept = {key: call[key] for key in ("id",) if call.get(key) is not None}
         calls.append({"type": "function", **kept, "function": {"name": function["name"], "arguments": arguments}})
@@ -238,12 +239,12 @@ def _present(value: Any) -> Any:
 def _tokens(place: str, record: Mapping[str, Any]) -> Tokens:
     ids, mask = record["input_ids"], record.get("loss_mask")
     if not isinstance(mask, list) or not isinstance(ids, list) or len(ids) != len(mask):
-        raise ValueError(
+        raise Refusal(
             f"{place}: input_ids need a loss_mask of the same length, 1 where the target would generate the token: add "
             "it"
         )
     if not all(type(token) is int and 0 <= token < 2**31 for token in ids) or not all(flag in (0, 1) for flag in mask):
-        raise ValueError(
+        raise Refusal(
             f"{place}: input_ids are whole numbers from 0, and loss_mask holds 0 and 1 alone: correct the record"
         )
     stated = record.get("tokenizer_hash")

@@ -14,6 +14,8 @@ import httpx
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
+from infra.refusal import Refusal
+
 SCHEME = "hf://"
 CONVERTED = "refs/convert/parquet"
 FORM = "hf://datasets/OWNER/NAME[@REVISION][/PATH], or without PATH [?config=C&split=S]"
@@ -36,14 +38,14 @@ class HubDataset:
         return [self.path, f"{self.path}/*"] if self.path else [f"{self.config or '*'}/{self.split}/*"]
 
     def choose(self, names: Sequence[str], one_kind: Callable[[Iterable[str]], list[str]]) -> list[str]:
-        """The files meant, of all that there are. Raises ValueError, with what there is, where none is."""
+        """The files meant, of all that there are. Raises Refusal, with what there is, where none is."""
         if self.path:
             below = [name for name in names if name == self.path or name.startswith(f"{self.path}/")]
             return one_kind(below)
         config = self.config or self._only_config(names)
         splits = sorted({name.split("/")[1] for name in names if name.startswith(f"{config}/")})
         if self.split not in splits:
-            raise ValueError(
+            raise Refusal(
                 f"data.source: {self.repository} has no split {self.split!r} of config {config!r}; there are "
                 f"{splits or self._configs(names)}. Choose by ?config=...&split=..., or name files by a path"
             )
@@ -52,7 +54,7 @@ class HubDataset:
     def _only_config(self, names: Sequence[str]) -> str:
         configs = self._configs(names)
         if len(configs) != 1 and "default" not in configs:
-            raise ValueError(
+            raise Refusal(
                 f"data.source: {self.repository} has the configs {configs}: choose one by ?config=... in the address"
             )
         return configs[0] if len(configs) == 1 else "default"
@@ -74,14 +76,14 @@ class HubFiles:
 
 
 def parse(url: str) -> HubDataset:
-    """Raises ValueError for an address of another form."""
+    """Raises Refusal for an address of another form."""
     parts = urlsplit(url)
     owner, _, rest = parts.path.strip("/").partition("/")
     name, _, path = rest.partition("/")
     name, _, revision = name.partition("@")
     query = {key: values[-1] for key, values in parse_qs(parts.query).items()}
     if parts.netloc != "datasets" or not owner or not name or set(query) - {"config", "split"} or (path and query):
-        raise ValueError(f"data.source {url!r} is not of the form {FORM}")
+        raise Refusal(f"data.source {url!r} is not of the form {FORM}")
     revision = unquote(revision) or (None if path else CONVERTED)
     return HubDataset(f"{owner}/{name}", revision, unquote(path), query.get("config"), query.get("split", "train"))
 
@@ -89,7 +91,7 @@ def parse(url: str) -> HubDataset:
 def fetch(url: str, one_kind: Callable[[Iterable[str]], list[str]]) -> HubFiles:
     """Download what an address names, or find it in the Hub's cache.
 
-    Raises ValueError, with the remedy, for an address, dataset, revision, config or split that is not there, and where
+    Raises Refusal, with the remedy, for an address, dataset, revision, config or split that is not there, and where
     the Hub cannot be reached and nothing is in the cache.
     """
     wanted = parse(url)
@@ -100,12 +102,12 @@ def fetch(url: str, one_kind: Callable[[Iterable[str]], list[str]]) -> HubFiles:
             snapshot_download(wanted.repository, repo_type="dataset", revision=wanted.revision, allow_patterns=chosen)
         )
     except LocalEntryNotFoundError as error:
-        raise ValueError(
+        raise Refusal(
             f"data.source: {wanted.repository} is not in the Hugging Face cache, and the Hub cannot be reached: check "
             "the network, or give a file or folder"
         ) from error
     except HfHubHTTPError as error:
-        raise ValueError(
+        raise Refusal(
             f"data.source: the Hub refused {wanted.repository} at revision {wanted.revision or 'main'}: {error}. Check "
             "name and revision; for a gated dataset accept its terms and run `hf auth login`; a dataset that the Hub "
             "does not convert to Parquet needs a path to its files"

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from infra.refusal import Refusal
 from models.data.conversations import Document, Message
 from models.data.thinking import Span, thinking_spans, without_thinking
 
@@ -50,7 +51,7 @@ def tokenize_conversation(
         mask_thinking: leave reasoning out of the mask.
 
     Raises:
-        ValueError: the template refuses the conversation, or the masked text does not hold what the assistant said.
+        Refusal: the template refuses the conversation, or the masked text does not hold what the assistant said.
     """
     said = [turn for turn, message in enumerate(document.messages) if message.role == "assistant"]
     learned = said if turns == "all" else said[-1:]
@@ -58,7 +59,7 @@ def tokenize_conversation(
     try:
         text, spans = spans_of(tokenizer, document, learned)
     except TemplateError as error:
-        raise ValueError(
+        raise Refusal(
             f"{document.place}: the chat template refuses this ({error}): correct the roles or leave it out"
         ) from error
     if mask_thinking:
@@ -118,7 +119,7 @@ def _checked_span(render: Render, messages: Messages, turn: int, text: str, plac
     """Characters of `text` that the target generates in one assistant turn."""
     span = _span_as_last(render, messages, turn, text) or _span_inside(render, messages, turn, text)
     if span is None or _squeezed(_answer(messages[turn]["content"])) not in _squeezed(text[slice(*span)]):
-        raise ValueError(
+        raise Refusal(
             f"{place}: the chat template renders turn {turn + 1} differently inside the conversation, so its tokens "
             "cannot be found: leave the conversation out, use a template with {% generation %} tags, or try "
             "data.thinking=strip"
@@ -199,7 +200,7 @@ def _verify(
         message: Message = document.messages[turn]
         parts = [_answer(message.content), *message.tools_called]
         if any(_squeezed(part) not in said for part in parts):
-            raise ValueError(
+            raise Refusal(
                 f"{document.place}: the loss mask misses what the assistant said ({message.content!r:.60}): the chat "
                 "template changes or drops it. Leave the conversation out, or correct the template"
             )

@@ -20,6 +20,7 @@ from infra.cached_folder import build_once
 from infra.exit import run_main
 from infra.files import sha256_file, write_atomically
 from infra.records import Histogram, RegeneratedRecord, SamplesRecord, TargetRecord
+from infra.refusal import Refusal
 from infra.run_folder import RunFolder
 from infra.settings import cache_folder
 from models.benchmark.suites import suite_address
@@ -43,7 +44,7 @@ def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> 
     """Tokenize `config.source` with the target's tokenizer, or find it done in the cache.
 
     Raises:
-        ValueError: text, template or limits from which no samples can be made; says where and what to do.
+        Refusal: text, template or limits from which no samples can be made; says where and what to do.
     """
     content = source_hash(config.source)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target.path)
@@ -168,7 +169,7 @@ def summary(record: SamplesRecord) -> str:
 def main() -> None:
     """Read config.json and target.json of the run folder, write its samples.json."""
     if len(sys.argv) != 2:
-        raise ValueError("usage: python -m models.data.prepare RUN_FOLDER")
+        raise Refusal("usage: python -m models.data.prepare RUN_FOLDER")
     folder = RunFolder(Path(sys.argv[1]))
     config = read_config(folder.config)
     data, revision = recipe_data(config), {}

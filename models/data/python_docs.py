@@ -10,6 +10,8 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
+from infra.refusal import Refusal
+
 DOCUMENT_CHARACTERS = 1500
 """Docstrings of one module are joined until a document has this many characters."""
 
@@ -66,7 +68,7 @@ def _topics_file() -> Path:
 
 def _topics() -> Iterator[tuple[str, str]]:
     if not _topics_file().is_file():
-        raise ValueError(f"{_topics_file()} is missing: this Python was installed without its documentation topics")
+        raise Refusal(f"{_topics_file()} is missing: this Python was installed without its documentation topics")
     from pydoc_data.topics import topics
 
     for name in sorted(topics):

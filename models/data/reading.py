@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from infra.refusal import Refusal
 from models.data.sources import Source, SourceFile
 
 Row = tuple[str, Any]
@@ -18,7 +19,7 @@ ROWS = 1024
 
 
 def read_rows(source: Source) -> Iterator[Row]:
-    """Every record of every file, in order. Raises ValueError, with file and line or row, for what cannot be read."""
+    """Every record of every file, in order. Raises Refusal, with file and line or row, for what cannot be read."""
     for file in source.files:
         yield from _READERS[file.path.suffix](file)
 
@@ -31,7 +32,7 @@ def _jsonl(file: SourceFile) -> Iterator[Row]:
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(
+            raise Refusal(
                 f"{place}: not valid JSON ({error.msg}, column {error.colno}): write one JSON object per line"
             ) from error
         yield place, record
@@ -42,12 +43,12 @@ def _json(file: SourceFile) -> Iterator[Row]:
     try:
         records = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(
+        raise Refusal(
             f"{file.place}:{error.lineno}: not valid JSON ({error.msg}, column {error.colno}): write one list of "
             "records, or one record a line and call the file .jsonl"
         ) from error
     if not isinstance(records, list):
-        raise ValueError(f"{file.place}: a {type(records).__name__}, not a list of records: write [...] around them")
+        raise Refusal(f"{file.place}: a {type(records).__name__}, not a list of records: write [...] around them")
     yield from ((f"{file.place}, record {number}", record) for number, record in enumerate(records, start=1))
 
 
@@ -63,7 +64,7 @@ def _parquet(file: SourceFile) -> Iterator[Row]:
                 number += 1
                 yield f"{file.place}, row {number}", record
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{file.place} cannot be read as Parquet ({error}): write or fetch it again") from error
+        raise Refusal(f"{file.place} cannot be read as Parquet ({error}): write or fetch it again") from error
 
 
 def _paragraphs(file: SourceFile) -> Iterator[Row]:
@@ -86,9 +87,7 @@ def _lines(path: Path, place: str) -> Iterator[tuple[int, str]]:
         try:
             yield from enumerate(file, start=1)
         except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{place} is not UTF-8 text ({error.reason} near byte {error.start}): convert it"
-            ) from error
+            raise Refusal(f"{place} is not UTF-8 text ({error.reason} near byte {error.start}): convert it") from error
 
 
 _READERS = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet, ".txt": _paragraphs}

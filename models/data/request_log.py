@@ -27,6 +27,7 @@ from infra.drift.config import RequestLogConfig
 from infra.exit import run_main
 from infra.files import write_atomically
 from infra.records import PromptsRecord
+from infra.refusal import Refusal
 
 SUFFIXES = (".jsonl", ".jsonl.gz")
 RECORD = "prompts.json"
@@ -125,14 +126,14 @@ class Sample:
 
 
 def recent_logs(config: RequestLogConfig, now: float) -> Iterator[Iterator[bytes]]:
-    """The lines of each log that changed lately, newest log first. Raises ValueError where there is no such log."""
+    """The lines of each log that changed lately, newest log first. Raises Refusal where there is no such log."""
     files, root = fsspec.core.url_to_fs(config.folder)
     found: dict[str, dict[str, Any]] = files.find(root, detail=True)
     logs = sorted(path for path in found if path.endswith(SUFFIXES))
     fresh = [path for path in logs if now - _changed(found[path]) <= config.hours * 3600]
     fresh.sort(key=lambda path: _changed(found[path]), reverse=True)
     if not fresh:
-        raise ValueError(
+        raise Refusal(
             f"{config.folder} has {len(logs)} request logs ({' or '.join(SUFFIXES)}), none of the last "
             f"{config.hours:g} hours: mend requests.folder or raise requests.hours"
         )
@@ -157,7 +158,7 @@ def _changed(info: dict[str, Any]) -> float:
 def sample_prompts(
     config: RequestLogConfig, folder: Path, find: Callable[[list[str]], set[str]], now: float
 ) -> PromptsRecord:
-    """Write the dataset and its record. Raises ValueError where the logs give no prompt."""
+    """Write the dataset and its record. Raises Refusal where the logs give no prompt."""
     sample = Sample(config, find)
     for age, lines in enumerate(recent_logs(config, now)):
         for line in lines:
@@ -167,7 +168,7 @@ def sample_prompts(
     documents = sample.documents()
     if not documents:
         why = ", ".join(f"{count} {kind}" for kind, count in sample.dropped.most_common()) or "they are empty"
-        raise ValueError(f"the request logs in {config.folder} give no prompt: {sample.read} lines read, {why}")
+        raise Refusal(f"the request logs in {config.folder} give no prompt: {sample.read} lines read, {why}")
     data = "".join(f"{document}\n" for document in documents).encode()
     sha256 = hashlib.sha256(data).hexdigest()
     path = folder.absolute() / f"prompts-{sha256[:12]}.jsonl"
@@ -189,7 +190,7 @@ def main() -> None:
     try:
         from models.data.private_data import find_private_data
     except ModuleNotFoundError as error:
-        raise ValueError(
+        raise Refusal(
             f"{error.name} is missing: request logs are not read without a search for private data; "
             "pip install 'draftsmith[drift]'"
         ) from error

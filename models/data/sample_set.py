@@ -17,6 +17,7 @@ from torch import Tensor
 
 from infra.files import sha256_file, write_atomically
 from infra.records import Record, SamplesRecord
+from infra.refusal import Refusal
 from models.data.samples import EncodedSample, Splits
 
 Split = Literal["train", "heldout"]
@@ -50,12 +51,12 @@ class SampleSet:
 
     @classmethod
     def open(cls, folder: Path, split: Split) -> "SampleSet":
-        """Open `folder`; raises ValueError when it is not a whole sample set or its hash does not match."""
+        """Open `folder`; raises Refusal when it is not a whole sample set or its hash does not match."""
         manifest = read_manifest(folder)
         path = folder / f"{split}.safetensors"
         expected = manifest.train_sha256 if split == "train" else manifest.heldout_sha256
         if not path.is_file() or sha256_file(path) != expected:
-            raise ValueError(f"{path} is missing or was changed: delete {folder} and prepare the samples again")
+            raise Refusal(f"{path} is missing or was changed: delete {folder} and prepare the samples again")
         return cls(**load_file(path))
 
     def __len__(self) -> int:
@@ -79,7 +80,7 @@ def read_manifest(folder: Path) -> SampleSetManifest:
     """The manifest of a sample set; its `path` is where the folder lies now."""
     path = folder / "samples.json"
     if not path.is_file():
-        raise ValueError(f"{folder} is not a sample set (no samples.json): prepare the samples again")
+        raise Refusal(f"{folder} is not a sample set (no samples.json): prepare the samples again")
     manifest: SampleSetManifest = SampleSetManifest.read(path)
     return manifest.model_copy(update={"samples": manifest.samples.model_copy(update={"path": str(folder)})})
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from infra.refusal import Refusal
 from models.data.benchmark_prompts import BenchmarkPrompts
 from models.data.config import DataConfig
 from models.data.conversations import Document, Tokens
@@ -72,7 +73,7 @@ class SampleEncoder:
     """Turns documents into samples by a recipe and a target's tokenizer, and counts what it leaves out.
 
     Raises:
-        ValueError: the tokenizer lacks the chat template or beginning-of-text token that the recipe asks for.
+        Refusal: the tokenizer lacks the chat template or beginning-of-text token that the recipe asks for.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -88,12 +89,12 @@ class SampleEncoder:
     def __post_init__(self) -> None:
         bos: Any = self.tokenizer.bos_token_id
         if self.add_bos and bos is None:
-            raise ValueError("target.add_bos is set, but the tokenizer has no beginning-of-text token: set it to false")
+            raise Refusal("target.add_bos is set, but the tokenizer has no beginning-of-text token: set it to false")
         own = list(self.tokenizer("")["input_ids"])  # type: ignore[arg-type]
         self._text_prefix = [bos] if self.add_bos or (bos is not None and own[:1] == [bos]) else []
         self._template = None if self.config.chat_template == "none" else chat_template(self.tokenizer)
         if self._template is not None and self.config.overlong == "split":
-            raise ValueError(
+            raise Refusal(
                 "data.overlong=split cuts plain text only: with a chat template use truncate or drop, or set "
                 "data.chat_template=none"
             )
@@ -121,7 +122,7 @@ class SampleEncoder:
             if tokens is None:
                 tokens = document.tokens is not None
             elif tokens != (document.tokens is not None):
-                raise ValueError(f"{document.place}: some records hold tokens, others text: make two sources of them")
+                raise Refusal(f"{document.place}: some records hold tokens, others text: make two sources of them")
             self.counts.documents += 1
             if document.wording_hash in seen:
                 self.counts.duplicates += 1
@@ -159,12 +160,12 @@ class SampleEncoder:
     def _check(self, place: str, found: Tokens) -> None:
         known = self.vocabulary or len(self.tokenizer)
         if len(found.ids) and int(found.ids.max()) >= known:
-            raise ValueError(
+            raise Refusal(
                 f"{place}: token {int(found.ids.max())}, but the target knows {known}: another tokenizer made these "
                 "input_ids; give the text, or tokens of the target's own tokenizer"
             )
         if found.tokenizer_hash is not None and found.tokenizer_hash != self.tokenizer_hash:
-            raise ValueError(
+            raise Refusal(
                 f"{place}: made with the tokenizer {found.tokenizer_hash:.16}, the target's is "
                 f"{self.tokenizer_hash or 'unknown':.16}: tokenize with the target's own, or give the text"
             )
@@ -172,7 +173,7 @@ class SampleEncoder:
     def _conversation(self, document: Document, template: str) -> Iterator[EncodedSample]:
         if document.plain:
             what = "plain text has" if document.tokens is None else "tokens have"
-            raise ValueError(
+            raise Refusal(
                 f"{document.place}: {what} no turns for a chat template: set data.chat_template=none, or give "
                 "conversations"
             )
@@ -246,9 +247,9 @@ def last_run(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The tokenizer's own chat template; raises ValueError when it has none."""
+    """The tokenizer's own chat template; raises Refusal when it has none."""
     if not tokenizer.chat_template:
-        raise ValueError(
+        raise Refusal(
             f"the tokenizer in {tokenizer.name_or_path} has no chat template: set data.chat_template=none for plain "
             "text, or put chat_template.jinja into the target's folder"
         )
@@ -273,36 +274,36 @@ def divide(samples: Iterable[EncodedSample], config: DataConfig, counts: Counts)
     """Both sides of a sample set; whole documents are held out, and a sample that occurs twice is kept once.
 
     Raises:
-        ValueError: no sample is left, or too few documents to hold one out.
+        Refusal: no sample is left, or too few documents to hold one out.
     """
     samples = list(samples)
     if not samples:
         _refuse(config, counts)
     held = heldout_documents((sample.document for sample in samples), config.heldout_share)
     if not held:
-        raise ValueError("only one document is usable: data.source needs at least two, one of them to be held out")
+        raise Refusal("only one document is usable: data.source needs at least two, one of them to be held out")
     heldout = {sample.id: sample for sample in samples if sample.document in held}
     train = {sample.id: sample for sample in samples if sample.document not in held and sample.id not in heldout}
     counts.duplicates += len(samples) - len(heldout) - len(train)
     if not train:
-        raise ValueError("every training sample also occurs in a held-out document: data.source needs more text")
+        raise Refusal("every training sample also occurs in a held-out document: data.source needs more text")
     ordered = [train[key] for key in sorted(train)]
     return Splits(train=ordered[: config.max_samples], heldout=[heldout[key] for key in sorted(heldout)])
 
 
 def _refuse(config: DataConfig, counts: Counts) -> None:
     if counts.benchmark_prompts > max(counts.unusable, counts.dropped):
-        raise ValueError(
+        raise Refusal(
             f"no sample is left of {config.source}: {counts.benchmark_prompts} of {counts.documents} documents hold "
             "prompts of the benchmarks (promotion.suites, data.exclude). Train on other text"
         )
     if counts.unusable:
-        raise ValueError(
+        raise Refusal(
             f"the supervised share of {config.source} is 0: {counts.unusable} of {counts.documents} documents hold no "
             f"assistant text within {config.max_tokens} tokens. Check the roles, raise data.max_tokens, or set "
             "data.chat_template=none"
         )
-    raise ValueError(
+    raise Refusal(
         f"no sample is left of {config.source}: {counts.dropped} of {counts.documents} documents are shorter than "
         f"data.min_tokens={config.min_tokens} or longer than data.max_tokens={config.max_tokens} "
         f"(data.overlong={config.overlong}). Change these limits"

@@ -13,6 +13,7 @@ import fsspec
 
 from infra.cached_folder import build_once
 from infra.files import sha256_file
+from infra.refusal import Refusal
 from infra.settings import cache_folder
 from models.data import hub
 
@@ -40,7 +41,7 @@ class Source:
 
 
 def find_source(source: str) -> Source:
-    """The files of `source`, on this machine. Raises ValueError for what is not there or of no known kind."""
+    """The files of `source`, on this machine. Raises Refusal for what is not there or of no known kind."""
     if source.startswith(hub.SCHEME):
         return _on_the_hub(source)
     if "://" in source:
@@ -53,7 +54,7 @@ def find_source(source: str) -> Source:
         return Source(files, _hash((name, sha256_file(path / name)) for name in names))
     _check_kind(source, path)
     if not path.is_file():
-        raise ValueError(f"data.source {source!r}: there is no such file (looked in {Path.cwd()})")
+        raise Refusal(f"data.source {source!r}: there is no such file (looked in {Path.cwd()})")
     content = hashlib.sha256(f"{path.suffix} {sha256_file(path)}".encode()).hexdigest()
     return Source((SourceFile(path, str(path)),), content)
 
@@ -79,7 +80,7 @@ def _at_address(url: str) -> Source:
         files.invalidate_cache()
         versions = _versions(files, root, single=Path(url).suffix in KINDS)
     except (OSError, ValueError, ImportError) as error:
-        raise ValueError(
+        raise Refusal(
             f"data.source {url!r} cannot be read ({error or type(error).__name__}): check address and credentials "
             "(AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"
         ) from error
@@ -110,7 +111,7 @@ def _versions(files: Any, root: str, *, single: bool) -> dict[str, str]:
 
 def _check_kind(source: str, path: Path) -> None:
     if path.suffix not in KINDS:
-        raise ValueError(
+        raise Refusal(
             f"data.source {source!r} is of no known kind: use a .jsonl, .json or .parquet file of conversations, a "
             ".txt file with blank lines between documents, a folder of them, hf://datasets/OWNER/NAME or 'python-docs'"
         )
@@ -118,7 +119,7 @@ def _check_kind(source: str, path: Path) -> None:
 
 def _check_any(source: str, names: Iterable[str]) -> None:
     if not list(names):
-        raise ValueError(
+        raise Refusal(
             f"data.source {source!r} holds no file of a known kind ({', '.join(KINDS)}): check the address, or convert "
             "the files"
         )

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
+from infra.refusal import Refusal
 from models.decoding.plain import Prefill
 from models.drafts.cache import RaggedCache
 from models.drafts.trees import Tree, ancestors, depths
@@ -146,9 +147,9 @@ class _Layer(CacheLayerMixin):
 
 
 def _stored(layer: Any) -> tuple[Tensor, Tensor]:
-    """`[1, heads, S, d]` keys and values; raises ValueError for a layer that keeps something else."""
+    """`[1, heads, S, d]` keys and values; raises Refusal for a layer that keeps something else."""
     if not isinstance(layer, DynamicLayer):
-        raise ValueError(
+        raise Refusal(
             f"the target keeps a {type(layer).__name__}: rejected proposals can only be taken out of keys and values; "
             "choose a target with attention in every layer"
         )

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from infra.refusal import Refusal
 from models.decoding.counts import ended
 from models.decoding.sampling import GREEDY, Sampling
 from models.targets.model import TargetModel
@@ -29,7 +30,7 @@ class Prefill:
 def prefill(target: TargetModel, prompt: Sequence[int], sampling: Sampling = GREEDY) -> Prefill:
     """Run the target over `prompt` (at least one token) and choose the next token."""
     if not prompt:
-        raise ValueError("a prompt needs at least one token: check the tokenizer and add_bos")
+        raise Refusal("a prompt needs at least one token: check the tokenizer and add_bos")
     cache = target.new_cache()
     states = target.forward(_row(target, prompt), cache)
     token = int(sampling.choose(target.logits(states.last[0, -1:])))

@@ -12,6 +12,8 @@ from itertools import accumulate
 from operator import truediv
 from typing import Protocol
 
+from infra.refusal import Refusal
+
 LARGEST_UNIT = 1e100
 
 
@@ -94,7 +96,7 @@ class LookaheadPolicy:
 
     def __post_init__(self) -> None:
         if not self.rates or not all(0 <= rate <= 1 for rate in self.rates):
-            raise ValueError(f"acceptance rates {list(self.rates)}: give at least one, each from 0 to 1")
+            raise Refusal(f"acceptance rates {list(self.rates)}: give at least one, each from 0 to 1")
         self._all = Accepting(self.rates, self.all_weight, self.all_memory)
 
     @property

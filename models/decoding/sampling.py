@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from infra.refusal import Refusal
+
 FEW = 1024
 """Most likely tokens among which a nucleus is looked for first."""
 
@@ -15,7 +17,7 @@ FEW = 1024
 class Sampling:
     """Temperature 0 is greedy; otherwise tokens are drawn after temperature and, then, top-p.
 
-    Raises ValueError for a negative temperature, or a top-p outside (0, 1].
+    Raises Refusal for a negative temperature, or a top-p outside (0, 1].
     """
 
     temperature: float = 0.0
@@ -25,9 +27,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
-            raise ValueError(f"temperature {self.temperature}: 0 is greedy, 1 the model's own distribution")
+            raise Refusal(f"temperature {self.temperature}: 0 is greedy, 1 the model's own distribution")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top-p {self.top_p}: give a probability above 0, at most 1 (1 leaves nothing out)")
+            raise Refusal(f"top-p {self.top_p}: give a probability above 0, at most 1 (1 leaves nothing out)")
 
     @property
     def greedy(self) -> bool:

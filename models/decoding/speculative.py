@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from infra.refusal import Refusal
 from models.decoding.batch import TargetBatch, Verification
 from models.decoding.counts import Counts, end_of, ended
 from models.decoding.observing import likeliest, likeliest_after
@@ -117,7 +118,7 @@ def decode_together(conversations: Sequence["Conversation"], *, watch: Stopwatch
     draws by its own generator.
 
     Raises:
-        ValueError: for a tree of a source that proposes chains only.
+        Refusal: for a tree of a source that proposes chains only.
     """
     going = [conversation for conversation in conversations if not conversation.over]
     if not going:
@@ -160,7 +161,7 @@ def _proposers(going: Sequence["Conversation"]) -> BatchProposer:
     assert all(conversation.source is first.source for conversation in going)
     found = first.source.proposers(len(going))
     if not found.branches and any(not isinstance(conversation.shape, int) for conversation in going):
-        raise ValueError(f"{type(first.source).__name__} proposes chains only: give a lookahead in place of a tree")
+        raise Refusal(f"{type(first.source).__name__} proposes chains only: give a lookahead in place of a tree")
     if found.candidates:
         for row, conversation in enumerate(going):
             start, target = conversation.start, conversation.target
@@ -203,7 +204,7 @@ def _observe(proposers: BatchProposer, step: Verification, decisions: Sequence[D
 class Conversation:
     """One text while it is decoded: `turn` and `take` alternate until it is `over`.
 
-    Raises ValueError for a negative lookahead.
+    Raises Refusal for a negative lookahead.
     """
 
     def __init__(
@@ -218,7 +219,7 @@ class Conversation:
         sampling: Sampling,
     ):
         if isinstance(lookahead, int) and lookahead < 0:
-            raise ValueError(f"lookahead {lookahead}: 0 proposes nothing, 4 four tokens per step")
+            raise Refusal(f"lookahead {lookahead}: 0 proposes nothing, 4 four tokens per step")
         self.target, self.source, self.start, self.sampling = target, source, start, sampling
         self.policy = lookahead if isinstance(lookahead, LookaheadPolicy) else None
         self.shape: int | TreeShape = lookahead.max_lookahead if isinstance(lookahead, LookaheadPolicy) else lookahead

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from infra.planner.shapes import DraftShape, Precision, TargetShape
+from infra.refusal import Refusal
 
 
 class MethodConfig(BaseModel):
@@ -59,7 +60,7 @@ class LayerShape(MethodConfig):
     @model_validator(mode="after")
     def _heads_are_shared_evenly(self) -> Self:
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
+            raise Refusal(
                 f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}: key-value heads are "
                 "shared by equal groups"
             )

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from infra.refusal import Refusal
 from models.decoding.sampling import Sampling
 from models.drafts.base import NO_PROPOSAL, Proposals
 
@@ -25,7 +26,7 @@ ROOT = -1
 class StaticTree:
     """Places of a tree: `(0, 2)` is the third child of the root's first child.
 
-    Raises ValueError where a place has no parent, or a rank is left out.
+    Raises Refusal where a place has no parent, or a rank is left out.
     """
 
     paths: tuple[tuple[int, ...], ...]
@@ -35,7 +36,7 @@ class StaticTree:
         for path in self.paths:
             before = (*path[:-1], path[-1] - 1) if path and path[-1] > 0 else path[:-1]
             if not path or before not in known or len(known) != len(self.paths) + 1:
-                raise ValueError(
+                raise Refusal(
                     f"tree place {list(path)}: every place must stand once, with its parent and the ranks before its "
                     "own, for instance [0], [1], [0, 0]"
                 )
@@ -69,7 +70,7 @@ class DynamicTree:
 
     def __post_init__(self) -> None:
         if min(self.depth, self.topk, self.tokens) < 1:
-            raise ValueError(f"a tree of depth {self.depth}, top-k {self.topk}, {self.tokens} tokens: 1 is the least")
+            raise Refusal(f"a tree of depth {self.depth}, top-k {self.topk}, {self.tokens} tokens: 1 is the least")
 
 
 TreeShape = StaticTree | DynamicTree
@@ -88,7 +89,7 @@ def parse_shape(text: str) -> TreeShape:
                 return StaticTree.branching(factors)
     except ValueError:
         pass
-    raise ValueError(f"tree {text!r}: write 3x2x1 (children by depth) or dynamic-5-4-16 (depth, top-k, tokens)")
+    raise Refusal(f"tree {text!r}: write 3x2x1 (children by depth) or dynamic-5-4-16 (depth, top-k, tokens)")
 
 
 @dataclass(frozen=True)

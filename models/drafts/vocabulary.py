@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from infra.refusal import Refusal
+
 
 @dataclass(frozen=True)
 class DraftVocabulary:
@@ -16,9 +18,9 @@ class DraftVocabulary:
     def __post_init__(self) -> None:
         ids = self.target_ids
         if ids.ndim != 1 or ids.dtype != torch.int64 or not len(ids):
-            raise ValueError("a draft vocabulary is a non-empty vector of int64 target ids")
+            raise Refusal("a draft vocabulary is a non-empty vector of int64 target ids")
         if bool((ids[1:] <= ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= self.target_size:
-            raise ValueError(f"draft vocabulary ids must be ascending, distinct and below {self.target_size}")
+            raise Refusal(f"draft vocabulary ids must be ascending, distinct and below {self.target_size}")
 
     def __len__(self) -> int:
         return len(self.target_ids)
@@ -32,7 +34,7 @@ class DraftVocabulary:
     def by_frequency(cls, counts: Tensor, size: int) -> "DraftVocabulary":
         """The `size` most frequent target tokens of `counts` `[V]`; ties go to the smaller id."""
         if size > len(counts):
-            raise ValueError(f"draft.vocab_size {size} exceeds the target's vocabulary of {len(counts)} tokens")
+            raise Refusal(f"draft.vocab_size {size} exceeds the target's vocabulary of {len(counts)} tokens")
         order = torch.sort(counts, descending=True, stable=True).indices[:size]
         return cls(order.sort().values, len(counts))
 

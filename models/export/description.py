@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from infra.refusal import Refusal
 from models.drafts.config import DraftConfig, parse_draft_config
 
 CONFIG = "config.json"
@@ -42,20 +43,20 @@ def block_of(
 
 
 def read_description(folder: Path) -> ExportDescription:
-    """Read `config.json`. Raises ValueError for a folder that is not an export of ours."""
+    """Read `config.json`. Raises Refusal for a folder that is not an export of ours."""
     if not (folder / CONFIG).is_file():
-        raise ValueError(f"{folder} is not an exported draft (no {CONFIG}): give the export folder of a run")
+        raise Refusal(f"{folder} is not an exported draft (no {CONFIG}): give the export folder of a run")
     settings = json.loads((folder / CONFIG).read_text())
     block = settings.get(BLOCK, {})
     if "served_by" not in block:
-        raise ValueError(
+        raise Refusal(
             f"{folder}/{CONFIG} does not say how the draft is built (no {BLOCK}.served_by): give the export folder of "
             "a run"
         )
     try:
         config = parse_draft_config(block["draft"])
     except ValidationError as error:
-        raise ValueError(f"{folder}/{CONFIG} is of another version of Draftsmith: {error}") from error
+        raise Refusal(f"{folder}/{CONFIG} is of another version of Draftsmith: {error}") from error
     return ExportDescription(
         config=config,
         aux_layer_ids=tuple(block["aux_layer_ids"]),

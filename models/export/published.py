@@ -19,6 +19,7 @@ from torch import Tensor
 
 from infra.exit import run_main
 from infra.records import TargetRecord
+from infra.refusal import Refusal
 from infra.run_folder import RunFolder
 from models.config import RunConfig, read_config
 from models.drafts.base import Draft
@@ -35,7 +36,7 @@ EMBEDDINGS, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 def fetch_published(name: str) -> Path:
-    """The folder `name`, or the Hub's snapshot of OWNER/NAME or OWNER/NAME@REVISION. Raises ValueError for neither."""
+    """The folder `name`, or the Hub's snapshot of OWNER/NAME or OWNER/NAME@REVISION. Raises Refusal for neither."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
@@ -43,12 +44,12 @@ def fetch_published(name: str) -> Path:
     try:
         return Path(snapshot_download(hub_id, revision=revision or None, allow_patterns=HUB_FILES))
     except LocalEntryNotFoundError as error:
-        raise ValueError(
+        raise Refusal(
             f"training.start_from={name} is no folder (looked in {Path.cwd()}), and the Hub cannot be reached: check "
             "the network, or give a local folder"
         ) from error
     except (HfHubHTTPError, HFValidationError) as error:
-        raise ValueError(
+        raise Refusal(
             f"training.start_from={name} is no folder (looked in {Path.cwd()}), and no model of the Hub: {error}"
         ) from error
 
@@ -56,10 +57,10 @@ def fetch_published(name: str) -> Path:
 def load_published(folder: Path, config: DraftConfig, target: TargetRecord) -> Draft:
     """A published draft as one of ours; how it is trained further comes from `config`.
 
-    Raises ValueError with all that keeps it from being a draft for this target.
+    Raises Refusal with all that keeps it from being a draft for this target.
     """
     if not (folder / CONFIG).is_file():
-        raise ValueError(f"there is no {CONFIG}")
+        raise Refusal(f"there is no {CONFIG}")
     found = read_published(json.loads((folder / CONFIG).read_text()))
     _check_target(found, target)
     tensors, head = _read_tensors(folder), read_target_head(Path(target.path), torch.float32)
@@ -83,13 +84,13 @@ def _check_target(found: PublishedDraft, target: TargetRecord) -> None:
     if layers and (list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= target.num_layers):
         wrong.append(f"it reads layers {list(layers)}, the target has 0..{target.num_layers - 1}")
     if wrong:
-        raise ValueError("; ".join(wrong))
+        raise Refusal("; ".join(wrong))
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     """By the names that they have here, floats in float32; what belongs to the target alone is left out."""
     if not list(folder.glob("*.safetensors")):
-        raise ValueError("it has no safetensors files (nothing from outside is unpickled): convert its weights first")
+        raise Refusal("it has no safetensors files (nothing from outside is unpickled): convert its weights first")
     tensors: dict[str, Tensor] = {}
     for file in sorted(set(tensor_files(folder).values())):
         with safe_open(folder / file, framework="pt") as opened:
@@ -107,15 +108,15 @@ def _vocabulary(found: PublishedDraft, tensors: Mapping[str, Tensor]) -> DraftVo
     if size is None:
         return DraftVocabulary(torch.arange(found.vocab_size), found.vocab_size)
     if "d2t" not in tensors:
-        raise ValueError(f"it proposes {size} of the target's {found.vocab_size} tokens and has no map d2t of them")
+        raise Refusal(f"it proposes {size} of the target's {found.vocab_size} tokens and has no map d2t of them")
     try:
         vocabulary = DraftVocabulary.from_offsets(tensors["d2t"], found.vocab_size)
-    except ValueError as error:
-        raise ValueError(f"its map d2t is damaged: {error}") from error
+    except Refusal as error:
+        raise Refusal(f"its map d2t is damaged: {error}") from error
     if len(vocabulary) != size:
-        raise ValueError(f"its map d2t has {len(vocabulary)} tokens, its draft_vocab_size is {size}")
+        raise Refusal(f"its map d2t has {len(vocabulary)} tokens, its draft_vocab_size is {size}")
     if "t2d" in tensors and not torch.equal(tensors["t2d"].bool(), vocabulary.t2d):
-        raise ValueError("its maps d2t and t2d contradict each other")
+        raise Refusal("its maps d2t and t2d contradict each other")
     return vocabulary
 
 
@@ -123,13 +124,13 @@ def _method(found: PublishedDraft, config: DraftConfig, own_embeddings: bool) ->
     """Its shape, and what else the recipe says of training where that is of the same method."""
     shape = found.shape | ({"train_embeddings": own_embeddings} if found.method == "eagle3" else {})
     if config.method != found.method:
-        raise ValueError(f"its method is {found.method}, the recipe's draft.method {config.method}")
+        raise Refusal(f"its method is {found.method}, the recipe's draft.method {config.method}")
     training = config.model_dump(include=set(config.training_only))
     return parse_draft_config(training | shape | {"method": found.method})
 
 
 def _fill(draft: Draft, tensors: Mapping[str, Tensor], head: TargetHead) -> None:
-    """Raises ValueError, naming the tensors, unless they are exactly the draft's."""
+    """Raises Refusal, naming the tensors, unless they are exactly the draft's."""
     # A table that the draft shares with the target may be stored all the same.
     shared = {EMBEDDINGS: head.embedding, HEAD: head.head}
     expected = draft.state_dict()
@@ -144,7 +145,7 @@ def _fill(draft: Draft, tensors: Mapping[str, Tensor], head: TargetHead) -> None
         if name not in given or name not in expected or given[name].shape != expected[name].shape
     )
     if wrong:
-        raise ValueError(f"it has missing, unknown or misshapen tensors: {', '.join(wrong)}")
+        raise Refusal(f"it has missing, unknown or misshapen tensors: {', '.join(wrong)}")
     draft.load_state_dict(dict(given))
 
 
@@ -163,7 +164,7 @@ def import_start(name: str, config: RunConfig, target: TargetRecord, folder: Pat
         draft = load_published(source, config.draft, target)
     except (ValueError, KeyError) as error:
         reason = f"its config.json lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(
+        raise Refusal(
             f"training.start_from={name} is no draft that this run could go on with: {reason}. Give another one, or "
             "leave training.start_from out"
         ) from error

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from infra.refusal import Refusal
+
 Layout = Literal["speculators", "sglang"]
 EAGLE3 = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle"}
 DFLASH = {"DFlashDraftModel"}
@@ -32,7 +34,7 @@ class PublishedDraft:
 
 
 def read_published(settings: Mapping[str, Any]) -> PublishedDraft:
-    """Raises ValueError, with the setting, for what none of our methods is."""
+    """Raises Refusal, with the setting, for what none of our methods is."""
     if "speculators_model_type" in settings:
         return _speculators(settings)
     named = set(settings.get("architectures") or [])
@@ -40,7 +42,7 @@ def read_published(settings: Mapping[str, Any]) -> PublishedDraft:
         return _eagle3("sglang", settings, settings)
     if named & DFLASH:
         return _dflash("sglang", settings, settings)
-    raise ValueError(
+    raise Refusal(
         f"its architectures {sorted(named)} are none that can be taken over: EAGLE-3 ({', '.join(sorted(EAGLE3))}), "
         f"DFlash ({', '.join(DFLASH)}) or the speculators layout"
     )
@@ -58,7 +60,7 @@ def _speculators(settings: Mapping[str, Any]) -> PublishedDraft:
         return _eagle3("speculators", layer, settings)
     if method == "dflash":
         return _dflash("speculators", layer, settings)
-    raise ValueError(f"its speculators_model_type {method!r} is none that can be taken over: eagle3 or dflash")
+    raise Refusal(f"its speculators_model_type {method!r} is none that can be taken over: eagle3 or dflash")
 
 
 def _eagle3(layout: Layout, layer: Mapping[str, Any], settings: Mapping[str, Any]) -> PublishedDraft:
@@ -94,7 +96,7 @@ def _dflash(layout: Layout, layer: Mapping[str, Any], settings: Mapping[str, Any
     else:
         ids = own.get("target_layer_ids")
         if ids is None:
-            raise ValueError("its dflash_config names no target_layer_ids")
+            raise Refusal("its dflash_config names no target_layer_ids")
     block = settings.get("block_size") or own.get("block_size")
     shape = _attention(layer) | {"layer_types": list(types), "sliding_window": window, "block_size": block}
     shape |= {"mask_token_id": own.get("mask_token_id"), "fc_norm": False}
@@ -129,7 +131,7 @@ def _attention(layer: Mapping[str, Any]) -> dict[str, Any]:
     rope = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
-        raise ValueError(f"its rope_type is {kind!r}, drafts here have the default one")
+        raise Refusal(f"its rope_type is {kind!r}, drafts here have the default one")
     heads = int(layer["num_attention_heads"])
     return {
         "num_heads": heads,
@@ -145,4 +147,4 @@ def _refuse(settings: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     for name, value in expected.items():
         found = settings.get(name, value)
         if found is not None and found != value:
-            raise ValueError(f"its {name} is {found!r}, drafts here have {value!r}")
+            raise Refusal(f"its {name} is {found!r}, drafts here have {value!r}")

@@ -20,6 +20,7 @@ from torch import Tensor
 from infra.exit import run_main
 from infra.files import sha256_file, write_atomically
 from infra.records import ExportRecord, TrainingResult
+from infra.refusal import Refusal
 from models.drafts.base import Draft
 from models.drafts.config import parse_draft_config
 from models.drafts.registry import build_draft
@@ -49,7 +50,7 @@ def export_checkpoint(
     """Write the averaged weights of `checkpoint` as a Hugging Face folder, and read it back once.
 
     `extra` goes into `config.json` under `draftsmith` (licence, revisions), `hub_id` and `lookahead` into vLLM's part
-    (see `speculators_settings`). Raises ValueError where the export would not load: other tensor names or shapes.
+    (see `speculators_settings`). Raises Refusal where the export would not load: other tensor names or shapes.
     """
     description: DraftDescription = DraftDescription.read(checkpoint / DRAFT)
     tensors = read_tensors(checkpoint, AVERAGED)
@@ -89,16 +90,16 @@ def write_export(draft: Draft, folder: Path, extra: dict[str, Any], speculators:
 def load_draft(folder: Path, target: Path, dtype: torch.dtype, device: str | torch.device = "cpu") -> Draft:
     """Load an exported draft for decoding with the target in `target` (whose embeddings, and perhaps head, it shares).
 
-    Raises ValueError, naming the tensors, for a folder that is not a whole export.
+    Raises Refusal, naming the tensors, for a folder that is not a whole export.
     """
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
-        raise ValueError(f"{folder} is not an exported draft: it needs {CONFIG} and {WEIGHTS}")
+        raise Refusal(f"{folder} is not an exported draft: it needs {CONFIG} and {WEIGHTS}")
     description = read_description(folder)
     tensors = {current_name(name): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
     vocabulary = _vocabulary(folder, description, tensors)
     head = read_target_head(target, dtype)
     if len(head.embedding) != vocabulary.target_size:
-        raise ValueError(
+        raise Refusal(
             f"{folder} belongs to a target with {vocabulary.target_size} tokens, {target} has {len(head.embedding)}"
         )
     draft = build_draft(description.config, head.embedding, vocabulary, description.aux_layer_ids)
@@ -108,7 +109,7 @@ def load_draft(folder: Path, target: Path, dtype: torch.dtype, device: str | tor
     found = {name: tensor.shape for name, tensor in weights.items()}
     if found != expected:
         wrong = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
-        raise ValueError(f"{folder}/{WEIGHTS} has missing, unknown or misshapen tensors: {', '.join(wrong)}")
+        raise Refusal(f"{folder}/{WEIGHTS} has missing, unknown or misshapen tensors: {', '.join(wrong)}")
     draft.load_state_dict(weights)
     return draft.to(device, dtype).eval()
 
@@ -123,7 +124,7 @@ def _vocabulary(folder: Path, description: ExportDescription, tensors: dict[str,
     if "d2t" in tensors:
         return DraftVocabulary.from_offsets(tensors["d2t"], size)
     if description.config.vocabulary_size(size) != size:
-        raise ValueError(f"{folder}/{WEIGHTS} has no vocabulary map d2t: export the draft again")
+        raise Refusal(f"{folder}/{WEIGHTS} has no vocabulary map d2t: export the draft again")
     return DraftVocabulary(torch.arange(size), size)
 
 

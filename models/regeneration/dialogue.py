@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from infra.refusal import Refusal
 from models.data.config import RegenerationConfig
 from models.data.conversations import Document, Message
 from models.data.samples import chat_template
@@ -72,7 +73,7 @@ class Prompter:
             ids = self._tokenizer(dialogue.document.text, add_special_tokens=False, verbose=False)["input_ids"]
             return [*self._prefix, *ids[: self._settings.prompt_tokens]]
         if not self._templated:
-            raise ValueError(
+            raise Refusal(
                 f"{dialogue.document.place}: a conversation needs the target's chat template to be regenerated: set "
                 "data.chat_template=tokenizer, or give plain text"
             )

@@ -10,6 +10,7 @@ import torch
 
 from infra.processes import Owner
 from infra.records import TargetRecord
+from infra.refusal import Refusal
 from infra.run_folder import RunFolder
 from infra.sglang.client import SGLangClient
 from infra.sglang.command import serving_command
@@ -36,10 +37,10 @@ class Task:
 
     @property
     def settings(self) -> RegenerationConfig:
-        """Raises ValueError for a recipe without."""
+        """Raises Refusal for a recipe without."""
         settings = self.config.data.regeneration
         if settings is None:
-            raise ValueError("the recipe does not regenerate: set data.regeneration, {} for its defaults")
+            raise Refusal("the recipe does not regenerate: set data.regeneration, {} for its defaults")
         return settings
 
 
@@ -126,5 +127,5 @@ class SGLangTextEngine:
 
 
 def start_text_engine(task: Task) -> TextEngine:
-    """The engine that the run's configuration names. Raises ValueError for what a person has to mend."""
+    """The engine that the run's configuration names. Raises Refusal for what a person has to mend."""
     return SGLangTextEngine(task) if task.config.generator.engine == "sglang" else PlainTextEngine(task)

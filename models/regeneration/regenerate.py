@@ -21,6 +21,7 @@ from infra.exit import run_main
 from infra.files import sync_folder, write_atomically
 from infra.locks import LockHeldError, hold
 from infra.records import RegeneratedRecord, TargetRecord
+from infra.refusal import Refusal
 from infra.run_folder import RunFolder
 from infra.settings import cache_folder
 from models.benchmark.bars import Advance, bars
@@ -49,7 +50,7 @@ class Answered:
 
 
 def regenerate(task: Task) -> RegeneratedRecord:
-    """Regenerate, or find it done in the cache. Raises ValueError for what a person has to mend."""
+    """Regenerate, or find it done in the cache. Raises Refusal for what a person has to mend."""
     begun = time.monotonic()
     file = cache_folder() / "regenerated" / f"{_key(task)}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +61,7 @@ def regenerate(task: Task) -> RegeneratedRecord:
                 if not file.is_file():
                     _answer_all(task, list(dialogues.values()), file)
         except LockHeldError as error:
-            raise ValueError(f"another process has been regenerating {file} for a day: stop it") from error
+            raise Refusal(f"another process has been regenerating {file} for a day: stop it") from error
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     return RegeneratedRecord(
         path=str(file),
@@ -97,7 +98,7 @@ def _distinct(task: Task) -> dict[str, Dialogue]:
     found: dict[str, Dialogue] = {}
     for document in read_documents(task.config.data.source):
         if document.tokens is not None:
-            raise ValueError(
+            raise Refusal(
                 f"{document.place}: tokens have no turns that the target could answer: give conversations or text, or "
                 "leave data.regeneration out"
             )

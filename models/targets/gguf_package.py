@@ -11,6 +11,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from infra.cached_folder import build_once
+from infra.refusal import Refusal
 from infra.settings import cache_folder
 
 FORMAT = 1
@@ -25,12 +26,12 @@ def converted_package(name: str) -> Path:
     """The folder of the package's target, converted now (about a minute) or before.
 
     Raises:
-        ValueError: the package is not installed, or does not ship exactly one GGUF file.
+        Refusal: the package is not installed, or does not ship exactly one GGUF file.
     """
     try:
         version = metadata.version(name)
     except metadata.PackageNotFoundError as error:
-        raise ValueError(f"target.name: the package {name!r} is not installed: pip install {name}") from error
+        raise Refusal(f"target.name: the package {name!r} is not installed: pip install {name}") from error
     folder = cache_folder() / "targets" / f"{name}-{version}-{FORMAT}"
 
     def build(aside: Path) -> None:
@@ -64,8 +65,8 @@ def _gguf_file(name: str, aside: Path) -> Path:
         try:
             return Path(module.assemble(aside / "package.gguf"))
         except FileNotFoundError as error:
-            raise ValueError(f"the package {name!r} is incomplete ({error}): install it again") from error
+            raise Refusal(f"the package {name!r} is incomplete ({error}): install it again") from error
     files = [Path(str(file.locate())) for file in metadata.files(name) or () if file.suffix == ".gguf"]
     if len(files) != 1:
-        raise ValueError(f"target.name: the package {name!r} ships {len(files)} GGUF files, not one")
+        raise Refusal(f"target.name: the package {name!r} ships {len(files)} GGUF files, not one")
     return files[0]

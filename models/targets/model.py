@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
 
+from infra.refusal import Refusal
 from models.targets.weights import TargetHead, logit_shape
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -51,7 +52,7 @@ class TargetModel:
         self._captured: dict[int, Tensor] = {}
         layers = self.body.layers
         if self.aux_layer_ids[-1] >= len(layers):
-            raise ValueError(
+            raise Refusal(
                 f"target.aux_layer_ids {list(self.aux_layer_ids)}: the target has layers 0..{len(layers) - 1}"
             )
         for layer_id in self.aux_layer_ids:
@@ -98,7 +99,7 @@ class TargetModel:
         window = getattr(config, "sliding_window", None)
         types = set(getattr(config, "layer_types", None) or [SLIDING if window else FULL])
         if not types <= {FULL, SLIDING}:
-            raise ValueError(
+            raise Refusal(
                 f"the target has layers of type {', '.join(sorted(types - {FULL, SLIDING}))}: trees and batches of "
                 "several texts need full or sliding attention; decode chains one text at a time"
             )

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from infra.exit import run_main
 from infra.files import sha256_file, write_atomically
 from infra.records import TargetRecord
+from infra.refusal import Refusal
 from infra.run_folder import RunFolder
 from models.config import read_config
 from models.targets.config import TargetConfig
@@ -32,7 +33,7 @@ def prepare_target(config: TargetConfig) -> TargetRecord:
     """Find, download, convert or train the target, and check that hidden states can be captured from it.
 
     Raises:
-        ValueError: no such folder, package or Hub id, no network, or an architecture that cannot be captured.
+        Refusal: no such folder, package or Hub id, no network, or an architecture that cannot be captured.
     """
     if config.source == "tiny":
         folder, revision = trained_tiny(config.name), None
@@ -59,16 +60,16 @@ def _hugging_face(config: TargetConfig) -> tuple[Path, str | None]:
     if folder.is_dir():
         return folder.absolute(), None
     if not _HUB_ID.fullmatch(config.name):
-        raise ValueError(f"target.name: there is no folder {config.name} (looked in {Path.cwd()})")
+        raise Refusal(f"target.name: there is no folder {config.name} (looked in {Path.cwd()})")
     try:
         snapshot = Path(snapshot_download(config.name, revision=config.revision, allow_patterns=_HUB_FILES))
     except LocalEntryNotFoundError as error:
-        raise ValueError(
+        raise Refusal(
             f"target.name: {config.name} is neither a folder here nor in the Hugging Face cache, and the Hub cannot be "
             "reached: check the network, or give a local folder"
         ) from error
     except HfHubHTTPError as error:
-        raise ValueError(
+        raise Refusal(
             f"target.name: the Hub refused {config.name} at revision {config.revision or 'main'}: {error}. Check name "
             "and revision; for a gated model accept its licence and run `hf auth login`"
         ) from error
@@ -78,7 +79,7 @@ def _hugging_face(config: TargetConfig) -> tuple[Path, str | None]:
 def _checked(folder: Path, aux_layer_ids: tuple[int, ...]) -> PretrainedConfig:
     """The text model's configuration, once the folder is known to be a target that can be captured."""
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} is no Hugging Face folder: it has no config.json")
+        raise Refusal(f"{folder} is no Hugging Face folder: it has no config.json")
     tensor_files(folder)
     try:
         config = AutoConfig.from_pretrained(folder)
@@ -86,18 +87,16 @@ def _checked(folder: Path, aux_layer_ids: tuple[int, ...]) -> PretrainedConfig:
             model = AutoModelForCausalLM.from_config(config)
         AutoTokenizer.from_pretrained(folder)
     except (ValueError, OSError) as error:
-        raise ValueError(f"{folder} is not a causal language model with a tokenizer: {error}") from error
+        raise Refusal(f"{folder} is not a causal language model with a tokenizer: {error}") from error
     layers = getattr(model.get_decoder(), "layers", None)
     head = model.get_output_embeddings()
     text = config.get_text_config()
     if layers is None or len(layers) != text.num_hidden_layers:
-        raise ValueError(f"{folder}: the architecture {config.model_type!r} has no decoder layers to capture from")
+        raise Refusal(f"{folder}: the architecture {config.model_type!r} has no decoder layers to capture from")
     if head is None or getattr(head, "bias", None) is not None:
-        raise ValueError(
-            f"{folder}: the architecture {config.model_type!r} has no plain output head (or one with bias)"
-        )
+        raise Refusal(f"{folder}: the architecture {config.model_type!r} has no plain output head (or one with bias)")
     if aux_layer_ids[-1] >= len(layers):
-        raise ValueError(f"target.aux_layer_ids {list(aux_layer_ids)}: the target has layers 0..{len(layers) - 1}")
+        raise Refusal(f"target.aux_layer_ids {list(aux_layer_ids)}: the target has layers 0..{len(layers) - 1}")
     return text
 
 
@@ -120,7 +119,7 @@ def summary(record: TargetRecord) -> str:
 def main() -> None:
     """Read config.json of the run folder, write its target.json."""
     if len(sys.argv) != 2:
-        raise ValueError("usage: python -m models.targets.prepare RUN_FOLDER")
+        raise Refusal("usage: python -m models.targets.prepare RUN_FOLDER")
     folder = RunFolder(Path(sys.argv[1]))
     config = read_config(folder.config)
     record = prepare_target(config.target)

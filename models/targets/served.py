@@ -12,7 +12,7 @@ from models.capture.config import GeneratorConfig
 def server_spec(target: Path, dtype: str, longest: int, in_flight: int) -> ServerSpec:
     """`longest`: tokens of the longest request, its answer included; `in_flight`: requests at a time.
 
-    Raises ValueError where SGLang is missing.
+    Raises Refusal where SGLang is missing.
     """
     return ServerSpec(
         python=sglang_python(),

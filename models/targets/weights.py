@@ -13,6 +13,8 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
+from infra.refusal import Refusal
+
 
 @dataclass(frozen=True)
 class TargetHead:
@@ -40,16 +42,16 @@ def read_target_head(path: Path, dtype: torch.dtype) -> TargetHead:
     """Read embedding and head of the Hugging Face folder `path` in `dtype`.
 
     Raises:
-        ValueError: no safetensors files, or none of the known tensor names in them.
+        Refusal: no safetensors files, or none of the known tensor names in them.
     """
     config = AutoConfig.from_pretrained(path)
     files = tensor_files(path)
     embedding_name = _named(files, "embed_tokens.weight")
     if embedding_name is None:
-        raise ValueError(f"{path} has no tensor named *embed_tokens.weight: this family of targets is not supported")
+        raise Refusal(f"{path} has no tensor named *embed_tokens.weight: this family of targets is not supported")
     head_name = _named(files, "lm_head.weight")
     if head_name is None and not _tied(config):
-        raise ValueError(f"{path} has no tensor named *lm_head.weight, and its config does not tie the embeddings")
+        raise Refusal(f"{path} has no tensor named *lm_head.weight, and its config does not tie the embeddings")
     embedding = _read(path / files[embedding_name], embedding_name, dtype)
     head = embedding if head_name is None else _read(path / files[head_name], head_name, dtype)
     logit_scale, soft_cap = logit_shape(config)
@@ -65,13 +67,13 @@ def logit_shape(config: PretrainedConfig) -> tuple[float, float | None]:
 
 
 def tensor_files(path: Path) -> dict[str, str]:
-    """File name of every tensor in a folder, sharded or not; raises ValueError when there is no safetensors file."""
+    """File name of every tensor in a folder, sharded or not; raises Refusal when there is no safetensors file."""
     index = path / "model.safetensors.index.json"
     if index.is_file():
         return json.loads(index.read_text())["weight_map"]
     single = path / "model.safetensors"
     if not single.is_file():
-        raise ValueError(f"{path} holds no model.safetensors: convert the target with save_pretrained first")
+        raise Refusal(f"{path} holds no model.safetensors: convert the target with save_pretrained first")
     with safe_open(single, framework="pt") as file:
         return dict.fromkeys(file.keys(), single.name)
 

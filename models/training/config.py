@@ -4,6 +4,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from infra.refusal import Refusal
+
 
 class TrainingConfig(BaseModel):
     """Optimizer, schedule, steps."""
@@ -78,7 +80,7 @@ class TrainingConfig(BaseModel):
     @model_validator(mode="after")
     def _whole_groups(self) -> Self:
         if self.ranks % self.context_parallel_size:
-            raise ValueError(
+            raise Refusal(
                 f"ranks {self.ranks} is no multiple of context_parallel_size {self.context_parallel_size}: every "
                 "sample is shared by that many ranks, so change one of the two"
             )

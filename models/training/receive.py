@@ -10,6 +10,7 @@ from torch import Tensor
 
 from infra.config import TransportConfig
 from infra.records import ObjectRecord
+from infra.refusal import Refusal
 from infra.transport.base import TransferError, Transport, check_sum
 from infra.transport.copying import block_sums
 from infra.transport.mooncake import MooncakeTransport
@@ -73,7 +74,7 @@ class HostReceiver:
 class DeviceReceiver:
     """By RDMA into a registered piece of the GPU's memory and from there into the batch; the host sees no byte of it.
 
-    Raises ValueError where the GPU's memory cannot be registered (the kernel module nvidia-peermem is what it takes).
+    Raises Refusal where the GPU's memory cannot be registered (the kernel module nvidia-peermem is what it takes).
     """
 
     def __init__(self, transport: MooncakeTransport, layout: Layout, device: torch.device):
@@ -115,18 +116,18 @@ class DeviceReceiver:
 
 
 def open_receiver(transport: Transport, config: TransportConfig, layout: Layout) -> Receiver:
-    """What `transport.receive` asks for. Raises ValueError, with the remedy, for a GPU that is wanted in vain."""
+    """What `transport.receive` asks for. Raises Refusal, with the remedy, for a GPU that is wanted in vain."""
     if config.receive == "host":
         return HostReceiver(transport, layout)
     if isinstance(transport, MooncakeTransport) and transport.protocol == "rdma" and torch.cuda.is_available():
         try:
             return DeviceReceiver(transport, layout, torch.device("cuda", torch.cuda.current_device()))
-        except ValueError as error:
+        except Refusal as error:
             if config.receive == "device":
                 raise
             return HostReceiver(transport, layout, f"not by GPUDirect: {error}")
     elif config.receive == "device":
-        raise ValueError(
+        raise Refusal(
             "transport.receive=device needs transport.kind=mooncake, an RDMA device and a GPU on the trainer's machine "
             "(`draftsmith doctor` lists them): set transport.receive=auto"
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from infra.refusal import Refusal
 from models.drafts.base import Draft
 from models.export.description import read_description
 from models.export.sglang import load_draft
@@ -15,7 +16,7 @@ from models.run import Run
 
 
 def load_start(run: Run) -> Draft:
-    """The draft that training begins with. Raises ValueError for one of another target or shape."""
+    """The draft that training begins with. Raises Refusal for one of another target or shape."""
     folder = run.folder.start
     _check(run, folder)
     draft = load_draft(folder, Path(run.target.path), torch.float32)
@@ -30,7 +31,7 @@ def load_start(run: Run) -> Draft:
     if tuple(draft.aux_layer_ids) != tuple(layers):
         differing.append(f"target.aux_layer_ids are {list(draft.aux_layer_ids)}, the recipe's {list(layers)}")
     if differing:
-        raise ValueError(
+        raise Refusal(
             f"training.start_from={run.config.training.start_from}: that draft has another shape ("
             f"{'; '.join(differing)}): take its settings over, or leave training.start_from out"
         )
@@ -42,7 +43,7 @@ def _check(run: Run, folder: Path) -> None:
     """A draft of another target loads wherever its sizes agree, and knows nothing."""
     revision = read_description(folder).target_revision
     if revision != run.target.revision:
-        raise ValueError(
+        raise Refusal(
             f"training.start_from={run.config.training.start_from}: that draft was trained for revision "
             f"{str(revision)[:12]} of its target, this run's target is {run.target.name} {run.target.revision[:12]}: "
             "leave training.start_from out"

@@ -20,6 +20,7 @@ from infra.files import write_atomically
 from infra.ledger.answers import Resume
 from infra.ledger.ledger import Ledger
 from infra.records import TrainingResult
+from infra.refusal import Refusal
 from models.drafts.base import Draft, TargetProjection
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
@@ -92,7 +93,7 @@ class DraftTrainer:
         )
         trainer.fit(self.module, train_dataloaders=self.stream)
         if self.step == 0:
-            raise ValueError("there was nothing to train: every sample is quarantined; see logs/generator-*.log")
+            raise Refusal("there was nothing to train: every sample is quarantined; see logs/generator-*.log")
         self._report()
         self._commit()
         self.saver.wait()
@@ -133,7 +134,7 @@ class DraftTrainer:
         supervised = samples.tokens[samples.loss_mask.bool()].long()
         counts = torch.bincount(supervised, minlength=len(head.embedding))
         if len(counts) > len(head.embedding):
-            raise ValueError(
+            raise Refusal(
                 f"the samples hold token {len(counts) - 1}, the target knows {len(head.embedding)}: they were made for "
                 "another tokenizer; prepare them again"
             )
@@ -153,7 +154,7 @@ class DraftTrainer:
         path = self._checkpoint_path()
         tensors = checkpoints.read_tensors(path, checkpoints.WEIGHTS)
         if not torch.equal(tensors.pop(checkpoints.VOCABULARY), draft.vocabulary.target_ids):
-            raise ValueError(f"{path} has another draft vocabulary than the samples now give: start a new run")
+            raise Refusal(f"{path} has another draft vocabulary than the samples now give: start a new run")
         draft.load_state_dict(tensors)
         return checkpoints.read_state(path)
 

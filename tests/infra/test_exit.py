@@ -1,5 +1,6 @@
 """People get one message; defects keep their traceback."""
 
+import json
 import os
 import select
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import pytest
 
 from infra.exit import run_main
+from infra.refusal import Refusal
 
 MORTAL = "import sys, time; from infra.exit import die_with_parent; die_with_parent(int(sys.argv[1])); {}"
 PARENT = """
@@ -21,7 +23,7 @@ time.sleep(60)
 
 def test_a_refusal_is_one_message_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     def main() -> None:
-        raise ValueError("data.source: no such file")
+        raise Refusal("data.source: no such file")
 
     with pytest.raises(SystemExit) as caught:
         run_main(main)
@@ -29,11 +31,12 @@ def test_a_refusal_is_one_message_and_status_2(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == "error: data.source: no such file\n"
 
 
-def test_a_defect_is_not_hidden() -> None:
+@pytest.mark.parametrize("defect", [KeyError("defect"), ValueError("a torn line"), json.JSONDecodeError("torn", "", 0)])
+def test_a_defect_keeps_its_traceback_and_is_no_refusal(defect: Exception) -> None:
     def main() -> None:
-        raise KeyError("defect")
+        raise defect
 
-    with pytest.raises(KeyError):
+    with pytest.raises(type(defect)):
         run_main(main)
 
 

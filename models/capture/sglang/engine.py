@@ -10,6 +10,7 @@ from torch import Tensor
 
 from infra.processes import Owner
 from infra.records import CaptureReply, CaptureSpec
+from infra.refusal import Refusal
 from infra.settings import CAPTURE, sglang_environment
 from infra.sglang.client import ServerError, SGLangClient
 from infra.sglang.command import capture_command
@@ -75,7 +76,7 @@ class SGLangEngine:
             raise EngineError(str(error)) from error
         found = answer.meta.get(NAME)
         if not found:
-            raise ValueError(
+            raise Refusal(
                 "SGLang answered without hidden states: the capture plugin did not attach (no entry point draftsmith "
                 f"in {sglang_environment()}, or $SGLANG_PLUGINS leaves it out); its log is {self.server.process.log}"
             )

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from infra.planner.shapes import ITEM_BYTES, DraftShape, Kept, Precision, TargetShape
+from infra.refusal import Refusal
 from models.drafts.base_config import LayerShape
 
 ROWS_AT_ONCE = 256
@@ -67,7 +68,7 @@ class DFlashConfig(LayerShape):
     @model_validator(mode="after")
     def _consistent(self) -> "DFlashConfig":
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
-            raise ValueError("draft.layer_types has sliding_attention layers: set draft.sliding_window")
+            raise Refusal("draft.layer_types has sliding_attention layers: set draft.sliding_window")
         return self
 
     def shape(self, target: TargetShape, aux_count: int, precision: Precision) -> DraftShape:
@@ -108,10 +109,10 @@ class DFlashConfig(LayerShape):
     def engine_arguments(self, lookahead: int) -> list[str]:
         """A whole block (see `MethodConfig.engine_arguments`); the token that is already sure is its first.
 
-        Raises ValueError for another lookahead: to the engine another block is another model.
+        Raises Refusal for another lookahead: to the engine another block is another model.
         """
         if lookahead != self.block_size - 1:
-            raise ValueError(
+            raise Refusal(
                 f"benchmark.lookahead={lookahead}: SGLang proposes whole blocks of a DFlash draft, so set it to "
                 f"{self.block_size - 1} (draft.block_size - 1), or leave serving out (benchmark.served_concurrency=[])"
             )

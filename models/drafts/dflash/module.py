@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from infra.refusal import Refusal
 from models.drafts.base import (
     NO_PROPOSAL,
     Draft,
@@ -44,7 +45,7 @@ class DFlashDraft(Draft):
         aux_layer_ids: the K target layers whose outputs it reads.
 
     Raises:
-        ValueError: for a pruned vocabulary, or a mask token that the target does not have.
+        Refusal: for a pruned vocabulary, or a mask token that the target does not have.
     """
 
     embedding: Tensor
@@ -56,13 +57,13 @@ class DFlashDraft(Draft):
         super().__init__()
         count, hidden_size = embedding.shape
         if len(vocabulary) != vocabulary.target_size:
-            raise ValueError(
+            raise Refusal(
                 f"dflash proposes through the target's own head: its vocabulary of {len(vocabulary)} tokens must be "
                 f"all {vocabulary.target_size} of the target"
             )
         self.mask_token_id = count - 1 if config.mask_token_id is None else config.mask_token_id
         if self.mask_token_id >= count:
-            raise ValueError(
+            raise Refusal(
                 f"draft.mask_token_id {self.mask_token_id}: the target has {count} tokens, 0 to {count - 1}; leave it "
                 "out for the last"
             )

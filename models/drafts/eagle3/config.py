@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from infra.planner.shapes import ITEM_BYTES, DraftShape, Kept, Precision, TargetShape
+from infra.refusal import Refusal
 from models.drafts.base_config import LayerShape, VocabularyChoice
 from models.losses.config import LOSS_FIELDS, LossChoice
 
@@ -46,9 +47,9 @@ class Eagle3Config(LossChoice, VocabularyChoice, LayerShape):
     @model_validator(mode="after")
     def _consistent(self) -> "Eagle3Config":
         if self.fc_norm and self.norm_before_fc:
-            raise ValueError("fc_norm and norm_before_fc both norm the target features: set one of them")
+            raise Refusal("fc_norm and norm_before_fc both norm the target features: set one of them")
         if self.ttt_weights is not None and (len(self.ttt_weights) != self.ttt_steps or not any(self.ttt_weights)):
-            raise ValueError(
+            raise Refusal(
                 f"ttt_weights {list(self.ttt_weights)}: give one weight for each of the {self.ttt_steps} ttt_steps, "
                 "not all of them 0"
             )
