@@ -89,6 +89,8 @@ class Process:
     def new_lines(self) -> list[str]:
         """Whole lines printed since the last call, as a terminal would show them after carriage returns."""
         with self.log.open("rb") as file:
+            if self.log.stat().st_size < self._read:  # clean-up has cut the log
+                self._read = 0
             file.seek(self._read)
             data = file.read()
         self._read += len(data)

@@ -1,4 +1,4 @@
-"""Which run folders may go: old ones that nobody runs. Used by the clean-up flow.
+"""Removes old runs that nobody runs: their folders and their rows in a shared ledger. Used by the clean-up flow.
 
 What a run came to is in MLflow; its folder holds checkpoints, export, logs and ledger.
 """
@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+from infra.ledger.ledger import Ledger
 from infra.locks import LockHeldError, hold
 from infra.run_folder import RunFolder
 
@@ -42,9 +43,16 @@ def _touched(folder: RunFolder) -> float:
 
 
 def remove(folder: RunFolder) -> bool:
-    """Remove a run's folder; False where somebody runs it now."""
+    """Remove a run's folder and its rows in a shared ledger; False where somebody runs it now.
+
+    The rows go first: interrupted in between, the folder is still there and the next clean-up goes on.
+    """
     try:
         with hold(folder.run_lock), hold(folder.path / "processes.lock"):
+            url = json.loads(folder.config.read_text()).get("ledger", {}).get("url")
+            if url:
+                with Ledger.open(url, folder.name) as ledger:
+                    ledger.delete_run()
             aside = folder.path.with_name(f".removed-{folder.name}")
             folder.path.rename(aside)
     except LockHeldError:

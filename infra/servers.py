@@ -29,6 +29,9 @@ PREFECT = {
     "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
     # Leases in memory would be lost, and their slots never freed, when the server ends before a run.
     "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+    # By default only events are ever removed: flow runs, their logs and artifacts would stay for good.
+    "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
+    "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": str(30 * 86_400),
     "PREFECT_SERVER_CONCURRENCY_MAXIMUM_CONCURRENCY_SLOT_WAIT_SECONDS": "5",
 }
 MLFLOW = {

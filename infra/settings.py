@@ -25,6 +25,12 @@ def tracking_uri() -> str:
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{runs_folder() / 'mlflow.db'}"
 
 
+def tracking_database() -> str | None:
+    """MLflow's own database, which only its clean-up needs: $MLFLOW_BACKEND_STORE_URI, or a SQLite tracking address."""
+    uri = tracking_uri()
+    return os.environ.get("MLFLOW_BACKEND_STORE_URI") or (uri if uri.startswith("sqlite:") else None)
+
+
 def shared_memory_folder() -> Path:
     """Where transports keep objects: $DRAFTSMITH_SHM, or /dev/shm."""
     return Path(os.environ.get("DRAFTSMITH_SHM", "/dev/shm"))

@@ -22,7 +22,9 @@ from infra.servers import Server, start_mlflow, start_prefect, wait_until_up
 BUCKET = "draftsmith"
 DEPLOY_S = 180.0
 GRACE_S = 10.0
-WORK_POOLS = ("draftsmith", "draftsmith-recovery")
+CLEAN_UP_POOL = "draftsmith-recovery"
+WORK_POOLS = ("draftsmith", CLEAN_UP_POOL)
+MLFLOW_DATABASE = "MLFLOW_BACKEND_STORE_URI"
 WORKER = {
     "PREFECT_WORKER_QUERY_SECONDS": "2",  # seconds between two looks for work; 10 by default
 }
@@ -90,8 +92,11 @@ def stack(folder: Path, owner: Owner, ports: StackPorts, say: Callable[[str], No
         wait_until_up(servers[:1])
         _deploy(owner, environment)
         wait_until_up(servers[1:])
+        # Clean-up runs there, and only with MLflow's own database can it remove deleted rows.
+        clean_up = environment | {MLFLOW_DATABASE: drafts[MLFLOW_DATABASE]}
         for pool in WORK_POOLS:
-            keep(f"worker of {pool}", lambda pool=pool: _start_worker(owner, pool, environment))
+            settings = clean_up if pool == CLEAN_UP_POOL else environment
+            keep(f"worker of {pool}", lambda pool=pool, settings=settings: _start_worker(owner, pool, settings))
         say("everything is up")
         yield Stack(kept, environment)
 
@@ -112,7 +117,7 @@ def _prefect_store(postgres: PostgresServer) -> dict[str, str]:
 
 def _mlflow_store(postgres: PostgresServer) -> dict[str, str]:
     return {
-        "MLFLOW_BACKEND_STORE_URI": postgres.make_database("mlflow"),
+        MLFLOW_DATABASE: postgres.make_database("mlflow"),
         "MLFLOW_DEFAULT_ARTIFACT_ROOT": f"s3://{BUCKET}/mlflow",
         "MLFLOW_SERVE_ARTIFACTS": "false",
     }

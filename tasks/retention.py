@@ -1,16 +1,22 @@
-"""Removes old run folders, and what dead runs left in shared memory."""
+"""Removes what grows while schedules run: old runs here and in MLflow, unused cache, prompts, logs, shared memory."""
 
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from infra.locks import sweep
 from infra.retention import old_runs, remove, remove_rest
-from infra.settings import runs_folder, shared_memory_folder
+from infra.settings import cache_folder, runs_folder, shared_memory_folder, tracking_database, tracking_uri
+from infra.stale_files import bound_logs, remove_old_prompts, remove_unused_cache
+from infra.tracking.retention import empty_trash, remove_old_tracking
+
+MIB = 2**20
+LOGS = ("*/logs/*.log", ".stack/logs/*.log", "drift/*/logs/*.log")
+RETRIES = {"retries": 1, "retry_delay_seconds": 10, "cache_policy": NO_CACHE}
 
 
-@task(name="remove old runs", retries=1, cache_policy=NO_CACHE)
+@task(name="remove old runs", **RETRIES)
 def remove_old_runs(keep: int, unfinished_days: float) -> int:
-    """How many folders were removed."""
+    """How many run folders were removed, with their rows in a shared ledger."""
     remove_rest(runs_folder())
     gone = [folder.name for folder in old_runs(runs_folder(), keep, unfinished_days) if remove(folder)]
     for name in gone:
@@ -18,7 +24,32 @@ def remove_old_runs(keep: int, unfinished_days: float) -> int:
     return len(gone)
 
 
-@task(name="sweep shared memory", retries=1, cache_policy=NO_CACHE)
+@task(name="remove old runs from MLflow", **RETRIES)
+def remove_tracked_runs(keep_runs: int, keep_checkpoints: int, trash_days: float) -> int:
+    """How many runs were removed from MLflow; its trash is emptied where its database can be reached."""
+    uri, database, logger = tracking_uri(), tracking_database(), get_run_logger()
+    removed = remove_old_tracking(uri, keep_runs, keep_checkpoints)
+    logger.info("removed from MLflow: %d runs, %d checkpoints", len(removed.runs), removed.checkpoints)
+    if database:
+        empty_trash(uri, database, trash_days)
+    else:
+        logger.info("MLflow's database is not known here: on its server, schedule `mlflow gc --older-than 30d`")
+    return len(removed.runs)
+
+
+@task(name="remove stale files", **RETRIES)
+def remove_stale_files(cache_days: float, prompt_days: float, log_mib: int) -> int:
+    """How many cached folders and prompt samples were removed; logs above the limit are cut."""
+    runs = runs_folder()
+    gone = [*remove_unused_cache(cache_folder(), cache_days), *remove_old_prompts(runs / "drift", prompt_days)]
+    for path in gone:
+        get_run_logger().info("removed %s, unused", path)
+    for log in bound_logs((log for pattern in LOGS for log in runs.glob(pattern)), log_mib * MIB):
+        get_run_logger().info("cut %s: its end is in %s.1", log, log.name)
+    return len(gone)
+
+
+@task(name="sweep shared memory", **RETRIES)
 def sweep_shared_memory() -> int:
     """How many folders of dead runs were removed from this machine's shared memory."""
     gone = sweep(shared_memory_folder())

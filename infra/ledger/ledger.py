@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from infra.ledger.generators import GeneratorSide
 from infra.ledger.questions import Questions
 from infra.ledger.resume import ResumeSide
-from infra.ledger.schema import PENDING, QUARANTINED, lock_schema, open_engine, runs, samples
+from infra.ledger.schema import PENDING, QUARANTINED, checkpoints, lock_schema, open_engine, runs, samples
 from infra.records import SampleSlot
 from infra.refusal import Refusal
 
@@ -74,6 +74,15 @@ class Ledger(GeneratorSide, ResumeSide, Questions):
                 f"run {self.run!r} is in the ledger with other values ({'; '.join(others)}): resume it with its own "
                 "recipe, or start a run of another name"
             )
+
+    def delete_run(self) -> int:
+        """Remove the run with all its rows, for a run whose folder goes; the number of sample rows. Idempotent."""
+        with self._engine.begin() as connection:
+            # The run's row last: the others refer to it.
+            count = connection.execute(sa.delete(samples).where(samples.c.run == self.run)).rowcount
+            connection.execute(sa.delete(checkpoints).where(checkpoints.c.run == self.run))
+            connection.execute(sa.delete(runs).where(runs.c.name == self.run))
+            return count
 
     def open_epoch(self, incarnation: int | None, epoch: int, slots: Sequence[SampleSlot]) -> None:
         """Enter one row per sample; those already there stay as they are.

@@ -172,7 +172,7 @@ def sample_prompts(
     data = "".join(f"{document}\n" for document in documents).encode()
     sha256 = hashlib.sha256(data).hexdigest()
     path = folder.absolute() / f"prompts-{sha256[:12]}.jsonl"
-    write_atomically(path, data)
+    write_atomically(path, data, mode=0o600)  # what users wrote
     record = PromptsRecord(
         path=str(path),
         sha256=sha256,

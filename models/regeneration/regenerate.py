@@ -62,6 +62,8 @@ def regenerate(task: Task) -> RegeneratedRecord:
                     _answer_all(task, list(dialogues.values()), file)
         except LockHeldError as error:
             raise Refusal(f"another process has been regenerating {file} for a day: stop it") from error
+    else:
+        os.utime(file)  # clean-up removes what is unused
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     return RegeneratedRecord(
         path=str(file),

@@ -1,12 +1,16 @@
 """Old runs go, and no others."""
 
+import json
 import os
+import sqlite3
 import time
 from pathlib import Path
 
 import pytest
 
+from infra.ledger.ledger import Ledger
 from infra.locks import hold
+from infra.records import SampleSlot
 from infra.retention import is_finished, old_runs, remove, remove_rest
 from infra.run_folder import RunFolder
 
@@ -64,3 +68,19 @@ def test_what_somebody_runs_stays_and_an_interrupted_removal_is_finished(runs: P
     (runs / ".removed-other").mkdir()
     remove_rest(runs)
     assert list(runs.iterdir()) == []
+
+
+def test_the_rows_of_a_removed_run_leave_a_shared_ledger(runs: Path, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'shared.sqlite'}"
+    for name in ("gone", "stays"):
+        folder = make(runs, name, 0, "report.json")
+        folder.config.write_text(json.dumps({"name": "tiny", "ledger": {"url": url}}))
+        with Ledger.open(url, name) as ledger:
+            ledger.create_run(budget_bytes=100, bytes_per_token=1, lease_seconds=60, max_attempts=2, order="any")
+            ledger.open_epoch(None, 0, [SampleSlot(ordinal=i, sample=i, tokens=1) for i in range(3)])
+    assert remove(RunFolder(runs / "gone"))
+    with sqlite3.connect(tmp_path / "shared.sqlite") as database:
+        assert database.execute("select run, count(*) from samples group by run").fetchall() == [("stays", 3)]
+        assert database.execute("select name from runs").fetchall() == [("stays",)]
+    with Ledger.open(url, "gone") as ledger:
+        assert ledger.delete_run() == 0

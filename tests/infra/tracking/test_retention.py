@@ -1,0 +1,93 @@
+"""MLflow keeps the newest runs, what serves and the way back from it; the rest leaves store, registry and database."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from infra.tracking import registry, runs
+from infra.tracking.client import connect
+from infra.tracking.retention import empty_trash, remove_old_tracking
+from infra.tracking.runs import TrackedRun
+
+NAME = "draft-test"
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Path:
+    return tmp_path / "mlflow.db"
+
+
+def make_run(folder: Path, uri: str, number: int, recipe: str = "test") -> int:
+    """A finished run with two checkpoints and a registered version; the version."""
+    record = folder / f"{recipe}-{number}" / "tracking.json"
+    tags = {"mlflow.source.name": f"draftsmith retrain {recipe}-{number}"}
+    run = runs.start_run(record, uri, "test", f"{recipe}-{number}", {"name": recipe}, tags)
+    weights = record.parent / "weights"
+    weights.mkdir()
+    (weights / "model.safetensors").write_text("w" * 10_000)
+    for step in (10, 20):
+        runs.log_folder(run, weights, f"checkpoint-{step:06d}", step, "checkpoint")
+    model_id = runs.log_folder(run, weights, "draft", 20, "draft")
+    tags = {registry.RUN: record.parent.name}
+    draft = registry.register(uri, f"draft-{recipe}", model_id, run.run_id, tags)
+    runs.end_run(run, "FINISHED")
+    return draft.version
+
+
+def kept_checkpoints(folder: Path, number: int) -> set[int]:
+    return runs.logged_checkpoints(TrackedRun.read(folder / f"test-{number}" / "tracking.json"))
+
+
+def weights_in(folder: Path) -> int:
+    return len(list(folder.rglob("mlflow-artifacts/**/model.safetensors")))
+
+
+def test_old_runs_go_and_the_champion_and_the_version_before_it_stay(tmp_path: Path, database: Path) -> None:
+    uri = f"sqlite:///{database}"
+    for number in range(6):
+        version = make_run(tmp_path, uri, number)
+        if version in (1, 2):
+            registry.promote(uri, NAME, version, by="ada", reason="better")
+    make_run(tmp_path, uri, 0, recipe="other")
+    before = weights_in(tmp_path)
+    removed = remove_old_tracking(uri, keep_runs=2, keep_checkpoints=1)
+    assert len(removed.runs) == 2
+    # 6, the challenger, and 5 are the newest; 2 is champion and 1 the version that it replaced.
+    assert {draft.version for draft in registry.list_drafts(uri, NAME)} == {1, 2, 5, 6}
+    assert {draft.version for draft in registry.list_drafts(uri, "draft-other")} == {1}
+    assert [kept_checkpoints(tmp_path, number) for number in (0, 1, 4, 5)] == [set(), set(), set(), {10, 20}]
+    # Two runs with 3 folders of weights each, and the checkpoints of three more.
+    assert removed.checkpoints == 6
+    assert weights_in(tmp_path) == before - 2 * 3 - 6
+    for version in (1, 2, 6):
+        registry.download(uri, registry.find_version(uri, NAME, version), tmp_path / f"export-{version}")
+    assert remove_old_tracking(uri, keep_runs=2, keep_checkpoints=1).runs == []
+
+
+def test_rows_leave_the_database_when_the_trash_is_emptied(tmp_path: Path, database: Path) -> None:
+    uri = f"sqlite:///{database}"
+    for number in range(3):
+        make_run(tmp_path, uri, number)
+    remove_old_tracking(uri, keep_runs=1, keep_checkpoints=1)
+
+    def rows(table: str) -> int:
+        with sqlite3.connect(database) as connection:
+            return connection.execute(f"select count(*) from {table}").fetchone()[0]
+
+    assert (rows("runs"), rows("logged_models")) == (3, 9)
+    empty_trash(uri, str(uri), days=30)
+    assert (rows("runs"), rows("logged_models")) == (3, 9)
+    empty_trash(uri, str(uri), days=0)
+    assert (rows("runs"), rows("logged_models")) == (1, 3)
+
+
+def test_a_run_that_is_going_on_and_a_stranger_s_run_stay(tmp_path: Path, database: Path) -> None:
+    uri = f"sqlite:///{database}"
+    tags = {"mlflow.source.name": "draftsmith retrain running"}
+    running = runs.start_run(tmp_path / "running.json", uri, "test", "running", {"name": "test"}, tags)
+    stranger = runs.start_run(tmp_path / "stranger.json", uri, "test", "stranger", {"name": "test"}, {})
+    runs.end_run(stranger, "FINISHED")
+    assert remove_old_tracking(uri, keep_runs=0, keep_checkpoints=0).runs == []
+    stages = {connect(uri).get_run(run.run_id).info.lifecycle_stage for run in (running, stranger)}
+    assert stages == {"active"}
