@@ -81,7 +81,20 @@ class LedgerConfig(BaseModel):
     lease_seconds: float = Field(
         default=120.0, gt=0, description="A lease not published within this time is taken back."
     )
-    max_attempts: int = Field(default=3, ge=1, description="Capture failures before a sample is quarantined.")
+    max_attempts: int = Field(
+        default=2,
+        ge=1,
+        description="Failed captures before a sample is quarantined, in different generators where there are several. "
+        "Only values that are not finite, refused prompts and missing rows count, and only where the engine's canary "
+        "passes afterwards: faults of engines and machines are no sample's.",
+    )
+    max_quarantined: float = Field(
+        default=0.01,
+        ge=0,
+        le=1,
+        description="Stop the run when more than this share of its samples is quarantined. A single sample never stops "
+        "it, however small the run, unless this is 0.",
+    )
 
 
 class TransportConfig(BaseModel):

@@ -175,12 +175,15 @@ class CaptureSpec(Record):
 
 
 class CaptureReply(Record):
-    """What the capture plugin answers for one sample: its record, or why there is none."""
+    """What the capture plugin answers for one sample: its record, or why there is none and what is at fault."""
 
     record: ObjectRecord | None = None
     put_s: float = 0.0
     """Seconds of writing to the transport."""
     error: str | None = None
+    fault: Literal["sample", "engine", "setting"] = "engine"
+    """Of an error. `sample`: this sample cannot be captured. `setting`: a person must change the server's. `engine`:
+    everything else, such as a full store or a lost device."""
 
 
 class SampleSlot(Record):

@@ -122,10 +122,11 @@ PLACEMENT = frozenset(
         "generator.count",
         "generator.max_count",
         "generator.patience_s",
+        "ledger.max_quarantined",
     }
 )
-"""Settings that a resumed run may change, like all of `pools` and `plan`: they decide where it runs, or what is assumed
-of that, not what it comes to."""
+"""Settings that a resumed run may change, like all of `pools` and `plan`: they decide where it runs, what is assumed of
+that, or when it gives up, not what it trains."""
 
 
 def with_overrides(config: RunConfig, overrides: list[str]) -> RunConfig:

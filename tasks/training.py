@@ -16,6 +16,7 @@ from infra.bottleneck import StallWatch
 from infra.data_plane import start_trainer
 from infra.keep_running import Generators, KeptProcess, follow
 from infra.pools.base import Pool
+from infra.quarantine_limit import QuarantineLimit
 from infra.records import TrainingResult
 from infra.tracking.runs import log_new_metrics
 from tasks.run import OpenRun
@@ -34,7 +35,10 @@ def train(run: OpenRun, pool: Pool, generators: Generators, store: Sequence[Kept
     trainer = start_trainer(pool, run.folder, settings.ranks, settings.threads)
     with closing(trainer), run.open_ledger() as ledger:
         watch, shown = StallWatch(ledger, 2 * settings.stall_s), _Shown(run)
-        follow(trainer, generators, logger.info, logger.warning, [watch.check, shown.catch_up], store)
+        quarantined = QuarantineLimit(ledger, run.config.ledger.max_quarantined)
+        checks = [watch.check, quarantined.look, shown.catch_up]
+        follow(trainer, generators, logger.info, logger.warning, checks, store)
+        quarantined.check()  # a short run ends before anybody has looked
         shown.catch_up(at_once=True)
     return TrainingResult.read(run.folder.training)
 

@@ -20,8 +20,16 @@ holds after every transaction:
 Let the trainer wait for the step made of the first n remaining rows. Ranks copy out and release what is already taken
 without waiting for generators, so the taken term becomes 0. Let x be the lowest pending row of the step. A hole fits.
 If x is no hole, all holders are below x and so belong to this step: what they hold, and x, fit if the whole step fits
-in the budget, which `check_budget` demands. So x is leased, and each of its captures publishes, or fails or expires and
-x is leased again; failures end in quarantine after `max_attempts`. Hence every step becomes ready.
+in the budget, which `check_budget` demands. So x is leased: at once, or, where the only generator that asks is the one
+in which x has just failed, when `lease_seconds` have passed. Each of its captures publishes, or fails or expires and x
+is leased again; failures end in quarantine after `max_attempts`. Hence every step becomes ready.
+
+What may fail
+-------------
+Only a sample that an engine cannot capture although its canary passes right after it counts as failed (`fail`). A
+generator whose engine, disk, device, network or database fails ends instead, gives its leases back, and is started
+again: no row changes but its lease. A failed sample is offered to the other generators first, so it is quarantined on
+the word of two of them wherever another one lives, and of one that tried it twice where none does.
 
 In `any` order the trainer waits only while fewer than n rows are ready. If no lease is out either, the lowest pending
 row and those ready ones are at most n rows, which fit; so it is leased. I is not needed.
@@ -46,23 +54,26 @@ class GeneratorSide(Transactions):
         """Key of the object that this lease may write."""
         return object_key(self.run, lease.epoch, lease.ordinal, lease.attempt)
 
-    def lease(self, owner: str, limit: int) -> list[Lease]:
+    def lease(self, owner: str, limit: int, has_others: bool = False) -> list[Lease]:
         """Lease up to `limit` samples, lowest (epoch, ordinal) first, as far as the budget goes.
 
-        Expired leases are given back first. Empty when nothing is pending, when the next sample does not fit now
-        (none is ever skipped), or when the run is finished.
+        Expired leases are given back first. Empty when nothing is pending, when the next sample does not fit now, or
+        when the run is finished. With `has_others` (other generators may capture for this run) also empty when the
+        next sample failed under this owner less than `lease_seconds` ago: somebody else is to try it. No sample is
+        ever skipped.
         """
         with self._write() as (connection, run):
             if run.finished:
                 return []
             self._to_pending(connection, samples.c.state == LEASED, samples.c.lease_expires < database_now())
             free = run.budget_bytes - self._held(connection)
+            now = connection.execute(sa.select(database_now())).scalar_one()
             order = (samples.c.epoch, samples.c.ordinal)
             waiting = sa.select(samples).where(self._rows(samples.c.state == PENDING)).order_by(*order).limit(limit)
             leases: list[Lease] = []
             for row in connection.execute(waiting):
                 nbytes = row.tokens * run.bytes_per_token
-                if nbytes > free:
+                if nbytes > free or (has_others and row.owner == owner and row.lease_expires > now):
                     break
                 free -= nbytes
                 leases.append(
@@ -103,15 +114,22 @@ class GeneratorSide(Transactions):
             return connection.execute(change).rowcount == 1
 
     def fail(self, lease: Lease, error: str) -> None:
-        """Record a capture failure: the sample is pending again, or quarantined after `max_attempts` failures.
+        """Record that a sound engine could not capture a sample: it is pending again, or quarantined after
+        `max_attempts` failures.
 
-        A lease that was lost meanwhile counts for nothing.
+        The row keeps its owner, and until `lease_seconds` have passed `lease` leaves it to others. A lease that was
+        lost meanwhile counts for nothing.
         """
         with self._write() as (connection, run):
             failures = samples.c.failures + 1
-            state = sa.case((failures >= run.max_attempts, QUARANTINED), else_=PENDING)
-            change = sa.update(samples).where(self._held_by(lease))
-            connection.execute(change.values(**NOTHING_HELD | {"state": state, "failures": failures, "error": error}))
+            failed = NOTHING_HELD | {
+                "state": sa.case((failures >= run.max_attempts, QUARANTINED), else_=PENDING),
+                "failures": failures,
+                "error": error,
+                "owner": samples.c.owner,
+                "lease_expires": database_now() + run.lease_seconds,
+            }
+            connection.execute(sa.update(samples).where(self._held_by(lease)).values(**failed))
 
     def renew(self, owner: str) -> int:
         """Extend all leases that `owner` still has; their number."""

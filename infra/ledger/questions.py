@@ -29,6 +29,13 @@ class Questions(Transactions):
         with self._read() as connection:
             return [Quarantined(*row) for row in connection.execute(query)]
 
+    def quarantined_samples(self) -> tuple[int, int]:
+        """How many of the run's samples are quarantined, and how many samples it has; each counted once."""
+        count = sa.select(sa.func.count(sa.distinct(samples.c.sample)))
+        with self._read() as connection:
+            bad = connection.execute(count.where(self._rows(samples.c.state == QUARANTINED))).scalar_one()
+            return bad, connection.execute(count.where(self._rows())).scalar_one()
+
     def capture_rates(self, window_s: float | None = None) -> CaptureRates:
         """What the generators captured in the last `window_s` seconds, or in the whole run, and how long it took."""
         captured = self._rows(samples.c.prefill_s > 0, samples.c.state.not_in((PENDING, LEASED, QUARANTINED)))

@@ -18,7 +18,11 @@ DATA, DONE = "data: ", "[DONE]"
 
 
 class ServerError(Exception):
-    """The server is dead or hangs; no request is to blame."""
+    """The server is dead, hangs or fails (HTTP 5xx); no request is to blame."""
+
+
+class PromptRefusedError(Refusal):
+    """The server refuses this prompt or these settings (HTTP 4xx), for instance a prompt that is too long."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class SGLangClient:
             with self._http.stream("POST", "/generate", json=body) as answer:
                 if answer.is_error:
                     answer.read()
-                    raise Refusal(self._refusal(answer, len(tokens)))
+                    raise self._error(answer, len(tokens))
                 for line in answer.iter_lines():
                     if line.startswith(DATA) and line != DATA + DONE:
                         last = json.loads(line.removeprefix(DATA))
@@ -68,19 +72,23 @@ class SGLangClient:
     def generate(self, tokens: Sequence[int], sampling: dict[str, Any]) -> Answer:
         """Continue one prompt.
 
-        Raises ServerError, and Refusal for a prompt or settings that the server refuses.
+        Raises ServerError, and PromptRefusedError for a prompt or settings that the server refuses.
         """
         try:
             answer = self._http.post("/generate", json={"input_ids": list(tokens), "sampling_params": sampling})
         except httpx.TransportError as error:
             raise ServerError(self._reason(error, len(tokens))) from error
         if answer.is_error:
-            raise Refusal(self._refusal(answer, len(tokens)))
+            raise self._error(answer, len(tokens))
         content = answer.json()
         return Answer(content["output_ids"], content["meta_info"])
 
-    def _refusal(self, answer: httpx.Response, tokens: int) -> str:
-        return f"SGLang refused the prompt of {tokens} tokens: {answer.text[:REFUSAL_CHARACTERS]}"
+    def _error(self, answer: httpx.Response, tokens: int) -> PromptRefusedError | ServerError:
+        reason = f"{answer.status_code} {answer.text[:REFUSAL_CHARACTERS]}"
+        if answer.is_client_error:
+            return PromptRefusedError(f"SGLang refused the prompt of {tokens} tokens: {reason}")
+        process = self.server.process
+        return ServerError(f"{process.role} failed at a prompt of {tokens} tokens: {reason}; its log is {process.log}")
 
     def _reason(self, error: httpx.TransportError, tokens: int) -> str:
         process = self.server.process

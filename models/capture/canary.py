@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from infra.refusal import Refusal
+from models.capture.engine import SampleError
 from models.capture.layout import Layout
 from models.targets.model import HiddenStates, TargetModel
 from models.targets.weights import TargetHead
@@ -22,7 +23,7 @@ def check_capture(target: TargetModel, captured: HiddenStates, tokens: Tensor, l
     """
     try:
         layout.check(captured, len(tokens))
-    except ValueError as error:
+    except SampleError as error:
         raise Refusal(f"canary: {error}") from None
     reference = target.model(tokens[None].to(target.device), output_hidden_states=True)
     tolerance = RELATIVE_TOLERANCE[target.head_weight.dtype] + ROUNDING[captured.last.dtype]

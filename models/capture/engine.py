@@ -9,8 +9,15 @@ from torch import Tensor
 from infra.records import ObjectRecord
 
 
+class SampleError(Exception):
+    """This sample cannot be captured: values that are not finite, a prompt that the server refuses, missing rows.
+
+    The only exception that counts against a sample, and only where the engine's canary still passes after it.
+    """
+
+
 class EngineError(Exception):
-    """The engine itself is broken; no sample is to blame."""
+    """The engine is broken; no sample is to blame."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,8 @@ class Engine(Protocol):
     def capture(self, key: str, tokens: Tensor) -> Captured:
         """Prefill `tokens` `[T]` and write their hidden states under `key`.
 
-        Raises EngineError when the engine is broken; any other exception is the sample's.
+        Raises SampleError where this sample cannot be captured. Any other exception is a fault of the engine or of the
+        machine, and ends the generator: EngineError, a full disk, a lost device, whatever a library raises.
         """
         ...
 

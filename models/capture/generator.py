@@ -16,8 +16,9 @@ import torch
 
 from infra.exit import run_main
 from infra.records import Lease
+from infra.refusal import Refusal
 from infra.transport.sweep import sweep
-from models.capture.engine import Captured, Engine, EngineError
+from models.capture.engine import Captured, Engine, EngineError, SampleError
 from models.capture.heldout import make_heldout
 from models.run import Run
 
@@ -34,6 +35,8 @@ class Generator:
         self.owner, self.engine = owner, engine
         self.ledger, self.transport, self.samples = run.open_ledger(), run.open_transport(), run.open_samples()
         self.lease_samples = run.config.generator.lease_samples
+        self.canary = self.samples[0].tokens[:CANARY_TOKENS]
+        self.has_others = run.config.generator.most > 1
         self.renew_s = run.config.ledger.lease_seconds / 4
         self.stopping = False
         self._waiting: deque[Lease] = deque()
@@ -43,32 +46,46 @@ class Generator:
     def run(self) -> int:
         """Lease and capture until the run is finished; the number of published samples.
 
-        Raises EngineError, with all leases still held: whoever takes this place gives them back.
+        Faults of the engine and of the machine are raised, and no sample is blamed for them. All leases are given back
+        either way, so that other generators need not wait for them to expire.
         """
         published = 0
-        # On an error the engine is closed first, which ends the captures that the threads still wait for.
-        with ThreadPoolExecutor(self.engine.in_flight) as threads, closing(self.engine):
-            while not self.stopping and not self.ledger.finished():
-                self._fill(threads)
-                published += self._collect()
-            while self._flying and self.stopping:
-                published += self._collect()
-        self.ledger.give_back(self.owner)
+        try:
+            # On an error the engine is closed first, which ends the captures that the threads still wait for.
+            with ThreadPoolExecutor(self.engine.in_flight) as threads, closing(self.engine):
+                while not self.stopping and not self.ledger.finished():
+                    self._fill(threads)
+                    published += self._collect()
+                while self._flying and self.stopping:
+                    published += self._collect()
+        finally:
+            self.ledger.give_back(self.owner)
         return published
 
     def _fill(self, threads: ThreadPoolExecutor) -> None:
         """Keep one sample more with the engine than it works on, so that it never waits for the ledger."""
         if not self._waiting and len(self._flying) <= self.engine.in_flight:
-            self._waiting.extend(self.ledger.lease(self.owner, self.lease_samples))
+            self._waiting.extend(self.ledger.lease(self.owner, self.lease_samples, self.has_others))
         while self._waiting and len(self._flying) <= self.engine.in_flight:
             lease = self._waiting.popleft()
             self._flying[threads.submit(self._capture, lease)] = (lease, time.perf_counter())
 
     def _capture(self, lease: Lease) -> Captured:
+        """Capture one sample. Raises SampleError only where the engine still passes its canary."""
         tokens = self.samples[lease.sample].tokens
-        if len(tokens) != lease.tokens:
-            raise ValueError(f"sample {lease.sample} has {len(tokens)} tokens, the ledger says {lease.tokens}")
-        return self.engine.capture(self.ledger.key(lease), tokens)
+        try:
+            if len(tokens) != lease.tokens:
+                raise SampleError(f"it has {len(tokens)} tokens, and the ledger says {lease.tokens}")
+            return self.engine.capture(self.ledger.key(lease), tokens)
+        except SampleError as error:
+            try:
+                self.engine.check_canary(self.canary)
+            except Refusal as fault:
+                raise EngineError(
+                    f"sample {lease.sample} failed ({error}), and the canary fails too, so the engine is at fault: "
+                    f"{fault}"
+                ) from fault
+            raise
 
     def _collect(self) -> int:
         """Publish what is done; the number of samples."""
@@ -82,14 +99,12 @@ class Generator:
         return published
 
     def _publish(self, future: Future[Captured], lease: Lease, begun: float) -> bool:
-        """Offer one capture to the trainer; a failure is recorded with its sample and the generator goes on."""
+        """Offer one capture to the trainer, or record that its sample cannot be captured; whether it was published."""
         try:
             captured = future.result()
-        except EngineError:
-            raise
-        except Exception as error:  # noqa: BLE001 (one bad sample must not end a generator; the ledger keeps the error)
-            print(f"sample {lease.sample} failed: {type(error).__name__}: {error}", flush=True)
-            self.ledger.fail(lease, f"{type(error).__name__}: {error}")
+        except SampleError as error:
+            print(f"sample {lease.sample} failed, and the canary passed after it: {error}", flush=True)
+            self.ledger.fail(lease, str(error))
             return False
         # Captures overlap: each counts from the end of the one before, so that all together make the busy time.
         now = time.perf_counter()
@@ -142,7 +157,7 @@ def main() -> None:
     with closing(start_engine(run, arguments.index)) as engine:
         generator = Generator(run, engine, f"generator-{arguments.index}")
         generator.take_over()
-        engine.check_canary(generator.samples[0].tokens[:CANARY_TOKENS])
+        engine.check_canary(generator.canary)
         if arguments.index == 0:
             make_heldout(run, engine)
         signal.signal(signal.SIGTERM, generator.stop)

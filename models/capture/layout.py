@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from infra.planner.traffic import bytes_per_token
+from models.capture.engine import SampleError
 from models.targets.model import HiddenStates
 
 
@@ -22,14 +23,14 @@ class Layout:
         return bytes_per_token(self.aux_count, self.hidden_size, self.dtype.itemsize)
 
     def check(self, hidden: HiddenStates, tokens: int) -> None:
-        """Raise ValueError unless `hidden` has this layout's shapes for `tokens` positions, and finite values."""
+        """Raise SampleError unless `hidden` has this layout's shapes for `tokens` positions, and finite values."""
         expected = {"aux": (tokens, self.aux_count * self.hidden_size), "last": (tokens, self.hidden_size)}
         for name, shape in expected.items():
             tensor: Tensor = getattr(hidden, name)
             if tuple(tensor.shape) != shape:
-                raise ValueError(f"{name} has shape {list(tensor.shape)}, the run needs {list(shape)}")
+                raise SampleError(f"{name} has shape {list(tensor.shape)}, the run needs {list(shape)}")
             if not bool(torch.isfinite(tensor).all()):
-                raise ValueError(f"{name} has values that are not finite; try generator.compute_dtype=float32")
+                raise SampleError(f"{name} has values that are not finite; try generator.compute_dtype=float32")
 
     def pack(self, hidden: HiddenStates) -> dict[str, memoryview]:
         """Buffers of one captured sample, in the stored data type, on the CPU."""

@@ -5,11 +5,8 @@ from typing import Any
 
 import torch
 
+from infra.refusal import Refusal
 from models.targets.model import HiddenStates
-
-
-class CaptureError(Exception):
-    """Why the hidden states of one request cannot be had."""
 
 
 @dataclass
@@ -17,7 +14,7 @@ class _Part:
     request: Any
     chunks: list[HiddenStates] = field(default_factory=list)
     rows: int = 0
-    error: str | None = None
+    error: Exception | None = None
 
 
 class Assembly:
@@ -30,7 +27,7 @@ class Assembly:
         """Take the rows from position `start` on; all of the prompt's, `[T, K*H]` and `[T, H]`, once they are there.
 
         `request` is SGLang's `Req`. A prompt that starts again (retracted, or sent again after an abort) forgets what
-        was there. Raises CaptureError where rows before `start` were never computed here.
+        was there. Raises Refusal where rows before `start` were never computed here, and what `fail` was told.
         """
         total, count = len(request.origin_input_ids), len(rows.last)
         if start == 0:
@@ -41,9 +38,9 @@ class Assembly:
         if start + count == total:
             del self._parts[request.rid]
         if part.error is not None:
-            raise CaptureError(part.error)
+            raise part.error
         if part.rows != start:
-            raise CaptureError(
+            raise Refusal(
                 f"rows {part.rows}..{start - 1} of the prompt were not computed, but taken from a cache: start the "
                 "server with --disable-radix-cache"
             )
@@ -56,7 +53,7 @@ class Assembly:
             aux=torch.cat([chunk.aux for chunk in part.chunks]), last=torch.cat([chunk.last for chunk in part.chunks])
         )
 
-    def fail(self, request: Any, error: str) -> None:
+    def fail(self, request: Any, error: Exception) -> None:
         """Remember why an earlier chunk failed: only the last chunk's reply leaves the engine."""
         if request.rid in self._parts:
             self._parts[request.rid].error = error

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -12,12 +13,12 @@ from infra.processes import Owner
 from infra.records import CaptureReply, CaptureSpec
 from infra.refusal import Refusal
 from infra.settings import CAPTURE, sglang_environment
-from infra.sglang.client import ServerError, SGLangClient
+from infra.sglang.client import PromptRefusedError, ServerError, SGLangClient
 from infra.sglang.command import capture_command
 from infra.sglang.server import SGLangServer
 from infra.transport.sweep import CANARY
 from models.capture.canary import check_capture, check_next_token
-from models.capture.engine import Captured, Continued, EngineError
+from models.capture.engine import Captured, Continued, EngineError, SampleError
 from models.decoding.counts import end_of
 from models.dtypes import DTYPES
 from models.run import Run
@@ -28,6 +29,8 @@ from models.targets.weights import read_target_head, tensor_files
 
 NAME = "draftsmith"
 """Of the plugin's parameter and reply."""
+FAULTS = {"sample": SampleError, "engine": EngineError, "setting": Refusal}
+"""What a plugin's reply is raised as."""
 COMPARED_BYTES = 4 * 2**30
 """Targets with weights of up to so many bytes are compared with a forward in transformers, on the CPU."""
 
@@ -39,6 +42,7 @@ class SGLangEngine:
         self.run, self.layout, self.transport = run, run.layout, run.open_transport()
         self.settings = run.config.generator.sglang
         self.in_flight = self.settings.requests_in_flight
+        self._serial = count()
         self._canary = f"{run.folder.name}{CANARY}{index}-{os.getpid()}"
         owner = Owner(run.folder.name, run.folder.logs)
         self.server = SGLangServer(
@@ -72,6 +76,8 @@ class SGLangEngine:
         sampling = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True, "custom_params": {NAME: key}}
         try:
             answer = self._client.generate(tokens.tolist(), sampling)
+        except PromptRefusedError as error:
+            raise SampleError(str(error)) from error
         except ServerError as error:
             raise EngineError(str(error)) from error
         found = answer.meta.get(NAME)
@@ -82,13 +88,16 @@ class SGLangEngine:
             )
         reply = CaptureReply.model_validate(found[0])
         if reply.record is None:
-            raise ValueError(f"capture in SGLang failed: {reply.error}")
+            raise FAULTS[reply.fault](f"capture in SGLang failed: {reply.error}")
         return Captured(reply.record, reply.put_s), answer.tokens[0]
 
     def check_canary(self, tokens: Tensor) -> None:
         """Twice the same prompt, which an active prefix cache would not survive, and values where the target fits."""
         for attempt in (1, 2):
-            hidden, next_token = self._take_back(str(attempt), tokens)
+            try:
+                hidden, next_token = self._take_back(str(attempt), tokens)
+            except SampleError as error:
+                raise Refusal(f"canary: {error}") from error
             path, dtype = Path(self.run.target.path), DTYPES[self.run.config.generator.compute_dtype]
             check_next_token(read_target_head(path, dtype), hidden.last[-1], next_token)
         if sum((path / file).stat().st_size for file in set(tensor_files(path).values())) <= COMPARED_BYTES:
@@ -97,7 +106,7 @@ class SGLangEngine:
 
     def _take_back(self, name: str, tokens: Tensor) -> tuple[HiddenStates, int]:
         """One prompt's hidden states, which nobody else gets to see, and the engine's own next token."""
-        key = f"{self._canary}/{name}"
+        key = f"{self._canary}/{name}-{next(self._serial)}"
         try:
             captured, next_token = self._ask(key, tokens)
             hidden = self.layout.empty(len(tokens))

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from infra.records import CaptureReply, CaptureSpec
+from infra.refusal import Refusal
 from infra.run_folder import RunFolder
 from infra.settings import capture_spec
 from infra.transport.choice import open_transport
+from models.capture.engine import SampleError
 from models.capture.layout import Layout
 from models.capture.sglang import gemma3
-from models.capture.sglang.assembly import Assembly, CaptureError
+from models.capture.sglang.assembly import Assembly
 from models.dtypes import DTYPES
 from models.targets.model import HiddenStates
 
@@ -64,7 +66,7 @@ class Capture:
         try:
             aux, last = output.hidden_states, output.last_hidden_states
             if aux is None or last is None:
-                raise CaptureError("the engine kept no hidden states: start it with --enable-return-aux-hidden-states")
+                raise Refusal("the engine kept no hidden states: start it with --enable-return-aux-hidden-states")
             hidden = HiddenStates(
                 aux=self.copier.host(aux[rows], scheduler), last=self.copier.host(last[rows], scheduler)
             )
@@ -76,9 +78,17 @@ class Capture:
             record = self.transport.put(key, self.layout.pack(whole))
             return CaptureReply(record=record, put_s=time.perf_counter() - begun)
         except Exception as error:  # noqa: BLE001 (an exception here would end the engine; the reply carries it)
-            reason = str(error) if isinstance(error, CaptureError) else f"{type(error).__name__}: {error}"
-            self.assembly.fail(request, reason)
-            return CaptureReply(error=reason)
+            self.assembly.fail(request, error)
+            return _failure(error)
+
+
+def _failure(error: Exception) -> CaptureReply:
+    """The reply for what went wrong: only a SampleError is the sample's fault."""
+    if isinstance(error, SampleError):
+        return CaptureReply(error=str(error), fault="sample")
+    if isinstance(error, Refusal):
+        return CaptureReply(error=str(error), fault="setting")
+    return CaptureReply(error=f"{type(error).__name__}: {error}", fault="engine")
 
 
 class HostCopier:
@@ -111,7 +121,7 @@ def after_run_batch(result: Any, scheduler: Any, batch: Any, *_: Any, **__: Any)
     try:
         replies = _this_process_s_capture().take(scheduler, batch, output)
     except Exception as error:  # noqa: BLE001 (as above: nothing that goes wrong here may end the engine)
-        failed = CaptureReply(error=f"{type(error).__name__}: {error}").model_dump(mode="json")
+        failed = _failure(error).model_dump(mode="json")
         replies = [failed for _ in batch.reqs]
     output.customized_info = (output.customized_info or {}) | {NAME: replies}
 

@@ -133,6 +133,26 @@ def test_failures_quarantine_and_expiries_do_not(ledger: Ledger, slots: Slots) -
     assert ledger.quarantined() == [(0, 0, 100, "second"), (1, 0, 100, "second")], "for good: in every epoch"
 
 
+def test_a_failed_sample_is_left_to_others_for_the_length_of_a_lease(ledger: Ledger, slots: Slots) -> None:
+    ledger.open_epoch(None, 0, slots(1, 1))
+    ledger.fail(ledger.lease("a", 1, has_others=True)[0], "not finite")
+    assert ledger.lease("a", 9, has_others=True) == [], "the sample after it is not leased either: none is skipped"
+    assert ordinals(ledger.lease("b", 1, has_others=True)) == [0]
+    assert ledger.give_back("b") == 1
+    ledger.fail(ledger.lease("b", 1, has_others=True)[0], "not finite")
+    assert [(bad.ordinal, bad.error) for bad in ledger.quarantined()] == [(0, "not finite")]
+    ledger.fail(ledger.lease("a", 1, has_others=True)[0], "not finite")
+    with ledger._engine.begin() as connection:
+        connection.execute(sa.update(samples).values(lease_expires=samples.c.lease_expires - 3600))
+    assert ordinals(ledger.lease("a", 1, has_others=True)) == [1], "nobody else has tried it: the same one again"
+
+
+def test_a_lone_generator_tries_a_failed_sample_again_at_once(ledger: Ledger, slots: Slots) -> None:
+    ledger.open_epoch(None, 0, slots(1))
+    ledger.fail(ledger.lease("a", 1)[0], "not finite")
+    assert ordinals(ledger.lease("a", 1)) == [0]
+
+
 def test_publish_refuses_what_the_lease_does_not_cover(ledger: Ledger, slots: Slots, captured: Captured) -> None:
     ledger.open_epoch(None, 0, slots(1, 2))
     small, large = ledger.lease("g", 2)

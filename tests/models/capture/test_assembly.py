@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.capture.sglang.assembly import Assembly, CaptureError
+from infra.refusal import Refusal
+from models.capture.sglang.assembly import Assembly
 from models.targets.model import HiddenStates
 
 
@@ -83,7 +84,7 @@ def test_a_prompt_in_one_piece_is_not_copied() -> None:
 
 def test_rows_from_a_cache_are_named() -> None:
     assembly, request = Assembly(), Request("1", 6)
-    with pytest.raises(CaptureError, match=r"rows 0\.\.3 of the prompt were not computed"):
+    with pytest.raises(Refusal, match=r"rows 0\.\.3 of the prompt were not computed"):
         assembly.add(request, 4, rows(request, 4, 2))
     assert len(assembly) == 0
 
@@ -91,8 +92,8 @@ def test_rows_from_a_cache_are_named() -> None:
 def test_the_reason_of_an_early_chunk_is_told_with_the_last() -> None:
     assembly, request = Assembly(), Request("1", 6)
     assert assembly.add(request, 0, rows(request, 0, 2)) is None
-    assembly.fail(request, "out of memory")
+    assembly.fail(request, MemoryError("out of memory"))
     for start in (2, 4):
-        with pytest.raises(CaptureError, match="out of memory"):
+        with pytest.raises(MemoryError, match="out of memory"):
             assembly.add(request, start, rows(request, start, 2))
     assert len(assembly) == 0

@@ -264,14 +264,14 @@ def damage(folder, record: ObjectRecord, cut: bool) -> None:
 def test_a_bad_sample_is_quarantined_and_the_rest_is_trained(make_run, run_to_the_end):
     folder = make_run("bad", *SMALL)
     run = Run.open(folder.path)
-    assert run.config.ledger.max_attempts == 3
+    assert run.config.ledger.max_attempts == 2
     poisoned = poison_target(Path(run.target.path), folder.path / "target")
     folder.target.write_text(run.target.model_copy(update={"path": str(poisoned)}).model_dump_json())
     damaged = poison_sample(Path(run.samples.path), folder.path / "samples", 7)
     folder.samples.write_text(run.samples.model_copy(update={"path": str(damaged)}).model_dump_json())
     run_to_the_end(folder)
     ledger = Run.open(folder.path).open_ledger()
-    assert ledger.progress() == Progress(consumed=35, quarantined=1, attempts=3)
+    assert ledger.progress() == Progress(consumed=35, quarantined=1, attempts=2)
     (bad,) = ledger.quarantined()
     assert bad.sample == 7
     assert "not finite" in bad.error

@@ -128,7 +128,7 @@ def test_whatever_happens_to_a_server_no_sample_is_lost_or_doubled(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """One run: a killed generator, three servers that fail in other ways, and one whose hook fails once."""
+    """One run: a killed generator, and four servers that fail in other ways. No sample is blamed for any of it."""
     folder = make_run("faulty", *SMALL, "generator.sglang.request_timeout_s=10")
     kill_generator(start("models.capture.generator", folder), folder)
     trainer = start("models.training.launch", folder, ranks=1)
@@ -136,13 +136,13 @@ def test_whatever_happens_to_a_server_no_sample_is_lost_or_doubled(
         ("killed in prefill", "sglang-0"),
         ("killed before the reply", "sglang-0"),
         ("hung", "sglang-0 did not answer a prompt of .* tokens within 10 s"),
+        ("hook raising", "capture in SGLang failed: RuntimeError: broken on purpose"),
     ):
         monkeypatch.setenv("DRAFTSMITH_TEST_FAULT", f"{fault}:5:{tmp_path / fault}")
         assert_server_blamed(start("models.capture.generator", folder), message)
-    monkeypatch.setenv("DRAFTSMITH_TEST_FAULT", f"hook raising:5:{tmp_path / 'raising'}")
-    _, said = end_well(trainer, start("models.capture.generator", folder))
-    failed = said.count("failed: ValueError: capture in SGLang failed: RuntimeError: broken on purpose")
-    assert failed == Run.open(folder.path).open_ledger().progress().attempts > 0
+    monkeypatch.delenv("DRAFTSMITH_TEST_FAULT")
+    end_well(trainer, start("models.capture.generator", folder))
+    assert Run.open(folder.path).open_ledger().progress().attempts == 0
     assert_trained_once(folder, expected, before)
 
 

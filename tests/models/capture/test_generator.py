@@ -1,0 +1,152 @@
+"""Who is to blame for a failed capture: only what a healthy engine cannot capture counts against a sample."""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from infra.ledger.ledger import Ledger
+from infra.records import Progress
+from infra.run_folder import RunFolder
+from models.capture.engine import EngineError
+from models.capture.generator import Generator
+from models.capture.plain_engine import PlainEngine
+from models.run import Run
+from models.targets.model import HiddenStates
+from models.training.takeover import epoch_slots
+
+SMALL = ("data.max_samples=12", "data.max_tokens=64", "training.samples_per_step=4")
+MakeRun = Callable[..., RunFolder]
+
+
+@pytest.fixture
+def run(make_run: MakeRun) -> Run:
+    """A prepared run whose first epoch is open."""
+    return opened(make_run("run", *SMALL))
+
+
+def opened(folder: RunFolder) -> Run:
+    run = Run.open(folder.path)
+    with run.open_ledger() as ledger:
+        ledger.open_epoch(None, 0, epoch_slots(run, 0))
+    return run
+
+
+class LostDevice(PlainEngine):
+    """Its canary passed at the start; the device is gone since."""
+
+    def prefill(self, tokens: Tensor) -> HiddenStates:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+class FullDisk(PlainEngine):
+    def prefill(self, tokens: Tensor) -> HiddenStates:
+        raise OSError(28, "No space left on device")
+
+
+class BrokenKernel(PlainEngine):
+    """A library's ValueError looks like a refused input and is none."""
+
+    def prefill(self, tokens: Tensor) -> HiddenStates:
+        raise ValueError("operands could not be broadcast together")
+
+
+class NotFinite(PlainEngine):
+    """Every prefill overflows, the canary's too."""
+
+    def prefill(self, tokens: Tensor) -> HiddenStates:
+        hidden = super().prefill(tokens)
+        return HiddenStates(hidden.aux, torch.full_like(hidden.last, float("nan")))
+
+
+class BadSample(PlainEngine):
+    """Sound, and the first sample of the epoch overflows in it."""
+
+    def __init__(self, run: Run, bad: int):
+        super().__init__(run)
+        self.bad = run.open_samples()[bad].tokens
+        self.canaries = 0
+
+    def prefill(self, tokens: Tensor) -> HiddenStates:
+        hidden = super().prefill(tokens)
+        if torch.equal(tokens, self.bad):
+            hidden.last[0, 0] = float("inf")
+        return hidden
+
+    def check_canary(self, tokens: Tensor) -> None:
+        self.canaries += 1
+        super().check_canary(tokens)
+
+
+@contextmanager
+def running(run: Run, engine: PlainEngine, owner: str) -> Iterator[Callable[[float], int]]:
+    """A generator in a thread; the result of its `run`, within so many seconds."""
+    generator = Generator(run, engine, owner)
+    generator.take_over()
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            ended = thread.submit(generator.run)
+            yield ended.result
+        finally:
+            generator.stopping = True
+
+
+def wait_for(ledger: Ledger, expected: Progress) -> None:
+    deadline = time.monotonic() + 60
+    while ledger.progress().model_copy(update={"bytes_held": 0}) != expected and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert ledger.progress().model_copy(update={"bytes_held": 0}) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        (LostDevice, RuntimeError, "CUDA error"),
+        (FullDisk, OSError, "No space left"),
+        (BrokenKernel, ValueError, "broadcast"),
+        (NotFinite, EngineError, r"the canary fails too.*not finite"),
+    ],
+)
+def test_a_broken_engine_beside_a_healthy_one_costs_no_sample(
+    run: Run, kind: type[PlainEngine], error: type[Exception], message: str
+) -> None:
+    """As often as a flow starts it again: it ends, and the healthy one captures what it gave back."""
+    with run.open_ledger() as ledger:
+        for _ in range(6):
+            with running(run, kind(run), "generator-0") as result, pytest.raises(error, match=message):
+                result(60)
+            assert ledger.progress() == Progress(pending=12)
+        with running(run, PlainEngine(run), "generator-1"):
+            wait_for(ledger, Progress(ready=12))
+
+
+def first_sample(run: Run) -> int:
+    return epoch_slots(run, 0)[0].sample
+
+
+def test_a_lone_generator_quarantines_a_sample_after_two_attempts_with_a_passing_canary_each(run: Run) -> None:
+    engine = BadSample(run, first_sample(run))
+    with run.open_ledger() as ledger:
+        with running(run, engine, "generator-0"):
+            wait_for(ledger, Progress(ready=11, quarantined=1, attempts=2))
+        assert engine.canaries == 2
+        (bad,) = ledger.quarantined()
+        assert (bad.sample, bad.error) == (
+            first_sample(run),
+            "last has values that are not finite; try generator.compute_dtype=float32",
+        )
+
+
+def test_a_sample_that_failed_in_one_generator_is_captured_by_another(make_run: MakeRun) -> None:
+    """The first passes its canary and overflows on this sample alone: it may not try it again and condemn it."""
+    run = opened(make_run("run", *SMALL, "generator.count=2"))
+    with run.open_ledger() as ledger:
+        with running(run, BadSample(run, first_sample(run)), "generator-0"):
+            # Of its first eight leases. It asks for no more while the lowest sample is one that others are to try.
+            wait_for(ledger, Progress(pending=5, ready=7, attempts=1))
+            with running(run, PlainEngine(run), "generator-1"):
+                wait_for(ledger, Progress(ready=12, attempts=1))
