@@ -105,7 +105,7 @@ class TransportConfig(BaseModel):
     kind: Literal["auto", "arena", "files", "mooncake", "stored"] = Field(
         default="auto",
         description="`arena`: one reused piece of shared memory, the fast one of one machine. `files`: a file per "
-        "sample. `auto`: the arena where shared memory is large enough. `mooncake`: between machines, by RDMA or TCP. "
+        "sample. `auto`: the arena where enough shared memory is free. `mooncake`: between machines, by RDMA or TCP. "
         "`stored`: hidden states are kept in `folder` and captured once.",
     )
     budget_mib: int = Field(default=512, ge=1, description="Bound on the bytes held between capture and training.")

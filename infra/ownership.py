@@ -9,7 +9,7 @@ from infra.processes import Owner
 from infra.refusal import Refusal
 from infra.run_folder import RunFolder
 from infra.settings import shared_memory_folder
-from infra.transport.choice import objects_folder
+from infra.transport.choice import objects_folder, shortage
 
 LAST_PROCESSES_S = 60.0
 LOOK_S = 1.0
@@ -31,6 +31,8 @@ def own_run(folder: RunFolder, transport: TransportConfig, say: Callable[[str], 
                 say(f"removed {gone}, whose owner is gone")
             folders = []
             objects = objects_folder(transport, folder).parent
+            if objects == folder.path and transport.kind != "stored":
+                say(f"objects are kept in {objects}, which is slower than shared memory: {shortage(transport)}")
             if objects != folder.path:
                 locks.append(stack.enter_context(own_folder(objects)))
                 folders.append(objects)

@@ -10,6 +10,7 @@ from infra.config import TransportConfig
 from infra.files import write_atomically
 from infra.keep_running import KeptProcess, OnLine
 from infra.mooncake.environment import check_mooncake, choose_protocol, master_program
+from infra.mooncake.size import store_bytes
 from infra.mooncake.store import READY
 from infra.pools.base import Pool
 from infra.ports import reserved_port
@@ -20,9 +21,6 @@ from infra.run_folder import RunFolder
 START_S = 600.0
 """Touching hundreds of gigabytes takes a while."""
 POLL_S = 0.1
-SLACK = 1.5
-"""Of the byte budget: pieces of different sizes leave holes."""
-BEYOND_BUDGET = 64 * 2**20
 CLIENT_TTL_S = 10
 """A store that is silent for so long is dead, and its objects are gone."""
 PUT_S = 120
@@ -45,7 +43,7 @@ def start_store(
             web=f"{config.address}:{web}",
             protocol=choose_protocol(config.protocol),
             segment=str(folder / "segment"),
-            nbytes=int(config.budget_mib * 2**20 * SLACK) + BEYOND_BUDGET,
+            nbytes=store_bytes(config),
         )
         write_atomically(run.store, store)
         master = KeptProcess(partial(pool.launch, "mooncake-master", _master_command(config.address, rpc, web)))

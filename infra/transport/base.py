@@ -16,6 +16,10 @@ class TransferError(Exception):
     """An object is missing, short, or does not match its checksum."""
 
 
+class StoreUnavailableError(TransferError):
+    """The store has no room or does not answer. This says nothing about the objects in it."""
+
+
 def flat(buffers: Mapping[str, Buffer], key: str) -> tuple[dict[str, memoryview], int]:
     """The buffers as bytes, and how many there are; keys leave `+` and `#` to the transports' own names."""
     assert not {"+", "#"} & set(key), key
@@ -76,9 +80,11 @@ def check_sum(record: ObjectRecord, buffer: BufferRecord, found: str, expected: 
 
 
 def reads_back(transport: "Transport", record: ObjectRecord) -> bool:
-    """Whether an object is whole, found by reading it into memory of its own."""
+    """Whether an object is whole, found by reading it into memory of its own. Raises StoreUnavailableError."""
     try:
         transport.get(record, {buffer.name: memoryview(bytearray(buffer.nbytes)) for buffer in record.buffers})
+    except StoreUnavailableError:
+        raise
     except TransferError:
         return False
     return True
@@ -88,7 +94,11 @@ class Transport(Protocol):
     """Moves one object (the named buffers of one sample) from a generator to a trainer."""
 
     def put(self, key: str, buffers: Mapping[str, Buffer]) -> ObjectRecord:
-        """Write an object; it is whole and readable once this returns. Raises TransferError when it cannot."""
+        """Write an object; it is whole and readable once this returns.
+
+        A full store, or one that does not answer, is waited for. Raises StoreUnavailableError when that takes too
+        long, TransferError for any other reason.
+        """
         ...
 
     def get(
@@ -99,12 +109,13 @@ class Transport(Protocol):
         With `starts` of those buffers of which a part is wanted, as many bytes of each as `into` has, from there on;
         of the object only the blocks that hold them are read, and verified.
 
-        Raises TransferError when the object is missing, has other sizes, or fails a checksum.
+        Raises TransferError when the object is missing, has other sizes, or fails a checksum, and
+        StoreUnavailableError when the store does not answer.
         """
         ...
 
     def verify(self, record: ObjectRecord) -> bool:
-        """Whether the object is there, whole and unchanged."""
+        """Whether the object is there, whole and unchanged. Raises StoreUnavailableError."""
         ...
 
     def delete(self, key: str) -> None:

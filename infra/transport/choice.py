@@ -4,7 +4,9 @@ import os
 from pathlib import Path
 
 from infra.config import TransportConfig
+from infra.mooncake.size import store_bytes
 from infra.records import StoreRecord
+from infra.refusal import Refusal
 from infra.run_folder import RunFolder
 from infra.settings import shared_memory_folder
 from infra.transport.arena import ArenaTransport
@@ -15,6 +17,8 @@ from infra.transport.stored import StoredTransport
 
 BEYOND_BUDGET = 32 * 2**20
 """Room for what generators write, read and delete before they lease anything: their canaries."""
+SPARE = 16 * 2**20
+"""Left free in shared memory: the arena's table of extents grows, and other programs need a little too."""
 
 
 def run_memory_folder(run: RunFolder) -> Path:
@@ -23,18 +27,40 @@ def run_memory_folder(run: RunFolder) -> Path:
 
 
 def objects_folder(config: TransportConfig, run: RunFolder) -> Path:
-    """Shared memory, or the run folder where shared memory is smaller than twice the budget."""
-    if config.folder is not None and config.kind != "stored":
-        return Path(config.folder) / f"draftsmith-{run.name}" / "objects"
-    return (run_memory_folder(run) if _fits(config) else run.path) / "objects"
+    """Where the run's objects lie: in shared memory, or in the run folder where too little of it is free.
+
+    What is free changes as soon as the first process of the run takes its part, so it is decided once: a run whose
+    folder exists keeps it. Raises Refusal where kind=arena leaves no choice and nothing fits.
+    """
+    own = config.folder is not None and config.kind != "stored"
+    place = Path(config.folder or "") / f"draftsmith-{run.name}" if own else run_memory_folder(run)
+    if not place.is_dir() and (problem := shortage(config)):
+        if config.kind == "arena":
+            raise Refusal(f"transport.kind=arena has no room for its arena: {problem}")
+        if not own:
+            return run.path / "objects"
+    return place / "objects"
 
 
-def _fits(config: TransportConfig) -> bool:
-    memory = shared_memory_folder()
-    if not memory.is_dir():
-        return False
-    room = os.statvfs(memory)
-    return room.f_frsize * room.f_blocks >= 2 * config.budget_mib * 2**20
+def shortage(config: TransportConfig) -> str:
+    """How much room is missing for a run's objects, and the remedy; empty where there is enough."""
+    memory = Path(config.folder) if config.folder and config.kind != "stored" else shared_memory_folder()
+    there = next((path for path in (memory, *memory.absolute().parents) if path.is_dir()), None)
+    if there is None or (config.folder is None and there != memory):
+        return f"{memory} does not exist: set transport.folder, or transport.kind=auto to use the run folder"
+    room, wanted = os.statvfs(there), _object_bytes(config) + SPARE
+    free = room.f_frsize * room.f_bavail
+    if free >= wanted:
+        return ""
+    return (
+        f"{free // 2**20} MiB are free in {memory}, and {-(-wanted // 2**20)} MiB are needed: make it larger (for a "
+        "container, --shm-size), lower transport.budget_mib, or set transport.kind=auto to use the run folder"
+    )
+
+
+def _object_bytes(config: TransportConfig) -> int:
+    """Bytes that a run's objects take at most."""
+    return store_bytes(config) if config.kind == "mooncake" else config.budget_mib * 2**20 + BEYOND_BUDGET
 
 
 def open_transport(config: TransportConfig, run: RunFolder) -> Transport:
@@ -45,6 +71,6 @@ def open_transport(config: TransportConfig, run: RunFolder) -> Transport:
     if config.kind == "mooncake":
         return MooncakeTransport(StoreRecord.read(run.store))
     folder = objects_folder(config, run)
-    if config.kind == "arena" or (config.kind == "auto" and config.folder is None and _fits(config)):
-        return ArenaTransport(folder, config.budget_mib * 2**20 + BEYOND_BUDGET)
+    if config.kind == "arena" or (config.kind == "auto" and folder.is_relative_to(run_memory_folder(run))):
+        return ArenaTransport(folder, _object_bytes(config))
     return FileTransport(folder)

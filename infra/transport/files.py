@@ -11,29 +11,24 @@ from pathlib import Path
 from infra.records import BufferRecord, ObjectRecord
 from infra.transport.base import Buffer, TransferError, fill, flat, reads_back
 from infra.transport.copying import block_sums
+from infra.transport.waiting import WAIT_S, wait_for_room
 
 
 class FileTransport:
     """Objects as files in one folder that every process of the run sees."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, wait_s: float = WAIT_S):
+        """`wait_s`: how long a writer waits for room on a full file system."""
+        self.folder, self._wait_s = folder, wait_s
         folder.mkdir(parents=True, exist_ok=True)
 
     def put(self, key: str, buffers: Mapping[str, Buffer]) -> ObjectRecord:
         """Write the buffers one after the other; the file appears under its name only when it is whole."""
         views, nbytes = flat(buffers, key)
         path = self._path(key)
-        aside = path.with_name(f".{path.name}.tmp")
         try:
-            with aside.open("wb", buffering=0) as file:
-                # Room is taken before the first byte, so a full tmpfs is an error here and never a torn object.
-                os.posix_fallocate(file.fileno(), 0, nbytes)
-                for view in views.values():
-                    _write_all(file.fileno(), view)
-            aside.rename(path)
+            wait_for_room(lambda: _write(path, [*views.values()], nbytes), self.folder, nbytes, self._wait_s)
         except OSError as error:
-            aside.unlink(missing_ok=True)
             raise TransferError(
                 f"cannot write {key} to {self.folder}: {error.strerror}; lower transport.budget_mib or give "
                 "transport.folder a larger file system"
@@ -70,6 +65,20 @@ class FileTransport:
 
     def _path(self, key: str) -> Path:
         return self.folder / key.replace("/", "+")
+
+
+def _write(path: Path, views: list[memoryview], nbytes: int) -> None:
+    aside = path.with_name(f".{path.name}.tmp")
+    try:
+        with aside.open("wb", buffering=0) as file:
+            # Room is taken before the first byte, so a full tmpfs is an error here and never a torn object.
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            for view in views:
+                _write_all(file.fileno(), view)
+        aside.rename(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def _write_all(descriptor: int, view: memoryview) -> None:

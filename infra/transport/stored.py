@@ -5,24 +5,33 @@ Runs in generators and trainer ranks. Objects are named by their content, so oth
 
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import fsspec
+from pydantic import ValidationError
 
+from infra.files import sync_folder
 from infra.records import BufferRecord, ObjectRecord
 from infra.transport.base import Buffer, TransferError, fill, flat, reads_back
 from infra.transport.copying import block_sums
+from infra.transport.waiting import WAIT_S, is_full, wait_for_room, wait_for_store
 
 RECORD = ".json"
+LASTING = (FileNotFoundError, PermissionError)
+"""Errors of a server that answers."""
+Result = TypeVar("Result")
 
 
 class StoredTransport:
     """Nothing is ever deleted: that is a person's decision."""
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, wait_s: float = WAIT_S):
+        """`wait_s`: how long a full folder, or a server that does not answer, is waited for."""
         self._files, self._root = fsspec.core.url_to_fs(url)
-        self._files.makedirs(self._root, exist_ok=True)
+        self._wait_s = wait_s
+        self._reach(lambda: self._files.makedirs(self._root, exist_ok=True))
 
     def put(self, key: str, buffers: Mapping[str, Buffer]) -> ObjectRecord:
         """Write the buffers one after the other, then the record: without it there is no object."""
@@ -37,38 +46,62 @@ class StoredTransport:
         return record
 
     def _write(self, path: str, views: list[memoryview]) -> None:
-        """Whole or not at all: a local file is renamed, an S3 object appears at its end."""
-        aside = f"{path}.{uuid.uuid4().hex}" if self._is_local else path
-        with self._files.open(aside, "wb") as file:
+        """Whole or not at all: a local file is renamed when it is durable, an S3 object appears at its end."""
+        if self._is_local:
+            nbytes = sum(view.nbytes for view in views)
+            wait_for_room(lambda: _write_durably(Path(path), views), self._root, nbytes, self._wait_s)
+        else:
+            self._reach(lambda: self._upload(path, views))
+
+    def _upload(self, path: str, views: list[memoryview]) -> None:
+        with self._files.open(path, "wb") as file:
             for view in views:
                 file.write(view)
-        if self._is_local:
-            os.replace(aside, path)
 
     def find(self, key: str) -> ObjectRecord | None:
-        """The record of an object that was put before and is whole."""
+        """The record of an object that was put before and is whole.
+
+        None where the record or the object is missing, torn or changed: `put` replaces both.
+        """
         try:
-            record = ObjectRecord.model_validate_json(self._files.cat_file(self._path(key + RECORD)))
-        except FileNotFoundError:
+            record = ObjectRecord.model_validate_json(
+                self._reach(lambda: self._files.cat_file(self._path(key + RECORD)))
+            )
+        except (FileNotFoundError, ValidationError):
             return None
-        return record if self.verify(record) else None
+        return record if record.location == key and self.verify(record) else None
 
     def get(
         self, record: ObjectRecord, into: Mapping[str, memoryview], starts: Mapping[str, int] | None = None
     ) -> None:
         """Read the object, or parts of it, into `into` and verify sizes and checksums."""
         try:
-            with self._files.open(self._path(record.location), "rb") as file:
-
-                def read(start: int, view: memoryview) -> str:
-                    file.seek(start)
-                    if file.readinto(view) != view.nbytes:
-                        raise TransferError(f"{record.key} has another size than its record says")
-                    return block_sums(view)
-
-                fill(record, into, starts, read)
+            self._reach(lambda: self._read(record, into, starts))
         except FileNotFoundError as error:
             raise TransferError(f"{record.key} is gone from {self._root}") from error
+
+    def _read(
+        self, record: ObjectRecord, into: Mapping[str, memoryview], starts: Mapping[str, int] | None = None
+    ) -> None:
+        with self._files.open(self._path(record.location), "rb") as file:
+
+            def read(start: int, view: memoryview) -> str:
+                file.seek(start)
+                if file.readinto(view) != view.nbytes:
+                    raise TransferError(f"{record.key} has another size than its record says")
+                return block_sums(view)
+
+            fill(record, into, starts, read)
+
+    def _reach(self, call: Callable[[], Result]) -> Result:
+        """Repeat `call` while the server does not answer. Raises FileNotFoundError, StoreUnavailableError."""
+        if self._is_local:
+            return wait_for_store(call, is_full, f"{self._root} is full", self._wait_s)
+        from botocore.exceptions import BotoCoreError  # s3fs lets these through
+
+        reason = f"{self._root} does not answer: check the object store, the network and $AWS_ENDPOINT_URL"
+        errors = (OSError, BotoCoreError)
+        return wait_for_store(call, lambda e: not isinstance(e, LASTING), reason, self._wait_s, errors)
 
     def verify(self, record: ObjectRecord) -> bool:
         """Read the object back and compare its checksums."""
@@ -90,6 +123,21 @@ class StoredTransport:
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
+
+
+def _write_durably(path: Path, views: list[memoryview]) -> None:
+    aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    try:
+        with aside.open("wb") as file:
+            for view in views:
+                file.write(view)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
 
 
 def local_folder(url: str) -> Path | None:

@@ -1,13 +1,19 @@
 """Kept hidden states: found again by whoever has the same text, and only where they are whole."""
 
 import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
 import pytest
 
 from infra.config import TransportConfig
-from infra.transport.base import TransferError
+from infra.processes import Owner
+from infra.s3_server import S3Server
+from infra.transport.base import StoreUnavailableError, TransferError
 from infra.transport.stored import StoredTransport, local_folder
 
 NAME = "0123abcd"
@@ -66,3 +72,75 @@ def test_where_it_lies(tmp_path: Path) -> None:
     assert local_folder("memory://bucket") is None
     with pytest.raises(ValueError, match=r"say where by transport\.folder"):
         TransportConfig(kind="stored")
+
+
+@pytest.mark.parametrize("damage", [b"", bytes(200), b'{"key": "0123', b"[]"])
+def test_a_torn_record_is_no_object_and_is_replaced(tmp_path: Path, damage: bytes) -> None:
+    """As a power failure leaves it."""
+    transport = StoredTransport(str(tmp_path))
+    record = transport.put(NAME, DATA)
+    (tmp_path / f"{NAME}.json").write_bytes(damage)
+    assert transport.find(NAME) is None
+    assert transport.put(NAME, DATA) == record
+    assert transport.find(NAME) == record
+
+
+def test_what_is_written_is_durable_before_it_is_named(tmp_path: Path) -> None:
+    """The kernel is asked: object, record and folder are synced, each file before its rename."""
+    trace = tmp_path / "trace"
+    program = "import sys; from infra.transport.stored import StoredTransport; " + (
+        f"StoredTransport(sys.argv[1]).put({NAME!r}, {{'aux': b'0123456789'}})"
+    )
+    command = [sys.executable, "-c", AUDITED + program, str(tmp_path / "kept"), str(trace)]
+    subprocess.run(command, check=True, timeout=60, capture_output=True)
+    calls = trace.read_text().split()
+    assert calls == ["fsync", "rename", "fsync", "fsync", "rename", "fsync"]
+
+
+AUDITED = """
+import os, sys
+fsync, rename = os.fsync, os.rename
+
+def audit(event, arguments):
+    if event == "os.rename" and "kept" in str(arguments[1]):
+        note("rename")
+
+def note(what):
+    with open(sys.argv[2], "a") as file:
+        file.write(what + " ")
+
+def watched(descriptor):
+    note("fsync")
+    fsync(descriptor)
+
+os.fsync = watched
+sys.addaudithook(audit)
+"""
+
+
+@pytest.fixture
+def s3_server(public_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """A server of the test's own, which it stops and starts."""
+    server = S3Server(public_folder / "s3", Owner("tests", public_folder / "logs"))
+    for name, value in server.access.environment.items():
+        monkeypatch.setenv(name, value)
+    fsspec.filesystem("s3").clear_instance_cache()
+    fsspec.filesystem("s3").mkdir("bucket")
+    yield server
+    server.stop()
+    fsspec.filesystem("s3").clear_instance_cache()
+
+
+def test_a_server_that_is_away_is_waited_for_and_damages_nothing(s3_server: S3Server, capsys) -> None:
+    transport = StoredTransport("s3://bucket/kept")
+    record = transport.put(NAME, DATA)
+    impatient = StoredTransport("s3://bucket/kept", wait_s=0.0)
+    s3_server.stop()
+    for call in (lambda: impatient.find(NAME), lambda: impatient.verify(record), lambda: impatient.put(NAME, DATA)):
+        with pytest.raises(StoreUnavailableError, match="bucket/kept does not answer: check the object store"):
+            call()
+    back = threading.Timer(0.5, s3_server.start)
+    back.start()
+    assert transport.find(NAME) == record, "it was there all the time"
+    back.join()
+    assert "waiting up to 60 s: bucket/kept does not answer" in capsys.readouterr().out

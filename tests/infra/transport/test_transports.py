@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from infra.config import TransportConfig
 from infra.records import ObjectRecord
+from infra.refusal import Refusal
 from infra.run_folder import RunFolder
 from infra.transport.arena import ArenaTransport
 from infra.transport.base import TransferError, Transport
@@ -211,12 +212,14 @@ def test_no_room_for_an_arena_is_an_error(tmp_path: Path) -> None:
 def test_the_arena_is_chosen_where_shared_memory_is_large_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = RunFolder(tmp_path / "a-run")
+    run, large = RunFolder(tmp_path / "a-run"), RunFolder(tmp_path / "a-large-run")
     monkeypatch.setenv("DRAFTSMITH_SHM", str(tmp_path))
     assert isinstance(open_transport(TransportConfig(budget_mib=1), run), ArenaTransport)
     assert isinstance(open_transport(TransportConfig(budget_mib=1, kind="files"), run), FileTransport)
     assert objects_folder(TransportConfig(budget_mib=1), run) == run_memory_folder(run) / "objects"
-    assert isinstance(open_transport(TransportConfig(budget_mib=2**40), run), FileTransport)
-    assert objects_folder(TransportConfig(budget_mib=2**40), run) == run.path / "objects"
+    assert isinstance(open_transport(TransportConfig(budget_mib=2**40), large), FileTransport)
+    assert objects_folder(TransportConfig(budget_mib=2**40), large) == large.path / "objects"
+    with pytest.raises(Refusal, match=r"MiB are free in .*, and 1099511627824 MiB are needed: make it larger"):
+        objects_folder(TransportConfig(budget_mib=2**40, kind="arena"), large)
     chosen = objects_folder(TransportConfig(folder=str(tmp_path / "mine")), run)
     assert chosen == tmp_path / "mine" / "draftsmith-a-run" / "objects"

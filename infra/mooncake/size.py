@@ -1,0 +1,12 @@
+"""How much memory a run's Mooncake store takes. Used by whoever starts it, or chooses a place for it."""
+
+from infra.config import TransportConfig
+
+SLACK = 1.5
+"""Of the byte budget: pieces of different sizes leave holes."""
+BEYOND_BUDGET = 64 * 2**20
+
+
+def store_bytes(config: TransportConfig) -> int:
+    """Size of the store's segment."""
+    return int(config.budget_mib * 2**20 * SLACK) + BEYOND_BUDGET
