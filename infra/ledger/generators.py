@@ -57,23 +57,27 @@ class GeneratorSide(Transactions):
     def lease(self, owner: str, limit: int, has_others: bool = False) -> list[Lease]:
         """Lease up to `limit` samples, lowest (epoch, ordinal) first, as far as the budget goes.
 
-        Expired leases are given back first. Empty when nothing is pending, when the next sample does not fit now, or
-        when the run is finished. With `has_others` (other generators may capture for this run) also empty when the
-        next sample failed under this owner less than `lease_seconds` ago: somebody else is to try it. No sample is
-        ever skipped.
+        Expired leases are given back first, and no lease lasts longer than a new one would: one that was granted
+        before the database's clock jumped back would otherwise outlive its owner by the jump. Empty when nothing is
+        pending, when the next sample does not fit now, or when the run is finished. With `has_others` (other
+        generators may capture for this run) also empty when the next sample failed under this owner less than
+        `lease_seconds` ago: somebody else is to try it. No sample is ever skipped.
         """
         with self._write() as (connection, run):
             if run.finished:
                 return []
-            self._to_pending(connection, samples.c.state == LEASED, samples.c.lease_expires < database_now())
-            free = run.budget_bytes - self._held(connection)
             now = connection.execute(sa.select(database_now())).scalar_one()
+            latest = now + run.lease_seconds
+            self._to_pending(connection, samples.c.state == LEASED, samples.c.lease_expires < now)
+            too_long = self._rows(samples.c.state == LEASED, samples.c.lease_expires > latest)
+            connection.execute(sa.update(samples).where(too_long).values(lease_expires=latest))
+            free = run.budget_bytes - self._held(connection)
             order = (samples.c.epoch, samples.c.ordinal)
             waiting = sa.select(samples).where(self._rows(samples.c.state == PENDING)).order_by(*order).limit(limit)
             leases: list[Lease] = []
             for row in connection.execute(waiting):
                 nbytes = row.tokens * run.bytes_per_token
-                if nbytes > free or (has_others and row.owner == owner and row.lease_expires > now):
+                if nbytes > free or (has_others and row.owner == owner and now < row.lease_expires <= latest):
                     break
                 free -= nbytes
                 leases.append(

@@ -11,11 +11,11 @@ Slots = Callable[..., list[SampleSlot]]
 Captured = Callable[[Ledger, Lease], ObjectRecord]
 
 
-def expire(ledger: Ledger, ordinal: int) -> None:
-    """Let an hour pass for one lease."""
+def expire(ledger: Ledger, ordinal: int, seconds: float = 3600) -> None:
+    """Let this much time pass for one lease; a negative number is a clock that jumps back."""
     change = sa.update(samples).where(samples.c.ordinal == ordinal, samples.c.state == "leased")
     with ledger._engine.begin() as connection:
-        connection.execute(change.values(lease_expires=samples.c.lease_expires - 3600))
+        connection.execute(change.values(lease_expires=samples.c.lease_expires - seconds))
 
 
 def ordinals(leases: list[Lease]) -> list[int]:
@@ -102,6 +102,16 @@ def test_an_expired_lease_that_nobody_took_back_still_publishes(
     expire(ledger, 0)
     assert ledger.publish(lease, captured(ledger, lease))
     assert ledger.lease("other", 1) == []
+
+
+def test_a_lease_ends_in_time_although_the_clock_has_jumped_back(ledger: Ledger, slots: Slots) -> None:
+    ledger.open_epoch(None, 0, slots(1))
+    ledger.lease("dead", 1)
+    jumped_by = 2 * 3600
+    expire(ledger, 0, -jumped_by)
+    assert ledger.lease("alive", 1) == [], "its owner may be alive"
+    expire(ledger, 0, 61)
+    assert ordinals(ledger.lease("alive", 1)) == [0]
 
 
 def test_renew_and_give_back_touch_own_leases_only(ledger: Ledger, slots: Slots) -> None:
