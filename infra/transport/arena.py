@@ -9,7 +9,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from infra.locks import LockHeldError, hold
@@ -31,17 +31,22 @@ class ArenaTransport:
 
     def __init__(self, folder: Path, capacity: int, room_s: float = ROOM_S):
         self.folder, self._room_s = folder, room_s
-        _create(folder, capacity)
-        with (folder / "arena").open("r+b") as file:
+        with ExitStack() as opened:
+            with _created(folder, capacity):
+                file = opened.enter_context((folder / "arena").open("r+b"))
+                self._extents, self._files = Extents(folder / "extents"), _identities(folder)
             self._map = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._bytes = memoryview(self._map)
-        self._extents = Extents(folder / "extents")
         self._writer = uuid.uuid4().hex
         self._alive = ExitStack()
         self._alive.enter_context(hold(self._writer_lock(self._writer)))
 
     def put(self, key: str, buffers: Mapping[str, Buffer]) -> ObjectRecord:
-        """Write the buffers one after the other. Raises TransferError where room is not found within a minute."""
+        """Write the buffers one after the other.
+
+        Raises TransferError where room is not found within a minute, and where the arena was deleted.
+        """
+        self._check_that_it_is_there()
         views, nbytes = flat(buffers, key)
         self.delete(key)
         place = _Place(self._bytes, self._room(key, nbytes))
@@ -51,6 +56,7 @@ class ArenaTransport:
             undo.pop_all()
         if not self._extents.finish(key):
             raise TransferError(f"{key} was deleted while it was written: its lease had expired")
+        self._check_that_it_is_there()
         return ObjectRecord(key=key, location=_location(place.extents), buffers=records)
 
     def _room(self, key: str, nbytes: int) -> tuple[Extent, ...]:
@@ -71,12 +77,18 @@ class ArenaTransport:
         fill(record, into, starts, _Place(self._bytes, self._find(record)).read)
 
     def _find(self, record: ObjectRecord) -> tuple[Extent, ...]:
+        self._check_that_it_is_there()
         found = self._extents.find(record.key)
         if not found:
             raise TransferError(f"{record.key} is gone from {self.folder}")
         if sum(length for _, length in found) != record.nbytes or _location(found) != record.location:
             raise TransferError(f"{record.key} has another size than its record says ({record.nbytes} bytes)")
         return found
+
+    def _check_that_it_is_there(self) -> None:
+        # A deleted file stays mapped: a process would go on with an arena that those started later do not see.
+        if _identities(self.folder) != self._files:
+            raise TransferError(f"the arena in {self.folder} was deleted while it was in use; a new one is made")
 
     def verify(self, record: ObjectRecord) -> bool:
         """Compare the object's checksums where it lies."""
@@ -157,23 +169,44 @@ class _Place:
             yield piece
 
 
-def _create(folder: Path, capacity: int) -> None:
-    """Make the arena, every page of it in memory, unless it is there. One process does, the others wait."""
+@contextmanager
+def _created(folder: Path, capacity: int) -> Iterator[None]:
+    """Make the arena, every page of it in memory, unless it is there. One process does, the others wait.
+
+    Inside, nobody replaces it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with hold(folder / "lock", wait_s=CREATE_S):
-        if (folder / "arena").exists():
-            return
-        extents.create(folder / "extents", capacity)
-        aside = folder / "arena.new"
+        if None in _identities(folder):
+            extents.create(folder / "extents", capacity)
+            _allocate(folder, capacity)
+        yield
+
+
+def _allocate(folder: Path, capacity: int) -> None:
+    aside = folder / "arena.new"
+    try:
+        with aside.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, capacity)
+    except OSError as error:
+        raise TransferError(
+            f"no room for {capacity} bytes in {folder}: {error.strerror}; lower transport.budget_mib or give "
+            "transport.folder a larger file system"
+        ) from error
+    aside.rename(folder / "arena")
+
+
+def _identities(folder: Path) -> tuple[tuple[int, int] | None, ...]:
+    """Device and inode of the arena and its extents; None for a file that is not there."""
+    identities = []
+    for name in ("arena", "extents"):
         try:
-            with aside.open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, capacity)
-        except OSError as error:
-            raise TransferError(
-                f"no room for {capacity} bytes in {folder}: {error.strerror}; lower transport.budget_mib or give "
-                "transport.folder a larger file system"
-            ) from error
-        aside.rename(folder / "arena")
+            status = (folder / name).stat()
+        except FileNotFoundError:
+            identities.append(None)
+        else:
+            identities.append((status.st_dev, status.st_ino))
+    return tuple(identities)
 
 
 def _location(where: tuple[Extent, ...]) -> str:

@@ -188,3 +188,28 @@ def test_what_a_killed_writer_held_is_given_back_when_it_is_deleted(tmp_path: Pa
     transport.delete("run/0/0/1")
     assert transport.put("run/0/1/1", {"aux": bytes(100)}).nbytes == 100
     transport.close()
+
+
+@pytest.mark.parametrize("lost", ["arena", "extents"])
+def test_a_deleted_arena_is_noticed_and_made_anew(tmp_path: Path, lost: str) -> None:
+    folder = tmp_path / "objects"
+    writer, reader = ArenaTransport(folder, 2**20), ArenaTransport(folder, 2**20)
+    record = writer.put("run/0/0/1", {"aux": b"x" * 100})
+    for path in folder.glob(f"{lost}*"):
+        path.unlink()
+    for use in (
+        lambda: writer.put("run/0/1/1", {"aux": b"y" * 100}),
+        lambda: reader.get(record, {"aux": memoryview(bytearray(100))}),
+    ):
+        with pytest.raises(TransferError, match="deleted"):
+            use()
+    assert not reader.verify(record)
+    # Whoever is started again meets the others in a new arena; those that are not go on refusing.
+    again, other = ArenaTransport(folder, 2**20), ArenaTransport(folder, 2**20)
+    record, copy = again.put("run/0/2/1", {"aux": b"z" * 100}), bytearray(100)
+    other.get(record, {"aux": memoryview(copy)})
+    assert copy == b"z" * 100
+    with pytest.raises(TransferError, match="deleted"):
+        writer.put("run/0/3/1", {"aux": b"y" * 100})
+    for transport in (writer, reader, again, other):
+        transport.close()
