@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from infra.config import TransportConfig
+from infra.ledger.damage import set_aside_if_damaged
 from infra.locks import LockHeldError, hold, own_folder, sweep
 from infra.processes import Owner
 from infra.refusal import Refusal
@@ -29,6 +30,8 @@ def own_run(folder: RunFolder, transport: TransportConfig, say: Callable[[str], 
             locks = [stack.enter_context(hold(folder.path / "processes.lock", wait_s=LAST_PROCESSES_S))]
             for gone in sweep(shared_memory_folder()):
                 say(f"removed {gone}, whose owner is gone")
+            if aside := set_aside_if_damaged(folder.ledger_file):
+                say(f"the ledger was damaged; it is now {aside}, and is rebuilt from the newest checkpoint")
             folders = []
             objects = objects_folder(transport, folder).parent
             if objects == folder.path and transport.kind != "stored":

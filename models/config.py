@@ -1,5 +1,6 @@
 """One run's configuration: the recipe, and the flow's parameter. Imported everywhere; reaches pydantic only."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -103,9 +104,16 @@ def load_recipe(path: Path, overrides: list[str] | None = None) -> RunConfig:
 
 
 def read_config(path: Path) -> RunConfig:
-    """A run's own configuration, `config.json`; Refusal for one that this version cannot run."""
+    """A run's own configuration, `config.json`; Refusal for a damaged one, or one that this version cannot run."""
     try:
-        return RunConfig.model_validate_json(path.read_text())
+        tree = json.loads(path.read_text())
+    except ValueError as error:  # no JSON, or no text at all
+        raise Refusal(
+            f"{path} is damaged: {error}. It is the only record of what the run was asked for: put it back from a "
+            "backup, or start a new run"
+        ) from error
+    try:
+        return RunConfig.model_validate_json(json.dumps(tree))
     except ValidationError as error:
         raise Refusal(
             f"{_explain(str(path), error)}\nThe run was made by another version of Draftsmith: use that one, or "

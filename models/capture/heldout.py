@@ -3,12 +3,15 @@
 Made once per run by the first generator, through its engine; the trainer walks over them while it trains.
 """
 
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from safetensors import safe_open
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from infra.files import sync_file
 from models.benchmark.prompts import heldout_prompts
@@ -23,11 +26,11 @@ def wanted(run: Run) -> bool:
 
 
 def make_heldout(run: Run, engine: Engine) -> None:
-    """Continue the prompts and write the texts, unless the run has them.
+    """Continue the prompts and write the texts, unless the run has them, undamaged.
 
     Texts stay within the longest sample, which is what engines were started for.
     """
-    if not wanted(run) or run.folder.heldout.is_file():
+    if not wanted(run) or read_heldout(run.folder.heldout) is not None:
         return
     settings, longest = run.config.benchmark, run.samples.longest
     prompts = [prompt for prompt in heldout_prompts(run) if len(prompt) + 2 <= longest]
@@ -41,16 +44,29 @@ def write_heldout(path: Path, texts: Sequence[Continued]) -> None:
     tensors = {f"aux.{index}": text.aux.contiguous() for index, text in enumerate(texts)}
     tokens = [[list(text.prompt), list(text.continuation)] for text in texts]
     aside = path.with_name(f".{path.name}.part")
-    save_file(tensors, aside, {"texts": json.dumps(tokens)})
+    save_file(tensors, aside, {"texts": json.dumps(tokens), "sha256": _sha256(tensors)})
     sync_file(aside)
     aside.rename(path)
 
 
-def read_heldout(path: Path) -> list[Continued]:
-    """The texts that `write_heldout` wrote."""
-    with safe_open(path, framework="pt") as file:
-        texts = json.loads(file.metadata()["texts"])
-        return [
-            Continued(tuple(prompt), tuple(continuation), file.get_tensor(f"aux.{index}"))
-            for index, (prompt, continuation) in enumerate(texts)
-        ]
+def read_heldout(path: Path) -> list[Continued] | None:
+    """The texts that `write_heldout` wrote; None where there is no file, or a damaged one."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            texts, sha256 = json.loads(file.metadata()["texts"]), file.metadata()["sha256"]
+            tensors = {f"aux.{index}": file.get_tensor(f"aux.{index}") for index in range(len(texts))}
+    except (FileNotFoundError, SafetensorError, KeyError, ValueError):
+        return None
+    if _sha256(tensors) != sha256:
+        return None
+    return [
+        Continued(tuple(prompt), tuple(continuation), tensors[f"aux.{index}"])
+        for index, (prompt, continuation) in enumerate(texts)
+    ]
+
+
+def _sha256(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors.values():
+        digest.update(tensor.view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -37,8 +37,8 @@ class HeldoutWalk:
     def measure(self, averaged: Mapping[str, Tensor], device: torch.device) -> float | None:
         """Acceptance length of the averaged weights at `benchmark.lookahead`; None where there are no texts yet, or
         they end at once."""
-        if not self._texts and self._path.is_file():
-            self._texts = read_heldout(self._path)
+        if not self._texts:
+            self._texts = read_heldout(self._path) or []
         draft = self._draft.to(device)
         counts = []
         with weights_of(draft, averaged):

@@ -74,6 +74,7 @@ def check_texts(folder: RunFolder) -> None:
     run = Run.open(folder.path)
     target = TargetModel.load(Path(run.target.path), run.config.target.aux_layer_ids, torch.float32)
     texts = read_heldout(folder.heldout)
+    assert texts is not None
     assert [list(text.prompt) for text in texts] == heldout_prompts(run)[:PROMPTS]
     for text in texts:
         assert list(text.continuation) == continue_greedily(target, text.prompt, NEW_TOKENS, frozenset([1]))
@@ -91,7 +92,7 @@ def check_last_length(folder: RunFolder) -> None:
     lookahead, ends = run.config.benchmark.lookahead, frozenset([1])
     decoded = [
         speculate(target, draft, list(text.prompt), lookahead, NEW_TOKENS, ends).counts
-        for text in read_heldout(folder.heldout)
+        for text in read_heldout(folder.heldout) or []
     ]
     assert lines(folder)[-1][HELDOUT_LENGTH] == acceptance_length(decoded)
 

@@ -1,0 +1,26 @@
+"""A run's own configuration: read back, or refused with the file's name and a remedy."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from infra.files import write_atomically
+from infra.refusal import Refusal
+from models.config import load_recipe, read_config
+
+TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: bytes(len(data)), lambda data: b"\xff" + data],
+    ids=["empty", "torn", "zeroed", "not text"],
+)
+def test_a_damaged_configuration_is_refused(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    file = tmp_path / "config.json"
+    write_atomically(file, load_recipe(TINY))
+    assert read_config(file).name == "tiny"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(Refusal, match=r"config\.json is damaged: .*backup"):
+        read_config(file)
