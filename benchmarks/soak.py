@@ -31,6 +31,7 @@ import psutil
 import yaml
 from soak_serving import LOOKAHEAD, Engine, count, engine
 
+from infra.drift.scrape import Counters
 from infra.exit import run_main
 from infra.files import write_atomically
 from infra.provenance import git_sha, hardware, versions
@@ -128,20 +129,21 @@ class Soak:
         return found
 
     def rows(self, traffic: str) -> list[tuple[int, int]]:
-        """What the champion accepts of this traffic."""
+        """What the champion accepts of this traffic; the engine is restarted with it."""
         from infra.tracking.registry import download
 
         draft = self.champion()
         export = self.folder / "served" / str(draft.version)
         if not export.exists():
             download(os.environ["MLFLOW_TRACKING_URI"], draft, export)
+        self.served.load(export)
         target = json.loads(next((self.folder / "runs").glob("*/target.json")).read_text())["path"]
         out = export.with_name(f"{draft.version}-{traffic}.json")
         return list(count(Path(target), export, self.prompts[traffic], out))
 
     def live(self, traffic: str, what: str, quality: tuple[float, ...] = (1.0,)) -> Day:
         """One day of traffic; `quality` is that of its looks, repeated."""
-        before = self.served.counted
+        counted = Counters()
         number = len(self.days)
         texts = random.Random(f"{self.seed} {number}").sample(
             self.prompts[traffic].read_text().splitlines(), REQUESTS_A_DAY
@@ -152,12 +154,13 @@ class Soak:
             old.unlink()  # as rotated logs are
         day = Day(number, traffic, what, self.champion().version)
         for look in range(LOOKS_A_DAY):
-            self.served.serve(self.rows(traffic), WINDOW_STEPS, quality[look % len(quality)])
+            rows, before = self.rows(traffic), self.served.counted
+            self.served.serve(rows, WINDOW_STEPS, quality[look % len(quality)])
+            counted = counted.plus(self.served.counted.since(before))
             said = self.submit("watch-traffic")
             if said["state"]["type"] != "COMPLETED":
                 raise RuntimeError(f"watch-traffic: {said['state']['message']}")
             self.follow(day)
-        counted = self.served.counted.since(before)
         day.acceptance_length = round(counted.tokens / counted.steps, 3)
         self.days.append(day)
         headline = f"day {number}: {traffic}, {what}: {day.acceptance_length}, version {day.champion}"

@@ -1,4 +1,4 @@
-"""The served side of a simulated fortnight: an engine's `/metrics`, over what real drafts accept of real text.
+"""The served side of a simulated fortnight: an engine's `/metrics` and `/server_info`, and what real drafts accept.
 
     python benchmarks/soak_serving.py --count TARGET EXPORT PROMPTS OUT
 
@@ -12,6 +12,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -41,12 +42,23 @@ Rows = Sequence[tuple[int, int]]
 
 
 class Engine(ThreadingHTTPServer):
-    """Counts requests as SGLang does."""
+    """Counts requests as SGLang does, and says which draft it runs."""
 
     def __init__(self, seed: int):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.counted = Counters()
+        self.info: dict[str, object] = {}
         self._draw = random.Random(seed)
+
+    def load(self, export: Path) -> None:
+        """Restart with the draft in this folder, unless it is loaded already."""
+        if self.info.get("speculative_draft_model_path") == str(export):
+            return
+        self.counted = Counters()
+        self.info = {
+            "speculative_draft_model_path": str(export),
+            "startup_time": {"tokenizer_e2e": time.perf_counter()},
+        }
 
     @property
     def url(self) -> str:
@@ -70,7 +82,8 @@ class _Handler(BaseHTTPRequestHandler):
         assert isinstance(self.server, Engine)
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(METRICS.format(self.server.counted).encode())
+        info = json.dumps(self.server.info)
+        self.wfile.write((METRICS.format(self.server.counted) if self.path == "/metrics" else info).encode())
 
     def log_message(self, format: str, *args: object) -> None:
         """Nobody reads it."""

@@ -8,6 +8,7 @@ from tasks.drift import (
     announce_drift,
     judge_traffic,
     observe_traffic,
+    report_unknown,
     sample_requests,
     show_traffic,
 )
@@ -15,18 +16,19 @@ from tasks.drift import (
 
 @flow(name="watch-traffic")
 def watch_traffic(config: WatchConfig) -> str:
-    """Append a window of served traffic, test it for a fall, and on an alarm emit the event that starts retraining.
+    """Count served traffic for the version that each server runs, and test each version's for a fall.
 
-    Where the fall came with a new version, the event asks for its rollback instead.
+    An alarm of the champion emits the event that starts a retraining, or a rollback where the version itself is worse
+    than the one that it replaced. A server that runs an unknown draft is reported.
 
-    Returns what was found, in words.
+    Returns a summary of each version.
     """
-    draft, traffic = observe_traffic(config)
-    finding = judge_traffic(config, draft, traffic)
-    if finding.due and finding.is_the_versions_fault(config.probation_windows):
-        finding = announce_degradation(config, finding)
-    elif finding.due:
-        prompts = sample_requests(config, config.requests) if config.requests else None
-        finding = announce_drift(config, finding, prompts)
-    show_traffic(finding)
-    return finding.summary
+    look = report_unknown(config, observe_traffic(config))
+    look, findings, refusals = judge_traffic(config, look)
+    for finding in findings:
+        if finding.event == "degraded":
+            look = announce_degradation(config, look, finding)
+        elif finding.event == "drifted":
+            prompts = sample_requests(config, config.requests) if config.requests else None
+            look = announce_drift(config, look, finding, prompts)
+    return show_traffic(config, look, findings, refusals)

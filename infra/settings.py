@@ -84,6 +84,11 @@ def sglang_platform() -> str | None:
     return os.environ.get("SGLANG_PLATFORM")
 
 
+def sglang_api_key() -> str | None:
+    """What watched SGLang servers want to see as --api-key: $DRAFTSMITH_SGLANG_API_KEY."""
+    return os.environ.get("DRAFTSMITH_SGLANG_API_KEY") or None
+
+
 def use_mooncake_settings() -> None:
     """What Mooncake's library reads when its first client is made; what a person has set stays."""
     for name, value in MOONCAKE.items():

@@ -1,8 +1,8 @@
-"""Watches served traffic: windows, the drift test, fresh prompts, the event that starts retraining. Flow process."""
+"""Watches served traffic: windows per served version, the drift test, fresh prompts, events. Flow process."""
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from prefect import get_run_logger, task
@@ -11,9 +11,12 @@ from prefect.cache_policies import NO_CACHE
 from prefect.events import emit_event
 
 from infra.drift.config import RequestLogConfig, WatchConfig
+from infra.drift.decision import RECENT, Finding, assess
+from infra.drift.identity import identify_all
 from infra.drift.scrape import scrape
 from infra.drift.sequential import DriftTest, Reference
-from infra.drift.windows import Served, TrafficRecord, TrafficStore, Verdict, Window, judge, mean_length
+from infra.drift.traffic import TrafficRecord, TrafficStore
+from infra.drift.windows import Series, mean_length
 from infra.files import write_atomically
 from infra.health import public
 from infra.processes import Owner, module, start
@@ -21,7 +24,7 @@ from infra.records import PromptsRecord
 from infra.refusal import Refusal
 from infra.results import RegisteredDraft
 from infra.settings import runs_folder, tracking_uri
-from infra.tracking.registry import REPLACES, RUN, champion, read_request_counts
+from infra.tracking.registry import CHAMPION, RUN, list_drafts, read_request_counts
 from tasks.data_plane import worth_retrying
 from tasks.drift_markdown import artifact_key, in_words, traffic_markdown
 
@@ -29,85 +32,112 @@ DRIFTED = "draftsmith.draft.drifted"
 """The event that starts retraining; its resource is the registered model."""
 DEGRADED = "draftsmith.draft.degraded"
 """The event that starts a rollback: a version serves worse than the one that it replaced."""
-RECENT = 10
-"""Windows that a comparison takes."""
+UNKNOWN = "draftsmith.server.unknown_draft"
+"""The event that a server runs a draft that is no registered version; its resource is the registered model."""
+ENDED_WINDOWS = 200
+"""Newest windows that are kept of a version that no server runs any more: what a later version is compared with."""
 SAMPLING_TIMEOUT_S = 2 * 3600.0
 RETRIES = {"retries": 2, "retry_delay_seconds": 10, "retry_condition_fn": worth_retrying, "cache_policy": NO_CACHE}
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What a look at the traffic came to."""
+class Look:
+    """One look at the servers."""
 
-    draft: RegisteredDraft
+    versions: Mapping[int, RegisteredDraft]
+    """All registered versions, by number."""
+    champion: RegisteredDraft
     traffic: TrafficRecord
-    test: DriftTest
-    verdict: Verdict
-    due: Window | None
-    """The window whose alarm is to be announced."""
-
-    @property
-    def summary(self) -> str:
-        return in_words(self.draft, self.traffic, self.test, self.verdict)
-
-    def is_the_versions_fault(self, probation_windows: int) -> bool:
-        """Whether the alarm came soon after a promotion, and the version accepts less than the one it replaced did.
-
-        Less by half the fall that the test is made for: what differs by less is no ground to go back.
-        """
-        before, now = self.traffic.replaced, self.traffic.current
-        if not before or not now or str(before[-1].served.version) != self.draft.tags.get(REPLACES):
-            return False
-        least = (1 - self.test.fall / 2) * mean_length(before[-RECENT:])
-        return len(now) <= probation_windows and mean_length(now[-RECENT:]) < least
+    unknown: Mapping[str, str]
+    """Servers that run none of the versions as they were benchmarked, and why."""
 
 
 @task(name="observe traffic", **RETRIES)
-def observe_traffic(config: WatchConfig) -> tuple[RegisteredDraft, TrafficRecord]:
-    """Scrape the servers and append a window to the record, if enough was served since the last one."""
-    uri, logger = config.tracking_uri or tracking_uri(), get_run_logger()
-    draft = champion(uri, config.draft)
-    if draft is None:
+def observe_traffic(config: WatchConfig) -> Look:
+    """Scrape the servers, find out which version each runs, and append windows to the record."""
+    logger = get_run_logger()
+    drafts = list_drafts(config.tracking_uri or tracking_uri(), config.draft)
+    champion = next((draft for draft in drafts if CHAMPION in draft.aliases), None)
+    if champion is None:
         raise Refusal(f"{config.draft} has no champion to watch: promote one with `draftsmith drafts promote`")
-    found = scrape(config.servers, config.timeout_s)
-    for url, why in found.silent.items():
+    seen = scrape(config.servers, config.timeout_s)
+    for url, why in seen.silent.items():
         logger.warning("%s does not answer: %s", public(url), why)
     store = _store(config)
     before = store.read(config.draft)
-    lookahead = found.lookahead()
-    if lookahead is None and before.served and before.served.version == draft.version:
-        lookahead = before.served.lookahead
-    if lookahead is None:
-        logger.info("the servers have not decoded since their start: nothing is known of their traffic yet")
-        return draft, before
-    served = Served(version=draft.version, lookahead=lookahead, traffic=config.traffic)
-    if before.served not in (None, served):
-        logger.info("served is now %s, before it was %s: the test begins anew", served, before.served)
-    after = before.observe(found, served, time.time(), config.window_steps)
+    found = identify_all(before, seen, drafts)
+    after = before.observe(
+        seen,
+        {url: identity.version for url, identity in found.items()},
+        config.traffic,
+        time.time(),
+        config.window_steps,
+    )
     store.write(after)
-    if len(after.windows) == len(before.windows):
-        logger.info("%d of %d verification steps for the next window", after.open.steps, config.window_steps)
-    return draft, after
+    unknown = {url: identity.reason for url, identity in found.items() if identity.version is None}
+    for url, reading in seen.readings.items():
+        if url not in unknown and reading.is_tree:
+            unknown[url] = (
+                f"it verifies {reading.draft_tokens} tokens at a lookahead of {reading.lookahead}, a tree; the "
+                "benchmark's figure is of chains, so serve with --speculative-eagle-topk 1"
+            )
+    return Look({draft.version: draft for draft in drafts}, champion, after, unknown)
+
+
+@task(name="report unknown drafts", **RETRIES)
+def report_unknown(config: WatchConfig, look: Look) -> Look:
+    """Warn of servers that run no registered version, and emit an event about each, once per start."""
+    new: set[str] = set()
+    for url, why in look.unknown.items():
+        get_run_logger().warning("%s is not counted: %s", public(url), why)
+        state = look.traffic.servers[url]
+        if not state.reported:
+            new.add(url)
+            payload = {"draft": config.draft, "server": public(url), "reason": why}
+            emit_event(UNKNOWN, _resource(config), payload=payload, id=look.traffic.event_id("unknown", state.start))
+    if not new:
+        return look
+    traffic = look.traffic.with_reported(new)
+    _store(config).write(traffic)
+    return replace(look, traffic=traffic)
 
 
 @task(name="test for drift", **RETRIES)
-def judge_traffic(config: WatchConfig, draft: RegisteredDraft, traffic: TrafficRecord) -> Finding:
-    """Test the windows against the version's benchmark. Raises Refusal where conditions differ from it."""
-    test = DriftTest(_reference(config, draft, traffic), config.fall, config.average_run_length)
-    trimmed = traffic.trimmed(config.keep_windows, test)
-    if trimmed != traffic:
-        _store(config).write(trimmed)
-    verdict = judge(trimmed, test)
-    finding = Finding(draft, trimmed, test, verdict, trimmed.due(verdict, config.quiet_hours * 3600))
-    get_run_logger().info(finding.summary)
-    return finding
+def judge_traffic(config: WatchConfig, look: Look) -> tuple[Look, list[Finding], list[Refusal]]:
+    """Test each served version's windows against its own benchmark.
+
+    Returns the look with trimmed windows, a finding for each version, and why a version cannot be tested.
+    """
+    findings: list[Finding] = []
+    refusals: list[Refusal] = []
+    traffic, live = look.traffic, [series.served for series in look.traffic.live]
+    for series in look.traffic.series:
+        draft = look.versions.get(series.served.version)
+        if draft is None or (series.served not in live and len(series.windows) <= ENDED_WINDOWS):
+            continue
+        try:
+            test = DriftTest(_reference(config, draft, series), config.fall, config.average_run_length)
+        except Refusal as refusal:
+            refusals.append(refusal)
+            continue
+        kept = series.trimmed(config.keep_windows if series.served in live else ENDED_WINDOWS, test)
+        traffic = traffic.with_series(kept)
+        if series.served in live:
+            findings.append(assess(traffic, kept, draft, look.champion, test, config))
+    if traffic != look.traffic:
+        _store(config).write(traffic)
+    for finding in findings:
+        get_run_logger().info(in_words(finding))
+    for refusal in refusals:
+        get_run_logger().warning(str(refusal))
+    return replace(look, traffic=traffic), findings, refusals
 
 
-def _reference(config: WatchConfig, draft: RegisteredDraft, traffic: TrafficRecord) -> Reference:
+def _reference(config: WatchConfig, draft: RegisteredDraft, series: Series) -> Reference:
     """The benchmark's requests at the served lookahead."""
     counts = read_request_counts(config.tracking_uri or tracking_uri(), draft)
     of_kind = counts.greedy if config.traffic == "greedy" else counts.sampled
-    lookahead = traffic.served.lookahead if traffic.served else counts.conditions.lookahead
+    lookahead = series.served.lookahead
     if lookahead not in of_kind:
         raise Refusal(
             f"the servers decode at lookahead {lookahead}, the benchmark of version {draft.version} knows "
@@ -133,54 +163,62 @@ def sample_requests(config: WatchConfig, logs: RequestLogConfig) -> PromptsRecor
 
 
 @task(name="announce drift", **RETRIES)
-def announce_drift(config: WatchConfig, finding: Finding, prompts: PromptsRecord | None) -> Finding:
+def announce_drift(config: WatchConfig, look: Look, finding: Finding, prompts: PromptsRecord | None) -> Look:
     """Emit the event that starts retraining, and note that it was: each alarm is announced once."""
-    served = finding.traffic.served
-    assert served
+    series = finding.series
     payload = {
         "draft": config.draft,
         "version": finding.draft.version,
         "run": finding.draft.tags.get(RUN, ""),
-        "summary": finding.summary,
-        "lookahead": served.lookahead,
-        "traffic": served.traffic,
+        "summary": in_words(finding),
+        "lookahead": series.served.lookahead,
+        "traffic": series.served.traffic,
         "acceptance_length_benchmark": round(finding.test.reference.length, 4),
-        "acceptance_length_served": round(mean_length(finding.traffic.current[-RECENT:]), 4),
-        "windows": len(finding.traffic.current),
+        "acceptance_length_served": round(mean_length(series.windows[-RECENT:]), 4),
+        "windows": series.num_windows,
         "average_run_length": config.average_run_length,
         "dataset": prompts.path if prompts else "",
         "dataset_sha256": prompts.sha256 if prompts else "",
         "prompts": prompts.prompts if prompts else 0,
     }
-    return _announce(config, finding, DRIFTED, payload)
+    return _announce(config, look, finding, DRIFTED, payload)
 
 
 @task(name="announce degradation", **RETRIES)
-def announce_degradation(config: WatchConfig, finding: Finding) -> Finding:
+def announce_degradation(config: WatchConfig, look: Look, finding: Finding) -> Look:
     """Emit the event that starts a rollback, once."""
-    before, now = (mean_length(windows[-RECENT:]) for windows in (finding.traffic.replaced, finding.traffic.current))
-    reason = f"{finding.summary}; the version that it replaced reached {before:.2f}, it reaches {now:.2f}"
+    before, now = mean_length(finding.replaced), mean_length(finding.series.windows[-RECENT:])
+    reason = f"{in_words(finding)}; the version that it replaced reached {before:.2f}, it reaches {now:.2f}"
     payload = {"draft": config.draft, "version": finding.draft.version, "reason": reason}
-    return _announce(config, finding, DEGRADED, payload)
+    return _announce(config, look, finding, DEGRADED, payload)
 
 
-def _announce(config: WatchConfig, finding: Finding, event: str, payload: Mapping[str, object]) -> Finding:
+def _announce(config: WatchConfig, look: Look, finding: Finding, event: str, payload: Mapping[str, object]) -> Look:
     assert finding.due
-    resource = {"prefect.resource.id": config.draft, "prefect.resource.name": config.draft}
-    emit_event(event, resource, payload=dict(payload), id=finding.traffic.event_id(finding.due))
-    announced = finding.traffic.with_announced(finding.due)
-    _store(config).write(announced)
-    get_run_logger().warning("announced as %s: %s", event, finding.summary)
-    return Finding(finding.draft, announced, finding.test, finding.verdict, None)
+    event_id = look.traffic.event_id(finding.draft.version, finding.due.ended)
+    emit_event(event, _resource(config), payload=dict(payload), id=event_id)
+    traffic = look.traffic.with_series(finding.series.with_announced(finding.due))
+    _store(config).write(traffic)
+    get_run_logger().warning("announced as %s: %s", event, payload.get("summary") or payload.get("reason"))
+    return replace(look, traffic=traffic)
 
 
 @task(name="show traffic", **RETRIES)
-def show_traffic(finding: Finding) -> None:
-    """The last windows and the statistic, in words and as a table, as a Markdown artifact."""
-    text = traffic_markdown(finding.draft, finding.traffic, finding.test, finding.verdict)
-    create_markdown_artifact(
-        text, key=artifact_key(finding.draft.name), description=f"Served traffic of {finding.draft.name}"
-    )
+def show_traffic(config: WatchConfig, look: Look, findings: list[Finding], refusals: list[Refusal]) -> str:
+    """What each server runs, the last windows and the statistics, as a Markdown artifact; returns a summary."""
+    text = traffic_markdown(config.draft, look.champion, look.traffic, look.unknown, findings)
+    create_markdown_artifact(text, key=artifact_key(config.draft), description=f"Served traffic of {config.draft}")
+    said = [in_words(finding) for finding in findings]
+    said += [f"{public(url)}: {why}" for url, why in look.unknown.items()]
+    if not findings and refusals:
+        raise refusals[0]
+    if not findings and look.unknown:
+        raise Refusal(f"no server runs a registered version of {config.draft}: {'; '.join(said)}")
+    return "; ".join([*said, *map(str, refusals)]) or "the servers have not decoded since their start"
+
+
+def _resource(config: WatchConfig) -> dict[str, str]:
+    return {"prefect.resource.id": config.draft, "prefect.resource.name": config.draft}
 
 
 def _store(config: WatchConfig) -> TrafficStore:

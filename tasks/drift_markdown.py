@@ -1,10 +1,14 @@
 """Served traffic in words and as a table, for Prefect's pages."""
 
 import re
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
-from infra.drift.sequential import LEARNED_WINDOWS, DriftTest
-from infra.drift.windows import TrafficRecord, Verdict, mean_length
+from infra.drift.decision import RECENT, Finding
+from infra.drift.sequential import LEARNED_WINDOWS
+from infra.drift.traffic import TrafficRecord
+from infra.drift.windows import mean_length
+from infra.health import public
 from infra.results import RegisteredDraft
 
 SHOWN = 40
@@ -16,13 +20,14 @@ def artifact_key(draft: str) -> str:
     return "traffic-" + re.sub(r"[^a-z0-9]+", "-", draft.lower()).strip("-")
 
 
-def in_words(draft: RegisteredDraft, traffic: TrafficRecord, test: DriftTest, verdict: Verdict) -> str:
-    """One line: what is served, and what the test says of it."""
-    windows, length = traffic.current, test.reference.length
+def in_words(finding: Finding) -> str:
+    """One line: how a served version does, and what the test says of it."""
+    draft, series, test, verdict = finding.draft, finding.series, finding.test, finding.verdict
     subject = f"version {draft.version} of {draft.name}"
-    if not windows:
-        return f"{subject}: no window yet, {traffic.open.steps} verification steps so far"
-    recent = windows[-10:]
+    if not series.windows:
+        return f"{subject}: no window yet, {series.open.steps} verification steps so far"
+    windows, length = series.windows, test.reference.length
+    recent = windows[-RECENT:]
     served = mean_length(recent)
     figures = (
         f"{subject}: acceptance length {served:.2f} over the last {len(recent)} windows, {served / length - 1:+.1%} "
@@ -38,16 +43,33 @@ def in_words(draft: RegisteredDraft, traffic: TrafficRecord, test: DriftTest, ve
         said = f"the test is learning how much this traffic varies ({last.windows} of {LEARNED_WINDOWS} windows)"
     else:
         said = f"no fall; the test stands at {test.share(last):.0%} of its threshold"
-    return f"{figures}; {said}"
+    return f"{figures}; {said}" + (f" ({finding.held})" if finding.held else "")
 
 
-def traffic_markdown(draft: RegisteredDraft, traffic: TrafficRecord, test: DriftTest, verdict: Verdict) -> str:
-    """The figures, what they mean, and the last windows."""
+def traffic_markdown(
+    name: str,
+    champion: RegisteredDraft,
+    traffic: TrafficRecord,
+    unknown: Mapping[str, str],
+    findings: Sequence[Finding],
+) -> str:
+    """What each server runs, and for every served version its figures, what they mean, and the last windows."""
+    lines = [f"# {name}", "", f"Version {champion.version} is champion.", "", "| server | runs |", "|---|---|"]
+    for url, state in sorted(traffic.servers.items()):
+        known = "unknown: " + unknown.get(url, "") if state.version is None else f"version {state.version}"
+        lines.append(f"| {public(url)} | {unknown.get(url, known) if state.version else known} |")
+    for finding in findings:
+        lines += ["", *_version_markdown(finding)]
+    return "\n".join(lines) + "\n"
+
+
+def _version_markdown(finding: Finding) -> list[str]:
+    test, verdict, windows = finding.test, finding.verdict, finding.series.windows
     reference, last = test.reference, verdict.statistics[-1] if verdict.statistics else None
     lines = [
-        f"# {draft.name}",
+        f"## Version {finding.draft.version}, lookahead {finding.series.served.lookahead}",
         "",
-        in_words(draft, traffic, test, verdict) + ".",
+        in_words(finding) + ".",
         "",
         f"Tested for a fall of {test.fall:.0%} against {len(reference.requests)} benchmarked conversations: acceptance "
         f"length {reference.length:.3f}, lower 97.5 % bound {reference.lower_bound:.3f}; windows below "
@@ -64,14 +86,14 @@ def traffic_markdown(draft: RegisteredDraft, traffic: TrafficRecord, test: Drift
         f"| ended (UTC) | requests | steps | acceptance length | 1 to {reference.length * 1.2:.1f} | statistic |",
         "|---|---:|---:|---:|---|---|",
     ]
-    shown = list(zip(traffic.current, verdict.statistics, strict=True))
+    shown = list(zip(windows, verdict.statistics, strict=True))
     for index, (window, statistic) in list(enumerate(shown))[-SHOWN:]:
         mark = " alarm" if index in verdict.alarms else ""
         lines.append(
             f"| {_time(window.ended)} | {window.requests} | {window.steps} | {window.length:.3f} | "
             f"{_bar((window.length - 1) / (reference.length * 1.2 - 1))} | {_bar(test.share(statistic))}{mark} |"
         )
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _time(seconds: float) -> str:

@@ -44,6 +44,7 @@ def register_draft(
     champion = RegisteredDraft.read(run.folder.champion) if run.folder.champion.exists() else None
     tags = {
         registry.RUN: run.folder.name,
+        registry.WEIGHTS_SHA256: export.sha256["model.safetensors"],
         registry.MEASURED_AGAINST: str(champion.version) if champion else "",
         registry.ACCEPTANCE: f"{result.simulated.length[result.conditions.lookahead]:.4f}",
         "lookahead": str(result.conditions.lookahead),

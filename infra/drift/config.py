@@ -27,11 +27,11 @@ class RequestLogConfig(BaseModel):
 
 
 class WatchConfig(BaseModel):
-    """One deployment's servers, the draft that they serve, and the drift test."""
+    """The servers of one draft, and the drift test."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", title="Watch")
 
-    draft: str = Field(description="Registered model whose champion the servers run.")
+    draft: str = Field(description="Registered model whose versions the servers run.")
     servers: tuple[str, ...] = Field(
         min_length=1,
         description="Addresses of the SGLang servers (started with --enable-metrics), for instance http://host:30000.",
@@ -49,7 +49,9 @@ class WatchConfig(BaseModel):
     window_steps: int = Field(
         default=2000, ge=50, description="Least verification steps of a window; with less traffic it goes on."
     )
-    keep_windows: int = Field(default=5000, ge=100, description="Older windows are dropped from the record.")
+    keep_windows: int = Field(
+        default=5000, ge=100, description="Newest windows that are kept of a version that serves."
+    )
     quiet_hours: float = Field(
         default=168.0,
         ge=0,

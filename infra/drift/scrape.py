@@ -1,12 +1,17 @@
-"""What SGLang's servers say of the requests they have finished: counters from `/metrics`. Runs in the flow's process.
+"""What SGLang's servers report: the counters of `/metrics`, and which draft runs from `/server_info` (SGLang 0.5.23).
 
 SGLang raises its counters once per finished request: generated tokens, verification steps, requests. Each request's
-first token comes from the prefill, so tokens emitted by verification steps are generated tokens less requests: bonus
-tokens and a step that the end of the text cut are included. The gauge of the acceptance length covers the last few
-steps only.
+first token comes from the prefill, so verification steps emitted the generated tokens less the requests: bonus tokens
+and a step that the end of the text cut are included. The gauge of the acceptance length covers the last few steps only.
+
+`/server_info` holds the resolved command line, hence the draft's path, and how long the phases of the server's start
+took. Those durations are measured once per start, which makes them a name of that start.
 """
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import httpx
 from prometheus_client import Metric
@@ -15,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from infra.health import public
 from infra.records import Record
 from infra.refusal import Refusal
+from infra.settings import sglang_api_key
 
 GENERATED = "sglang:generation_tokens_total"
 REQUESTS = "sglang:num_requests_total"
@@ -31,7 +37,7 @@ class Counters(Record):
     steps: int = 0
 
     def since(self, before: "Counters") -> "Counters":
-        """What was added. A counter that has become smaller belongs to a server that was started again."""
+        """The increase since `before`. Counters that have become smaller belong to a server that was restarted."""
         if self.generated < before.generated or self.requests < before.requests or self.steps < before.steps:
             return self
         return Counters(
@@ -41,7 +47,7 @@ class Counters(Record):
         )
 
     def plus(self, other: "Counters") -> "Counters":
-        """Both together."""
+        """The sum of both."""
         return Counters(
             generated=self.generated + other.generated,
             requests=self.requests + other.requests,
@@ -54,42 +60,44 @@ class Counters(Record):
         return self.generated - self.requests
 
 
+class ServedDraft(Record):
+    """The draft that a server runs, in the server's own words."""
+
+    start: str
+    """Hash that differs between two starts of the server."""
+    path: str | None
+    """Value of --speculative-draft-model-path; None: the server runs no draft model."""
+    labels: tuple[str, ...] = ()
+    """Names that an operator gave the server: --served-model-name and --weight-version."""
+
+
 class Reading(Record):
-    """What one server said."""
+    """What one server reported."""
 
     counters: Counters
     lookahead: int | None
     """None: it has not decoded since its start, so it does not say yet."""
     draft_tokens: int | None
     """Tokens verified at a time: lookahead + 1 for a chain, more for a tree."""
+    draft: ServedDraft
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether the server proposes a tree, of which a benchmark of chains says nothing."""
+        return self.lookahead is not None and self.draft_tokens != self.lookahead + 1
 
 
 class Scrape(Record):
-    """What all servers said at one time."""
+    """What all servers reported at one time."""
 
     readings: Mapping[str, Reading]
     """By address."""
     silent: Mapping[str, str] = {}
-    """Why a server did not answer."""
-
-    def lookahead(self) -> int | None:
-        """The one at which all servers decode chains; None where none says yet. Raises Refusal for anything else."""
-        told = {url: reading for url, reading in self.readings.items() if reading.lookahead}
-        lookaheads = {reading.lookahead for reading in told.values()}
-        if len(lookaheads) > 1:
-            shown = ", ".join(f"{public(url)} {reading.lookahead}" for url, reading in told.items())
-            raise Refusal(f"the servers decode at different lookaheads ({shown}): watch each kind by itself")
-        for url, reading in told.items():
-            if reading.lookahead and reading.draft_tokens != reading.lookahead + 1:
-                raise Refusal(
-                    f"{public(url)} verifies {reading.draft_tokens} tokens at a lookahead of {reading.lookahead}, a "
-                    "tree; the benchmark's figure is of chains, so serve with --speculative-eagle-topk 1"
-                )
-        return lookaheads.pop() if lookaheads else None
+    """Why a server did not answer, by address."""
 
 
-def read_metrics(text: str, server: str) -> Reading:
-    """Read Prometheus text; sums over all labels. Raises Refusal for a server that does not count requests."""
+def read_metrics(text: str, server: str, draft: ServedDraft) -> Reading:
+    """Read Prometheus text; sums over all labels. Raises Refusal for a page without SGLang's metrics."""
     sums = _sums(text_string_to_metric_families(text))
     if not any(name.startswith("sglang:") for name in sums):
         raise Refusal(
@@ -97,42 +105,68 @@ def read_metrics(text: str, server: str) -> Reading:
             "address, not a gateway's"
         )
     lookahead, draft_tokens = sums.get(LOOKAHEAD), sums.get(DRAFT_TOKENS)
-    counters = Counters(
-        generated=int(sums.get(GENERATED, 0)), requests=int(sums.get(REQUESTS, 0)), steps=int(sums.get(STEPS, 0))
-    )
-    if counters.requests and counters.generated > counters.requests and not counters.steps:
-        raise Refusal(f"{server} has finished {counters.requests} requests without a draft: nothing to watch there")
     return Reading(
-        counters=counters,
+        counters=Counters(
+            generated=int(sums.get(GENERATED, 0)), requests=int(sums.get(REQUESTS, 0)), steps=int(sums.get(STEPS, 0))
+        ),
         lookahead=int(lookahead) if lookahead else None,
         draft_tokens=int(draft_tokens) if draft_tokens else None,
+        draft=draft,
     )
 
 
 def _sums(families: Iterable[Metric]) -> dict[str, float]:
-    """Counters summed over their labels; of the gauges, which all say the same, the largest."""
-    found: dict[str, float] = {}
+    """Counters summed over their labels; of each gauge, whose labels agree, the largest value."""
+    sums: dict[str, float] = {}
     for family in families:
         for sample in family.samples:
             if family.type == "gauge":
-                found[sample.name] = max(found.get(sample.name, 0.0), sample.value)
+                sums[sample.name] = max(sums.get(sample.name, 0.0), sample.value)
             elif family.type == "counter":
-                found[sample.name] = found.get(sample.name, 0.0) + sample.value
-    return found
+                sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+    return sums
+
+
+def read_server_info(info: Mapping[str, Any]) -> ServedDraft:
+    """Read the JSON of `/server_info`. It may hold keys and tokens, so nothing but the draft's name is kept."""
+    started = json.dumps([info.get("startup_time"), info.get("launch_command"), info.get("random_seed")], default=str)
+    names = (info.get("served_model_name"), info.get("weight_version"))
+    path = info.get("speculative_draft_model_path")
+    return ServedDraft(
+        start=hashlib.sha256(started.encode()).hexdigest()[:16],
+        path=str(path) if path else None,
+        labels=tuple(str(name) for name in names if name),
+    )
 
 
 def scrape(servers: Sequence[str], timeout_s: float) -> Scrape:
-    """Ask all servers. One that is away is left out and named; raises ConnectionError where none answers."""
+    """Ask all servers. One that does not answer is left out and named; raises ConnectionError where none answers."""
     readings: dict[str, Reading] = {}
     silent: dict[str, str] = {}
-    with httpx.Client(timeout=timeout_s) as client:
+    key = sglang_api_key()
+    with httpx.Client(timeout=timeout_s, headers={"Authorization": f"Bearer {key}"} if key else {}) as client:
         for server in servers:
             try:
-                answer = client.get(f"{server.rstrip('/')}/metrics").raise_for_status()
-            except httpx.HTTPError as error:
+                reading = _ask(client, server)
+            except (httpx.HTTPError, json.JSONDecodeError) as error:
                 silent[server] = str(error) or type(error).__name__
                 continue
-            readings[server] = read_metrics(answer.text, public(server))
+            if reading is None:
+                silent[server] = "it was restarted while it was read"
+            else:
+                readings[server] = reading
     if not readings:
         raise ConnectionError("; ".join(f"{public(server)}: {why}" for server, why in silent.items()))
     return Scrape(readings=readings, silent=silent)
+
+
+def _ask(client: httpx.Client, server: str) -> Reading | None:
+    """One server's reading; None where it was restarted in between, so that counters and draft may not belong together.
+
+    The draft is asked for before and after the counters, because a restart may fall between two requests.
+    """
+    url = server.rstrip("/")
+    before = read_server_info(client.get(f"{url}/server_info").raise_for_status().json())
+    page = client.get(f"{url}/metrics").raise_for_status().text
+    after = read_server_info(client.get(f"{url}/server_info").raise_for_status().json())
+    return read_metrics(page, public(server), after) if before == after else None

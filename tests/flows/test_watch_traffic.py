@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ import yaml
 
 from infra.drift.config import RequestLogConfig, WatchConfig
 from infra.drift.scrape import Counters
-from infra.drift.windows import Served, TrafficRecord, TrafficStore, Window
+from infra.drift.traffic import TrafficRecord, TrafficStore
+from infra.drift.windows import Series, Served, Window
 from infra.files import sha256_file, write_atomically
 from infra.results import Conditions, RequestCounts
 from infra.tracking import registry, runs
@@ -41,35 +43,66 @@ sglang:spec_num_draft_tokens 5
 """
 
 
-@pytest.fixture
-def engine() -> Iterator[Any]:
-    """A serving engine's metrics; the test adds what was served."""
+class Engine(ThreadingHTTPServer):
+    """A serving engine's metrics and its draft; the test adds what was served."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(METRICS.format(server.counted).encode())
+    counted = Counters()
 
-        def log_message(self, *arguments: object) -> None:
-            pass
+    def __init__(self, draft: str):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.info = {"speculative_draft_model_path": draft, "startup_time": {"tokenizer_e2e": time.perf_counter()}}
 
-    class Engine(ThreadingHTTPServer):
-        counted = Counters()
+    def serve_requests(self, requests: int, length: float) -> None:
+        generated = round(requests * (1 + 10 * length))
+        self.counted = self.counted.plus(Counters(generated=generated, requests=requests, steps=10 * requests))
 
-        def serve_requests(self, requests: int, length: float) -> None:
-            generated = round(requests * (1 + 10 * length))
-            self.counted = self.counted.plus(Counters(generated=generated, requests=requests, steps=10 * requests))
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
 
-        @property
-        def url(self) -> str:
-            return f"http://127.0.0.1:{self.server_port}"
 
-    server = Engine(("127.0.0.1", 0), Handler)
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        assert isinstance(self.server, Engine)
+        self.send_response(200)
+        self.end_headers()
+        info = json.dumps(self.server.info)
+        self.wfile.write((METRICS.format(self.server.counted) if self.path == "/metrics" else info).encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nobody reads it."""
+
+
+@contextmanager
+def serving(draft: str) -> Iterator[Engine]:
+    server = Engine(draft)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    """Serves version 1."""
+    with serving(f"/drafts/{DRAFT}/1") as server:
+        yield server
+
+
+@pytest.fixture
+def second() -> Iterator[Engine]:
+    """Serves version 1 too, to nobody."""
+    with serving(f"/drafts/{DRAFT}-v1") as server:
+        yield server
+
+
+@pytest.fixture
+def stranger() -> Iterator[Engine]:
+    """Serves a draft that nobody registered."""
+    with serving("/drafts/another") as server:
+        yield server
 
 
 def counts() -> RequestCounts:
@@ -104,14 +137,17 @@ def champion(stack: Any, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def look(stack: Any, engine: Any, champion: str, tmp_path: Path) -> Callable[[], str]:
+def look(
+    stack: Any, engine: Engine, second: Engine, stranger: Engine, champion: str, tmp_path: Path
+) -> Callable[[], str]:
     """Runs the flow once, as a worker does; what it returned."""
     logs = tmp_path / "logs"
     lines = [{"messages": [{"role": "user", "content": f"What is {word}?"}]} for word in ("a list", "a set")]
     private = {"messages": [{"role": "user", "content": "Write to jo.doe@example.org"}]}
     write_atomically(logs / "one.jsonl", "".join(json.dumps(line) + "\n" for line in [*lines, private]))
+    servers = (engine.url, second.url, stranger.url)
     config = WatchConfig(
-        draft=DRAFT, servers=(engine.url,), tracking_uri=champion, requests=RequestLogConfig(folder=str(logs))
+        draft=DRAFT, servers=servers, tracking_uri=champion, requests=RequestLogConfig(folder=str(logs))
     )
     code = "import sys; from flows.watch_traffic import watch_traffic; print(watch_traffic(sys.argv[1]))"
     code = code.replace("sys.argv[1]", "__import__('json').loads(sys.argv[1])")
@@ -131,16 +167,16 @@ def quiet_day() -> TrafficRecord:
     """Thirty windows as the benchmark has them."""
     windows = tuple(
         Window(
-            served=SERVED, began=900.0 * index, ended=900.0 * (index + 1), tokens=7200 + 40 * (index % 3 - 1),
-            steps=3000, requests=300,
+            began=900.0 * index, ended=900.0 * (index + 1), tokens=7200 + 40 * (index % 3 - 1), steps=3000,
+            requests=300,
         )
         for index in range(30)
     )  # fmt: skip
-    return TrafficRecord(draft=DRAFT, windows=windows)
+    return TrafficRecord(draft=DRAFT, series=(Series(served=SERVED, opened=0.0, windows=windows),))
 
 
-def events(stack: Any) -> list[dict[str, Any]]:
-    body = {"filter": {"event": {"name": ["draftsmith.draft.drifted"]}}}
+def events(stack: Any, name: str = "draftsmith.draft.drifted") -> list[dict[str, Any]]:
+    body = {"filter": {"event": {"name": [name]}}}
     return stack.post("events/filter", body)["events"]
 
 
@@ -152,14 +188,19 @@ def retrainings(stack: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_fall_starts_retraining_once(stack: Any, engine: Any, look: Callable[[], str], until: Callable[..., None]):
+def test_a_fall_starts_retraining_once(
+    stack: Any, engine: Engine, stranger: Engine, look: Callable[[], str], until: Callable[..., None]
+):
     store = TrafficStore(str(stack.runs / "drift"))
     store.write(quiet_day())
     assert "no fall" in look()
-    assert len(store.read(DRAFT).windows) == 30, "the first look only notes the counters"
+    assert len(store.read(DRAFT).series[0].windows) == 30, "the first look only notes the counters"
     engine.serve_requests(300, LENGTH)
     assert "no fall" in look()
-    assert len(store.read(DRAFT).current) == 31
+    stranger.serve_requests(300, 1.1)
+    assert "nothing says which version" in look()
+    (series,) = store.read(DRAFT).series
+    assert len(series.windows) == 31, "what an unknown draft accepts is nobody's"
     engine.serve_requests(300, 0.8 * LENGTH)
     assert "the test says that it has fallen" in look()
     until(lambda: events(stack), "for the event")
@@ -180,6 +221,8 @@ def test_a_fall_starts_retraining_once(stack: Any, engine: Any, look: Callable[[
     time.sleep(5)
     assert len(events(stack)) == 1
     assert len(retrainings(stack)) == 1
+    (unknown,) = events(stack, "draftsmith.server.unknown_draft")
+    assert unknown["payload"]["server"] == stranger.url
     shown = [one for one in stack.post("artifacts/filter", {}) if one["key"] == f"traffic-{DRAFT}"]
     assert "alarm" in max(shown, key=lambda artifact: artifact["created"])["data"]
 

@@ -18,6 +18,7 @@ def test_a_run_registers_one_version_with_its_serving_settings(
     assert draft.tags["target_revision"] == "rev"
     assert draft.tags["gate"] == "passed"
     assert (draft.tags["lookahead"], draft.tags["best_lookahead"]) == ("4", "3")
+    assert draft.tags["weights_sha256"] == "5a" * 32
     folder = download(tracking.uri, draft, tmp_path / "downloaded")
     assert (folder / "serving" / "sglang.json").read_text() == "{}"
 

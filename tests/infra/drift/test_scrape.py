@@ -1,77 +1,129 @@
 """What SGLang's metrics say, from a text that a real server gave."""
 
+import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from infra.drift.scrape import Counters, Reading, Scrape, read_metrics, scrape
+from infra.drift.scrape import Counters, Reading, read_metrics, read_server_info, scrape
+from infra.refusal import Refusal
 
 TEXT = (Path(__file__).parent / "sglang_metrics.txt").read_text()
 
 
+INFO = json.loads((Path(__file__).parent / "sglang_server_info.json").read_text())
+DRAFT = read_server_info(INFO)
+
+
+class Server(ThreadingHTTPServer):
+    """Gives the recorded pages; `restart` changes what it says of its start, `key` protects it."""
+
+    info = INFO
+    key: str | None = None
+    restart_between = False
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def restart(self, **changed: object) -> None:
+        self.info = self.info | {"startup_time": {"tokenizer_e2e": time.perf_counter()}} | changed
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        server = self.server
+        assert isinstance(server, Server)
+        if self.path == "/metrics":
+            if server.restart_between:
+                server.restart()
+            return self.answer(200, TEXT)
+        if server.key and self.headers.get("Authorization") != f"Bearer {server.key}":
+            return self.answer(401, "Unauthorized")
+        return self.answer(200, json.dumps(server.info)) if self.path == "/server_info" else self.answer(404, "")
+
+    def answer(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nobody reads it."""
+
+
 @pytest.fixture
-def served() -> Iterator[str]:
-    """A server that gives the recorded text."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200 if self.path == "/metrics" else 404)
-            self.end_headers()
-            self.wfile.write(TEXT.encode() if self.path == "/metrics" else b"")
-
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
+def server() -> Iterator[Server]:
+    server = Server(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
     server.shutdown()
     server.server_close()
 
 
-def test_a_server_that_does_not_count_is_refused():
-    with pytest.raises(ValueError, match="--enable-metrics"):
-        read_metrics("# HELP up x\n# TYPE up gauge\nup 1\n", "http://a")
-    plain = '# TYPE sglang:{0}_total counter\nsglang:{0}_total{{m="t"}} {1}\n'
-    with pytest.raises(ValueError, match="without a draft"):
-        read_metrics(plain.format("generation_tokens", 900) + plain.format("num_requests", 9), "http://a")
+def test_a_page_without_metrics_is_refused():
+    with pytest.raises(Refusal, match="--enable-metrics"):
+        read_metrics("# HELP up x\n# TYPE up gauge\nup 1\n", "http://a", DRAFT)
 
 
 def test_labels_are_summed():
     text = "# TYPE sglang:num_requests_total counter\n"
     text += 'sglang:num_requests_total{is_streaming="true"} 3\nsglang:num_requests_total{is_streaming="false"} 4\n'
-    assert read_metrics(text, "http://a").counters.requests == 7
+    assert read_metrics(text, "http://a", DRAFT).counters.requests == 7
 
 
-def test_a_silent_server_is_named(served: str):
-    found = scrape([served, "http://127.0.0.1:9"], 5.0)
-    assert list(found.readings) == [served]
+def test_a_silent_server_is_named(server: Server):
+    found = scrape([server.url, "http://127.0.0.1:9"], 5.0)
+    assert list(found.readings) == [server.url]
     assert list(found.silent) == ["http://127.0.0.1:9"]
     with pytest.raises(ConnectionError, match=r"127\.0\.0\.1:9"):
         scrape(["http://127.0.0.1:9"], 5.0)
 
 
-def reading(lookahead: int | None, draft_tokens: int | None) -> Reading:
-    return Reading(counters=Counters(), lookahead=lookahead, draft_tokens=draft_tokens)
+def test_the_server_says_which_draft_it_runs(server: Server):
+    """As a real SGLang 0.5.23 does; a restart is another start, the same start is the same."""
+    first, again = (scrape([server.url], 5.0).readings[server.url] for _ in range(2))
+    assert first == again
+    assert first.draft.path == "/drafts/draft-tiny/3"
+    assert "default" in first.draft.labels
+    server.restart(speculative_draft_model_path=None)
+    after = scrape([server.url], 5.0).readings[server.url].draft
+    assert after.path is None
+    assert after.start != first.draft.start
 
 
-def test_the_served_lookahead():
-    assert Scrape(readings={"http://a": reading(None, None), "http://b": reading(3, 4)}).lookahead() == 3
-    assert Scrape(readings={"http://a": reading(None, None)}).lookahead() is None
-    with pytest.raises(ValueError, match="different lookaheads"):
-        Scrape(readings={"http://a": reading(4, 5), "http://b": reading(3, 4)}).lookahead()
-    with pytest.raises(ValueError, match="a tree"):
-        Scrape(readings={"http://a": reading(4, 16)}).lookahead()
+def test_counters_and_draft_of_one_reading_are_of_one_start(server: Server):
+    server.restart_between = True
+    with pytest.raises(ConnectionError, match="restarted while it was read"):
+        scrape([server.url], 5.0)
+
+
+def test_a_protected_server_is_asked_with_its_key(server: Server, monkeypatch: pytest.MonkeyPatch):
+    server.key = "secret"
+    monkeypatch.delenv("DRAFTSMITH_SGLANG_API_KEY", raising=False)
+    with pytest.raises(ConnectionError, match="401"):
+        scrape([server.url], 5.0)
+    monkeypatch.setenv("DRAFTSMITH_SGLANG_API_KEY", "secret")
+    assert server.url in scrape([server.url], 5.0).readings
+
+
+def test_a_tree_is_told_from_a_chain():
+    def reading(lookahead: int | None, draft_tokens: int | None) -> Reading:
+        return Reading(counters=Counters(), lookahead=lookahead, draft_tokens=draft_tokens, draft=DRAFT)
+
+    assert reading(4, 16).is_tree
+    assert not reading(4, 5).is_tree
+    assert not reading(None, None).is_tree
 
 
 def test_a_real_servers_counters():
     """24 requests of 128 tokens: what verification steps emitted, whatever the gauge says of the last few of them."""
-    found = read_metrics(TEXT, "http://a")
-    assert found == Reading(counters=Counters(generated=3072, requests=24, steps=1217), lookahead=4, draft_tokens=5)
+    found = read_metrics(TEXT, "http://a", DRAFT)
+    expected = Counters(generated=3072, requests=24, steps=1217)
+    assert found == Reading(counters=expected, lookahead=4, draft_tokens=5, draft=DRAFT)
     assert found.counters.tokens / found.counters.steps == pytest.approx(2.50, abs=0.01)
     assert "\nsglang:spec_accept_length{" in TEXT
     (gauge,) = (line for line in TEXT.splitlines() if line.startswith("sglang:spec_accept_length{"))

@@ -1,0 +1,95 @@
+"""What an alarm calls for: retraining, a rollback, or nothing.
+
+An alarm is about one version. Only the champion's alarms call for anything: a version that is being replaced is
+retired by the rollout, and retraining would begin from the champion, of which its alarm says nothing.
+
+- Rollback: soon after the champion began to serve, it accepts less than the version that it replaced, by half of the
+  fall that the test is made for. A canary is enough for that: both versions are measured under the same traffic, and
+  waiting for the rollout would put a worse version on more servers.
+- Retraining: more than half of the servers run the champion, and the alarm came while they did. Retraining is costly
+  and its prompts come from all requests, so a share of them that a few canaries got is no ground for it.
+
+Windows of different versions are never pooled: each has a reference of its own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from infra.drift.config import WatchConfig
+from infra.drift.sequential import DriftTest
+from infra.drift.traffic import TrafficRecord
+from infra.drift.windows import Series, Verdict, Window, judge, mean_length
+from infra.results import RegisteredDraft
+from infra.tracking.registry import REPLACES
+
+RECENT = 10
+"""Windows that a comparison takes."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a look at one version's traffic came to."""
+
+    draft: RegisteredDraft
+    """The version that serves."""
+    series: Series
+    test: DriftTest
+    verdict: Verdict
+    due: Window | None = None
+    """The window whose alarm is to be announced."""
+    event: Literal["drifted", "degraded"] | None = None
+    """As what."""
+    held: str = ""
+    """Why an alarm calls for nothing."""
+    replaced: Sequence[Window] = ()
+    """Windows of the version that this one replaced."""
+
+
+def assess(
+    record: TrafficRecord,
+    series: Series,
+    draft: RegisteredDraft,
+    champion: RegisteredDraft,
+    test: DriftTest,
+    config: WatchConfig,
+) -> Finding:
+    """Test one version's windows, and decide what an alarm calls for.
+
+    Args:
+        record: of all the draft's traffic.
+        series: the version's windows.
+        draft: the version that served them.
+        champion: the version that is to serve.
+        test: against the version's own benchmark.
+        config: of the watch.
+    """
+    verdict = judge(series, test)
+    alarm = series.due(verdict, config.quiet_hours * 3600)
+    before = draft.tags.get(REPLACES)
+    replaced = record.before_version(int(before), series.served)[-RECENT:] if before else ()
+    finding = Finding(draft, series, test, verdict, replaced=replaced)
+    if alarm is None:
+        return finding
+    if draft.version != champion.version:
+        return _held(finding, f"version {champion.version} is champion: finish its rollout")
+    if is_the_versions_fault(finding, config.probation_windows):
+        return Finding(draft, series, test, verdict, alarm, "degraded", replaced=replaced)
+    leading = record.leading
+    if leading is None or leading.version != draft.version:
+        return _held(finding, "most servers run another version: retraining waits for the rollout")
+    if alarm.ended <= leading.since:
+        return _held(finding, "the alarm came while most servers ran another version")
+    return Finding(draft, series, test, verdict, alarm, "drifted", replaced=replaced)
+
+
+def is_the_versions_fault(finding: Finding, probation_windows: int) -> bool:
+    """Whether a version is on probation, and accepts less than the one that it replaced by half of the test's fall."""
+    if not finding.replaced or finding.series.num_windows > probation_windows:
+        return False
+    least = (1 - finding.test.fall / 2) * mean_length(finding.replaced)
+    return mean_length(finding.series.windows[-RECENT:]) < least
+
+
+def _held(finding: Finding, why: str) -> Finding:
+    return Finding(finding.draft, finding.series, finding.test, finding.verdict, held=why, replaced=finding.replaced)

@@ -1,0 +1,97 @@
+"""Which registered version a server runs, from what the server reports.
+
+Three sources, the surest first:
+
+1. The reported folder, where this machine can read it: the hash of its weights is a tag of the version.
+2. The version in the reported path: `.../NAME/3`, `.../NAME-v3`, `.../NAME@3`, or the id of the logged model.
+3. A label that the operator gave the server: `--weight-version NAME@3` or `--served-model-name NAME@3`.
+
+A folder that can be read and holds other weights is unknown, whatever its name says.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from infra.drift.scrape import Scrape, ServedDraft
+from infra.drift.traffic import TrafficRecord
+from infra.files import sha256_file
+from infra.results import RegisteredDraft
+from infra.tracking.registry import RUN, WEIGHTS_SHA256
+
+WEIGHTS = "model.safetensors"
+DESCRIPTION = "config.json"
+BLOCK = "draftsmith"
+"""The part of an export's description that is ours."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A registered version, or why it is none."""
+
+    version: int | None
+    reason: str = ""
+
+
+def identify_all(record: TrafficRecord, seen: Scrape, versions: Sequence[RegisteredDraft]) -> dict[str, Identity]:
+    """The version that each server runs: found at the first look after its start, kept until the next start."""
+    by_draft: list[tuple[ServedDraft, Identity]] = []
+    found: dict[str, Identity] = {}
+    for url, reading in seen.readings.items():
+        known = record.version_of(url, reading)
+        if known in {one.version for one in versions}:
+            found[url] = Identity(known)
+            continue
+        # Several servers often load the same folder, whose weights are hashed once.
+        asked = reading.draft.model_copy(update={"start": ""})
+        same = next((identity for draft, identity in by_draft if draft == asked), None)
+        found[url] = same or identify(asked, record.draft, versions)
+        by_draft.append((asked, found[url]))
+    return found
+
+
+def identify(draft: ServedDraft, name: str, versions: Sequence[RegisteredDraft]) -> Identity:
+    """Find the version of `name` that a server runs."""
+    if draft.path is None:
+        return Identity(None, "it runs no draft model")
+    folder = Path(draft.path)
+    if (folder / WEIGHTS).is_file():
+        version = _by_content(folder, versions)
+        return Identity(version, "" if version else f"the weights in {folder} are of no registered version of {name}")
+    numbers = {version.version for version in versions}
+    by_model = [one.version for one in versions if one.model_id and one.model_id in folder.parts]
+    named = [*by_model, *_numbers(name, draft.path), *(n for label in draft.labels for n in _numbers(name, label))]
+    version = next((number for number in named if number in numbers), None)
+    if version is not None:
+        return Identity(version)
+    return Identity(
+        None,
+        f"nothing says which version of {name} is at {draft.path}, which cannot be read here: serve a version from a "
+        f"folder {name}/VERSION, or start the server with --weight-version {name}@VERSION",
+    )
+
+
+def _by_content(folder: Path, versions: Sequence[RegisteredDraft]) -> int | None:
+    """The newest version with these weights; one that carries no hash is found by the run that made it."""
+    digest = sha256_file(folder / WEIGHTS)
+    same = [one.version for one in versions if one.tags.get(WEIGHTS_SHA256) == digest]
+    if not same:
+        run = _run_of(folder)
+        same = [one.version for one in versions if WEIGHTS_SHA256 not in one.tags and run and one.tags.get(RUN) == run]
+    return max(same, default=None)
+
+
+def _run_of(folder: Path) -> str | None:
+    """The run that an export says it comes from."""
+    try:
+        described = json.loads((folder / DESCRIPTION).read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    return described.get(BLOCK, {}).get("run") if isinstance(described, dict) else None
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    """Versions of `name` that a path or a label names."""
+    return [int(number) for number in re.findall(rf"(?:^|/){re.escape(name)}(?:/v?|@|-v)(\d+)(?=/|$)", text)]

@@ -1,0 +1,82 @@
+"""What an alarm calls for: the champion's own windows, and which servers run it, decide."""
+
+import pytest
+
+from infra.drift.config import WatchConfig
+from infra.drift.decision import Finding, assess
+from infra.drift.traffic import Leading, TrafficRecord
+from infra.drift.windows import Series, Served, Window
+from infra.results import RegisteredDraft
+from infra.tracking.registry import REPLACES
+from tests.infra.drift.test_windows import TEST
+
+CONFIG = WatchConfig(draft="d", servers=("http://a",))
+
+
+def series(version: int, began: int, *lengths: float, learned: tuple[Window, ...] = ()) -> Series:
+    windows = tuple(
+        Window(began=start, ended=start + 1, tokens=round(1000 * length), steps=1000, requests=100)
+        for start, length in enumerate(lengths, start=began)
+    )
+    served = Served(version=version, lookahead=4, traffic="greedy")
+    return Series(served=served, opened=0.0, windows=windows, learned=learned)
+
+
+def draft(version: int, *aliases: str) -> RegisteredDraft:
+    tags = {REPLACES: "1"} if version == 2 else {}
+    return RegisteredDraft(name="d", version=version, model_id="m", aliases=aliases, tags=tags)
+
+
+def found(*all_series: Series, leading: Leading | None, config: WatchConfig = CONFIG, champion: int = 2) -> Finding:
+    """What is found of the last of them."""
+    record = TrafficRecord(draft="d", series=all_series, leading=leading)
+    served = all_series[-1]
+    return assess(record, served, draft(served.served.version), draft(champion), TEST, config)
+
+
+@pytest.mark.parametrize(
+    ("announced", "now", "event"),
+    [
+        (False, 1.7, "degraded"),
+        (True, 1.9, "drifted"),  # as the version before since its alarm
+        (True, 1.5, "degraded"),
+    ],
+)
+def test_a_version_is_blamed_for_what_it_loses(announced: bool, now: float, event: str):
+    before = series(1, 0, *[2.4] * 20, *([2.0] * 3 if announced else []))
+    before = before.model_copy(update={"announced": (21.0,) if announced else ()})
+    after = series(2, 100, *[now] * 10, learned=before.windows[:20])
+    leading = Leading(version=2, since=0.0)
+    assert found(before, after, leading=leading).event == event
+    later = CONFIG.model_copy(update={"probation_windows": 1})
+    assert found(before, after, leading=leading, config=later).event == "drifted", "after its probation"
+
+
+def test_a_bad_canary_is_rolled_back_though_few_servers_run_it():
+    before = series(1, 0, *[2.4] * 20)
+    after = series(2, 100, *[1.7] * 10, learned=before.windows)
+    assert found(before, after, leading=Leading(version=1, since=0.0)).event == "degraded"
+
+
+def test_a_fall_that_both_versions_see_is_no_versions_fault():
+    before = series(1, 0, *[2.4] * 20, *[1.7] * 10)
+    after = series(2, 20, *[1.7] * 10, learned=before.windows[:20])
+    assert found(before, after, leading=Leading(version=2, since=0.0)).event == "drifted"
+
+
+def test_a_version_that_is_being_replaced_calls_for_nothing():
+    finding = found(series(1, 0, *[2.4] * 30, *[1.7] * 10), leading=Leading(version=1, since=0.0))
+    assert finding.verdict.alarms
+    assert (finding.event, finding.due) == (None, None)
+    assert "version 2 is champion" in finding.held
+
+
+@pytest.mark.parametrize(
+    "leading", [None, Leading(version=1, since=0.0), Leading(version=2, since=90.0)], ids=["none", "other", "since"]
+)
+def test_retraining_waits_for_most_servers(leading: Leading | None):
+    finding = found(series(2, 0, *[2.4] * 30, *[1.7] * 10), leading=leading)
+    assert finding.verdict.alarms
+    assert (finding.event, finding.due) == (None, None)
+    assert finding.held
+    assert found(series(2, 0, *[2.4] * 30, *[1.7] * 10), leading=Leading(version=2, since=1.0)).event == "drifted"

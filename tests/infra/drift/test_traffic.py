@@ -1,0 +1,220 @@
+"""The record of a draft's traffic: each version's windows hold what that version served, and nothing else."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infra.drift.scrape import Counters, Reading, Scrape, ServedDraft
+from infra.drift.sequential import LEARNED_WINDOWS
+from infra.drift.traffic import KEEP_SERIES, TrafficRecord, TrafficStore
+from infra.drift.windows import judge
+from tests.infra.drift.test_windows import TEST, counted
+
+A, B, C = "http://a:30000", "http://b:30000", "http://c:30000"
+
+
+class Fleet:
+    """Servers of several versions, looked at every hour."""
+
+    def __init__(self, least: int = 100):
+        self.record, self.hour, self.least = TrafficRecord(draft="d"), 0, least
+        self.total: dict[str, Counters] = {}
+        self.runs: dict[str, tuple[str, int | None]] = {}
+
+    def start(self, url: str, version: int | None) -> None:
+        """Start a server, or restart it with this version."""
+        self.total[url] = Counters()
+        self.runs[url] = (f"{url} {self.hour} {version}", version)
+
+    def serve(self, url: str, requests: int, length: float = 2.4) -> None:
+        self.total[url] = self.total[url].plus(counted(requests, length))
+
+    def look(self, *silent: str, lookahead: int | None = 4) -> None:
+        readings = {
+            url: Reading(
+                counters=self.total[url],
+                lookahead=lookahead,
+                draft_tokens=lookahead and lookahead + 1,
+                draft=ServedDraft(start=start, path="p"),
+            )
+            for url, (start, _) in self.runs.items()
+            if url not in silent
+        }
+        seen = Scrape(readings=readings, silent=dict.fromkeys(silent, "away"))
+        versions = {url: version for url, (_, version) in self.runs.items()}
+        self.record = self.record.observe(seen, versions, "greedy", 3600.0 * self.hour, self.least)
+        self.hour += 1
+
+    def requests(self, version: int) -> int:
+        """What the version's windows hold."""
+        return sum(w.requests for s in self.record.series if s.served.version == version for w in s.windows)
+
+
+def test_each_version_has_the_windows_of_its_own_servers():
+    """One server is restarted with version 2, the other is not."""
+    fleet = Fleet()
+    for url in (A, B):
+        fleet.start(url, 1)
+    fleet.look()
+    fleet.serve(A, 50)
+    fleet.serve(B, 30)
+    fleet.look()
+    assert (fleet.requests(1), fleet.requests(2)) == (80, 0)
+    fleet.start(B, 2)
+    fleet.serve(A, 50)
+    fleet.serve(B, 20)
+    fleet.look()
+    assert (fleet.requests(1), fleet.requests(2)) == (130, 20)
+
+
+def test_an_unknown_draft_is_mixed_into_no_version():
+    fleet = Fleet()
+    fleet.start(A, 1)
+    fleet.start(B, None)
+    fleet.look()
+    for url in (A, B):
+        fleet.serve(url, 50)
+    fleet.look()
+    assert fleet.requests(1) == 50
+    assert [series.served.version for series in fleet.record.series] == [1]
+    fleet.start(A, None)
+    fleet.serve(A, 70)
+    fleet.look()
+    assert fleet.requests(1) == 50
+
+
+def test_a_restarted_server_counts_from_zero_even_where_it_has_counted_more():
+    fleet = Fleet()
+    fleet.start(A, 1)
+    fleet.look()
+    fleet.serve(A, 20)
+    fleet.look()
+    fleet.start(A, 1)
+    fleet.serve(A, 30)
+    fleet.look()
+    assert fleet.requests(1) == 50
+
+
+def test_servers_come_and_go():
+    """One that is seen for the first time begins to count; a silent one is waited for."""
+    fleet = Fleet()
+    fleet.start(A, 1)
+    fleet.look()
+    fleet.serve(A, 50)
+    fleet.start(B, 1)
+    fleet.serve(B, 1000)
+    fleet.look()
+    fleet.serve(B, 20)
+    fleet.serve(A, 10)
+    fleet.look(A)
+    fleet.serve(A, 10)
+    fleet.look()
+    assert fleet.requests(1) == 90
+
+
+def test_a_lookahead_is_remembered_until_the_next_start():
+    fleet = Fleet()
+    fleet.start(A, 1)
+    fleet.look()
+    fleet.serve(A, 20)
+    fleet.look(lookahead=None)
+    assert fleet.requests(1) == 20
+    fleet.start(A, 1)
+    fleet.look(lookahead=None)
+    assert fleet.record.servers[A].lookahead is None
+
+
+def test_a_version_leads_where_more_than_half_of_the_servers_run_it():
+    fleet = Fleet()
+    for url in (A, B, C):
+        fleet.start(url, 1)
+    fleet.look()
+    fleet.start(A, 2)
+    fleet.look()
+    assert fleet.record.leading
+    assert (fleet.record.leading.version, fleet.record.leading.since) == (1, 0.0)
+    fleet.start(B, None)
+    fleet.look()
+    assert fleet.record.leading is None
+    fleet.start(B, 2)
+    fleet.look(C)
+    assert fleet.record.leading
+    assert (fleet.record.leading.version, fleet.record.leading.since) == (2, 3 * 3600.0)
+
+
+def test_a_new_version_learns_from_the_traffic_before_it():
+    """So a version that serves badly from its first window on is found within a few."""
+    fleet = Fleet()
+    fleet.start(A, 1)
+    fleet.look()
+    for index in range(30):
+        fleet.serve(A, 100, 2.4 + 0.02 * (index % 3 - 1))
+        fleet.look()
+    fleet.start(A, 2)
+    for _ in range(6):
+        fleet.serve(A, 100, 1.7)
+        fleet.look()
+    (live,) = fleet.record.live
+    assert live.served.version == 2
+    assert len(live.learned) == LEARNED_WINDOWS
+    assert judge(live, TEST).alarms
+    assert not judge(live.model_copy(update={"learned": ()}), TEST).alarms
+
+
+def test_only_the_versions_that_served_last_keep_their_series():
+    fleet = Fleet()
+    for version in range(1, 3 * KEEP_SERIES):
+        fleet.start(A, version)
+        fleet.serve(A, 20)
+        fleet.look()
+    kept = [series.served.version for series in fleet.record.series]
+    assert kept == list(range(2 * KEEP_SERIES, 3 * KEEP_SERIES))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([A, B]), st.integers(0, 60), st.sampled_from([0, 1, 2, None])), max_size=40))
+def test_no_request_is_counted_for_another_version_or_twice(steps: list[tuple[str, int, int | None]]):
+    """Servers serve and are restarted at random: 0 means that this one goes on."""
+    fleet, expected = Fleet(least=1), {1: 0, 2: 0}
+    for url in (A, B):
+        fleet.start(url, 1)
+    fleet.look()
+    for url, requests, restarted in steps:
+        if restarted != 0:
+            fleet.start(url, restarted)
+        fleet.serve(url, requests)
+        version = fleet.runs[url][1]
+        if version is not None:
+            expected[version] += requests
+        fleet.look()
+    assert {version: fleet.requests(version) for version in expected} == expected
+
+
+@pytest.fixture(params=["folder", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> TrafficStore:
+    if request.param == "folder":
+        return TrafficStore(str(tmp_path / "drift"))
+    return TrafficStore(f"{request.getfixturevalue('s3_bucket')}/{tmp_path.name}")
+
+
+def test_the_record_is_kept(store: TrafficStore):
+    assert store.read("d") == TrafficRecord(draft="d")
+    fleet = Fleet()
+    fleet.start(A, 1)
+    fleet.start(B, None)
+    fleet.look()
+    fleet.serve(A, 40)
+    fleet.look()
+    store.write(fleet.record)
+    assert store.read("d") == fleet.record
+    later = fleet.record.with_reported({B})
+    store.write(later)
+    assert store.read("d") == later
+    assert store.read("other").series == ()
+
+
+def test_the_record_is_its_owners_alone(tmp_path: Path):
+    TrafficStore(str(tmp_path)).write(TrafficRecord(draft="d"))
+    assert (tmp_path / "d" / "traffic.json").stat().st_mode & 0o077 == 0
