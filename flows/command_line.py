@@ -35,7 +35,7 @@ def retrain(
     recipe: Annotated[Path | None, typer.Argument(help="A YAML file of recipes/.")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[section.field=value]...")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Say what the run will take, and stop.")] = False,
-    resume: Annotated[str | None, typer.Option("--resume", metavar="RUN", help="Go on with this run.")] = None,
+    resume: Annotated[str | None, typer.Option("--resume", metavar="RUN", help="Resume this run.")] = None,
 ) -> None:
     """Train, prove, register and (if it earned that) promote a draft."""
     from models.config import load_recipe, read_config, with_overrides
@@ -110,13 +110,19 @@ def _without_traceback(record: logging.LogRecord) -> bool:
 
 
 def _forget_crashes(config: "RunConfig", folder: Path) -> None:
-    """A person resumes, having seen to the cause: a run stopped by repeated crashes may start again."""
+    """Let a run start again that was stopped by repeated crashes: the person who resumes it has removed the cause.
+
+    Changes nothing, and raises Refusal, while another process runs it.
+    """
     from infra.ledger.ledger import Ledger
+    from infra.ownership import hold_run
     from infra.run_folder import RunFolder
 
-    if (folder / "ledger.sqlite").is_file() or config.ledger.url:
-        with Ledger.open(config.ledger.url or RunFolder(folder).ledger_url, folder.name) as ledger:
-            ledger.forget_crashes()
+    run = RunFolder(folder)
+    with hold_run(run):
+        if run.ledger_file.is_file() or config.ledger.url:
+            with Ledger.open(config.ledger.url or run.ledger_url, run.name) as ledger:
+                ledger.forget_crashes()
 
 
 def _print_plan(config: "RunConfig") -> None:

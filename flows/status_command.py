@@ -111,7 +111,14 @@ def _state(folder: "RunFolder", stage: str, owned: bool) -> str:
         return "finished" + _verdict(folder)
     if owned:
         return stage
-    return f"interrupted while {stage}; go on with: draftsmith retrain --resume {folder.name}"
+    return f"interrupted while {stage}; resume it with: draftsmith retrain --resume {_as_argument(folder)}"
+
+
+def _as_argument(folder: "RunFolder") -> str:
+    """The run's name where that is enough to find it, else its path."""
+    from infra.settings import runs_folder
+
+    return folder.name if folder.path == runs_folder() / folder.name else str(folder.path)
 
 
 def _verdict(folder: "RunFolder") -> str:
@@ -183,8 +190,9 @@ def _generators(folder: "RunFolder", config: "RunConfig") -> Iterator[tuple[str,
 
 
 def _last_metrics(folder: "RunFolder") -> dict[str, Any] | None:
-    lines = folder.metrics.read_text().splitlines() if folder.metrics.is_file() else []
-    return json.loads(lines[-1]) if lines else None
+    from infra.lines import last_object
+
+    return last_object(folder.metrics)
 
 
 def _quiet_s(folder: "RunFolder", ledger: "Ledger") -> float:

@@ -25,6 +25,6 @@ def start_generator(
 
 
 def start_trainer(pool: Pool, folder: RunFolder, ranks: int, threads: int | None) -> KeptProcess:
-    """Start torchrun with `ranks` ranks on the training pool."""
+    """Start the trainer with `ranks` ranks on the training pool."""
     command = module("models.training.launch", folder.path, "--ranks", str(ranks))
     return KeptProcess(partial(pool.launch, "trainer", command, threads=threads, processes=ranks))

@@ -3,7 +3,6 @@
 The run begins with some on the inference pool. Each one that comes later has devices leased for it alone.
 """
 
-import json
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from infra.elasticity import Elasticity
 from infra.exit import REFUSED
 from infra.files import write_atomically
 from infra.keep_running import STEADY_S, Generators, KeptProcess, OnLine
+from infra.lines import last_object
 from infra.pools.base import Pool, PoolBusyError
 from infra.pools.single import SinglePools
 from infra.processes import ProcessFailedError
@@ -75,7 +75,7 @@ class ElasticGenerators(Generators):
         now = time.monotonic()
         self._places = [_Place(index, kept, now, 0) for index, kept in enumerate(started)]
         self._wanted: list[_Wanted] = []
-        self._looked, self._seen, self._refused = now, _last_line(folder), ""
+        self._looked, self._seen, self._refused = now, last_object(folder.metrics), ""
         self._record("the run begins with them")
 
     def tend(self, on_line: OnLine, on_event: OnLine) -> None:
@@ -104,11 +104,11 @@ class ElasticGenerators(Generators):
         rule = self._elasticity
         if rule.max_count == rule.count:
             return
-        line = _last_line(self._folder)
-        if line in ("", self._seen):
+        line = last_object(self._folder.metrics)
+        if line is None or line == self._seen:
             return
         self._seen = line
-        rates = SideRates.model_validate(json.loads(line)["rates"])
+        rates = SideRates.model_validate(line["rates"])
         self._elasticity = rule = rule.after(now, rates, len(self.going))
         if rule.change:
             self._elasticity = rule.afresh()
@@ -197,9 +197,3 @@ class ElasticGenerators(Generators):
         write_atomically(self._folder.generators, "".join(f"{one.model_dump_json()}\n" for one in changes))
         if say is not None:
             say(f"{why}; generators: {len(self.going)}")
-
-
-def _last_line(folder: RunFolder) -> str:
-    """Of the trainer's metrics; one that is being written does not count."""
-    text = folder.metrics.read_text() if folder.metrics.is_file() else ""
-    return next(iter(text[: text.rfind("\n") + 1].splitlines()[-1:]), "")

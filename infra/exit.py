@@ -45,8 +45,8 @@ def told_to_stop() -> Iterator[threading.Event]:
 def die_with_parent(parent: int) -> None:
     """From now on the death of `parent` kills this process too (Linux; elsewhere its supervisor alone sees to that).
 
-    For processes whose parent is no supervisor: torchrun puts its ranks into sessions of their own. The parent tells
-    its process id: it may have died while this process was still importing.
+    For processes whose parent is no supervisor, such as the trainer's ranks. The parent passes its process id, because
+    it may have died while this process was still importing.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

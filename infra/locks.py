@@ -3,16 +3,24 @@
 A lock's descriptor may be handed to supervisors (`Lock.descriptor`): it is then free only when they are gone too.
 """
 
+import errno
 import fcntl
 import os
+import secrets
 import shutil
+import stat
+import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 POLL_S = 0.1
+OWN, EVERYBODY = 0o644, 0o666
+"""Modes of lock files: for one user's processes, and for those of every user of the machine."""
+SHARED_FOLDER = 0o1777
+"""Everybody may create files there, and remove only their own."""
 
 
 class LockHeldError(Exception):
@@ -30,17 +38,88 @@ class Lock:
 @contextmanager
 def hold(path: Path, wait_s: float = 0.0) -> Iterator[Lock]:
     """Hold the exclusive lock at `path`; raises LockHeldError when it is not free within `wait_s` seconds."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
+    descriptor = _lock(path, wait_s, OWN)
     try:
-        deadline = time.monotonic() + wait_s
-        while not _try(descriptor):
-            if time.monotonic() >= deadline:
-                raise LockHeldError(str(path))
-            time.sleep(POLL_S)
         yield Lock(path, descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def hold_among_users(path: Path) -> Iterator[Lock]:
+    """Hold a lock that other users of this machine take too; raises LockHeldError when it is not free.
+
+    Its folder is made with the mode of /tmp. Raises PermissionError where its owner keeps others out, and OSError
+    for a folder or file that is a symbolic link, which another user might have placed there.
+    """
+    _make_shared_folder(path.parent)
+    descriptor = _lock(path, 0.0, EVERYBODY)
+    try:
+        yield Lock(path, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(path: Path, wait_s: float, mode: int) -> int:
+    """A descriptor that holds the lock. The lock counts only if its file is still the one at `path`."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        descriptor = _open(path, mode)
+        taken = _try(descriptor)
+        if taken and _is_at(descriptor, path):
+            return descriptor
+        os.close(descriptor)
+        if not taken:
+            if time.monotonic() >= deadline:
+                raise LockHeldError(str(path))
+            time.sleep(POLL_S)
+
+
+def _open(path: Path, mode: int) -> int:
+    """Open the lock file, making it where it is missing.
+
+    For writing, although nothing is ever written: NFS implements flock with locks of fcntl, of which an exclusive one
+    needs a descriptor that is open for writing. Not by O_CREAT on a file that is there: Linux refuses that in a folder
+    like /tmp when the file is another user's (fs.protected_regular).
+    """
+    flags = os.O_RDWR | os.O_NOFOLLOW
+    while True:
+        with suppress(FileNotFoundError):
+            return os.open(path, flags)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError, FileNotFoundError):
+            if mode == EVERYBODY:
+                _create_for_everybody(path)
+            else:
+                return os.open(path, flags | os.O_CREAT | os.O_EXCL, mode)
+
+
+def _create_for_everybody(path: Path) -> None:
+    """Create the file so that it appears with its mode, whatever the umask is: others may open it at once."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        os.fchmod(descriptor, EVERYBODY)
+        os.link(name, path)
+    finally:
+        os.close(descriptor)
+        os.unlink(name)
+
+
+def _make_shared_folder(folder: Path) -> None:
+    """Make a folder that is every user's; one that is there must be a folder, not a link to one."""
+    if not os.path.lexists(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        aside.chmod(SHARED_FOLDER)
+        try:
+            aside.rename(folder)
+        except OSError:  # another process was faster: below it is seen what it made
+            aside.rmdir()
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(f"{folder} is not a folder")
+    if found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) != SHARED_FOLDER:
+        folder.chmod(SHARED_FOLDER)
 
 
 def _try(descriptor: int) -> bool:
@@ -49,6 +128,14 @@ def _try(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether the path still names the open file: its folder may have been removed, and made anew by a new owner."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager
@@ -63,17 +150,30 @@ def own_folder(folder: Path) -> Iterator[Lock]:
         raise LockHeldError(str(folder))
     aside = folder.with_name(f".new-{os.getpid()}-{folder.name}")
     with hold(aside / "lock") as lock:
-        aside.rename(folder)
+        try:
+            aside.rename(folder)
+        except OSError as error:
+            shutil.rmtree(aside)
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            raise LockHeldError(str(folder)) from error  # somebody else was faster
         try:
             yield Lock(folder / "lock", lock.descriptor)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
 
 
 def sweep(parent: Path, pattern: str = "draftsmith-*") -> list[Path]:
     """Remove the folders below `parent` whose owner is gone; return them. Other users' folders are left alone."""
-    candidates = (path for path in parent.glob(pattern) if path.is_dir() and path.stat().st_uid == os.getuid())
-    return [folder for folder in candidates if _remove_if_free(folder)]
+    return [folder for folder in parent.glob(pattern) if _is_own_folder(folder) and _remove_if_free(folder)]
+
+
+def _is_own_folder(path: Path) -> bool:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
 
 def _remove_if_free(folder: Path) -> bool:
@@ -82,7 +182,17 @@ def _remove_if_free(folder: Path) -> bool:
         return True
     try:
         with hold(folder / "lock"):
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
     except LockHeldError:
         return False
     return True
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder whose lock is held. It goes as a whole: half removed it would lose its lock before its content.
+
+    A sweep finds by its name what is left of it if this process dies meanwhile.
+    """
+    with suppress(FileNotFoundError):
+        gone = folder.rename(folder.with_name(f"{folder.name}.gone-{secrets.token_hex(4)}"))
+        shutil.rmtree(gone, ignore_errors=True)

@@ -18,14 +18,29 @@ LOOK_S = 1.0
 
 
 @contextmanager
+def hold_run(folder: RunFolder) -> Iterator[None]:
+    """Hold the run's lock: nobody else runs it meanwhile. Raises Refusal where another process does."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(hold(folder.run_lock, wait_s=LOOK_S))
+        except LockHeldError as error:
+            raise _owned_elsewhere(folder, error) from error
+        yield
+
+
+def _owned_elsewhere(folder: RunFolder, error: LockHeldError) -> Refusal:
+    return Refusal(f"run {folder.name} is owned by another process ({error} is locked): wait until it ends, or stop it")
+
+
+@contextmanager
 def own_run(folder: RunFolder, transport: TransportConfig, say: Callable[[str], None]) -> Iterator[Owner]:
     """Hold the run's locks and its place in shared memory, and remove what dead runs left there.
 
     Raises Refusal where another process owns the run.
     """
     with ExitStack() as stack:
+        stack.enter_context(hold_run(folder))
         try:
-            stack.enter_context(hold(folder.run_lock, wait_s=LOOK_S))
             # The supervisors of a killed owner hold this one until they have stopped its processes.
             locks = [stack.enter_context(hold(folder.path / "processes.lock", wait_s=LAST_PROCESSES_S))]
             for gone in sweep(shared_memory_folder()):
@@ -40,7 +55,5 @@ def own_run(folder: RunFolder, transport: TransportConfig, say: Callable[[str], 
                 locks.append(stack.enter_context(own_folder(objects)))
                 folders.append(objects)
         except LockHeldError as error:
-            raise Refusal(
-                f"run {folder.name} is owned by another process ({error} is locked): wait until it ends, or stop it"
-            ) from error
+            raise _owned_elsewhere(folder, error) from error
         yield Owner(folder.name, folder.logs, tuple(folders), tuple(lock.descriptor for lock in locks))

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 
-from infra.locks import Lock, LockHeldError, hold
+from infra.locks import Lock, LockHeldError, hold_among_users
 from infra.refusal import Refusal
 
 HOST = "127.0.0.1"
@@ -97,10 +97,10 @@ def _open_files(process: int) -> set[str]:
 @contextmanager
 def reserved_port(host: str = HOST) -> Iterator[tuple[int, Lock]]:
     """For a server that binds only after minutes of loading: a free port, and the lock that keeps ours off it."""
-    folder = Path(tempfile.gettempdir()) / f"draftsmith-ports-{os.getuid()}"
+    folder = Path(tempfile.gettempdir()) / "draftsmith-ports"
     for port in random.sample(LASTING, len(LASTING)):
         try:
-            with hold(folder / str(port)) as lock:
+            with hold_among_users(folder / str(port)) as lock:
                 if is_free(port, host):
                     yield port, lock
                     return

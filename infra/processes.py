@@ -1,6 +1,7 @@
 """Starts data-plane commands under a supervisor, follows their logs and stops them. Used by the flow's process."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -63,6 +64,8 @@ class Process:
     log: Path
     grace_s: float
     _supervisor: subprocess.Popen[bytes]
+    _descriptor: int
+    """Of the supervisor's process (a pidfd), until it is reaped: it readies when the supervisor has ended."""
     _read: int
     """Bytes of the log that were already forwarded."""
     _partial: bytes = field(default=b"")
@@ -74,7 +77,9 @@ class Process:
 
     def poll(self) -> int | None:
         """The exit status, 128 + n after signal n, or None while the command runs."""
-        status = self._supervisor.poll()
+        if self._has_ended():
+            self._reap()
+        status = self._supervisor.returncode
         return 128 - status if status is not None and status < 0 else status
 
     def check(self) -> bool:
@@ -109,23 +114,38 @@ class Process:
             if not ended and time.monotonic() > deadline:
                 raise TimeoutError(f"the {self.role} did not end within {timeout_s:g} s; its log is {self.log}")
             if not ended:
-                with suppress(subprocess.TimeoutExpired):
-                    self._supervisor.wait(POLL_S)
+                self._has_ended(POLL_S)
         self.check()
 
     def stop(self) -> None:
         """SIGTERM, grace, SIGKILL for the whole group; returns when nothing is left. Idempotent."""
-        if self._supervisor.poll() is None:
-            self._supervisor.terminate()
-        try:
-            self._supervisor.wait(self.grace_s + STOP_MARGIN_S)
-        except subprocess.TimeoutExpired:
-            self._supervisor.kill()
-            self._supervisor.wait(STOP_MARGIN_S)
-        finally:
-            if self._supervisor.stdin:
-                self._supervisor.stdin.close()
-            _kill_session(self._supervisor.pid)
+        if self.poll() is not None:
+            return
+        signal.pidfd_send_signal(self._descriptor, signal.SIGTERM)
+        if not self._has_ended(self.grace_s + STOP_MARGIN_S):
+            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+        if not self._has_ended(STOP_MARGIN_S):
+            raise TimeoutError(f"the supervisor of the {self.role}, process {self.pid}, does not die")
+        self._reap()
+
+    def _has_ended(self, timeout_s: float = 0.0) -> bool:
+        """Whether the supervisor ends within a time and waits to be reaped."""
+        if self._supervisor.returncode is not None:
+            return False
+        ending = select.poll()
+        ending.register(self._descriptor, select.POLLIN)
+        return bool(ending.poll(1000 * timeout_s))
+
+    def _reap(self) -> None:
+        """Kill what a killed supervisor left, then let go of its process id, which may be somebody else's from then on.
+
+        In this order: a session is known by its leader's process id, which is nobody else's before it is reaped.
+        """
+        _kill_session(self._supervisor.pid)
+        self._supervisor.wait()
+        os.close(self._descriptor)
+        if self._supervisor.stdin:
+            self._supervisor.stdin.close()
 
 
 def _kill_session(leader: int) -> None:
@@ -133,7 +153,7 @@ def _kill_session(leader: int) -> None:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(FileNotFoundError, ProcessLookupError):
             fields = stat.read_text().rpartition(")")[2].split()
-            if int(fields[SESSION]) == leader:
+            if int(fields[SESSION]) == leader and int(stat.parent.name) != leader:
                 os.kill(int(stat.parent.name), signal.SIGKILL)
 
 
@@ -162,7 +182,7 @@ def start(
             start_new_session=True,
             pass_fds=owner.locks,
         )
-    return Process(role, log, grace_s, process, already)
+    return Process(role, log, grace_s, process, os.pidfd_open(process.pid), already)
 
 
 def module(name: str, *arguments: str | Path) -> list[str]:

@@ -1,7 +1,11 @@
 """Where one run keeps its files. Used by every process of the run."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
+
+CHECKPOINT = re.compile(r"step-(\d+)-(\d+)")
+"""Name of a checkpoint's folder: its step, and the incarnation of the trainer that wrote it."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,17 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    def checkpoint(self, step: int, incarnation: int) -> Path:
+        """The checkpoint that a trainer of this incarnation writes at a step."""
+        return self.checkpoints / f"step-{step:06d}-{incarnation}"
+
+    def checkpoint_folders(self) -> list[Path]:
+        """All checkpoint folders, committed or not, by step and incarnation."""
+        found = [
+            (match, path) for path in self.checkpoints.glob("step-*") if (match := CHECKPOINT.fullmatch(path.name))
+        ]
+        return [path for _, path in sorted(found, key=lambda pair: tuple(map(int, pair[0].groups())))]
 
     @property
     def metrics(self) -> Path:

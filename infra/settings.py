@@ -64,6 +64,9 @@ MOONCAKE = {
     "MC_LOG_LEVEL": "WARNING",
 }
 
+LOOPBACK = "lo"
+RANKS_STORE = "DRAFTSMITH_RANKS_STORE"
+
 CAPTURE = "DRAFTSMITH_CAPTURE"
 """JSON of a CaptureSpec: set for an engine whose plugin is to capture."""
 
@@ -105,9 +108,23 @@ def permitted_gpus() -> tuple[str, ...]:
     return tuple(one for one in os.environ.get("DRAFTSMITH_GPUS", "").split(",") if one)
 
 
+def rank_environment(rank: int, world: int, store: int) -> dict[str, str]:
+    """What a trainer rank is told: its place, and the descriptor of the file through which the ranks find each other.
+
+    All ranks run on one machine, so gloo and NCCL are held to loopback, whatever interface the surroundings name.
+    """
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    return place | {RANKS_STORE: str(store), "GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
+
+
 def rank_from_environment() -> tuple[int, int]:
-    """(rank, world size) as torchrun sets them; (0, 1) without it."""
+    """(rank, world size) as the launcher sets them; (0, 1) without it."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def ranks_store() -> Path:
+    """The file through which the ranks of this machine find each other: inherited from the launcher, without a name."""
+    return Path(f"/proc/self/fd/{os.environ[RANKS_STORE]}")
 
 
 def prefect_home() -> Path:

@@ -3,9 +3,9 @@
 `python -I -S supervisor.py --grace S [--owns FOLDER ...] [--detached FD] -- COMMAND...`: standard input is a pipe whose
 other end the starter holds. End of file there means that the starter is gone: SIGTERM to the command, a grace, SIGKILL
 to every descendant, removal of the owned folders. SIGTERM does the same without the removal, which is then the
-starter's. The supervisor adopts orphans (PR_SET_CHILD_SUBREAPER), since torchrun puts its ranks into sessions of their
-own. Detached it is nobody's child, and its status is written to the descriptor: Ray kills the children of a worker that
-it ends, and would take the supervisor away before it could do its work.
+starter's. The supervisor adopts orphans (PR_SET_CHILD_SUBREAPER), since a command's children may have sessions of
+their own. Detached it is nobody's child, and its status is written to the descriptor: Ray kills the children of a
+worker that it ends, and would take the supervisor away before it could do its work.
 Standard library only, and run by path: it starts in some 30 ms.
 """
 

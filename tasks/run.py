@@ -1,10 +1,10 @@
 """Opens a run: its folder, its locks, its place in shared memory. Used inside the flow's process."""
 
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 
 from prefect import get_run_logger
@@ -55,22 +55,20 @@ def open_run(config: RunConfig, name: str | None) -> Iterator[OpenRun]:
 
     Raises Refusal where another process owns it, or where the folder belongs to another configuration.
     """
-    folder = run_named(name) if name else _folder_of_this_flow_run(config.name)
+    folder = run_named(name) if name else _folder_of_this_flow_run(config)
     with own_run(folder, config.transport, get_run_logger().info) as owner:
         _remember(config, folder)
         get_run_logger().info("run folder: %s", folder.path)
         yield OpenRun(config, folder, owner)
 
 
-def _folder_of_this_flow_run(recipe: str) -> RunFolder:
+def _folder_of_this_flow_run(config: RunConfig) -> RunFolder:
     """A new folder, or the one this flow run made when it ran before: "Retry" in Prefect's UI resumes."""
     flow_run = this_flow_run.get_id()
     assert flow_run, "a run is opened inside a flow run"
     if before := folder_of_flow_run(flow_run, None):
         return before
-    folder = _new_folder(recipe)
-    write_atomically(folder / FLOW_RUN, flow_run)
-    return RunFolder(folder)
+    return RunFolder(_new_folder(config, flow_run))
 
 
 def run_named(name: str) -> RunFolder:
@@ -89,16 +87,18 @@ def folder_of_flow_run(flow_run: str, name: str | None) -> RunFolder | None:
     return next((RunFolder(note.parent) for note in notes if note.read_text() == flow_run), None)
 
 
-def _new_folder(recipe: str) -> Path:
-    stem = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for number in count(1):
-        folder = runs_folder() / (stem if number == 1 else f"{stem}-{number}")
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        return folder
-    raise AssertionError("unreachable")
+def _new_folder(config: RunConfig, flow_run: str) -> Path:
+    """A new run's folder, which appears with its configuration: whenever the run is interrupted, it can be resumed.
+
+    The name must be unique beyond this folder of runs, because ledgers, stores and shared memory may be shared with
+    runs elsewhere, and know a run by its name alone.
+    """
+    name = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+    aside = runs_folder() / f".new-{name}"
+    aside.mkdir(parents=True)
+    write_atomically(RunFolder(aside).config, config)
+    write_atomically(aside / FLOW_RUN, flow_run)
+    return aside.rename(runs_folder() / name)
 
 
 def _remember(config: RunConfig, folder: RunFolder) -> None:

@@ -87,7 +87,9 @@ def track_training(run: OpenRun, tracking: TrackedRun) -> None:
     """Log the metrics that are still missing, and every committed checkpoint as a logged model."""
     log_new_metrics(run.tracking_record, run.folder.metrics)
     logged = logged_checkpoints(tracking)
-    for folder in sorted(run.folder.checkpoints.glob("step-*")):
-        step = int(folder.name.removeprefix("step-"))
-        if step not in logged:
-            log_checkpoint(tracking, folder, step, run.folder.metrics)
+    with run.open_ledger() as ledger:
+        committed = ledger.checkpoints()
+    for record in committed:
+        folder = run.folder.path / record.path
+        if folder.is_dir() and record.step not in logged:
+            log_checkpoint(tracking, folder, record.step, run.folder.metrics)

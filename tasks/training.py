@@ -1,6 +1,5 @@
-"""Trains the draft: torchrun in a process group of its own, beside the generators that feed it."""
+"""Trains the draft: the trainer's ranks run beside the generators that feed them."""
 
-import json
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -15,6 +14,7 @@ from prefect.cache_policies import NO_CACHE
 from infra.bottleneck import StallWatch
 from infra.data_plane import start_trainer
 from infra.keep_running import Generators, KeptProcess, follow
+from infra.lines import last_object
 from infra.pools.base import Pool
 from infra.quarantine_limit import QuarantineLimit
 from infra.records import TrainingResult
@@ -64,8 +64,7 @@ class _Shown:
             get_run_logger().warning("metrics stay behind in %s for now: %s", metrics, error)
 
     def _advance(self, metrics: Path) -> None:
-        lines = metrics.read_text().splitlines() if metrics.is_file() else []
-        last = json.loads(lines[-1]) if lines else {"step": 0, "total_steps": 1}
+        last = last_object(metrics) or {"step": 0, "total_steps": 1}
         percent = 100.0 * last["step"] / last["total_steps"]
         if self._bar is None:
             description = f"Optimizer steps of {self._run.folder.name}"

@@ -77,8 +77,8 @@ class ResumeSide(TrainerSide):
             )
 
     def forget_crashes(self) -> None:
-        """A person resumes the run, having seen to the cause: count trainer crashes anew."""
-        with self._write() as (connection, _):
+        """Start counting trainer crashes anew. A run that no trainer has entered yet has none."""
+        with self._engine.begin() as connection:
             self._update_run(connection, training=False)
 
     def rebuild(

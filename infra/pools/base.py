@@ -44,7 +44,8 @@ class Pool(Protocol):
         """Start a command on the pool's devices.
 
         `processes`: among how many processes the pool is shared; `index`: which of them this one is, or None where the
-        command starts them all itself (torchrun). `threads`: CPU threads per process; default: its share of the cores.
+        command starts them all itself, as the trainer does. `threads`: CPU threads per process; default: its share of
+        the cores.
         """
         ...
 

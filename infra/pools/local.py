@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pynvml import NVMLError
 
-from infra.locks import LockHeldError, hold
+from infra.locks import LockHeldError, hold_among_users
 from infra.pools.base import PoolBusyError, PoolSpec, cpu_threads
 from infra.pools.gpus import read_gpus, visible_gpus
 from infra.processes import Owner, Process, start
@@ -106,12 +106,17 @@ class LocalPools:
                 break
             try:
                 with ExitStack() as one:
-                    lock = one.enter_context(hold(self._locks / f"{gpu}.lock"))
+                    lock = one.enter_context(hold_among_users(self._locks / f"{gpu}.lock"))
                     if gpu not in foreign:
                         locked[gpu] = lock.descriptor
                         stack.push(one.pop_all())
             except LockHeldError:
                 foreign.pop(gpu, None)
+            except OSError as error:
+                raise Refusal(
+                    f"the lock of {gpu} cannot be taken ({error}): {self._locks} must be a folder that every user may "
+                    "write to (mode 1777), with files of mode 666; remove it while nobody trains"
+                ) from error
         return locked
 
     def release(self, owner: str) -> None:

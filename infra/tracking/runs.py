@@ -16,6 +16,7 @@ from typing import Any
 from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, Metric, Param, RunTag
 
 from infra.files import write_atomically
+from infra.lines import read_objects
 from infra.records import HELDOUT_LENGTH, Record, SamplesRecord
 from infra.results import RegisteredDraft
 from infra.shareable import without_passwords
@@ -95,9 +96,7 @@ def log_samples(run: TrackedRun, name: str, samples: SamplesRecord) -> None:
 def log_new_metrics(record: Path, metrics: Path) -> None:
     """Log the steps that `metrics` (one JSON object per line) has gained, and note that in `record`."""
     run = TrackedRun.read(record)
-    written = metrics.read_text() if metrics.exists() else ""
-    lines = [json.loads(line) for line in written[: written.rfind("\n") + 1].splitlines()]
-    new = [line for line in lines if line["step"] > run.logged_step]
+    new = [line for line in read_objects(metrics) if line["step"] > run.logged_step]
     if not new:
         return
     points = [point for line in new for point in _points(line)]
@@ -135,8 +134,7 @@ def log_checkpoint(run: TrackedRun, folder: Path, step: int, metrics: Path) -> s
 
 def _figures_at(step: int, metrics: Path) -> dict[str, float]:
     """Loss and acceptance lengths while training, as last reported at or before the step."""
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    before = [line for line in reversed(lines) if line["step"] <= step]
+    before = [line for line in reversed(read_objects(metrics)) if line["step"] <= step]
     if not before:
         return {}
     last, heldout = before[0], next((line[HELDOUT_LENGTH] for line in before if HELDOUT_LENGTH in line), None)

@@ -1,6 +1,5 @@
 """The plots of a benchmark, and of the samples behind it. Runs in the benchmark."""
 
-import json
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -9,6 +8,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from infra.lines import read_objects
 from infra.records import HELDOUT_LENGTH, SamplesRecord
 from infra.results import Acceptance, BenchmarkResult
 
@@ -96,7 +96,7 @@ def plot_goodput(result: BenchmarkResult, path: Path) -> Path | None:
 
 def plot_training(metrics: Path, path: Path) -> Path:
     """Loss, and acceptance at each position as training sees it, over tokens trained on."""
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rows = read_objects(metrics)
     tokens = [row["tokens"] for row in rows]
     figure = Figure(figsize=SIZE, layout="constrained")
     left = figure.add_subplot()
@@ -113,7 +113,7 @@ def plot_training(metrics: Path, path: Path) -> Path:
 
 def plot_heldout(metrics: Path, path: Path) -> Path | None:
     """Acceptance length on held-out text beside the training's own; None where it was not measured."""
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rows = read_objects(metrics)
     measured = [row for row in rows if HELDOUT_LENGTH in row]
     if not measured:
         return None

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 
 from infra.exit import run_main
 from infra.files import sync_folder, write_atomically
+from infra.lines import as_line, read_objects, write_objects
 from infra.locks import LockHeldError, hold
 from infra.records import RegeneratedRecord, TargetRecord
 from infra.refusal import Refusal
@@ -46,7 +47,7 @@ class Answered:
     document: dict[str, object]
 
     def line(self) -> str:
-        return json.dumps({"asked": self.asked, "tokens": self.tokens, "cut": self.cut, **self.document}) + "\n"
+        return as_line({"asked": self.asked, "tokens": self.tokens, "cut": self.cut, **self.document})
 
 
 def regenerate(task: Task) -> RegeneratedRecord:
@@ -135,12 +136,10 @@ def _answer_all(task: Task, dialogues: list[Dialogue], file: Path) -> None:
 
 
 def _read_part(part: Path) -> dict[str, str]:
-    """Lines by what was asked; a torn last one is left out."""
-    lines = part.read_text().splitlines(keepends=True) if part.is_file() else []
-    whole = [line for line in lines if line.endswith("\n")]
-    if len(whole) < len(lines):
-        write_atomically(part, "".join(whole))
-    return {json.loads(line)["asked"]: line for line in whole}
+    """Lines by what was asked; a torn end is cut off."""
+    answered = read_objects(part)
+    write_objects(part, answered)
+    return {one["asked"]: as_line(one) for one in answered}
 
 
 def _in_rounds(

@@ -1,6 +1,9 @@
-"""Checkpoints: written aside, hashed, renamed, and only then committed in the ledger. Runs in the trainer's rank 0."""
+"""Checkpoints: written aside, hashed, renamed, and only then committed in the ledger. Runs in the trainer's rank 0.
 
-import json
+A checkpoint's folder carries the trainer's incarnation in its name, so that a trainer whose run was taken over can
+never replace what its successor has written.
+"""
+
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +17,7 @@ from torch import Tensor
 from infra.files import sha256_file, sync_file, sync_folder, write_atomically
 from infra.ledger.ledger import Ledger
 from infra.ledger.planning import pack_ordinals
+from infra.lines import read_objects, write_objects
 from infra.records import CheckpointRecord, Record
 from infra.run_folder import RunFolder
 
@@ -73,10 +77,8 @@ def write_checkpoint(
 
     `tensors` maps file names (`draft.safetensors`, `averaged.safetensors`) to their contents.
     """
-    final = folder.checkpoints / f"step-{step:06d}"
-    aside = folder.checkpoints / f".{final.name}.tmp"
-    for stale in (aside, final):
-        shutil.rmtree(stale, ignore_errors=True)
+    final = folder.checkpoint(step, incarnation)
+    aside = final.with_name(f".{final.name}.tmp")
     aside.mkdir(parents=True)
     for name, content in tensors.items():
         save_file({key: value.detach().cpu().contiguous() for key, value in content.items()}, aside / name)
@@ -156,14 +158,18 @@ def remove_uncommitted(folder: RunFolder, ledger: Ledger) -> None:
             shutil.rmtree(path)
 
 
-def remove_older(folder: RunFolder, keep: int) -> None:
-    """Keep the newest `keep` checkpoint folders."""
-    for path in sorted(folder.checkpoints.glob("step-*"))[:-keep]:
-        shutil.rmtree(path)
+def remove_older(folder: RunFolder, ledger: Ledger, keep: int) -> None:
+    """Keep the folders of the newest `keep` committed checkpoints.
+
+    Only committed ones are removed: one without a row may be a successor's that is about to be committed.
+    """
+    for record in ledger.checkpoints()[:-keep]:
+        path = folder.path / record.path
+        if path.is_dir():
+            shutil.rmtree(path)
 
 
 def rewind_metrics(folder: RunFolder, step: int) -> None:
-    """Drop the metrics of steps after `step`: they are trained again."""
+    """Drop the metrics of steps after `step`, which are trained again, and a torn end of the file."""
     if folder.metrics.is_file():
-        lines = [line for line in folder.metrics.read_text().splitlines() if json.loads(line)["step"] <= step]
-        write_atomically(folder.metrics, "".join(f"{line}\n" for line in lines))
+        write_objects(folder.metrics, (line for line in read_objects(folder.metrics) if line["step"] <= step))

@@ -37,7 +37,7 @@ class TrainingConfig(BaseModel):
     order: Literal["strict", "any"] = Field(
         default="strict", description="`strict`: same plan on every run of the same seed."
     )
-    ranks: int = Field(default=1, ge=1, description="Trainer ranks (torchrun processes).")
+    ranks: int = Field(default=1, ge=1, description="Trainer ranks: processes of one machine, one per GPU.")
     sharded: bool = Field(
         default=False,
         description="Divide weights, gradients and optimizer state among the ranks (FSDP2) instead of keeping all of "

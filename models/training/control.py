@@ -5,14 +5,13 @@ since collectives of two threads in one group may meet in another order on anoth
 samples: one for what they compute, one for what they fetch.
 """
 
-import os
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from infra.records import Record
-from infra.settings import rank_from_environment
+from infra.settings import rank_from_environment, ranks_store
 
 R = TypeVar("R", bound=Record)
 TIMEOUT_S = 1800
@@ -34,9 +33,12 @@ class Control:
         self._decisions: dist.ProcessGroup | None = None
         self._sums: dist.ProcessGroup | None = None
         if self.world > 1:
-            if torch.cuda.is_available():
-                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+            backend = "nccl" if torch.cuda.is_available() else "gloo"
+            if backend == "nccl":
+                torch.cuda.set_device(self.rank)  # all ranks run on one machine
+            # A file, because a TCP store has no authentication.
+            store = f"file://{ranks_store()}"
+            dist.init_process_group(backend, init_method=store, rank=self.rank, world_size=self.world)
             self._decisions, self._sums = _gloo_group(), _gloo_group()
         if context_parallel_size > 1:
             self.context, self._fetched = (_own_subgroup(context_parallel_size, how) for how in (None, "gloo"))

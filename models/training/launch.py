@@ -1,17 +1,77 @@
-"""Starts the trainer's ranks: torchrun's agent, which ends with the status of the rank that failed first.
+"""Runs the trainer's ranks as processes of this machine and ends with the status of the first one that fails.
 
-`python -m models.training.launch RUN --ranks N`. torchrun itself always ends with 1 and prints a page of its own, so
-that neither a person nor whoever restarts it learns what happened.
+`python -m models.training.launch RUN --ranks N`. The ranks find each other through a file without a name that they
+inherit, and gloo and NCCL listen on loopback alone: nothing outside this machine can talk to a rank. (torchrun's agent
+serves its rendezvous on every interface, without authentication, and unpickles what it is sent.)
 """
 
 import argparse
-import logging
 import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
-from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from infra.settings import rank_environment
+
+GRACE_S = 5.0
+"""Between SIGTERM and SIGKILL for the ranks that are left."""
+
+
+def run_ranks(command: Sequence[str], ranks: int) -> int:
+    """Run `command` once per rank; return 0 when all have ended well, else the status of the first that did not.
+
+    The status is 128 + n after signal n. When a rank fails, or this process is told to stop, the others are stopped.
+    """
+    store = os.memfd_create("ranks")
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(ranks):
+            environment = {**os.environ, **rank_environment(rank, ranks, store)}
+            started.append(subprocess.Popen(command, env=environment, pass_fds=[store]))
+        return _first_failure(started)
+    finally:
+        _stop(started)
+        os.close(store)
+
+
+def _first_failure(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    running = {rank.pid: rank for rank in ranks}
+    while running:
+        # Without reaping, which is left to subprocess: it would take a child that is gone for one that ended well.
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        status = running.pop(ended.si_pid).wait()
+        if status:
+            return status if status > 0 else 128 - status
+    return 0
+
+
+def _stop(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    for rank in ranks:
+        rank.terminate()
+    deadline = time.monotonic() + GRACE_S
+    for rank in ranks:
+        try:
+            rank.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()
+
+
+def stop_on_signals() -> None:
+    """Let SIGTERM and SIGINT end this process by SystemExit, so that it stops its ranks on the way out."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end)
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    for again in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(again, signal.SIG_IGN)  # stopping the ranks must not be interrupted
+    raise SystemExit(128 + number)
 
 
 def main() -> None:
@@ -19,17 +79,9 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--ranks", type=int, default=1)
     options = parser.parse_args()
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    logs = ["--log-dir", str(options.run / "logs" / "ranks")]  # by default a folder that torchrun leaves in /tmp
-    ranks = ["--standalone", "--nproc-per-node", str(options.ranks), *logs]
-    try:
-        trainer = ["-m", "models.training.trainer", str(options.run), "--parent", str(os.getpid())]
-        torchrun.run(torchrun.parse_args([*ranks, *trainer]))
-    except ChildFailedError as error:
-        status = error.get_first_failure()[1].exitcode
-        raise SystemExit(status if status > 0 else 128 - status) from None
-    except SignalException as signal:
-        raise SystemExit(128 + signal.sigval) from None
+    stop_on_signals()
+    trainer = [sys.executable, "-m", "models.training.trainer", str(options.run), "--parent", str(os.getpid())]
+    raise SystemExit(run_ranks(trainer, options.ranks))
 
 
 if __name__ == "__main__":

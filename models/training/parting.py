@@ -5,7 +5,6 @@ the training's own accepted length since the measurement before each lies above 
 at its training text and worse at other text. Two in a row, because a measurement is of a few hundred steps.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -13,6 +12,7 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
+from infra.lines import read_objects
 from infra.records import HELDOUT_LENGTH
 
 FALL = 0.03
@@ -37,7 +37,7 @@ def look_of(metrics: Mapping[str, Any]) -> Look:
 
 def read_history(metrics: Path) -> list[Look]:
     """All lines so far; a resumed run goes on from them."""
-    return [look_of(json.loads(line)) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+    return [look_of(line) for line in read_objects(metrics)]
 
 
 def parting(history: Sequence[Look]) -> str | None:

@@ -1,6 +1,5 @@
 """Progress of training: one line for a person, one JSON line for the tracker. Runs in every rank, prints in rank 0."""
 
-import json
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 
 from infra.bottleneck import side_rates, slow_side
 from infra.ledger.ledger import Ledger
+from infra.lines import as_line
 from infra.records import HELDOUT_LENGTH, SideRates
 from infra.run_folder import RunFolder
 from models.drafts.base import DraftLoss
@@ -130,7 +130,7 @@ class Progress:
             metrics[HELDOUT_LENGTH] = self.heldout_length
             heldout = f"held-out length {self.heldout_length:.2f} | "
         with self.folder.metrics.open("a") as file:
-            file.write(json.dumps(metrics) + "\n")
+            file.write(as_line(metrics))
         shown = " ".join(f"{rate:.2f}" for rate in self.acceptance)
         print(
             f"step {step}/{self.total_steps}{self._time_left(step)} | loss {self.loss:.3f} | acceptance {shown} | "

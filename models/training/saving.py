@@ -67,7 +67,7 @@ class CheckpointSaver:
             description=description,
         )
         self._ledger.commit(self._incarnation, record)
-        checkpoints.remove_older(self._folder, self._keep)
+        checkpoints.remove_older(self._folder, self._ledger, self._keep)
 
 
 def on_host(value: Any) -> Any:

@@ -37,7 +37,7 @@ def _rebuild_if_lost(run: Run, ledger: Ledger) -> None:
     """An empty ledger beside a whole checkpoint is a lost one."""
     if ledger.progress().total or ledger.checkpoints():
         return
-    for path in sorted(run.folder.checkpoints.glob("step-*"), reverse=True):
+    for path in reversed(run.folder.checkpoint_folders()):
         record = checkpoints.record_of(run.folder, path)
         if record is None:
             continue

@@ -1,4 +1,4 @@
-"""The trainer: torchrun ranks that read hidden states and step the draft.
+"""The trainer: ranks that read hidden states and step the draft.
 
 `python -m models.training.launch RUN` starts `python -m models.training.trainer RUN`, one process per rank. Rank 0
 resumes the run in the ledger, plans every step, writes checkpoints and commits them.
@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import Callback
 
 from infra.exit import die_with_parent, run_main
@@ -81,6 +82,7 @@ class DraftTrainer:
             accelerator="gpu" if torch.cuda.is_available() else "cpu",
             devices=self.control.world,
             strategy=strategy(self.settings, self.control.world),
+            plugins=[LightningEnvironment()],  # named, because inside a Slurm job Lightning would take Slurm's
             max_epochs=1,  # a stream of unknown length never ends without it
             accumulate_grad_batches=self.settings.micro_batches,
             precision="bf16-mixed" if self.settings.precision == "bfloat16" else "32-true",
@@ -204,7 +206,7 @@ class DraftTrainer:
             wall_s=progress.trained_s,
             data_wait_s=progress.waited_s,
             step_s=progress.trained_s,
-            checkpoint=f"checkpoints/step-{self.step:06d}",
+            checkpoint=self.ledger.checkpoints()[-1].path,
             final_loss=progress.loss,
             acceptance_by_position=tuple(progress.acceptance),
             vocabulary_coverage=progress.covered / max(1, progress.supervised),

@@ -10,6 +10,11 @@ import yaml
 from typer.testing import CliRunner
 
 from flows.command_line import app
+from infra.files import write_atomically
+from infra.ledger.answers import RepeatedCrash
+from infra.ledger.ledger import Ledger
+from infra.locks import hold
+from infra.run_folder import RunFolder
 from infra.settings import tracking_uri
 from infra.tracking import registry, runs
 from models.config import RunConfig, load_recipe
@@ -118,6 +123,20 @@ def test_a_run_is_resumed_as_it_is(home: Path) -> None:
     overridden = refusal(home, "retrain", "recipes/tiny.yaml", "seed=8", "--resume", "tiny-1")
     assert "resumed with its own configuration" in overridden
     assert "is a run of the recipe tiny" in refusal(home, "retrain", "recipes/quickstart.yaml", "--resume", "tiny-1")
+
+
+def test_resuming_a_run_that_another_process_owns_changes_nothing(home: Path) -> None:
+    """Its crashes stay counted: the fourth trainer in a row that begins anew is still refused."""
+    folder = RunFolder(home / "runs" / "tiny-live")
+    write_atomically(folder.config, load_recipe(ROOT / "recipes" / "tiny.yaml"))
+    with Ledger.open(folder.ledger_url, folder.name) as ledger:
+        ledger.create_run(budget_bytes=100, bytes_per_token=10, lease_seconds=60, max_attempts=2, order="strict")
+        for _ in range(3):
+            ledger.resume(lambda _: True, lambda _: True)
+        with hold(folder.run_lock):
+            assert "run tiny-live is owned by another process" in refusal(home, "retrain", "--resume", "tiny-live")
+        with pytest.raises(RepeatedCrash):
+            ledger.resume(lambda _: True, lambda _: True)
 
 
 def test_drafts_are_listed_promoted_and_rolled_back(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

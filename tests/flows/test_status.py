@@ -20,8 +20,9 @@ from tasks.plan import plan_recipe
 
 
 @pytest.fixture
-def run(make_run: Callable[..., RunFolder]) -> RunFolder:
+def run(make_run: Callable[..., RunFolder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """A run on its way: of ten samples two are consumed, one taken, one ready, one leased, one quarantined."""
+    monkeypatch.setenv("DRAFTSMITH_RUNS", str(tmp_path))
     folder = make_run("tiny-1", "data.max_samples=10", "training.samples_per_step=1", "ledger.max_attempts=1")
     with Ledger.open(folder.ledger_url, folder.name) as ledger:
         ledger.create_run(budget_bytes=2**26, bytes_per_token=1024, lease_seconds=60, max_attempts=1, order="strict")
@@ -37,7 +38,7 @@ def run(make_run: Callable[..., RunFolder]) -> RunFolder:
                 assert ledger.publish(lease, record, prefill_s=0.5, put_s=0.01)
         for step in (1, 2, 3):
             ledger.plan(taken.incarnation, 0, step, ranks=1, micro_batches=1, samples_per_step=1)
-        record = CheckpointRecord(step=2, path="checkpoints/step-000002", manifest_hash="x", incarnation=1)
+        record = CheckpointRecord(step=2, path="checkpoints/step-000002-1", manifest_hash="x", incarnation=1)
         ledger.commit(taken.incarnation, record)
     return folder
 
@@ -65,7 +66,7 @@ def test_where_every_sample_is(run: RunFolder) -> None:
     text = told(run)
     assert "10: 2 consumed, 1 taken, 1 ready, 1 leased, 4 pending, 1 quarantined" in text
     assert "epoch 0 ordinal 2 (sample 2): ValueError: hidden states are not finite" in text
-    assert "interrupted while training; go on with: draftsmith retrain --resume tiny-1" in text
+    assert "interrupted while training; resume it with: draftsmith retrain --resume tiny-1" in text
     assert "bottleneck" not in text
 
 

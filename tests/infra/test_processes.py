@@ -131,11 +131,24 @@ def test_a_killed_supervisor_takes_its_command_along(tmp_path: Path) -> None:
     pid, child = family(process.log)
     os.kill(process.pid, signal.SIGKILL)
     until(lambda: gone(pid))
+    assert not gone(child)
     with pytest.raises(ProcessFailedError, match="signal 9"):
         process.wait(WAIT_S)
-    assert not gone(child)
-    process.stop()
     until(lambda: gone(child))
+
+
+def test_a_process_id_that_was_given_to_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    """The kernel may give a supervisor's id to an unrelated session as soon as it is reaped."""
+    process = run_shell(tmp_path, "true")
+    process.wait(WAIT_S)
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as unrelated:
+        process._supervisor.pid = unrelated.pid
+        process.stop()
+        process.stop()
+        assert unrelated.poll() is None
+        # A signal would have ended it before this one does.
+        unrelated.send_signal(signal.SIGINT)
+        assert unrelated.wait(WAIT_S) == -signal.SIGINT
 
 
 @pytest.mark.parametrize("stubborn", [False, True])

@@ -120,7 +120,7 @@ def samples() -> SamplesRecord:
 def trained() -> TrainingResult:
     rates = SideRates(inference=2000.0, transport=9000.0, training=105.0, data_wait_share=0.03, generators=2, ranks=1)
     return TrainingResult(
-        steps=20, tokens=1000, wall_s=754.0, data_wait_s=0.5, step_s=10.0, checkpoint="checkpoints/step-000020",
+        steps=20, tokens=1000, wall_s=754.0, data_wait_s=0.5, step_s=10.0, checkpoint="checkpoints/step-000020-1",
         final_loss=1.25, acceptance_by_position=(0.51, 0.32), vocabulary_coverage=0.912, token_coverage=0.956,
         checkpoint_stall_s=0.012, rates=rates,
     )  # fmt: skip

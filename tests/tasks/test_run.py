@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from uuid import UUID
@@ -66,6 +67,33 @@ def test_new_runs_get_folders_of_their_own_and_remember_their_configuration(
     in_flow_run(1, monkeypatch)
     with open_run(config, None) as again:
         assert again.folder.path == one.folder.path
+
+
+def test_runs_of_the_same_second_have_names_of_their_own_wherever_their_folders_lie(
+    config: RunConfig, places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ledger that several machines share knows a run by its name alone."""
+    monkeypatch.setattr(time, "strftime", lambda _format: "20260101-000000")
+    names = set()
+    for number in range(1, 4):
+        monkeypatch.setenv("DRAFTSMITH_RUNS", str(places / f"machine-{number}" / "runs"))
+        in_flow_run(number, monkeypatch)
+        with open_run(config, None) as run:
+            names.add(run.folder.name)
+    assert len(names) == 3
+
+
+def test_a_run_folder_appears_with_its_configuration(
+    config: RunConfig, places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is killed before it could take the run's lock leaves a run that can be resumed."""
+    in_flow_run(1, monkeypatch)
+    (places / "shm").rmdir()
+    (places / "shm").write_text("in the way of own_run")
+    with pytest.raises(OSError, match="shm"), open_run(config, None):
+        pass
+    (folder,) = (places / "runs").iterdir()
+    assert RunConfig.model_validate_json((folder / "config.json").read_text()) == config
 
 
 def test_of_two_that_open_a_run_one_says_so(config: RunConfig) -> None:

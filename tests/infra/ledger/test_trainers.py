@@ -302,3 +302,9 @@ def test_a_lost_ledger_is_rebuilt(ledger: Ledger, slots: Slots, captured: Captur
             plan(new, one, 2)
         assert new.publish(again, captured(new, again))
         assert planned(plan(new, resume.incarnation, 2, size=1)) == [2]
+
+
+def test_a_run_that_no_process_has_entered_has_no_crashes_to_forget(url: str) -> None:
+    with Ledger.open(url, "interrupted early") as ledger:
+        ledger.forget_crashes()
+        assert ledger.progress().total == 0

@@ -1,4 +1,4 @@
-"""The trainer with every gradient reduction counted; started by `test_ranks.py` under torchrun, two ranks.
+"""The trainer with every gradient reduction counted; `test_ranks.py` starts two ranks of it.
 
 Arguments are the run and the file to which rank 0 writes the number of reduced buckets.
 """

@@ -61,7 +61,7 @@ def test_it_is_what_decoding_gives_and_training_is_not_disturbed(make_run, run_t
 def kill_after_step_4(folder: RunFolder, start, kill_tree) -> None:
     processes = start("models.capture.generator", folder), start("models.training.launch", folder, ranks=1)
     deadline = time.monotonic() + 120
-    while not (folder.checkpoints / "step-000004").exists() and time.monotonic() < deadline:
+    while not folder.checkpoint(4, 1).exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     for process in reversed(processes):
         kill_tree(process.pid)

@@ -111,7 +111,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     folder = make_run("moved", *SMALL, "training.ranks=2", *kept)
     processes = [start("models.capture.generator", folder), start("models.training.launch", folder, ranks=2)]
     deadline = time.monotonic() + 120
-    while not (folder.checkpoints / "step-000003").exists() and time.monotonic() < deadline:
+    while not folder.checkpoint(3, 1).exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     for process in reversed(processes):
         kill_tree(process.pid)
@@ -133,11 +133,11 @@ def test_accumulation_reduces_gradients_once_per_step(
 ) -> None:
     folder = make_run("counted", *SMALL, "training.ranks=2", "training.micro_batches=3", "training.max_steps=5")
     generator = start("models.capture.generator", folder)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    torchrun += ["--log-dir", str(tmp_path)]
+    launch = "import sys; from models.training.launch import run_ranks; sys.exit(run_ranks(sys.argv[1:], 2))"
     script = Path(__file__).with_name("counting_trainer.py")
+    trainer = [sys.executable, str(script), str(folder.path), str(tmp_path / "reduced")]
     ended = subprocess.run(
-        [*torchrun, str(script), str(folder.path), str(tmp_path / "reduced")],
+        [sys.executable, "-c", launch, *trainer],
         capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr

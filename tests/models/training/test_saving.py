@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from infra.ledger.answers import StaleIncarnation
 from infra.ledger.ledger import Ledger
+from infra.records import CheckpointRecord
 from infra.run_folder import RunFolder
 from models.training import checkpoint as checkpoints
 from models.training.saving import CheckpointSaver, on_host
@@ -43,7 +45,7 @@ def test_training_may_go_on_while_a_checkpoint_is_written(folder: RunFolder, led
         weight.fill_(-1)
     saver.wait()
     assert [record.step for record in ledger.checkpoints()] == [1, 2, 3, 4]
-    assert [path.name for path in sorted(folder.checkpoints.iterdir())] == ["step-000003", "step-000004"]
+    assert [path.name for path in sorted(folder.checkpoints.iterdir())] == ["step-000003-1", "step-000004-1"]
     for record in ledger.checkpoints()[-2:]:
         assert checkpoints.is_whole(folder, record)
         path = folder.path / record.path
@@ -70,3 +72,60 @@ def test_copies_share_no_memory() -> None:
     assert copied["a"][1][1] == 1
     assert copied["a"][0].tolist() == copied["a"][1][0].tolist() == [1.0, 1.0, 1.0]
     assert not copied["a"][0].requires_grad
+
+
+def write(folder: RunFolder, ledger: Ledger, incarnation: int, step: int, value: float) -> CheckpointRecord:
+    return checkpoints.write_checkpoint(
+        folder,
+        ledger,
+        incarnation=incarnation,
+        step=step,
+        tensors={checkpoints.WEIGHTS: {"weight": torch.full((4,), value)}},
+        state=checkpoints.TrainerState(optimizer={}, scheduler={}, counters={}),
+        description=DESCRIPTION,
+    )
+
+
+def test_a_trainer_whose_run_was_taken_over_replaces_nothing(folder: RunFolder, ledger: Ledger) -> None:
+    old = ledger.resume(lambda _: True, lambda _: True)
+    new = ledger.resume(lambda _: True, lambda _: True)
+    record = write(folder, ledger, new.incarnation, 5, 1.0)
+    ledger.commit(new.incarnation, record)
+    late = write(folder, ledger, old.incarnation, 5, -1.0)
+    with pytest.raises(StaleIncarnation):
+        ledger.commit(old.incarnation, late)
+    assert checkpoints.is_whole(folder, record)
+    assert checkpoints.read_tensors(folder.path / record.path, checkpoints.WEIGHTS)["weight"].tolist() == [1.0] * 4
+    checkpoints.remove_uncommitted(folder, ledger)
+    assert list(folder.checkpoints.iterdir()) == [folder.path / record.path]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_the_newest_checkpoints_are_kept_when_steps_gain_a_digit(folder: RunFolder, ledger: Ledger, keep: int) -> None:
+    resume = ledger.resume(lambda _: True, lambda _: True)
+    saver = CheckpointSaver(folder, ledger, resume.incarnation, keep)
+    steps = (999_998, 999_999, 1_000_000)
+    for step in steps:
+        save(saver, step, torch.zeros(2))
+    saver.wait()
+    assert folder.checkpoint_folders() == [folder.checkpoint(step, resume.incarnation) for step in steps[-keep:]]
+
+
+def test_checkpoint_folders_are_in_the_order_of_their_steps(folder: RunFolder) -> None:
+    wanted = [folder.checkpoint(*name) for name in ((2, 9), (2, 10), (999_999, 1), (1_000_000, 1))]
+    for path in reversed(wanted):
+        path.mkdir(parents=True)
+    (folder.checkpoints / ".step-000003-1.tmp").mkdir()
+    (folder.checkpoints / "step-by-step").mkdir()
+    assert folder.checkpoint_folders() == wanted
+
+
+def test_an_uncommitted_checkpoint_is_not_counted_among_those_to_keep(folder: RunFolder, ledger: Ledger) -> None:
+    old = ledger.resume(lambda _: True, lambda _: True)
+    new = ledger.resume(lambda _: True, lambda _: True)
+    late = write(folder, ledger, old.incarnation, 9, -1.0)
+    saver = CheckpointSaver(folder, ledger, new.incarnation, keep=1)
+    for step in (4, 5):
+        save(saver, step, torch.zeros(2))
+    saver.wait()
+    assert folder.checkpoint_folders() == [folder.checkpoint(5, new.incarnation), folder.path / late.path]

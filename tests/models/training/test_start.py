@@ -43,8 +43,8 @@ def test_a_warm_start_goes_on_where_the_version_ended(exported: RunFolder, make_
     assert first_step(warm)["loss"] < 0.85 * first_step(cold)["loss"]
     assert first_step(warm)["acceptance_by_position"][0] > first_step(cold)["acceptance_by_position"][0] + 0.1
     vocabularies = [
-        load_file(folder.checkpoints / name / "draft.safetensors")[VOCABULARY]
-        for folder, name in ((exported, "step-000060"), (warm, "step-000002"), (cold, "step-000002"))
+        load_file(folder.checkpoint(step, 1) / "draft.safetensors")[VOCABULARY]
+        for folder, step in ((exported, 60), (warm, 2), (cold, 2))
     ]
     assert torch.equal(vocabularies[0], vocabularies[1])
     assert not torch.equal(vocabularies[0], vocabularies[2])

@@ -101,7 +101,7 @@ def test_a_killed_and_resumed_run_equals_an_undisturbed_one(make_run, run_to_the
         start("models.capture.generator", folder),
         start("models.training.launch", folder, ranks=1),
     )
-    checkpoint = folder.checkpoints / "step-000003"
+    checkpoint = folder.checkpoint(3, 1)
     deadline = time.monotonic() + 120
     while not checkpoint.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -173,7 +173,7 @@ def test_a_lost_ledger_is_rebuilt_from_the_checkpoint(make_run, run_to_the_end, 
     folder = make_run("lost", *SMALL, "training.checkpoint_steps=3", "training.keep_checkpoints=9")
     processes = start("models.capture.generator", folder), start("models.training.launch", folder, ranks=1)
     deadline = time.monotonic() + 120
-    while not (folder.checkpoints / "step-000003").exists() and time.monotonic() < deadline:
+    while not folder.checkpoint(3, 1).exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     for process in processes:
         kill_tree(process.pid)
@@ -181,7 +181,7 @@ def test_a_lost_ledger_is_rebuilt_from_the_checkpoint(make_run, run_to_the_end, 
     for file in folder.path.glob("ledger.sqlite*"):
         file.unlink()
     # A checkpoint that does not verify is not the one to rebuild from.
-    torn = shutil.copytree(folder.checkpoints / "step-000003", folder.checkpoints / "step-000009")
+    torn = shutil.copytree(folder.checkpoint(3, 1), folder.checkpoint(1_000_000, 1))
     (torn / "draft.safetensors").write_bytes(b"torn")
     run_to_the_end(folder)
     ledger = Run.open(folder.path).open_ledger()
