@@ -1,5 +1,7 @@
 """The local pool binds what it leased, and leases nothing twice."""
 
+import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +13,10 @@ from infra.locks import hold
 from infra.pools.base import PoolBusyError, PoolSpec
 from infra.pools.local import LocalPools, cores
 from infra.processes import Owner
+from infra.refusal import Refusal
 
 GPUS = ("GPU-aa", "GPU-bb", "GPU-cc", "GPU-dd")
+NOBODY = 65534
 SHOW = ["sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES|$OMP_NUM_THREADS|$OMP_WAIT_POLICY"']
 
 
@@ -86,6 +90,46 @@ def test_release_stops_what_was_started(tmp_path: Path) -> None:
     process = pool.launch("sleeper", ["sleep", "600"])
     pools.release("run")
     assert not psutil.pid_exists(process.pid)
+
+
+def test_users_of_one_machine_share_its_locks(public_folder: Path) -> None:
+    """A second user, where tests may become one; else another process of the same user, and the modes decide."""
+    locks = public_folder / "locks"
+    public_folder.chmod(0o1777)
+    first = LocalPools(GPUS[:2], locks)
+    first.acquire([PoolSpec("training", 1)], Owner("one", public_folder))
+    assert as_another_user(locks) == GPUS[1]
+    first.release("one")
+    assert as_another_user(locks) == GPUS[0]
+    for file in locks.iterdir():
+        assert stat.S_IMODE(file.stat().st_mode) == 0o666
+    assert stat.S_IMODE(locks.stat().st_mode) == 0o1777
+
+
+def as_another_user(locks: Path) -> str:
+    """The GPU that a process of nobody's is given."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            if os.getuid() == 0:
+                os.setgroups([])
+                os.setgid(NOBODY)
+                os.setuid(NOBODY)
+            (pool,) = LocalPools(GPUS[:2], locks).acquire([PoolSpec("training", 1)], Owner("two", locks))
+            os.write(write, pool.gpus[0].encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(write)
+    with os.fdopen(read) as answer:
+        return answer.read()
+
+
+def test_a_lock_that_another_user_keeps_to_itself_is_named_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "locks").symlink_to(tmp_path)
+    with pytest.raises(Refusal, match=r"the lock of GPU-aa cannot be taken .*mode 1777"):
+        LocalPools(GPUS, tmp_path / "locks").acquire([PoolSpec("training", 1)], Owner("run", tmp_path))
 
 
 STARTER = """

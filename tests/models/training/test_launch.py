@@ -10,7 +10,7 @@ import sys
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,9 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from infra.data_plane import start_trainer
+from infra.pools.local import LocalPool
+from infra.processes import Owner
 from infra.records import Progress
 from infra.run_folder import RunFolder
 from models.run import Run
@@ -101,6 +104,21 @@ def test_ranks_listen_on_loopback_alone_and_execute_nothing_that_they_are_sent(
     assert Run.open(folder.path).open_ledger().progress() == Progress(consumed=36)
 
 
+def test_a_trainer_that_meets_a_damaged_file_is_started_again(make_run: Callable[..., RunFolder]) -> None:
+    """A ValueError of a library is no refusal of input."""
+    folder = make_run("damaged", *SMALL)
+    folder.samples.write_text(folder.samples.read_text()[:-20])
+    events: list[str] = []
+    with closing(start_trainer(LocalPool(Owner("damaged", folder.logs)), folder, 1, 1)) as trainer:
+        deadline = time.monotonic() + WAIT_S
+        while not events and trainer.failure is None and time.monotonic() < deadline:
+            trainer.tend(print, events.append)
+            time.sleep(0.1)
+        assert trainer.failure is None
+    assert [event.partition(";")[0] for event in events] == ["trainer ended with exit code 1"]
+    assert "restart 1 of 5" in events[0]
+
+
 @pytest.mark.parametrize(
     ("failing", "status"),
     [("sys.exit(2)", 2), ("sys.exit(7)", 7), ("os.kill(os.getpid(), signal.SIGKILL)", 137)],
@@ -131,7 +149,7 @@ def test_ranks_that_all_end_well_end_the_launcher_well() -> None:
 def launched(then: str, first: str = "") -> Iterator[tuple["subprocess.Popen[str]", list[int]]]:
     """The launcher, and the process ids of its three ranks, which do `first`, report, do `then`, and stay."""
     setup = "import os, signal, sys, time; rank = int(os.environ['RANK'])"
-    script = "\n".join((setup, first, "print(os.getpid(), flush=True)", then, "time.sleep(600)"))
+    script = "\n".join((setup, first, "os.write(1, b'%d\\n' % os.getpid())", then, "time.sleep(600)"))
     command = [sys.executable, "-c", LAUNCH, sys.executable, "-c", script]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

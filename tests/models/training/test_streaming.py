@@ -110,6 +110,8 @@ def test_a_killed_and_resumed_run_equals_an_undisturbed_one(make_run, run_to_the
         process.communicate(timeout=30)
     before = Run.open(folder.path).open_ledger().progress()
     assert 0 < before.consumed + before.taken < 36
+    with folder.metrics.open("ab") as file:
+        file.write(b'{"step": 4, "lo\0\0\0')  # as a machine leaves it that dies while the line is written
     run_to_the_end(folder)
     assert Run.open(folder.path).open_ledger().progress() == Progress(consumed=36)
     assert losses(folder) == losses(undisturbed)
