@@ -119,7 +119,7 @@ def _forget_crashes(config: "RunConfig", folder: Path) -> None:
     from infra.run_folder import RunFolder
 
     run = RunFolder(folder)
-    with hold_run(run):
+    with hold_run(run, lambda line: print(line, file=sys.stderr)):
         if run.ledger_file.is_file() or config.ledger.url:
             with Ledger.open(config.ledger.url or run.ledger_url, run.name) as ledger:
                 ledger.forget_crashes()

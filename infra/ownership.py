@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 
 from infra.config import TransportConfig
 from infra.ledger.damage import set_aside_if_damaged
-from infra.locks import LockHeldError, hold, own_folder, sweep
+from infra.locks import Lock, LockHeldError, hold, own_folder, sweep
 from infra.processes import Owner
 from infra.refusal import Refusal
 from infra.run_folder import RunFolder
@@ -18,14 +18,21 @@ LOOK_S = 1.0
 
 
 @contextmanager
-def hold_run(folder: RunFolder) -> Iterator[None]:
-    """Hold the run's lock: nobody else runs it meanwhile. Raises Refusal where another process does."""
+def hold_run(folder: RunFolder, say: Callable[[str], None]) -> Iterator[Lock]:
+    """Hold the run's locks, so that nobody else runs it, and set a damaged ledger aside.
+
+    Yields the lock that supervisors inherit. Raises Refusal where another process owns the run.
+    """
     with ExitStack() as stack:
         try:
             stack.enter_context(hold(folder.run_lock, wait_s=LOOK_S))
+            # The supervisors of a killed owner hold this one until they have stopped its processes.
+            processes = stack.enter_context(hold(folder.path / "processes.lock", wait_s=LAST_PROCESSES_S))
         except LockHeldError as error:
             raise _owned_elsewhere(folder, error) from error
-        yield
+        if aside := set_aside_if_damaged(folder.ledger_file):
+            say(f"the ledger was damaged; it is now {aside}, and is rebuilt from the newest checkpoint")
+        yield processes
 
 
 def _owned_elsewhere(folder: RunFolder, error: LockHeldError) -> Refusal:
@@ -39,14 +46,10 @@ def own_run(folder: RunFolder, transport: TransportConfig, say: Callable[[str], 
     Raises Refusal where another process owns the run.
     """
     with ExitStack() as stack:
-        stack.enter_context(hold_run(folder))
+        locks = [stack.enter_context(hold_run(folder, say))]
         try:
-            # The supervisors of a killed owner hold this one until they have stopped its processes.
-            locks = [stack.enter_context(hold(folder.path / "processes.lock", wait_s=LAST_PROCESSES_S))]
             for gone in sweep(shared_memory_folder()):
                 say(f"removed {gone}, whose owner is gone")
-            if aside := set_aside_if_damaged(folder.ledger_file):
-                say(f"the ledger was damaged; it is now {aside}, and is rebuilt from the newest checkpoint")
             folders = []
             objects = objects_folder(transport, folder).parent
             if objects == folder.path and transport.kind != "stored":
