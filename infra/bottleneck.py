@@ -5,7 +5,7 @@ Used by the trainer's progress line, by `draftsmith status`, by the report, and 
 
 import time
 
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DBAPIError
 
 from infra.ledger.ledger import Ledger
 from infra.ledger.schema import LEASED, PENDING
@@ -113,7 +113,7 @@ class StallWatch:
         try:
             captured = self._ledger.capture_rates().tokens
             seen = (self._ledger.progress(), captured)
-        except OperationalError as error:
+        except DBAPIError as error:
             if now - self._since > self._stall_s:
                 raise StallError(f"the ledger has not answered for {now - self._since:.0f} s: {error.orig}") from error
             return

@@ -21,7 +21,9 @@ from infra.refusal import Refusal
 from infra.shareable import without_passwords
 
 BUSY_TIMEOUT_S = 60
-"""How long a process waits for another one's transaction before it gives up."""
+"""How long SQLite waits for another process's transaction."""
+LOCKED_S = 600.0
+"""How long a process waits for a SQLite file that another program keeps locked, a backup for instance."""
 
 POSTGRESQL = {
     "connect_timeout": 10,
@@ -32,8 +34,22 @@ POSTGRESQL = {
 }
 """Of libpq: a server that has vanished without a word is given up within half a minute."""
 
+SESSION = {
+    # A client that freezes inside a transaction holds the run's row: its session is ended, and the lock with it.
+    "idle_in_transaction_session_timeout": 30_000,
+    # Longer than that, or those who wait for a frozen client would give up before it is gone.
+    "lock_timeout": 120_000,
+    "statement_timeout": 300_000,
+    # In seconds: a client whose machine has vanished is given up too.
+    "tcp_keepalives_idle": 10,
+    "tcp_keepalives_interval": 5,
+    "tcp_keepalives_count": 3,
+}
+"""Of every PostgreSQL session, in milliseconds where nothing else is said."""
+
 DRIVER = "postgresql+psycopg"
 SERVER_S = 30.0
+"""How long a server that does not answer is waited for: it may be restarting."""
 POLL_S = 0.2
 
 PENDING, LEASED, READY = "pending", "leased", "ready"
@@ -143,10 +159,7 @@ def open_engine(url: str) -> sa.Engine:
     except ArgumentError as error:
         raise Refusal(f"ledger.url {shown!r} is no database URL: write sqlite:////absolute/path.sqlite") from error
     if address.get_backend_name() == "postgresql":
-        # A connection that was lost is noticed, and made anew, before a transaction begins on it.
-        address = address.set(drivername=DRIVER)
-        engine = sa.create_engine(address, pool_pre_ping=True, connect_args=POSTGRESQL)
-        _wait_until_there(engine)
+        engine = _postgresql_engine(address.set(drivername=DRIVER))
     elif address.get_backend_name() == "sqlite" and address.database not in (None, "", ":memory:"):
         engine = _sqlite_engine(address, Path(str(address.database)))
     else:
@@ -174,17 +187,38 @@ def check_server(url: str) -> None:
         ) from error
 
 
-def _wait_until_there(engine: sa.Engine) -> None:
-    """A server that is just being started again is waited for. Raises OperationalError when it does not come."""
-    deadline = time.monotonic() + SERVER_S
+def _postgresql_engine(address: sa.URL) -> sa.Engine:
+    # A connection that was lost is noticed, and made anew, before a transaction begins on it.
+    engine = sa.create_engine(address, pool_pre_ping=True, connect_args=POSTGRESQL)
+    event.listen(engine, "do_connect", _connect_when_there)
+    event.listen(engine, "connect", _set_up_postgresql)
+    return engine
+
+
+def _connect_when_there(dialect: Any, _record: Any, arguments: Any, options: Any) -> Any:
+    """A connection to a server that may be restarting. Raises the driver's OperationalError when it does not come."""
+    deadline, is_waiting = time.monotonic() + SERVER_S, False
     while True:
         try:
-            engine.connect().close()
-            return
-        except OperationalError:
+            return dialect.connect(*arguments, **options)
+        except dialect.loaded_dbapi.OperationalError as error:
             if time.monotonic() > deadline:
                 raise
+            reason = str(error).splitlines()[0]
+        if not is_waiting:
+            where = f"{options.get('host', 'localhost')}:{options.get('port', 5432)}"
+            print(
+                f"the ledger's database at {where} does not answer; waiting up to {SERVER_S:g} s: {reason}", flush=True
+            )
+        is_waiting = True
         time.sleep(POLL_S)
+
+
+def _set_up_postgresql(connection: Any, _record: Any) -> None:
+    with connection.cursor() as cursor:
+        for name, value in SESSION.items():
+            cursor.execute(f"SET {name} = {value}")
+    connection.commit()
 
 
 def lock_schema(connection: sa.Connection) -> None:
@@ -218,8 +252,25 @@ def _set_up_sqlite(connection: Any, record: Any) -> None:
 
 
 def _begin_sqlite(connection: sa.Connection) -> None:
-    reads = connection.get_execution_options().get("reads", False)
-    connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
+    if connection.get_execution_options().get("reads", False):
+        connection.exec_driver_sql("BEGIN")
+        return
+    deadline, is_waiting = time.monotonic() + LOCKED_S, False
+    while True:
+        try:
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+            return
+        except OperationalError as error:
+            # Nothing has begun, so nothing is lost by asking again.
+            if getattr(error.orig, "sqlite_errorcode", None) != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+        if not is_waiting:
+            print(
+                f"the ledger {connection.engine.url.database} is locked by another program; waiting up to "
+                f"{LOCKED_S:g} s",
+                flush=True,
+            )
+        is_waiting = True
 
 
 # fmt: off

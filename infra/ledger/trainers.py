@@ -94,6 +94,11 @@ class TrainerSide(Transactions):
             self._update_run(connection, crashes=0, crash_step=NO_STEP)
             return consumed
 
+    def excuse(self, incarnation: int) -> None:
+        """The trainer ends because of a fault of the machine: `resume` does not count this end as a crash."""
+        with self._write(incarnation) as (connection, _):
+            self._update_run(connection, training=False)
+
     def finish(self, incarnation: int) -> None:
         """The last checkpoint is committed: generators may stop."""
         with self._write(incarnation) as (connection, _):

@@ -15,13 +15,16 @@ import lightning
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import Callback
+from sqlalchemy.exc import DBAPIError
 
+from infra.bottleneck import StallError
 from infra.exit import die_with_parent, run_main
 from infra.files import write_atomically
 from infra.ledger.answers import Resume
 from infra.ledger.ledger import Ledger
 from infra.records import TrainingResult
 from infra.refusal import Refusal
+from infra.transport.base import TransferError
 from models.drafts.base import Draft, TargetProjection
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
@@ -38,6 +41,10 @@ from models.training.sharding import strategy, whole
 from models.training.start import load_start
 from models.training.stream import MicroBatch, StepStream
 from models.training.takeover import take_over
+
+MACHINE_FAULTS = (DBAPIError, OSError, StallError, TransferError)
+"""What ends a trainer without being the fault of the step that it trains, so that `RepeatedCrash` does not count it.
+Restarts are bounded all the same (infra.keep_running)."""
 
 
 class StepEnd(Callback):
@@ -238,7 +245,11 @@ def main() -> None:
     if control.rank == 0:
         print(f"trainer ready after {time.monotonic() - started:.1f} s: {trainer.total_steps} steps", flush=True)
         print(f"samples arrive {trainer.stream.fetcher.words}", flush=True)
-    result = trainer.fit()
+    try:
+        result = trainer.fit()
+    except MACHINE_FAULTS:
+        trainer.ledger.excuse(trainer.resume.incarnation)
+        raise
     if control.rank == 0:
         print(f"trained {result.steps} steps on {result.tokens} tokens in {result.wall_s:.0f} s", flush=True)
     control.close()

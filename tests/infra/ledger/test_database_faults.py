@@ -1,0 +1,138 @@
+"""A database that is frozen, restarted or locked by somebody else: nobody is blocked for ever, and nothing is lost."""
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy.exc import OperationalError
+
+from infra.ledger import schema
+from infra.ledger.ledger import Ledger
+from infra.ledger.schema import runs
+from infra.postgres import PostgresServer
+from infra.processes import Owner
+from infra.records import SampleSlot
+
+SLOTS = [SampleSlot(ordinal=i, sample=i, tokens=1) for i in range(4)]
+FROZEN = """
+import sys
+from sqlalchemy.exc import DBAPIError
+from infra.ledger import schema
+from infra.ledger.ledger import Ledger
+
+schema.SESSION["idle_in_transaction_session_timeout"] = 1000
+ledger = Ledger.open(sys.argv[1], "run")
+try:
+    with ledger._write() as (connection, _):
+        print("inside", flush=True)
+        sys.stdin.readline()
+        connection.exec_driver_sql("SELECT 1")
+except DBAPIError as error:
+    print("lost:", error.orig, flush=True)
+print("leased", [lease.ordinal for lease in ledger.lease("frozen", 1)], flush=True)
+"""
+
+
+def filled(url: str) -> Ledger:
+    ledger = Ledger.open(url, "run")
+    ledger.create_run(budget_bytes=100, bytes_per_token=10, lease_seconds=60, max_attempts=2, order="strict")
+    ledger.open_epoch(None, 0, SLOTS)
+    return ledger
+
+
+def test_a_client_that_is_frozen_inside_a_transaction_blocks_nobody(postgres: PostgresServer) -> None:
+    """The server ends its session; once continued, the client is told so and makes a new connection."""
+    url = postgres.make_database(uuid.uuid4().hex)
+    with filled(url) as ledger, ThreadPoolExecutor(1) as thread:
+        command = [sys.executable, "-c", FROZEN, url]
+        frozen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        try:
+            assert frozen.stdout is not None
+            assert frozen.stdout.readline() == "inside\n"
+            os.kill(frozen.pid, signal.SIGSTOP)
+            leases = thread.submit(ledger.lease, "other", 1)
+            assert [lease.ordinal for lease in leases.result(60)] == [0]
+            os.kill(frozen.pid, signal.SIGCONT)
+            output, _ = frozen.communicate("go on\n", timeout=60)
+        finally:
+            frozen.kill()
+        lost, leased = output.splitlines()[-2:]
+        assert "idle-in-transaction timeout" in output
+        assert lost.startswith("lost:") or "lost:" in output
+        assert leased == "leased [1]"
+
+
+def test_every_session_has_bounds(postgres: PostgresServer) -> None:
+    with filled(postgres.make_database(uuid.uuid4().hex)) as ledger, ledger._read() as connection:
+        for name, milliseconds in schema.SESSION.items():
+            shown = sa.text("SELECT setting FROM pg_settings WHERE name = :name")
+            assert int(connection.execute(shown, {"name": name}).scalar_one()) == milliseconds
+
+
+@pytest.fixture
+def own_postgres(public_folder: Path) -> Iterator[PostgresServer]:
+    server = PostgresServer(public_folder / "postgres", Owner("tests", public_folder / "logs"))
+    yield server
+    server.stop()
+
+
+def test_a_database_that_is_restarted_is_waited_for(own_postgres: PostgresServer, capsys) -> None:
+    with filled(own_postgres.make_database("ledger")) as ledger:
+        own_postgres.kill()
+        back = threading.Timer(0.5, own_postgres.start)
+        back.start()
+        assert [lease.ordinal for lease in ledger.lease("g", 1)] == [0]
+        back.join()
+        said = capsys.readouterr().out
+        assert f"the ledger's database at {own_postgres.host}:{own_postgres.port} does not answer" in said
+
+
+@pytest.fixture
+def locked(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ledger, Callable[[], None]]]:
+    """A ledger whose file another program has locked, and what ends that."""
+    monkeypatch.setattr(schema, "BUSY_TIMEOUT_S", 0.2)
+    with filled(sqlite_url) as ledger:
+        other = sqlite3.connect(sqlite_url.removeprefix("sqlite:///"), isolation_level=None, check_same_thread=False)
+        other.execute("BEGIN IMMEDIATE")
+        yield ledger, lambda: other.execute("ROLLBACK") and None
+        other.close()
+
+
+def test_a_file_that_is_locked_for_longer_than_sqlite_waits_is_waited_for(
+    locked: tuple[Ledger, Callable[[], None]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger, unlock = locked
+    with ThreadPoolExecutor(1) as thread:
+        leases = thread.submit(ledger.lease, "g", 1)
+        said = ""
+        while "is locked by another program" not in said and not leases.done():
+            said += capsys.readouterr().out
+        unlock()
+        assert [lease.ordinal for lease in leases.result(60)] == [0]
+    assert "ledger.sqlite is locked by another program; waiting up to 600 s" in said
+
+
+def test_the_wait_for_a_locked_file_ends(
+    locked: tuple[Ledger, Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schema, "LOCKED_S", 0.5)
+    with pytest.raises(OperationalError, match="database is locked"):
+        locked[0].lease("g", 1)
+
+
+def test_a_fault_of_the_machine_is_no_crash_of_the_trainer(sqlite_url: str) -> None:
+    with filled(sqlite_url) as ledger:
+        for _ in range(5):
+            incarnation = ledger.resume(lambda _: True, lambda _: True).incarnation
+            ledger.excuse(incarnation)
+        with ledger._read() as connection:
+            assert connection.execute(sa.select(runs.c.crashes)).scalar_one() == 0
