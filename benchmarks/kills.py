@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
+from prefect_requests import ask
 from soak import draftsmith, environment_of
 
 from infra.exit import run_main
@@ -69,8 +69,7 @@ class Kill:
 
 
 def api(path: str, body: dict[str, Any] | None = None) -> Any:
-    url = f"{os.environ['PREFECT_API_URL']}/{path}"
-    return httpx.request("GET" if body is None else "POST", url, json=body, timeout=60).raise_for_status().json()
+    return ask(path, body)
 
 
 def until(condition: Callable[[], Any], what: str) -> float:

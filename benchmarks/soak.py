@@ -26,9 +26,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import yaml
+from prefect_requests import ask
 from soak_serving import LOOKAHEAD, Engine, count, engine
 
 from infra.drift.scrape import Counters
@@ -100,8 +100,7 @@ class Soak:
         return self.folder / "requests"
 
     def api(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        url = f"{os.environ['PREFECT_API_URL']}/{path}"
-        return httpx.request("GET" if body is None else "POST", url, json=body, timeout=60).raise_for_status().json()
+        return ask(path, body)
 
     def submit(self, flow: str, **parameters: object) -> dict[str, Any]:
         """Run a deployment to its end."""

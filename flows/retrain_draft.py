@@ -6,6 +6,7 @@ from models.config import RunConfig
 from tasks.benchmark import benchmark_draft, benchmark_served
 from tasks.export import export_draft
 from tasks.generators import generating
+from tasks.limits import only_training_of_its_draft
 from tasks.planning import plan_run
 from tasks.pools import lease
 from tasks.prepare import fetch_start, prepare_samples, prepare_target, regenerate_text
@@ -28,7 +29,7 @@ def retrain(config: RunConfig, run: str | None = None) -> str:
 
     Returns the run folder's path.
     """
-    with open_run(config, run) as opened, tracked(opened) as tracking:
+    with open_run(config, run) as opened, only_training_of_its_draft(opened), tracked(opened) as tracking:
         target = prepare_target(opened)
         fetch_start(opened)
         if config.data.regeneration:

@@ -60,7 +60,7 @@ def up(
         up_now = running.enter_context(stack(folder, owner, ports, _say))
         write_environment(folder / "environment", up_now.environment)
         (folder / "addresses").write_text(_where(ports))
-        print(f"{_where(ports)}\n\nTo work with it:\n  source {folder / 'environment'}\nCtrl-C stops it.", flush=True)
+        print(f"{_where(ports)}\n\n{_how_to_use(folder)}\nCtrl-C stops it.", flush=True)
         while not stop.wait(POLL_S) and not (folder / "stop").exists():
             up_now.tend(_say)
         print("stopping", flush=True)
@@ -106,8 +106,13 @@ def _start_in_background(folder: Path, prefect_port: int | None, mlflow_port: in
         if time.monotonic() > deadline:
             raise Refusal(f"it is not up after {START_S:g} s: look at {log}")
         time.sleep(POLL_S)
-    print(
-        f"{addresses.read_text()}\n\nTo work with it:\n  source {folder / 'environment'}\n`draftsmith down` stops it."
+    print(f"{addresses.read_text()}\n\n{_how_to_use(folder)}\n`draftsmith down` stops it.")
+
+
+def _how_to_use(folder: Path) -> str:
+    return (
+        f"Prefect's page asks once for a credential: it is in {folder / 'prefect-credential'}\n"
+        f"Commands take it, and the addresses, after\n  source {folder / 'environment'}"
     )
 
 

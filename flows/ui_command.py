@@ -19,11 +19,13 @@ from infra.processes import Owner
 from infra.refusal import Refusal
 from infra.servers import (
     ANSWER_S,
+    AUTH_STRING,
     GRACE_S,
     MLFLOW_PORT,
     POLL_S,
     PREFECT_PORT,
     Server,
+    new_credential,
     start_mlflow,
     start_prefect,
     wait_until_up,
@@ -40,8 +42,9 @@ def ui(
 
     prefect, mlflow = _prefect_elsewhere(prefect_port), _mlflow_elsewhere()
     if prefect and mlflow:
-        _print_addresses(prefect, mlflow)
+        _print_addresses(prefect, mlflow, "")
         return
+    credential = new_credential()
     with ExitStack() as stack:
         stop = stack.enter_context(told_to_stop())
         status = stack.enter_context(Console(stderr=True).status("starting (half a minute the first time)"))
@@ -51,7 +54,8 @@ def ui(
         if prefect is None:
             # Flows may be pointed to a server of this machine that has ended: `_prefect_elsewhere` found it silent.
             usual = urlsplit(prefect_api_url() or "").port or PREFECT_PORT
-            prefect = start_prefect(owner, *free_port("--prefect-port", prefect_port, usual, ports))
+            port, note = free_port("--prefect-port", prefect_port, usual, ports)
+            prefect = start_prefect(owner, port, credential, note)
             stack.callback(prefect.stop)
         if mlflow is None and not stop.is_set():
             mlflow = start_mlflow(owner, *free_port("--mlflow-port", mlflow_port, MLFLOW_PORT, ports))
@@ -60,7 +64,7 @@ def ui(
             return
         status.stop()
         (owner.logs / "addresses").write_text(f"Prefect {prefect.address}, MLflow {mlflow.address}")
-        _print_addresses(prefect, mlflow)
+        _print_addresses(prefect, mlflow, credential)
         while not stop.wait(POLL_S):
             for server in (prefect, mlflow):
                 server.check()
@@ -109,14 +113,15 @@ def _mlflow_elsewhere() -> Server | None:
     )
 
 
-def _print_addresses(prefect: Server, mlflow: Server) -> None:
+def _print_addresses(prefect: Server, mlflow: Server, credential: str) -> None:
     print(f"Prefect  {prefect.address}  runs, their tasks, logs and reports")
     print(f'MLflow   {mlflow.address}  press "Model training" there: curves (Experiments), drafts (Model registry)')
     for server in (prefect, mlflow):
         if server.note:
             print(f"{server.name} {server.note}.")
     if prefect.process:
-        print("\nRuns show up as they are; they start sooner and report straight to this server after")
-        print(f"  export PREFECT_API_URL={prefect.address}/api")
+        print(f"\nPrefect's page asks once for a credential: {credential}")
+        print("Runs show up as they are; they start sooner and report straight to this server after")
+        print(f"  export PREFECT_API_URL={prefect.address}/api {AUTH_STRING}={credential}")
     if prefect.process or mlflow.process:
         print("\nCtrl-C stops what was started here.", flush=True)

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,8 @@ from infra.refusal import Refusal
 from infra.settings import prefect_api_url, runs_folder, tracking_uri, use_private_prefect_api
 
 PREFECT_PORT, MLFLOW_PORT = 4200, 5000
+AUTH_STRING = "PREFECT_API_AUTH_STRING"
+"""The variable from which Prefect's clients take their credential."""
 START_S = 300.0
 """Making both databases took 25 s on two idle cores."""
 ANSWER_S = 2.0
@@ -79,11 +82,28 @@ class Server:
             self.process.stop()
 
 
-def start_prefect(owner: Owner, port: int, note: str = "", settings: Mapping[str, str] | None = None) -> Server:
-    """Prefect's server; without `settings` over its home database, in which runs made without a server are, too."""
+def new_credential() -> str:
+    """A user and password for a Prefect server's API, as `PREFECT_API_AUTH_STRING` holds them."""
+    return f"draftsmith:{secrets.token_urlsafe(24)}"
+
+
+def start_prefect(
+    owner: Owner, port: int, credential: str, note: str = "", settings: Mapping[str, str] | None = None
+) -> Server:
+    """Prefect's server; without `settings` over its home database, in which runs made without a server are, too.
+
+    Whoever may call its API can start commands through the deployments' work pools, so it answers only requests with
+    `credential`, and no page of another origin may ask it (other users of the machine, a web page in a browser here).
+    """
     address = f"http://{HOST}:{port}"
+    guarded = {
+        AUTH_STRING: credential,
+        "PREFECT_SERVER_API_AUTH_STRING": credential,
+        "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": f"{address},http://localhost:{port}",
+        "PREFECT_SERVER_API_CSRF_PROTECTION_ENABLED": "true",
+    }
     # The page asks the API at this address: one left over from elsewhere would show nothing.
-    environment = _unless_set(PREFECT) | {"PREFECT_API_URL": f"{address}/api", **(settings or {})}
+    environment = _unless_set(PREFECT) | {"PREFECT_API_URL": f"{address}/api", **guarded, **(settings or {})}
     command = module("prefect", "server", "start", "--host", HOST, "--port", str(port))
     process = start("prefect-server", command, owner, environment, grace_s=GRACE_S)
     return Server("Prefect", address, process, f"{address}/api/health", note)
@@ -92,7 +112,12 @@ def start_prefect(owner: Owner, port: int, note: str = "", settings: Mapping[str
 def start_mlflow(owner: Owner, port: int, note: str = "", settings: Mapping[str, str] | None = None) -> Server:
     """MLflow's server; without `settings` over the runs' database and files."""
     address = f"http://{HOST}:{port}"
-    environment = _unless_set(MLFLOW) | dict(_runs_store() if settings is None else settings)
+    guarded = {
+        # Also refuses names that a foreign page has let point to this machine (DNS rebinding).
+        "MLFLOW_SERVER_ALLOWED_HOSTS": f"{HOST}:{port},localhost:{port}",
+        "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": f"{address},http://localhost:{port}",
+    }
+    environment = _unless_set(MLFLOW) | guarded | dict(_runs_store() if settings is None else settings)
     command = module("mlflow", "server", "--workers", "1", "--host", HOST, "--port", str(port))
     process = start("mlflow-server", command, owner, environment, grace_s=GRACE_S)
     return Server("MLflow", address, process, f"{address}/health", note)
@@ -141,10 +166,11 @@ def prefect_api() -> Iterator[None]:
     if prefect_api_url() is not None:
         yield
         return
-    server = start_prefect(Owner("prefect", runs_folder() / ".servers"), any_free_port())
+    credential = new_credential()
+    server = start_prefect(Owner("prefect", runs_folder() / ".servers"), any_free_port(), credential)
     # After Prefect's own exit handlers, which still send logs: those are registered later, so they run before.
     atexit.register(server.stop)
-    use_private_prefect_api(f"{server.address}/api")
+    use_private_prefect_api(f"{server.address}/api", credential)
     yield
     wait_until_up([server])
 

@@ -151,9 +151,10 @@ def use_heartbeats() -> None:
     os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")
 
 
-def use_private_prefect_api(url: str) -> None:
+def use_private_prefect_api(url: str, credential: str) -> None:
     """Point this process, and what it starts, to a Prefect server that ends with it."""
     os.environ["PREFECT_API_URL"] = url
+    os.environ["PREFECT_API_AUTH_STRING"] = credential
     os.environ["DRAFTSMITH_PRIVATE_PREFECT"] = "1"
 
 

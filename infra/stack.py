@@ -17,7 +17,7 @@ from infra.ports import HOST
 from infra.postgres import PostgresServer
 from infra.processes import Owner, Process, module, start
 from infra.s3_server import S3Server
-from infra.servers import Server, start_mlflow, start_prefect, wait_until_up
+from infra.servers import AUTH_STRING, Server, new_credential, start_mlflow, start_prefect, wait_until_up
 
 BUCKET = "draftsmith"
 DEPLOY_S = 180.0
@@ -79,18 +79,20 @@ def stack(folder: Path, owner: Owner, ports: StackPorts, say: Callable[[str], No
         keep("S3", s3.start, s3.process)
         _make_bucket(s3)
         prefect, mlflow = f"http://{HOST}:{ports.prefect}", f"http://{HOST}:{ports.mlflow}"
+        credential = _credential(folder / "prefect-credential")
         environment = {
             "PREFECT_API_URL": f"{prefect}/api",
+            AUTH_STRING: credential,
             "MLFLOW_TRACKING_URI": mlflow,
             **s3.access.environment,
         }
         flows, drafts = environment | _prefect_store(postgres), environment | _mlflow_store(postgres)
         servers = [
-            serve(lambda: start_prefect(owner, ports.prefect, settings=flows)),
+            serve(lambda: start_prefect(owner, ports.prefect, credential, settings=flows)),
             serve(lambda: start_mlflow(owner, ports.mlflow, settings=drafts)),
         ]
         wait_until_up(servers[:1])
-        _deploy(owner, environment)
+        _deploy(owner, folder, environment)
         wait_until_up(servers[1:])
         # Clean-up runs there, and only with MLflow's own database can it remove deleted rows.
         clean_up = environment | {MLFLOW_DATABASE: drafts[MLFLOW_DATABASE]}
@@ -99,6 +101,13 @@ def stack(folder: Path, owner: Owner, ports: StackPorts, say: Callable[[str], No
             keep(f"worker of {pool}", lambda pool=pool, settings=settings: _start_worker(owner, pool, settings))
         say("everything is up")
         yield Stack(kept, environment)
+
+
+def _credential(file: Path) -> str:
+    """Prefect's, the same after a restart, so that shells and browsers that have it stay logged in."""
+    if not file.exists():
+        write_atomically(file, new_credential(), mode=0o600)
+    return file.read_text()
 
 
 def _make_bucket(s3: S3Server) -> None:
@@ -128,15 +137,9 @@ def _start_worker(owner: Owner, pool: str, environment: Mapping[str, str]) -> Pr
     return start(f"worker-{pool}", command, owner, {**environment, **WORKER}, grace_s=GRACE_S)
 
 
-def _deploy(owner: Owner, environment: Mapping[str, str]) -> None:
-    """Work pools and deployments; those that are there are brought up to date."""
-    for pool in WORK_POOLS:
-        _prefect(owner, environment, "work-pool", "create", pool, "--type", "process", "--overwrite")
-    _prefect(owner, environment, "--no-prompt", "deploy", "--all")
-
-
-def _prefect(owner: Owner, environment: Mapping[str, str], *arguments: str) -> None:
-    process = start("prefect-deploy", module("prefect", *arguments), owner, environment)
+def _deploy(owner: Owner, folder: Path, environment: Mapping[str, str]) -> None:
+    """Work pools and deployments of prefect.yaml; what the operator changed of them stays."""
+    process = start("prefect-deploy", module("tasks.deployments", folder), owner, environment)
     try:
         process.wait(DEPLOY_S)
     finally:

@@ -6,6 +6,9 @@ from contextlib import contextmanager
 from prefect.client.orchestration import get_client
 from prefect.concurrency.sync import concurrency
 
+from infra.settings import prefect_is_private
+from tasks.run import OpenRun
+
 LEASE_S = 60.0
 """A flow that was killed gives its turn back after so long."""
 
@@ -22,4 +25,20 @@ def occupy(limit: str, slots: int, of: int, wait_s: float) -> Iterator[None]:
     with concurrency(
         limit, slots, timeout_seconds=wait_s, lease_duration=LEASE_S, strict=True, raise_on_lease_renewal_failure=False
     ):
+        yield
+
+
+@contextmanager
+def only_training_of_its_draft(run: OpenRun) -> Iterator[None]:
+    """Wait until no other flow of this server trains the same registered draft.
+
+    A weekly run and one that a drift started would otherwise train side by side, and each would be compared with a
+    champion that the other may replace. A server that ends with this command has no other flows.
+
+    Raises TimeoutError after `pools.wait_hours`.
+    """
+    if prefect_is_private():
+        yield
+        return
+    with occupy(f"training-of-{run.draft_name}", 1, 1, 3600 * run.config.pools.wait_hours):
         yield

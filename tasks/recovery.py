@@ -7,10 +7,11 @@ from uuid import UUID
 
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.deployments import run_deployment
 from prefect.events import emit_event
+from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Crashed
 
 from infra.recovery import ATTEMPTS, is_owned, newest_step, note_recovery
@@ -27,9 +28,14 @@ class DeadRun:
 
     flow_run: UUID
     name: str
-    deployment: UUID | None
+    deployment: UUID
     parameters: dict[str, Any]
     tags: tuple[str, ...]
+
+    @property
+    def restarts(self) -> int:
+        """How often its run was started again before, as the tags of its flow runs count."""
+        return max((int(tag.removeprefix(RESTART)) for tag in self.tags if tag.startswith(RESTART)), default=0)
 
     @property
     def folder(self) -> RunFolder | None:
@@ -42,6 +48,18 @@ class DeadRun:
         return newest_step(folder, read_config(folder.config).ledger.url) if folder else 0
 
 
+ENTRYPOINTS = frozenset(
+    {
+        "flows.retrain_draft.retrain",
+        "flows.regenerate_text.regenerate",
+        "flows.promote_draft.promote",
+        "flows.benchmark_champion.benchmark_champion",
+    }
+)
+"""Of the deployments whose runs can be resumed. A deployment is ours by one of these and the tag."""
+TAG = "draftsmith"
+RESTART = "restart-"
+"""Begins the tag of a flow run that was started again; the number of the restart follows."""
 ENDING_S = 15.0
 """A flow lets go of its run a moment before the server hears how it ended."""
 GIVEN_UP = "draftsmith.run.given-up"
@@ -50,12 +68,16 @@ GIVEN_UP = "draftsmith.run.given-up"
 
 @task(name="look at the dead run", retries=2, retry_delay_seconds=5, cache_policy=NO_CACHE)
 def look_at(flow_run: str) -> DeadRun | None:
-    """The flow run, if it is really dead and to be gone on with.
+    """The flow run, if it belongs to one of our deployments, is really dead, and is to be resumed.
 
-    One whose heartbeats ended is set to Crashed, or to Cancelled where a person had said so.
+    One whose heartbeats ended is set to Crashed, or to Cancelled where a person had cancelled it.
     """
     with get_client(sync_client=True) as client:
         found = client.read_flow_run(UUID(flow_run))
+        if not _is_ours(client, found):
+            get_run_logger().info("%s is not a run of Draftsmith's deployments: it is left alone", found.name)
+            return None
+        assert found.deployment_id
         dead = DeadRun(found.id, found.name, found.deployment_id, found.parameters, tuple(found.tags))
         if dead.folder and is_owned(dead.folder):
             get_run_logger().warning("%s lives: a process still runs %s", dead.name, dead.folder.name)
@@ -76,6 +98,17 @@ def look_at(flow_run: str) -> DeadRun | None:
     return dead
 
 
+def _is_ours(client: SyncPrefectClient, flow_run: FlowRun) -> bool:
+    """Others may have a flow of the same name on the same server."""
+    if flow_run.deployment_id is None:
+        return False
+    try:
+        deployment = client.read_deployment(flow_run.deployment_id)
+    except ObjectNotFound:  # it was deleted while its run went on
+        return False
+    return TAG in deployment.tags and deployment.entrypoint in ENTRYPOINTS
+
+
 @task(
     name="start it again",
     retries=2,
@@ -83,36 +116,42 @@ def look_at(flow_run: str) -> DeadRun | None:
     retry_condition_fn=worth_retrying,
     cache_policy=NO_CACHE,
 )
-def start_again(dead: DeadRun) -> str | None:
-    """Submit the same deployment with the same run to go on with; the new flow run's id.
+def start_again(dead: DeadRun) -> str:
+    """Submit the same deployment to resume the same run; the new flow run's id.
 
-    None where it was started without a deployment. Raises Refusal, after an event for people, where the run died so
-    often at the same checkpoint that a person has to look.
+    Raises Refusal, after an event for people, where the run died so often without progress that a person has to look:
+    ATTEMPTS restarts at the same checkpoint, or ATTEMPTS restarts before it had made a run folder.
     """
     folder = dead.folder
-    if dead.deployment is None:
-        run = folder.name if folder else "it had made no run yet"
-        get_run_logger().warning("%s was started by hand: go on by draftsmith retrain --resume (%s)", dead.name, run)
-        return None
-    if folder and not note_recovery(folder, str(dead.flow_run), dead.step()):
+    may = note_recovery(folder, str(dead.flow_run), dead.step()) if folder else dead.restarts < ATTEMPTS
+    if not may:
         emit_event(
             GIVEN_UP,
             {"prefect.resource.id": f"prefect.flow-run.{dead.flow_run}", "prefect.resource.name": dead.name},
-            payload={"run": folder.name},
+            payload={"run": folder.name if folder else ""},
         )
-        raise Refusal(
-            f"run {folder.name} died {ATTEMPTS + 1} times without a new checkpoint: read {folder.logs}, mend what is "
-            f"wrong, then start it again by draftsmith retrain --resume {folder.name}"
-        )
+        raise Refusal(_given_up(dead, folder))
     parameters = dead.parameters | ({"run": folder.name} if folder else {})
     submitted = run_deployment(
         dead.deployment,
         parameters=parameters,
         timeout=0,
         as_subflow=False,
-        tags=[*dead.tags, "recovered"],
+        tags=[*(tag for tag in dead.tags if not tag.startswith(RESTART)), f"{RESTART}{dead.restarts + 1}"],
         idempotency_key=f"recover-{dead.flow_run}",
     )
     assert isinstance(submitted, FlowRun)
-    get_run_logger().info("%s goes on as %s", folder.name if folder else dead.name, submitted.name)
+    get_run_logger().info("%s is resumed as %s", folder.name if folder else dead.name, submitted.name)
     return str(submitted.id)
+
+
+def _given_up(dead: DeadRun, folder: RunFolder | None) -> str:
+    if folder is None:
+        return (
+            f"{dead.name} died {ATTEMPTS + 1} times before it had made a run folder: read its worker's log, correct "
+            "the cause, then start the deployment again"
+        )
+    return (
+        f"run {folder.name} died {ATTEMPTS + 1} times without a new checkpoint: read {folder.logs}, correct the "
+        f"cause, then resume it with `draftsmith retrain --resume {folder.name}`"
+    )

@@ -31,7 +31,7 @@ def remove_tracked_runs(keep_runs: int, keep_checkpoints: int, trash_days: float
     removed = remove_old_tracking(uri, keep_runs, keep_checkpoints)
     logger.info("removed from MLflow: %d runs, %d checkpoints", len(removed.runs), removed.checkpoints)
     if database:
-        empty_trash(uri, database, trash_days)
+        empty_trash(database, trash_days)
     else:
         logger.info("MLflow's database is not known here: on its server, schedule `mlflow gc --older-than 30d`")
     return len(removed.runs)

@@ -44,6 +44,12 @@ CLASHES = (
         "Prefect's server dies at import: Body() got an unexpected keyword argument 'min_items'",
         "pip install 'fastapi>=0.139,<0.151'",
     ),
+    Clash(
+        {"prefect": "<3.9", "sqlalchemy": ">=2.1"},
+        "problem",
+        "Prefect's scheduler fails in every pass (Can't evaluate bulk DML statement), so that no schedule ever runs",
+        "pip install 'sqlalchemy<2.1'",
+    ),
     Clash({"torch": "<2.11"}, "problem", "too old for Draftsmith", "pip install 'torch>=2.11'"),
     Clash(
         {"sglang": "<0.5.23"},

@@ -53,13 +53,14 @@ def remove_old_tracking(uri: str, keep_runs: int, keep_checkpoints: int) -> Remo
     return removed
 
 
-def empty_trash(uri: str, database: str, days: float) -> None:
+def empty_trash(database: str, days: float) -> None:
     """Remove from MLflow's `database` the rows of everything that was deleted more than `days` ago (`mlflow gc`).
 
     Raises CalledProcessError with MLflow's own words, and TimeoutExpired.
     """
-    # By environment, not by option: the address may hold a password, and options are visible to other users.
-    environment = {**os.environ, "MLFLOW_BACKEND_STORE_URI": database, "MLFLOW_TRACKING_URI": uri}
+    # By environment, not by option: the address may hold a password, and options are visible to other users. As the
+    # tracking address, because `gc` does not read the variable of the backend store.
+    environment = {**os.environ, "MLFLOW_TRACKING_URI": database}
     command = [*module("mlflow", "gc"), "--older-than", f"{days:g}d"]
     subprocess.run(command, env=environment, check=True, stderr=subprocess.STDOUT, timeout=GC_TIMEOUT_S)
 

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,16 +13,24 @@ import psutil
 import pytest
 import yaml
 from mlflow import MlflowClient
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolUpdate
+from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from infra.files import write_atomically
 from infra.ledger.ledger import Ledger
+from infra.processes import Owner
 from infra.records import RegeneratedRecord, TargetRecord
 from infra.recovery import ATTEMPTS, Recoveries, Recovery, newest_step
 from infra.run_folder import RunFolder
 from infra.tracking.runs import TrackedRun
 from models.config import RunConfig, load_recipe
+from tasks.limits import only_training_of_its_draft
+from tasks.run import OpenRun
 
 ROOT = Path(__file__).parents[2]
+ROLLBACK = "roll a draft back that serves badly"
 STEPS, SAMPLES_PER_STEP = 160, 4
 SMALL = [
     "data.max_tokens=64",
@@ -208,12 +218,60 @@ def test_runs_share_no_gpu_and_wait_for_one(
     settings = [*SMALL, "training.max_steps=60", "pools.inference_gpus=1"]
     held: set[tuple[tuple[str, str], ...]] = set()
     with stack.worker(DRAFTSMITH_GPUS="GPU-a,GPU-b"):
-        runs = [submit("retrain", name, *settings) for name in names]
+        # Of different drafts: trainings of one wait for each other.
+        runs = [submit("retrain", name, *settings, f"tracking.registered_model=draft-{name}") for name in names]
         until(lambda: held.add(holders(stack, names)) or ended(stack, runs), "for three runs")
     assert [stack.get(f"flow_runs/{run}")["state"]["type"] for run in runs] == ["COMPLETED"] * 3, stack.log()
     assert all(len({gpu for _, gpu in at_once}) == len(at_once) for at_once in held), held
     assert max(map(len, held)) == 2, held
     assert {name for at_once in held for name, _ in at_once} == set(names)
+
+
+def test_only_one_run_trains_a_draft_at_a_time(stack: Any, tmp_path: Path) -> None:
+    def run(draft: str) -> OpenRun:
+        settings = [f"tracking.registered_model={draft}", "pools.wait_hours=0.0003"]
+        return OpenRun(load_recipe(ROOT / "recipes/tiny.yaml", settings), RunFolder(tmp_path), Owner("x", tmp_path))
+
+    with temporary_settings({PREFECT_API_URL: stack.api}), only_training_of_its_draft(run("draft-a")):
+        with only_training_of_its_draft(run("draft-b")):
+            pass
+        with pytest.raises((TimeoutError, ConcurrencySlotAcquisitionError)):
+            with only_training_of_its_draft(run("draft-a")):
+                raise AssertionError("two runs train one draft")
+
+
+def redeploy(stack: Any, folder: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "tasks.deployments", str(folder)], cwd=ROOT, env=stack.environment,
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_what_the_operator_changed_survives_another_deployment(stack: Any, tmp_path: Path) -> None:
+    redeploy(stack, tmp_path)
+    with temporary_settings({PREFECT_API_URL: stack.api}), get_client(sync_client=True) as client:
+        watch = client.read_deployment_by_name("watch-traffic/watch-traffic")
+        nightly = client.read_deployment_by_name("benchmark-champion/benchmark-champion")
+        client.update_deployment_schedule(watch.id, watch.schedules[0].id, active=True)
+        client.update_deployment(nightly.id, DeploymentUpdate(concurrency_limit=3))
+        client.pause_deployment(nightly.id)
+        client.update_work_pool("draftsmith", WorkPoolUpdate(concurrency_limit=5))
+        (rollback,) = client.read_automations_by_name(ROLLBACK)
+        client.pause_automation(rollback.id)
+    redeploy(stack, tmp_path)
+    with temporary_settings({PREFECT_API_URL: stack.api}), get_client(sync_client=True) as client:
+        watch = client.read_deployment_by_name("watch-traffic/watch-traffic")
+        nightly = client.read_deployment_by_name("benchmark-champion/benchmark-champion")
+        assert [(one.slug, one.active) for one in watch.schedules] == [("every-quarter-hour", True)]
+        assert [(one.slug, one.active) for one in nightly.schedules] == [("nightly", False)]
+        assert nightly.paused
+        assert nightly.global_concurrency_limit.limit == 3
+        assert client.read_work_pool("draftsmith").concurrency_limit == 5
+        assert [one.enabled for one in client.read_automations_by_name(ROLLBACK)] == [False]
+        client.resume_deployment(nightly.id)
+        client.update_deployment_schedule(watch.id, watch.schedules[0].id, active=False)
+        client.update_work_pool("draftsmith", WorkPoolUpdate(concurrency_limit=None))
 
 
 def ended(stack: Any, runs: list[str]) -> bool:

@@ -11,8 +11,10 @@ import yaml
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from infra.locks import hold
+from infra.recovery import ATTEMPTS
+from infra.refusal import Refusal
 from models.config import load_recipe
-from tasks.recovery import look_at
+from tasks.recovery import ENTRYPOINTS, look_at, start_again
 
 ROOT = Path(__file__).parents[2]
 RUN = "silent"
@@ -67,10 +69,69 @@ def test_a_silent_flow_without_a_process_is_dead(stack: Any, silent: str) -> Non
     assert state_of(stack, silent) == "CRASHED"
 
 
+FOREIGN = """
+from prefect import flow
+
+@flow(name="retrain")
+def retrain():
+    return 1
+"""
+
+
+@pytest.fixture
+def foreign(stack: Any, tmp_path: Path) -> str:
+    """A run of somebody else's flow that is called `retrain`, too: it lives, and sends no heartbeats."""
+    (tmp_path / "theirs.py").write_text(FOREIGN)
+    stack.prefect(
+        "deploy", f"{tmp_path / 'theirs.py'}:retrain", "--name", "theirs", "--pool", "draftsmith", "--no-prompt"
+    )
+    deployed = stack.get("deployments/name/retrain/theirs")
+    flow_run = stack.post(f"deployments/{deployed['id']}/create_flow_run", {})["id"]
+    say(stack, flow_run, "RUNNING")
+    return flow_run
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "CRASHED"])
+def test_a_foreign_flow_of_the_same_name_is_left_alone(stack: Any, foreign: str, state: str) -> None:
+    say(stack, foreign, state)
+    before = stack.flow_runs("retrain")
+    with temporary_settings({PREFECT_API_URL: stack.api}):
+        assert look_at(foreign) is None
+    assert state_of(stack, foreign) == state
+    assert stack.flow_runs("retrain") == before
+
+
+def test_only_runs_of_our_deployments_start_a_recovery() -> None:
+    deployments = {one["name"]: one for one in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]}
+    wanted = {"prefect.resource.role": "tag", "prefect.resource.id": "prefect.tag.draftsmith-resumable"}
+    assert [trigger["match_related"] for trigger in deployments["recover"]["triggers"]] == [wanted, wanted]
+    tagged = {one["entrypoint"] for one in deployments.values() if "draftsmith-resumable" in one["tags"]}
+    assert tagged == ENTRYPOINTS
+
+
+def test_a_run_that_dies_before_it_has_a_folder_is_given_up_in_the_end(stack: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("DRAFTSMITH_RUNS", str(stack.runs))
+    config = load_recipe(ROOT / "recipes" / "tiny.yaml").model_dump(mode="json")
+    deployed = stack.get("deployments/name/retrain/retrain")
+    flow_run = stack.post(f"deployments/{deployed['id']}/create_flow_run", {"parameters": {"config": config}})["id"]
+    with temporary_settings({PREFECT_API_URL: stack.api}):
+        for restart in range(1, ATTEMPTS + 1):
+            say(stack, flow_run, "CRASHED")
+            dead = look_at(flow_run)
+            assert dead
+            flow_run = start_again(dead)
+            assert f"restart-{restart}" in stack.get(f"flow_runs/{flow_run}")["tags"]
+        say(stack, flow_run, "CRASHED")
+        dead = look_at(flow_run)
+        assert dead
+        with pytest.raises(Refusal, match="died 4 times before it had made a run folder"):
+            start_again(dead)
+
+
 def test_flows_say_that_they_live_thrice_before_they_are_called_silent() -> None:
     deployments = {one["name"]: one for one in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]}
     (waits,) = (one for one in deployments["recover"]["triggers"] if one.get("posture") == "Proactive")
-    (flows,) = (names for key, names in waits["match_related"].items() if key.endswith("name"))
-    for name in flows:
-        environment = deployments[name]["work_pool"]["job_variables"]["env"]
-        assert 3 * int(environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"]) <= waits["within"]
+    for deployment in deployments.values():
+        if "draftsmith-resumable" in deployment["tags"]:
+            environment = deployment["work_pool"]["job_variables"]["env"]
+            assert 3 * int(environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"]) <= waits["within"]

@@ -1,15 +1,23 @@
 """`draftsmith up` and `down`: a whole stack that mends itself and leaves nothing."""
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import psutil
 import pytest
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowFilter, FlowFilterName
+from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.schedules import IntervalSchedule
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-c", "from flows.command_line import main; main()"]
@@ -60,8 +68,12 @@ def test_a_stack_mends_itself_and_leaves_nothing(
     started = draftsmith("up", "--background")
     assert started.returncode == 0, started.stderr
     prefect, mlflow = (port_of(page, started.stdout) for page in ("Prefect", "MLflow"))
-    found = httpx.post(f"http://127.0.0.1:{prefect}/api/deployments/filter", json={}, timeout=60).json()
-    assert {"retrain", "recover"} <= {deployment["name"] for deployment in found}
+    assert_closed_to_strangers(f"http://127.0.0.1:{prefect}", f"http://127.0.0.1:{mlflow}")
+    settings = {PREFECT_API_URL: f"http://127.0.0.1:{prefect}/api", PREFECT_API_AUTH_STRING: credential(folder)}
+    with temporary_settings(settings), get_client(sync_client=True) as client:
+        assert {"retrain", "recover"} <= {deployment.name for deployment in client.read_deployments()}
+        schedule_clean_up(client, timedelta(seconds=15))
+        until(lambda: completed_by_schedule(client) >= 3, "for three scheduled runs")
     for kind in SERVERS:
         assert any(kind in command_line(process) for process in processes(folder)), kind
     addresses = {
@@ -86,6 +98,47 @@ def test_a_stack_mends_itself_and_leaves_nothing(
     assert draftsmith("down").stdout == "everything is down\n"
     until(lambda: not processes(folder), "for the last process")  # that had held the lock
     assert draftsmith("down").stdout == "nothing is up\n"
+
+
+def credential(folder: Path) -> str:
+    for file in ("prefect-credential", "environment"):
+        assert (folder / file).stat().st_mode & 0o077 == 0
+    secret = (folder / "prefect-credential").read_text()
+    assert f"PREFECT_API_AUTH_STRING={secret}" in (folder / "environment").read_text()
+    for process in processes(folder):
+        assert secret not in command_line(process)
+    for log in (folder / "logs").glob("*.log"):
+        assert secret not in log.read_text(errors="replace"), log
+    return secret
+
+
+def assert_closed_to_strangers(prefect: str, mlflow: str) -> None:
+    """A request without the credential, and a page of another origin in the operator's browser."""
+    body = {"name": "foreign", "flow_id": str(uuid4())}
+    for headers in ({}, {"Origin": "http://evil.example", "Content-Type": "text/plain"}):
+        answer = httpx.post(f"{prefect}/api/flow_runs/", content=json.dumps(body), headers=headers, timeout=60)
+        assert answer.status_code in (401, 403)
+        assert "access-control-allow-origin" not in answer.headers
+    assert httpx.get(f"{prefect}/api/deployments/name/retrain/retrain", timeout=60).status_code == 401
+    asked = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
+    assert "access-control-allow-origin" not in httpx.options(f"{prefect}/api/flow_runs/", headers=asked).headers
+    experiment = {"json": {"name": "foreign"}, "timeout": 60}
+    create = f"{mlflow}/api/2.0/mlflow/experiments/create"
+    assert httpx.post(create, headers={"Origin": "http://evil.example"}, **experiment).status_code == 403
+    assert httpx.post(create, headers={"Host": "evil.example"}, **experiment).status_code == 403
+
+
+def schedule_clean_up(client: SyncPrefectClient, interval: timedelta) -> None:
+    """A schedule as an operator would make it: short, on a flow that needs no GPU."""
+    deployment = client.read_deployment_by_name("clean-up/clean-up")
+    client.create_deployment_schedules(deployment.id, [(IntervalSchedule(interval=interval), True)])
+
+
+def completed_by_schedule(client: SyncPrefectClient) -> int:
+    runs = client.read_flow_runs(flow_filter=FlowFilter(name=FlowFilterName(any_=["clean-up"])))
+    failed = [run for run in runs if run.state_type in (StateType.FAILED, StateType.CRASHED)]
+    assert not failed, failed[0].state
+    return sum(run.auto_scheduled and run.state_type == StateType.COMPLETED for run in runs)
 
 
 def new_mlflow(folder: Path, before: list[psutil.Process]) -> bool:

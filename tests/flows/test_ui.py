@@ -1,5 +1,6 @@
 """`draftsmith ui` with real servers: what they show, and that nothing outlives the command."""
 
+import base64
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -69,9 +71,19 @@ class Ui:
         assert len(family) >= 4, family  # two supervisors, two servers
         return family
 
-    def get(self, port: int, path: str, body: dict[str, Any] | None = None) -> str:
+    def get(
+        self,
+        port: int,
+        path: str,
+        body: dict[str, Any] | None = None,
+        credential: str = "",
+        guards: dict[str, str] | None = None,
+    ) -> str:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json", **(guards or {})}
+        if credential:
+            headers["Authorization"] = f"Basic {base64.b64encode(credential.encode()).decode()}"
+        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, headers)
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=30) as answer:
             return answer.read().decode()
 
@@ -134,7 +146,12 @@ def test_both_servers_show_earlier_runs_until_sigterm_which_leaves_nothing(
     assert f"export PREFECT_API_URL=http://127.0.0.1:{prefect}/api" in ui.printed
     assert "Model training" in ui.printed
     assert json.loads(ui.get(prefect, "/ui-settings"))["api_url"] == f"http://127.0.0.1:{prefect}/api"
-    shown = json.loads(ui.get(prefect, "/api/flow_runs/filter", {}))
+    credential = ui.printed.partition("PREFECT_API_AUTH_STRING=")[2].split()[0]
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        ui.get(prefect, "/api/flow_runs/filter", {})
+    token = json.loads(ui.get(prefect, "/api/csrf-token?client=test", credential=credential))["token"]
+    guards = {"Prefect-Csrf-Token": token, "Prefect-Csrf-Client": "test"}
+    shown = json.loads(ui.get(prefect, "/api/flow_runs/filter", {}, credential, guards))
     assert [one["state_type"] for one in shown] == ["COMPLETED"]
     assert "<html" in ui.get(mlflow, "/")
     assert "earlier" in ui.get(mlflow, f"/api/2.0/mlflow/runs/get?run_id={run.run_id}")

@@ -76,9 +76,9 @@ def test_rows_leave_the_database_when_the_trash_is_emptied(tmp_path: Path, datab
             return connection.execute(f"select count(*) from {table}").fetchone()[0]
 
     assert (rows("runs"), rows("logged_models")) == (3, 9)
-    empty_trash(uri, str(uri), days=30)
+    empty_trash(uri, days=30)
     assert (rows("runs"), rows("logged_models")) == (3, 9)
-    empty_trash(uri, str(uri), days=0)
+    empty_trash(uri, days=0)
     assert (rows("runs"), rows("logged_models")) == (1, 3)
 
 

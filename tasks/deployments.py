@@ -1,0 +1,165 @@
+"""Deploys prefect.yaml again and again without undoing what the operator changed.
+
+`python -m tasks.deployments FOLDER`: `prefect deploy` replaces a deployment as a whole, so a schedule that somebody
+activated would be off again after the next start. Here every setting that differs from what was deployed last time is
+the operator's and stays; every other one follows prefect.yaml. FOLDER keeps what was deployed.
+"""
+
+import argparse
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import DeploymentScheduleUpdate, DeploymentUpdate, WorkPoolCreate
+from prefect.client.schemas.objects import ConcurrencyOptions
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.exceptions import ObjectNotFound
+
+from infra.exit import run_main
+from infra.files import write_atomically
+from infra.processes import module
+from infra.records import Record
+from infra.stack import WORK_POOLS
+
+DEPLOY_S = 180.0
+PAGE = 200
+
+
+class Schedule(Record):
+    """When a deployment runs by itself."""
+
+    active: bool
+    schedule: Mapping[str, Any]
+
+
+class Settings(Record):
+    """What an operator may change of a deployment."""
+
+    paused: bool
+    limit: int | None
+    collision: str | None
+    parameters: Mapping[str, Any]
+    schedules: Mapping[str, Schedule]
+    """By slug; an id where somebody added one without."""
+
+
+class Deployed(Record):
+    """All deployments, by flow and name, and which automations are enabled, by name."""
+
+    deployments: Mapping[str, Settings] = {}
+    automations: Mapping[str, bool] = {}
+
+
+def deploy(folder: Path) -> None:
+    """Bring the current folder's prefect.yaml into force. Raises CalledProcessError with Prefect's own words."""
+    last, interrupted = folder / "deployed.json", folder / "deployed-before.json"
+    with get_client(sync_client=True) as client:
+        for pool in WORK_POOLS:
+            _ensure_pool(client, pool)
+        if not interrupted.exists():
+            write_atomically(interrupted, _read_all(client))
+        before = Deployed.read(interrupted)
+        subprocess.run(module("prefect", "--no-prompt", "deploy", "--all"), check=True, timeout=DEPLOY_S)
+        fresh = _read_all(client)
+        _restore(client, before, Deployed.read(last) if last.exists() else fresh, fresh)
+    write_atomically(last, fresh)
+    interrupted.unlink()
+
+
+def _ensure_pool(client: SyncPrefectClient, name: str) -> None:
+    """Make a work pool where it is missing; one that is there keeps its limits."""
+    try:
+        client.read_work_pool(name)
+    except ObjectNotFound:
+        client.create_work_pool(WorkPoolCreate(name=name, type="process"))
+
+
+def _deployments(client: SyncPrefectClient) -> dict[str, DeploymentResponse]:
+    flows = {flow.id: flow.name for flow in client.read_flows(limit=PAGE)}
+    found = client.read_deployments(limit=PAGE)
+    return {f"{flows[one.flow_id]}/{one.name}": one for one in found if one.work_pool_name in WORK_POOLS}
+
+
+def _read_all(client: SyncPrefectClient) -> Deployed:
+    return Deployed(
+        deployments={name: _settings(found) for name, found in _deployments(client).items()},
+        automations={found.name: found.enabled for found in client.read_automations()},
+    )
+
+
+def _settings(found: DeploymentResponse) -> Settings:
+    limit, options = found.global_concurrency_limit, found.concurrency_options
+    return Settings(
+        paused=found.paused,
+        limit=limit.limit if limit else None,
+        collision=options.collision_strategy.value if options else None,
+        parameters=found.parameters,
+        schedules={
+            one.slug or str(one.id): Schedule(active=one.active, schedule=one.schedule.model_dump(mode="json"))
+            for one in found.schedules
+        },
+    )
+
+
+def _restore(client: SyncPrefectClient, before: Deployed, last: Deployed, fresh: Deployed) -> None:
+    """Give deployments and automations back what was the operator's."""
+    for name, found in _deployments(client).items():
+        if name not in before.deployments:
+            continue
+        now = before.deployments[name]
+        kept = keep_changes(now, last.deployments.get(name, fresh.deployments[name]), fresh.deployments[name])
+        if kept != fresh.deployments[name]:
+            client.update_deployment(found.id, _update(kept))
+    for automation in client.read_automations():
+        was = before.automations.get(automation.name)
+        if was is not None and was != last.automations.get(automation.name, automation.enabled):
+            (client.resume_automation if was else client.pause_automation)(automation.id)
+
+
+def keep_changes(before: Settings, last: Settings, fresh: Settings) -> Settings:
+    """`fresh`, with each setting of `before` that differs from what was deployed `last`."""
+    changed = {
+        name: getattr(before, name)
+        for name in ("paused", "limit", "collision", "parameters")
+        if getattr(before, name) != getattr(last, name)
+    }
+    schedules = dict(fresh.schedules)
+    for slug in {*before.schedules, *last.schedules}:
+        mine, theirs = before.schedules.get(slug), last.schedules.get(slug)
+        if mine is None:
+            schedules.pop(slug, None)  # the operator removed it
+        elif theirs is None:
+            schedules[slug] = mine  # the operator added it
+        elif mine != theirs and slug in schedules:
+            one = schedules[slug]
+            schedules[slug] = Schedule(
+                active=mine.active if mine.active != theirs.active else one.active,
+                schedule=mine.schedule if mine.schedule != theirs.schedule else one.schedule,
+            )
+    return fresh.model_copy(update={**changed, "schedules": schedules})
+
+
+def _update(kept: Settings) -> DeploymentUpdate:
+    options = ConcurrencyOptions.model_validate({"collision_strategy": kept.collision}) if kept.collision else None
+    return DeploymentUpdate(
+        paused=kept.paused,
+        concurrency_limit=kept.limit,
+        concurrency_options=options,
+        parameters=dict(kept.parameters),
+        schedules=[
+            DeploymentScheduleUpdate.model_validate({"slug": slug, "active": one.active, "schedule": one.schedule})
+            for slug, one in kept.schedules.items()
+        ],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    deploy(parser.parse_args().folder)
+
+
+if __name__ == "__main__":
+    run_main(main)
