@@ -13,7 +13,7 @@ import typer
 from infra.refusal import Refusal
 
 if TYPE_CHECKING:
-    from infra.results import RegisteredDraft
+    from infra.tracking.changes import Announce
 
 drafts = typer.Typer(help="Registered drafts: which there are, and which one serves.", no_args_is_help=True)
 
@@ -37,6 +37,8 @@ def list_versions(name: Name = None) -> None:
     for column in ("acceptance length", "beats prompt lookup"):
         table.add_column(column, max_width=10)
     table.add_column("run", overflow="fold")
+    for registered in sorted({draft.name for draft in list_drafts(tracking_uri(), name)}):
+        _reconcile(registered)
     for draft in list_drafts(tracking_uri(), name):
         tags = draft.tags
         length = "" if draft.acceptance_length is None else f"{draft.acceptance_length:.2f}"
@@ -50,25 +52,31 @@ def list_versions(name: Name = None) -> None:
 
 @drafts.command()
 def promote(version: Annotated[int, typer.Argument(min=1)], reason: Reason = "", name: Name = None) -> None:
-    """Put a version into service, gate or no gate."""
+    """Make a version the champion, whatever the gate said and without a smoke test."""
     from infra.settings import tracking_uri
-    from infra.tracking import registry
+    from infra.tracking import promotion, registry
 
-    draft = registry.promote(tracking_uri(), _registered(name), version, by=getuser(), reason=reason)
-    _tell(draft)
+    draft = promotion.promote(
+        tracking_uri(), _registered(name), version, by=getuser(), reason=reason, announce=_announcer()
+    )
     replaced = draft.tags.get(registry.REPLACES)
     print(f"{draft.name} version {draft.version} is champion" + (f", replacing version {replaced}" if replaced else ""))
 
 
 @drafts.command()
 def rollback(reason: Reason = "", name: Name = None) -> None:
-    """Put the version back that the champion replaced."""
+    """Take the champion out of service; the version that it replaced serves again, if there was one."""
     from infra.settings import tracking_uri
-    from infra.tracking import registry
+    from infra.tracking import promotion
+    from infra.tracking.registry import champion
 
-    draft = registry.rollback(tracking_uri(), _registered(name), by=getuser(), reason=reason)
-    _tell(draft)
-    print(f"{draft.name} version {draft.version} is champion again")
+    draft = _registered(name)
+    withdrawn = promotion.rollback(tracking_uri(), draft, by=getuser(), reason=reason, announce=_announcer())
+    now = champion(tracking_uri(), draft)
+    print(
+        f"{draft} version {withdrawn} is withdrawn: "
+        + (f"version {now.version} is champion again" if now else "no version serves")
+    )
 
 
 @drafts.command("history")
@@ -84,7 +92,9 @@ def show_history(name: Name = None) -> None:
     table = Table()
     for column in ("when", "version", "decision", "champion before", "by", "why"):
         table.add_column(column, overflow="fold")
-    for decision in history(tracking_uri(), _registered(name)):
+    draft = _registered(name)
+    _reconcile(draft)
+    for decision in history(tracking_uri(), draft):
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(decision.at))
         before = "" if decision.champion_before is None else str(decision.champion_before)
         table.add_row(when, str(decision.version), decision.outcome, before, decision.by, decision.reason)
@@ -114,14 +124,30 @@ def replay(version: Annotated[int, typer.Argument(min=1)], name: Name = None) ->
     raise typer.Exit(int(now != then))
 
 
-def _tell(draft: "RegisteredDraft") -> None:
-    """Let the serving side know, where a Prefect server carries events."""
+def _announcer() -> "Announce":
+    """Emits the events of a change where a Prefect server carries them."""
     from infra.settings import prefect_api_url
+    from infra.tracking.changes import silent
 
-    if prefect_api_url() is not None:
-        from tasks.promotion import PROMOTED, tell
+    if prefect_api_url() is None:
+        return silent
+    from tasks.promotion import announce
 
-        tell(draft, PROMOTED)
+    return announce
+
+
+def _reconcile(name: str) -> None:
+    """Complete what was interrupted or done in MLflow's page, and point to a smoke test that is still to be run."""
+    from infra.settings import tracking_uri
+    from infra.tracking.promotion import reconcile
+
+    waiting = reconcile(tracking_uri(), name, announce=_announcer())
+    if waiting:
+        print(
+            f"{name} version {waiting.version} has not passed its smoke test yet: the deployment `reconcile` runs it, "
+            f"`draftsmith drafts promote {waiting.version} --name {name}` does without",
+            file=sys.stderr,
+        )
 
 
 def _registered(name: str | None) -> str:

@@ -49,5 +49,5 @@ def promote(
         prepare_version(opened, candidate)
         with lease(opened, "inference") as (inference,), one_at_a_time(draft):
             candidate = put_into_service(opened, inference, candidate, by, reason)
-    serves = "serves" if candidate.aliases == ("champion",) else "does not serve: it failed the smoke test"
+    serves = "serves" if "champion" in candidate.aliases else "does not serve: `draftsmith drafts history` says why"
     return f"version {candidate.version} of {draft} {serves}"

@@ -11,16 +11,16 @@ from tasks.version_run import find_champion
 def rollback(
     draft: str, reason: str, version: int | None = None, by: str = "a person", tracking_uri: str | None = None
 ) -> str:
-    """Put the version back that the champion replaced.
+    """Take the champion out of service; the version that it replaced serves again, if there was one.
 
     Args:
         draft: registered model, for instance draft-quickstart.
-        reason: kept with the decision.
-        version: only where this one is the champion; whichever it is where empty.
-        by: who decides; kept with the decision.
+        reason: recorded with the decision.
+        version: withdraw nothing unless this version is the champion; empty: whichever is.
+        by: who decides; recorded with the decision.
         tracking_uri: MLflow; default: $MLFLOW_TRACKING_URI, then runs/mlflow.db.
 
-    Returns what came of it, in words.
+    Returns the outcome as a sentence.
     """
     uri = tracking_uri or default_uri()
     champion = find_champion(uri, draft)

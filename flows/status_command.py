@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 STATES = ("consumed", "taken", "ready", "leased", "pending", "quarantined")
 QUIET_S = 60.0
 """A running trainer that has said nothing for so long is asked after."""
+REGISTRY_S = 5.0
+"""MLflow is not waited for longer."""
 LISTED = 10
 BAR = 40
 
@@ -66,7 +68,7 @@ def describe(folder: "RunFolder", config: "RunConfig") -> Iterator[tuple[str, st
     owned = is_owned(folder)
     stage = stage_of(folder)
     yield "run", folder.name
-    yield "state", _state(folder, stage, owned)
+    yield "state", _state(folder, config, stage, owned)
     metrics = _last_metrics(folder)
     if config.ledger.url or folder.ledger_file.is_file():
         with Ledger.open(config.ledger.url or folder.ledger_url, folder.name) as ledger:
@@ -106,9 +108,9 @@ def stage_of(folder: "RunFolder") -> str:
     return next((stage for file, stage in stages if not file.is_file()), "finished")
 
 
-def _state(folder: "RunFolder", stage: str, owned: bool) -> str:
+def _state(folder: "RunFolder", config: "RunConfig", stage: str, owned: bool) -> str:
     if stage == "finished":
-        return "finished" + _verdict(folder)
+        return "finished" + _verdict(folder, config)
     if owned:
         return stage
     return f"interrupted while {stage}; resume it with: draftsmith retrain --resume {_as_argument(folder)}"
@@ -121,13 +123,28 @@ def _as_argument(folder: "RunFolder") -> str:
     return folder.name if folder.path == runs_folder() / folder.name else str(folder.path)
 
 
-def _verdict(folder: "RunFolder") -> str:
+def _verdict(folder: "RunFolder", config: "RunConfig") -> str:
     report = json.loads(folder.report.read_text())
     lookahead = report["conditions"]["lookahead"]
     length = report["acceptance"]["simulated"]["length"][str(lookahead)]
     draft = report["draft"]
-    named = f"{draft['name']} version {draft['version']}" + (f" ({draft['alias']})" if draft["alias"] else "")
+    alias = _alias(config, draft["name"], draft["version"])
+    named = f"{draft['name']} version {draft['version']}" + (f" ({alias})" if alias else "")
     return f": {named}, acceptance length {length:.2f} at lookahead {lookahead}"
+
+
+def _alias(config: "RunConfig", draft: str, version: int) -> str:
+    """The version's aliases as they are now, which is not always how the run left them."""
+    from infra.health import trouble
+    from infra.settings import tracking_uri
+
+    uri = config.tracking.uri or tracking_uri()
+    if uri.startswith("http") and trouble(uri, REGISTRY_S):
+        return "MLflow does not answer: what serves is not known"
+    from infra.tracking.registry import list_drafts
+
+    found = [one for one in list_drafts(uri, draft) if one.version == version]
+    return ", ".join(found[0].aliases) if found else "no longer registered"
 
 
 def _samples(ledger: "Ledger", config: "RunConfig") -> Iterator[tuple[str, str]]:

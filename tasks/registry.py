@@ -3,9 +3,12 @@
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
+from infra.drift.config import WatchConfig
+from infra.drift.sequential import DriftTest, Reference
 from infra.provenance import git_sha
 from infra.records import ExportRecord, TargetRecord, TrainingResult
-from infra.results import BenchmarkResult, RegisteredDraft
+from infra.refusal import Refusal
+from infra.results import BenchmarkResult, RegisteredDraft, RequestCounts
 from infra.tracking import registry
 from infra.tracking.runs import TrackedRun, log_benchmark, log_folder
 from tasks.data_plane import worth_retrying
@@ -25,23 +28,24 @@ def register_draft(
     export: ExportRecord,
     result: BenchmarkResult,
 ) -> RegisteredDraft:
-    """Log export and benchmark, and register them as the challenger; a resumed run does not register twice."""
+    """Log export and benchmark, and register them as the challenger; a resumed run completes what it registered."""
+    layouts = ", ".join(export.layouts) or "none"
     registered = registry.version_of_run(tracking.uri, run.draft_name, run.folder.name)
     if registered:
-        return registered
-    layouts = ", ".join(export.layouts) or "none"
-    model_id = log_folder(tracking, run.folder.export, "draft", trained.steps, "draft", layout=layouts)
-    conditions = result.conditions.model_dump()
-    log_benchmark(
-        tracking,
-        model_id,
-        metrics=_figures(result),
-        curves=_curves(result),
-        conditions=conditions,
-        table=acceptance_table(result),
-        files=[*sorted(run.folder.plots.glob("*.png")), run.folder.request_counts, run.folder.gate],
-    )
+        model_id = registered.model_id
+    else:
+        model_id = log_folder(tracking, run.folder.export, "draft", trained.steps, "draft", layout=layouts)
+        log_benchmark(
+            tracking,
+            model_id,
+            metrics=_figures(result),
+            curves=_curves(result),
+            conditions=result.conditions.model_dump(),
+            table=acceptance_table(result),
+            files=[*sorted(run.folder.plots.glob("*.png")), run.folder.request_counts, run.folder.gate],
+        )
     champion = RegisteredDraft.read(run.folder.champion) if run.folder.champion.exists() else None
+    unwatchable = why_unwatchable(RequestCounts.read(run.folder.request_counts))
     tags = {
         registry.RUN: run.folder.name,
         registry.WEIGHTS_SHA256: export.sha256["model.safetensors"],
@@ -56,6 +60,7 @@ def register_draft(
         "target_revision": target.revision,
         "dataset_hash": result.conditions.dataset_hash,
         "git_sha": git_sha(),
+        "drift_test": unwatchable or "possible",
     }
     draft = registry.register(
         tracking.uri,
@@ -67,7 +72,20 @@ def register_draft(
         description=version_markdown(target, result),
     )
     get_run_logger().info("registered version %s of %s", draft.version, draft.name)
+    if unwatchable:
+        get_run_logger().warning("watch-traffic cannot watch version %s: %s", draft.version, unwatchable)
     return draft
+
+
+def why_unwatchable(counts: RequestCounts) -> str | None:
+    """Why the benchmark is too small for the drift test at its default settings; None where it is large enough."""
+    defaults = WatchConfig.model_fields
+    try:
+        reference = Reference.of(counts.greedy[counts.conditions.lookahead])
+        DriftTest(reference, defaults["fall"].default, defaults["average_run_length"].default)
+    except Refusal as refusal:
+        return str(refusal)
+    return None
 
 
 def acceptance_table(result: BenchmarkResult) -> dict[str, list[float | int | None]]:

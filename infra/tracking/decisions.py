@@ -1,20 +1,21 @@
-"""Who decided what about a draft's versions, when and why: kept with the versions, as tags of the registry.
+"""The history of a draft: who promoted, refused or rolled back which version, when and why.
 
-Written by whoever moves an alias; read by `draftsmith drafts history`.
+Every decision is a tag of the version that it is about, so it lives as long as the registry.
 """
 
-import time
 from typing import Literal
 
-from mlflow.exceptions import MlflowException
+from mlflow import MlflowClient
 
 from infra.records import Record
-from infra.refusal import Refusal
 from infra.tracking.client import connect
+from infra.tracking.versions import find_model, model_versions
 
 PREFIX = "decision."
-LONGEST = 5000
-"""Characters that MLflow takes for a tag."""
+LONGEST = 2500
+"""Characters of a reason that are kept. MLflow takes 5,000 in a tag, and JSON may escape each character."""
+
+Outcome = Literal["promoted", "refused", "rolled back", "superseded"]
 
 
 class Decision(Record):
@@ -23,44 +24,32 @@ class Decision(Record):
     at: float
     """Seconds since 1970."""
     version: int
-    outcome: Literal["promoted", "refused", "rolled back"]
+    outcome: Outcome
+    """`superseded`: a newer decision overtook this promotion before its version had become champion."""
     champion_before: int | None
+    champion_after: int | None = None
     by: str
-    """`gate`, `smoke test`, `served traffic`, or a person."""
+    """`gate`, `smoke test`, `served traffic`, `outside Draftsmith`, or a person."""
     reason: str
+    run: str = ""
+    """Name of the run that decided; empty for a decision by command."""
 
 
-def write_decision(
-    uri: str,
-    name: str,
-    version: int,
-    outcome: Literal["promoted", "refused", "rolled back"],
-    *,
-    champion_before: int | None,
-    by: str,
-    reason: str,
-) -> Decision:
-    """Keep a decision for good. A reason too long for a tag is cut."""
-    decision = Decision(
-        at=time.time(),
-        version=version,
-        outcome=outcome,
-        champion_before=champion_before,
-        by=by,
-        reason=reason[: LONGEST // 2],
-    )
-    tag = f"{PREFIX}{int(decision.at * 1000)}"
-    connect(uri).set_model_version_tag(name, str(version), tag, decision.model_dump_json())
-    return decision
+def write_decision(client: MlflowClient, name: str, decision: Decision, key: str) -> None:
+    """Add a decision to the history. Writing it again under the same key changes nothing."""
+    shortened = decision.model_copy(update={"reason": decision.reason[:LONGEST]})
+    client.set_model_version_tag(name, str(decision.version), PREFIX + key, shortened.model_dump_json())
+
+
+def decisions(client: MlflowClient, name: str) -> list[Decision]:
+    """All decisions about the versions of a registered model, oldest first."""
+    tags = [item for version in model_versions(client, name) for item in version.tags.items()]
+    found = [Decision.model_validate_json(text) for tag, text in tags if tag.startswith(PREFIX)]
+    return sorted(found, key=lambda decision: decision.at)
 
 
 def history(uri: str, name: str) -> list[Decision]:
     """All decisions about a draft's versions, oldest first. Raises Refusal for a draft that is not registered."""
     client = connect(uri)
-    try:
-        client.get_registered_model(name)
-    except MlflowException as error:
-        raise Refusal(f"no draft {name} is registered: `draftsmith drafts list` shows what there is") from error
-    versions = client.search_model_versions(f"name = '{name}'")
-    texts = [text for version in versions for tag, text in version.tags.items() if tag.startswith(PREFIX)]
-    return sorted((Decision.model_validate_json(text) for text in texts), key=lambda decision: decision.at)
+    find_model(client, name)
+    return decisions(client, name)

@@ -1,7 +1,6 @@
-"""The model registry: versions of a draft, which one serves (`champion`), which one wants to (`challenger`).
+"""The model registry: the versions of a draft, the one in service (`champion`) and the newest one (`challenger`).
 
-Used by the flow's process and the command line. A promoted version remembers in its tag `replaces` whom it followed:
-that is what a rollback reads.
+Nothing here changes which version serves: `infra.tracking.promotion` does.
 """
 
 import json
@@ -16,15 +15,17 @@ from mlflow.exceptions import MlflowException
 from infra.refusal import Refusal
 from infra.results import GateEvidence, RegisteredDraft, RequestCounts
 from infra.tracking.client import NOTE, connect
-from infra.tracking.decisions import LONGEST, write_decision
+from infra.tracking.decisions import decisions
+from infra.tracking.versions import find_model, get_model, model_versions, registered_models
 
 CHAMPION = "champion"
 CHALLENGER = "challenger"
 REPLACES = "replaces"
+"""Tag of the champion: the version that served before it, which a rollback brings back; empty where none did."""
 MEASURED_AGAINST = "measured_against"
-"""Tag: the version that was champion when this one was benchmarked, or nothing."""
+"""Tag: the version that was champion when this one was benchmarked; empty where none was."""
 SMOKE_TEST = "smoke_test"
-"""Tag of a version that was put into service: what the smoke test said."""
+"""Tag of a version that was put into service: the outcome of its smoke test."""
 REFUSED = "refused"
 """Tag of a version that was not promoted: the reason."""
 RUN = "run"
@@ -47,12 +48,16 @@ def register(
 ) -> RegisteredDraft:
     """Register a logged model as the next version of `name`, and make it the challenger.
 
-    `about` describes all versions, `description` this one (Markdown).
+    A run registers one version: called again with the same tag `run`, it completes the version that is there.
+
+    Args:
+        about: description of the registered model, Markdown.
+        description: of this version, Markdown.
     """
     client = connect(uri)
-    if not _exists(client, name):
+    if get_model(client, name) is None:
         client.create_registered_model(name, description=about)
-    version = client.create_model_version(
+    version = _version_of_run(client, name, tags.get(RUN)) or client.create_model_version(
         name,
         f"models:/{model_id}",
         run_id,
@@ -61,87 +66,27 @@ def register(
         model_id=model_id,
     )
     versions = json.dumps([{"name": name, "version": str(version.version)}])
-    client.set_logged_model_tags(model_id, {VERSIONS_OF_MODEL: versions, NOTE: description})
-    client.set_registered_model_alias(name, CHALLENGER, str(version.version))
+    # The version's own model: a repeated call may have logged another one.
+    client.set_logged_model_tags(version.tags.get(MODEL_ID, model_id), {VERSIONS_OF_MODEL: versions, NOTE: description})
+    _make_challenger(client, name, int(version.version))
     return _draft(client, name, int(version.version))
 
 
-def promote(uri: str, name: str, version: int, *, by: str, reason: str) -> RegisteredDraft:
-    """Make a version the champion, and note who decided it and why. Promoting the present champion changes nothing."""
-    client = connect(uri)
-    draft = _draft(client, name, version)
-    present = champion(uri, name)
-    if present and present.version == version:
-        return draft
-    client.set_model_version_tag(name, str(version), REPLACES, str(present.version) if present else "")
-    client.set_registered_model_alias(name, CHAMPION, str(version))
-    if CHALLENGER in draft.aliases:
-        client.delete_registered_model_alias(name, CHALLENGER)
-    before = present.version if present else None
-    write_decision(uri, name, version, "promoted", champion_before=before, by=by, reason=reason)
-    return _draft(client, name, version)
-
-
-def withdraw(uri: str, draft: RegisteredDraft, *, by: str, reason: str) -> RegisteredDraft | None:
-    """Take a champion out of service: the version it replaced, if any, serves again, and is returned.
-
-    Where somebody has promoted another version since, only the decision is noted.
-    """
-    client, present = connect(uri), champion(uri, draft.name)
-    back = present
-    if present and present.version == draft.version:
-        before = present.tags.get(REPLACES)
-        if before:
-            client.set_registered_model_alias(draft.name, CHAMPION, before)
-        else:
-            client.delete_registered_model_alias(draft.name, CHAMPION)
-        back = _draft(client, draft.name, int(before)) if before else None
-    write_decision(uri, draft.name, draft.version, "rolled back", champion_before=draft.version, by=by, reason=reason)
-    return back
-
-
-def note_smoke_test(uri: str, draft: RegisteredDraft, passed: bool, reason: str) -> RegisteredDraft:
-    """Keep what the smoke test said of a version."""
-    client = connect(uri)
-    said = f"{'passed' if passed else 'failed'}: {reason}"
-    client.set_model_version_tag(draft.name, str(draft.version), SMOKE_TEST, said[:LONGEST])
-    return _draft(client, draft.name, draft.version)
-
-
-def refuse(uri: str, draft: RegisteredDraft, *, by: str, reason: str) -> RegisteredDraft:
-    """Note who refused a version and why; it stays what it is."""
-    client, present = connect(uri), champion(uri, draft.name)
-    before = present.version if present else None
-    write_decision(uri, draft.name, draft.version, "refused", champion_before=before, by=by, reason=reason)
-    client.set_model_version_tag(draft.name, str(draft.version), REFUSED, reason[:LONGEST])
-    return _draft(client, draft.name, draft.version)
-
-
-def rollback(uri: str, name: str, *, by: str, reason: str) -> RegisteredDraft:
-    """Make the version that the champion replaced champion again, and note who decided it and why.
-
-    Raises Refusal where there is none.
-    """
-    client = connect(uri)
-    present = champion(uri, name)
-    if present is None:
-        raise Refusal(f"{name} has no champion to roll back: `draftsmith drafts list` shows what there is")
-    before = present.tags.get(REPLACES)
-    if not before:
-        raise Refusal(f"version {present.version} of {name} replaced no other: promote one with `drafts promote`")
-    client.set_registered_model_alias(name, CHAMPION, before)
-    client.delete_model_version_tag(name, str(present.version), REPLACES)
-    write_decision(uri, name, present.version, "rolled back", champion_before=present.version, by=by, reason=reason)
-    return _draft(client, name, int(before))
+def _make_challenger(client: MlflowClient, name: str, version: int) -> None:
+    """Set the alias, unless the version was decided on or a newer one has it."""
+    aliases = find_model(client, name).aliases
+    decided = any(decision.version == version for decision in decisions(client, name))
+    if not decided and version > int(aliases.get(CHALLENGER, 0)) and str(aliases.get(CHAMPION)) != str(version):
+        client.set_registered_model_alias(name, CHALLENGER, str(version))
 
 
 def champion(uri: str, name: str) -> RegisteredDraft | None:
-    """The version in service, if any."""
+    """The version in service, None where there is none."""
     client = connect(uri)
-    if not _exists(client, name):
+    model = get_model(client, name)
+    if model is None or CHAMPION not in model.aliases:
         return None
-    aliases = client.get_registered_model(name).aliases
-    return _draft(client, name, int(aliases[CHAMPION])) if CHAMPION in aliases else None
+    return _draft(client, name, int(model.aliases[CHAMPION]))
 
 
 def find_version(uri: str, name: str, version: int) -> RegisteredDraft:
@@ -150,20 +95,27 @@ def find_version(uri: str, name: str, version: int) -> RegisteredDraft:
 
 
 def version_of_run(uri: str, name: str, run: str) -> RegisteredDraft | None:
-    """The version that this run registered, if it came that far."""
-    return next((draft for draft in list_drafts(uri, name) if draft.tags.get(RUN) == run), None)
+    """The version that this run registered, None where it has not."""
+    client = connect(uri)
+    version = _version_of_run(client, name, run)
+    return _draft(client, name, int(version.version)) if version else None
+
+
+def _version_of_run(client: MlflowClient, name: str, run: str | None) -> ModelVersion | None:
+    if not run or get_model(client, name) is None:
+        return None
+    return next((version for version in model_versions(client, name) if version.tags.get(RUN) == run), None)
 
 
 def list_drafts(uri: str, name: str | None = None) -> list[RegisteredDraft]:
     """All versions of all drafts (or of one), newest first."""
     client = connect(uri)
-    models = client.search_registered_models(filter_string=f"name = '{name}'" if name else None)
-    found: list[RegisteredDraft] = []
+    models = registered_models(client) if name is None else filter(None, [get_model(client, name)])
+    drafts: list[RegisteredDraft] = []
     for model in models:
         aliases = {alias: int(version) for alias, version in model.aliases.items()}
-        versions = client.search_model_versions(f"name = '{model.name}'", order_by=["version_number DESC"])
-        found += [_record(version, aliases) for version in versions]
-    return found
+        drafts += [_record(version, aliases) for version in model_versions(client, str(model.name))]
+    return drafts
 
 
 def download(uri: str, draft: RegisteredDraft, folder: Path) -> Path:
@@ -202,10 +154,6 @@ def read_artifact(uri: str, draft: RegisteredDraft, path: str) -> str:
         )
     with TemporaryDirectory(prefix="draftsmith-") as copy:
         return Path(client.download_artifacts(run_id, path, copy)).read_text()
-
-
-def _exists(client: MlflowClient, name: str) -> bool:
-    return bool(client.search_registered_models(filter_string=f"name = '{name}'"))
 
 
 def _draft(client: MlflowClient, name: str, version: int) -> RegisteredDraft:

@@ -166,15 +166,18 @@ def test_drafts_are_listed_promoted_and_rolled_back(home: Path, monkeypatch: pyt
     ]
     with pytest.raises(ValueError, match="has no version 9"):
         drafts("promote", "9")
-    assert "draft-tiny version 1 is champion again" in drafts("rollback", "--reason", "slow in service")
+    assert "version 2 is withdrawn: version 1 is champion again" in drafts("rollback", "--reason", "slow in service")
+    drafts("promote", "1", "--reason", "it is to stay")
     rows = [line.split("│")[1:-1] for line in drafts("history").splitlines() if "│" in line]
     assert [[cell.strip() for cell in row[1:4]] for row in rows] == [
         ["1", "promoted", ""],
         ["2", "promoted", "1"],
         ["2", "rolled back", "2"],
+        ["1", "promoted", "1"],
     ]
-    assert rows[-1][-1].strip() == "slow in service"
-    with pytest.raises(ValueError, match="replaced no other"):
+    assert [row[-1].strip() for row in rows[-2:]] == ["slow in service", "it is to stay"]
+    assert "version 1 is withdrawn: no version serves" in drafts("rollback", "--name", "draft-tiny")
+    with pytest.raises(ValueError, match="no champion to roll back"):
         drafts("rollback", "--name", "draft-tiny")
 
 

@@ -110,7 +110,12 @@ def approve(stack: Any, until: Callable[..., None]) -> None:
     assert (decision.outcome, decision.by, decision.reason) == ("promoted", "Ada", "it is better")
     until(lambda: events(stack, "draftsmith.draft.promoted"), "for the event")
     (told,) = events(stack, "draftsmith.draft.promoted")
-    assert told["payload"] == {"version": 1}
+    payload = told["payload"]
+    assert payload.pop("source") == payload.pop("now_source")
+    assert payload == {
+        "draft": DRAFT, "version": 1, "previous_version": None, "now": 1, "run": decision.run, "by": "Ada",
+        "reason": "it is better",
+    }  # fmt: skip
 
 
 def events(stack: Any, name: str) -> list[dict[str, Any]]:

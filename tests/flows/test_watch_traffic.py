@@ -20,7 +20,7 @@ from infra.drift.traffic import TrafficRecord, TrafficStore
 from infra.drift.windows import Series, Served, Window
 from infra.files import sha256_file, write_atomically
 from infra.results import Conditions, RequestCounts
-from infra.tracking import registry, runs
+from infra.tracking import promotion, registry, runs
 from infra.tracking.client import connect
 from infra.tracking.runs import TrackedRun
 from models.config import RunConfig, load_recipe
@@ -132,7 +132,7 @@ def champion(stack: Any, tmp_path: Path) -> str:
     connect(uri).log_artifact(run.run_id, str(file), registry.BENCHMARK)
     model = runs.log_folder(run, export, "draft", 1, "draft")
     draft = registry.register(uri, DRAFT, model, run.run_id, {registry.RUN: "run-1"})
-    registry.promote(uri, DRAFT, draft.version, by="tests", reason="")
+    promotion.promote(uri, DRAFT, draft.version, by="tests", reason="")
     return uri
 
 

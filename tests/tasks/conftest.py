@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from prefect.logging import disable_run_logger
 
+from infra.files import write_atomically
 from infra.goodput import CostFit, Goodput, GoodputTable, MeasuredGoodput
 from infra.records import ExportRecord, SamplesRecord, SideRates, TargetRecord, TrainingResult
 from infra.results import (
@@ -15,6 +16,7 @@ from infra.results import (
     GateDecision,
     LosslessRecord,
     RegisteredDraft,
+    RequestCounts,
     SpeedRecord,
 )
 from infra.tracking.runs import TrackedRun, start_run
@@ -77,7 +79,7 @@ def result() -> BenchmarkResult:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenRun]:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, result: BenchmarkResult) -> Iterator[OpenRun]:
     monkeypatch.setenv("DRAFTSMITH_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("DRAFTSMITH_SHM", str(tmp_path / "shm"))
     (tmp_path / "shm").mkdir()
@@ -89,7 +91,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenRun]:
         (opened.folder.export / "serving" / "sglang.json").write_text("{}")
         opened.folder.plots.mkdir()
         (opened.folder.plots / "acceptance_by_position.png").write_bytes(PNG)
-        opened.folder.request_counts.write_text("{}")
+        rows = ((20, 8), (18, 6)) * 16  # 32 conversations, as many as the quickstart benchmarks
+        counts = RequestCounts(conditions=result.conditions, greedy={4: rows}, sampled={4: rows})
+        write_atomically(opened.folder.request_counts, counts)
         opened.folder.gate.write_text("{}")
         yield opened
 

@@ -7,7 +7,7 @@ from prefect.logging import disable_run_logger
 
 from infra.processes import Owner
 from infra.run_folder import RunFolder
-from infra.tracking import registry, runs
+from infra.tracking import promotion, registry, runs
 from infra.tracking.runs import TrackedRun
 from models.config import load_recipe
 from tasks.prepare import fetch_start
@@ -47,9 +47,9 @@ def test_the_champion_of_the_first_start_is_kept(tmp_path: Path, uri: str):
     run = open_run(tmp_path, uri, "champion")
     assert fetch(run) is None, "no champion yet: a new draft"
     assert not run.folder.start.exists()
-    registry.promote(uri, "draft-tiny", register(tmp_path, uri, "first"), by="tests", reason="")
+    promotion.promote(uri, "draft-tiny", register(tmp_path, uri, "first"), by="tests", reason="")
     assert fetch(run) == 1
-    registry.promote(uri, "draft-tiny", register(tmp_path, uri, "second"), by="tests", reason="")
+    promotion.promote(uri, "draft-tiny", register(tmp_path, uri, "second"), by="tests", reason="")
     assert fetch(run) is None, "a resumed run goes on with what it began with"
     assert (run.folder.start / "config.json").read_text() == "first"
 

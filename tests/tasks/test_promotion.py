@@ -5,10 +5,10 @@ from functools import partial
 import pytest
 
 from infra.results import BenchmarkResult, GateDecision, RegisteredDraft
-from infra.tracking import registry
+from infra.tracking import promotion, registry
 from infra.tracking.client import connect
+from infra.tracking.gate_outcome import next_step
 from infra.tracking.runs import TrackedRun
-from tasks.promotion import next_step
 
 REASON = "worse than version 3"
 
@@ -30,28 +30,9 @@ def test_the_gate_decides_once(
     assert step(result.gate, approval=True)[0] == "ask"
     for approval in (True, False):
         assert step(failed, approval=approval) == ("refuse", REASON)
-    registry.refuse(tracking.uri, draft, by="gate", reason=REASON)
+    promotion.refuse(tracking.uri, draft, by="gate", reason=REASON)
     for gate in (failed, result.gate):
         assert step(gate, approval=False) == ("leave", "it was decided on before")
-
-
-def test_an_interrupted_smoke_test_is_made_up_for(
-    tracking: TrackedRun, draft: RegisteredDraft, result: BenchmarkResult
-) -> None:
-    registry.promote(tracking.uri, draft.name, draft.version, by="gate", reason="")
-    assert next_step(tracking.uri, again(tracking, draft), result.gate, approval=True)[0] == "promote"
-    tested = registry.note_smoke_test(tracking.uri, draft, True, "fine")
-    assert tested.tags[registry.SMOKE_TEST] == "passed: fine"
-    assert next_step(tracking.uri, tested, result.gate, approval=False)[0] == "leave"
-
-
-def test_what_failed_its_smoke_test_is_not_tried_again(
-    tracking: TrackedRun, draft: RegisteredDraft, result: BenchmarkResult
-) -> None:
-    registry.promote(tracking.uri, draft.name, draft.version, by="gate", reason="")
-    assert registry.withdraw(tracking.uri, draft, by="smoke test", reason="it does not decode") is None
-    assert registry.champion(tracking.uri, draft.name) is None
-    assert next_step(tracking.uri, again(tracking, draft), result.gate, approval=False)[0] == "leave"
 
 
 def test_a_draft_is_not_promoted_over_a_champion_that_it_never_met(
@@ -59,7 +40,7 @@ def test_a_draft_is_not_promoted_over_a_champion_that_it_never_met(
 ) -> None:
     other = registry.register(tracking.uri, draft.name, draft.model_id, tracking.run_id, {})
     assert next_step(tracking.uri, again(tracking, draft), result.gate, approval=False)[0] == "leave"
-    registry.promote(tracking.uri, draft.name, other.version, by="ada", reason="")
+    promotion.promote(tracking.uri, draft.name, other.version, by="ada", reason="")
     connect(tracking.uri).set_registered_model_alias(draft.name, registry.CHALLENGER, "1")
     assert next_step(tracking.uri, again(tracking, draft), result.gate, approval=False) == (
         "refuse", "it was compared with no draft, and version 2 is champion now: retrain",
@@ -71,11 +52,12 @@ def test_a_withdrawn_champion_gives_way_to_the_one_before_unless_somebody_was_fa
 ) -> None:
     second, third = (registry.register(tracking.uri, draft.name, draft.model_id, tracking.run_id, {}) for _ in range(2))
     for one in (draft, second):
-        registry.promote(tracking.uri, one.name, one.version, by="ada", reason="")
-    now = registry.withdraw(tracking.uri, second, by="served traffic", reason="slow")
+        promotion.promote(tracking.uri, one.name, one.version, by="ada", reason="")
+    out = partial(promotion.withdraw, tracking.uri, second.name, second.version, by="served traffic")
+    now = out(reason="slow")
     assert now
     assert now.version == draft.version
-    registry.promote(tracking.uri, third.name, third.version, by="ada", reason="")
-    kept = registry.withdraw(tracking.uri, second, by="served traffic", reason="slow")
+    promotion.promote(tracking.uri, third.name, third.version, by="ada", reason="")
+    kept = out(reason="slow, still")
     assert kept
     assert kept.version == third.version

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
-from infra.results import BenchmarkResult, RegisteredDraft
+from infra.records import ExportRecord, TargetRecord, TrainingResult
+from infra.results import BenchmarkResult, RegisteredDraft, RequestCounts
 from infra.tracking.client import NOTE, connect
-from infra.tracking.registry import download
+from infra.tracking.registry import CHALLENGER, download
 from infra.tracking.runs import TrackedRun
-from tasks.registry import acceptance_table
+from tasks.registry import acceptance_table, register_draft, why_unwatchable
+from tasks.run import OpenRun
 
 
 def test_a_run_registers_one_version_with_its_serving_settings(
@@ -21,6 +23,34 @@ def test_a_run_registers_one_version_with_its_serving_settings(
     assert draft.tags["weights_sha256"] == "5a" * 32
     folder = download(tracking.uri, draft, tmp_path / "downloaded")
     assert (folder / "serving" / "sglang.json").read_text() == "{}"
+
+
+def test_a_benchmark_too_small_for_the_drift_test_is_named_when_it_is_registered(
+    draft: RegisteredDraft, result: BenchmarkResult
+) -> None:
+    assert draft.tags["drift_test"] == "possible"
+    few = ((20, 8), (18, 6)) * 16 + ((60, 8),) * 4
+    varied = RequestCounts(conditions=result.conditions, greedy={4: few}, sampled={})
+    why = why_unwatchable(varied)
+    assert why
+    assert "set benchmark.prompts to more than" in why
+    assert why_unwatchable(varied.model_copy(update={"greedy": {4: few * 40}})) is None
+    assert "at least 20" in str(why_unwatchable(varied.model_copy(update={"greedy": {4: few[:8]}})))
+
+
+def test_a_registration_that_was_interrupted_is_completed(
+    run: OpenRun,
+    tracking: TrackedRun,
+    draft: RegisteredDraft,
+    target: TargetRecord,
+    trained: TrainingResult,
+    export: ExportRecord,
+    result: BenchmarkResult,
+) -> None:
+    """A version without the alias was left; it becomes the challenger, so that the gate can promote it."""
+    connect(tracking.uri).delete_registered_model_alias(draft.name, CHALLENGER)
+    again = register_draft.fn(run, tracking, target, trained, export, result)
+    assert (again.version, again.aliases) == (draft.version, (CHALLENGER,))
 
 
 def test_mlflow_shows_what_the_version_is_worth(tracking: TrackedRun, draft: RegisteredDraft) -> None:

@@ -10,7 +10,7 @@ import pytest
 from mlflow import MlflowClient
 
 from infra.records import SamplesRecord
-from infra.tracking import registry, runs
+from infra.tracking import promotion, registry, runs
 from infra.tracking.client import NOTE, connect
 from infra.tracking.decisions import history
 from infra.tracking.runs import TrackedRun
@@ -35,8 +35,8 @@ def run(record: Path) -> TrackedRun:
     return TrackedRun.read(record)
 
 
-promote = partial(registry.promote, by="ada", reason="it is better")
-rollback = partial(registry.rollback, by="ada", reason="it was not")
+promote = partial(promotion.promote, by="ada", reason="it is better")
+rollback = partial(promotion.rollback, by="ada", reason="it was not")
 
 
 def new_version(run: TrackedRun, folder: Path, name: str, text: str) -> int:
@@ -179,15 +179,16 @@ def test_challenger_champion_and_back(run: TrackedRun, uri: str, tmp_path: Path)
     promoted = promote(uri, name, three)
     assert promoted.aliases == ("champion",)
     assert promoted.tags[registry.REPLACES] == str(one)
-    assert promote(uri, name, three) == promoted
+    assert promote(uri, name, three) == promoted, "repeated by the same person for the same reason"
     promote(uri, name, two)
     assert [(d.version, d.aliases) for d in registry.list_drafts(uri, name)] == [(3, ()), (2, ("champion",)), (1, ())]
-    assert rollback(uri, name).version == three
-    assert rollback(uri, name).version == one
-    with pytest.raises(ValueError, match="version 1 of draft-test-aliases replaced no other"):
-        rollback(uri, name)
+    for withdrawn, serves in ((two, three), (three, one)):
+        assert rollback(uri, name) == withdrawn
+        now = registry.champion(uri, name)
+        assert now
+        assert now.version == serves
     assert [d.aliases for d in registry.list_drafts(uri, name)] == [(), (), ("champion",)]
-    registry.refuse(uri, registry.list_drafts(uri, name)[1], by="gate", reason="x" * 9000)
+    promotion.refuse(uri, registry.list_drafts(uri, name)[1], by="gate", reason="x" * 9000)
     found = history(uri, name)
     assert [(made.version, made.outcome, made.champion_before) for made in found] == [
         (one, "promoted", None),
@@ -197,6 +198,8 @@ def test_challenger_champion_and_back(run: TrackedRun, uri: str, tmp_path: Path)
         (three, "rolled back", three),
         (two, "refused", one),
     ]
+    assert rollback(uri, name) == one
+    assert registry.champion(uri, name) is None, "the first champion can be withdrawn, too"
     assert (found[0].by, found[0].reason) == ("ada", "it is better")
 
 
@@ -216,9 +219,11 @@ def test_refusals_say_what_to_do(run: TrackedRun, uri: str, tmp_path: Path) -> N
     name = f"{NAME}-refusals"
     with pytest.raises(ValueError, match="no draft draft-test-refusals is registered"):
         history(uri, name)
-    with pytest.raises(ValueError, match="no champion to roll back"):
+    with pytest.raises(ValueError, match="no draft draft-test-refusals is registered"):
         rollback(uri, name)
     new_version(run, tmp_path / "export", name, "run-1")
+    with pytest.raises(ValueError, match="no champion to roll back"):
+        rollback(uri, name)
     with pytest.raises(ValueError, match="has no version 7: `draftsmith drafts list`"):
         promote(uri, name, 7)
 

@@ -1,0 +1,47 @@
+"""The reconcile flow: completes promotions that were interrupted, or made by moving an alias in MLflow's page."""
+
+from prefect import flow
+
+from infra.settings import tracking_uri as default_uri
+from tasks.approval import find_candidate
+from tasks.pools import lease
+from tasks.promotion import complete_change, one_at_a_time, reconcile, registered_drafts
+from tasks.run import open_run
+from tasks.version_run import prepare_version, recipe_of
+
+TURN_S = 5.0
+"""A promotion that is being carried out keeps its turn for longer, and needs nobody to complete it."""
+
+
+@flow(name="reconcile")
+def reconcile_drafts(draft: str | None = None, tracking_uri: str | None = None) -> list[str]:
+    """Compare the champion of each draft with its history, and complete what is unfinished, smoke test included.
+
+    Args:
+        draft: registered model; all of them where empty.
+        tracking_uri: MLflow; default: $MLFLOW_TRACKING_URI, then runs/mlflow.db.
+
+    Returns what was tested, one sentence each.
+    """
+    uri = tracking_uri or default_uri()
+    return [said for name in registered_drafts(uri, draft) if (said := _reconcile(uri, name))]
+
+
+def _reconcile(uri: str, name: str) -> str | None:
+    try:
+        with one_at_a_time(name, TURN_S):
+            waiting = reconcile(uri, name)
+    except TimeoutError:
+        return None
+    if waiting is None:
+        return None
+    version = find_candidate(uri, name, waiting.version)
+    # One folder for each change, however often its test is tried.
+    with open_run(recipe_of(uri, version, "reconcile"), f"reconcile-{waiting.id[:8]}") as opened:
+        prepare_version(opened, version)
+        # Devices first, as promotions take them: the other order could wait for itself.
+        with lease(opened, "inference") as (inference,), one_at_a_time(name):
+            complete_change(opened, inference, version)
+    now = find_candidate(uri, name, waiting.version)
+    serves = "serves" if "champion" in now.aliases else "does not serve"
+    return f"version {waiting.version} of {name} {serves}: {now.tags.get('smoke_test', 'not tested')}"

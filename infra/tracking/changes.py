@@ -1,0 +1,96 @@
+"""A change of the version in service: the record of one under way, and what is told of one that took effect."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from mlflow import MlflowClient
+
+from infra.records import Record
+from infra.results import RegisteredDraft, SmokeResult
+from infra.tracking.registry import CHALLENGER, CHAMPION
+from infra.tracking.versions import find_model
+
+CHANGE = "draftsmith.change"
+"""Tag of the registered model: the change under way."""
+
+
+Kind = Literal["promotion", "withdrawal"]
+
+
+class Change(Record):
+    """A promotion or a withdrawal under way."""
+
+    id: str
+    """UUID; a promotion keeps it when it becomes a withdrawal."""
+    at: float = 0.0
+    kind: Kind
+    stage: Literal["intended", "moved", "settled"] = "intended"
+    version: int
+    before: int | None = None
+    """The champion when this was recorded."""
+    after: int | None = None
+    """The champion once the alias has moved."""
+    by: str
+    reason: str
+    run: str = ""
+    """Name of the run that decided; empty for a decision by command."""
+    tested: bool = False
+    """Whether a smoke test has to confirm the promotion."""
+
+    def repeats(self, other: "Change") -> bool:
+        """Whether this asks again for what `other` does, as whoever resumes after an interruption does.
+
+        A run that promotes a version may find its promotion turned into a withdrawal by the smoke test.
+        """
+        if self.run:
+            return (self.run, self.version) == (other.run, other.version)
+        mine, theirs = ((one.kind, one.version, one.by, one.reason, one.run) for one in (self, other))
+        return mine == theirs
+
+
+class Announcement(Record):
+    """A change that has taken effect: what the serving side is told. Repeated after a crash, with the same id."""
+
+    id: str
+    """UUID."""
+    kind: Kind
+    draft: str
+    version: int
+    previous_version: int | None
+    """The champion before."""
+    now: int | None
+    """The champion now."""
+    run: str
+    by: str
+    reason: str
+    source: str
+    """Where the files of `version` are."""
+    now_source: str | None
+    """Where the files of `now` are."""
+
+
+SmokeTest = Callable[[RegisteredDraft], SmokeResult]
+Announce = Callable[[Announcement], None]
+
+
+def silent(_announcement: Announcement) -> None:
+    """Tell nobody."""
+
+
+@dataclass(frozen=True)
+class State:
+    """A draft as the registry has it: aliases, and the change under way."""
+
+    champion: int | None
+    challenger: int | None
+    change: Change | None
+
+    @classmethod
+    def read(cls, client: MlflowClient, name: str) -> Self:
+        """One request, so that aliases and change belong together. Raises Refusal for an unknown draft."""
+        model = find_model(client, name)
+        aliases = {alias: int(version) for alias, version in model.aliases.items()}
+        text = model.tags.get(CHANGE)
+        change = Change.model_validate_json(text) if text else None
+        return cls(aliases.get(CHAMPION), aliases.get(CHALLENGER), change)

@@ -1,0 +1,398 @@
+"""Changes of the version in service: interrupted at any call, made beside Draftsmith, or overtaken by another one."""
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from inspect import isfunction
+from itertools import count, product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from mlflow.store.model_registry.sqlalchemy_store import SqlAlchemyStore
+from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore as TrackingStore
+
+from infra.results import GateDecision, RegisteredDraft, SmokeResult
+from infra.settings import shared_memory_folder
+from infra.tracking import promotion, registry, runs
+from infra.tracking.changes import Announcement, State
+from infra.tracking.client import connect
+from infra.tracking.decisions import history
+from infra.tracking.gate_outcome import follow_gate
+from infra.tracking.runs import TrackedRun
+from infra.tracking.versions import PAGE, registered_models
+
+PASSED, FAILED = SmokeResult(passed=True, reason="it decodes"), SmokeResult(passed=False, reason="it does not decode")
+numbers = count(1)
+
+
+class InterruptedHere(BaseException):
+    """Like a signal: nothing but the outermost caller catches it."""
+
+
+@dataclass
+class Calls:
+    """Counts calls that leave the process, and interrupts one of them."""
+
+    number: int = 0
+    depth: int = 0
+    at: int | None = None
+    after: bool = False
+    names: list[str] = field(default_factory=list)
+
+    def through(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if self.depth:  # part of a call that was counted
+                return function(*args, **kwargs)
+            self.number += 1
+            self.names.append(name)
+            mine = self.number == self.at
+            if mine and not self.after:
+                raise InterruptedHere(f"before {name}")
+            self.depth += 1
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                self.depth -= 1
+            if mine:
+                raise InterruptedHere(f"after {name}")
+            return result
+
+        return called
+
+
+def instrument(patch: pytest.MonkeyPatch, calls: Calls, *classes: type) -> None:
+    """Pass every public method of the classes through `calls`."""
+    for one in classes:
+        methods = {name for name in dir(one) if not name.startswith("_") and isfunction(getattr(one, name))}
+        for name in methods:
+            patch.setattr(one, name, calls.through(f"{one.__name__}.{name}", getattr(one, name)))
+
+
+@dataclass
+class World:
+    """One draft in a registry, with its outside: smoke test and listener."""
+
+    uri: str
+    model_id: str
+    run_id: str
+    name: str
+    smoke: SmokeResult = PASSED
+    heard: list[Announcement] = field(default_factory=list)
+    calls: Calls = field(default_factory=Calls)
+
+    def register(self, run: str, against: str = "") -> RegisteredDraft:
+        tags = {registry.RUN: run, registry.MEASURED_AGAINST: against}
+        return registry.register(self.uri, self.name, self.model_id, self.run_id, tags)
+
+    def hear(self, announcement: Announcement) -> None:
+        self.calls.through("announce", self.heard.append)(announcement)
+
+    def smoke_test(self, _draft: RegisteredDraft) -> SmokeResult:
+        return self.calls.through("smoke test", lambda: self.smoke)()
+
+    def retrained(self, run: str, gate: GateDecision, *, against: str = "", approval: bool = False) -> None:
+        """What a retraining does once its benchmark is done."""
+        draft = self.register(run, against)
+        follow_gate(
+            self.uri, draft, gate, approval=approval, smoke_test=self.smoke_test, announce=self.hear
+        )  # fmt: skip
+
+    def state(self) -> tuple[object, ...]:
+        """Aliases, tags, history and events, without times and ids."""
+        state = State.read(connect(self.uri), self.name)
+        drafts = registry.list_drafts(self.uri, self.name)
+        tags = [{key: text for key, text in one.tags.items() if not key.startswith("decision.")} for one in drafts]
+        made = [one.model_dump(exclude={"at"}) for one in history(self.uri, self.name)]
+        heard = list({one.id: one.model_dump(exclude={"id", "draft"}) for one in self.heard}.values())
+        return state, tags, made, heard
+
+
+@pytest.fixture(scope="module")
+def logged() -> Iterator[tuple[str, TrackedRun, str]]:
+    """A registry in a file, which is in memory for speed, and a model that versions can be made of."""
+    with TemporaryDirectory(dir=shared_memory_folder()) as folder:
+        uri = f"sqlite:///{folder}/mlflow.db"
+        yield uri, *log_model(uri, Path(folder))
+
+
+def log_model(uri: str, folder: Path) -> tuple[TrackedRun, str]:
+    runs.start_run(folder / "tracking.json", uri, "test", "run", {}, {})
+    run = TrackedRun.read(folder / "tracking.json")
+    (folder / "export").mkdir()
+    (folder / "export" / "model.safetensors").write_text("weights")
+    return run, runs.log_folder(run, folder / "export", "draft", 1, "draft")
+
+
+@pytest.fixture
+def make_world(logged: tuple[str, TrackedRun, str]) -> Callable[[], World]:
+    uri, run, model_id = logged
+    return lambda: World(uri, model_id, run.run_id, f"draft-{next(numbers)}")
+
+
+@pytest.fixture
+def gate() -> GateDecision:
+    return GateDecision(
+        ground="held-out prompts", passed=True, against="no draft", challenger=3.5, champion=1.0, difference=2.5,
+        lower_bound=2.0, margin=0.01, smallest_detectable=0.1, reason="better", grounds=(),
+    )  # fmt: skip
+
+
+Act = Callable[[World, GateDecision], None]
+
+
+def first_champion(world: World, gate: GateDecision) -> None:
+    world.retrained("run-1", gate)
+
+
+def champion_replaced(world: World, gate: GateDecision) -> None:
+    world.retrained("run-2", gate, against="1")
+
+
+def gate_refuses(world: World, gate: GateDecision) -> None:
+    world.retrained("run-2", gate.model_copy(update={"passed": False, "reason": "worse"}), against="1")
+
+
+def approved(world: World, gate: GateDecision) -> None:
+    world.retrained("run-2", gate, against="1", approval=True)
+    promotion.promote(
+        world.uri, world.name, 2, by="Ada", reason="it is better", run="approval-1", smoke_test=world.smoke_test,
+        announce=world.hear,
+    )  # fmt: skip
+
+
+def rejected(world: World, gate: GateDecision) -> None:
+    world.retrained("run-2", gate, against="1", approval=True)
+    promotion.refuse(world.uri, registry.find_version(world.uri, world.name, 2), by="Ada", reason="not now")
+
+
+def promoted_by_hand(world: World, _gate: GateDecision) -> None:
+    promotion.promote(world.uri, world.name, 2, by="ada", reason="because", announce=world.hear)
+
+
+def rolled_back(version: int) -> Act:
+    def act(world: World, _gate: GateDecision) -> None:
+        promotion.withdraw(world.uri, world.name, version, by="ada", reason="slow", announce=world.hear)
+
+    return act
+
+
+def moved_outside(world: World, _gate: GateDecision) -> None:
+    promotion.reconcile(world.uri, world.name, smoke_test=world.smoke_test, announce=world.hear)
+
+
+def nothing(_world: World, _gate: GateDecision) -> None: ...
+
+
+def one(world: World, gate: GateDecision) -> None:
+    world.retrained("run-1", gate)
+    world.heard.clear()
+
+
+def one_and_challenger(world: World, gate: GateDecision) -> None:
+    one(world, gate)
+    world.register("run-2", "1")
+
+
+def two(world: World, gate: GateDecision) -> None:
+    one(world, gate)
+    champion_replaced(world, gate)
+    world.heard.clear()
+
+
+def alias_moved(world: World, gate: GateDecision) -> None:
+    one_and_challenger(world, gate)
+    connect(world.uri).set_registered_model_alias(world.name, registry.CHAMPION, "2")
+
+
+def alias_deleted(world: World, gate: GateDecision) -> None:
+    one(world, gate)
+    connect(world.uri).delete_registered_model_alias(world.name, registry.CHAMPION)
+
+
+SCENARIOS: dict[str, tuple[Act, Act, SmokeResult, int | None]] = {
+    # before, the change, what the smoke test says of it, the champion afterwards
+    "first champion": (nothing, first_champion, PASSED, 1),
+    "first champion fails its smoke test": (nothing, first_champion, FAILED, None),
+    "champion replaced": (one, champion_replaced, PASSED, 2),
+    "smoke test fails": (one, champion_replaced, FAILED, 1),
+    "gate refuses": (one, gate_refuses, PASSED, 1),
+    "approved by a person": (one, approved, PASSED, 2),
+    "approved, but fails its smoke test": (one, approved, FAILED, 1),
+    "rejected by a person": (one, rejected, PASSED, 1),
+    "promoted by command": (one_and_challenger, promoted_by_hand, PASSED, 2),
+    "rolled back by command": (two, rolled_back(2), PASSED, 1),
+    "first champion withdrawn": (one, rolled_back(1), PASSED, None),
+    "moved outside": (alias_moved, moved_outside, PASSED, 2),
+    "moved outside, but fails its smoke test": (alias_moved, moved_outside, FAILED, 1),
+    "alias deleted outside": (alias_deleted, moved_outside, PASSED, None),
+}
+
+
+@contextmanager
+def counted(world: World, calls: Calls, *classes: type) -> Iterator[None]:
+    world.calls = calls
+    with pytest.MonkeyPatch.context() as patch:
+        instrument(patch, calls, *classes)
+        yield
+    world.calls = Calls()
+
+
+READS = re.compile(r"\.(get|search|list)_")
+
+
+def compare_interrupted(
+    scenario: str, gate: GateDecision, make: Callable[[], World], *classes: type, reads: bool = False
+) -> list[str]:
+    """Interrupt a scenario before and after its calls, resume it, and compare; returns the calls that were enumerated.
+
+    Reads change nothing: an interruption beside one leaves what an interruption beside the nearest write leaves. They
+    are interrupted with `reads` only.
+    """
+    before, change, smoke, champion = SCENARIOS[scenario]
+
+    def prepared() -> World:
+        world = make()
+        before(world, gate)
+        world.smoke = smoke
+        return world
+
+    undisturbed, calls = prepared(), Calls()
+    with counted(undisturbed, calls, *classes):
+        change(undisturbed, gate)
+    expected = undisturbed.state()
+    assert isinstance(expected[0], State)
+    assert (expected[0].champion, expected[0].change) == (champion, None)
+    chosen = [(at, name) for at, name in enumerate(calls.names, start=1) if reads or not READS.search(name)]
+    for (at, name), after in product(chosen, (False, True)):
+        world = prepared()
+        disturbed = Calls(at=at, after=after)
+        with counted(world, disturbed, *classes), pytest.raises(InterruptedHere):
+            change(world, gate)
+        assert disturbed.names == calls.names[:at], "the calls are the same every time"
+        change(world, gate)
+        assert world.state() == expected, f"interrupted {'after' if after else 'before'} call {at}, {name}"
+    return [name for _, name in chosen]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_interrupted_anywhere_it_ends_as_if_undisturbed(
+    scenario: str, make_world: Callable[[], World], gate: GateDecision
+) -> None:
+    names = compare_interrupted(scenario, gate, make_world, SqlAlchemyStore, TrackingStore)
+    assert len(names) >= 2, names
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_interrupted_at_reads_too(scenario: str, make_world: Callable[[], World], gate: GateDecision) -> None:
+    compare_interrupted(scenario, gate, make_world, SqlAlchemyStore, TrackingStore, reads=True)
+
+
+def test_a_promotion_of_the_champion_is_a_decision_too(make_world: Callable[[], World], gate: GateDecision) -> None:
+    world = make_world()
+    one(world, gate)
+    again = partial(promotion.promote, world.uri, world.name, 1, by="ada", announce=world.hear)
+    again(reason="it is to stay")
+    again(reason="it is to stay")
+    assert [(made.outcome, made.by, made.reason) for made in history(world.uri, world.name)] == [
+        ("promoted", "gate", "better"), ("promoted", "ada", "it is to stay"),
+    ]  # fmt: skip
+    (heard,) = world.heard
+    assert (heard.kind, heard.version, heard.previous_version, heard.now, heard.by) == ("promotion", 1, 1, 1, "ada")
+    assert heard.source.endswith("artifacts") or "models" in heard.source
+
+
+def test_a_newer_promotion_overtakes_an_interrupted_one(make_world: Callable[[], World], gate: GateDecision) -> None:
+    """The run that began the older one finds it decided, and leaves the newer one alone."""
+    world = make_world()
+    one(world, gate)
+    draft = world.register("run-2", "1")
+    world.register("run-3", "1")
+    with counted(world, Calls(at=1)), pytest.raises(InterruptedHere):
+        promotion.promote(
+            world.uri, world.name, 2, by="gate", reason="better", run="run-2", smoke_test=world.smoke_test,
+            announce=world.hear,
+        )  # fmt: skip
+    promotion.promote(world.uri, world.name, 3, by="ada", reason="now", announce=world.hear)
+    follow_gate(world.uri, draft, gate, approval=False, smoke_test=world.smoke_test, announce=world.hear)
+    made = [(one.version, one.outcome, one.champion_before) for one in history(world.uri, world.name)]
+    assert made == [(1, "promoted", None), (2, "promoted", 1), (3, "promoted", 2)]
+    assert State.read(connect(world.uri), world.name).champion == 3
+    assert [(one.kind, one.version) for one in world.heard] == [("promotion", 3)]
+
+
+def test_an_alias_moved_outside_is_noticed_by_a_rollback(make_world: Callable[[], World], gate: GateDecision) -> None:
+    world = make_world()
+    alias_moved(world, gate)
+    assert promotion.rollback(world.uri, world.name, by="ada", reason="who did that?", announce=world.hear) == 2
+    made = [(one.version, one.outcome, one.by) for one in history(world.uri, world.name)]
+    assert made[1:] == [(2, "promoted", promotion.OUTSIDE), (2, "rolled back", "ada")]
+    assert State.read(connect(world.uri), world.name).champion == 1
+    assert [one.kind for one in world.heard] == ["withdrawal"]
+
+
+def test_an_alias_moved_outside_waits_for_its_smoke_test(make_world: Callable[[], World], gate: GateDecision) -> None:
+    world = make_world()
+    alias_moved(world, gate)
+    waiting = promotion.reconcile(world.uri, world.name, announce=world.hear)
+    assert waiting
+    assert (waiting.version, waiting.stage, world.heard) == (2, "moved", [])
+    world.smoke = FAILED
+    assert promotion.reconcile(world.uri, world.name, smoke_test=world.smoke_test, announce=world.hear) is None
+    assert State.read(connect(world.uri), world.name) == State(1, None, None)
+
+
+def test_a_smoke_test_that_breaks_withdraws_the_version(make_world: Callable[[], World], gate: GateDecision) -> None:
+    world = make_world()
+    one_and_challenger(world, gate)
+
+    def breaks(_draft: RegisteredDraft) -> SmokeResult:
+        raise RuntimeError("the weights cannot be read")
+
+    with pytest.raises(RuntimeError, match="cannot be read"):
+        promotion.promote(world.uri, world.name, 2, by="ada", reason="", run="x", smoke_test=breaks)
+    made = history(world.uri, world.name)[-1]
+    assert (made.version, made.outcome, made.by) == (2, "rolled back", "smoke test")
+    assert made.reason == "the weights cannot be read"
+    assert State.read(connect(world.uri), world.name) == State(1, None, None)
+
+
+def test_clocks_that_jump_back_do_not_reorder_the_history(
+    make_world: Callable[[], World], gate: GateDecision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world()
+    two(world, gate)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 7200)
+    promotion.promote(world.uri, world.name, 1, by="ada", reason="back")
+    assert history(world.uri, world.name)[-1].version == 1
+    assert promotion.reconcile(world.uri, world.name) is None
+    assert len(history(world.uri, world.name)) == 3
+
+
+def test_models_of_others_are_left_alone(logged: tuple[str, TrackedRun, str]) -> None:
+    uri, run, model_id = logged
+    client = connect(uri)
+    client.create_registered_model("theirs")
+    client.create_model_version("theirs", f"models:/{model_id}", run.run_id)
+    client.set_registered_model_alias("theirs", registry.CHAMPION, "1")
+    assert promotion.reconcile(uri, "theirs") is None
+    assert history(uri, "theirs") == []
+
+
+def test_more_versions_than_a_page_are_listed(logged: tuple[str, TrackedRun, str]) -> None:
+    uri, run, model_id = logged
+    client = connect(uri)
+    for number in range(PAGE + 1):
+        client.create_registered_model(f"many-{number}")
+    client.create_model_version("many-0", f"models:/{model_id}", run.run_id)
+    assert {f"many-{number}" for number in range(PAGE + 1)} <= {str(one.name) for one in registered_models(client)}
+    assert "many-0" in {draft.name for draft in registry.list_drafts(uri)}
