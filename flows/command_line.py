@@ -1,9 +1,6 @@
 """The command `draftsmith`. Heavy libraries are imported inside the commands that need them: help comes at once."""
 
-import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +13,7 @@ from flows.stack_command import down, up
 from flows.status_command import find_run, status
 from flows.ui_command import ui
 from infra.exit import run_main
+from infra.redaction import redacted
 from infra.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -56,10 +54,9 @@ def retrain(
         return
     if folder is not None:
         _forget_crashes(config, folder)
-    with _ready_for_flows():
-        from flows.retrain_draft import retrain as flow
+    from flows import from_python
 
-    print(flow(config, str(folder) if folder else None))
+    print(from_python.retrain(config, str(folder) if folder else None))
 
 
 @app.command()
@@ -73,40 +70,9 @@ def regenerate(
     config = load_recipe(recipe, overrides)
     if config.data.regeneration is None:
         raise Refusal(f"{recipe} does not regenerate: add data.regeneration={{}} for its defaults")
-    with _ready_for_flows():
-        from flows.regenerate_text import regenerate as flow
+    from flows import from_python
 
-    print(flow(config))
-
-
-@contextmanager
-def _ready_for_flows() -> Iterator[None]:
-    """Versions that work, a log for people, and a Prefect server, which starts while the body imports the flow."""
-    from infra.servers import prefect_api
-    from infra.settings import use_heartbeats
-
-    _refuse_clashes()
-    use_heartbeats()
-    for logger in ("prefect.flow_runs", "prefect.task_runs"):
-        logging.getLogger(logger).addFilter(_without_traceback)
-    with prefect_api():
-        yield
-
-
-def _refuse_clashes() -> None:
-    """Versions that are known to break a run break it here, with the remedy."""
-    from infra.doctor.software import check_clashes, installed
-
-    for finding in check_clashes(installed()):
-        if finding.verdict == "problem":
-            raise Refusal(f"{finding.found}. Mend it with: {finding.remedy}")
-
-
-def _without_traceback(record: logging.LogRecord) -> bool:
-    """A refusal is for people: the flow's log names it, without the way it took through the code."""
-    if record.exc_info and isinstance(record.exc_info[1], Refusal):
-        record.exc_info = None
-    return True
+    print(from_python.regenerate(config))
 
 
 def _forget_crashes(config: "RunConfig", folder: Path) -> None:
@@ -132,7 +98,7 @@ def _print_plan(config: "RunConfig") -> None:
     from flows.plan_command import checked_plan, print_plan
 
     plan = checked_plan(config)
-    print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=110), end="")
+    print(yaml.safe_dump(redacted(config.model_dump(mode="json")), sort_keys=False, width=110), end="")
     if config.pools.kind == "slurm":
         from infra.pools.choice import pool_specs
         from infra.pools.slurm_pools import dry_run
@@ -158,5 +124,5 @@ def main() -> None:
     try:
         run_main(app)
     except ProcessFailedError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {redacted(str(error))}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None

@@ -17,6 +17,16 @@ if TYPE_CHECKING:
 
 drafts = typer.Typer(help="Registered drafts: which there are, and which one serves.", no_args_is_help=True)
 
+
+@drafts.callback()
+def check_registry() -> None:
+    """Registered drafts: which there are, and which one serves."""
+    from infra.settings import tracking_uri
+    from infra.tracking.client import check_answers
+
+    check_answers(tracking_uri())
+
+
 Reason = Annotated[str, typer.Option("--reason", help="Why; `drafts history` shows it.")]
 Name = Annotated[str | None, typer.Option("--name", help="Registered model; may be left out where there is one.")]
 

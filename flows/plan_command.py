@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 def checked_plan(config: "RunConfig") -> "Plan":
     """The recipe's plan; raises Refusal for what is impossible, with the nearest recipe that is possible."""
     from infra.planner.refusals import refusals
-    from tasks.plan import plan_recipe
+    from tasks.plan import check_recipe, plan_recipe
 
     plan = plan_recipe(config)
+    check_recipe(config, plan.job.target)
     if found := refusals(plan):
         raise Refusal("this recipe cannot run:\n" + "\n".join(f"  {refusal}" for refusal in found))
     return plan

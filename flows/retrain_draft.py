@@ -9,7 +9,7 @@ from tasks.generators import generating
 from tasks.limits import only_training_of_its_draft
 from tasks.planning import plan_run
 from tasks.pools import lease
-from tasks.prepare import fetch_start, prepare_samples, prepare_target, regenerate_text
+from tasks.prepare import check_prompts, fetch_start, prepare_samples, prepare_target, regenerate_text
 from tasks.promotion import promote_or_refuse
 from tasks.registry import register_draft
 from tasks.report import write_report
@@ -33,6 +33,7 @@ def retrain(config: RunConfig, run: str | None = None) -> str:
         target = prepare_target(opened)
         fetch_start(opened)
         if config.data.regeneration:
+            check_prompts(opened)
             with lease(opened, "inference") as (inference,):
                 regenerate_text(opened, inference)
         samples = prepare_samples(opened, target)

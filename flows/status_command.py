@@ -1,6 +1,7 @@
 """`draftsmith status`: a run in words: where its samples are, how fast it goes, what is slow."""
 
 import json
+import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +32,9 @@ def status(
     """Say where every sample of a run is, how fast it goes, and what is slow."""
     from rich.console import Console
     from rich.table import Table
+    from sqlalchemy.exc import SQLAlchemyError
 
+    from infra.redaction import redacted
     from infra.run_folder import RunFolder
     from models.config import read_config
 
@@ -40,8 +43,19 @@ def status(
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    for name, text in describe(folder, config):
-        table.add_row(name, text)
+    try:
+        for name, text in describe(folder, config):
+            table.add_row(name, str(redacted(text)))
+    except (SQLAlchemyError, sqlite3.DatabaseError) as error:
+        where = config.ledger.url or folder.ledger_file
+        why = str(error).splitlines()[0]
+        raise Refusal(f"the ledger {where} is damaged or does not answer ({why}): restore it, or try again") from error
+    except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
+        if isinstance(error, Refusal):
+            raise
+        raise Refusal(
+            f"a file of {folder.path} is damaged ({type(error).__name__}: {error}): restore it, or start a new run"
+        ) from error
     console = Console()
     console.print(table, highlight=False)
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from infra.config import TransportConfig
+from infra.refusal import Refusal
 
 HELDOUT_LENGTH = "heldout_acceptance_length"
 """Key of the lines of `metrics.jsonl` whose steps were measured on held-out text."""
@@ -22,8 +23,16 @@ class Record(BaseModel):
 
     @classmethod
     def read(cls, path: Path):
-        """Read the record back from the JSON file at `path`."""
-        return cls.model_validate_json(path.read_text())
+        """Read the record back from the JSON file at `path`. Raises Refusal for a damaged one."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            raise
+        except (OSError, ValidationError) as error:
+            why = error.strerror if isinstance(error, OSError) else error.errors()[0]["msg"]
+            raise Refusal(
+                f"{path} is damaged, or of another version of Draftsmith ({why}): restore it, or start a new run"
+            ) from error
 
 
 class TargetRecord(Record):
@@ -65,6 +74,10 @@ class SamplesRecord(Record):
     truncated: int
     unusable: int
     """Conversations left out because nothing in them is supervised."""
+    refused: int = 0
+    """Conversations left out because the chat template cannot render them."""
+    refusals: tuple[str, ...] = ()
+    """Place and reason of the first of these."""
     split: int = 0
     """Documents cut into several samples."""
     duplicates: int = 0

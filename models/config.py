@@ -2,16 +2,19 @@
 
 import json
 import re
+from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
+from reprlib import Repr
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from infra.config import LedgerConfig, PoolsConfig, TrackingConfig, TransportConfig
+from infra.config import LONGEST_TEXT, LedgerConfig, PoolsConfig, Seed, StrictConfig, TrackingConfig, TransportConfig
 from infra.planner.config import PlanConfig
+from infra.redaction import redacted
 from infra.refusal import Refusal
-from infra.shareable import without_passwords
 from models.benchmark.config import BenchmarkConfig, PromotionConfig
 from models.capture.config import GeneratorConfig
 from models.data.config import DataConfig
@@ -19,14 +22,15 @@ from models.drafts.config import METHODS, DraftConfig
 from models.targets.config import TargetConfig
 from models.training.config import TrainingConfig
 
+LISTED = 20
+"""Problems of a recipe that one message shows."""
 
-class RunConfig(BaseModel):
+
+class RunConfig(StrictConfig):
     """Everything that decides a run."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     name: str = Field(description="Recipe name; run folders and the registered model are named after it.")
-    seed: int = 0
+    seed: Seed = 0
     target: TargetConfig
     data: DataConfig = DataConfig()
     generator: GeneratorConfig = GeneratorConfig()
@@ -42,13 +46,21 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":
-        if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", self.name):
-            raise Refusal(f"name {self.name!r} becomes a folder: use lower-case letters, digits, dots and dashes")
+        if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,99}", self.name):
+            raise Refusal(
+                f"name {self.name[:200]!r} becomes a folder: use lower-case letters, digits, dots and dashes, "
+                "100 at most"
+            )
         ids = self.target.aux_layer_ids
         if list(ids) != sorted(set(ids)) or ids[0] < 0:
             raise Refusal(f"target.aux_layer_ids {list(ids)} must be ascending, distinct and not negative")
+        if self.plan.target is not None:
+            check_layers(ids, self.plan.target.num_layers)
         if self.benchmark.lookahead > self.benchmark.max_lookahead:
-            raise Refusal("benchmark.lookahead must not exceed benchmark.max_lookahead")
+            raise Refusal(
+                f"benchmark.lookahead {self.benchmark.lookahead} must not exceed benchmark.max_lookahead "
+                f"{self.benchmark.max_lookahead}: lower it, or raise that"
+            )
         transport = self.transport
         if self.pools.kind != "local" and (
             transport.kind == "arena" or (transport.kind in ("auto", "files") and transport.folder is None)
@@ -82,17 +94,24 @@ class RunConfig(BaseModel):
             )
 
 
+def check_layers(aux_layer_ids: Sequence[int], num_layers: int) -> None:
+    """Raise Refusal for layers that a target of `num_layers` does not have."""
+    if max(aux_layer_ids) >= num_layers:
+        raise Refusal(
+            f"target.aux_layer_ids {list(aux_layer_ids)}: the target has layers 0..{num_layers - 1}; choose among these"
+        )
+
+
+LARGEST_RECIPE = 2**20
+"""Bytes."""
+
+
 def load_recipe(path: Path, overrides: list[str] | None = None) -> RunConfig:
     """Read a recipe and apply `section.field=value` overrides (values are YAML).
 
     Raises Refusal, with the place and the remedy, for anything that is not a valid recipe.
     """
-    if not path.is_file():
-        raise Refusal(f"no recipe at {path}: recipes lie in recipes/, for instance recipes/quickstart.yaml")
-    try:
-        tree = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise Refusal(f"{path} is not valid YAML: {error}") from error
+    tree = _parse(_read(path), str(path))
     if not isinstance(tree, dict):
         raise Refusal(f"{path} holds no settings: a recipe is a YAML mapping with at least name, target and draft")
     for override in overrides or []:
@@ -103,11 +122,38 @@ def load_recipe(path: Path, overrides: list[str] | None = None) -> RunConfig:
         raise Refusal(_explain(str(path), error)) from error
 
 
+def _read(path: Path) -> str:
+    try:
+        if not path.is_file():
+            raise Refusal(f"no recipe at {path}: recipes are YAML files, for instance recipes/quickstart.yaml")
+        if path.stat().st_size > LARGEST_RECIPE:
+            raise Refusal(f"{path} is larger than 1 MiB: a recipe is a short YAML file, so check the path")
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise Refusal(f"{path} is not UTF-8 text ({error.reason} near byte {error.start}): convert it") from error
+    except (OSError, ValueError) as error:
+        if isinstance(error, Refusal):
+            raise
+        raise Refusal(f"{str(path)[:200]!r} cannot be read ({error}): check the path and its permissions") from error
+
+
+def _parse(text: str, place: str) -> Any:
+    """YAML's values. Its parser raises ValueError for an impossible date or a number of thousands of digits."""
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, OverflowError, KeyError) as error:
+        raise Refusal(f"{place} is not valid YAML: correct it ({error})") from error
+    except RecursionError as error:
+        raise Refusal(f"{place} is nested too deeply: flatten it") from error
+
+
 def read_config(path: Path) -> RunConfig:
     """A run's own configuration, `config.json`; Refusal for a damaged one, or one that this version cannot run."""
     try:
         tree = json.loads(path.read_text())
-    except ValueError as error:  # no JSON, or no text at all
+    except OSError as error:
+        raise Refusal(f"{path} cannot be read ({error.strerror}): restore it, or start a new run") from error
+    except (ValueError, RecursionError) as error:  # no JSON, or no text at all
         raise Refusal(
             f"{path} is damaged: {error}. It is the only record of what the run was asked for: put it back from a "
             "backup, or start a new run"
@@ -116,8 +162,8 @@ def read_config(path: Path) -> RunConfig:
         return RunConfig.model_validate_json(json.dumps(tree))
     except ValidationError as error:
         raise Refusal(
-            f"{_explain(str(path), error)}\nThe run was made by another version of Draftsmith: use that one, or "
-            "start a new run"
+            f"{_explain(str(path), error)}\nThe file was changed, or another version of Draftsmith made the run: "
+            "restore it, use that version, or start a new run"
         ) from error
 
 
@@ -144,7 +190,7 @@ def with_overrides(config: RunConfig, overrides: list[str]) -> RunConfig:
         setting = override.partition("=")[0]
         if setting not in PLACEMENT and setting.partition(".")[0] not in SECTIONS_OF_PLACEMENT:
             raise Refusal(
-                f"override {without_passwords(override)!r}: a run is resumed with its own configuration; leave it out, "
+                f"override {redacted(override)!r}: a run is resumed with its own configuration; leave it out, "
                 f"or start a new run (these may change: {', '.join(sorted(PLACEMENT))}, and all of "
                 f"{' and '.join(SECTIONS_OF_PLACEMENT)})"
             )
@@ -167,13 +213,13 @@ def without_placement(config: RunConfig) -> dict[str, Any]:
 def _apply(tree: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     if not equals or not key:
-        raise Refusal(f"override {without_passwords(override)!r} is not of the form section.field=value")
+        raise Refusal(f"override {redacted(override)!r} is not of the form section.field=value")
     *sections, field = key.split(".")
     for section in sections:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
-            raise Refusal(f"override {without_passwords(override)!r}: {section} is a value, not a section")
-    tree[field] = yaml.safe_load(value)
+            raise Refusal(f"override {redacted(override)!r}: {section} is a value, not a section")
+    tree[field] = _parse(value, f"override {redacted(override)[:120]!r}")
 
 
 def _without_method(place: tuple[int | str, ...]) -> tuple[int | str, ...]:
@@ -182,15 +228,43 @@ def _without_method(place: tuple[int | str, ...]) -> tuple[int | str, ...]:
 
 
 def _explain(what: str, error: ValidationError) -> str:
-    lines = [f"{what} is not valid:"]
-    for problem in error.errors():
-        place = ".".join(str(part) for part in _without_method(problem["loc"])) or "recipe"
+    """Every problem with its place; what to do follows from what was expected."""
+    problems = error.errors()
+    lines = [f"{what} is not valid; correct these settings:"]
+    for problem in problems[:LISTED]:
+        place = ".".join(str(part)[:80] for part in _without_method(problem["loc"])) or "recipe"
         if problem["type"] == "extra_forbidden":
-            lines.append(f"  {place}: no such setting")
+            lines.append(f"  {place}: no such setting{_meant(problem['loc'])}")
         elif problem["type"].startswith("union_tag"):
-            got = without_passwords(repr(problem.get("ctx", {}).get("tag")))
-            lines.append(f"  {place}.method: known methods are {', '.join(METHODS)} (got {got})")
+            got = redacted(repr(problem.get("ctx", {}).get("tag")))
+            lines.append(f"  {place}.method: known methods are {', '.join(METHODS)} (got {got:.80})")
         else:
-            got = without_passwords(repr(problem["input"]))  # before it is cut
-            lines.append(f"  {place}: {problem['msg'].removeprefix('Value error, ')} (got {got:.80})")
-    return str(without_passwords("\n".join(lines)))
+            message = problem["msg"].removeprefix("Value error, ")
+            # A validator of several settings gets, and would show, all of them.
+            shown = not (problem["type"] == "value_error" and isinstance(problem["input"], dict | StrictConfig))
+            # Redacted before it is cut, or a secret that was cut would not be recognised.
+            got = f" (got {redacted(_shown(problem['input'])):.80})" if shown else ""
+            lines.append(f"  {place}: {message}{got}")
+    if len(problems) > LISTED:
+        lines.append(f"  and {len(problems) - LISTED} more")
+    return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    """A value as Python writes it, cut where aliases of YAML blow it up."""
+    brief = Repr()
+    brief.maxstring = LONGEST_TEXT
+    try:
+        return brief.repr(value)
+    except ValueError:  # an integer of more than 4,300 digits
+        return f"a {type(value).__name__}"
+
+
+def _meant(place: tuple[int | str, ...]) -> str:
+    """The known setting of a similar name, if there is one."""
+    section: Any = RunConfig
+    for part in place[:-1]:
+        field = getattr(section, "model_fields", {}).get(part)
+        section = METHODS.get(str(part)) if field is None else field.annotation
+    close = get_close_matches(str(place[-1]), list(getattr(section, "model_fields", ())), n=1)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -7,47 +7,55 @@ import torch
 from infra.ledger.schema import check_server
 from infra.mooncake.environment import check_mooncake, choose_protocol
 from infra.planner.traffic import CHECKPOINT_BYTES_PER_PARAMETER
+from infra.records import TargetRecord
 from infra.refusal import Refusal
 from infra.sglang.environment import sglang_python
 from infra.transport.stored import local_folder
 from models.benchmark.prompts import suite_prompts, take_prompts
+from models.config import RunConfig
 from models.drafts.base import Draft
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
-from models.run import Run
+from models.run import Run, TargetReady
 from models.training.start import load_start
 
 
 def check_run(run: Run) -> None:
     """Raise Refusal, with the remedy, for a run that could not train, save, or be measured."""
-    if run.config.generator.engine == "sglang":
-        sglang_python()
-    if run.config.transport.kind == "mooncake":
-        check_mooncake()
-        choose_protocol(run.config.transport.protocol)
-    if run.config.ledger.url is not None:
-        check_server(run.config.ledger.url)
-    draft = _draft(run)
-    _check_disk(run, sum(parameter.numel() for parameter in draft.parameters()))
-    benchmark = run.config.benchmark
-    if run.config.generator.engine == "sglang" and benchmark.served_concurrency and draft.engine_config() is not None:
-        run.config.draft.engine_arguments(benchmark.lookahead)
-    if run.folder.start.is_dir():
-        load_start(run)
+    check_settings(run)
     _check_store(run)
-    heldout = run.open_samples("heldout")
+    benchmark, heldout = run.config.benchmark, run.open_samples("heldout")
     take_prompts(
         ((heldout[i].tokens, heldout[i].loss_mask) for i in range(len(heldout))),
         benchmark.prompts,
         benchmark.prompt_tokens,
     )
-    for suite in run.config.promotion.suites:
+
+
+def check_settings(run: TargetReady) -> None:
+    """The part of `check_run` that needs no samples, so that it can come before text is regenerated."""
+    config, target = run.config, run.target
+    if config.generator.engine == "sglang":
+        sglang_python()
+    if config.transport.kind == "mooncake":
+        check_mooncake()
+        choose_protocol(config.transport.protocol)
+    if config.ledger.url is not None:
+        check_server(config.ledger.url)
+    draft = _draft(config, target)
+    _check_disk(run, sum(parameter.numel() for parameter in draft.parameters()))
+    served = config.generator.engine == "sglang" and config.benchmark.served_concurrency
+    if served and draft.engine_config() is not None:
+        config.draft.engine_arguments(config.benchmark.lookahead)
+    if run.folder.start.is_dir():
+        load_start(run)
+    for suite in config.promotion.suites:
         suite_prompts(run, suite)
 
 
-def _draft(run: Run) -> Draft:
+def _draft(recipe: RunConfig, target: TargetRecord) -> Draft:
     """The draft, built without memory; whatever it refuses is refused here."""
-    config, target = run.config.draft, run.target
+    config = recipe.draft
     size = config.vocabulary_size(target.vocab_size)
     if size > target.vocab_size:
         raise Refusal(
@@ -57,7 +65,7 @@ def _draft(run: Run) -> Draft:
     vocabulary = DraftVocabulary(torch.arange(size), target.vocab_size)
     with torch.device("meta"):
         embedding = torch.empty(target.vocab_size, target.hidden_size)
-        return build_draft(config, embedding, vocabulary, run.config.target.aux_layer_ids)
+        return build_draft(config, embedding, vocabulary, recipe.target.aux_layer_ids)
 
 
 def _check_store(run: Run) -> None:
@@ -77,7 +85,7 @@ def _check_store(run: Run) -> None:
         )
 
 
-def _check_disk(run: Run, parameters: int) -> None:
+def _check_disk(run: TargetReady, parameters: int) -> None:
     # One more than are kept: a new checkpoint is whole before the oldest goes. The export and its copies in the
     # registry take less than another one.
     kept = run.config.training.keep_checkpoints

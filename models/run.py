@@ -19,12 +19,18 @@ from models.dtypes import DTYPES
 
 
 @dataclass(frozen=True)
-class Run:
-    """A prepared run: target and samples are on disk."""
+class TargetReady:
+    """A run whose target is on disk."""
 
     folder: RunFolder
     config: RunConfig
     target: TargetRecord
+
+
+@dataclass(frozen=True)
+class Run(TargetReady):
+    """A prepared run: target and samples are on disk."""
+
     samples: SamplesRecord
 
     @classmethod

@@ -14,11 +14,12 @@ from infra.planner.shapes import TargetShape, read_target_shape, target_shape
 from infra.records import SamplesRecord, TargetRecord
 from infra.refusal import Refusal
 from infra.settings import cache_folder
-from models.config import RunConfig
+from models.config import RunConfig, check_layers
 from models.targets.config import TargetConfig, TinyRecipe
 
 READ_BYTES = 4 * 2**20
 """Of a local .jsonl, to tell how long its lines are."""
+PYTHON_DOCS = "python-docs"
 BYTES_OF_TOKEN = 4.0
 """Of text with its JSON around it; a guess."""
 SAMPLES = 100_000
@@ -36,6 +37,14 @@ def plan_recipe(config: RunConfig, target: TargetRecord | None = None, samples: 
         read_target_shape(Path(target.path) / "config.json") if target else _shape(config.target)
     )
     return make_plan(_job(config, shape, samples))
+
+
+def check_recipe(config: RunConfig, target: TargetShape) -> None:
+    """Raise Refusal for what a recipe alone shows to be impossible, given its target's shape."""
+    check_layers(config.target.aux_layer_ids, target.num_layers)
+    size = config.draft.vocabulary_size(target.vocab_size)
+    if size > target.vocab_size:
+        raise Refusal(f"draft.vocab_size {size} exceeds the target's vocabulary: set it to at most {target.vocab_size}")
 
 
 def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) -> Job:
@@ -213,10 +222,13 @@ def _lengths(config: RunConfig, record: SamplesRecord | None) -> _Lengths:
         mean = max(1, round(record.train_tokens / max(1, record.train_samples)))
         return _Lengths(record.train_samples, mean, record.longest)
     lines, tokens = _look_into(data.source)
+    missing = data.source != PYTHON_DOCS and "://" not in data.source and not Path(data.source).expanduser().exists()
     samples = plan.samples or data.max_samples or (lines and max(1, int(lines * (1 - data.heldout_share)))) or SAMPLES
     likely = data.max_tokens if data.overlong == "split" else tokens or data.max_tokens // 2
     mean = min(plan.mean_tokens or likely, data.max_tokens)
     notes = []
+    if missing:
+        notes.append(f"data.source {data.source} is not here (looked in {Path.cwd()}): a run needs it")
     if not plan.samples and not data.max_samples:
         notes.append(f"{samples:,} samples: " + (f"the lines of {data.source}" if lines else "assumed (plan.samples)"))
     if not plan.mean_tokens:

@@ -54,6 +54,12 @@ def fetch_start(run: OpenRun) -> RegisteredDraft | None:
     return found
 
 
+@task(name="check prompts", retries=1, retry_condition_fn=worth_retrying, cache_policy=NO_CACHE)
+def check_prompts(run: OpenRun) -> None:
+    """Refuse what would stop the run only after its text was regenerated on GPUs."""
+    run_main(run, on_cpu(run), "check", "models.data.prepare", "--check", timeout_s=SAMPLES_TIMEOUT_S)
+
+
 @task(name="regenerate text", retries=2, retry_condition_fn=worth_retrying, cache_policy=NO_CACHE)
 def regenerate_text(run: OpenRun, pool: Pool) -> RegeneratedRecord:
     """The target's own answers to the recipe's prompts; a retry goes on where the last one died."""

@@ -17,9 +17,9 @@ from infra.files import write_atomically
 from infra.planner.measured import read_plan
 from infra.provenance import git_sha
 from infra.records import Progress, SamplesRecord, TargetRecord, TrainingResult, generators_changes
+from infra.redaction import redacted
 from infra.results import Acceptance, BenchmarkResult, RegisteredDraft
 from infra.settings import prefect_is_private
-from infra.shareable import without_passwords
 from infra.tracking.runs import TrackedRun, describe_run
 from tasks.report_facts import Link, RunFacts, acceptance_by_lookahead
 from tasks.report_markdown import run_note, run_page, version_line
@@ -92,7 +92,7 @@ def links(run: OpenRun) -> Iterator[Link]:
 
 def tracking_link(tracking: TrackedRun) -> Link:
     """The run's page in MLflow, or how to open it where no server is behind the address."""
-    uri = without_passwords(tracking.uri)
+    uri = redacted(tracking.uri)
     if uri.startswith(("http://", "https://")):
         page = f"{uri.rstrip('/')}/#/experiments/{tracking.experiment_id}/runs/{tracking.run_id}"
         return Link("MLflow run", page, page)

@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 from infra.bottleneck import in_words
 from infra.planner.words import gib
 from infra.records import SamplesRecord
-from infra.shareable import without_passwords
+from infra.redaction import redacted
 from tasks.report_facts import (
     RunFacts,
     acceptance_rows,
@@ -98,7 +98,7 @@ def _template() -> Template:
 
 
 def _settings(facts: RunFacts) -> dict[str, Any]:
-    return without_passwords(facts.config.model_dump(mode="json"))
+    return redacted(facts.config.model_dump(mode="json"))
 
 
 def _prose(words: str) -> Markup:
@@ -202,7 +202,7 @@ def data(facts: RunFacts) -> Facts:
     """What it was trained on."""
     samples = facts.samples
     return [
-        ("Source", without_passwords(facts.config.data.source)),
+        ("Source", redacted(facts.config.data.source)),
         ("Training samples", count(samples.train_samples)),
         ("Training tokens", f"{count(samples.train_tokens)} per epoch"),
         ("Held-out samples", count(samples.heldout_samples)),
@@ -213,6 +213,7 @@ def data(facts: RunFacts) -> Facts:
         ("Documents split", count(samples.split)),
         ("Duplicates left out", count(samples.duplicates)),
         ("Nothing supervised", count(samples.unusable)),
+        ("Refused by the chat template", count(samples.refused)),
         ("Benchmark prompts", benchmark_prompts(samples)),
         ("Reasoning", f"in {plural(samples.thinking, 'sample')}, data.thinking={facts.config.data.thinking}"),
         ("Source's revision", samples.source_revision or "none, it is no dataset of the Hub"),

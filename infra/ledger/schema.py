@@ -12,13 +12,12 @@ from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import event
-from sqlalchemy.exc import ArgumentError, OperationalError
+from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
 from infra.locks import hold
 from infra.refusal import Refusal
-from infra.shareable import without_passwords
 
 BUSY_TIMEOUT_S = 60
 """How long SQLite waits for another process's transaction."""
@@ -130,6 +129,9 @@ checkpoints = sa.Table(
 )
 
 
+SQLITE_HEADER = b"SQLite format 3\x00"
+
+
 class database_now(FunctionElement[float]):
     """Seconds since 1970 by the database's clock, the only clock that leases know."""
 
@@ -147,25 +149,34 @@ def _now_postgresql(element: database_now, compiler: Any, **options: Any) -> str
     return "CAST(extract(epoch FROM clock_timestamp()) AS double precision)"
 
 
+def _database(url: str) -> sa.URL:
+    """The address of a ledger. Raises Refusal for one of another database, or of none."""
+    remedy = "write sqlite:////absolute/path.sqlite or postgresql://user@host/database"
+    try:
+        address = sa.make_url(url)
+        backend = address.get_backend_name()
+    except (ArgumentError, ValueError) as error:
+        raise Refusal(f"ledger.url {url!r} is no database URL: {remedy}") from error
+    if backend == "postgresql":
+        return address.set(drivername=DRIVER)
+    if backend == "sqlite" and address.database not in (None, "", ":memory:"):
+        if address.get_driver_name() != "pysqlite" or address.query:
+            raise Refusal(f"ledger.url {url!r} asks for a driver or options that the ledger does not use: {remedy}")
+        return address
+    raise Refusal(f"ledger.url {url!r} must name a SQLite file or PostgreSQL: {remedy}")
+
+
 def open_engine(url: str) -> sa.Engine:
     """Connect to a ledger's database, making its tables where they are missing.
 
-    Raises Refusal for a URL of another database, for a missing folder, and for a SQLite file on a network file
-    system. Connections that carry the execution option `reads=True` take no write lock.
+    Raises Refusal for a URL of another database, for a missing folder, for a SQLite file on a network file system,
+    and for a file that is no database. Connections that carry the execution option `reads=True` take no write lock.
     """
-    shown = without_passwords(url)
-    try:
-        address = sa.make_url(url)
-    except ArgumentError as error:
-        raise Refusal(f"ledger.url {shown!r} is no database URL: write sqlite:////absolute/path.sqlite") from error
+    address = _database(url)
     if address.get_backend_name() == "postgresql":
-        engine = _postgresql_engine(address.set(drivername=DRIVER))
-    elif address.get_backend_name() == "sqlite" and address.database not in (None, "", ":memory:"):
-        engine = _sqlite_engine(address, Path(str(address.database)))
+        engine = _postgresql_engine(address)
     else:
-        raise Refusal(
-            f"ledger.url {shown!r} must name a SQLite file (sqlite:////path) or PostgreSQL (postgresql://...)"
-        )
+        engine = _sqlite_engine(address, Path(str(address.database)))
     with engine.begin() as connection:
         lock_schema(connection)
         metadata.create_all(connection)
@@ -173,11 +184,12 @@ def open_engine(url: str) -> sa.Engine:
 
 
 def check_server(url: str) -> None:
-    """Raise Refusal, with the reason and without the password, where `url` names a PostgreSQL that refuses us."""
-    address = sa.make_url(url)
-    if address.get_backend_name() != "postgresql":
+    """Raise Refusal, with the reason, where `url` names no database that a ledger could be in."""
+    address = _database(url)
+    if address.get_backend_name() == "sqlite":
+        file = Path(str(address.database))
+        _check_sqlite(file)
         return
-    address = address.set(drivername=DRIVER)
     try:
         sa.create_engine(address, connect_args=POSTGRESQL, poolclass=sa.NullPool).connect().close()
     except OperationalError as error:
@@ -185,6 +197,8 @@ def check_server(url: str) -> None:
             f"ledger.url: {address.render_as_string()} does not let us in: {str(error.orig).splitlines()[0]}. Start "
             "the server, mend the URL, or set $PGPASSWORD; without one the ledger is a file in the run folder"
         ) from error
+    except (SQLAlchemyError, ValueError) as error:
+        raise Refusal(f"ledger.url {url!r} cannot be used: {error}. Correct it, or leave it out") from error
 
 
 def _postgresql_engine(address: sa.URL) -> sa.Engine:
@@ -228,14 +242,26 @@ def lock_schema(connection: sa.Connection) -> None:
 
 
 def _sqlite_engine(address: sa.URL, file: Path) -> sa.Engine:
-    if not file.parent.is_dir():
-        raise Refusal(f"the ledger's folder {file.parent} does not exist: create it, or set ledger.url")
-    refuse_network_file_system(file)
+    _check_sqlite(file)
     _write_ahead(file)
     engine = sa.create_engine(address, connect_args={"timeout": BUSY_TIMEOUT_S})
     event.listen(engine, "connect", _set_up_sqlite)
     event.listen(engine, "begin", _begin_sqlite)
     return engine
+
+
+def _check_sqlite(file: Path) -> None:
+    """Raise Refusal for a file that SQLite could not open, or that is no database of its own."""
+    if not file.parent.is_dir():
+        raise Refusal(f"the ledger's folder {file.parent} does not exist: create it, or set ledger.url")
+    if file.exists() and not file.is_file():
+        raise Refusal(f"the ledger {file} is no file: remove it, or set ledger.url")
+    if file.is_file():
+        with file.open("rb") as opened:
+            head = opened.read(len(SQLITE_HEADER))
+        if head and head != SQLITE_HEADER:
+            raise Refusal(f"the ledger {file} is damaged, no SQLite database: restore it, or move it away")
+    refuse_network_file_system(file)
 
 
 def _write_ahead(file: Path) -> None:

@@ -71,8 +71,12 @@ def _too_much_memory(plan: Plan) -> Refusal:
 def _smaller(job: Job) -> Iterator[tuple[Job, tuple[str, ...]]]:
     """Jobs that need less memory, the nearest first: what changes no result, then shorter samples."""
     most = -(-job.samples_per_step // job.ranks)
-    for parts in range(job.micro_batches + 1, most + 1):
+    parts = job.micro_batches + 1
+    while parts <= most:
         yield job.model_copy(update={"micro_batches": parts}), (f"training.micro_batches={parts}",)
+        samples = -(-most // parts)
+        # The next number of micro-batches that are smaller than these: of the ones between, none needs less memory.
+        parts = -(-most // (samples - 1)) if samples > 1 else most + 1
     alone = job.model_copy(update={"micro_batches": max(job.micro_batches, most)})
     overrides = (f"training.micro_batches={most}",) if most > job.micro_batches else ()
     chunk = job.setting.chunk_tokens

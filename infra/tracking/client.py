@@ -6,19 +6,29 @@ Used by the flow's process and the command line.
 import logging
 import os
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from infra.health import trouble
 from infra.locks import hold
+from infra.redaction import redacted
+from infra.refusal import Refusal
 from infra.settings import tracking_uri
-from infra.shareable import without_passwords
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
 import mlflow
+from alembic.util import CommandError
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from sqlalchemy.exc import DatabaseError, OperationalError
 
 SQLITE = "sqlite:///"
+SQLITE_HEADER = b"SQLite format 3\x00"
+SCHEMES = ("", "file", "http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "databricks-uc")
+REMEDY = "correct tracking.uri or $MLFLOW_TRACKING_URI (a server's http:// address, or sqlite:////folder/file.db)"
 CREATION_S = 120.0
+ANSWER_S = 5.0
 NOTE = "mlflow.note.content"
 """The tag that MLflow's pages show as the description, in Markdown."""
 
@@ -28,16 +38,47 @@ def connect(uri: str) -> MlflowClient:
 
     An address whose password is hidden, as run folders keep it, is the environment's.
     """
-    if uri == without_passwords(tracking_uri()):
+    if uri == redacted(tracking_uri()):
         uri = tracking_uri()
     for name in ("alembic", "mlflow.store.db.utils"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    _check(uri)
     mlflow.set_tracking_uri(uri)  # the SQLite registry looks logged models up through the global address
-    if not uri.startswith(SQLITE):
-        return MlflowClient(uri, uri)
-    database = Path(uri.removeprefix(SQLITE))
-    with hold(database.with_name(f".{database.name}.lock"), wait_s=CREATION_S):
-        return MlflowClient(uri, uri)  # makes the tables
+    try:
+        if not uri.startswith(SQLITE):
+            return MlflowClient(uri, uri)
+        database = Path(uri.removeprefix(SQLITE))
+        with hold(database.with_name(f".{database.name}.lock"), wait_s=CREATION_S):
+            return MlflowClient(uri, uri)  # makes the tables
+    except (MlflowException, DatabaseError, CommandError, ImportError) as error:
+        if isinstance(error, OperationalError):
+            raise  # locked or full: a fault of the machine, not of the file
+        raise Refusal(f"MLflow at {uri} cannot be used ({_first_line(error)}): {REMEDY}") from error
+
+
+def _check(uri: str) -> None:
+    """Raise Refusal for a file that is no database, and for a server that does not answer."""
+    if uri.startswith(SQLITE):
+        database = Path(uri.removeprefix(SQLITE))
+        if database.exists() and not database.is_file():
+            raise Refusal(f"MLflow's database {database} is no file: move it away, or {REMEDY}")
+        if database.is_file():
+            with database.open("rb") as file:
+                head = file.read(len(SQLITE_HEADER))
+            if head and head != SQLITE_HEADER:
+                raise Refusal(f"MLflow's database {database} is damaged: restore it or move it away, or {REMEDY}")
+    elif urlsplit(uri).scheme not in SCHEMES:
+        raise Refusal(f"MLflow's address {uri!r} is of no known kind: {REMEDY}")
+
+
+def check_answers(uri: str) -> None:
+    """Raise Refusal where a tracking server does not answer; MLflow itself would try for minutes."""
+    if uri.startswith(("http://", "https://")) and (why := trouble(f"{uri.rstrip('/')}/health", ANSWER_S)):
+        raise Refusal(f"MLflow at {uri} does not answer ({why}): start it, or {REMEDY}")
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def experiment_id(client: MlflowClient, name: str) -> str:

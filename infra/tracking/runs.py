@@ -18,8 +18,8 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, 
 from infra.files import write_atomically
 from infra.lines import read_objects
 from infra.records import HELDOUT_LENGTH, Record, SamplesRecord
+from infra.redaction import redacted
 from infra.results import RegisteredDraft
-from infra.shareable import without_passwords
 from infra.tracking.client import NOTE, connect, experiment_id
 
 BATCH = 500
@@ -54,7 +54,7 @@ def start_run(
     Passwords in the configuration's addresses are not logged.
     """
     client = connect(uri)
-    config = without_passwords(config)
+    config = redacted(config)
     if record.exists():
         run = TrackedRun.read(record)
         client.update_run(run.run_id, status="RUNNING")
@@ -63,7 +63,7 @@ def start_run(
     if NOTE not in client.get_experiment(experiment_of_run).tags:
         client.set_experiment_tag(experiment_of_run, NOTE, EXPERIMENT_NOTE)
     created = client.create_run(experiment_of_run, run_name=name, tags=dict(tags))
-    run = TrackedRun(uri=without_passwords(uri), experiment_id=experiment_of_run, run_id=created.info.run_id)
+    run = TrackedRun(uri=redacted(uri), experiment_id=experiment_of_run, run_id=created.info.run_id)
     parameters = [Param(key, str(value)) for key, value in _flat(config)]
     for start in range(0, len(parameters), 100):
         client.log_batch(run.run_id, params=parameters[start : start + 100])

@@ -18,7 +18,7 @@ from models.benchmark.suites import SuitePrompts, layout_of, question_prompts
 from models.data.config import DataConfig
 from models.data.conversations import read_documents, source_hash
 from models.data.samples import SampleEncoder, chat_template
-from models.run import Run
+from models.run import Run, TargetReady
 
 Template = Literal["auto", "tokenizer", "none"]
 LEAST_TOKENS = 2
@@ -33,7 +33,7 @@ def heldout_prompts(run: Run) -> list[list[int]]:
     return take_prompts(((sample.tokens, sample.loss_mask) for sample in heldout), config.prompts, config.prompt_tokens)
 
 
-def suite_prompts(run: Run, name: str) -> SuitePrompts:
+def suite_prompts(run: TargetReady, name: str) -> SuitePrompts:
     """The prompts of one of `promotion.suites`. Raises Refusal, naming the suite, for what gives none."""
     promotion, target, benchmark = run.config.promotion, run.config.target, run.config.benchmark
     source = promotion.suites[name]

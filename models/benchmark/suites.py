@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from infra.refusal import Refusal
 from models.data.config import RegenerationConfig
 from models.data.conversations import Document, Message, read_records, source_hash
+from models.data.reading import converted, whole
 from models.data.samples import chat_template
 from models.regeneration.dialogue import Dialogue, Prompter
 
@@ -94,6 +95,7 @@ def layout_of(name: str, source: str) -> Layout | None:
     if known is not None:
         return known
     _, record = next(iter(read_records(source)))
+    record = whole(record)
     return OWN if isinstance(record, dict) and any(record.get(key) for key in OWN.asked) else None
 
 
@@ -103,8 +105,7 @@ def read_questions(source: str, layout: Layout) -> Iterator[Question]:
     Raises:
         Refusal: a source that cannot be read, or (with file and line) a record without question or category.
     """
-    for place, record in read_records(suite_address(source)):
-        yield _question(place, record, layout)
+    yield from converted(read_records(suite_address(source)), lambda place, record: _question(place, record, layout))
 
 
 def _question(place: str, record: Any, layout: Layout) -> Question:

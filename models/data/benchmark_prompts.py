@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from infra.refusal import Refusal
 from models.data.conversations import as_document, read_records
+from models.data.reading import converted
 
 LONG_RUN = 13
 SHINGLE = 5
@@ -49,8 +50,8 @@ def read_prompts(sources: Iterable[str]) -> Iterator[str]:
     Raises Refusal for sources that cannot be read and records without a prompt.
     """
     for source in sources:
-        for place, record in read_records(source):
-            yield from _prompts(place, record)
+        for prompts in converted(read_records(source), _prompts):
+            yield from prompts
 
 
 def _prompts(place: str, record: Any) -> list[str]:

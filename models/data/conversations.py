@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from infra.refusal import Refusal
 from models.data import python_docs
-from models.data.reading import Row, read_rows
+from models.data.reading import Row, converted, read_rows
 from models.data.sources import find_source
 
 PYTHON_DOCS = "python-docs"
@@ -34,6 +34,8 @@ _ROLES = {
     "function": "tool",
     "observation": "tool",
 }
+DEEPEST = 64
+"""Levels of tools and their arguments."""
 _PASSED_ON = ("tool_call_id", "name")
 """Of a turn, to the template as they are."""
 
@@ -137,7 +139,7 @@ def read_documents(source: str) -> Iterator[Document]:
     Raises:
         Refusal: missing file, unknown kind, broken JSON (with its line), a record without known keys, no document.
     """
-    return (as_document(place, record) for place, record in read_records(source))
+    return converted(read_records(source), as_document)
 
 
 def as_document(place: str, record: Any) -> Document:
@@ -172,6 +174,8 @@ def _tools(place: str, record: Mapping[str, Any]) -> tuple[Mapping[str, Any], ..
         raise Refusal(
             f"{place}: tools is not a list of JSON objects (or the JSON text of one): correct it, or leave the key out"
         )
+    for tool in tools:
+        _check_json(f"{place}: tools", tool)
     return tuple(_present(tool) for tool in tools)
 
 
@@ -190,6 +194,8 @@ def _turns(place: str, turns: Any, role_key: str, content_key: str) -> tuple[Mes
         if role is None:
             raise Refusal(f"{place}: turn {number} has the role {turn[role_key]!r}; known are {sorted(_ROLES)}")
         more = {key: turn[key] for key in _PASSED_ON if turn.get(key) is not None}
+        if not all(isinstance(value, str) for value in more.values()):
+            raise Refusal(f"{place}: turn {number}: {' and '.join(more)} must be text: correct or remove it")
         thought = turn.get("reasoning_content") or turn.get("reasoning") or ""
         reasoning = thought if isinstance(thought, str) and role == "assistant" else ""
         messages.append(Message(role, content, reasoning, more | ({"tool_calls": calls} if calls else {})))
@@ -208,13 +214,17 @@ def _text(content: Any) -> str | None:
 
 def _calls(place: str, turn: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Tool calls as templates read them, their arguments an object: serving engines parse them before the template."""
-    calls = []
-    for call in turn.get("tool_calls") or []:
+    calls: list[dict[str, Any]] = []
+    given = _parsed(turn.get("tool_calls")) or []
+    if not isinstance(given, list):
+        raise Refusal(f"{place}: tool_calls is not a list: {given!r:.80}. Correct it, or leave the key out")
+    for call in given:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise Refusal(f"{place} has a tool call without a function's name: {call!r:.80}. Correct or remove it")
         arguments = _parsed(function.get("arguments")) or {}
         kept = {key: call[key] for key in ("id",) if call.get(key) is not None}
+        _check_json(f"{place}: tool_calls", [arguments, kept])
         calls.append({"type": "function", **kept, "function": {"name": function["name"], "arguments": arguments}})
     return calls
 
@@ -225,8 +235,19 @@ def _parsed(value: Any) -> Any:
         return _present(value)
     try:
         return json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return value
+
+
+def _check_json(place: str, value: Any, depth: int = 0) -> None:
+    """Raise Refusal for what templates could not render: too deep, or (in Parquet files) no JSON value."""
+    if depth > DEEPEST:
+        raise Refusal(f"{place}: nested more than {DEEPEST} levels deep: flatten or remove it")
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            _check_json(place, part, depth + 1)
+    elif not (value is None or isinstance(value, str | int | float)):
+        raise Refusal(f"{place}: holds a {type(value).__name__}, which JSON has not: write it as text")
 
 
 def _present(value: Any) -> Any:

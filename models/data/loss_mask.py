@@ -14,6 +14,14 @@ from infra.refusal import Refusal
 from models.data.conversations import Document, Message
 from models.data.thinking import Span, thinking_spans, without_thinking
 
+
+class UnrenderableError(Refusal):
+    """One conversation of which no sample can be made by the chat template; others may well be."""
+
+
+TEMPLATE_FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError, ArithmeticError)
+"""What the code of a template raises for a conversation that it was not written for."""
+
 Turns = Literal["all", "last"]
 Messages = Sequence[dict[str, Any]]
 Render = Callable[..., str]
@@ -51,15 +59,18 @@ def tokenize_conversation(
         mask_thinking: leave reasoning out of the mask.
 
     Raises:
-        Refusal: the template refuses the conversation, or the masked text does not hold what the assistant said.
+        UnrenderableError: the template refuses the conversation, or the masked text does not hold what the assistant
+            said.
     """
     said = [turn for turn, message in enumerate(document.messages) if message.role == "assistant"]
     learned = said if turns == "all" else said[-1:]
     spans_of = _by_tags if marks_generation(_template_of(tokenizer, document, template)) else _by_difference
     try:
         text, spans = spans_of(tokenizer, document, learned)
-    except TemplateError as error:
-        raise Refusal(
+    except UnrenderableError:
+        raise
+    except TEMPLATE_FAULTS as error:
+        raise UnrenderableError(
             f"{document.place}: the chat template refuses this ({error}): correct the roles or leave it out"
         ) from error
     if mask_thinking:
@@ -119,7 +130,7 @@ def _checked_span(render: Render, messages: Messages, turn: int, text: str, plac
     """Characters of `text` that the target generates in one assistant turn."""
     span = _span_as_last(render, messages, turn, text) or _span_inside(render, messages, turn, text)
     if span is None or _squeezed(_answer(messages[turn]["content"])) not in _squeezed(text[slice(*span)]):
-        raise Refusal(
+        raise UnrenderableError(
             f"{place}: the chat template renders turn {turn + 1} differently inside the conversation, so its tokens "
             "cannot be found: leave the conversation out, use a template with {% generation %} tags, or try "
             "data.thinking=strip"
@@ -200,7 +211,7 @@ def _verify(
         message: Message = document.messages[turn]
         parts = [_answer(message.content), *message.tools_called]
         if any(_squeezed(part) not in said for part in parts):
-            raise Refusal(
+            raise UnrenderableError(
                 f"{document.place}: the loss mask misses what the assistant said ({message.content!r:.60}): the chat "
                 "template changes or drops it. Leave the conversation out, or correct the template"
             )

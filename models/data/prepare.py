@@ -30,8 +30,8 @@ from models.data.config import DataConfig
 from models.data.conversations import Document, read_documents, source_hash, source_revision
 from models.data.sample_set import read_manifest, write_sample_set
 from models.data.samples import EncodedSample, SampleEncoder, Splits, chat_template, divide
-from models.preflight import check_run
-from models.run import Run
+from models.preflight import check_run, check_settings
+from models.run import Run, TargetReady
 
 FORMAT = 2
 """Raised whenever the same input would give other samples."""
@@ -122,6 +122,8 @@ def _record(splits: Splits, encoder: SampleEncoder) -> SamplesRecord:
         truncated=counts.truncated,
         split=counts.split,
         unusable=counts.unusable,
+        refused=counts.refused,
+        refusals=tuple(counts.refusals),
         duplicates=counts.duplicates,
         benchmark_prompts=counts.benchmark_prompts,
         compared_prompts=len(encoder.excluded),
@@ -150,12 +152,13 @@ def _dataset_hash(splits: Splits) -> str:
 
 
 def summary(record: SamplesRecord) -> str:
-    """One line for people."""
+    """One line for people, and one for each of the first conversations that were left out."""
     left_out = {
         "split": record.split,
         "truncated": record.truncated,
         "dropped for their length": record.dropped,
         "unusable": record.unusable,
+        "refused by the chat template": record.refused,
         "duplicates": record.duplicates,
         f"with one of {record.compared_prompts} benchmark prompts left out": record.benchmark_prompts,
     }
@@ -163,15 +166,43 @@ def summary(record: SamplesRecord) -> str:
     return (
         f"samples: {record.train_samples} to train on ({record.train_tokens} tokens, longest {record.longest}, "
         f"{record.supervised_share:.1%} supervised), {record.heldout_samples} held out{notes}"
+        + "".join(f"\n  left out: {refusal}" for refusal in record.refusals)
     )
 
 
+def check_prompts(run: TargetReady) -> None:
+    """Raise Refusal for what would stop the run after its text was regenerated, which takes GPUs.
+
+    Every record is read, and the conversations' questions are rendered as the target would be asked.
+    """
+    check_settings(run)
+    data = recipe_data(run.config)
+    prompts = list(read_prompts(data.exclude))
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(run.target.path)
+    SampleEncoder(tokenizer, data, run.config.target.add_bos, excluded=BenchmarkPrompts(prompts))
+    documents = sum(1 for document in _shown(read_documents(data.source)) if _answerable(document))
+    if documents < 2:
+        raise Refusal(f"data.source {data.source} holds {documents} documents: give at least two, one is held out")
+
+
+def _answerable(document: Document) -> bool:
+    if document.tokens is not None:
+        raise Refusal(
+            f"{document.place}: tokens have no turns that the target could answer: give conversations or text, or "
+            "leave data.regeneration out"
+        )
+    return True
+
+
 def main() -> None:
-    """Read config.json and target.json of the run folder, write its samples.json."""
-    if len(sys.argv) != 2:
-        raise Refusal("usage: python -m models.data.prepare RUN_FOLDER")
-    folder = RunFolder(Path(sys.argv[1]))
+    """Read config.json and target.json of the run folder, write its samples.json; with --check write nothing."""
+    if len(sys.argv) not in (2, 3) or sys.argv[2:] not in ([], ["--check"]):
+        raise Refusal("usage: python -m models.data.prepare RUN_FOLDER [--check]")
+    folder = RunFolder(Path(sys.argv[1]).absolute())
     config = read_config(folder.config)
+    if "--check" in sys.argv:
+        check_prompts(TargetReady(folder, config, TargetRecord.read(folder.target)))
+        return
     data, revision = recipe_data(config), {}
     if data.regeneration is not None:
         regenerated: RegeneratedRecord = RegeneratedRecord.read(folder.regenerated)

@@ -17,11 +17,13 @@ from infra.refusal import Refusal
 from models.data.benchmark_prompts import BenchmarkPrompts
 from models.data.config import DataConfig
 from models.data.conversations import Document, Tokens
-from models.data.loss_mask import tokenize_conversation
+from models.data.loss_mask import UnrenderableError, tokenize_conversation
 from models.data.thinking import thinks, without_thinking
 
 ENCODE_BATCH = 256
 """Documents tokenized at once."""
+SHOWN_REFUSALS = 3
+"""Conversations that the chat template refuses, of which the reason is kept."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,10 @@ class Counts:
     split: int = 0
     unusable: int = 0
     """Left out because nothing in them is supervised."""
+    refused: int = 0
+    """Left out because the chat template cannot render them."""
+    refusals: list[str] = field(default_factory=list)
+    """The first of them: places and reasons."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,17 @@ class SampleEncoder:
                     yield from self._tokens(document)
             else:
                 yield from self._plain(batch)
+        self._check_refused()
+
+    def _check_refused(self) -> None:
+        """A few odd conversations are left out; many are a sign of the wrong template or of wrong roles."""
+        refused, documents, most = self.counts.refused, self.counts.documents, self.config.max_refused_share
+        if refused and refused > most * documents:
+            first = "\n  ".join(self.counts.refusals)
+            raise Refusal(
+                f"the chat template refuses {refused} of {documents} conversations, more than data.max_refused_share="
+                f"{most:g} allows; correct them, or raise it. The first:\n  {first}"
+            )
 
     def _fresh(self, documents: Iterable[Document]) -> Iterator[Document]:
         seen: set[str] = set()
@@ -177,13 +194,19 @@ class SampleEncoder:
                 f"{document.place}: {what} no turns for a chat template: set data.chat_template=none, or give "
                 "conversations"
             )
-        ids, mask = tokenize_conversation(
-            self.tokenizer,
-            document,
-            template,
-            turns=self.config.turns,
-            mask_thinking=self.config.thinking == "mask",
-        )
+        try:
+            ids, mask = tokenize_conversation(
+                self.tokenizer,
+                document,
+                template,
+                turns=self.config.turns,
+                mask_thinking=self.config.thinking == "mask",
+            )
+        except UnrenderableError as error:
+            self.counts.refused += 1
+            if len(self.counts.refusals) < SHOWN_REFUSALS:
+                self.counts.refusals.append(str(error))
+            return
         bos: Any = self.tokenizer.bos_token_id
         prefix = [bos] if self.add_bos and ids[:1] != [bos] else []
         yield from self._limited(document, prefix, np.array(ids, dtype=np.int32), mask)

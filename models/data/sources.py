@@ -6,10 +6,11 @@ Used by the processes that regenerate text and prepare samples.
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import fsspec
+from botocore.exceptions import BotoCoreError, ClientError
 
 from infra.cached_folder import build_once
 from infra.files import sha256_file
@@ -19,6 +20,10 @@ from models.data import hub
 
 KINDS = (".parquet", ".jsonl", ".json", ".txt")
 """Of a folder, the files of the first kind that it holds are read: others beside them describe them."""
+
+
+FAULTS = (OSError, ValueError, TypeError, RuntimeError, ImportError, BotoCoreError, ClientError)
+"""What fsspec's file systems raise for an address that they cannot read."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,10 @@ def find_source(source: str) -> Source:
         return _on_the_hub(source)
     if "://" in source:
         return _at_address(source)
-    path = Path(source).expanduser()
+    try:
+        path = Path(source).expanduser()
+    except RuntimeError as error:
+        raise Refusal(f"data.source {source!r}: {error}: write the folder's whole path") from error
     if path.is_dir():
         names = one_kind(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
         _check_any(source, names)
@@ -79,7 +87,9 @@ def _at_address(url: str) -> Source:
         files, root = fsspec.core.url_to_fs(url)
         files.invalidate_cache()
         versions = _versions(files, root, single=Path(url).suffix in KINDS)
-    except (OSError, ValueError, ImportError) as error:
+    except Refusal:
+        raise
+    except FAULTS as error:
         raise Refusal(
             f"data.source {url!r} cannot be read ({error or type(error).__name__}): check address and credentials "
             "(AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"
@@ -90,7 +100,10 @@ def _at_address(url: str) -> Source:
     def copy(aside: Path) -> None:
         for name in versions:
             (aside / name).parent.mkdir(parents=True, exist_ok=True)
-            files.get_file(f"{root}/{name}" if Path(url).suffix not in KINDS else root, str(aside / name))
+            try:
+                files.get_file(f"{root}/{name}" if Path(url).suffix not in KINDS else root, str(aside / name))
+            except FAULTS as error:
+                raise Refusal(f"data.source {url!r}: {name} cannot be copied ({error}): try again") from error
 
     build_once(folder, copy)
     single = len(versions) == 1 and Path(url).suffix in KINDS
@@ -106,7 +119,17 @@ def _versions(files: Any, root: str, *, single: bool) -> dict[str, str]:
         return {Path(root).name: str(files.ukey(root))}
     found: dict[str, dict[str, Any]] = files.find(root, detail=True)
     below = {path.removeprefix(root).lstrip("/"): str(sorted(info.items(), key=str)) for path, info in found.items()}
-    return {name: below[name] for name in one_kind(below)}
+    chosen = one_kind(below)
+    for name in chosen:
+        _check_inside(root, name)
+    return {name: below[name] for name in chosen}
+
+
+def _check_inside(root: str, name: str) -> None:
+    """Object stores take any name; copied as a file, one with `..` would leave the cache."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\0" in name or any(len(p.encode()) > 255 for p in path.parts):
+        raise Refusal(f"data.source: {root} holds the object {name!r:.200}, whose name is no path below it: rename it")
 
 
 def _check_kind(source: str, path: Path) -> None:

@@ -2,16 +2,15 @@
 
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from infra.config import StrictConfig
 from infra.planner.shapes import DraftShape, Precision, TargetShape
 from infra.refusal import Refusal
 
 
-class MethodConfig(BaseModel):
+class MethodConfig(StrictConfig):
     """A method's own knobs are the fields of its subclass, which also has `method: Literal[<its folder>]`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     title: ClassVar[str]
     """The method's name, as reports write it."""
@@ -50,12 +49,12 @@ class MethodConfig(BaseModel):
 class LayerShape(MethodConfig):
     """Of a method whose layers are decoder layers, as targets have them."""
 
-    num_heads: int = Field(ge=1)
-    num_kv_heads: int = Field(ge=1)
-    head_dim: int = Field(ge=8)
-    intermediate_size: int = Field(ge=8)
-    rope_theta: float = Field(default=10_000.0, gt=0)
-    rms_norm_eps: float = Field(default=1e-6, gt=0)
+    num_heads: int = Field(ge=1, le=4096)
+    num_kv_heads: int = Field(ge=1, le=4096)
+    head_dim: int = Field(ge=8, le=4096)
+    intermediate_size: int = Field(ge=8, le=2**22)
+    rope_theta: float = Field(default=10_000.0, gt=0, le=1e12)
+    rms_norm_eps: float = Field(default=1e-6, gt=0, le=1)
 
     @model_validator(mode="after")
     def _heads_are_shared_evenly(self) -> Self:
@@ -91,7 +90,10 @@ class VocabularyChoice(MethodConfig):
     """Of a method that may propose a part of the target's tokens only."""
 
     vocab_size: int | None = Field(
-        default=32_000, ge=16, description="Draft vocabulary: the target's most frequent tokens; null: all of them."
+        default=32_000,
+        ge=16,
+        le=2**24,
+        description="Draft vocabulary: the target's most frequent tokens; null: all of them.",
     )
 
     def vocabulary_size(self, target_vocab_size: int) -> int:

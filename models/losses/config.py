@@ -2,13 +2,13 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from infra.config import StrictConfig
 
 
-class LossChoice(BaseModel):
+class LossChoice(StrictConfig):
     """For methods that learn the target's distribution."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     loss: Literal["kl", "lk_alpha", "lk_lambda"] = Field(
         default="kl",
@@ -16,7 +16,10 @@ class LossChoice(BaseModel):
         "1 - acceptance rate, position by position, as acceptance grows.",
     )
     lk_decay: float = Field(
-        default=3.0, ge=0, description="`lk_lambda`: KL has weight exp(-lk_decay x acceptance rate); 0 is KL alone."
+        default=3.0,
+        ge=0,
+        le=10_000,
+        description="`lk_lambda`: KL has weight exp(-lk_decay x acceptance rate); 0 is KL alone.",
     )
 
 

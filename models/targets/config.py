@@ -2,27 +2,28 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from infra.config import Address, StrictConfig
 
 
-class TargetConfig(BaseModel):
+class TargetConfig(StrictConfig):
     """The served LLM whose draft is trained."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     source: Literal["huggingface", "gguf-package", "tiny"] = Field(
         default="huggingface",
         description="`huggingface`: a Hub id or local folder. `gguf-package`: a Python package that ships one GGUF "
         "file, converted once. `tiny`: a small Llama trained in about a minute on Python's own documentation.",
     )
-    name: str = Field(description="Hub id, folder, or package name.")
+    name: Address = Field(description="Hub id, folder, or package name.")
     revision: str | None = Field(default=None, description="Hub revision; a commit hash is best.")
-    aux_layer_ids: tuple[int, ...] = Field(
+    aux_layer_ids: tuple[Annotated[int, Field(ge=0, lt=10_000)], ...] = Field(
         description="Target layers whose outputs feed the draft, ascending; layer l is Hugging Face "
         "hidden_states[l+1].",
         min_length=1,
+        max_length=64,
     )
     add_bos: bool = Field(
         default=False,

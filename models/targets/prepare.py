@@ -18,7 +18,7 @@ from infra.files import sha256_file, write_atomically
 from infra.records import TargetRecord
 from infra.refusal import Refusal
 from infra.run_folder import RunFolder
-from models.config import read_config
+from models.config import check_layers, read_config
 from models.targets.config import TargetConfig
 from models.targets.gguf_package import converted_package
 from models.targets.tiny import trained_tiny
@@ -95,8 +95,7 @@ def _checked(folder: Path, aux_layer_ids: tuple[int, ...]) -> PretrainedConfig:
         raise Refusal(f"{folder}: the architecture {config.model_type!r} has no decoder layers to capture from")
     if head is None or getattr(head, "bias", None) is not None:
         raise Refusal(f"{folder}: the architecture {config.model_type!r} has no plain output head (or one with bias)")
-    if aux_layer_ids[-1] >= len(layers):
-        raise Refusal(f"target.aux_layer_ids {list(aux_layer_ids)}: the target has layers 0..{len(layers) - 1}")
+    check_layers(aux_layer_ids, len(layers))
     return text
 
 

@@ -1,33 +1,39 @@
 """How the draft is optimized."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from infra.config import Address, StrictConfig
 from infra.refusal import Refusal
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Version = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
-class TrainingConfig(BaseModel):
+
+class TrainingConfig(StrictConfig):
     """Optimizer, schedule, steps."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    start_from: Literal["champion"] | int | str | None = Field(
+    start_from: Literal["champion"] | Version | Address | None = Field(
         default=None,
         description="Begin with the weights and the draft vocabulary of a registered version: its number, or "
         "`champion` (a new draft where there is none). Or of a published draft: a folder, or OWNER/NAME[@REVISION] of "
         "the Hub, in SGLang's layout or that of `speculators`. Default: a new draft.",
     )
-    epochs: int = Field(default=1, ge=1)
-    samples_per_step: int = Field(default=8, ge=1, description="Samples of one optimizer step, over all ranks.")
-    micro_batches: int = Field(default=1, ge=1, description="Gradient accumulation: micro-batches per rank and step.")
-    max_steps: int | None = Field(default=None, ge=1)
-    learning_rate: float = Field(default=1e-3, gt=0)
+    epochs: int = Field(default=1, ge=1, le=10_000)
+    samples_per_step: int = Field(
+        default=8, ge=1, le=65_536, description="Samples of one optimizer step, over all ranks."
+    )
+    micro_batches: int = Field(
+        default=1, ge=1, le=65_536, description="Gradient accumulation: micro-batches per rank and step."
+    )
+    max_steps: int | None = Field(default=None, ge=1, le=1_000_000_000)
+    learning_rate: float = Field(default=1e-3, gt=0, le=10)
     min_learning_rate_share: float = Field(default=0.1, ge=0, le=1, description="Where the cosine schedule ends.")
-    warmup_steps: int = Field(default=10, ge=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    clip_norm: float = Field(default=1.0, gt=0)
+    warmup_steps: int = Field(default=10, ge=0, le=1_000_000_000)
+    weight_decay: float = Field(default=0.0, ge=0, le=100)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    clip_norm: float = Field(default=1.0, gt=0, le=1_000_000)
     ema_decay: float = Field(
         default=0.99, ge=0, lt=1, description="Weights of the export are averaged with this decay; 0: off."
     )
@@ -37,7 +43,7 @@ class TrainingConfig(BaseModel):
     order: Literal["strict", "any"] = Field(
         default="strict", description="`strict`: same plan on every run of the same seed."
     )
-    ranks: int = Field(default=1, ge=1, description="Trainer ranks: processes of one machine, one per GPU.")
+    ranks: int = Field(default=1, ge=1, le=16_384, description="Trainer ranks: processes of one machine, one per GPU.")
     sharded: bool = Field(
         default=False,
         description="Divide weights, gradients and optimizer state among the ranks (FSDP2) instead of keeping all of "
@@ -46,10 +52,11 @@ class TrainingConfig(BaseModel):
     context_parallel_size: int = Field(
         default=1,
         ge=1,
+        le=1024,
         description="Ranks that share every sample, each fetching and computing a part of its positions: for samples "
         "longer than one GPU holds. `ranks` is a multiple of it. Not with DFlash.",
     )
-    prefetch_steps: int = Field(default=2, ge=0, description="Steps fetched ahead of the one that trains.")
+    prefetch_steps: int = Field(default=2, ge=0, le=1024, description="Steps fetched ahead of the one that trains.")
     out_of_vocabulary: Literal["argmax", "text"] = Field(
         default="argmax",
         description="Positions that the draft vocabulary cannot express are left out of the loss, judged by the "
@@ -60,21 +67,27 @@ class TrainingConfig(BaseModel):
         description="Compute inner activations of EAGLE-3's layer again in the backward pass: for samples so long that "
         "they do not fit otherwise, at about a third more arithmetic of the layer.",
     )
-    loss_chunk_tokens: int = Field(default=256, ge=1, description="Positions whose logits are alive at once.")
-    checkpoint_steps: int = Field(default=200, ge=1, description="Steps between checkpoints.")
-    keep_checkpoints: int = Field(default=2, ge=1, description="Older checkpoint folders are removed.")
-    log_steps: int = Field(default=10, ge=1, description="Steps between progress lines and logged metrics.")
+    loss_chunk_tokens: int = Field(default=256, ge=1, le=2**24, description="Positions whose logits are alive at once.")
+    checkpoint_steps: int = Field(default=200, ge=1, le=1_000_000_000, description="Steps between checkpoints.")
+    keep_checkpoints: int = Field(default=2, ge=1, le=10_000, description="Older checkpoint folders are removed.")
+    log_steps: int = Field(
+        default=10, ge=1, le=1_000_000_000, description="Steps between progress lines and logged metrics."
+    )
     heldout_steps: int = Field(
         default=100,
         ge=0,
+        le=1_000_000_000,
         description="Steps between measurements of acceptance on held-out prompts, by the simulated walk; 0: none.",
     )
     heldout_prompts: int = Field(
-        default=16, ge=1, description="How many of the benchmark's prompts that is; the target continues them once."
+        default=16,
+        ge=1,
+        le=100_000,
+        description="How many of the benchmark's prompts that is; the target continues them once.",
     )
-    threads: int | None = Field(default=None, ge=1, description="CPU threads per rank; default: all cores.")
+    threads: int | None = Field(default=None, ge=1, le=4096, description="CPU threads per rank; default: all cores.")
     stall_s: float = Field(
-        default=600.0, gt=0, description="Give up after waiting this long for the next step's samples."
+        default=600.0, gt=0, le=1_000_000, description="Give up after waiting this long for the next step's samples."
     )
 
     @model_validator(mode="after")

@@ -4,6 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from infra.config import Seed
 from infra.planner.shapes import ITEM_BYTES, DraftShape, Kept, Precision, TargetShape
 from infra.refusal import Refusal
 from models.drafts.base_config import LayerShape
@@ -34,15 +35,17 @@ class DFlashConfig(LayerShape):
     layer_types: tuple[LayerType, ...] = Field(
         default=("full_attention",) * 5,
         min_length=1,
+        max_length=256,
         description="One per layer. `full_attention` sees all features and the whole block; `sliding_attention` those "
         "of the last `sliding_window` positions, and of the block what lies before.",
     )
     sliding_window: int | None = Field(
-        default=None, ge=2, description="Positions that a sliding layer sees, its own included."
+        default=None, ge=2, le=2**24, description="Positions that a sliding layer sees, its own included."
     )
     mask_token_id: int | None = Field(
         default=None,
         ge=0,
+        le=2**24,
         description="Target token whose embedding stands at the positions to propose. Default: the last of the "
         "target's vocabulary, which is seldom a real one.",
     )
@@ -52,15 +55,20 @@ class DFlashConfig(LayerShape):
         "Laguna variant). Needed where the residual stream grows a lot (Gemma).",
     )
     anchors: int = Field(
-        default=512, ge=1, description="Blocks trained per sample, each starting at a position drawn at random."
+        default=512,
+        ge=1,
+        le=1_000_000,
+        description="Blocks trained per sample, each starting at a position drawn at random.",
     )
-    anchor_seed: int = Field(default=0, description="Another seed draws other positions.")
+    anchor_seed: Seed = Field(default=0, description="Another seed draws other positions.")
     position_weights: Literal["decay", "dpace"] = Field(
         default="decay",
         description="`decay`: proposal k weighs exp(-(k - 1) / decay_gamma). `dpace`: what it adds to the accepted "
         "length as the draft stands now.",
     )
-    decay_gamma: float = Field(default=7.0, gt=0, description="7 suits a block of 16, 5 one of 10, 4 one of 8.")
+    decay_gamma: float = Field(
+        default=7.0, gt=0, le=10_000, description="7 suits a block of 16, 5 one of 10, 4 one of 8."
+    )
     dpace_alpha: float = Field(
         default=0.5, gt=0, le=1, description="Smoothing of D-PACE's confidences; 1: they do not matter."
     )

@@ -40,7 +40,7 @@ class Eagle3Config(LossChoice, VocabularyChoice, LayerShape):
     )
     ttt_steps: int = Field(default=7, ge=1, le=16, description="Unrolled training-time-test steps.")
     ttt_decay: float = Field(default=0.8, gt=0, le=1, description="Weight of step j is ttt_decay ** j.")
-    ttt_weights: tuple[Annotated[float, Field(ge=0)], ...] | None = Field(
+    ttt_weights: tuple[Annotated[float, Field(ge=0, le=1_000_000)], ...] | None = Field(
         default=None, description="Weight of every step, one after the other, in place of ttt_decay."
     )
 

@@ -18,7 +18,7 @@ class MedusaConfig(LossChoice, VocabularyChoice):
     method: Literal["medusa"] = "medusa"
     heads: int = Field(default=4, ge=1, le=16, description="Tokens proposed at most; one head each.")
     layers: int = Field(default=1, ge=1, le=4, description="Residual layers of a head.")
-    rms_norm_eps: float = Field(default=1e-6, gt=0)
+    rms_norm_eps: float = Field(default=1e-6, gt=0, le=1)
     head_decay: float = Field(default=0.8, gt=0, le=1, description="Weight of head k's loss is head_decay ** k.")
 
     @property

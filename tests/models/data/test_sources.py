@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from infra.refusal import Refusal
 from models.data.conversations import read_documents, source_hash, source_revision
 from models.data.sources import find_source
 
@@ -97,3 +98,49 @@ def test_folders_without_text_are_refused(tmp_path: Path, monkeypatch: pytest.Mo
     fsspec.filesystem("memory").pipe_file("/nothing/notes.md", b"about")
     with pytest.raises(ValueError, match="holds no file of a known kind"):
         source_hash("memory://nothing")
+
+
+@pytest.mark.parametrize("name", ["../../outside.jsonl", "a/../../outside.jsonl"])
+def test_no_object_is_copied_outside_the_cache(
+    s3_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Object stores take names that file systems read as paths elsewhere."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    folder = f"{s3_bucket}/{tmp_path.name}"
+    fsspec.filesystem("s3").pipe(f"{folder}/{name}", b'{"text": "one"}\n')
+    with pytest.raises(Refusal, match="whose name is no path below it: rename it"):
+        find_source(folder)
+    assert not list(tmp_path.rglob("outside.jsonl"))
+
+
+def test_all_broken_records_are_named_at_once(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    lines = [
+        '{"text": "one"}',
+        "{broken",
+        '{"prompt": 1}',
+        '{"messages": []}',
+        '{"text": "two"}',
+        '{"text": "\\ud800"}',
+    ]
+    source.write_text("\n".join([*lines, "[" * 10_000]))
+    with pytest.raises(Refusal) as refused:
+        list(read_documents(str(source)))
+    said = str(refused.value)
+    for line, what in [(2, "not valid JSON"), (3, "its keys"), (4, "no turns"), (6, "surrogate"), (7, "too deeply")]:
+        assert f"{source}:{line}" in said
+        assert what in said
+    assert f"{source}:1:" not in said
+    source.write_text("{\n" * 50)
+    with pytest.raises(Refusal) as refused:
+        list(read_documents(str(source)))
+    assert str(refused.value).count(f"{source}:") == 10
+
+
+@pytest.mark.parametrize(
+    "turn", [{"tool_calls": 5}, {"tool_calls": {"a": 1}}, {"name": {"a": 1}}, {"tool_calls": "[" * 2000}]
+)
+def test_odd_tool_calls_are_refused_with_their_line(tmp_path: Path, turn: dict[str, Any]) -> None:
+    source = write(tmp_path / "a.jsonl", [{"messages": [{"role": "assistant", "content": "x"} | turn]}])
+    with pytest.raises(Refusal, match=r"a\.jsonl:1: turn 1"):
+        list(read_documents(str(source)))

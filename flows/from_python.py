@@ -1,0 +1,72 @@
+"""Retraining and regenerating from Python, with the same settings as from the command line.
+
+from pathlib import Path
+from flows.from_python import retrain
+from models.config import load_recipe
+
+folder = retrain(load_recipe(Path("recipes/quickstart.yaml")))
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from infra.refusal import Refusal
+
+if TYPE_CHECKING:
+    from models.config import RunConfig
+
+
+def retrain(config: "RunConfig", run: str | None = None) -> str:
+    """Train a draft, prove it, and promote it if it earned that; returns the run folder's path.
+
+    Args:
+        config: the recipe, as `models.config.load_recipe` reads it.
+        run: name or folder of a run to resume; a new one where None.
+    """
+    with _ready_for_flows():
+        from flows.retrain_draft import retrain as flow
+
+    return flow(config, run)
+
+
+def regenerate(config: "RunConfig") -> str:
+    """Have the target answer the recipe's prompts; returns the path of the text."""
+    with _ready_for_flows():
+        from flows.regenerate_text import regenerate as flow
+
+    return flow(config)
+
+
+@contextmanager
+def _ready_for_flows() -> Iterator[None]:
+    """Check versions, quiet the log, and start a Prefect server while the body imports the flow.
+
+    Without a server of its own, Prefect starts a temporary one with telemetry whose database several processes lock.
+    """
+    from infra.servers import prefect_api
+    from infra.settings import use_heartbeats
+
+    _refuse_clashes()
+    use_heartbeats()
+    for logger in ("prefect.flow_runs", "prefect.task_runs"):
+        logging.getLogger(logger).addFilter(_without_traceback)
+    with prefect_api():
+        yield
+
+
+def _refuse_clashes() -> None:
+    """Versions that are known to break a run break it here, with the remedy."""
+    from infra.doctor.software import check_clashes, installed
+
+    for finding in check_clashes(installed()):
+        if finding.verdict == "problem":
+            raise Refusal(f"{finding.found}. Mend it with: {finding.remedy}")
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """A refusal is for people: the flow's log names it, without the way it took through the code."""
+    if record.exc_info and isinstance(record.exc_info[1], Refusal):
+        record.exc_info = None
+    return True

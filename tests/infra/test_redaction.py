@@ -1,0 +1,102 @@
+"""Secrets never reach a page, a message or a log."""
+
+import json
+import re
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infra.redaction import NO_PASSWORD, redacted
+from infra.refusal import Refusal
+from models.config import RunConfig, load_recipe
+
+TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
+
+
+@pytest.mark.parametrize(
+    ("setting", "shown"),
+    [
+        ("postgresql+psycopg://me:s3cr:et@db:5432/x", "postgresql+psycopg://me:***@db:5432/x"),
+        ("postgresql://me:with/slash@db/x", "postgresql://me:***@db/x"),
+        ("postgresql://me:with@at@db/x", "postgresql://me:***@db/x"),
+        ("postgresql://me@db/x", "postgresql://me@db/x"),
+        ("https://:token@mlflow.example/", "https://:***@mlflow.example/"),
+        ("https://ghp_0123@mlflow.example/", "https://***@mlflow.example/"),
+        ("postgresql://db/x?password=s3cret&sslmode=require", "postgresql://db/x?password=***&sslmode=require"),
+        ("postgresql://db/x?sslmode=require&sslpassword=s3cret", "postgresql://db/x?sslmode=require&sslpassword=***"),
+        ("host=db password=s3cret user=me", "host=db password=*** user=me"),
+        (
+            "https://b.s3.example/a.jsonl?X-Amz-Date=1&X-Amz-Signature=0a1b&x=1",
+            "https://b.s3.example/a.jsonl?X-Amz-Date=1&X-Amz-Signature=***&x=1",
+        ),
+        ("https://a.blob.example/c?sv=1&sig=ab%2F", "https://a.blob.example/c?sv=1&sig=***"),
+        ("https://a.example/c?access_token=ab&api_key=cd", "https://a.example/c?access_token=***&api_key=***"),
+        ("sqlite:////runs/ledger.sqlite", "sqlite:////runs/ledger.sqlite"),
+        ("hf://datasets/OWNER/NAME@main?config=C&split=S", "hf://datasets/OWNER/NAME@main?config=C&split=S"),
+        ("https://example.org:8080/a", "https://example.org:8080/a"),
+        ("OWNER/NAME@0123", "OWNER/NAME@0123"),
+        ("max_tokens=4 prompt_tokens=8", "max_tokens=4 prompt_tokens=8"),
+        ({"ledger": {"url": "a://b:c@d"}, "ids": (1, None)}, {"ledger": {"url": "a://b:***@d"}, "ids": [1, None]}),
+    ],
+)
+def test_secrets_are_hidden_and_nothing_else(setting: object, shown: object) -> None:
+    assert redacted(setting) == shown
+    if isinstance(setting, str):
+        assert bool(re.search(NO_PASSWORD, setting)) == (shown == setting)
+
+
+# A secret that the rest of the address contains by chance could not be told from it: the marks make it unlike.
+secrets = st.text(st.characters(exclude_categories=("Cs", "Cc", "Zs", "Zl", "Zp")), max_size=20).map(
+    lambda text: f"SE{text}RET"
+)
+whole = st.sampled_from(["{}", "ledger.url={}", "cannot read {}: no such host", "got '{}'\n  in data.source"])
+
+
+@given(secrets, whole)
+def test_no_password_is_shown(secret: str, text: str) -> None:
+    for address in (f"postgresql://me:{secret}@db:5432/x?sslmode=require", f"https://:{secret}@host/path"):
+        shown = redacted(text.replace("{}", address))
+        assert secret not in shown
+        assert "SE" not in shown
+        assert re.search(NO_PASSWORD, address) is None
+
+
+@given(
+    secrets,
+    st.sampled_from(["password", "sslpassword", "X-Amz-Signature", "X-Amz-Security-Token", "sig", "Signature",
+                     "X-Goog-Signature", "token", "access_token", "api_key", "client_secret", "AWSAccessKeyId"]),
+    whole,
+)  # fmt: skip
+def test_no_parameter_of_an_address_is_shown(secret: str, name: str, text: str) -> None:
+    for address in (f"https://host/a?x=1&{name}={quote(secret, safe='')}&y=2", f"s3://b/c?{name}={quote(secret)}"):
+        assert quote(secret) not in redacted(text.replace("{}", address))
+        assert "SE" not in redacted(text.replace("{}", address))
+        assert re.search(NO_PASSWORD, address) is None
+
+
+@given(secrets)
+def test_a_refusal_never_repeats_a_secret(secret: str) -> None:
+    assert "SE" not in str(Refusal(f"data.source s3://me:{secret}@host/x cannot be read: check the address"))
+
+
+ADDRESSES = ["target.name", "training.start_from", "ledger.url", "transport.folder", "tracking.uri", "data.source"]
+
+
+@pytest.mark.parametrize("setting", [*ADDRESSES, "promotion.suites.own"])
+@pytest.mark.parametrize(
+    "address", ["https://me:sec/ret@host/x", "https://host/x?X-Amz-Signature=secret", "https://secret@host/x"]
+)
+def test_no_address_of_a_recipe_takes_a_secret(setting: str, address: str) -> None:
+    with pytest.raises(Refusal, match="holds a") as refused:
+        load_recipe(TINY, [f"{setting}={address}"])
+    assert "secret" not in str(refused.value)
+    assert "sec/ret" not in str(refused.value)
+
+
+def test_forms_refuse_them_as_well() -> None:
+    """Prefect checks a form by its schema before it stores what was filled in."""
+    schema = json.dumps(RunConfig.model_json_schema())
+    assert schema.count(json.dumps(NO_PASSWORD)) >= len(ADDRESSES) + 1
