@@ -94,7 +94,7 @@ def test_requests_are_read_as_openai_sends_them():
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.text("abcdef", min_size=1, max_size=3), min_size=1, max_size=60), st.randoms(), st.integers(1, 20))
 def test_the_sample_depends_on_the_set_of_requests_alone(words, shuffle, prompts: int):
-    config = RequestLogConfig(folder="", prompts=prompts, seed=7)
+    config = RequestLogConfig(folder="logs", prompts=prompts, seed=7)
     found = []
     for _ in range(2):
         sample = Sample(config, no_finding)
@@ -110,7 +110,7 @@ def test_the_sample_depends_on_the_set_of_requests_alone(words, shuffle, prompts
 def test_every_request_is_as_likely():
     counts = dict.fromkeys(range(40), 0)
     for seed in range(400):
-        sample = Sample(RequestLogConfig(folder="", prompts=10, seed=seed), no_finding)
+        sample = Sample(RequestLogConfig(folder="logs", prompts=10, seed=seed), no_finding)
         for number in counts:
             sample.add(chat(str(number)))
         for document in sample.documents():
