@@ -4,7 +4,6 @@ Nothing here changes which version serves: `infra.tracking.promotion` does.
 """
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
