@@ -44,7 +44,7 @@ def retrain(week: int, ledger_url: str) -> None:
     from infra.records import SampleSlot
     from infra.run_folder import RunFolder
     from infra.settings import cache_folder, runs_folder, tracking_uri
-    from infra.tracking import registry
+    from infra.tracking import promotion, registry
     from infra.tracking.runs import TrackedRun, end_run, log_checkpoint, log_folder, log_new_metrics, start_run
 
     folder = RunFolder(runs_folder() / f"year-{week:03d}")
@@ -73,9 +73,9 @@ def retrain(week: int, ledger_url: str) -> None:
     model_id = log_folder(run, folder.export, "draft", 800, "draft")
     draft = registry.register(uri, DRAFT, model_id, run.run_id, {registry.RUN: folder.name})
     if week % 3 == 0:
-        registry.promote(uri, DRAFT, draft.version, by="gate", reason="better")
+        promotion.promote(uri, DRAFT, draft.version, by="gate", reason="better")
     else:
-        registry.refuse(uri, draft, by="gate", reason="not better")
+        promotion.refuse(uri, draft, by="gate", reason="not better")
     folder.report.write_text("{}")
     end_run(run, "FINISHED")
 

@@ -125,7 +125,7 @@ def load_recipe(path: Path, overrides: list[str] | None = None) -> RunConfig:
 def _read(path: Path) -> str:
     try:
         if not path.is_file():
-            raise Refusal(f"no recipe at {path}: recipes are YAML files, for instance recipes/quickstart.yaml")
+            raise Refusal(f"no recipe at {path}: give a YAML file, for instance recipes/quickstart.yaml")
         if path.stat().st_size > LARGEST_RECIPE:
             raise Refusal(f"{path} is larger than 1 MiB: a recipe is a short YAML file, so check the path")
         return path.read_text(encoding="utf-8")
@@ -213,12 +213,12 @@ def without_placement(config: RunConfig) -> dict[str, Any]:
 def _apply(tree: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     if not equals or not key:
-        raise Refusal(f"override {redacted(override)!r} is not of the form section.field=value")
+        raise Refusal(f"override {redacted(override)!r} is not of the form section.field=value: write it so")
     *sections, field = key.split(".")
     for section in sections:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
-            raise Refusal(f"override {redacted(override)!r}: {section} is a value, not a section")
+            raise Refusal(f"override {redacted(override)!r}: {section} is a value, not a section: correct the name")
     tree[field] = _parse(value, f"override {redacted(override)[:120]!r}")
 
 

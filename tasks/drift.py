@@ -25,8 +25,9 @@ from infra.refusal import Refusal
 from infra.results import RegisteredDraft
 from infra.settings import runs_folder, tracking_uri
 from infra.tracking.registry import CHAMPION, RUN, list_drafts, read_request_counts
+from tasks.artifact_keys import artifact_key
 from tasks.data_plane import worth_retrying
-from tasks.drift_markdown import artifact_key, in_words, traffic_markdown
+from tasks.drift_markdown import in_words, traffic_markdown
 
 DRIFTED = "draftsmith.draft.drifted"
 """The event that starts retraining; its resource is the registered model."""
@@ -207,7 +208,9 @@ def _announce(config: WatchConfig, look: Look, finding: Finding, event: str, pay
 def show_traffic(config: WatchConfig, look: Look, findings: list[Finding], refusals: list[Refusal]) -> str:
     """What each server runs, the last windows and the statistics, as a Markdown artifact; returns a summary."""
     text = traffic_markdown(config.draft, look.champion, look.traffic, look.unknown, findings)
-    create_markdown_artifact(text, key=artifact_key(config.draft), description=f"Served traffic of {config.draft}")
+    create_markdown_artifact(
+        text, key=artifact_key("traffic", config.draft), description=f"Served traffic of {config.draft}"
+    )
     said = [in_words(finding) for finding in findings]
     said += [f"{public(url)}: {why}" for url, why in look.unknown.items()]
     if not findings and refusals:

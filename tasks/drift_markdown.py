@@ -1,6 +1,5 @@
 """Served traffic in words and as a table, for Prefect's pages."""
 
-import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
@@ -13,11 +12,6 @@ from infra.results import RegisteredDraft
 
 SHOWN = 40
 BAR = 20
-
-
-def artifact_key(draft: str) -> str:
-    """Prefect wants lower-case letters, digits and dashes."""
-    return "traffic-" + re.sub(r"[^a-z0-9]+", "-", draft.lower()).strip("-")
 
 
 def in_words(finding: Finding) -> str:

@@ -7,6 +7,7 @@ from prefect.cache_policies import NO_CACHE
 from infra.refusal import Refusal
 from infra.results import BenchmarkResult, RegisteredDraft
 from infra.tracking.runs import log_model_figures
+from tasks.artifact_keys import artifact_key
 from tasks.data_plane import worth_retrying
 from tasks.run import OpenRun
 
@@ -36,7 +37,9 @@ def tell_of_change(draft: RegisteredDraft, result: BenchmarkResult, max_gap: flo
         f"version {draft.version} of {draft.name}: acceptance length {now:.3f}, {then:.3f} when it was registered "
         f"({moved:+.1%}), {result.lossless.mismatches} mismatches in {result.lossless.tokens} tokens"
     )
-    create_markdown_artifact(f"# {draft.name}\n\n{said}.\n\n{result.summary}.", key="nightly-benchmark")
+    create_markdown_artifact(
+        f"# {draft.name}\n\n{said}.\n\n{result.summary}.", key=artifact_key("nightly-benchmark", draft.name)
+    )
     if abs(moved) > max_gap or result.lossless.mismatches:
         raise Refusal(f"{said}: look at what has changed in engine, driver or hardware, then benchmark again")
     get_run_logger().info(said)

@@ -12,6 +12,7 @@ from infra.planner.refusals import refusals
 from infra.planner.words import headline, sections, verdicts
 from infra.records import SamplesRecord, TargetRecord
 from infra.refusal import Refusal
+from tasks.artifact_keys import artifact_key
 from tasks.plan import plan_recipe
 from tasks.report_markdown import escaped, markdown_table
 from tasks.run import OpenRun
@@ -31,7 +32,9 @@ def plan_run(run: OpenRun, target: TargetRecord, samples: SamplesRecord) -> None
         logger.info("plan: %s", verdict)
     for refusal in refusals(plan):
         logger.warning("plan: %s", refusal)
-    create_markdown_artifact(plan_page(plan), key="plan", description=escaped(headline(plan)))
+    create_markdown_artifact(
+        plan_page(plan), key=artifact_key("plan", run.config.name), description=escaped(headline(plan))
+    )
 
 
 def plan_page(plan: Plan) -> str:

@@ -21,6 +21,7 @@ from infra.redaction import redacted
 from infra.results import Acceptance, BenchmarkResult, RegisteredDraft
 from infra.settings import prefect_is_private
 from infra.tracking.runs import TrackedRun, describe_run
+from tasks.artifact_keys import artifact_key
 from tasks.report_facts import Link, RunFacts, acceptance_by_lookahead
 from tasks.report_markdown import run_note, run_page, version_line
 from tasks.report_page import render
@@ -50,9 +51,11 @@ def write_report(
     tags = {"gate": "passed" if result.gate.passed else "not passed", "version": f"{draft.name} {draft.version}"}
     describe_run(tracking, run_note(facts), tags, [run.folder.report, run.folder.report_page])
     table: list[dict[str, Any]] = [{**row} for row in acceptance_by_lookahead(result)]
-    create_table_artifact(table, key="acceptance-length", description="Acceptance length by lookahead")
+    create_table_artifact(
+        table, key=artifact_key("acceptance-length", run.config.name), description="Acceptance length by lookahead"
+    )
     page = run_page(facts, run.folder.plots)
-    create_markdown_artifact(page, key="report", description=version_line(result))
+    create_markdown_artifact(page, key=artifact_key("report", run.config.name), description=version_line(result))
     get_run_logger().info("%s\nreport: %s", result.summary, run.folder.report_page)
 
 

@@ -19,6 +19,7 @@ from infra.pools.base import Pool
 from infra.quarantine_limit import QuarantineLimit
 from infra.records import TrainingResult
 from infra.tracking.runs import log_new_metrics
+from tasks.artifact_keys import artifact_key
 from tasks.run import OpenRun
 
 TRACKING_S = 15.0
@@ -68,6 +69,8 @@ class _Shown:
         percent = 100.0 * last["step"] / last["total_steps"]
         if self._bar is None:
             description = f"Optimizer steps of {self._run.folder.name}"
-            self._bar = create_progress_artifact(percent, key="training-progress", description=description)
+            self._bar = create_progress_artifact(
+                percent, key=artifact_key("training-progress", self._run.config.name), description=description
+            )
         else:
             update_progress_artifact(self._bar, percent)  # pyright: ignore[reportArgumentType]

@@ -51,8 +51,8 @@ def connect(uri: str) -> MlflowClient:
         with hold(database.with_name(f".{database.name}.lock"), wait_s=CREATION_S):
             return MlflowClient(uri, uri)  # makes the tables
     except (MlflowException, DatabaseError, CommandError, ImportError) as error:
-        if isinstance(error, OperationalError):
-            raise  # locked or full: a fault of the machine, not of the file
+        if isinstance(error, OperationalError) and "already exists" not in str(error):
+            raise  # locked or full: a fault of the machine, not of a file whose making was interrupted
         raise Refusal(f"MLflow at {uri} cannot be used ({_first_line(error)}): {REMEDY}") from error
 
 

@@ -130,7 +130,7 @@ def read_records(source: str) -> Iterator[Row]:
         count += 1
         yield row
     if count == 0:
-        raise Refusal(f"{source} is empty: data.source needs at least one document")
+        raise Refusal(f"{source} is empty: data.source needs at least one document, so add one")
 
 
 def read_documents(source: str) -> Iterator[Document]:
@@ -189,10 +189,14 @@ def _turns(place: str, turns: Any, role_key: str, content_key: str) -> tuple[Mes
         if content is None and calls:
             content = ""  # as serving engines have it
         if content is None or role_key not in turn:
-            raise Refusal(f"{place}: turn {number} needs {role_key!r} and {content_key!r} (text); got {turn!r:.80}")
+            raise Refusal(
+                f"{place}: turn {number} needs {role_key!r} and {content_key!r} (text): correct it; got {turn!r:.80}"
+            )
         role = _ROLES.get(str(turn[role_key]).lower())
         if role is None:
-            raise Refusal(f"{place}: turn {number} has the role {turn[role_key]!r}; known are {sorted(_ROLES)}")
+            raise Refusal(
+                f"{place}: turn {number} has the role {turn[role_key]!r}; known are {sorted(_ROLES)}: rename it"
+            )
         more = {key: turn[key] for key in _PASSED_ON if turn.get(key) is not None}
         if not all(isinstance(value, str) for value in more.values()):
             raise Refusal(f"{place}: turn {number}: {' and '.join(more)} must be text: correct or remove it")

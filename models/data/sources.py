@@ -62,7 +62,7 @@ def find_source(source: str) -> Source:
         return Source(files, _hash((name, sha256_file(path / name)) for name in names))
     _check_kind(source, path)
     if not path.is_file():
-        raise Refusal(f"data.source {source!r}: there is no such file (looked in {Path.cwd()})")
+        raise Refusal(f"data.source {source!r}: there is no such file (looked in {Path.cwd()}): check the path")
     content = hashlib.sha256(f"{path.suffix} {sha256_file(path)}".encode()).hexdigest()
     return Source((SourceFile(path, str(path)),), content)
 

@@ -35,6 +35,18 @@ class PublishedDraft:
 
 def read_published(settings: Mapping[str, Any]) -> PublishedDraft:
     """Raises Refusal, with the setting, for what none of our methods is."""
+    try:
+        return _read(settings)
+    except Refusal:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise Refusal(
+            f"config.json of the draft is damaged or incomplete ({type(error).__name__}: {error}): correct it, or "
+            "fetch the draft again"
+        ) from error
+
+
+def _read(settings: Mapping[str, Any]) -> PublishedDraft:
     if "speculators_model_type" in settings:
         return _speculators(settings)
     named = set(settings.get("architectures") or [])
@@ -44,7 +56,7 @@ def read_published(settings: Mapping[str, Any]) -> PublishedDraft:
         return _dflash("sglang", settings, settings)
     raise Refusal(
         f"its architectures {sorted(named)} are none that can be taken over: EAGLE-3 ({', '.join(sorted(EAGLE3))}), "
-        f"DFlash ({', '.join(DFLASH)}) or the speculators layout"
+        f"DFlash ({', '.join(DFLASH)}) or the speculators layout. Give another draft"
     )
 
 
@@ -60,7 +72,7 @@ def _speculators(settings: Mapping[str, Any]) -> PublishedDraft:
         return _eagle3("speculators", layer, settings)
     if method == "dflash":
         return _dflash("speculators", layer, settings)
-    raise Refusal(f"its speculators_model_type {method!r} is none that can be taken over: eagle3 or dflash")
+    raise Refusal(f"its speculators_model_type {method!r} cannot be taken over: give an eagle3 or dflash draft")
 
 
 def _eagle3(layout: Layout, layer: Mapping[str, Any], settings: Mapping[str, Any]) -> PublishedDraft:
@@ -96,7 +108,7 @@ def _dflash(layout: Layout, layer: Mapping[str, Any], settings: Mapping[str, Any
     else:
         ids = own.get("target_layer_ids")
         if ids is None:
-            raise Refusal("its dflash_config names no target_layer_ids")
+            raise Refusal("its dflash_config names no target_layer_ids: add them")
     block = settings.get("block_size") or own.get("block_size")
     shape = _attention(layer) | {"layer_types": list(types), "sliding_window": window, "block_size": block}
     shape |= {"mask_token_id": own.get("mask_token_id"), "fc_norm": False}
@@ -131,7 +143,7 @@ def _attention(layer: Mapping[str, Any]) -> dict[str, Any]:
     rope = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
-        raise Refusal(f"its rope_type is {kind!r}, drafts here have the default one")
+        raise Refusal(f"its rope_type is {kind!r}, drafts here have the default one: give another draft")
     heads = int(layer["num_attention_heads"])
     return {
         "num_heads": heads,
@@ -147,4 +159,4 @@ def _refuse(settings: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     for name, value in expected.items():
         found = settings.get(name, value)
         if found is not None and found != value:
-            raise Refusal(f"its {name} is {found!r}, drafts here have {value!r}")
+            raise Refusal(f"its {name} is {found!r}, drafts here have {value!r}: give another draft")

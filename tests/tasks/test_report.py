@@ -74,15 +74,15 @@ def test_prefect_and_mlflow_show_the_run(
             (named,) = client.read_flow_runs()
             artifacts = {str(found.key): found for found in client.read_artifacts()}
     assert named.name == run.folder.name
-    assert set(artifacts) == {"acceptance-length", "report"}
-    table: list[dict[str, Any]] = json.loads(str(artifacts["acceptance-length"].data))
+    assert set(artifacts) == {"acceptance-length-tiny", "report-tiny"}
+    table: list[dict[str, Any]] = json.loads(str(artifacts["acceptance-length-tiny"].data))
     assert table == acceptance_by_lookahead(result)
     assert table[1]["draft, simulated"] == "3.50"
-    page = str(artifacts["report"].data)
+    page = str(artifacts["report-tiny"].data)
     assert "data:image/png;base64," in page
     assert "3.50" in page
     assert "out of \\| memory" in page
-    assert artifacts["report"].description == (
+    assert artifacts["report-tiny"].description == (
         "3.50 tokens per step, gate passed against no draft (+250.0%), prompt lookup 2.10"
     )
 
