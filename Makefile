@@ -71,7 +71,7 @@ $(SGLANG)/.test-ready: $(SGLANG)/.ready tests/sglang_cpu/pyproject.toml
 	$(SGLANG)/bin/pip install --quiet --no-deps --editable tests/sglang_cpu
 	@touch $@
 
-# 200 runs under fire, more than an hour on two cores; with root, a third of them on two hosts.
+# 300 runs under fire, several hours on two cores; with root, a fifth of them on two hosts. Started again, it goes on.
 chaos: $(VENV)/.ready
 	$(BIN)/python benchmarks/chaos.py
 

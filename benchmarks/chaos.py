@@ -1,176 +1,240 @@
-"""Kills processes of runs at random moments and checks that nothing is lost, counted twice, or left behind.
+"""Injects faults into runs at random moments and checks that nothing is lost, counted twice, or left behind.
 
-    python benchmarks/chaos.py [--seeds 0:200] [--json benchmarks/results/chaos.json]
+    python benchmarks/chaos.py [--seeds 0:300] [--json benchmarks/results/chaos.json]
+    python benchmarks/chaos.py --plan 'arena: stop rank, lock ledger; mooncake: partition store'
 
-Every seed is one run of the tiny target without Prefect: a driver (driver.py) owns the run as the flow does, starts its
-processes under their supervisors and keeps them running; a scenario (scenario.py) kills generators, ranks, supervisors,
-Mooncake's master and store, PostgreSQL and the driver itself (a new driver then resumes), and takes a network interface
-away. A third of the runs has an arena and SQLite, a third Mooncake and PostgreSQL, a third the same on two hosts
-(network namespaces; without root, on one). In the end every sample must be consumed exactly once, the weights must be
-bit-identical to an undisturbed run's, and no process, shared memory or lock may be left. Stopped, it goes on with the
-seeds that are missing.
+Every seed is one run of the tiny target without Prefect. A driver (driver.py) owns the run as the flow does: it starts
+the run's processes under their supervisors and keeps them running. A scenario (scenario.py) injects one to three of the
+faults of faults/catalogue.py and heals them. Seeds take turns on five grounds: an arena, files and stored hidden
+states, all with SQLite; Mooncake with PostgreSQL; and the same on two hosts (network namespaces; without root, on one).
+
+In the end every sample must be consumed exactly once and none quarantined, the weights must be bit-identical to an
+undisturbed run's, and no process, listening port, shared memory or lock may be left (verdict.py).
+
+A line is added to the result's `.jsonl` file for each seed. Started again, it runs the seeds that are missing or were
+not whole. Faults of space need file systems of their own (`unshare`), clock jumps a C compiler; where they are missing,
+these faults are left out, and the result says so (`never_struck`).
 """
 
 import argparse
+import ctypes
 import json
 import os
-import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
-from itertools import repeat
-from multiprocessing import get_context
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from scenario import (
-    DRIVER,
-    MOONCAKE,
-    OURS,
-    RECIPE,
-    RUN_S,
-    SMALL,
-    Ground,
-    Outcome,
-    Scenario,
-    copy_run,
-    log_of,
-    start_driver,
-    weights_hash,
-)
+from faults.base import Ground
+from faults.catalogue import FAULTS
+from faults.clock import Clock, make_clock
+from faults.space import mounted, namespace_command
+from scenario import RECIPE, SMALL, Outcome, Scenario, copy_run, start_driver
 from two_hosts import TRAINER, Hosts, on, possible, two_hosts
+from verdict import last_words, weights_hash
 
-from infra.exit import run_main
+from infra.exit import PR_SET_PDEATHSIG, run_main
 from infra.files import write_atomically
 from infra.ports import HOST
 from infra.provenance import hardware
+from infra.refusal import Refusal
 from infra.run_folder import RunFolder
 from infra.settings import shared_memory_folder
 from models.config import load_recipe
 
 RESULT = Path(__file__).parent / "results" / "chaos.json"
+DRIVER = Path(__file__).with_name("driver.py")
+GROUNDS = ("arena", "mooncake", "files", "two hosts", "stored")
+SAMPLES = 160
+MEMORY_MIB, POSTGRES_MIB = 1024, 512
+UNDISTURBED_S = 400.0
 
 
-def campaigns(seeds: range, side_by_side: int, part: Path) -> list[Outcome]:
-    """All seeds, in so many processes, each with shared memory of its own; those in the file `part` are done."""
-    missing = sorted(set(seeds) - {outcome.seed for outcome in done(part)})
-    shares = [missing[first::side_by_side] for first in range(side_by_side)]
-    with ProcessPoolExecutor(side_by_side, mp_context=get_context("spawn")) as processes:
-        list(processes.map(campaign, shares, repeat(part)))
-    return sorted((outcome for outcome in done(part) if outcome.seed in seeds), key=lambda outcome: outcome.seed)
+class Campaign:
+    """Seeds one after the other, in one process with file systems, shared memory and servers of its own."""
 
+    def __init__(self, stack: ExitStack, base: Path, samples: int, has_mounts: bool):
+        self._stack, self._base, self._has_mounts = stack, base, has_mounts
+        base.chmod(0o755)
+        if has_mounts:
+            memory = stack.enter_context(mounted(Path("/dev/shm"), MEMORY_MIB))
+        else:
+            folder = tempfile.TemporaryDirectory(prefix="tests-of-draftsmith-chaos-", dir=shared_memory_folder())
+            memory = Path(stack.enter_context(folder))
+        os.environ["DRAFTSMITH_SHM"] = str(memory)
+        self._clock = make_clock(base)
+        self._hosts = stack.enter_context(two_hosts()) if possible() else None
+        self._prepared = prepare(base, samples)
+        self._grounds: dict[str, Ground] = {}
+        self._references: dict[int, str] = {}
 
-def done(part: Path) -> list[Outcome]:
-    """What an earlier start came to."""
-    return [Outcome(**json.loads(line)) for line in part.read_text().splitlines()] if part.is_file() else []
+    def run(self, seed: int, ground: str, plan: Sequence[str]) -> Outcome:
+        """One seed; `plan` names its faults."""
+        scenario = Scenario(seed, self._base, self._prepared, self._ground(ground), plan, seed // len(GROUNDS))
+        return scenario.run(self._reference(scenario.outcome.ranks))
 
+    def _ground(self, name: str) -> Ground:
+        if name not in self._grounds:
+            clock, mounts = self._clock, self._has_mounts
+            if name in ("mooncake", "two hosts"):
+                hosts = self._hosts if name == "two hosts" else None
+                memory = self._base / name.replace(" ", "-")
+                server = self._stack.enter_context(postgres(memory, clock, hosts, mounts))
+                address = TRAINER if hosts else HOST
+                overrides = (f"transport.address={address}", f"ledger.url={(memory / 'url').read_text()}")
+                self._grounds[name] = Ground(name, "mooncake", overrides, server, hosts, mounts, clock)
+            else:
+                self._grounds[name] = Ground(name, name, (), None, None, mounts, clock)  # pyright: ignore[reportArgumentType]
+        return self._grounds[name]
 
-def campaign(seeds: list[int], part: Path) -> None:
-    """Seeds one after the other, each with a line in the file `part`."""
-    with ExitStack() as stack:
-        base = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
-        everywhere = stack.enter_context(grounds())
-        memory = tempfile.TemporaryDirectory(prefix="tests-of-draftsmith-chaos-", dir=shared_memory_folder())
-        os.environ["DRAFTSMITH_SHM"] = stack.enter_context(memory)
-        prepared = prepare(base)
-        references: dict[int, str] = {}
-        for seed in seeds:
-            turn, place = divmod(seed, len(everywhere))
-            scenario = Scenario(seed, base, prepared, everywhere[place], turn)
-            ranks = scenario.outcome.ranks
-            if ranks not in references:
-                references[ranks] = reference_of(base, prepared, ranks)
-            outcome = scenario.run(references[ranks])
-            with part.open("a") as file:
-                file.write(json.dumps(vars(outcome)) + "\n")
-            verdict = "; ".join(outcome.faults) or "whole"
-            kills = ", ".join(outcome.kills)
-            print(f"seed {seed}, {outcome.ground}: {kills}; {outcome.wall_s:.0f} s: {verdict}", flush=True)
-            if not outcome.faults:
-                shutil.rmtree(scenario.folder.path)
+    def _reference(self, ranks: int) -> str:
+        """Hash of the weights that an undisturbed run of so many ranks comes to."""
+        if ranks not in self._references:
+            folder = RunFolder(self._base / f"undisturbed-{ranks}")
+            log = self._base / f"undisturbed-{ranks}.log"
+            copy_run(self._prepared, folder, [f"training.ranks={ranks}"])
+            if start_driver(folder, Ground("undisturbed", "arena"), log).wait(UNDISTURBED_S) != 0:
+                raise RuntimeError(last_words(log))
+            self._references[ranks] = weights_hash(folder)
+        return self._references[ranks]
 
 
 @contextmanager
-def grounds() -> Iterator[tuple[Ground, ...]]:
-    """One with SQLite and an arena, one with PostgreSQL and Mooncake, and the same on two hosts."""
+def postgres(folder: Path, clock: Clock | None, hosts: Hosts | None, has_mounts: bool) -> Iterator[Path]:
+    """A PostgreSQL in memory that whoever runs it starts again when it dies; its folder."""
     with ExitStack() as stack:
-        hosts = stack.enter_context(two_hosts()) if possible() else None
-        far = "two hosts" if hosts else "mooncake again"
-        yield (
-            Ground("arena", OURS),
-            stack.enter_context(mooncake_ground("mooncake", HOST, None)),
-            stack.enter_context(mooncake_ground(far, TRAINER if hosts else HOST, hosts)),
-        )
-
-
-@contextmanager
-def mooncake_ground(name: str, address: str, hosts: Hosts | None) -> Iterator[Ground]:
-    """With a PostgreSQL that whoever runs it starts again when it dies."""
-    with ExitStack() as stack:
-        memory = tempfile.TemporaryDirectory(prefix="tests-of-draftsmith-chaos-", dir=shared_memory_folder())
-        public = Path(stack.enter_context(memory))
-        public.chmod(0o755)
-        command = [sys.executable, str(DRIVER), "--postgres", str(public / "postgres"), address]
-        keeper = subprocess.Popen(on(hosts and hosts.trainer, command), stdout=subprocess.PIPE)
+        folder.mkdir(mode=0o755)
+        if has_mounts:
+            stack.enter_context(mounted(folder, POSTGRES_MIB))
+        command = [sys.executable, str(DRIVER), "--postgres", str(folder / "postgres"), TRAINER if hosts else HOST]
+        environment = os.environ | (clock.environment if clock else {})
+        keeper = subprocess.Popen(on(hosts and hosts.trainer, command), stdout=subprocess.PIPE, env=environment)
         stack.callback(keeper.wait, 60)
         stack.callback(keeper.kill)
         assert keeper.stdout is not None
         if not keeper.stdout.readline():
-            raise RuntimeError(f"PostgreSQL did not start: {(public / 'logs' / 'postgres.log').read_text()}")
-        url = (public / "url").read_text()
-        overrides = ("transport.kind=mooncake", f"transport.address={address}", f"ledger.url={url}")
-        victims = ("interface", *MOONCAKE) if hosts else MOONCAKE
-        yield Ground(name, victims, overrides, public / "postgres", hosts)
+            raise RuntimeError(f"PostgreSQL did not start: {(folder / 'logs' / 'postgres.log').read_text()}")
+        yield folder / "postgres"
 
 
-def prepare(base: Path) -> RunFolder:
+def prepare(base: Path, samples: int) -> RunFolder:
     """A run folder, made by the run's own processes."""
     folder = RunFolder(base / "prepared")
-    write_atomically(folder.config, load_recipe(RECIPE, SMALL))
+    write_atomically(folder.config, load_recipe(RECIPE, [*SMALL, f"data.max_samples={samples}"]))
     for module in ("models.targets.prepare", "models.data.prepare"):
         subprocess.run([sys.executable, "-m", module, str(folder.path)], check=True, stdout=subprocess.DEVNULL)
     return folder
 
 
-def reference_of(base: Path, prepared: RunFolder, ranks: int) -> str:
-    """Hash of the weights that an undisturbed run of so many ranks comes to."""
-    folder = copy_run(prepared, base, f"undisturbed-{ranks}", [f"training.ranks={ranks}"])
-    if start_driver(folder).wait(RUN_S) != 0:
-        raise RuntimeError(log_of(folder, "both").read_text()[-3000:])
-    return weights_hash(folder)
+def run_share(jobs: list[tuple[int, str, list[str]]], part: Path, samples: int, has_mounts: bool) -> None:
+    """Run (seed, ground, plan) one after the other, each with a line in `part`."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as base, ExitStack() as stack:
+        campaign = Campaign(stack, Path(base), samples, has_mounts)
+        for seed, ground, plan in jobs:
+            outcome = campaign.run(seed, ground, plan)
+            with part.open("a") as file:
+                file.write(json.dumps(vars(outcome)) + "\n")
+            struck, ended = ", ".join(outcome.struck) or "nothing struck", "; ".join(outcome.faults) or "whole"
+            print(f"seed {seed}, {ground}: {struck}; {outcome.wall_s:.0f} s: {ended}", flush=True)
+
+
+def run_side_by_side(jobs: list[tuple[int, str, list[str]]], part: Path, samples: int, processes: int) -> None:
+    """Share the jobs among processes, each in namespaces of its own."""
+    namespaces = namespace_command()
+    started = []
+    try:
+        for first in range(processes):
+            share = json.dumps([jobs[first::processes], str(part), samples, bool(namespaces)])
+            started.append(subprocess.Popen([*namespaces, sys.executable, __file__, "--share", share]))
+        statuses = [process.wait() for process in started]
+    finally:
+        for process in started:
+            with suppress(ProcessLookupError):
+                process.terminate()
+    if any(statuses):
+        raise SystemExit(1)
+
+
+def outcomes_in(part: Path) -> list[Outcome]:
+    """All lines, oldest first; a seed that was not whole may be there again."""
+    return [Outcome(**json.loads(line)) for line in part.read_text().splitlines()] if part.is_file() else []
+
+
+def jobs_of(plan: str) -> list[tuple[int, str, list[str]]]:
+    """`GROUND: FAULT, FAULT; GROUND: ...` as jobs. Raises Refusal for names that are not known."""
+    jobs = []
+    for seed, text in enumerate(plan.split(";")):
+        ground, _, names = text.partition(":")
+        faults = [name.strip() for name in names.split(",") if name.strip()]
+        unknown = {ground.strip()} - set(GROUNDS) | set(faults) - {fault.name for fault in FAULTS}
+        if unknown:
+            raise Refusal(f"--plan names {', '.join(sorted(unknown))}, which faults/catalogue.py does not know")
+        jobs.append((seed, ground.strip(), faults))
+    return jobs
+
+
+def summary(outcomes: list[Outcome], wanted: str) -> dict[str, object]:
+    """What the result file says."""
+    latest = {outcome.seed: outcome for outcome in outcomes}
+    runs = [latest[seed] for seed in sorted(latest)]
+    struck = Counter(name.partition(" at ")[0] for outcome in runs for name in outcome.struck)
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": hardware(),
+        "seeds_wanted": wanted,
+        "runs": len(runs),
+        "failed": [outcome.seed for outcome in runs if outcome.faults],
+        "failed_before_a_later_commit": [
+            {"seed": outcome.seed, "commit": outcome.commit, "struck": outcome.struck, "faults": outcome.faults}
+            for outcome in outcomes
+            if outcome.faults and outcome is not latest[outcome.seed]
+        ],
+        "runs_by_commit": dict(Counter(outcome.commit for outcome in runs)),
+        "grounds": dict(sorted(Counter(outcome.ground for outcome in runs).items())),
+        "struck": dict(sorted(struck.items())),
+        "never_struck": sorted({fault.name for fault in FAULTS} - set(struck)),
+        "impossible_here": sorted({name for outcome in runs for name in outcome.impossible}),
+        "fresh_owners": sum(outcome.resumed for outcome in runs),
+        "stopped_with_a_sentence_and_resumed": sum(len(outcome.stopped) for outcome in runs),
+        "outcomes": [vars(outcome) for outcome in runs],
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", default="0:200", help="first:end")
+    parser.add_argument("--seeds", default="0:300", help="FIRST:END")
+    parser.add_argument("--plan", help="runs with these faults instead of seeds: 'GROUND: FAULT, FAULT; GROUND: ...'")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="of each run")
     parser.add_argument("--side-by-side", type=int, default=2, help="runs at the same time")
     parser.add_argument("--json", type=Path, default=RESULT)
+    parser.add_argument("--share", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    first, end = map(int, options.seeds.split(":"))
-    part = options.json.with_suffix(".part.jsonl")
-    outcomes = campaigns(range(first, end), options.side_by_side, part)
-    failed = [outcome.seed for outcome in outcomes if outcome.faults]
-    kills = Counter(kill.rpartition(" at ")[0] for outcome in outcomes for kill in outcome.kills)
-    result = {
-        "runs_by_commit": dict(Counter(outcome.commit for outcome in outcomes)),
-        "date": time.strftime("%Y-%m-%d"),
-        "hardware": hardware(),
-        "seeds": options.seeds,
-        "runs": len(outcomes),
-        "failed": failed,
-        "grounds": dict(sorted(Counter(outcome.ground for outcome in outcomes).items())),
-        "kills": dict(sorted(kills.items())),
-        "resumed_by_a_fresh_flow": sum(outcome.resumed for outcome in outcomes),
-        "outcomes": [vars(outcome) for outcome in outcomes],
-    }
-    write_atomically(options.json, json.dumps(result, indent=1) + "\n")
-    part.unlink()
-    print(f"{len(outcomes)} runs, {sum(kills.values())} kills, {len(failed)} failed {failed or ''}: {options.json}")
-    raise SystemExit(1 if failed else 0)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # with everything undone, and what there is written down
+    if options.share:
+        jobs, part, samples, has_mounts = json.loads(options.share)
+        run_share(jobs, Path(part), samples, has_mounts)
+        return
+    part = options.json.with_suffix(".jsonl")
+    if options.plan:
+        jobs = jobs_of(options.plan)
+    else:
+        first, end = map(int, options.seeds.split(":"))
+        whole = {outcome.seed for outcome in outcomes_in(part) if not outcome.faults}
+        jobs = [(seed, GROUNDS[seed % len(GROUNDS)], []) for seed in range(first, end) if seed not in whole]
+    try:
+        if jobs:
+            run_side_by_side(jobs, part, options.samples, options.side_by_side)
+    finally:
+        result = summary(outcomes_in(part), options.plan or options.seeds)
+        write_atomically(options.json, json.dumps(result, indent=1) + "\n")
+    print(f"{result['runs']} runs, failed: {result['failed'] or 'none'}: {options.json}")
+    raise SystemExit(1 if result["failed"] else 0)
 
 
 if __name__ == "__main__":

@@ -5,22 +5,27 @@ python benchmarks/driver.py RUN --side trainer        store and trainer; whoever
 python benchmarks/driver.py RUN --side generator
 python benchmarks/driver.py --postgres FOLDER ADDRESS a PostgreSQL that is started again whenever it dies
 python benchmarks/driver.py RUN --progress            the ledger's counts, as JSON
+python benchmarks/driver.py RUN --freeze-in-transaction  hold the run's row in the ledger, and stop
 """
 
 import argparse
+import os
+import signal
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 from infra.bottleneck import StallWatch
 from infra.data_plane import start_generator, start_trainer
+from infra.exit import run_main
 from infra.keep_running import Generators, KeptProcess, follow
 from infra.ledger.ledger import Ledger
 from infra.mooncake.services import start_store
 from infra.ownership import own_run
 from infra.pools.local import LocalPool
 from infra.postgres import PostgresServer
-from infra.processes import Owner, ProcessFailedError
+from infra.processes import Owner, ProcessFailedError, module
+from infra.processes import start as start_process
 from infra.run_folder import RunFolder
 from infra.transport.choice import objects_folder
 from models.config import RunConfig, read_config
@@ -28,13 +33,21 @@ from models.config import RunConfig, read_config
 DATABASE = "ledgers"
 READY = "ready"
 STALL_S = 120.0
+PREPARE_S = 300.0
+PREPARATION = {"target": "models.targets.prepare", "samples": "models.data.prepare"}
 POLL_S = 0.2
 
 
-def drive(folder: RunFolder, config: RunConfig, with_generators: bool) -> None:
-    """Own the run and train it to its end."""
+def drive(folder: RunFolder, config: RunConfig, with_generators: bool, resumes: bool) -> None:
+    """Own the run and train it to its end. `resumes` does what the flow does first when a person resumes a run."""
     with ExitStack() as stack:
-        pool = LocalPool(stack.enter_context(own_run(folder, config.transport, print)))
+        owner = stack.enter_context(own_run(folder, config.transport, print))
+        if resumes:
+            prepare(owner, folder)
+            with Ledger.open(config.ledger.url or folder.ledger_url, folder.name) as ledger:
+                if ledger.progress().total:
+                    ledger.forget_crashes()
+        pool = LocalPool(owner)
         store: list[KeptProcess] = []
         if config.transport.kind == "mooncake":
             objects = objects_folder(config.transport, folder)
@@ -45,6 +58,20 @@ def drive(folder: RunFolder, config: RunConfig, with_generators: bool) -> None:
         trainer = stack.enter_context(closing(start_trainer(pool, folder, training.ranks, training.threads)))
         ledger = stack.enter_context(Ledger.open(config.ledger.url or folder.ledger_url, folder.name))
         follow(trainer, Generators(generators), print, print, [StallWatch(ledger, STALL_S).check], store)
+
+
+def prepare(owner: Owner, folder: RunFolder) -> None:
+    """Write the records of target and samples again: both are found in the cache."""
+    for role, name in PREPARATION.items():
+        start_process(role, module(name, folder.path), owner).wait(PREPARE_S)
+
+
+def freeze_in_transaction(folder: RunFolder, config: RunConfig) -> None:
+    """Hold the lock that every write to the run's rows takes, and stop as by SIGSTOP."""
+    with Ledger.open(config.ledger.url or folder.ledger_url, folder.name) as ledger:
+        with ledger._write():  # pyright: ignore[reportPrivateUsage]
+            print(READY, flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def start_generators(stack: ExitStack, pool: LocalPool, folder: RunFolder, config: RunConfig) -> list[KeptProcess]:
@@ -93,7 +120,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, nargs="?")
     parser.add_argument("--side", choices=["both", "trainer", "generator"], default="both")
+    parser.add_argument("--resumes", action="store_true", help="as a person resumes a run")
     parser.add_argument("--progress", action="store_true")
+    parser.add_argument("--freeze-in-transaction", action="store_true")
     parser.add_argument("--postgres", nargs=2, metavar=("FOLDER", "ADDRESS"))
     options = parser.parse_args()
     if options.postgres:
@@ -104,11 +133,13 @@ def main() -> None:
     if options.progress:
         with Ledger.open(config.ledger.url or folder.ledger_url, folder.name) as ledger:
             print(ledger.progress().model_dump_json())
+    elif options.freeze_in_transaction:
+        freeze_in_transaction(folder, config)
     elif options.side == "generator":
         drive_generators(folder, config)
     else:
-        drive(folder, config, with_generators=options.side == "both")
+        drive(folder, config, with_generators=options.side == "both", resumes=options.resumes)
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

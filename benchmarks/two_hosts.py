@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,11 +19,14 @@ class Hosts:
     generator: str
     interface: str
 
-    def lose_interface(self, seconds: float) -> None:
-        """Take the trainer's interface down, and up again."""
-        for state, wait_s in (("down", seconds), ("up", 0.0)):
-            ip("-n", self.trainer, "link", "set", self.interface, state)
-            time.sleep(wait_s)
+    @contextmanager
+    def lost_interface(self) -> Iterator[None]:
+        """Take the trainer's interface down, and up again at the end."""
+        ip("-n", self.trainer, "link", "set", self.interface, "down")
+        try:
+            yield
+        finally:
+            ip("-n", self.trainer, "link", "set", self.interface, "up")
 
 
 def possible() -> bool:
