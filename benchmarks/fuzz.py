@@ -252,7 +252,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def datasets(folder: Path, dice: random.Random) -> None:
     source = data_file(folder, dice)
     template = dice.choice(["tokenizer", "none"])
-    encoder = SampleEncoder(tokenizer(), DataConfig(source=source, chat_template=template, min_tokens=2), add_bos=False)
+    encoder = SampleEncoder(tokenizer(), DataConfig(source=source, chat_template=template, min_tokens=2), add_bos=False)  # pyright: ignore[reportArgumentType]
     list(encoder.encode(read_documents(source)))
 
 
