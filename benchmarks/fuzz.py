@@ -47,7 +47,7 @@ RECIPE = Path(__file__).parents[1] / "recipes" / "tiny.yaml"
 PLACE = re.compile(r"[\w~-]+/[\w.]|\w+\.\w+|--\w+|'.+'|\bline \d+|\brecord \d+|\brow \d+")
 REMEDY = re.compile(
     r"\b(correct|set|give|use|remove|write|restore|raise|lower|choose|leave|start|check|convert|make|rename|add|name|"
-    r"change|move|shorten|flatten|mend|did you mean|install|create|try|take|wait)\b",
+    r"change|move|shorten|flatten|mend|did you mean|install|create|try|take|wait|requires)\b",
     re.IGNORECASE,
 )
 ODD: tuple[Any, ...] = (
@@ -55,6 +55,11 @@ ODD: tuple[Any, ...] = (
     "\u202e", "../../etc/passwd", "/", "~nobody-knows/x", "a" * 300, "[", "{}", "null", "http://[", "mysql://x/y", "s3://",
     "hf://x", "sqlite:///", "sqlite:////dev/null/x.db", "garbage", [], {}, [[]], [None], {"": None}, {"a": {"b": []}}, [1] * 2000,
 )  # fmt: skip
+PLAUSIBLE: tuple[Any, ...] = (
+    1, 2, 3, 7, 16, 100, 1024, 0.5, 0.1, 1e-4, 1.0, False, "none", "any", "strict", "float32", "bfloat16", "eagle3", "dflash",
+    "medusa", "stored", "files", "sglang", "local", "greedy", "tiny", [0, 1], [1, 2, 3], [0.9, 0.95], {},
+)  # fmt: skip
+"""What a person might write: accepted in one place, a contradiction in another."""
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 RECORDS: list[Any] = [
     {"messages": [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": f"It is {n}."}]}
@@ -152,7 +157,7 @@ def mutated(tree: Any, dice: random.Random) -> Any:
         elif change == 3 and isinstance(parent, list):
             parent.extend([parent[key]] * dice.choice([1, 50]))
         else:
-            parent[key] = copy.deepcopy(dice.choice(ODD))
+            parent[key] = copy.deepcopy(dice.choice(dice.choice([ODD, PLAUSIBLE])))
     return tree
 
 
@@ -213,7 +218,7 @@ def overrides(folder: Path, dice: random.Random) -> None:
     for _ in range(dice.randint(1, 3)):
         key = dice.choice([dice.choice(keys), "a.b", "..", "=", "", "training", "seed.x"])
         given.append(
-            f"{key}{dice.choice(['=', '=', '=', ''])}{dice.choice([as_json(dice.choice(ODD)), '[', '1e8', '.inf', '*a', '!x y'])}"
+            f"{key}{dice.choice(['=', '=', '=', ''])}{dice.choice([as_json(dice.choice(ODD)), as_json(dice.choice(PLAUSIBLE)), '[', '1e8', '.inf', '*a', '!x y'])}"
         )
     checked_plan(load_recipe(RECIPE, given))
 

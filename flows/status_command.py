@@ -1,6 +1,7 @@
 """`draftsmith status`: a run in words: where its samples are, how fast it goes, what is slow."""
 
 import json
+import os
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ def status(
     run: Annotated[str | None, typer.Argument(help="Name or folder of a run; the newest one where left out.")] = None,
 ) -> None:
     """Say where every sample of a run is, how fast it goes, and what is slow."""
+    from pydantic import ValidationError
     from rich.console import Console
     from rich.table import Table
     from sqlalchemy.exc import SQLAlchemyError
@@ -50,11 +52,10 @@ def status(
         where = config.ledger.url or folder.ledger_file
         why = str(error).splitlines()[0]
         raise Refusal(f"the ledger {where} is damaged or does not answer ({why}): restore it, or try again") from error
-    except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
-        if isinstance(error, Refusal):
-            raise
+    except (json.JSONDecodeError, UnicodeDecodeError, ValidationError, KeyError, IsADirectoryError) as error:
+        why = str(error).splitlines()[0]
         raise Refusal(
-            f"a file of {folder.path} is damaged ({type(error).__name__}: {error}): restore it, or start a new run"
+            f"a file of {folder.path} is damaged ({type(error).__name__}: {why}): restore it, or start a new run"
         ) from error
     console = Console()
     console.print(table, highlight=False)
@@ -70,9 +71,9 @@ def find_run(run: str | None) -> Path:
             raise Refusal(f"no runs in {runs_folder()}: start one with `draftsmith retrain recipes/quickstart.yaml`")
         return runs[-1].parent
     for folder in (Path(run).absolute(), runs_folder() / run):
-        if (folder / "config.json").is_file():
+        if os.path.isfile(folder / "config.json"):  # pathlib's raises for a name that no file can have
             return folder
-    raise Refusal(f"no run {run}: neither a run folder's path nor a name below {runs_folder()}")
+    raise Refusal(f"no run {run:.200}: neither a run folder's path nor a name below {runs_folder()}")
 
 
 def describe(folder: "RunFolder", config: "RunConfig") -> Iterator[tuple[str, str]]:

@@ -26,9 +26,7 @@ class Record(BaseModel):
         """Read the record back from the JSON file at `path`. Raises Refusal for a damaged one."""
         try:
             return cls.model_validate_json(path.read_bytes())
-        except FileNotFoundError:
-            raise
-        except (OSError, ValidationError) as error:
+        except (IsADirectoryError, PermissionError, ValidationError) as error:  # any other error is the machine's
             why = error.strerror if isinstance(error, OSError) else error.errors()[0]["msg"]
             raise Refusal(
                 f"{path} is damaged, or of another version of Draftsmith ({why}): restore it, or start a new run"

@@ -60,6 +60,9 @@ def _check(uri: str) -> None:
     """Raise Refusal for a file that is no database, and for a server that does not answer."""
     if uri.startswith(SQLITE):
         database = Path(uri.removeprefix(SQLITE))
+        folder = next(parent for parent in database.absolute().parents if parent.exists())
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise Refusal(f"MLflow's database {database} cannot be made: {folder} is no writable folder: {REMEDY}")
         if database.exists() and not database.is_file():
             raise Refusal(f"MLflow's database {database} is no file: move it away, or {REMEDY}")
         if database.is_file():

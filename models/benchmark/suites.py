@@ -110,7 +110,8 @@ def read_questions(source: str, layout: Layout) -> Iterator[Question]:
 
 def _question(place: str, record: Any, layout: Layout) -> Question:
     if not isinstance(record, dict):
-        raise Refusal(f"{place}: a {type(record).__name__}, not a JSON object with {' or '.join(layout.asked)}")
+        kind = type(record).__name__
+        raise Refusal(f"{place}: write a JSON object with {' or '.join(layout.asked)} in place of this {kind}")
     value = next((record[key] for key in layout.asked if record.get(key)), None)
     text = value[0] if isinstance(value, list) and value else value
     if not isinstance(text, str) or not text.strip():

@@ -145,7 +145,8 @@ def read_documents(source: str) -> Iterator[Document]:
 def as_document(place: str, record: Any) -> Document:
     """One record as a document. Raises Refusal, with the place, for one that is none."""
     if not isinstance(record, dict):
-        raise Refusal(f"{place}: a {type(record).__name__}, not a JSON object with conversations, messages or text")
+        kind = type(record).__name__
+        raise Refusal(f"{place}: write a JSON object with conversations, messages or text in place of this {kind}")
     if record.get("conversations") is not None:
         turns = _turns(place, record["conversations"], "from", "value")
         return Document(place, (*_system(record), *turns), plain=False, tools=_tools(place, record))
