@@ -73,7 +73,8 @@ class KeptProcess:
             wait_s = self._backoff_s * 2**self._crashes
             self._crashes += 1
             self._start_at, self._waiting = time.monotonic() + wait_s, True
-            on_event(f"{error.headline}; restart {self._crashes} of {self._restarts} in {wait_s:g} s")
+            said = f"{error.headline} ({error.cause})" if error.cause else error.headline
+            on_event(f"{said}; restart {self._crashes} of {self._restarts} in {wait_s:g} s")
 
     def close(self) -> None:
         """Stop the command; returns when nothing of it is left. Idempotent."""

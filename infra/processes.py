@@ -1,6 +1,7 @@
 """Starts data-plane commands under a supervisor, follows their logs and stops them. Used by the flow's process."""
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -16,6 +17,8 @@ from infra.exit import REFUSED
 from infra.refusal import Refusal
 
 TAIL_LINES = 20
+EXCEPTION = re.compile(r"(\[rank\d+\]: )?(\w+\.)*\w*Error: .")
+"""The last line of a traceback: names an exception, with its message."""
 POLL_S = 0.2
 STOP_MARGIN_S = 15.0
 SESSION = 3
@@ -34,6 +37,12 @@ class ProcessFailedError(Exception):
         self.headline = f"{role} {ending}"
         quoted = "\n".join(f"  | {line}" for line in tail) or "  | (nothing was printed)"
         super().__init__(f"{self.headline}. The end of {log}:\n{quoted}")
+
+    @property
+    def cause(self) -> str:
+        """The exception that ended the process, as the end of its log names it; empty where it names none."""
+        raised = [line for line in self.tail if EXCEPTION.match(line)] if self.exit_code < 128 else []
+        return raised[-1] if raised else ""
 
 
 class ProcessRefusedError(ProcessFailedError, Refusal):

@@ -16,7 +16,7 @@ from infra.rdma import nearest_devices
 from infra.records import StoreRecord
 from infra.refusal import Refusal
 from infra.settings import leased_gpus, use_mooncake_settings
-from infra.transport.base import TransferError
+from infra.transport.base import StoreUnavailableError, TransferError
 
 PIECE = 4 * 2**20
 WAIT_S = 60.0
@@ -72,7 +72,8 @@ class MooncakeClient:
             worst, left = self._write(left)
             if left and (worst not in PASSES or time.monotonic() > deadline):
                 self._forget(key)
-                raise TransferError(f"cannot write {key} ({nbytes} bytes): {_reason(worst)}")
+                kind = StoreUnavailableError if worst in PASSES else TransferError
+                raise kind(f"cannot write {key} ({nbytes} bytes): {_reason(worst)}")
             if left:
                 time.sleep(POLL_S)
 
@@ -104,13 +105,14 @@ class MooncakeClient:
 
         status = self._once_the_master_answers(read)
         if status:
-            raise TransferError(f"{key} cannot be read: {_reason(status)}")
+            kind = StoreUnavailableError if status == NO_MASTER else TransferError
+            raise kind(f"{key} cannot be read: {_reason(status)}")
 
     def delete(self, key: str) -> None:
         """Delete an object, whatever pieces of it there are. Raises TransferError where the master does not answer."""
         status = self._once_the_master_answers(lambda: self._forget(key))
         if status == NO_MASTER:
-            raise TransferError(f"{key} cannot be deleted: {_reason(status)}")
+            raise StoreUnavailableError(f"{key} cannot be deleted: {_reason(status)}")
 
     def _forget(self, key: str) -> int:
         return self.store.remove_by_regex(f"^{re.escape(key)}#", True)

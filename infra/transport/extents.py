@@ -6,9 +6,11 @@ A process killed in the middle of a change leaves the database as it was before.
 
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+from infra.transport.waiting import wait_for_store
 
 BUSY_TIMEOUT_S = 60.0
 TABLES = """
@@ -19,6 +21,7 @@ CREATE INDEX extents_by_key ON extents (key);
 CREATE INDEX free_extents ON extents (start, length) WHERE key IS NULL;
 """
 
+Result = TypeVar("Result")
 Extent = tuple[int, int]
 """Start and length, in bytes."""
 
@@ -38,6 +41,7 @@ class Extents:
     """One process's view; its threads share it."""
 
     def __init__(self, file: Path):
+        self._file = file
         self._connection = sqlite3.connect(file, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         self._connection.execute(
             "PRAGMA synchronous = OFF"
@@ -46,7 +50,8 @@ class Extents:
 
     def allocate(self, key: str, nbytes: int, writer: str) -> tuple[Extent, ...] | None:
         """Give free bytes to an object that `writer` is about to write; None where there are too few."""
-        with self._transaction() as connection:
+
+        def allocate(connection: sqlite3.Connection) -> tuple[Extent, ...] | None:
             taken: list[Extent] = []
             wanted = nbytes
             for start, length in connection.execute(
@@ -63,6 +68,8 @@ class Extents:
                 self._take(connection, key, start, length)
             return tuple(taken)
 
+        return self._change(allocate)
+
     def _take(self, connection: sqlite3.Connection, key: str, start: int, length: int) -> None:
         (whole,) = connection.execute("SELECT length FROM extents WHERE start = ?", (start,)).fetchone()
         connection.execute("UPDATE extents SET length = ?, key = ? WHERE start = ?", (length, key, start))
@@ -71,13 +78,16 @@ class Extents:
 
     def finish(self, key: str) -> bool:
         """The object is written. False where it was deleted meanwhile: its bytes are free now."""
-        with self._transaction() as connection:
+
+        def finish(connection: sqlite3.Connection) -> bool:
             (doomed,) = connection.execute("SELECT doomed FROM objects WHERE key = ?", (key,)).fetchone()
             if doomed:
                 self._free(connection, key)
             else:
                 connection.execute("UPDATE objects SET writer = NULL WHERE key = ?", (key,))
             return not doomed
+
+        return self._change(finish)
 
     def find(self, key: str) -> tuple[Extent, ...]:
         """Where an object lies; empty where there is none, or none that is whole."""
@@ -92,12 +102,15 @@ class Extents:
 
     def free(self, key: str, lives: Callable[[str], bool]) -> None:
         """Delete an object. One that a living writer still writes is deleted when it has finished."""
-        with self._transaction() as connection:
+
+        def free(connection: sqlite3.Connection) -> None:
             found = connection.execute("SELECT writer FROM objects WHERE key = ?", (key,)).fetchone()
             if found and found[0] is not None and lives(found[0]):
                 connection.execute("UPDATE objects SET doomed = 1 WHERE key = ?", (key,))
             elif found:
                 self._free(connection, key)
+
+        self._change(free)
 
     def _free(self, connection: sqlite3.Connection, key: str) -> None:
         """Give the bytes back, joined with free neighbours."""
@@ -127,9 +140,22 @@ class Extents:
     def close(self) -> None:
         self._connection.close()
 
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
+    def _change(self, change: Callable[[sqlite3.Connection], Result]) -> Result:
+        """Make a change in one transaction, again and again while the file system has no room for it.
+
+        Raises StoreUnavailableError.
+        """
+        reason = f"no room for the arena's table, the file system of {self._file.parent} is full: free space there"
+        return wait_for_store(lambda: self._once(change), _is_full, reason, errors=(sqlite3.OperationalError,))
+
+    def _once(self, change: Callable[[sqlite3.Connection], Result]) -> Result:
         with self._lock:
             self._connection.execute("BEGIN IMMEDIATE")
             with self._connection:  # commits, or rolls back
-                yield self._connection
+                return change(self._connection)
+
+
+def _is_full(error: Exception) -> bool:
+    """SQLite's shared index says IOERR where its log says FULL."""
+    primary = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    return primary in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)

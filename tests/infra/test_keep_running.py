@@ -48,6 +48,14 @@ def test_a_crash_is_followed_by_a_restart(keep: Callable[..., KeptProcess]) -> N
     assert kept.failure is None
 
 
+def test_the_exception_that_ended_a_command_is_named(keep: Callable[..., KeptProcess]) -> None:
+    traceback = "echo 'Traceback (most recent call last):'; echo 'builtins.OSError: [Errno 28] No space left on device'"
+    _, events = tend(keep(f"{traceback}; echo 'and more'; exit 1", restarts=1))
+    assert events == [
+        "shell ended with exit code 1 (builtins.OSError: [Errno 28] No space left on device); restart 1 of 1 in 0.01 s"
+    ]
+
+
 def test_restarts_are_bounded(keep: Callable[..., KeptProcess]) -> None:
     kept = keep("echo no; kill -9 $$", restarts=2)
     lines, events = tend(kept)

@@ -21,7 +21,7 @@ from infra.pools.local import LocalPool
 from infra.processes import Owner
 from infra.records import StoreRecord
 from infra.run_folder import RunFolder
-from infra.transport.base import TransferError
+from infra.transport.base import StoreUnavailableError, TransferError
 
 pytestmark = pytest.mark.slow
 MIB = 2**20
@@ -100,6 +100,20 @@ def test_a_killed_master_comes_back_and_writers_wait_for_it(store: Store, client
     client.delete("run/0/0/1")
     assert client.keys() == ["run/0/1/1"]
     assert any("mooncake-master was killed by signal 9; restart 1" in event for event in store.events)
+
+
+def test_a_master_that_stays_away_is_no_fault_of_an_object(store: Store) -> None:
+    client = MooncakeClient(store.record, wait_s=1.0)
+    put(client, "run/0/0/1", b"before")
+    store.stop()
+    store.kill(store.master)
+    for call in (
+        lambda: put(client, "run/0/1/1", b"after"),
+        lambda: get(client, "run/0/0/1", 6),
+        lambda: client.delete("run/0/0/1"),
+    ):
+        with pytest.raises(StoreUnavailableError, match=r"master does not answer|the transfer failed"):
+            call()
 
 
 def test_a_killed_holder_loses_its_objects_and_nothing_else(store: Store, client: MooncakeClient) -> None:

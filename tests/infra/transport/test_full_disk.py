@@ -87,3 +87,32 @@ def test_shared_memory_of_64_mib_holds_no_arena_of_32_mib_and_its_spare(tmp_path
     ]
     for line, start in zip(ended.stdout.splitlines(), expected, strict=True):
         assert line.startswith(start)
+
+
+FULL_AFTERWARDS = """
+import os, sys, threading
+from pathlib import Path
+from infra.transport.arena import ArenaTransport
+
+folder = Path(sys.argv[1])
+transport = ArenaTransport(folder / "arena", 100_000)
+room, filler = os.statvfs(folder), folder / "filler"
+with filler.open("wb") as file:
+    os.posix_fallocate(file.fileno(), 0, room.f_frsize * room.f_bavail)
+freed = threading.Timer(1.0, filler.unlink)
+freed.start()
+for number in range(300):
+    record = transport.put(f"key{number}", {"aux": bytes([number % 256]) * 90_000})
+    assert transport.verify(record)
+    transport.delete(record.key)
+freed.join()
+"""
+
+
+def test_an_arena_whose_file_system_fills_up_later_waits_and_loses_nothing(tmp_path: Path) -> None:
+    """Its bytes are its own; only the table of extents still grows."""
+    mount = 'mount -t tmpfs -o size=8m none "$0" && exec "$@"'
+    command = [*IN_A_SMALL_FILE_SYSTEM, mount, str(tmp_path), sys.executable, "-c", FULL_AFTERWARDS, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert f"no room for the arena's table, the file system of {tmp_path}/arena is full" in ended.stdout
