@@ -80,16 +80,51 @@ def retrain(week: int, ledger_url: str) -> None:
     end_run(run, "FINISHED")
 
 
-def benchmark_nightly() -> None:
-    """Seven nights' figures of the champion."""
-    from infra.settings import tracking_uri
+def benchmark_nightly(week: int) -> None:
+    """Seven nights: run folders that train nothing, and figures of the champion."""
+    from infra.settings import runs_folder, tracking_uri
     from infra.tracking.registry import champion
     from infra.tracking.runs import log_model_figures
 
     draft = champion(tracking_uri(), DRAFT)
     assert draft
-    for _ in range(7):
+    for night in range(7):
+        folder = runs_folder() / f"year-nightly-{week:03d}-{night}"
+        (folder / "logs").mkdir(parents=True)
+        (folder / "config.json").write_text('{"name": "nightly"}')
+        (folder / "logs" / "benchmark.log").write_text("a line of a log\n" * 500)
+        (folder / "benchmark.json").write_text("{}")
         log_model_figures(tracking_uri(), draft, {"nightly/acceptance_length": 2.0, "nightly/goodput": 100.0})
+
+
+def watch(week: int) -> None:
+    """672 looks at a server that runs the champion, each of which closes a window: the record, as the flow keeps it."""
+    from infra.drift.config import WatchConfig
+    from infra.drift.scrape import Counters, Reading, Scrape, ServedDraft
+    from infra.drift.sequential import DriftTest, Reference
+    from infra.drift.traffic import TrafficStore
+    from infra.settings import runs_folder, tracking_uri
+    from infra.tracking.registry import champion
+    from tasks.drift import ENDED_WINDOWS
+
+    draft = champion(tracking_uri(), DRAFT)
+    assert draft
+    config = WatchConfig(draft=DRAFT, servers=("http://server:30000",))
+    test = DriftTest(Reference.of([(23, 10), (24, 10), (22, 10)] * 50), config.fall, config.average_run_length)
+    store = TrafficStore(str(runs_folder() / "drift"))
+    record, url = store.read(DRAFT), config.servers[0]
+    for look in range(PER_WEEK):
+        done = week * PER_WEEK + look + 1
+        counters = Counters(generated=4700 * done, requests=100 * done, steps=2000 * done)
+        served = ServedDraft(start="once", path=f"{DRAFT}/{draft.version}")
+        seen = Scrape(readings={url: Reading(counters=counters, lookahead=4, draft_tokens=5, draft=served)})
+        now = week * 7 * 86_400.0 + look * 900.0
+        record = record.observe(seen, {url: draft.version}, "greedy", now, config.window_steps)
+    live = [series.served for series in record.live]
+    for series in record.series:
+        keep = config.keep_windows if series.served in live else ENDED_WINDOWS
+        record = record.with_series(series.trimmed(keep, test))
+    store.write(record)
 
 
 def serve() -> None:
@@ -186,7 +221,8 @@ def simulate(world: Path, weeks: int) -> list[dict[str, int]]:
     for week in range(weeks):
         begun = time.monotonic()
         retrain(week, ledger)
-        benchmark_nightly()
+        benchmark_nightly(week)
+        watch(week)
         serve()
         copy_run(prefect, template, PER_WEEK)
         for path in (world / "runs", world / "cache"):
