@@ -177,7 +177,7 @@ def assert_finished(stack: Any, folder: RunFolder) -> None:
     assert list(stack.memory.iterdir()) == []
     assert mlflow_status(folder) == "FINISHED"
     keys = {artifact["key"] for artifact in stack.post("artifacts/filter", {})}
-    assert {"acceptance-length", "report"} <= keys
+    assert {"acceptance-length-tiny", "report-tiny"} <= keys
 
 
 def assert_given_up(stack: Any, folder: RunFolder, crashed: str) -> None:
@@ -269,6 +269,8 @@ def test_what_the_operator_changed_survives_another_deployment(stack: Any, tmp_p
         assert nightly.global_concurrency_limit.limit == 3
         assert client.read_work_pool("draftsmith").concurrency_limit == 5
         assert [one.enabled for one in client.read_automations_by_name(ROLLBACK)] == [False]
+        (rollback,) = client.read_automations_by_name(ROLLBACK)
+        client.resume_automation(rollback.id)  # other tests share the server
         client.resume_deployment(nightly.id)
         client.update_deployment_schedule(watch.id, watch.schedules[0].id, active=False)
         client.update_work_pool("draftsmith", WorkPoolUpdate(concurrency_limit=None))

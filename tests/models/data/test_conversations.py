@@ -62,7 +62,7 @@ REFUSALS = {
     "cut JSON": (GOOD + '{"text": "', r"a\.jsonl:2: not valid JSON"),
     "no known key": (GOOD + '{"prompt": "x", "id": 1}\n', r"a\.jsonl:2: no conversations.*\['id', 'prompt'\]"),
     "text is no text": ('{"text": 3}\n', r"a\.jsonl:1: no conversations, messages or text"),
-    "not an object": ("[1]\n", r"a\.jsonl:1: a list, not a JSON object"),
+    "not an object": ("[1]\n", r"a\.jsonl:1: write a JSON object with"),
     "no turns": ('{"messages": []}\n', r"a\.jsonl:1: the conversation has no turns"),
     "unknown role": (
         GOOD + '{"messages": [{"role": "narrator", "content": "x"}]}',

@@ -185,7 +185,7 @@ def test_weights_that_do_not_fit_are_refused(tensors, message, authors, target):
         ({"norm_before_residual": True}, "norm_before_residual is True"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 9]}}, "the target has 0..7"),
         ({"architectures": ["Other"]}, "none that can be taken over"),
-        ({"speculators_model_type": "mtp"}, "'mtp' is none"),
+        ({"speculators_model_type": "mtp"}, "'mtp' cannot be taken over"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, message, authors, target):

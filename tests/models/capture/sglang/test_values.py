@@ -13,6 +13,7 @@ import torch
 
 from infra.files import write_atomically
 from infra.records import TargetRecord
+from models.capture.engine import EngineError, SampleError
 from models.capture.sglang.engine import SGLangEngine
 from models.config import load_recipe
 from models.decoding.plain import continue_greedily
@@ -137,14 +138,14 @@ def test_other_requests_pass_untouched(served: Served) -> None:
 
 def test_a_failed_capture_fails_its_request_alone(served: Served) -> None:
     prompt = prompts()[5]
-    with pytest.raises(ValueError, match=r"capture in SGLang failed: .*no/such\+key"):
+    with pytest.raises(EngineError, match=r"capture in SGLang failed: .*no/such\+key"):
         served.engine.capture("no/such+key", prompt)
     captured = served.engine.capture("right/0/0/1", prompt)
     served.run.open_transport().delete(captured.record.key)
 
 
 def test_a_prompt_that_is_too_long_is_refused_by_name(served: Served) -> None:
-    with pytest.raises(ValueError, match="SGLang refused the prompt of 40000 tokens"):
+    with pytest.raises(SampleError, match="SGLang refused the prompt of 40000 tokens"):
         served.engine.capture("long/0/0/1", torch.full((40000,), 5))
 
 
