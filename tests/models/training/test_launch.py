@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from infra.data_plane import start_trainer
 from infra.pools.local import LocalPool
-from infra.processes import Owner
+from infra.processes import Owner, ProcessRefusedError
 from infra.records import Progress
 from infra.run_folder import RunFolder
 from models.run import Run
@@ -104,19 +104,19 @@ def test_ranks_listen_on_loopback_alone_and_execute_nothing_that_they_are_sent(
     assert Run.open(folder.path).open_ledger().progress() == Progress(consumed=36)
 
 
-def test_a_trainer_that_meets_a_damaged_file_is_started_again(make_run: Callable[..., RunFolder]) -> None:
-    """A ValueError of a library is no refusal of input."""
+def test_a_trainer_with_a_damaged_record_refuses_it_by_name(make_run: Callable[..., RunFolder]) -> None:
+    """Starting it again would not mend the file."""
     folder = make_run("damaged", *SMALL)
     folder.samples.write_text(folder.samples.read_text()[:-20])
     events: list[str] = []
     with closing(start_trainer(LocalPool(Owner("damaged", folder.logs)), folder, 1, 1)) as trainer:
         deadline = time.monotonic() + WAIT_S
-        while not events and trainer.failure is None and time.monotonic() < deadline:
+        while trainer.failure is None and time.monotonic() < deadline:
             trainer.tend(print, events.append)
             time.sleep(0.1)
-        assert trainer.failure is None
-    assert [event.partition(";")[0] for event in events] == ["trainer ended with exit code 1"]
-    assert "restart 1 of 5" in events[0]
+        assert isinstance(trainer.failure, ProcessRefusedError)
+        assert f"{folder.samples} is damaged" in str(trainer.failure)
+    assert events == []
 
 
 @pytest.mark.parametrize(
