@@ -66,7 +66,7 @@ def test_suites_of_ones_own(tmp_path: Path):
         ("spec-bench", {"turns": [], "category": "a"}, ":2: no turns"),
         ("spec-bench", {"turns": [3], "category": "a"}, ":2: no turns"),
         ("math500", {"problem": "a"}, "'subject' has to be the category .* fetch the suite from hf://"),
-        ("mt-bench", ["a"], ":2: a list, not a JSON object"),
+        ("mt-bench", ["a"], ":2: write a JSON object with"),
     ],
 )
 def test_refusals_name_the_line_and_the_remedy(name: str, record: object, said: str, tmp_path: Path):
