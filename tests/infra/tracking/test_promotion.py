@@ -289,13 +289,6 @@ def test_interrupted_anywhere_it_ends_as_if_undisturbed(
     assert len(names) >= 2, names
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_interrupted_at_reads_too(scenario: str, make_world: Callable[[], World], gate: GateDecision) -> None:
-    compare_interrupted(scenario, gate, make_world, SqlAlchemyStore, TrackingStore, reads=True)
-
-
 def test_a_promotion_of_the_champion_is_a_decision_too(make_world: Callable[[], World], gate: GateDecision) -> None:
     world = make_world()
     one(world, gate)
