@@ -246,13 +246,10 @@ def counted(world: World, calls: Calls, *classes: type) -> Iterator[None]:
 READS = re.compile(r"\.(get|search|list)_")
 
 
-def compare_interrupted(
-    scenario: str, gate: GateDecision, make: Callable[[], World], *classes: type, reads: bool = False
-) -> list[str]:
-    """Interrupt a scenario before and after its calls, resume it, and compare; returns the calls that were enumerated.
+def compare_interrupted(scenario: str, gate: GateDecision, make: Callable[[], World], *classes: type) -> list[str]:
+    """Interrupt a scenario before and after its writes, resume it, and compare; returns the calls that were enumerated.
 
-    Reads change nothing: an interruption beside one leaves what an interruption beside the nearest write leaves. They
-    are interrupted with `reads` only.
+    Reads change nothing: an interruption beside one leaves what an interruption beside the nearest write leaves.
     """
     before, change, smoke, champion = SCENARIOS[scenario]
 
@@ -268,7 +265,7 @@ def compare_interrupted(
     expected = undisturbed.state()
     assert isinstance(expected[0], State)
     assert (expected[0].champion, expected[0].change) == (champion, None)
-    chosen = [(at, name) for at, name in enumerate(calls.names, start=1) if reads or not READS.search(name)]
+    chosen = [(at, name) for at, name in enumerate(calls.names, start=1) if not READS.search(name)]
     for (at, name), after in product(chosen, (False, True)):
         world = prepared()
         disturbed = Calls(at=at, after=after)
