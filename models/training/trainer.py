@@ -131,9 +131,8 @@ class DraftTrainer:
 
     def _resume(self) -> Resume:
         """Rank 0 takes the run over; every rank learns what it goes on from."""
-        first = self.control.rank == 0
-        resume = take_over(self.run, self.ledger, self.run.open_transport()) if first else None
-        resume = self.control.decide(resume, Resume)
+        is_first, transport = self.control.rank == 0, self.run.open_transport
+        resume = self.control.decide(take_over(self.run, self.ledger, transport()) if is_first else None, Resume)
         assert resume is not None
         return resume
 
@@ -206,21 +205,20 @@ class DraftTrainer:
         )
 
     def _finish(self) -> TrainingResult:
-        progress = self.progress
         result = TrainingResult(
             steps=self.step,
-            tokens=progress.tokens,
-            wall_s=progress.trained_s,
-            data_wait_s=progress.waited_s,
-            step_s=progress.trained_s,
+            tokens=self.progress.tokens,
+            wall_s=self.progress.trained_s,
+            data_wait_s=self.progress.waited_s,
+            step_s=self.progress.trained_s,
             checkpoint=self.ledger.checkpoints()[-1].path,
-            final_loss=progress.loss,
-            acceptance_by_position=tuple(progress.acceptance),
-            vocabulary_coverage=progress.covered / max(1, progress.supervised),
+            final_loss=self.progress.loss,
+            acceptance_by_position=tuple(self.progress.acceptance),
+            vocabulary_coverage=self.progress.covered / max(1, self.progress.supervised),
             token_coverage=self.token_coverage,
             checkpoint_stall_s=self.saver.stall_s / max(1, self.saver.saves),
             peak_gpu_bytes=self.control.greatest(torch.cuda.max_memory_allocated()) or None,
-            rates=progress.rates(),
+            rates=self.progress.rates(),
         )
         if self.control.rank == 0:
             write_atomically(self.run.folder.training, result)

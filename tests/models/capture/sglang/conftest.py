@@ -2,10 +2,12 @@
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
@@ -75,3 +77,32 @@ def engine_of() -> Iterator[Callable[..., SGLangEngine]]:
     yield start
     for one in started:
         one.__exit__()
+
+
+@pytest.fixture
+def assert_no_segments_left() -> Callable[[], None]:
+    """Asserts that no shared memory of a dead SGLang server is left since the test began.
+
+    Servers of tests that run at the same time have segments too: they are mapped by a live process, or gone shortly.
+    """
+    shared_memory = Path("/dev/shm")
+    before = set(shared_memory.glob("sglang_*"))
+
+    def check() -> None:
+        deadline = time.monotonic() + 120
+        while left := set(shared_memory.glob("sglang_*")) - before - mapped_by_anyone(shared_memory):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.5)
+
+    return check
+
+
+def mapped_by_anyone(folder: Path) -> set[Path]:
+    """Files directly in `folder` that a live process has mapped."""
+    mapped: set[Path] = set()
+    for process in psutil.process_iter():
+        try:
+            mapped |= {Path(region.path) for region in process.memory_maps()}
+        except (psutil.Error, OSError):
+            continue
+    return {path for path in mapped if path.parent == folder}

@@ -17,11 +17,10 @@ TOKENS = torch.arange(10, 42)
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
+def nothing_left(assert_no_segments_left: Callable[[], None]) -> Iterator[None]:
     """A refused server leaves no shared memory behind."""
-    before = set(Path("/dev/shm").glob("sglang_*"))
     yield
-    assert set(Path("/dev/shm").glob("sglang_*")) <= before
+    assert_no_segments_left()
 
 
 class WithPrefixCache(SGLangEngine):

@@ -49,16 +49,6 @@ def expected(
     return plain["losses"]
 
 
-def segments() -> set[Path]:
-    """What SGLang servers have in shared memory."""
-    return set(Path("/dev/shm").glob("sglang_*"))
-
-
-@pytest.fixture
-def before() -> set[Path]:
-    return segments()
-
-
 def processes_of(folder: RunFolder) -> list[psutil.Process]:
     """Whatever holds the run's name in its command line or its logs open: generators, trainers, servers."""
     found = []
@@ -71,7 +61,7 @@ def processes_of(folder: RunFolder) -> list[psutil.Process]:
     return found
 
 
-def assert_trained_once(folder: RunFolder, expected: list[float], before: set[Path]) -> None:
+def assert_trained_once(folder: RunFolder, expected: list[float], assert_no_segments_left: Callable[[], None]) -> None:
     run = Run.open(folder.path)
     progress = run.open_ledger().progress()
     assert progress == Progress(consumed=36, attempts=progress.attempts)
@@ -79,11 +69,14 @@ def assert_trained_once(folder: RunFolder, expected: list[float], before: set[Pa
     assert not list(run.open_transport().keys())
     assert not processes_of(folder)
     assert not list(folder.logs.glob("*.leftovers"))
-    assert segments() <= before
+    assert_no_segments_left()
 
 
 def test_servers_join_and_leave_a_run(
-    make_run: Callable[..., RunFolder], start: Callable[..., Any], expected: list[float], before: set[Path]
+    make_run: Callable[..., RunFolder],
+    start: Callable[..., Any],
+    expected: list[float],
+    assert_no_segments_left: Callable[[], None],
 ) -> None:
     """The budget is small enough that neither can capture everything before the other is there."""
     folder = make_run("two", *SMALL, "generator.count=2", "generator.lease_samples=2", "transport.budget_mib=6")
@@ -95,7 +88,7 @@ def test_servers_join_and_leave_a_run(
         assert wait_until(lambda: ledger.progress().taken, 120)
     generators[0].terminate()
     assert not any("done: 0 samples captured" in said for said in end_well(*generators, trainer))
-    assert_trained_once(folder, expected, before)
+    assert_trained_once(folder, expected, assert_no_segments_left)
 
 
 def end_well(*processes: Any) -> list[str]:
@@ -124,7 +117,7 @@ def test_whatever_happens_to_a_server_no_sample_is_lost_or_doubled(
     make_run: Callable[..., RunFolder],
     start: Callable[..., Any],
     expected: list[float],
-    before: set[Path],
+    assert_no_segments_left: Callable[[], None],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
@@ -143,7 +136,7 @@ def test_whatever_happens_to_a_server_no_sample_is_lost_or_doubled(
     monkeypatch.delenv("DRAFTSMITH_TEST_FAULT")
     end_well(trainer, start("models.capture.generator", folder))
     assert Run.open(folder.path).open_ledger().progress().attempts == 0
-    assert_trained_once(folder, expected, before)
+    assert_trained_once(folder, expected, assert_no_segments_left)
 
 
 def kill_generator(generator: Any, folder: RunFolder) -> None:
