@@ -30,6 +30,8 @@ from infra.refusal import Refusal
 
 Z_BOUND = 1.959964
 """Normal quantile of the reference's one-sided 97.5 % lower bound."""
+LEAST_VARIANCE = 1e-9
+"""Of a window's tokens per verification step; less is rounding."""
 LEAST_REQUESTS = 20
 LEARNED_WINDOWS = 20
 """The first windows show how much the traffic varies, and are not tested."""
@@ -148,16 +150,20 @@ class DriftTest:
     def theta(self) -> float:
         """The positive root of E[exp(theta X)] = 1 at the edge of "no fall", found by bisection.
 
-        X has a negative mean, so the expectation first falls below 1 and then grows without bound.
+        X has a negative mean, so the expectation first falls below 1 and then grows without bound. Where no
+        conversation of the benchmark has a positive X there is no root; a normal law of the same mean and variance
+        gives one.
         """
         tokens, steps = self.reference.requests.T
         excess = (self.reference.length - self.reference.lower_bound) * steps
         x = self.middle * steps - (tokens - excess)
-        if x.max() <= 0:
+        if self.reference.variance_per_step < LEAST_VARIANCE:
             raise Refusal(
                 "every conversation of the benchmark has the same acceptance length, so nothing says how much served "
                 "ones vary: give the benchmark longer and more prompts"
             )
+        if x.max() <= 0:
+            return float(-2 * x.mean() / x.var())
         low, high = 0.0, 1.0 / float(x.max())
         while np.exp(high * x).mean() < 1:
             low, high = high, 2 * high

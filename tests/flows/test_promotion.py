@@ -13,6 +13,7 @@ from infra.records import TargetRecord
 from infra.results import GateEvidence, RegisteredDraft
 from infra.run_folder import RunFolder
 from infra.tracking import registry, runs
+from infra.tracking.changes import State
 from infra.tracking.client import connect
 from infra.tracking.decisions import history
 from infra.tracking.runs import TrackedRun
@@ -88,7 +89,9 @@ def test_approved_proven_and_withdrawn(
         approve(stack, until)
         nightly(stack, start)
         refuse_broken(stack, start)
+        choose_broken_by_hand(stack, start, until)
         withdraw(stack, until)
+        choose_by_hand(stack, start, until)
 
 
 def approve(stack: Any, until: Callable[..., None]) -> None:
@@ -152,6 +155,41 @@ def refuse_broken(stack: Any, start: Callable[..., str]) -> None:
     outcomes = [(one.version, one.outcome, one.by) for one in history(run.uri, DRAFT)]
     assert outcomes[1:] == [(2, "promoted", "whoever started the flow"), (2, "rolled back", "smoke test")]
     assert "are not those that were benchmarked" in history(run.uri, DRAFT)[-1].reason
+
+
+def moved_by_hand(
+    stack: Any, start: Callable[..., str], until: Callable[..., None], version: int
+) -> list[tuple[int, str, str]]:
+    """Move the alias as MLflow's page does; outcomes of the history rows that `reconcile` adds."""
+    uri = tracked(stack).uri
+    client, before = connect(uri), len(history(uri, DRAFT))
+    client.delete_model_version_tag(DRAFT, str(version), registry.SMOKE_TEST)
+    client.set_registered_model_alias(DRAFT, "champion", str(version))
+    flow_run = start("reconcile", draft=DRAFT, tracking_uri=uri)
+    # The schedule may be a moment earlier; then this run is cancelled.
+    assert stack.wait_for(flow_run)["state"]["type"] in ("COMPLETED", "CANCELLED")
+    until(lambda: history(uri, DRAFT)[before:] and State.read(client, DRAFT).change is None, "for the smoke test")
+    assert registry.SMOKE_TEST in registry.find_version(uri, DRAFT, version).tags
+    return [(one.version, one.outcome, one.by) for one in history(uri, DRAFT)[before:]]
+
+
+def choose_broken_by_hand(stack: Any, start: Callable[..., str], until: Callable[..., None]) -> None:
+    """A champion chosen in MLflow's page that fails its smoke test is withdrawn; the one before serves again."""
+    rows = moved_by_hand(stack, start, until, 2)
+    assert rows == [(2, "promoted", "outside Draftsmith"), (2, "rolled back", "smoke test")]
+    serving = champion(stack)
+    assert serving
+    assert serving.version == 1
+
+
+def choose_by_hand(stack: Any, start: Callable[..., str], until: Callable[..., None]) -> None:
+    """A champion chosen in MLflow's page serves once it has passed its smoke test, and can be rolled back."""
+    assert moved_by_hand(stack, start, until, 1) == [(1, "promoted", "outside Draftsmith")]
+    serving = champion(stack)
+    assert serving
+    assert serving.tags[registry.SMOKE_TEST].startswith("passed")
+    completed(stack, start("rollback", draft=DRAFT, reason="not wanted", tracking_uri=tracked(stack).uri))
+    assert champion(stack) is None
 
 
 def withdraw(stack: Any, until: Callable[..., None]) -> None:

@@ -130,6 +130,16 @@ def test_rough_references_are_refused_in_words():
         _ = DriftTest(Reference.of([(20, 10)] * 30), 0.1, 5000).theta
 
 
+def test_a_benchmark_whose_conversations_hardly_differ():
+    """All of them lie above the middle of the fall: X is never positive."""
+    test = DriftTest(Reference.of([(22, 10), (23, 10), (24, 10)] * 50), 0.1, 5000)
+    statistic = Statistic()
+    for _ in range(LEARNED_WINDOWS):
+        statistic = test.after(statistic, 2300, 1000)
+    assert test.after(statistic, 2300, 1000).log_value < 0.1
+    assert test.alarms(test.after(statistic, 2000, 1000))
+
+
 def test_a_reference_of_more_prompts_is_as_large_as_was_asked_for():
     with pytest.raises(ValueError, match=r"more than (\d+)") as refused:
         DriftTest(Reference(requests().requests[:40]), 0.02, 5000)
