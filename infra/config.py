@@ -15,10 +15,22 @@ UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
 MOST_SEED = 2**32 - 1
 
 
+def _number_fields(schema: dict[str, Any]) -> None:
+    """Prefect's form sorts fields by `position`; PostgreSQL, which keeps the schema, forgets the order of its keys."""
+    for position, field in enumerate(schema.get("properties", {}).values()):
+        field["position"] = position
+
+
 class StrictConfig(BaseModel):
     """Base of every section: frozen, no unknown settings, no NaN or infinity, no text that no file could be named."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, str_max_length=LONGEST_TEXT)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        str_max_length=LONGEST_TEXT,
+        json_schema_extra=_number_fields,
+    )
 
     @field_validator("*")
     @classmethod

@@ -166,8 +166,7 @@ def moved_by_hand(
     client.delete_model_version_tag(DRAFT, str(version), registry.SMOKE_TEST)
     client.set_registered_model_alias(DRAFT, "champion", str(version))
     flow_run = start("reconcile", draft=DRAFT, tracking_uri=uri)
-    # The schedule may be a moment earlier; then this run is cancelled.
-    assert stack.wait_for(flow_run)["state"]["type"] in ("COMPLETED", "CANCELLED")
+    stack.wait_for(flow_run)  # cancelled where the schedule was a moment earlier
     until(lambda: history(uri, DRAFT)[before:] and State.read(client, DRAFT).change is None, "for the smoke test")
     assert registry.SMOKE_TEST in registry.find_version(uri, DRAFT, version).tags
     return [(one.version, one.outcome, one.by) for one in history(uri, DRAFT)[before:]]

@@ -14,6 +14,7 @@ from infra.ledger.ledger import Ledger
 from infra.locks import hold
 from infra.planner.words import figure
 from infra.records import BufferRecord, CheckpointRecord, GeneratorsChange, ObjectRecord, SampleSlot
+from infra.refusal import Refusal
 from infra.run_folder import RunFolder
 from models.config import read_config
 from tasks.plan import plan_recipe
@@ -128,3 +129,10 @@ def test_the_newest_run_is_meant_where_none_is_named(run: RunFolder, tmp_path: P
     assert "run newer" in re.sub(r"\s+", " ", CliRunner().invoke(app, ["status"]).output)
     with pytest.raises(ValueError, match="no run oldest"):
         CliRunner().invoke(app, ["status", "oldest"], catch_exceptions=False)
+
+
+def test_a_damaged_ledger_is_named(run: RunFolder) -> None:
+    run.ledger_file.write_bytes(b"\0" * 8192)
+    result = CliRunner().invoke(app, ["status", str(run.path)], env={"COLUMNS": "200"})
+    assert isinstance(result.exception, Refusal), result.output
+    assert str(run.ledger_file) in str(result.exception)

@@ -7,7 +7,7 @@ import pytest
 
 from infra.files import write_atomically
 from infra.refusal import Refusal
-from models.config import load_recipe, read_config
+from models.config import RunConfig, load_recipe, read_config
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
 
@@ -24,3 +24,12 @@ def test_a_damaged_configuration_is_refused(tmp_path: Path, damage: Callable[[by
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(Refusal, match=r"config\.json is damaged: .*backup"):
         read_config(file)
+
+
+def test_the_form_s_fields_keep_their_order() -> None:
+    """PostgreSQL forgets the order of keys, and Prefect's form sorts by `position`."""
+    definitions = RunConfig.model_json_schema()["$defs"]
+    for name in ("TrainingConfig", "DataConfig", "SGLangConfig", "Eagle3Config"):
+        assert [field["position"] for field in definitions[name]["properties"].values()] == list(
+            range(len(definitions[name]["properties"]))
+        )

@@ -5,7 +5,8 @@ import pytest
 import sqlalchemy as sa
 
 from infra.ledger.ledger import Ledger
-from infra.ledger.schema import refuse_network_file_system
+from infra.ledger.schema import check_server, refuse_network_file_system
+from infra.ports import HOST, any_free_port
 from infra.postgres import PostgresServer
 from infra.records import Progress
 
@@ -75,3 +76,10 @@ def test_network_file_system_is_not_checked_without_a_mount_table(tmp_path: Path
 def test_unusable_urls_are_refused(url: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Ledger.open(url, "run")
+    with pytest.raises(ValueError, match=message):
+        check_server(url)
+
+
+def test_a_server_that_does_not_answer_is_refused_before_a_run() -> None:
+    with pytest.raises(ValueError, match=r"does not let us in: .*Start the server, mend the URL"):
+        check_server(f"postgresql+psycopg://nobody@{HOST}:{any_free_port()}/none")

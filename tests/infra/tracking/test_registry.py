@@ -228,6 +228,12 @@ def test_refusals_say_what_to_do(run: TrackedRun, uri: str, tmp_path: Path) -> N
         promote(uri, name, 7)
 
 
+def test_a_name_with_an_apostrophe_is_no_filter(uri: str) -> None:
+    with pytest.raises(ValueError, match="no draft o'brien is registered"):
+        history(uri, "o'brien")
+    assert registry.list_drafts(uri, "o'brien") == []
+
+
 def test_processes_may_create_the_database_together(tmp_path: Path) -> None:
     script = (
         "import sys; from infra.tracking.client import connect, experiment_id; "

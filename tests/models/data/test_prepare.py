@@ -108,6 +108,25 @@ def test_the_main_writes_the_record_or_one_message(
     assert not folder.samples.exists()
 
 
+def test_prompts_are_checked_before_they_are_regenerated(
+    source: Path, tiny_target: TargetRecord, tiny_config: RunConfig, tmp_path: Path
+) -> None:
+    """Regeneration takes GPUs for hours: what would stop the run afterwards stops it first."""
+    folder = RunFolder(tmp_path / "run")
+    data = config(source, regeneration={}, chat_template="none")
+    write_atomically(folder.config, tiny_config.model_copy(update={"data": data}))
+    write_atomically(folder.target, tiny_target)
+    command = [sys.executable, "-m", "models.data.prepare", str(folder.path), "--check"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    source.write_text(source.read_text() + "{broken\n")
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 2
+    assert "stories.jsonl:31: not valid JSON" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not folder.samples.exists()
+
+
 def test_python_docs_are_enough_to_train_on(tiny_config: RunConfig, tiny_target: TargetRecord) -> None:
     everything = prepare_samples(tiny_config.data.model_copy(update={"max_samples": None}), tiny_target, False)
     assert everything.train_samples > 3000

@@ -85,6 +85,27 @@ def test_conversations_without_a_template_are_their_words(make_tokenizer) -> Non
     assert make_tokenizer(None).decode(sample.tokens) == "123\n\n456"
 
 
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ m.content }}{% endfor %}"
+)
+
+
+def test_conversations_that_the_template_refuses_are_left_out_and_counted(make_tokenizer) -> None:
+    whole = [chat(("user", f"{number}7"), ("assistant", f"8{number}9")) for number in range(9)]
+    odd = chat(("user", "7"), ("tool", "5"), ("assistant", "8"))
+    made = encoder(
+        make_tokenizer(STRICT), chat_template="tokenizer", max_tokens=60, max_refused_share=0.1, min_tokens=2
+    )
+    list(made.encode([*whole[:4], odd, *whole[4:]]))
+    assert (made.counts.documents, made.counts.refused) == (10, 1)
+    made = encoder(
+        make_tokenizer(STRICT), chat_template="tokenizer", max_tokens=60, max_refused_share=0.1, min_tokens=2
+    )
+    with pytest.raises(ValueError, match=r"refuses 2 of 10 conversations, more than data\.max_refused_share=0\.1"):
+        list(made.encode([*whole[:8], odd, chat(("user", "6"), ("tool", "4"), ("assistant", "2"))]))
+
+
 REFUSALS = {
     "no template": (None, {"chat_template": "tokenizer"}, [], "has no chat template: set data.chat_template=none"),
     "split conversations": ("x", {"chat_template": "tokenizer", "overlong": "split"}, [], "cuts plain text only"),
