@@ -22,19 +22,19 @@ from prepared import trained_export
 from rich.progress import track
 from sources import QUESTION_TOKENS, add_question_arguments, question_sets
 
-from infra.exit import run_main
-from infra.files import write_atomically
-from infra.processes import Owner
+from infra.files.atomic import write_atomically
+from infra.processes.exit import run_main
+from infra.processes.process import Owner
 from infra.provenance import git_sha
-from infra.records import Record, TargetRecord
-from infra.results import Conditions
-from models.benchmark.acceptance import acceptance_length, distinct_token_share
+from infra.records.acceptance import Conditions
+from infra.records.data_path import Record, TargetRecord
 from models.benchmark.conditions import conditions
 from models.benchmark.contestants import Contestants, load_contestants
-from models.benchmark.prompts import read_prompts
 from models.benchmark.serving import Setup, counts_of, whats_missing
-from models.config import RunConfig, load_recipe
+from models.config.recipe import RunConfig, load_recipe
 from models.data.conversations import source_hash
+from models.data.prompts import read_prompts
+from models.decoding.acceptance import acceptance_length, distinct_token_share
 from models.decoding.counts import Counts
 from models.decoding.plain import continue_batch
 from models.decoding.simulated import features, simulate

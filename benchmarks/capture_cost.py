@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 from prepared import prepared_run
 
-from infra.exit import run_main
-from infra.files import write_atomically
-from infra.processes import Owner
+from infra.files.atomic import write_atomically
+from infra.processes.exit import run_main
+from infra.processes.process import Owner
 from infra.provenance import git_sha, hardware
 from infra.sglang.client import SGLangClient
 from infra.sglang.command import serving_command

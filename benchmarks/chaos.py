@@ -38,14 +38,14 @@ from scenario import RECIPE, SMALL, Outcome, Scenario, copy_run, start_driver
 from two_hosts import TRAINER, Hosts, on, possible, two_hosts
 from verdict import last_words, weights_hash
 
-from infra.exit import PR_SET_PDEATHSIG, run_main
-from infra.files import write_atomically
-from infra.ports import HOST
+from infra.files.atomic import write_atomically
+from infra.files.run_folder import RunFolder
+from infra.network.ports import HOST
+from infra.processes.exit import PR_SET_PDEATHSIG, run_main
 from infra.provenance import hardware
 from infra.refusal import Refusal
-from infra.run_folder import RunFolder
 from infra.settings import shared_memory_folder
-from models.config import load_recipe
+from models.config.recipe import load_recipe
 
 RESULT = Path(__file__).parent / "results" / "chaos.json"
 DRIVER = Path(__file__).with_name("driver.py")

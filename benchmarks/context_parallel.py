@@ -27,7 +27,7 @@ from draft_step import straight_line
 from torch.profiler import ProfilerActivity, profile
 from trainer_memory import peak_of
 
-from infra.files import write_atomically
+from infra.files.atomic import write_atomically
 from infra.provenance import git_sha, hardware, versions
 from models.drafts.context import ContextShare
 

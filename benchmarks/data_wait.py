@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from prepared import prepared_run
 
-from infra.files import write_atomically
+from infra.files.atomic import write_atomically
 from infra.provenance import git_sha, hardware
 from models.run import Run
 from models.targets.model import HiddenStates

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.config.eagle3 import Eagle3Config
 from models.drafts.base import PackedSamples, TargetProjection
-from models.drafts.eagle3.config import Eagle3Config
 from models.drafts.eagle3.module import Eagle3Draft
 from models.drafts.layers import rotary_tables
 from models.drafts.vocabulary import DraftVocabulary

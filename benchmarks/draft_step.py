@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from draft_contestants import CHUNK_TOKENS, SHAPES, Shape, make_work, our_step, plain_step, speculators_step
 
-from infra.files import write_atomically
+from infra.files.atomic import write_atomically
 from infra.provenance import git_sha, hardware, versions
 
 RESULT = Path(__file__).parent / "results" / "draft_step.json"

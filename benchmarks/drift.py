@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infra.drift.sequential import DriftTest, Reference, Statistic
-from infra.exit import run_main
-from infra.files import write_atomically
+from infra.files.atomic import write_atomically
+from infra.processes.exit import run_main
 from infra.provenance import git_sha, hardware
-from infra.results import RequestCounts
+from infra.records.acceptance import RequestCounts
 
 RESULTS = Path(__file__).parent / "results"
 FALL, ARL, SEED = 0.10, 5000.0, 20261122

@@ -15,20 +15,20 @@ import time
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from infra.bottleneck import StallWatch
-from infra.data_plane import start_generator, start_trainer
-from infra.exit import run_main
-from infra.keep_running import Generators, KeptProcess, follow
+from infra.data_plane.bottleneck import StallWatch
+from infra.data_plane.start import start_generator, start_trainer
+from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
-from infra.mooncake.services import start_store
-from infra.ownership import own_run
 from infra.pools.local import LocalPool
-from infra.postgres import PostgresServer
-from infra.processes import Owner, ProcessFailedError, module
-from infra.processes import start as start_process
-from infra.run_folder import RunFolder
+from infra.processes.exit import run_main
+from infra.processes.keep_running import Generators, KeptProcess, follow
+from infra.processes.process import Owner, ProcessFailedError, module
+from infra.processes.process import start as start_process
+from infra.run.ownership import own_run
+from infra.servers.postgres import PostgresServer
 from infra.transport.choice import objects_folder
-from models.config import RunConfig, read_config
+from infra.transport.mooncake.services import start_store
+from models.config.recipe import RunConfig, read_config
 
 DATABASE = "ledgers"
 READY = "ready"

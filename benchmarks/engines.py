@@ -16,8 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from infra.exit import run_main
-from infra.files import write_atomically
+from infra.files.atomic import write_atomically
+from infra.processes.exit import run_main
 from infra.provenance import git_sha, hardware
 
 RESULT = Path(__file__).parent / "results" / "engines.json"

@@ -30,15 +30,15 @@ from typer.testing import CliRunner
 
 from flows.command_line import app
 from flows.plan_command import checked_plan
+from infra.files.run_folder import RunFolder
 from infra.provenance import git_sha
 from infra.refusal import Refusal
-from infra.run_folder import RunFolder
-from models.benchmark.suites import OWN, read_questions
-from models.config import load_recipe
+from models.config.data import DataConfig
+from models.config.recipe import load_recipe
 from models.data.benchmark_prompts import read_prompts
-from models.data.config import DataConfig
 from models.data.conversations import read_documents
 from models.data.samples import SampleEncoder
+from models.data.suites import OWN, read_questions
 from models.export.published_config import read_published
 
 LIMIT_S = 10

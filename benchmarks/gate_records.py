@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 from gates import RECORDS, GateRecords, Row
 
-from infra.exit import run_main
-from infra.files import sha256_file, write_atomically
-from infra.run_folder import RunFolder
+from infra.files.atomic import sha256_file, write_atomically
+from infra.files.run_folder import RunFolder
+from infra.processes.exit import run_main
 from models.benchmark.conditions import conditions
 from models.benchmark.contestants import Contestants, load_contestants
-from models.benchmark.prompts import heldout_prompts
+from models.data.prompts import heldout_prompts
 from models.decoding.plain import continue_batch
 from models.decoding.simulated import features, simulate
 from models.drafts.base import ProposalSource

@@ -26,13 +26,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from infra.exit import run_main
-from infra.files import write_atomically
+from infra.files.atomic import write_atomically
+from infra.processes.exit import run_main
 from infra.provenance import git_sha, hardware, versions
-from infra.records import Record
-from infra.results import Conditions, GateEvidence, Ground
-from models.benchmark.config import PromotionConfig
+from infra.records.acceptance import Conditions, GateEvidence, Ground
+from infra.records.data_path import Record
 from models.benchmark.gate import decide
+from models.config.benchmark import PromotionConfig
 
 RESULTS = Path(__file__).parent / "results"
 RECORDS = RESULTS / "gate_records.json"

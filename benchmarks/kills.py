@@ -24,13 +24,13 @@ import psutil
 from prefect_requests import ask
 from soak import draftsmith, environment_of
 
-from infra.exit import run_main
-from infra.files import write_atomically
+from infra.files.atomic import write_atomically
+from infra.files.locks import LockHeldError, hold
+from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
-from infra.locks import LockHeldError, hold
+from infra.processes.exit import run_main
 from infra.provenance import git_sha, hardware, versions
-from infra.run_folder import RunFolder
-from models.config import load_recipe
+from models.config.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results" / "kills.json"

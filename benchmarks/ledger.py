@@ -17,14 +17,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from infra.exit import run_main
-from infra.files import write_atomically
+from infra.files.atomic import write_atomically
 from infra.ledger.answers import Wait
 from infra.ledger.ledger import Ledger
-from infra.postgres import PostgresServer
-from infra.processes import Owner
+from infra.processes.exit import run_main
+from infra.processes.process import Owner
 from infra.provenance import git_sha, hardware
-from infra.records import BufferRecord, CheckpointRecord, ObjectRecord, SampleSlot, StepPlan
+from infra.records.data_path import BufferRecord, CheckpointRecord, ObjectRecord, SampleSlot, StepPlan
+from infra.servers.postgres import PostgresServer
 
 RESULT = Path(__file__).parent / "results" / "ledger.json"
 TOKENS = 550

@@ -23,10 +23,10 @@ from draft_contestants import CHUNK_TOKENS, SHAPES, Shape
 from draft_step import REPLY_S, conditions, reset_peak, resident_bytes
 from torch import Tensor
 
-from infra.files import write_atomically
+from infra.files.atomic import write_atomically
+from models.config.losses import LossChoice
 from models.losses.choice import chosen_divergence
 from models.losses.chunked import TargetDistribution, chunked_loss
-from models.losses.config import LossChoice
 
 RESULT = Path(__file__).parent / "results" / "loss.json"
 KINDS = ("kl", "lk_alpha", "lk_lambda")

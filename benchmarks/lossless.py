@@ -17,13 +17,13 @@ from pathlib import Path
 
 from sources import Ground, add_arguments, load, numbers
 
-from infra.exit import run_main
-from infra.files import write_atomically
+from infra.files.atomic import write_atomically
+from infra.processes.exit import run_main
 from infra.provenance import git_sha
-from infra.records import Record
-from infra.results import Conditions, LosslessRecord
-from models.benchmark.acceptance import acceptance_length, distinct_token_share
+from infra.records.acceptance import Conditions, LosslessRecord
+from infra.records.data_path import Record
 from models.benchmark.result import lossless_record
+from models.decoding.acceptance import acceptance_length, distinct_token_share
 from models.decoding.lossless import LosslessCheck, total
 from models.decoding.plain import continue_batch, continue_greedily
 from models.decoding.speculative import speculate_together

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from draft_contestants import SHAPES, Shape, make_work, our_step
 
-from infra.files import write_atomically
+from infra.files.atomic import write_atomically
 from infra.provenance import git_sha, hardware, versions
 
 RESULT = Path(__file__).parent / "results" / "max_length.json"

@@ -42,24 +42,24 @@ from rich.console import Console
 from rich.progress import track
 from sources import add_question_arguments, question_sets
 
-from infra.exit import run_main
-from infra.files import write_atomically
+from infra.files.atomic import write_atomically
+from infra.processes.exit import run_main
 from infra.provenance import git_sha
-from infra.records import TargetRecord
+from infra.records.data_path import TargetRecord
 from infra.settings import cache_folder
-from models.benchmark.acceptance import acceptance_length, distinct_token_share
 from models.benchmark.bootstrap import length_interval
 from models.benchmark.conditions import conditions
 from models.benchmark.contestants import load_sources
-from models.benchmark.prompts import read_prompts
-from models.config import RunConfig, load_recipe
+from models.config.recipe import RunConfig, load_recipe
 from models.data import python_docs
 from models.data.conversations import source_hash
+from models.data.prompts import read_prompts
+from models.decoding.acceptance import acceptance_length, distinct_token_share
 from models.decoding.prompt_lookup import PromptLookup
-from models.decoding.sampling import GREEDY, Sampling
 from models.decoding.speculative import Decoded, speculate_together
 from models.decoding.token_recycling import TokenRecycling
 from models.drafts.base import Source
+from models.drafts.sampling import GREEDY, Sampling
 from models.dtypes import DTYPES
 from models.targets.model import TargetModel
 from models.targets.prepare import prepare_target

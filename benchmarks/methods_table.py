@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from infra.files import write_atomically
+from infra.files.atomic import write_atomically
 
 RESULTS = Path(__file__).parent / "results"
 LEAST_DISTINCT = 0.3

@@ -40,8 +40,8 @@ from pathlib import Path
 import psutil
 from prepared import prepared_run
 
-from infra.exit import run_main
-from infra.files import write_atomically
+from infra.files.atomic import write_atomically
+from infra.processes.exit import run_main
 from infra.provenance import git_sha, hardware, versions
 
 ROOT = Path(__file__).parents[1]

@@ -26,7 +26,7 @@ import torch
 from draft_contestants import CHUNK_TOKENS, SHAPES, Work, make_work
 from torch import Tensor
 
-from infra.files import write_atomically
+from infra.files.atomic import write_atomically
 from infra.ledger.planning import balance
 from infra.provenance import git_sha, hardware, versions
 from models.drafts.base import PackedSamples, supervised_positions

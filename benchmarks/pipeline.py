@@ -26,7 +26,7 @@ import psutil
 import sqlalchemy as sa
 from prepared import prepared_run
 
-from infra.files import write_atomically
+from infra.files.atomic import write_atomically
 from infra.ledger.schema import samples
 from infra.provenance import git_sha, hardware, versions
 from models.run import Run

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from trainer_memory import Point, components, measured_peak
 
-from infra.exit import run_main
-from infra.files import write_atomically
+from infra.files.atomic import write_atomically
+from infra.processes.exit import run_main
 from infra.provenance import git_sha, hardware
 
 RESULT = Path(__file__).parent / "results" / "planner.json"

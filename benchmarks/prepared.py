@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from infra.files import write_atomically
-from infra.run_folder import RunFolder
+from infra.files.atomic import write_atomically
+from infra.files.run_folder import RunFolder
 from infra.transport.choice import run_memory_folder
-from models.config import load_recipe
+from models.config.recipe import load_recipe
 from models.data.prepare import prepare_samples, recipe_data
 from models.run import Run
 from models.targets.prepare import prepare_target

@@ -24,20 +24,20 @@ import numpy as np
 import torch
 from prepared import capture_train_export, prepared_run
 
-from infra.exit import run_main
-from infra.files import write_atomically
+from infra.files.atomic import write_atomically
+from infra.files.run_folder import RunFolder
+from infra.processes.exit import run_main
 from infra.provenance import git_sha
-from infra.records import RegeneratedRecord, TrainingResult
-from infra.run_folder import RunFolder
-from models.benchmark.acceptance import summarise
+from infra.records.data_path import RegeneratedRecord, TrainingResult
 from models.benchmark.bootstrap import paired_difference
 from models.benchmark.conditions import conditions
 from models.benchmark.contestants import Contestants, load_contestants
-from models.benchmark.prompts import read_prompts
-from models.config import RunConfig, load_recipe
+from models.config.recipe import RunConfig, load_recipe
 from models.data.conversations import Document, read_documents, source_hash
 from models.data.prepare import prepare_samples
+from models.data.prompts import read_prompts
 from models.data.sample_set import SampleSet
+from models.decoding.acceptance import summarise
 from models.decoding.counts import Counts
 from models.decoding.plain import continue_batch
 from models.decoding.simulated import features, simulate

@@ -32,10 +32,10 @@ from infra.drift.identity import identify_all
 from infra.drift.scrape import Counters, Reading, Scrape, ServedDraft
 from infra.drift.sequential import DriftTest, Reference
 from infra.drift.traffic import TrafficRecord
-from infra.exit import run_main
-from infra.files import write_atomically
+from infra.files.atomic import write_atomically
+from infra.processes.exit import run_main
 from infra.provenance import git_sha, hardware
-from infra.results import RegisteredDraft, RequestCounts
+from infra.records.acceptance import RegisteredDraft, RequestCounts
 from infra.tracking.registry import REPLACES
 
 RESULTS = Path(__file__).parent / "results"

@@ -20,12 +20,12 @@ from faults.space import mounted
 from two_hosts import on
 from verdict import MARK, kind_of, last_words, processes_of, trained_steps, verdict
 
-from infra.files import write_atomically
-from infra.locks import hold
+from infra.files.atomic import write_atomically
+from infra.files.locks import hold
+from infra.files.run_folder import RunFolder
 from infra.provenance import git_sha
-from infra.run_folder import RunFolder
 from infra.settings import shared_memory_folder
-from models.config import load_recipe
+from models.config.recipe import load_recipe
 
 DRIVER = Path(__file__).with_name("driver.py")
 RECIPE = Path(__file__).parents[1] / "recipes" / "tiny.yaml"

@@ -32,11 +32,11 @@ from prefect_requests import ask
 from soak_serving import LOOKAHEAD, Engine, count, engine
 
 from infra.drift.scrape import Counters
-from infra.exit import run_main
-from infra.files import write_atomically
+from infra.files.atomic import write_atomically
+from infra.processes.exit import run_main
 from infra.provenance import git_sha, hardware, versions
-from infra.results import RegisteredDraft
-from models.config import load_recipe
+from infra.records.acceptance import RegisteredDraft
+from models.config.recipe import load_recipe
 from models.data import python_docs
 
 ROOT = Path(__file__).parents[1]

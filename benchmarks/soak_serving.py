@@ -19,7 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from infra.drift.scrape import Counters
-from infra.exit import run_main
+from infra.processes.exit import run_main
 
 LOOKAHEAD = 4
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 96, 48, 24
@@ -112,11 +112,11 @@ def count(target: Path, export: Path, prompts: Path, out: Path) -> Rows:
 def _count(target: Path, export: Path, prompts: Path, out: Path) -> None:
     import torch
 
-    from models.benchmark.config import BenchmarkConfig
     from models.benchmark.contestants import load_contestants
     from models.benchmark.measure import at, measure_suite
-    from models.benchmark.prompts import read_prompts
     from models.benchmark.standalone import find_target
+    from models.config.benchmark import BenchmarkConfig
+    from models.data.prompts import read_prompts
     from models.export.description import read_description
 
     config = BenchmarkConfig(prompts=PROMPTS, prompt_tokens=PROMPT_TOKENS, max_new_tokens=NEW_TOKENS)

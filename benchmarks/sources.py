@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.records import TargetRecord
-from infra.results import Conditions
+from infra.records.acceptance import Conditions
+from infra.records.data_path import TargetRecord
 from models.benchmark.conditions import conditions
-from models.benchmark.config import BenchmarkConfig
 from models.benchmark.contestants import Sources, draft_of, load_sources
-from models.benchmark.prompts import read_prompts
 from models.benchmark.standalone import baselines, find_target
-from models.benchmark.suites import SUITES, SuitePrompts, question_prompts
+from models.config.benchmark import BenchmarkConfig
 from models.data.conversations import source_hash
+from models.data.prompts import read_prompts
+from models.data.suites import SUITES, SuitePrompts, question_prompts
 from models.drafts.base import Source
 from models.dtypes import DTYPES
 

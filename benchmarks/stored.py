@@ -21,8 +21,8 @@ from pathlib import Path
 import fsspec
 from prepared import prepared_run
 
-from infra.exit import run_main
-from infra.files import write_atomically
+from infra.files.atomic import write_atomically
+from infra.processes.exit import run_main
 from infra.provenance import git_sha, hardware, versions
 
 RESULT = Path(__file__).parent / "results" / "stored.json"

@@ -14,12 +14,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from infra.planner.memory import RankMemory, Setting, rank_memory
 from infra.planner.shapes import Precision, TargetShape
+from models.config.draft import DraftConfig, parse_draft_config
+from models.config.training import TrainingConfig
 from models.drafts.base import PackedSamples, TargetProjection
-from models.drafts.config import DraftConfig, parse_draft_config
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
 from models.dtypes import DTYPES
-from models.training.config import TrainingConfig
 from models.training.lightning_module import DraftModule
 
 AUX = 3

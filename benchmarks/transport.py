@@ -27,18 +27,18 @@ from typing import Any
 import xxhash
 
 from infra.config import TransportConfig
-from infra.exit import run_main
-from infra.files import write_atomically
-from infra.mooncake.services import start_store
+from infra.files.atomic import write_atomically
+from infra.files.run_folder import RunFolder
 from infra.pools.local import LocalPool
-from infra.processes import Owner
+from infra.processes.exit import run_main
+from infra.processes.process import Owner
 from infra.provenance import git_sha, hardware
-from infra.records import StoreRecord
-from infra.run_folder import RunFolder
+from infra.records.data_path import StoreRecord
 from infra.transport.arena import ArenaTransport
 from infra.transport.base import Transport
 from infra.transport.files import FileTransport
-from infra.transport.mooncake import MooncakeTransport
+from infra.transport.mooncake.services import start_store
+from infra.transport.mooncake.transport import MooncakeTransport
 
 RESULT = Path(__file__).parent / "results" / "transport.json"
 MIB = 2**20

@@ -10,10 +10,10 @@ import psutil
 from faults.space import BALLAST
 from two_hosts import on
 
-from infra.files import sha256_file
-from infra.locks import LockHeldError, hold
-from infra.records import Progress, TrainingResult
-from infra.run_folder import RunFolder
+from infra.files.atomic import sha256_file
+from infra.files.locks import LockHeldError, hold
+from infra.files.run_folder import RunFolder
+from infra.records.data_path import Progress, TrainingResult
 
 if TYPE_CHECKING:
     from scenario import Scenario
@@ -26,7 +26,7 @@ KINDS = {
     "generator": "models.capture.generator",
     "rank": "models.training.trainer",
     "launcher": "models.training.launch",
-    "store": "infra.mooncake.store",
+    "store": "infra.transport.mooncake.store",
     "master": "mooncake_master",
 }
 ASK_S = 120

@@ -39,10 +39,10 @@ RESULT = Path(__file__).parent / "results" / "year.json"
 
 def retrain(week: int, ledger_url: str) -> None:
     """What a weekly retraining leaves: run folder, ledger rows, cached samples, MLflow run, checkpoints, version."""
-    from infra.cached_folder import build_once
+    from infra.files.cached_folder import build_once
+    from infra.files.run_folder import RunFolder
     from infra.ledger.ledger import Ledger
-    from infra.records import SampleSlot
-    from infra.run_folder import RunFolder
+    from infra.records.data_path import SampleSlot
     from infra.settings import cache_folder, runs_folder, tracking_uri
     from infra.tracking import promotion, registry
     from infra.tracking.runs import TrackedRun, end_run, log_checkpoint, log_folder, log_new_metrics, start_run
@@ -262,7 +262,7 @@ def live(world: Path, weeks: int) -> list[dict[str, int]]:
     os.environ.update(environment(world))
     for name in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL", "MLFLOW_BACKEND_STORE_URI"):
         os.environ.pop(name, None)
-    from infra.servers import prefect_api
+    from infra.servers.local import prefect_api
 
     with prefect_api():
         import prefect  # noqa: F401 (imported while the server starts)
@@ -277,7 +277,7 @@ def main() -> None:
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="draftsmith-year-") as world:
         history = live(Path(world), options.weeks)
-        from infra.files import write_atomically
+        from infra.files.atomic import write_atomically
         from infra.provenance import git_sha, hardware, versions
 
         grown = growth(history)

@@ -12,12 +12,12 @@ from flows.drafts_command import drafts
 from flows.stack_command import down, up
 from flows.status_command import find_run, status
 from flows.ui_command import ui
-from infra.exit import run_main
+from infra.processes.exit import run_main
 from infra.redaction import redacted
 from infra.refusal import Refusal
 
 if TYPE_CHECKING:
-    from models.config import RunConfig
+    from models.config.recipe import RunConfig
 
 app = typer.Typer(
     help="Keeps the draft model of a served LLM sharp.",
@@ -36,7 +36,7 @@ def retrain(
     resume: Annotated[str | None, typer.Option("--resume", metavar="RUN", help="Resume this run.")] = None,
 ) -> None:
     """Train, prove, register and (if it earned that) promote a draft."""
-    from models.config import load_recipe, read_config, with_overrides
+    from models.config.recipe import load_recipe, read_config, with_overrides
 
     if resume is not None:
         if recipe is not None and "=" in str(recipe):
@@ -65,7 +65,7 @@ def regenerate(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[section.field=value]...")] = None,
 ) -> None:
     """Have the target answer the recipe's prompts itself; retraining does so too, and finds it done."""
-    from models.config import load_recipe
+    from models.config.recipe import load_recipe
 
     config = load_recipe(recipe, overrides)
     if config.data.regeneration is None:
@@ -80,9 +80,9 @@ def _forget_crashes(config: "RunConfig", folder: Path) -> None:
 
     Changes nothing, and raises Refusal, while another process runs it.
     """
+    from infra.files.run_folder import RunFolder
     from infra.ledger.ledger import Ledger
-    from infra.ownership import hold_run
-    from infra.run_folder import RunFolder
+    from infra.run.ownership import hold_run
 
     run = RunFolder(folder)
     with hold_run(run, lambda line: print(line, file=sys.stderr)):
@@ -119,7 +119,7 @@ app.command()(down)
 
 def main() -> None:
     """Run the command line: what a person has to mend becomes one message and exit status 2."""
-    from infra.processes import ProcessFailedError
+    from infra.processes.process import ProcessFailedError
 
     try:
         run_main(app)

@@ -37,7 +37,7 @@ def list_versions(name: Name = None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from infra.health import public
+    from infra.network.health import public
     from infra.settings import tracking_uri
     from infra.tracking.registry import list_drafts
 
@@ -95,7 +95,7 @@ def show_history(name: Name = None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from infra.health import public
+    from infra.network.health import public
     from infra.settings import tracking_uri
     from infra.tracking.decisions import history
 
@@ -117,7 +117,7 @@ def show_history(name: Name = None) -> None:
 @drafts.command()
 def replay(version: Annotated[int, typer.Argument(min=1)], name: Name = None) -> None:
     """Decide again on the evidence that a version's gate had; exit status 1 where the decision is another one."""
-    from infra.results import GateDecision
+    from infra.records.acceptance import GateDecision
     from infra.settings import tracking_uri
     from infra.tracking import registry
 

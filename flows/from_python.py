@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from flows.from_python import retrain
-from models.config import load_recipe
+from models.config.recipe import load_recipe
 
 folder = retrain(load_recipe(Path("recipes/quickstart.yaml")))
 """
@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 from infra.refusal import Refusal
 
 if TYPE_CHECKING:
-    from models.config import RunConfig
+    from models.config.recipe import RunConfig
 
 
 def retrain(config: "RunConfig", run: str | None = None) -> str:
     """Train a draft, prove it, and promote it if it earned that; returns the run folder's path.
 
     Args:
-        config: the recipe, as `models.config.load_recipe` reads it.
+        config: the recipe, as `models.config.recipe.load_recipe` reads it.
         run: name or folder of a run to resume; a new one where None.
     """
     with _ready_for_flows():
@@ -45,7 +45,7 @@ def _ready_for_flows() -> Iterator[None]:
 
     Without a server of its own, Prefect starts a temporary one with telemetry whose database several processes lock.
     """
-    from infra.servers import prefect_api
+    from infra.servers.local import prefect_api
     from infra.settings import use_heartbeats
 
     _refuse_clashes()

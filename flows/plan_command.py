@@ -7,7 +7,7 @@ from infra.refusal import Refusal
 if TYPE_CHECKING:
     from infra.planner.plan import Plan
     from infra.planner.words import Section
-    from models.config import RunConfig
+    from models.config.recipe import RunConfig
 
 
 def checked_plan(config: "RunConfig") -> "Plan":

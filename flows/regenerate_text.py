@@ -2,7 +2,7 @@
 
 from prefect import flow
 
-from models.config import RunConfig
+from models.config.recipe import RunConfig
 from tasks.pools import lease
 from tasks.prepare import check_prompts, prepare_target, regenerate_text
 from tasks.run import open_run

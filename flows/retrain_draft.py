@@ -2,7 +2,7 @@
 
 from prefect import flow
 
-from models.config import RunConfig
+from models.config.recipe import RunConfig
 from tasks.benchmark import benchmark_draft, benchmark_served
 from tasks.export import export_draft
 from tasks.generators import generating
@@ -12,7 +12,7 @@ from tasks.pools import lease
 from tasks.prepare import check_prompts, fetch_start, prepare_samples, prepare_target, regenerate_text
 from tasks.promotion import promote_or_refuse
 from tasks.registry import register_draft
-from tasks.report import write_report
+from tasks.report.write import write_report
 from tasks.run import open_run
 from tasks.store import storing
 from tasks.tracking import track_samples, track_training, tracked

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from infra.exit import told_to_stop
-from infra.locks import LockHeldError, hold
-from infra.ports import free_port
+from infra.files.locks import LockHeldError, hold
+from infra.network.ports import free_port
+from infra.processes.exit import told_to_stop
 from infra.refusal import Refusal
-from infra.servers import MLFLOW_PORT, PREFECT_PORT
+from infra.servers.local import MLFLOW_PORT, PREFECT_PORT
 from infra.settings import runs_folder
 
 if TYPE_CHECKING:
-    from infra.stack import StackPorts
+    from infra.servers.stack import StackPorts
 
 POLL_S = 0.3
 START_S = 600.0
@@ -39,8 +39,8 @@ def up(
     if background:
         _start_in_background(folder, prefect_port, mlflow_port)
         return
-    from infra.processes import Owner
-    from infra.stack import StackPorts, stack, write_environment
+    from infra.processes.process import Owner
+    from infra.servers.stack import StackPorts, stack, write_environment
 
     with ExitStack() as running:
         stop = running.enter_context(told_to_stop())

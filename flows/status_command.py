@@ -13,10 +13,10 @@ import typer
 from infra.refusal import Refusal
 
 if TYPE_CHECKING:
+    from infra.files.run_folder import RunFolder
     from infra.ledger.ledger import Ledger
-    from infra.records import Progress
-    from infra.run_folder import RunFolder
-    from models.config import RunConfig
+    from infra.records.data_path import Progress
+    from models.config.recipe import RunConfig
 
 STATES = ("consumed", "taken", "ready", "leased", "pending", "quarantined")
 QUIET_S = 60.0
@@ -36,9 +36,9 @@ def status(
     from rich.table import Table
     from sqlalchemy.exc import SQLAlchemyError
 
+    from infra.files.run_folder import RunFolder
     from infra.redaction import redacted
-    from infra.run_folder import RunFolder
-    from models.config import read_config
+    from models.config.recipe import read_config
 
     folder = RunFolder(find_run(run))
     config = read_config(folder.config)
@@ -91,7 +91,7 @@ def describe(folder: "RunFolder", config: "RunConfig") -> Iterator[tuple[str, st
             yield from _training(folder, config, metrics)
             yield from _generators(folder, config)
             if owned and stage == "training" and (quiet := _quiet_s(folder, ledger)) > QUIET_S:
-                from infra.bottleneck import blame
+                from infra.data_plane.bottleneck import blame
 
                 yield "stalled?", f"nothing moved for {quiet:.0f} s: {blame(ledger)}"
     yield "files", str(folder.path)
@@ -99,7 +99,7 @@ def describe(folder: "RunFolder", config: "RunConfig") -> Iterator[tuple[str, st
 
 def is_owned(folder: "RunFolder") -> bool:
     """Whether a process runs the run now."""
-    from infra.locks import LockHeldError, hold
+    from infra.files.locks import LockHeldError, hold
 
     if not folder.run_lock.exists():
         return False
@@ -150,7 +150,7 @@ def _verdict(folder: "RunFolder", config: "RunConfig") -> str:
 
 def _alias(config: "RunConfig", draft: str, version: int) -> str:
     """The version's aliases as they are now, which is not always how the run left them."""
-    from infra.health import trouble
+    from infra.network.health import trouble
     from infra.settings import tracking_uri
 
     uri = config.tracking.uri or tracking_uri()
@@ -189,9 +189,9 @@ def _bar(states: "Progress") -> str:
 
 
 def _training(folder: "RunFolder", config: "RunConfig", last: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
-    from infra.bottleneck import in_words
+    from infra.data_plane.bottleneck import in_words
     from infra.planner.measured import comparison, read_plan
-    from infra.records import SamplesRecord, SideRates
+    from infra.records.data_path import SamplesRecord, SideRates
 
     if last is None:
         return
@@ -213,7 +213,7 @@ def _training(folder: "RunFolder", config: "RunConfig", last: dict[str, Any] | N
 
 
 def _generators(folder: "RunFolder", config: "RunConfig") -> Iterator[tuple[str, str]]:
-    from infra.records import generators_changes
+    from infra.records.data_path import generators_changes
 
     if changes := generators_changes(folder.generators):
         last, most = changes[-1], config.generator.most
@@ -222,7 +222,7 @@ def _generators(folder: "RunFolder", config: "RunConfig") -> Iterator[tuple[str,
 
 
 def _last_metrics(folder: "RunFolder") -> dict[str, Any] | None:
-    from infra.lines import last_object
+    from infra.files.lines import last_object
 
     return last_object(folder.metrics)
 

@@ -11,13 +11,13 @@ from urllib.parse import urlsplit
 
 import typer
 
-from infra.exit import told_to_stop
-from infra.health import public, trouble
-from infra.locks import Lock, LockHeldError, hold
-from infra.ports import HOST, free_port
-from infra.processes import Owner
+from infra.files.locks import Lock, LockHeldError, hold
+from infra.network.health import public, trouble
+from infra.network.ports import HOST, free_port
+from infra.processes.exit import told_to_stop
+from infra.processes.process import Owner
 from infra.refusal import Refusal
-from infra.servers import (
+from infra.servers.local import (
     ANSWER_S,
     AUTH_STRING,
     GRACE_S,

@@ -5,7 +5,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from infra.records import CaptureSpec
+from infra.records.data_path import CaptureSpec
 
 TRUE = frozenset({"1", "true", "yes", "on"})
 

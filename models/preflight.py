@@ -5,14 +5,14 @@ import shutil
 import torch
 
 from infra.ledger.schema import check_server
-from infra.mooncake.environment import check_mooncake, choose_protocol
 from infra.planner.traffic import CHECKPOINT_BYTES_PER_PARAMETER
-from infra.records import TargetRecord
+from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
 from infra.sglang.environment import sglang_python
+from infra.transport.mooncake.environment import check_mooncake, choose_protocol
 from infra.transport.stored import local_folder
-from models.benchmark.prompts import suite_prompts, take_prompts
-from models.config import RunConfig
+from models.config.recipe import RunConfig
+from models.data.prompts import suite_prompts, take_prompts
 from models.drafts.base import Draft
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import torch
 
+from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
-from infra.records import SamplesRecord, TargetRecord
+from infra.records.data_path import SamplesRecord, TargetRecord
 from infra.refusal import Refusal
-from infra.run_folder import RunFolder
 from infra.transport.base import Transport
 from infra.transport.choice import open_transport
-from models.capture.layout import Layout
-from models.config import RunConfig, read_config
+from models.config.recipe import RunConfig, read_config
 from models.data.sample_set import SampleSet, Split
 from models.dtypes import DTYPES
+from models.targets.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from prefect.cache_policies import NO_CACHE
 from prefect.input import RunInput
 from pydantic import Field
 
+from infra.records.acceptance import RegisteredDraft
 from infra.refusal import Refusal
-from infra.results import RegisteredDraft
 from infra.tracking import registry
 from tasks.data_plane import worth_retrying
 

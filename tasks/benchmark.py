@@ -5,10 +5,10 @@ import shutil
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
-from infra.files import write_atomically
+from infra.files.atomic import write_atomically
 from infra.pools.base import Pool
-from infra.records import TargetRecord
-from infra.results import BenchmarkResult, RegisteredDraft
+from infra.records.acceptance import BenchmarkResult, RegisteredDraft
+from infra.records.data_path import TargetRecord
 from infra.tracking.registry import champion, download, version_of_run
 from tasks.data_plane import run_main, worth_retrying
 from tasks.run import OpenRun

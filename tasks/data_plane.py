@@ -5,7 +5,7 @@ from prefect.client.schemas.objects import State, TaskRun
 
 from infra.pools.base import Pool
 from infra.pools.local import LocalPool
-from infra.processes import module
+from infra.processes.process import module
 from infra.refusal import Refusal
 from tasks.run import OpenRun
 

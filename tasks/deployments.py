@@ -17,11 +17,11 @@ from prefect.client.schemas.objects import ConcurrencyOptions
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound
 
-from infra.exit import run_main
-from infra.files import write_atomically
-from infra.processes import module
-from infra.records import Record
-from infra.stack import WORK_POOLS
+from infra.files.atomic import write_atomically
+from infra.processes.exit import run_main
+from infra.processes.process import module
+from infra.records.data_path import Record
+from infra.servers.stack import WORK_POOLS
 
 DEPLOY_S = 180.0
 PAGE = 200

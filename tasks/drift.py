@@ -17,12 +17,12 @@ from infra.drift.scrape import scrape
 from infra.drift.sequential import DriftTest, Reference
 from infra.drift.traffic import TrafficRecord, TrafficStore
 from infra.drift.windows import Series, mean_length
-from infra.files import write_atomically
-from infra.health import public
-from infra.processes import Owner, module, start
-from infra.records import PromptsRecord
+from infra.files.atomic import write_atomically
+from infra.network.health import public
+from infra.processes.process import Owner, module, start
+from infra.records.acceptance import RegisteredDraft
+from infra.records.data_path import PromptsRecord
 from infra.refusal import Refusal
-from infra.results import RegisteredDraft
 from infra.settings import runs_folder, tracking_uri
 from infra.tracking.registry import CHAMPION, RUN, list_drafts, read_request_counts
 from tasks.artifact_keys import artifact_key

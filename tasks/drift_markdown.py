@@ -7,8 +7,8 @@ from infra.drift.decision import RECENT, Finding
 from infra.drift.sequential import LEARNED_WINDOWS
 from infra.drift.traffic import TrafficRecord
 from infra.drift.windows import mean_length
-from infra.health import public
-from infra.results import RegisteredDraft
+from infra.network.health import public
+from infra.records.acceptance import RegisteredDraft
 
 SHOWN = 40
 BAR = 20

@@ -3,7 +3,7 @@
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from infra.records import ExportRecord
+from infra.records.data_path import ExportRecord
 from tasks.data_plane import on_cpu, run_main, worth_retrying
 from tasks.run import OpenRun
 

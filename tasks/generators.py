@@ -6,11 +6,11 @@ from contextlib import closing, contextmanager
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
-from infra.data_plane import start_generator
-from infra.elastic_generators import ElasticGenerators
-from infra.elasticity import Elasticity
-from infra.keep_running import KeptProcess
+from infra.data_plane.elastic_generators import ElasticGenerators
+from infra.data_plane.elasticity import Elasticity
+from infra.data_plane.start import start_generator
 from infra.pools.base import Pool
+from infra.processes.keep_running import KeptProcess
 from tasks.pools import single_pools
 from tasks.run import OpenRun
 

@@ -4,8 +4,8 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
+from infra.records.acceptance import BenchmarkResult, RegisteredDraft
 from infra.refusal import Refusal
-from infra.results import BenchmarkResult, RegisteredDraft
 from infra.tracking.runs import log_model_figures
 from tasks.artifact_keys import artifact_key
 from tasks.data_plane import worth_retrying

@@ -11,11 +11,11 @@ from infra.planner.devices import CPU, DEVICES, Device, device_named
 from infra.planner.memory import Setting
 from infra.planner.plan import Job, Plan, make_plan
 from infra.planner.shapes import TargetShape, read_target_shape, target_shape
-from infra.records import SamplesRecord, TargetRecord
+from infra.records.data_path import SamplesRecord, TargetRecord
 from infra.refusal import Refusal
 from infra.settings import cache_folder
-from models.config import RunConfig, check_layers
-from models.targets.config import TargetConfig, TinyRecipe
+from models.config.recipe import RunConfig, check_layers
+from models.config.target import TargetConfig, TinyRecipe
 
 READ_BYTES = 4 * 2**20
 """Of a local .jsonl, to tell how long its lines are."""

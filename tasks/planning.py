@@ -6,15 +6,15 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
-from infra.files import write_atomically
+from infra.files.atomic import write_atomically
 from infra.planner.plan import Plan
 from infra.planner.refusals import refusals
 from infra.planner.words import headline, sections, verdicts
-from infra.records import SamplesRecord, TargetRecord
+from infra.records.data_path import SamplesRecord, TargetRecord
 from infra.refusal import Refusal
 from tasks.artifact_keys import artifact_key
 from tasks.plan import plan_recipe
-from tasks.report_markdown import escaped, markdown_table
+from tasks.report.markdown import escaped, markdown_table
 from tasks.run import OpenRun
 
 

@@ -15,7 +15,7 @@ from infra.pools.base import Pool, PoolBusyError, PoolProvider, PoolSpec, Role
 from infra.pools.choice import generator_spec, pool_provider, pool_specs
 from infra.pools.local import LocalPools
 from infra.pools.single import SinglePools
-from infra.processes import Owner
+from infra.processes.process import Owner
 from infra.settings import prefect_is_private
 from tasks.limits import LEASE_S, occupy
 from tasks.run import OpenRun

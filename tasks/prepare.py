@@ -8,10 +8,10 @@ from prefect.cache_policies import NO_CACHE
 from infra.ledger.planning import check_budget
 from infra.planner.traffic import stored_bytes_per_token
 from infra.pools.base import Pool
-from infra.records import RegeneratedRecord, SamplesRecord, TargetRecord
-from infra.results import RegisteredDraft
+from infra.records.acceptance import RegisteredDraft
+from infra.records.data_path import RegeneratedRecord, SamplesRecord, TargetRecord
 from infra.tracking.registry import champion, download, find_version
-from models.config import RunConfig
+from models.config.recipe import RunConfig
 from tasks.data_plane import on_cpu, run_main, worth_retrying
 from tasks.run import OpenRun
 

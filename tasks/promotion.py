@@ -17,9 +17,9 @@ from prefect.deployments import run_deployment
 from prefect.events import emit_event
 from prefect.exceptions import ObjectNotFound
 
-from infra.files import write_atomically
+from infra.files.atomic import write_atomically
 from infra.pools.base import Pool
-from infra.results import GateDecision, RegisteredDraft, SmokeResult
+from infra.records.acceptance import GateDecision, RegisteredDraft, SmokeResult
 from infra.settings import prefect_is_private
 from infra.tracking import promotion, registry
 from infra.tracking.changes import Announcement, Change

@@ -14,10 +14,10 @@ from prefect.events import emit_event
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Crashed
 
-from infra.recovery import ATTEMPTS, is_owned, newest_step, note_recovery
+from infra.files.run_folder import RunFolder
 from infra.refusal import Refusal
-from infra.run_folder import RunFolder
-from models.config import read_config
+from infra.run.recovery import ATTEMPTS, is_owned, newest_step, note_recovery
+from models.config.recipe import read_config
 from tasks.data_plane import worth_retrying
 from tasks.run import folder_of_flow_run
 

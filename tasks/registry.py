@@ -6,14 +6,14 @@ from prefect.cache_policies import NO_CACHE
 from infra.drift.config import WatchConfig
 from infra.drift.sequential import DriftTest, Reference
 from infra.provenance import git_sha
-from infra.records import ExportRecord, TargetRecord, TrainingResult
+from infra.records.acceptance import BenchmarkResult, RegisteredDraft, RequestCounts
+from infra.records.data_path import ExportRecord, TargetRecord, TrainingResult
 from infra.refusal import Refusal
-from infra.results import BenchmarkResult, RegisteredDraft, RequestCounts
 from infra.tracking import registry
 from infra.tracking.runs import TrackedRun, log_benchmark, log_folder
 from tasks.data_plane import worth_retrying
-from tasks.report_facts import sources
-from tasks.report_markdown import draft_markdown, version_markdown
+from tasks.report.facts import sources
+from tasks.report.markdown import draft_markdown, version_markdown
 from tasks.run import OpenRun
 
 RETRIES = {"retries": 2, "retry_delay_seconds": 5, "retry_condition_fn": worth_retrying, "cache_policy": NO_CACHE}

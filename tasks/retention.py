@@ -3,10 +3,10 @@
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
-from infra.locks import sweep
-from infra.retention import old_runs, remove, remove_rest
+from infra.files.locks import sweep
+from infra.files.stale_files import bound_logs, remove_old_prompts, remove_unused_cache
+from infra.run.retention import old_runs, remove, remove_rest
 from infra.settings import cache_folder, runs_folder, shared_memory_folder, tracking_database, tracking_uri
-from infra.stale_files import bound_logs, remove_old_prompts, remove_unused_cache
 from infra.tracking.retention import empty_trash, remove_old_tracking
 
 MIB = 2**20

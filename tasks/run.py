@@ -10,14 +10,14 @@ from pathlib import Path
 from prefect import get_run_logger
 from prefect.runtime import flow_run as this_flow_run
 
-from infra.files import write_atomically
+from infra.files.atomic import write_atomically
+from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
-from infra.ownership import own_run
-from infra.processes import Owner
+from infra.processes.process import Owner
 from infra.refusal import Refusal
-from infra.run_folder import RunFolder
+from infra.run.ownership import own_run
 from infra.settings import runs_folder, tracking_uri
-from models.config import RunConfig, read_config, without_placement
+from models.config.recipe import RunConfig, read_config, without_placement
 
 FLOW_RUN = "flow_run"
 """File in the run folder: id of the flow run that made it."""

@@ -5,10 +5,10 @@ from contextlib import contextmanager
 
 from prefect import get_run_logger
 
-from infra.keep_running import KeptProcess
-from infra.mooncake.services import start_store
 from infra.pools.base import Pool
+from infra.processes.keep_running import KeptProcess
 from infra.transport.choice import objects_folder
+from infra.transport.mooncake.services import start_store
 from tasks.data_plane import on_cpu
 from tasks.run import OpenRun
 

@@ -12,7 +12,7 @@ from prefect.runtime import flow_run
 from prefect.utilities.urls import url_for
 
 from infra.provenance import git_sha, hardware, versions
-from infra.records import SamplesRecord
+from infra.records.data_path import SamplesRecord
 from infra.tracking.client import NOTE
 from infra.tracking.runs import (
     TrackedRun,

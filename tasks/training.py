@@ -11,13 +11,13 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 
-from infra.bottleneck import StallWatch
-from infra.data_plane import start_trainer
-from infra.keep_running import Generators, KeptProcess, follow
-from infra.lines import last_object
+from infra.data_plane.bottleneck import StallWatch
+from infra.data_plane.start import start_trainer
+from infra.files.lines import last_object
+from infra.ledger.quarantine_limit import QuarantineLimit
 from infra.pools.base import Pool
-from infra.quarantine_limit import QuarantineLimit
-from infra.records import TrainingResult
+from infra.processes.keep_running import Generators, KeptProcess, follow
+from infra.records.data_path import TrainingResult
 from infra.tracking.runs import log_new_metrics
 from tasks.artifact_keys import artifact_key
 from tasks.run import OpenRun

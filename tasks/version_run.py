@@ -10,12 +10,12 @@ from prefect.cache_policies import NO_CACHE
 from pydantic import ValidationError
 
 from infra.pools.base import Pool
-from infra.records import TargetRecord
+from infra.records.acceptance import BenchmarkResult, RegisteredDraft
+from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
-from infra.results import BenchmarkResult, RegisteredDraft
 from infra.settings import tracking_uri
 from infra.tracking import registry
-from models.config import RunConfig
+from models.config.recipe import RunConfig
 from tasks.data_plane import run_main, worth_retrying
 from tasks.pools import lease
 from tasks.prepare import prepare_samples, prepare_target, regenerate_text

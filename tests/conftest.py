@@ -22,18 +22,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from infra.config import TransportConfig
-from infra.files import write_atomically
-from infra.health import trouble
-from infra.mooncake.environment import check_mooncake
-from infra.mooncake.services import start_store
+from infra.files.atomic import write_atomically
+from infra.files.run_folder import RunFolder
+from infra.network.health import trouble
+from infra.network.ports import HOST, any_free_port
 from infra.pools.local import LocalPool
-from infra.ports import HOST, any_free_port
-from infra.postgres import PostgresServer
-from infra.processes import Owner
-from infra.processes import start as start_process
-from infra.records import StoreRecord, TargetRecord
-from infra.run_folder import RunFolder
-from models.config import load_recipe
+from infra.processes.process import Owner
+from infra.processes.process import start as start_process
+from infra.records.data_path import StoreRecord, TargetRecord
+from infra.servers.postgres import PostgresServer
+from infra.transport.mooncake.environment import check_mooncake
+from infra.transport.mooncake.services import start_store
+from models.config.recipe import load_recipe
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 TINY = RECIPES / "tiny.yaml"

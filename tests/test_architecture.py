@@ -14,7 +14,7 @@ MAIN_PATH = [
     "flows/retrain_draft.py",
     "tasks/generators.py",
     "tasks/training.py",
-    "infra/processes.py",
+    "infra/processes/process.py",
     "models/run.py",
     "models/capture/generator.py",
     "models/training/trainer.py",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.records import TargetRecord
+from infra.records.data_path import TargetRecord
 
 ROOT = Path(__file__).parents[1]
 SAMPLES = 120

@@ -15,13 +15,13 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from infra.exit import run_main
-from infra.files import write_atomically
-from infra.locks import hold
-from infra.mooncake import environment as mooncake
-from infra.records import SamplesRecord, TargetRecord
-from infra.run_folder import RunFolder
-from models.config import load_recipe
+from infra.files.atomic import write_atomically
+from infra.files.locks import hold
+from infra.files.run_folder import RunFolder
+from infra.processes.exit import run_main
+from infra.records.data_path import SamplesRecord, TargetRecord
+from infra.transport.mooncake import environment as mooncake
+from models.config.recipe import load_recipe
 from models.data import prepare as data
 from models.targets import prepare as targets
 from tasks.prepare import refuse_small_budget

@@ -11,7 +11,7 @@ import psutil
 from two_hosts import Hosts
 
 from faults.clock import Clock
-from infra.run_folder import RunFolder
+from infra.files.run_folder import RunFolder
 
 
 class Missed(Exception):

@@ -10,7 +10,7 @@ import psutil
 from two_hosts import TRAINER, ip
 
 from faults.base import Missed, Scene, Strike
-from infra.records import StoreRecord
+from infra.records.data_path import StoreRecord
 
 
 def kill(kind: str) -> Strike:

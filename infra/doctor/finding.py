@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from infra.records import Record
+from infra.records.data_path import Record
 
 GIB = 2**30
 

@@ -4,7 +4,7 @@ from urllib.parse import urlsplit
 
 from infra import settings
 from infra.doctor.finding import Finding, note, ok, problem
-from infra.health import public, trouble
+from infra.network.health import public, trouble
 
 ANSWER_S = 0.8
 """Two silent servers leave the whole command under three seconds."""

@@ -12,8 +12,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from infra.doctor.finding import Finding, note, ok, problem
-from infra.mooncake.environment import INSTALL, check_mooncake, choose_protocol
 from infra.refusal import Refusal
+from infra.transport.mooncake.environment import INSTALL, check_mooncake, choose_protocol
 
 Versions = Mapping[str, str]
 """Normalised distribution name -> installed version."""

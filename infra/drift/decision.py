@@ -20,7 +20,7 @@ from infra.drift.config import WatchConfig
 from infra.drift.sequential import DriftTest
 from infra.drift.traffic import TrafficRecord
 from infra.drift.windows import Series, Verdict, Window, judge, mean_length
-from infra.results import RegisteredDraft
+from infra.records.acceptance import RegisteredDraft
 from infra.tracking.registry import REPLACES
 
 RECENT = 10

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from infra.drift.scrape import Scrape, ServedDraft
 from infra.drift.traffic import TrafficRecord
-from infra.files import sha256_file
-from infra.results import RegisteredDraft
+from infra.files.atomic import sha256_file
+from infra.records.acceptance import RegisteredDraft
 from infra.tracking.registry import RUN, WEIGHTS_SHA256
 
 WEIGHTS = "model.safetensors"

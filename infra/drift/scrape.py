@@ -17,8 +17,8 @@ import httpx
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from infra.health import public
-from infra.records import Record
+from infra.network.health import public
+from infra.records.data_path import Record
 from infra.refusal import Refusal
 from infra.settings import sglang_api_key
 

@@ -25,7 +25,7 @@ from math import exp, inf, log, sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-from infra.records import Record
+from infra.records.data_path import Record
 from infra.refusal import Refusal
 
 Z_BOUND = 1.959964

@@ -17,8 +17,8 @@ import fsspec
 from infra.drift.scrape import Counters, Reading, Scrape
 from infra.drift.sequential import LEARNED_WINDOWS
 from infra.drift.windows import Series, Served, Window
-from infra.files import write_atomically
-from infra.records import Record
+from infra.files.atomic import write_atomically
+from infra.records.data_path import Record
 
 KEEP_SERIES = 10
 """The versions that served last keep their series."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from infra.drift.scrape import Counters
 from infra.drift.sequential import DriftTest, Statistic
-from infra.records import Record
+from infra.records.data_path import Record
 
 
 class Served(Record):

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from infra.records import CheckpointRecord, Record
+from infra.records.data_path import CheckpointRecord, Record
 from infra.refusal import Refusal
 
 

@@ -39,7 +39,7 @@ import sqlalchemy as sa
 
 from infra.ledger.schema import HOLDS_BYTES, LEASED, PENDING, QUARANTINED, READY, database_now, runs, samples
 from infra.ledger.transactions import NOTHING_HELD, Transactions
-from infra.records import Lease, ObjectRecord
+from infra.records.data_path import Lease, ObjectRecord
 
 
 def object_key(run: str, epoch: int, ordinal: int, attempt: int) -> str:

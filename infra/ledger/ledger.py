@@ -13,7 +13,7 @@ from infra.ledger.generators import GeneratorSide
 from infra.ledger.questions import Questions
 from infra.ledger.resume import ResumeSide
 from infra.ledger.schema import PENDING, QUARANTINED, checkpoints, lock_schema, open_engine, runs, samples
-from infra.records import SampleSlot
+from infra.records.data_path import SampleSlot
 from infra.refusal import Refusal
 
 

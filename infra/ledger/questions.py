@@ -5,7 +5,7 @@ import sqlalchemy as sa
 from infra.ledger.answers import Oldest, Quarantined
 from infra.ledger.schema import LEASED, PENDING, QUARANTINED, REMAINING, database_now, runs, samples
 from infra.ledger.transactions import Transactions
-from infra.records import CaptureRates, Progress
+from infra.records.data_path import CaptureRates, Progress
 
 
 class Questions(Transactions):

@@ -20,7 +20,7 @@ from infra.ledger.schema import (
     samples,
 )
 from infra.ledger.trainers import TrainerSide
-from infra.records import CheckpointRecord, ObjectRecord, SampleSlot
+from infra.records.data_path import CheckpointRecord, ObjectRecord, SampleSlot
 from infra.refusal import Refusal
 
 Verified = TypeVar("Verified", CheckpointRecord, ObjectRecord)

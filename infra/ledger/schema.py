@@ -16,7 +16,7 @@ from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
-from infra.locks import hold
+from infra.files.locks import hold
 from infra.refusal import Refusal
 
 BUSY_TIMEOUT_S = 60

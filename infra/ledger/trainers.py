@@ -11,7 +11,7 @@ from infra.ledger.answers import EndOfEpoch, Wait
 from infra.ledger.planning import balance
 from infra.ledger.schema import CONSUMED, NO_STEP, READY, REMAINING, TAKEN, checkpoints, samples
 from infra.ledger.transactions import Transactions
-from infra.records import CheckpointRecord, ObjectRecord, PlannedSample, StepPlan
+from infra.records.data_path import CheckpointRecord, ObjectRecord, PlannedSample, StepPlan
 
 
 class TrainerSide(Transactions):

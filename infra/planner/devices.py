@@ -7,7 +7,7 @@ mercatus-ai.com's range of specialised clouds, May 2026 (A100).
 """
 
 from infra.planner.shapes import Precision
-from infra.records import Record
+from infra.records.data_path import Record
 
 
 class Device(Record):

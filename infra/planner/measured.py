@@ -6,7 +6,7 @@ from pathlib import Path
 from infra.planner.plan import Plan, corrected
 from infra.planner.split import advice
 from infra.planner.words import figure
-from infra.records import SideRates
+from infra.records.data_path import SideRates
 
 
 def read_plan(file: Path) -> Plan | None:

@@ -5,7 +5,7 @@ Calibrated against the allocator (benchmarks/planner.py measures what is predict
 
 from infra.planner.shapes import ITEM_BYTES, DraftShape, Precision, TargetShape
 from infra.planner.traffic import bytes_per_token
-from infra.records import Record
+from infra.records.data_path import Record
 
 FLOAT = 4
 MOMENTS = 2

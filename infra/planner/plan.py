@@ -12,7 +12,7 @@ from infra.planner.traffic import (
     stored_bytes_per_token,
     traffic,
 )
-from infra.records import Record, SideRates
+from infra.records.data_path import Record, SideRates
 
 
 class Job(Record):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from infra.planner.memory import longest_sample, rank_memory
 from infra.planner.plan import Job, Plan, memory_left
-from infra.records import Record
+from infra.records.data_path import Record
 
 GIB = 2**30
 LEAST_CHUNK = 32

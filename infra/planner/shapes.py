@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from infra.records import Record
+from infra.records.data_path import Record
 from infra.refusal import Refusal
 
 Precision = Literal["float32", "bfloat16"]

@@ -1,6 +1,6 @@
 """How GPUs are best divided between inference and training: predicted before a run, corrected by its measured rates."""
 
-from infra.records import Record, SideRates
+from infra.records.data_path import Record, SideRates
 
 WORTH_SAYING = 0.02
 """A split that gains less is not recommended over the present one."""

@@ -1,7 +1,7 @@
 """What flows between generators and trainers, and what the store must hold. For planner, tasks and docs."""
 
 from infra.planner.shapes import ITEM_BYTES, Precision
-from infra.records import Record
+from infra.records.data_path import Record
 
 LEDGER_TRANSACTIONS = 2.25
 """Per sample, with eight samples to a lease and to a step: a lease's share, publication, release, plan and commit."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from infra.planner.plan import Plan
 from infra.planner.shapes import Precision
 from infra.planner.split import Split, advice, all_splits
-from infra.records import Record
+from infra.records.data_path import Record
 
 GIB = 2**30
 SHOWN_SPLITS = 9

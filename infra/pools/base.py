@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from infra.processes import Owner, Process
+from infra.processes.process import Owner, Process
 
 Role = Literal["inference", "training"]
 

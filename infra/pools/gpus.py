@@ -12,7 +12,7 @@ from typing import Any
 
 import pynvml
 
-from infra.rdma import nearest_devices, numa_node
+from infra.network.rdma import nearest_devices, numa_node
 
 UNSEEN_BYTES = 2**30
 """More than a driver keeps for itself on an idle GPU."""

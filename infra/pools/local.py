@@ -14,10 +14,10 @@ from pathlib import Path
 
 from pynvml import NVMLError
 
-from infra.locks import LockHeldError, hold_among_users
+from infra.files.locks import LockHeldError, hold_among_users
 from infra.pools.base import PoolBusyError, PoolSpec, cpu_threads
 from infra.pools.gpus import read_gpus, visible_gpus
-from infra.processes import Owner, Process, start
+from infra.processes.process import Owner, Process, start
 from infra.refusal import Refusal
 from infra.settings import permitted_gpus
 

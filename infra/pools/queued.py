@@ -16,7 +16,7 @@ from typing import Protocol
 from infra.config import PoolsConfig
 from infra.pools.base import PoolBusyError, PoolSpec, cpu_threads
 from infra.pools.requests import Grant, Part, Request, divide
-from infra.processes import Owner, Process, start
+from infra.processes.process import Owner, Process, start
 
 HOLDER = "pools-"
 """Before the owner's name it is the role of the holder, whose log is `pools-OWNER.log`."""

@@ -13,10 +13,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from infra import supervisor
-from infra.exit import run_main
 from infra.pools.ray_cluster import STARTED_S, anchor_name, connect, on_bundle
 from infra.pools.ray_remote import Command
+from infra.processes import supervisor
+from infra.processes.exit import run_main
 from infra.settings import data_plane_environment
 
 ANSWER_S = 60.0

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from infra.exit import run_main
 from infra.pools.queued import GRANTED, say
 from infra.pools.ray_cluster import STARTED_S, anchor_name, connect, on_bundle
 from infra.pools.ray_remote import Anchor
 from infra.pools.requests import Grant, GrantedPart, Machine, Part, Request, refuse_what_never_fits
+from infra.processes.exit import run_main
 from infra.refusal import Refusal
 
 POLL_S = 1.0

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from infra.config import RayConfig
 from infra.pools.queued import GRACE_S
 from infra.pools.requests import PREFIX, Grant, Request
-from infra.processes import module
+from infra.processes.process import module
 from infra.refusal import Refusal
 
 

@@ -5,7 +5,7 @@ from functools import cache
 
 from infra.config import PoolsConfig
 from infra.pools.base import PoolSpec, Role
-from infra.records import Record
+from infra.records.data_path import Record
 from infra.refusal import Refusal
 
 PREFIX = "draftsmith-"

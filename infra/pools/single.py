@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 
 from infra.pools.base import Pool, PoolProvider, PoolSpec
-from infra.processes import Owner
+from infra.processes.process import Owner
 
 
 @dataclass

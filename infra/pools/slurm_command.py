@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from infra import supervisor
+from infra.processes import supervisor
 from infra.settings import slurm_environment
 
 TOGETHER = 'exec "$@" 2>&1'

@@ -12,10 +12,10 @@ import threading
 import time
 
 from infra.config import SlurmConfig
-from infra.exit import run_main
 from infra.pools import slurm_job
 from infra.pools.queued import GRANTED, say
 from infra.pools.requests import Grant, Machine, Request
+from infra.processes.exit import run_main
 from infra.refusal import Refusal
 from infra.settings import slurm_environment
 

@@ -13,7 +13,7 @@ import jinja2
 
 from infra.config import SlurmConfig
 from infra.pools.requests import GrantedPart, Machine, Part, Request, fit, refuse_what_never_fits
-from infra.records import Record
+from infra.records.data_path import Record
 from infra.refusal import Refusal
 
 TEMPLATE = Path(__file__).with_name("slurm_job.sh.jinja")

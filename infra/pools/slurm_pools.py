@@ -10,7 +10,7 @@ from infra.pools.queued import GRACE_S
 from infra.pools.requests import PREFIX, Grant, Request, divide
 from infra.pools.slurm_holder import SlurmError, machines
 from infra.pools.slurm_job import components, components_apart, script
-from infra.processes import module
+from infra.processes.process import module
 from infra.refusal import Refusal
 
 

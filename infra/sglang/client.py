@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from infra.processes import ProcessFailedError
+from infra.processes.process import ProcessFailedError
 from infra.refusal import Refusal
 from infra.sglang.server import SGLangServer
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.ports import HOST
+from infra.network.ports import HOST
 from infra.sglang.config import SGLangConfig
 
 CPU_MEMORY_FRACTION = 0.5

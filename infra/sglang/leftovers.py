@@ -7,8 +7,8 @@ import shutil
 import time
 from pathlib import Path
 
-from infra.files import write_atomically
-from infra.supervisor import descendants
+from infra.files.atomic import write_atomically
+from infra.processes.supervisor import descendants
 
 SHARED_MEMORY = Path("/dev/shm")
 """SGLang's own choice, whatever our transport uses."""

@@ -10,12 +10,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from infra.health import trouble
-from infra.ports import HOST, is_foreign, reserved_port
-from infra.processes import Owner, Process, ProcessFailedError, start
+from infra.network.health import trouble
+from infra.network.ports import HOST, is_foreign, reserved_port
+from infra.processes.process import Owner, Process, ProcessFailedError, start
+from infra.processes.supervisor import descendants
 from infra.refusal import Refusal
 from infra.sglang.leftovers import Leftovers
-from infra.supervisor import descendants
 
 ANSWER_S = 5.0
 POLL_S = 0.3

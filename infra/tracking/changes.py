@@ -6,8 +6,8 @@ from typing import Literal, Self
 
 from mlflow import MlflowClient
 
-from infra.records import Record
-from infra.results import RegisteredDraft, SmokeResult
+from infra.records.acceptance import RegisteredDraft, SmokeResult
+from infra.records.data_path import Record
 from infra.tracking.registry import CHALLENGER, CHAMPION
 from infra.tracking.versions import find_model
 

@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from infra.health import trouble
-from infra.locks import hold
+from infra.files.locks import hold
+from infra.network.health import trouble
 from infra.redaction import redacted
 from infra.refusal import Refusal
 from infra.settings import tracking_uri

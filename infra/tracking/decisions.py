@@ -7,7 +7,7 @@ from typing import Literal
 
 from mlflow import MlflowClient
 
-from infra.records import Record
+from infra.records.data_path import Record
 from infra.tracking.client import connect
 from infra.tracking.versions import find_model, model_versions
 

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from infra.results import GateDecision, RegisteredDraft
+from infra.records.acceptance import GateDecision, RegisteredDraft
 from infra.tracking.changes import Announce, SmokeTest, State
 from infra.tracking.client import connect
 from infra.tracking.decisions import decisions

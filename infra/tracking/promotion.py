@@ -19,8 +19,8 @@ from uuid import UUID, uuid4, uuid5
 
 from mlflow import MlflowClient
 
+from infra.records.acceptance import RegisteredDraft, SmokeResult
 from infra.refusal import Refusal
-from infra.results import RegisteredDraft, SmokeResult
 from infra.tracking.changes import CHANGE, Announce, Announcement, Change, SmokeTest, State, silent
 from infra.tracking.client import connect
 from infra.tracking.decisions import LONGEST, Decision, Outcome, decisions, write_decision

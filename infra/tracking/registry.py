@@ -12,8 +12,8 @@ from mlflow import MlflowClient, artifacts
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
+from infra.records.acceptance import GateEvidence, RegisteredDraft, RequestCounts
 from infra.refusal import Refusal
-from infra.results import GateEvidence, RegisteredDraft, RequestCounts
 from infra.tracking.client import NOTE, connect
 from infra.tracking.decisions import decisions
 from infra.tracking.versions import find_model, get_model, model_versions, registered_models

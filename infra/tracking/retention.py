@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 from mlflow.entities import LoggedModel, Run
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
-from infra.processes import module
+from infra.processes.process import module
 from infra.tracking.client import connect
 from infra.tracking.registry import REPLACES, list_drafts
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, Metric, Param, RunTag
 
-from infra.files import write_atomically
-from infra.lines import read_objects
-from infra.records import HELDOUT_LENGTH, Record, SamplesRecord
+from infra.files.atomic import write_atomically
+from infra.files.lines import read_objects
+from infra.records.acceptance import RegisteredDraft
+from infra.records.data_path import HELDOUT_LENGTH, Record, SamplesRecord
 from infra.redaction import redacted
-from infra.results import RegisteredDraft
 from infra.tracking.client import NOTE, connect, experiment_id
 
 BATCH = 500

@@ -12,7 +12,7 @@ import fsspec
 from mlflow.entities import FileInfo
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
 
-from infra.files import sha256_file
+from infra.files.atomic import sha256_file
 
 HASH = "sha256"
 

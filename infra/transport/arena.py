@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from infra.locks import LockHeldError, hold
-from infra.records import BufferRecord, ObjectRecord
+from infra.files.locks import LockHeldError, hold
+from infra.records.data_path import BufferRecord, ObjectRecord
 from infra.transport import extents
 from infra.transport.base import Buffer, TransferError, fill, flat
 from infra.transport.copying import BlockSums, copy_hashed

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from infra.records import BufferRecord, ObjectRecord
+from infra.records.data_path import BufferRecord, ObjectRecord
 from infra.transport.copying import BLOCK, SUM
 
 Buffer = memoryview | bytearray | bytes

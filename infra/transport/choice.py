@@ -4,15 +4,15 @@ import os
 from pathlib import Path
 
 from infra.config import TransportConfig
-from infra.mooncake.size import store_bytes
-from infra.records import StoreRecord
+from infra.files.run_folder import RunFolder
+from infra.records.data_path import StoreRecord
 from infra.refusal import Refusal
-from infra.run_folder import RunFolder
 from infra.settings import shared_memory_folder
 from infra.transport.arena import ArenaTransport
 from infra.transport.base import Transport
 from infra.transport.files import FileTransport
-from infra.transport.mooncake import MooncakeTransport
+from infra.transport.mooncake.size import store_bytes
+from infra.transport.mooncake.transport import MooncakeTransport
 from infra.transport.stored import StoredTransport
 
 BEYOND_BUDGET = 32 * 2**20

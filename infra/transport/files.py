@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from infra.records import BufferRecord, ObjectRecord
+from infra.records.data_path import BufferRecord, ObjectRecord
 from infra.transport.base import Buffer, TransferError, fill, flat, reads_back
 from infra.transport.copying import block_sums
 from infra.transport.waiting import WAIT_S, wait_for_room

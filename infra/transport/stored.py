@@ -12,8 +12,8 @@ from typing import TypeVar
 import fsspec
 from pydantic import ValidationError
 
-from infra.files import sync_folder
-from infra.records import BufferRecord, ObjectRecord
+from infra.files.atomic import sync_folder
+from infra.records.data_path import BufferRecord, ObjectRecord
 from infra.transport.base import Buffer, TransferError, fill, flat, reads_back
 from infra.transport.copying import block_sums
 from infra.transport.waiting import WAIT_S, is_full, wait_for_room, wait_for_store

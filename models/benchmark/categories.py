@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtr, stdtrit
 
-from infra.results import CategoryDecision, GateEvidence, Ground, GroupAcceptance, SuiteResult
+from infra.records.acceptance import CategoryDecision, GateEvidence, Ground, GroupAcceptance, SuiteResult
 from models.benchmark.bootstrap import Z_POWER, resampled
 
 LEAST_PROMPTS = 20

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from infra.files import sha256_file
+from infra.files.atomic import sha256_file
 from infra.provenance import hardware, versions
-from infra.records import TargetRecord
-from infra.results import Conditions
-from models.benchmark.config import BenchmarkConfig
+from infra.records.acceptance import Conditions
+from infra.records.data_path import TargetRecord
+from models.config.benchmark import BenchmarkConfig
 from models.data.thinking import OPENED, thinks
 from models.targets.model import TargetModel
 

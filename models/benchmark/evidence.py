@@ -5,11 +5,11 @@ Runs in the benchmark.
 
 from collections.abc import Sequence
 
-from infra.goodput import GoodputEvidence, MeasuredGoodput
-from infra.results import GateEvidence, Ground, ServedResult
-from models.benchmark.acceptance import acceptance_length, distinct_token_share
-from models.benchmark.config import BenchmarkConfig, PromotionConfig
+from infra.records.acceptance import GateEvidence, Ground, ServedResult
+from infra.records.goodput import GoodputEvidence, MeasuredGoodput
 from models.benchmark.measure import Measurements, Walk, at
+from models.config.benchmark import BenchmarkConfig, PromotionConfig
+from models.decoding.acceptance import acceptance_length, distinct_token_share
 
 HELD_OUT = "held-out prompts"
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from infra.goodput import GoodputEvidence
-from infra.results import CategoryDecision, GateDecision, GateEvidence, Ground, GroundDecision
+from infra.records.acceptance import CategoryDecision, GateDecision, GateEvidence, Ground, GroundDecision
+from infra.records.goodput import GoodputEvidence
 from models.benchmark.bootstrap import paired_difference
 from models.benchmark.categories import judge_categories
 

@@ -12,9 +12,9 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from infra.goodput import CostFit, Goodput, GoodputTable, StepTime
+from infra.records.acceptance import Acceptance
+from infra.records.goodput import CostFit, Goodput, GoodputTable, StepTime
 from infra.refusal import Refusal
-from infra.results import Acceptance
 from models.decoding.policy import StepCosts
 
 TERMS = ("constant", "per_text", "per_token", "per_token_beyond", "several", "several_per_text", "per_position")

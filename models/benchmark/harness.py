@@ -12,23 +12,23 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from infra.records import Record
+from infra.records.acceptance import Conditions, Ground, GroupAcceptance
+from infra.records.data_path import Record
 from infra.refusal import Refusal
-from infra.results import Conditions, Ground, GroupAcceptance
-from models.benchmark.acceptance import by_position, distinct_token_share
-from models.benchmark.bars import Bar, bars
 from models.benchmark.bootstrap import length_interval
 from models.benchmark.categories import suite_result
 from models.benchmark.contestants import Sources
 from models.benchmark.speed import TOLERANCE
-from models.benchmark.suites import SuitePrompts
+from models.data.suites import SuitePrompts
+from models.decoding.acceptance import by_position, distinct_token_share
 from models.decoding.lossless import Comparison, LosslessCheck, total
 from models.decoding.prompt_lookup import PromptLookup
-from models.decoding.sampling import GREEDY, Sampling
 from models.decoding.speculative import Decoded, speculate_together
 from models.decoding.stopwatch import Stopwatch
 from models.drafts.base import Source
+from models.drafts.sampling import GREEDY, Sampling
 from models.drafts.trees import DynamicTree, TreeShape, parse_shape
+from models.progress_bars import Bar, bars
 
 LEAST_DISTINCT = 0.3
 """Of a text; a text that repeats itself more is reported apart."""

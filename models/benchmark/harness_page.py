@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from infra.results import GroupAcceptance
+from infra.records.acceptance import GroupAcceptance
 from models.benchmark.harness import LEAST_DISTINCT, Cell, HarnessResult, Speed
 
 COLUMNS = ("source", "shape", "T", "acceptance length (95 %)", "steps", "texts", "speed-up by batch size")

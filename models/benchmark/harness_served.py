@@ -11,10 +11,10 @@ from pathlib import Path
 
 from infra.sglang.client import Answer, SGLangClient
 from infra.sglang.environment import sglang_version
-from models.benchmark.bars import Bar, bars
 from models.benchmark.harness import Cell, Harness, Place, Repeat, Speeds, speed
 from models.benchmark.serving import Setup, ask_all, counts_of
 from models.decoding.speculative import Decoded
+from models.progress_bars import Bar, bars
 
 
 class ServedHarness:

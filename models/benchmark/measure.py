@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from models.benchmark.acceptance import acceptance_length
-from models.benchmark.bars import bars
-from models.benchmark.config import BenchmarkConfig
 from models.benchmark.contestants import Contestants
 from models.benchmark.coverage import vocabulary_mass
 from models.benchmark.reference import ReferenceRun, decode_reference, decode_sampled
+from models.config.benchmark import BenchmarkConfig
+from models.decoding.acceptance import acceptance_length
 from models.decoding.counts import Counts
 from models.decoding.plain import continue_batch
 from models.decoding.prompt_lookup import PromptLookup
@@ -22,6 +21,7 @@ from models.decoding.speculative import Decoded
 from models.decoding.token_recycling import TokenRecycling
 from models.drafts.base import ProposalSource
 from models.drafts.together import ObservingSource
+from models.progress_bars import bars
 
 Texts = list[list[int]]
 Walk = list[tuple[Counts, ...]]

@@ -8,9 +8,9 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from infra.lines import read_objects
-from infra.records import HELDOUT_LENGTH, SamplesRecord
-from infra.results import Acceptance, BenchmarkResult
+from infra.files.lines import read_objects
+from infra.records.acceptance import Acceptance, BenchmarkResult
+from infra.records.data_path import HELDOUT_LENGTH, SamplesRecord
 
 mpl.use("Agg")
 

@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from infra.results import SpeedRecord
-from models.benchmark.acceptance import acceptance_length
-from models.benchmark.config import BenchmarkConfig
+from infra.records.acceptance import SpeedRecord
 from models.benchmark.contestants import Contestants
 from models.benchmark.speed import speed_record
+from models.config.benchmark import BenchmarkConfig
+from models.decoding.acceptance import acceptance_length
 from models.decoding.lossless import Comparison, LosslessCheck, total
 from models.decoding.plain import decode, prefill
-from models.decoding.sampling import Sampling
 from models.decoding.speculative import Decoded, decode_speculatively, speculate
+from models.drafts.sampling import Sampling
 
 
 @dataclass(frozen=True)

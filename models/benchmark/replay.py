@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from infra.exit import run_main
-from infra.results import GateEvidence
+from infra.processes.exit import run_main
+from infra.records.acceptance import GateEvidence
 from models.benchmark.gate import decide
 
 

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from math import isfinite
 
-from infra.goodput import MeasuredGoodput
-from infra.results import (
+from infra.records.acceptance import (
     BenchmarkResult,
     Conditions,
     DivergenceRecord,
@@ -14,11 +13,12 @@ from infra.results import (
     ServedResult,
     SuiteResult,
 )
-from models.benchmark.acceptance import distinct_token_share, summarise
-from models.benchmark.config import BenchmarkConfig
+from infra.records.goodput import MeasuredGoodput
 from models.benchmark.gate import decide
 from models.benchmark.measure import Measurements, Texts, Walk
 from models.benchmark.words import Lengths, against_baselines, sampled_at
+from models.config.benchmark import BenchmarkConfig
+from models.decoding.acceptance import distinct_token_share, summarise
 from models.decoding.lossless import Comparison, total
 
 

@@ -10,23 +10,23 @@ from pathlib import Path
 
 from rich.console import Console
 
-from infra.exit import run_main
-from infra.files import write_atomically
-from infra.results import BenchmarkResult, Ground, ServedResult, SuiteResult
-from models.benchmark.acceptance import distinct_token_share
+from infra.files.atomic import write_atomically
+from infra.processes.exit import run_main
+from infra.records.acceptance import BenchmarkResult, Ground, ServedResult, SuiteResult
 from models.benchmark.categories import suite_result
 from models.benchmark.conditions import conditions
 from models.benchmark.contestants import Contestants, load_contestants
 from models.benchmark.evidence import gather, ground
 from models.benchmark.measure import measure, measure_suite
 from models.benchmark.plots import plot_by_position, plot_goodput, plot_heldout, plot_samples, plot_training
-from models.benchmark.prompts import heldout_prompts, suite_prompts
 from models.benchmark.result import build_result, request_counts
-from models.benchmark.serving_settings import write_settings
 from models.benchmark.step_costs import measure_goodput
 from models.benchmark.words import lines, table
+from models.data.prompts import heldout_prompts, suite_prompts
+from models.decoding.acceptance import distinct_token_share
 from models.dtypes import DTYPES
 from models.export.card import write_card
+from models.export.serving_settings import write_settings
 from models.run import Run
 
 

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from infra.exit import run_main
-from infra.files import write_atomically
-from infra.processes import Owner
-from infra.results import Acceptance, ServedResult, ServedSpeed
+from infra.files.atomic import write_atomically
+from infra.processes.exit import run_main
+from infra.processes.process import Owner
+from infra.records.acceptance import Acceptance, ServedResult, ServedSpeed
 from infra.sglang.client import Answer
-from models.benchmark.acceptance import summarise
-from models.benchmark.bars import Advance, bars
-from models.benchmark.prompts import heldout_prompts
 from models.benchmark.serving import Ask, Setup, ask_all, counts_of, whats_missing
+from models.data.prompts import heldout_prompts
+from models.decoding.acceptance import summarise
+from models.progress_bars import Advance, bars
 from models.run import Run
 
 

@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from infra.processes import Owner
+from infra.processes.process import Owner
 from infra.refusal import Refusal
 from infra.settings import leased_gpus, sglang_platform
 from infra.sglang.client import Answer, SGLangClient
 from infra.sglang.command import serving_command
 from infra.sglang.server import SGLangServer
-from models.capture.config import GeneratorConfig
+from models.config.generator import GeneratorConfig
 from models.decoding.counts import Counts
 from models.export.description import read_description
 from models.targets.end_of_text import eos_ids

@@ -9,18 +9,18 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from infra.exit import run_main
-from infra.files import sha256_file, write_atomically
+from infra.files.atomic import sha256_file, write_atomically
+from infra.processes.exit import run_main
+from infra.records.acceptance import RequestCounts, SmokeResult
 from infra.refusal import Refusal
-from infra.results import RequestCounts, SmokeResult
-from models.benchmark.acceptance import acceptance_length
-from models.benchmark.bars import bars
 from models.benchmark.contestants import load_contestants
 from models.benchmark.measure import at, measure_suite
-from models.benchmark.prompts import heldout_prompts
 from models.benchmark.reference import decode_reference
 from models.benchmark.served import served_acceptance
+from models.data.prompts import heldout_prompts
+from models.decoding.acceptance import acceptance_length
 from models.dtypes import DTYPES
+from models.progress_bars import bars
 from models.run import Run
 
 DECODED = 2

@@ -1,6 +1,6 @@
 """Speed of plain and speculative decoding, and the check that it is possible. Runs in the benchmark."""
 
-from infra.results import SpeedRecord
+from infra.records.acceptance import SpeedRecord
 
 TOLERANCE = 1.03
 """A speed-up can exceed the acceptance length by measurement noise only, this much at most."""

@@ -16,30 +16,30 @@ from typing import Literal, TypeVar
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from infra.exit import run_main
-from infra.files import write_atomically
-from infra.processes import Owner
+from infra.files.atomic import write_atomically
+from infra.processes.exit import run_main
+from infra.processes.process import Owner
 from infra.provenance import git_sha
-from infra.records import TargetRecord
+from infra.records.acceptance import Conditions
+from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
-from infra.results import Conditions
 from models.benchmark.conditions import conditions
-from models.benchmark.config import BenchmarkConfig
 from models.benchmark.contestants import Sources, load_sources
 from models.benchmark.harness import Cell, Harness, HarnessResult, Plan, branches, shape_of
 from models.benchmark.harness_page import lines, page, table
 from models.benchmark.harness_served import ServedHarness
-from models.benchmark.prompts import read_prompts
 from models.benchmark.serving import Setup, whats_missing
-from models.benchmark.suites import SuitePrompts, layout_of, question_prompts
-from models.capture.config import GeneratorConfig
+from models.config.benchmark import BenchmarkConfig
+from models.config.generator import GeneratorConfig
+from models.config.target import TargetConfig
 from models.data.conversations import source_hash
+from models.data.prompts import read_prompts
+from models.data.suites import SuitePrompts, layout_of, question_prompts
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.token_recycling import TokenRecycling
 from models.drafts.base import Source
 from models.dtypes import DTYPES
 from models.export.description import read_description
-from models.targets.config import TargetConfig
 from models.targets.prepare import prepare_target
 
 BASELINES: dict[str, type[PromptLookup] | type[TokenRecycling]] = {

@@ -10,16 +10,16 @@ from functools import partial
 
 import torch
 
-from infra.goodput import GoodputTable, MeasuredGoodput, StepTime
 from infra.provenance import hardware
-from models.benchmark.acceptance import summarise
-from models.benchmark.bars import Advance, bars
-from models.benchmark.config import BenchmarkConfig
+from infra.records.goodput import GoodputTable, MeasuredGoodput, StepTime
 from models.benchmark.contestants import Contestants, draft_of, same_build
 from models.benchmark.goodput import FittedCosts, fit, goodput_table, rates_of
 from models.benchmark.measure import Measurements, Walk
+from models.config.benchmark import BenchmarkConfig
+from models.decoding.acceptance import summarise
 from models.decoding.stopwatch import now
 from models.drafts.base import ProposalSource
+from models.progress_bars import Advance, bars
 from models.targets.model import TargetModel
 
 LEAST_ROUNDS, MOST_ROUNDS = 4, 20

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from infra.results import Acceptance, BenchmarkResult, Conditions, DivergenceRecord, GroupAcceptance
+from infra.records.acceptance import Acceptance, BenchmarkResult, Conditions, DivergenceRecord, GroupAcceptance
 
 
 @dataclass(frozen=True)

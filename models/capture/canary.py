@@ -5,7 +5,7 @@ from torch import Tensor
 
 from infra.refusal import Refusal
 from models.capture.engine import SampleError
-from models.capture.layout import Layout
+from models.targets.layout import Layout
 from models.targets.model import HiddenStates, TargetModel
 from models.targets.weights import TargetHead
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from infra.records import ObjectRecord
+from infra.records.data_path import ObjectRecord
 
 
 class SampleError(Exception):

@@ -14,8 +14,8 @@ from types import FrameType
 
 import torch
 
-from infra.exit import run_main
-from infra.records import Lease
+from infra.processes.exit import run_main
+from infra.records.data_path import Lease
 from infra.refusal import Refusal
 from infra.transport.sweep import sweep
 from models.capture.engine import Captured, Engine, EngineError, SampleError

@@ -13,9 +13,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from infra.files import sync_file
-from models.benchmark.prompts import heldout_prompts
+from infra.files.atomic import sync_file
 from models.capture.engine import Continued, Engine
+from models.data.prompts import heldout_prompts
 from models.run import Run
 
 

@@ -16,20 +16,20 @@ from rich.console import Console
 from rich.progress import track
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from infra.cached_folder import build_once
-from infra.exit import run_main
-from infra.files import sha256_file, write_atomically
-from infra.records import Histogram, RegeneratedRecord, SamplesRecord, TargetRecord
+from infra.files.atomic import sha256_file, write_atomically
+from infra.files.cached_folder import build_once
+from infra.files.run_folder import RunFolder
+from infra.processes.exit import run_main
+from infra.records.data_path import Histogram, RegeneratedRecord, SamplesRecord, TargetRecord
 from infra.refusal import Refusal
-from infra.run_folder import RunFolder
 from infra.settings import cache_folder
-from models.benchmark.suites import suite_address
-from models.config import RunConfig, read_config
+from models.config.data import DataConfig
+from models.config.recipe import RunConfig, read_config
 from models.data.benchmark_prompts import BenchmarkPrompts, read_prompts
-from models.data.config import DataConfig
 from models.data.conversations import Document, read_documents, source_hash, source_revision
 from models.data.sample_set import read_manifest, write_sample_set
 from models.data.samples import EncodedSample, SampleEncoder, Splits, chat_template, divide
+from models.data.suites import suite_address
 from models.preflight import check_run, check_settings
 from models.run import Run, TargetReady
 

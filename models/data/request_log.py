@@ -24,9 +24,9 @@ from typing import Any
 import fsspec
 
 from infra.drift.config import RequestLogConfig
-from infra.exit import run_main
-from infra.files import write_atomically
-from infra.records import PromptsRecord
+from infra.files.atomic import write_atomically
+from infra.processes.exit import run_main
+from infra.records.data_path import PromptsRecord
 from infra.refusal import Refusal
 
 SUFFIXES = (".jsonl", ".jsonl.gz")

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from infra.files import sha256_file, write_atomically
-from infra.records import Record, SamplesRecord
+from infra.files.atomic import sha256_file, write_atomically
+from infra.records.data_path import Record, SamplesRecord
 from infra.refusal import Refusal
 from models.data.samples import EncodedSample, Splits
 

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from infra.refusal import Refusal
+from models.config.data import DataConfig
 from models.data.benchmark_prompts import BenchmarkPrompts
-from models.data.config import DataConfig
 from models.data.conversations import Document, Tokens
 from models.data.loss_mask import UnrenderableError, tokenize_conversation
 from models.data.thinking import thinks, without_thinking

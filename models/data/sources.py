@@ -12,8 +12,8 @@ from typing import Any
 import fsspec
 from botocore.exceptions import BotoCoreError, ClientError
 
-from infra.cached_folder import build_once
-from infra.files import sha256_file
+from infra.files.atomic import sha256_file
+from infra.files.cached_folder import build_once
 from infra.refusal import Refusal
 from infra.settings import cache_folder
 from models.data import hub

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from infra.refusal import Refusal
 from models.decoding.counts import ended
-from models.decoding.sampling import GREEDY, Sampling
+from models.drafts.sampling import GREEDY, Sampling
 from models.targets.model import TargetModel
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from models.decoding.sampling import Sampling
 from models.drafts.base import NO_PROPOSAL, Proposals
+from models.drafts.sampling import Sampling
 from models.drafts.together import OneByOne
 
 LONGEST_NGRAM = 3

@@ -19,9 +19,9 @@ from models.decoding.observing import likeliest, likeliest_after
 from models.decoding.plain import Prefill, prefill
 from models.decoding.policy import LookaheadPolicy
 from models.decoding.rejection import accept
-from models.decoding.sampling import GREEDY, Sampling, chances
 from models.decoding.stopwatch import StepSeconds, Stopwatch, part_of
 from models.drafts.base import NO_PROPOSAL, Proposals, Source
+from models.drafts.sampling import GREEDY, Sampling, chances
 from models.drafts.together import BatchProposer, Turn
 from models.drafts.trees import ROOT, Tree, TreeShape
 from models.targets.model import TargetModel

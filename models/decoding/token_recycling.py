@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from models.decoding.sampling import Sampling
 from models.drafts.base import NO_PROPOSAL, Likeliest, ObservingProposer, Proposals
+from models.drafts.sampling import Sampling
 from models.drafts.together import ObservingSource
 from models.drafts.trees import ROOT, Candidates, Growing, Tree, TreeShape, grow
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from models.decoding.sampling import Sampling
 from models.drafts.context import ContextShare
+from models.drafts.sampling import Sampling
 from models.drafts.vocabulary import DraftVocabulary
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from models.config.draft import DraftConfig
 from models.drafts.base import Draft
-from models.drafts.config import DraftConfig
 from models.drafts.vocabulary import DraftVocabulary
 
 

@@ -8,8 +8,8 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from models.decoding.sampling import Sampling, chances, draw_by
 from models.drafts.base import Likeliest, ObservingProposer, Proposals, Proposer
+from models.drafts.sampling import Sampling, chances, draw_by
 from models.drafts.trees import ROOT, Tree, TreeProposer, TreeShape
 
 

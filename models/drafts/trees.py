@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from infra.refusal import Refusal
-from models.decoding.sampling import Sampling
 from models.drafts.base import NO_PROPOSAL, Proposals
+from models.drafts.sampling import Sampling
 
 ROOT = -1
 """Stands for the last emitted token, from which a tree grows."""

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from infra.files import sha256_file, write_atomically
+from infra.files.atomic import sha256_file, write_atomically
 from infra.provenance import git_sha
-from infra.results import Acceptance, BenchmarkResult, Conditions
-from models.benchmark.serving_settings import SERVING
+from infra.records.acceptance import Acceptance, BenchmarkResult, Conditions
 from models.export.description import BLOCK, CONFIG
+from models.export.serving_settings import SERVING
 from models.run import Run
 
 CARD = "README.md"

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from infra.refusal import Refusal
-from models.drafts.config import DraftConfig, parse_draft_config
+from models.config.draft import DraftConfig, parse_draft_config
 
 CONFIG = "config.json"
 BLOCK = "draftsmith"

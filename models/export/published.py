@@ -17,13 +17,13 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import safe_open
 from torch import Tensor
 
-from infra.exit import run_main
-from infra.records import TargetRecord
+from infra.files.run_folder import RunFolder
+from infra.processes.exit import run_main
+from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
-from infra.run_folder import RunFolder
-from models.config import RunConfig, read_config
+from models.config.draft import DraftConfig, parse_draft_config
+from models.config.recipe import RunConfig, read_config
 from models.drafts.base import Draft
-from models.drafts.config import DraftConfig, parse_draft_config
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.description import BLOCK, CONFIG

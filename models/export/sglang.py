@@ -17,12 +17,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from infra.exit import run_main
-from infra.files import sha256_file, write_atomically
-from infra.records import ExportRecord, TrainingResult
+from infra.files.atomic import sha256_file, write_atomically
+from infra.processes.exit import run_main
+from infra.records.data_path import ExportRecord, TrainingResult
 from infra.refusal import Refusal
+from models.checkpoint import AVERAGED, DRAFT, VOCABULARY, DraftDescription, read_tensors
+from models.config.draft import parse_draft_config
 from models.drafts.base import Draft
-from models.drafts.config import parse_draft_config
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.card import write_card
@@ -38,7 +39,6 @@ from models.export.description import (
 from models.export.speculators import speculators_settings
 from models.run import Run
 from models.targets.weights import read_target_head
-from models.training.checkpoint import AVERAGED, DRAFT, VOCABULARY, DraftDescription, read_tensors
 
 WEIGHTS = "model.safetensors"
 MAPS = ("d2t", "t2d")

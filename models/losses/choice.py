@@ -1,7 +1,7 @@
 """The loss that a method's configuration names. Runs in trainer ranks."""
 
+from models.config.losses import LossChoice
 from models.losses.chunked import Divergence
-from models.losses.config import LossChoice
 from models.losses.lk import LKAlpha, LKLambda
 from models.losses.soft_cross_entropy import SoftCrossEntropy
 

@@ -8,15 +8,15 @@ from typing import Any, Protocol
 
 import torch
 
-from infra.processes import Owner
-from infra.records import TargetRecord
+from infra.files.run_folder import RunFolder
+from infra.processes.process import Owner
+from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
-from infra.run_folder import RunFolder
 from infra.sglang.client import SGLangClient
 from infra.sglang.command import serving_command
 from infra.sglang.server import SGLangServer
-from models.config import RunConfig
-from models.data.config import RegenerationConfig
+from models.config.data import RegenerationConfig
+from models.config.recipe import RunConfig
 from models.decoding.plain import continue_batch
 from models.dtypes import DTYPES
 from models.targets.end_of_text import eos_ids

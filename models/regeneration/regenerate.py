@@ -17,18 +17,18 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from infra.exit import run_main
-from infra.files import sync_folder, write_atomically
-from infra.lines import as_line, read_objects, write_objects
-from infra.locks import LockHeldError, hold
-from infra.records import RegeneratedRecord, TargetRecord
+from infra.files.atomic import sync_folder, write_atomically
+from infra.files.lines import as_line, read_objects, write_objects
+from infra.files.locks import LockHeldError, hold
+from infra.files.run_folder import RunFolder
+from infra.processes.exit import run_main
+from infra.records.data_path import RegeneratedRecord, TargetRecord
 from infra.refusal import Refusal
-from infra.run_folder import RunFolder
 from infra.settings import cache_folder
-from models.benchmark.bars import Advance, bars
-from models.config import read_config
+from models.config.recipe import read_config
 from models.data.conversations import Document, read_documents, source_hash, source_revision
-from models.regeneration.dialogue import Dialogue, Prompter
+from models.data.dialogue import Dialogue, Prompter
+from models.progress_bars import Advance, bars
 from models.regeneration.engines import Task, TextEngine, start_text_engine
 
 FORMAT = 2

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from infra.cached_folder import build_once
+from infra.files.cached_folder import build_once
 from infra.refusal import Refusal
 from infra.settings import cache_folder
 

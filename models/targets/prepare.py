@@ -13,13 +13,13 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
-from infra.exit import run_main
-from infra.files import sha256_file, write_atomically
-from infra.records import TargetRecord
+from infra.files.atomic import sha256_file, write_atomically
+from infra.files.run_folder import RunFolder
+from infra.processes.exit import run_main
+from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
-from infra.run_folder import RunFolder
-from models.config import check_layers, read_config
-from models.targets.config import TargetConfig
+from models.config.recipe import check_layers, read_config
+from models.config.target import TargetConfig
 from models.targets.gguf_package import converted_package
 from models.targets.tiny import trained_tiny
 from models.targets.weights import tensor_files

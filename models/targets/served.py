@@ -6,7 +6,7 @@ from infra.pools.local import cores
 from infra.settings import leased_gpus
 from infra.sglang.command import ServerSpec, on_cpu
 from infra.sglang.environment import sglang_python
-from models.capture.config import GeneratorConfig
+from models.config.generator import GeneratorConfig
 
 
 def server_spec(target: Path, dtype: str, longest: int, in_flight: int) -> ServerSpec:

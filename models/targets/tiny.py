@@ -19,10 +19,10 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from infra.cached_folder import build_once
+from infra.files.cached_folder import build_once
 from infra.settings import cache_folder
+from models.config.target import TinyRecipe
 from models.data import python_docs
-from models.targets.config import TinyRecipe
 
 BOS, EOS = "<s>", "</s>"
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from infra.records import Record
+from infra.records.data_path import Record
 from infra.settings import rank_from_environment, ranks_store
 
 R = TypeVar("R", bound=Record)

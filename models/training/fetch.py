@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from infra.ledger.ledger import Ledger
-from infra.records import PlannedSample, StepPlan
+from infra.records.data_path import PlannedSample, StepPlan
 from models.drafts.base import PackedSamples
 from models.drafts.context import ContextShare
 from models.run import Run

@@ -12,9 +12,9 @@ from copy import deepcopy
 import torch
 from torch import Tensor
 
-from models.benchmark.acceptance import acceptance_length
 from models.capture.engine import Continued
 from models.capture.heldout import read_heldout
+from models.decoding.acceptance import acceptance_length
 from models.decoding.simulated import simulate
 from models.drafts.base import Draft
 from models.run import Run

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from models.checkpoint import TrainerState
+from models.config.training import TrainingConfig
 from models.drafts.base import Draft, DraftLoss, TargetProjection
-from models.training.checkpoint import TrainerState
-from models.training.config import TrainingConfig
 from models.training.sharding import data_mesh, divided_as, optimizer_state_as, part, shard, sync_gradients, whole
 from models.training.stream import MicroBatch
 

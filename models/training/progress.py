@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from infra.bottleneck import side_rates, slow_side
+from infra.data_plane.bottleneck import side_rates, slow_side
+from infra.files.lines import as_line
+from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
-from infra.lines import as_line
-from infra.records import HELDOUT_LENGTH, SideRates
-from infra.run_folder import RunFolder
+from infra.records.data_path import HELDOUT_LENGTH, SideRates
 from models.drafts.base import DraftLoss
 from models.training.control import Control
-from models.training.parting import look_of, parting, read_history
+from models.training.overfitting import look_of, parting, read_history
 from models.training.stream import StepStream
 
 RATES_S = 60.0

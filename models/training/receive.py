@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from infra.config import TransportConfig
-from infra.records import ObjectRecord
+from infra.records.data_path import ObjectRecord
 from infra.refusal import Refusal
 from infra.transport.base import TransferError, Transport, check_sum
 from infra.transport.copying import block_sums
-from infra.transport.mooncake import MooncakeTransport
-from models.capture.layout import Layout, as_bytes
+from infra.transport.mooncake.transport import MooncakeTransport
+from models.targets.layout import Layout, as_bytes
 from models.targets.model import HiddenStates
 
 CHECKED = 16

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
-from infra.run_folder import RunFolder
-from models.training import checkpoint as checkpoints
+from models import checkpoint as checkpoints
 
 SAVE_S = 1800.0
 """For one checkpoint to be on the disk: a bound for disks that hang."""

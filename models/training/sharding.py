@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from models.checkpoint import each_tensor
+from models.config.training import TrainingConfig
 from models.drafts.base import Draft
-from models.training.checkpoint import each_tensor
-from models.training.config import TrainingConfig
 
 
 def strategy(settings: TrainingConfig, world: int) -> Strategy | str:

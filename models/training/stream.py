@@ -14,10 +14,10 @@ from functools import cache
 
 import torch
 
-from infra.bottleneck import StallError, blame
+from infra.data_plane.bottleneck import StallError, blame
 from infra.ledger.answers import EndOfEpoch, Resume, Wait
 from infra.ledger.ledger import Ledger
-from infra.records import StepPlan
+from infra.records.data_path import StepPlan
 from models.drafts.base import PackedSamples, supervised_positions
 from models.run import Run
 from models.training.control import Control

@@ -6,11 +6,11 @@ Runs in the trainer's rank 0 before anything is planned.
 from infra.ledger.answers import Resume
 from infra.ledger.ledger import Ledger
 from infra.ledger.planning import unpack_ordinals
-from infra.records import SampleSlot
+from infra.records.data_path import SampleSlot
 from infra.transport.base import Transport
 from infra.transport.sweep import sweep
+from models import checkpoint as checkpoints
 from models.run import Run, epoch_order
-from models.training import checkpoint as checkpoints
 
 
 def take_over(run: Run, ledger: Ledger, transport: Transport) -> Resume:

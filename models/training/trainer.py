@@ -17,21 +17,21 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import Callback
 from sqlalchemy.exc import DBAPIError
 
-from infra.bottleneck import StallError
-from infra.exit import die_with_parent, run_main
-from infra.files import write_atomically
+from infra.data_plane.bottleneck import StallError
+from infra.files.atomic import write_atomically
 from infra.ledger.answers import Resume
 from infra.ledger.ledger import Ledger
-from infra.records import TrainingResult
+from infra.processes.exit import die_with_parent, run_main
+from infra.records.data_path import TrainingResult
 from infra.refusal import Refusal
 from infra.transport.base import TransferError
+from models import checkpoint as checkpoints
 from models.drafts.base import Draft, TargetProjection
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
 from models.dtypes import DTYPES
 from models.run import Run
 from models.targets.weights import TargetHead, read_target_head
-from models.training import checkpoint as checkpoints
 from models.training.control import Control
 from models.training.heldout import HeldoutWalk
 from models.training.lightning_module import DraftModule
@@ -44,7 +44,7 @@ from models.training.takeover import take_over
 
 MACHINE_FAULTS = (DBAPIError, OSError, StallError, TransferError)
 """What ends a trainer without being the fault of the step that it trains, so that `RepeatedCrash` does not count it.
-Restarts are bounded all the same (infra.keep_running)."""
+Restarts are bounded all the same (infra.processes.keep_running)."""
 
 
 class StepEnd(Callback):

@@ -10,14 +10,14 @@ import yaml
 from typer.testing import CliRunner
 
 from flows.command_line import app
-from infra.files import write_atomically
+from infra.files.atomic import write_atomically
+from infra.files.locks import hold
+from infra.files.run_folder import RunFolder
 from infra.ledger.answers import RepeatedCrash
 from infra.ledger.ledger import Ledger
-from infra.locks import hold
-from infra.run_folder import RunFolder
 from infra.settings import tracking_uri
 from infra.tracking import registry, runs
-from models.config import RunConfig, load_recipe
+from models.config.recipe import RunConfig, load_recipe
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

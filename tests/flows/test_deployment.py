@@ -18,14 +18,14 @@ from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolUpdate
 from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from infra.files import write_atomically
+from infra.files.atomic import write_atomically
+from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
-from infra.processes import Owner
-from infra.records import RegeneratedRecord, TargetRecord
-from infra.recovery import ATTEMPTS, Recoveries, Recovery, newest_step
-from infra.run_folder import RunFolder
+from infra.processes.process import Owner
+from infra.records.data_path import RegeneratedRecord, TargetRecord
+from infra.run.recovery import ATTEMPTS, Recoveries, Recovery, newest_step
 from infra.tracking.runs import TrackedRun
-from models.config import RunConfig, load_recipe
+from models.config.recipe import RunConfig, load_recipe
 from tasks.limits import only_training_of_its_draft
 from tasks.run import OpenRun
 

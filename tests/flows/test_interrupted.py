@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra.records import TargetRecord
+from infra.records.data_path import TargetRecord
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-c", "from flows.command_line import main; main()"]

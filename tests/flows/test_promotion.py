@@ -9,15 +9,15 @@ from uuid import uuid4
 import httpx
 import pytest
 
-from infra.records import TargetRecord
-from infra.results import GateEvidence, RegisteredDraft
-from infra.run_folder import RunFolder
+from infra.files.run_folder import RunFolder
+from infra.records.acceptance import GateEvidence, RegisteredDraft
+from infra.records.data_path import TargetRecord
 from infra.tracking import registry, runs
 from infra.tracking.changes import State
 from infra.tracking.client import connect
 from infra.tracking.decisions import history
 from infra.tracking.runs import TrackedRun
-from models.config import load_recipe
+from models.config.recipe import load_recipe
 from tasks.drift import DEGRADED
 
 ROOT = Path(__file__).parents[2]

@@ -10,10 +10,10 @@ import pytest
 import yaml
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from infra.locks import hold
-from infra.recovery import ATTEMPTS
+from infra.files.locks import hold
 from infra.refusal import Refusal
-from models.config import load_recipe
+from infra.run.recovery import ATTEMPTS
+from models.config.recipe import load_recipe
 from tasks.recovery import ENTRYPOINTS, look_at, start_again
 
 ROOT = Path(__file__).parents[2]

@@ -18,14 +18,14 @@ import pytest
 import sqlalchemy as sa
 from mlflow import MlflowClient
 
-from infra.mooncake.environment import check_mooncake
-from infra.postgres import PostgresServer
-from infra.processes import Owner
-from infra.records import TargetRecord
-from infra.s3_server import S3Server
+from infra.processes.process import Owner
+from infra.records.data_path import TargetRecord
+from infra.servers.postgres import PostgresServer
+from infra.servers.s3 import S3Server
 from infra.tracking.client import connect
 from infra.tracking.registry import list_drafts
 from infra.tracking.runs import TrackedRun
+from infra.transport.mooncake.environment import check_mooncake
 
 ROOT = Path(__file__).parents[2]
 STEPS = 60

@@ -10,13 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.command_line import app
+from infra.files.locks import hold
+from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
-from infra.locks import hold
 from infra.planner.words import figure
-from infra.records import BufferRecord, CheckpointRecord, GeneratorsChange, ObjectRecord, SampleSlot
+from infra.records.data_path import BufferRecord, CheckpointRecord, GeneratorsChange, ObjectRecord, SampleSlot
 from infra.refusal import Refusal
-from infra.run_folder import RunFolder
-from models.config import read_config
+from models.config.recipe import read_config
 from tasks.plan import plan_recipe
 
 

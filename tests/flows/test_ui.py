@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from infra.locks import hold
+from infra.files.locks import hold
 from infra.tracking import runs
 
 ROOT = Path(__file__).parents[2]

@@ -18,12 +18,12 @@ from infra.drift.config import RequestLogConfig, WatchConfig
 from infra.drift.scrape import Counters
 from infra.drift.traffic import TrafficRecord, TrafficStore
 from infra.drift.windows import Series, Served, Window
-from infra.files import sha256_file, write_atomically
-from infra.results import Conditions, RequestCounts
+from infra.files.atomic import sha256_file, write_atomically
+from infra.records.acceptance import Conditions, RequestCounts
 from infra.tracking import promotion, registry, runs
 from infra.tracking.client import connect
 from infra.tracking.runs import TrackedRun
-from models.config import RunConfig, load_recipe
+from models.config.recipe import RunConfig, load_recipe
 from models.data.conversations import read_documents
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from infra.redaction import NO_PASSWORD, redacted
 from infra.refusal import Refusal
-from models.config import RunConfig, load_recipe
+from models.config.recipe import RunConfig, load_recipe
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
 

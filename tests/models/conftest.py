@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.records import SamplesRecord, TargetRecord
-from models.config import RunConfig, load_recipe
+from infra.records.data_path import SamplesRecord, TargetRecord
+from models.config.recipe import RunConfig, load_recipe
 from models.data.prepare import prepare_samples
 
 RECIPES = Path(__file__).parents[2] / "recipes"

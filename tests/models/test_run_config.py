@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.files import write_atomically
+from infra.files.atomic import write_atomically
 from infra.refusal import Refusal
-from models.config import RunConfig, load_recipe, read_config
+from models.config.recipe import RunConfig, load_recipe, read_config
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from infra.results import BenchmarkResult
-from models.benchmark.prompts import take_prompts
+from infra.records.acceptance import BenchmarkResult
+from models.data.prompts import take_prompts
 from models.decoding.plain import continue_batch
 from models.decoding.simulated import features, simulate
 from models.drafts.registry import build_draft

@@ -6,10 +6,8 @@ from pathlib import Path
 import pytest
 from prefect.logging import disable_run_logger
 
-from infra.files import write_atomically
-from infra.goodput import CostFit, Goodput, GoodputTable, MeasuredGoodput
-from infra.records import ExportRecord, SamplesRecord, SideRates, TargetRecord, TrainingResult
-from infra.results import (
+from infra.files.atomic import write_atomically
+from infra.records.acceptance import (
     Acceptance,
     BenchmarkResult,
     Conditions,
@@ -19,8 +17,10 @@ from infra.results import (
     RequestCounts,
     SpeedRecord,
 )
+from infra.records.data_path import ExportRecord, SamplesRecord, SideRates, TargetRecord, TrainingResult
+from infra.records.goodput import CostFit, Goodput, GoodputTable, MeasuredGoodput
 from infra.tracking.runs import TrackedRun, start_run
-from models.config import load_recipe
+from models.config.recipe import load_recipe
 from tasks.registry import register_draft
 from tasks.run import OpenRun, open_run
 

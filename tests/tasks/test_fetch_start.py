@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from prefect.logging import disable_run_logger
 
-from infra.processes import Owner
-from infra.run_folder import RunFolder
+from infra.files.run_folder import RunFolder
+from infra.processes.process import Owner
 from infra.tracking import promotion, registry, runs
 from infra.tracking.runs import TrackedRun
-from models.config import load_recipe
+from models.config.recipe import load_recipe
 from tasks.prepare import fetch_start
 from tasks.run import OpenRun
 

@@ -7,8 +7,8 @@ import pytest
 from infra.planner.measured import comparison, read_plan
 from infra.planner.plan import Plan, corrected
 from infra.planner.words import duration, figure, si, si_bytes
-from infra.records import SamplesRecord, SideRates
-from models.config import load_recipe
+from infra.records.data_path import SamplesRecord, SideRates
+from models.config.recipe import load_recipe
 from tasks.plan import plan_recipe
 from tasks.planning import plan_page
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.records import SamplesRecord, TargetRecord
-from models.config import load_recipe
+from infra.records.data_path import SamplesRecord, TargetRecord
+from models.config.recipe import load_recipe
 from tasks.prepare import refuse_small_budget
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from infra.results import BenchmarkResult, GateDecision, RegisteredDraft
+from infra.records.acceptance import BenchmarkResult, GateDecision, RegisteredDraft
 from infra.tracking import promotion, registry
 from infra.tracking.client import connect
 from infra.tracking.gate_outcome import next_step

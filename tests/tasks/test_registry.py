@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from infra.records import ExportRecord, TargetRecord, TrainingResult
-from infra.results import BenchmarkResult, RegisteredDraft, RequestCounts
+from infra.records.acceptance import BenchmarkResult, RegisteredDraft, RequestCounts
+from infra.records.data_path import ExportRecord, TargetRecord, TrainingResult
 from infra.tracking.client import NOTE, connect
 from infra.tracking.registry import CHALLENGER, download
 from infra.tracking.runs import TrackedRun

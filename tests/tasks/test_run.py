@@ -13,7 +13,7 @@ import pytest
 from prefect.logging import disable_run_logger
 
 from infra.transport.choice import run_memory_folder
-from models.config import RunConfig, load_recipe
+from models.config.recipe import RunConfig, load_recipe
 from tasks.run import open_run
 
 ROOT = Path(__file__).parents[2]
@@ -22,8 +22,8 @@ OWNER = """
 import sys, time
 from pathlib import Path
 from prefect.logging import disable_run_logger
-from infra.processes import start
-from models.config import load_recipe
+from infra.processes.process import start
+from models.config.recipe import load_recipe
 from tasks.run import open_run
 with disable_run_logger(), open_run(load_recipe(Path("recipes/tiny.yaml")), "owned") as run:
     (run.owner.folders[0] / "objects").mkdir()
@@ -36,7 +36,7 @@ KILLED = """
 import os, sys
 from pathlib import Path
 from prefect.logging import disable_run_logger
-from models.config import load_recipe
+from models.config.recipe import load_recipe
 from tasks.run import open_run
 sys.addaudithook(lambda event, _: os._exit(9) if event == "fcntl.flock" else None)
 with disable_run_logger(), open_run(load_recipe(Path("recipes/tiny.yaml")), None):

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from infra.processes import Owner
-from infra.records import CaptureReply, CaptureSpec
+from infra.processes.process import Owner
+from infra.records.data_path import CaptureReply, CaptureSpec
 from infra.refusal import Refusal
 from infra.settings import CAPTURE, sglang_environment
 from infra.sglang.client import PromptRefusedError, ServerError, SGLangClient

@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infra.records import CaptureReply, CaptureSpec
+from infra.files.run_folder import RunFolder
+from infra.records.data_path import CaptureReply, CaptureSpec
 from infra.refusal import Refusal
-from infra.run_folder import RunFolder
 from infra.settings import capture_spec
 from infra.transport.choice import open_transport
 from models.capture.engine import SampleError
-from models.capture.layout import Layout
 from models.capture.sglang import gemma3
 from models.capture.sglang.assembly import Assembly
 from models.dtypes import DTYPES
+from models.targets.layout import Layout
 from models.targets.model import HiddenStates
 
 NAME = "draftsmith"

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.drafts.dflash.config import ROWS_AT_ONCE, DFlashConfig
+from models.config.dflash import ROWS_AT_ONCE, DFlashConfig
 from models.drafts.layers import GatedMLP, RMSNorm, rotate
 
 Tables = tuple[Tensor, Tensor]

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infra.refusal import Refusal
+from models.config.dflash import DFlashConfig
 from models.drafts.base import (
     NO_PROPOSAL,
     Draft,
@@ -23,7 +24,6 @@ from models.drafts.base import (
     TargetProjection,
     supervised_positions,
 )
-from models.drafts.dflash.config import DFlashConfig
 from models.drafts.dflash.layers import BlockAttention, Blocks, DecoderLayer, KeysValues, PackedAttention, views
 from models.drafts.dflash.proposer import DFlashProposer
 from models.drafts.layers import RMSNorm, rotary_tables

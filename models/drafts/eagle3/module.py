@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from models.config.eagle3 import Eagle3Config
 from models.drafts.base import Draft, DraftLoss, PackedSamples, TargetProjection
 from models.drafts.chains import Objective, chain_loss
 from models.drafts.context import ContextShare
 from models.drafts.eagle3.attention import Earlier, step_attention
-from models.drafts.eagle3.config import Eagle3Config
 from models.drafts.eagle3.proposer import Eagle3Proposer
 from models.drafts.layers import GatedMLP, RMSNorm, TargetTable, rotary_tables, rotate
 from models.drafts.vocabulary import DraftVocabulary

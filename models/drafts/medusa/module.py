@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.config.medusa import MedusaConfig
 from models.drafts.base import NO_PROPOSAL, Draft, DraftLoss, Likeliest, PackedSamples, TargetProjection
 from models.drafts.chains import Objective, chain_loss
 from models.drafts.layers import RMSNorm
-from models.drafts.medusa.config import MedusaConfig
 from models.drafts.together import Choice, Turn
 from models.drafts.trees import Tree
 from models.drafts.vocabulary import DraftVocabulary

@@ -6,7 +6,7 @@ from infra.drift.config import WatchConfig
 from infra.drift.decision import Finding, assess
 from infra.drift.traffic import Leading, TrafficRecord
 from infra.drift.windows import Series, Served, Window
-from infra.results import RegisteredDraft
+from infra.records.acceptance import RegisteredDraft
 from infra.tracking.registry import REPLACES
 from tests.infra.drift.test_windows import TEST
 

@@ -7,8 +7,8 @@ import pytest
 
 from infra.drift.identity import identify
 from infra.drift.scrape import ServedDraft
-from infra.files import sha256_file, write_atomically
-from infra.results import RegisteredDraft
+from infra.files.atomic import sha256_file, write_atomically
+from infra.records.acceptance import RegisteredDraft
 from infra.tracking.registry import RUN, WEIGHTS_SHA256
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from infra.ledger.ledger import Ledger
-from infra.records import BufferRecord, Lease, ObjectRecord, SampleSlot
+from infra.records.data_path import BufferRecord, Lease, ObjectRecord, SampleSlot
 
 sys.path.append(str(Path(__file__).parent))  # test modules import ledger_model from this folder
 

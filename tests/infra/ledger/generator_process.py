@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from infra.ledger.ledger import Ledger
-from infra.records import BufferRecord, ObjectRecord
+from infra.records.data_path import BufferRecord, ObjectRecord
 
 
 def main(url: str, folder: Path, owner: str) -> None:

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from infra.records import CheckpointRecord, ObjectRecord, StepPlan
+from infra.records.data_path import CheckpointRecord, ObjectRecord, StepPlan
 
 Place = tuple[int, int]
 

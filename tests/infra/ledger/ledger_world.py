@@ -14,7 +14,15 @@ from infra.ledger.answers import EndOfEpoch, RepeatedCrash, Resume, Wait
 from infra.ledger.ledger import Ledger
 from infra.ledger.planning import pack_ordinals, unpack_ordinals
 from infra.ledger.schema import samples
-from infra.records import BufferRecord, CheckpointRecord, Lease, ObjectRecord, PlannedSample, SampleSlot, StepPlan
+from infra.records.data_path import (
+    BufferRecord,
+    CheckpointRecord,
+    Lease,
+    ObjectRecord,
+    PlannedSample,
+    SampleSlot,
+    StepPlan,
+)
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 """Thousands of commits are synchronised; on a busy disk that takes minutes."""

@@ -13,7 +13,7 @@ import pytest
 
 from infra.ledger.answers import Wait
 from infra.ledger.ledger import Ledger
-from infra.records import CheckpointRecord, Lease, SampleSlot, StepPlan
+from infra.records.data_path import CheckpointRecord, Lease, SampleSlot, StepPlan
 
 SAMPLES = 40
 SLOTS = [SampleSlot(ordinal=i, sample=1000 + i, tokens=1 + i * 7 % 5) for i in range(SAMPLES)]

@@ -7,7 +7,7 @@ import pytest
 
 from infra.ledger.damage import set_aside_if_damaged
 from infra.ledger.ledger import Ledger
-from infra.records import Progress, SampleSlot
+from infra.records.data_path import Progress, SampleSlot
 
 SAMPLES = 2000
 

@@ -18,9 +18,9 @@ from sqlalchemy.exc import OperationalError
 from infra.ledger import schema
 from infra.ledger.ledger import Ledger
 from infra.ledger.schema import runs
-from infra.postgres import PostgresServer
-from infra.processes import Owner
-from infra.records import SampleSlot
+from infra.processes.process import Owner
+from infra.records.data_path import SampleSlot
+from infra.servers.postgres import PostgresServer
 
 SLOTS = [SampleSlot(ordinal=i, sample=i, tokens=1) for i in range(4)]
 FROZEN = """

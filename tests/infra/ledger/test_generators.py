@@ -5,7 +5,7 @@ import sqlalchemy as sa
 
 from infra.ledger.ledger import Ledger
 from infra.ledger.schema import samples
-from infra.records import Lease, ObjectRecord, SampleSlot
+from infra.records.data_path import Lease, ObjectRecord, SampleSlot
 
 Slots = Callable[..., list[SampleSlot]]
 Captured = Callable[[Ledger, Lease], ObjectRecord]

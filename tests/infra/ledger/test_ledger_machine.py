@@ -18,8 +18,8 @@ from ledger_world import BYTES_PER_TOKEN, EPOCHS, MAX_ATTEMPTS, World
 
 from infra.ledger.answers import StaleIncarnation
 from infra.ledger.schema import samples
-from infra.postgres import PostgresServer
-from infra.records import CheckpointRecord, SampleSlot
+from infra.records.data_path import CheckpointRecord, SampleSlot
+from infra.servers.postgres import PostgresServer
 
 OWNERS = ("a", "b")
 TRAINER_MOVES = ("go on", "plan ahead", "save", "commit")

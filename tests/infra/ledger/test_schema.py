@@ -6,9 +6,9 @@ import sqlalchemy as sa
 
 from infra.ledger.ledger import Ledger
 from infra.ledger.schema import check_server, refuse_network_file_system
-from infra.ports import HOST, any_free_port
-from infra.postgres import PostgresServer
-from infra.records import Progress
+from infra.network.ports import HOST, any_free_port
+from infra.records.data_path import Progress
+from infra.servers.postgres import PostgresServer
 
 
 def test_sqlite_is_durable_and_writers_start_with_the_lock(sqlite_url: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 from infra.ledger.answers import EndOfEpoch, RepeatedCrash, StaleIncarnation, Wait
 from infra.ledger.ledger import Ledger
 from infra.ledger.planning import pack_ordinals, unpack_ordinals
-from infra.records import CheckpointRecord, Lease, ObjectRecord, SampleSlot, StepPlan
+from infra.records.data_path import CheckpointRecord, Lease, ObjectRecord, SampleSlot, StepPlan
 
 Slots = Callable[..., list[SampleSlot]]
 Captured = Callable[[Ledger, Lease], ObjectRecord]

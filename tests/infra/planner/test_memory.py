@@ -7,7 +7,7 @@ from trainer_memory import Point, measured_peak
 
 from infra.planner.memory import Setting, longest_sample, rank_memory, usable
 from infra.planner.shapes import Precision
-from models.drafts.config import parse_draft_config
+from models.config.draft import parse_draft_config
 
 LAYER = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 128}
 EAGLE3 = {"method": "eagle3", "vocab_size": 256, "ttt_steps": 3, **LAYER}

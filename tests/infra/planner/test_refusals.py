@@ -6,7 +6,7 @@ import pytest
 
 from infra.planner.memory import FRAGMENTS, RESERVED
 from infra.planner.refusals import refusals
-from models.config import load_recipe
+from models.config.recipe import load_recipe
 from tasks.plan import plan_recipe
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "qwen3-8b.yaml"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from infra.planner.shapes import TargetShape, read_target_shape, target_shape
-from models.drafts.config import parse_draft_config
+from models.config.draft import parse_draft_config
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
 

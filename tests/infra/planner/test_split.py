@@ -10,8 +10,8 @@ from infra.planner.compute import draft_flops, prefill_flops
 from infra.planner.devices import DEVICES
 from infra.planner.shapes import target_shape
 from infra.planner.split import Sides, Split, advice, all_splits, best_split, measured_sides, split
-from infra.records import SideRates
-from models.drafts.config import parse_draft_config
+from infra.records.data_path import SideRates
+from models.config.draft import parse_draft_config
 
 NODE = 8
 STEPS = 60

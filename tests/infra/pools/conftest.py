@@ -18,13 +18,13 @@ import psutil
 import pytest
 
 from infra.config import PoolsConfig
+from infra.network.ports import any_free_port
 from infra.pools.base import Pool, PoolBusyError, PoolProvider, PoolSpec
 from infra.pools.local import LocalPools
 from infra.pools.queued import Engine, QueuedPools
 from infra.pools.ray_pools import RayEngine
 from infra.pools.slurm_pools import SlurmEngine
-from infra.ports import any_free_port
-from infra.processes import Owner, Process, start
+from infra.processes.process import Owner, Process, start
 
 MACHINES, GPUS = 2, 4
 """Of each cluster here."""

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from infra.pools.base import PoolBusyError, PoolSpec
-from infra.processes import Owner, ProcessFailedError
+from infra.processes.process import Owner, ProcessFailedError
 
 SHOW = ["sh", "-c", 'echo "gpus=$CUDA_VISIBLE_DEVICES threads=$OMP_NUM_THREADS at $PWD with $DRAFTSMITH_CACHE"']
 GANG = [PoolSpec("inference", 2), PoolSpec("training", 2)]
@@ -132,7 +132,7 @@ STARTER = """
 import sys, time
 from pathlib import Path
 from infra.pools.base import PoolBusyError, PoolSpec
-from infra.processes import Owner
+from infra.processes.process import Owner
 {code}
 pools = ()
 while not pools:

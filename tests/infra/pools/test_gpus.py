@@ -12,7 +12,7 @@ from infra.doctor.devices import check_gpus
 from infra.pools.base import PoolBusyError, PoolSpec
 from infra.pools.gpus import pci_addresses, read_gpus, visible_gpus
 from infra.pools.local import LocalPools
-from infra.processes import Owner
+from infra.processes.process import Owner
 
 GIB = 2**30
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra.locks import hold
+from infra.files.locks import hold
 from infra.pools.base import PoolBusyError, PoolSpec
 from infra.pools.local import LocalPools, cores
-from infra.processes import Owner
+from infra.processes.process import Owner
 from infra.refusal import Refusal
 
 GPUS = ("GPU-aa", "GPU-bb", "GPU-cc", "GPU-dd")
@@ -135,10 +135,10 @@ def test_a_lock_that_another_user_keeps_to_itself_is_named_with_the_remedy(tmp_p
 STARTER = """
 import sys, time
 from pathlib import Path
-from infra.locks import hold
+from infra.files.locks import hold
 from infra.pools.base import PoolSpec
 from infra.pools.local import LocalPools
-from infra.processes import Owner
+from infra.processes.process import Owner
 folder = Path(sys.argv[1])
 pools = LocalPools(("GPU-aa",), folder / "locks")
 (pool,) = pools.acquire([PoolSpec("training", 1)], Owner("run", folder))

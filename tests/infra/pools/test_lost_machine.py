@@ -10,15 +10,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra.elastic_generators import ElasticGenerators
-from infra.elasticity import Elasticity
-from infra.keep_running import Generators, KeptProcess, follow
+from infra.data_plane.elastic_generators import ElasticGenerators
+from infra.data_plane.elasticity import Elasticity
+from infra.files.run_folder import RunFolder
 from infra.pools.base import Pool, PoolBusyError, PoolSpec
 from infra.pools.local import LocalPool, LocalPools
 from infra.pools.single import SinglePools
-from infra.processes import Owner, ProcessFailedError
-from infra.records import generators_changes
-from infra.run_folder import RunFolder
+from infra.processes.keep_running import Generators, KeptProcess, follow
+from infra.processes.process import Owner, ProcessFailedError
+from infra.records.data_path import generators_changes
 
 WAIT_S = 120.0
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from infra.data_plane import start_generator, start_trainer
-from infra.keep_running import Generators, follow
+from infra.data_plane.start import start_generator, start_trainer
 from infra.pools.base import PoolSpec
-from infra.processes import Owner
-from infra.records import TrainingResult
+from infra.processes.keep_running import Generators, follow
+from infra.processes.process import Owner
+from infra.records.data_path import TrainingResult
 
 
 @pytest.mark.slow

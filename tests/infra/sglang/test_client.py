@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.processes import Owner
+from infra.processes.process import Owner
 from infra.sglang.client import SGLangClient
 from infra.sglang.server import SGLangServer
 

@@ -16,7 +16,7 @@ import pytest
 from mlflow.store.model_registry.sqlalchemy_store import SqlAlchemyStore
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore as TrackingStore
 
-from infra.results import GateDecision, RegisteredDraft, SmokeResult
+from infra.records.acceptance import GateDecision, RegisteredDraft, SmokeResult
 from infra.settings import shared_memory_folder
 from infra.tracking import promotion, registry, runs
 from infra.tracking.changes import Announcement, State

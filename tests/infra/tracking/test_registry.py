@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from infra.records import SamplesRecord
+from infra.records.data_path import SamplesRecord
 from infra.tracking import promotion, registry, runs
 from infra.tracking.client import NOTE, connect
 from infra.tracking.decisions import history

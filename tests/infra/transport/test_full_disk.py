@@ -52,8 +52,8 @@ import sys
 from contextlib import closing
 from pathlib import Path
 from infra.config import TransportConfig
-from infra.ownership import own_run
-from infra.run_folder import RunFolder
+from infra.run.ownership import own_run
+from infra.files.run_folder import RunFolder
 from infra.transport.choice import objects_folder, open_transport
 
 run = RunFolder(Path(sys.argv[1]) / "run")

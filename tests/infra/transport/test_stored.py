@@ -11,8 +11,8 @@ import fsspec
 import pytest
 
 from infra.config import TransportConfig
-from infra.processes import Owner
-from infra.s3_server import S3Server
+from infra.processes.process import Owner
+from infra.servers.s3 import S3Server
 from infra.transport.base import StoreUnavailableError, TransferError
 from infra.transport.stored import StoredTransport, local_folder
 

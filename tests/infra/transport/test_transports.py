@@ -12,14 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from infra.config import TransportConfig
-from infra.records import ObjectRecord
+from infra.files.run_folder import RunFolder
+from infra.records.data_path import ObjectRecord
 from infra.refusal import Refusal
-from infra.run_folder import RunFolder
 from infra.transport.arena import ArenaTransport
 from infra.transport.base import TransferError, Transport
 from infra.transport.choice import objects_folder, open_transport, run_memory_folder
 from infra.transport.files import FileTransport
-from infra.transport.mooncake import MooncakeTransport
+from infra.transport.mooncake.transport import MooncakeTransport
 
 KEY = "run/0/3/1"
 CAPACITY = 20_000
@@ -75,7 +75,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 16 bytes; Mooncake's pieces are of 24, so that neither divides the other."""
     for name in ("infra.transport.copying.BLOCK", "infra.transport.base.BLOCK"):
         monkeypatch.setattr(name, 16)
-    for name in ("infra.mooncake.client.PIECE", "infra.transport.mooncake.PIECE"):
+    for name in ("infra.transport.mooncake.client.PIECE", "infra.transport.mooncake.transport.PIECE"):
         monkeypatch.setattr(name, 24)
 
 

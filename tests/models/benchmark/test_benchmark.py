@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from infra.files import write_atomically
-from infra.goodput import MeasuredGoodput
-from infra.records import TargetRecord
-from infra.results import BenchmarkResult, GateEvidence, RequestCounts
+from infra.files.atomic import write_atomically
+from infra.records.acceptance import BenchmarkResult, GateEvidence, RequestCounts
+from infra.records.data_path import TargetRecord
+from infra.records.goodput import MeasuredGoodput
 from models.benchmark.contestants import SelectedLayers, load_contestants, same_build
 from models.benchmark.harness_page import lines as lines_of
 from models.benchmark.harness_page import page
@@ -25,21 +25,21 @@ from models.benchmark.reference import decode_sampled
 from models.benchmark.run import benchmark_run
 from models.benchmark.served import serve, served_acceptance
 from models.benchmark.serving import speculative_arguments
-from models.benchmark.serving_settings import GOODPUT, SERVING, SGLANG
 from models.benchmark.standalone import bench, parse
 from models.benchmark.step_costs import time_steps
 from models.benchmark.words import lines, table
-from models.config import RunConfig
+from models.checkpoint import AVERAGED, DRAFT, VOCABULARY, DraftDescription
+from models.config.eagle3 import Eagle3Config
+from models.config.recipe import RunConfig
 from models.data.prepare import prepare_samples
-from models.decoding.sampling import Sampling
 from models.decoding.simulated import features, simulate
 from models.decoding.speculative import speculate
-from models.drafts.eagle3.config import Eagle3Config
 from models.drafts.registry import build_draft
+from models.drafts.sampling import Sampling
 from models.drafts.vocabulary import DraftVocabulary
+from models.export.serving_settings import GOODPUT, SERVING, SGLANG
 from models.export.sglang import export_checkpoint, load_draft
 from models.run import Run
-from models.training.checkpoint import AVERAGED, DRAFT, VOCABULARY, DraftDescription
 
 VOCABULARY_SIZE = 80
 

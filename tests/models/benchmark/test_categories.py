@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.results import GateEvidence, Ground
+from infra.records.acceptance import GateEvidence, Ground
 from models.benchmark.categories import by_context, groups, holm, judge_categories, suite_result, worsening
 from models.benchmark.gate import decide
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from infra.records import TargetRecord
+from infra.records.data_path import TargetRecord
 from models.benchmark.conditions import conditions
-from models.benchmark.config import BenchmarkConfig
 from models.benchmark.coverage import POSITIONS, vocabulary_mass
+from models.config.benchmark import BenchmarkConfig
 from models.drafts.vocabulary import DraftVocabulary
 from models.targets.model import TargetModel
 

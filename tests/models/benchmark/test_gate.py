@@ -4,8 +4,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infra.goodput import GoodputAtLoad, GoodputEvidence
-from infra.results import GateEvidence, Ground
+from infra.records.acceptance import GateEvidence, Ground
+from infra.records.goodput import GoodputAtLoad, GoodputEvidence
 from models.benchmark.gate import decide
 
 Sums = tuple[tuple[int, int], ...]

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from infra.goodput import CostFit, StepTime
-from infra.results import Acceptance
+from infra.records.acceptance import Acceptance
+from infra.records.goodput import CostFit, StepTime
 from models.benchmark.goodput import FittedCosts, fit, goodput_table, predict, rates_of, shown
 
 GRID = [(batch, tokens) for batch in (1, 2, 4, 8, 16, 32) for tokens in (1, 2, 3, 5, 8)]

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from infra.records import Histogram, SamplesRecord
-from infra.results import Acceptance
+from infra.records.acceptance import Acceptance
+from infra.records.data_path import Histogram, SamplesRecord
 from models.benchmark.plots import plot_samples, well_supported
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models.capture.canary import check_capture
-from models.capture.layout import Layout, as_bytes
+from models.targets.layout import Layout, as_bytes
 from models.targets.model import HiddenStates, TargetModel
 
 IDS = (0, 1, 2)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from infra.records import Progress
-from infra.run_folder import RunFolder
+from infra.files.run_folder import RunFolder
+from infra.records.data_path import Progress
 from models.run import Run
 from models.training.takeover import epoch_slots
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
-from infra.records import Progress
-from infra.run_folder import RunFolder
+from infra.records.data_path import Progress
 from models.capture.engine import EngineError
 from models.capture.generator import Generator
 from models.capture.plain_engine import PlainEngine

@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from infra.files import write_atomically
-from infra.records import SamplesRecord, TargetRecord
-from infra.run_folder import RunFolder
-from models.config import RunConfig
-from models.data.config import DataConfig
+from infra.files.atomic import write_atomically
+from infra.files.run_folder import RunFolder
+from infra.records.data_path import SamplesRecord, TargetRecord
+from models.config.data import DataConfig
+from models.config.recipe import RunConfig
 from models.data.prepare import histogram, prepare_samples, recipe_data, summary, tokenizer_hash
 from models.data.sample_set import SampleSet
 

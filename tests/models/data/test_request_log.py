@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.drift.config import RequestLogConfig
-from infra.files import write_atomically
-from infra.records import PromptsRecord
+from infra.files.atomic import write_atomically
+from infra.records.data_path import PromptsRecord
 from models.data.conversations import read_documents
 from models.data.private_data import find_private_data
 from models.data.request_log import RECORD, Sample, parse, sample_prompts, texts

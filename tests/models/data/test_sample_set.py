@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.records import SamplesRecord
+from infra.records.data_path import SamplesRecord
 from models.data.sample_set import SampleSet, read_manifest, write_sample_set
 from models.data.samples import EncodedSample, Splits
 

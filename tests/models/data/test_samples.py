@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from models.config.data import DataConfig
 from models.data.benchmark_prompts import BenchmarkPrompts
-from models.data.config import DataConfig
 from models.data.conversations import Document, Message, Tokens
 from models.data.samples import (
     Counts,

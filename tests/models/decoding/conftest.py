@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from models.decoding.plain import prefill
-from models.decoding.sampling import Sampling
 from models.drafts.base import Proposals
+from models.drafts.sampling import Sampling
 from models.drafts.together import OneByOne
 from models.drafts.trees import Candidates, Growing, Tree, TreeShape, grow
 from models.targets.model import TargetModel

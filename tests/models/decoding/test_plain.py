@@ -3,7 +3,7 @@ from collections import Counter
 import torch
 
 from models.decoding.plain import continue_batch, continue_greedily, prefill
-from models.decoding.sampling import Sampling
+from models.drafts.sampling import Sampling
 from models.targets.model import TargetModel
 
 NEVER = frozenset()

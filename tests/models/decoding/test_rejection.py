@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from models.decoding.rejection import accept, residual
-from models.decoding.sampling import Sampling, chances
 from models.drafts.base import NO_PROPOSAL
+from models.drafts.sampling import Sampling, chances
 from models.drafts.trees import ROOT
 
 P = torch.tensor([0.5, 0.3, 0.2, 0.0])

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 from models.decoding.counts import Counts
 from models.decoding.plain import continue_batch, continue_greedily
 from models.decoding.prompt_lookup import PromptLookup
-from models.decoding.sampling import Sampling
 from models.decoding.simulated import features, features_and_likeliest, simulate
 from models.decoding.speculative import speculate, speculate_together
 from models.decoding.token_recycling import TokenRecycling
 from models.drafts.base import NO_PROPOSAL
+from models.drafts.sampling import Sampling
 from models.drafts.together import OneByOne
 from models.drafts.trees import StaticTree
 

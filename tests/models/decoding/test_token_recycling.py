@@ -2,9 +2,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.decoding.sampling import GREEDY
 from models.decoding.token_recycling import TokenRecycling
 from models.drafts.base import NO_PROPOSAL, Likeliest
+from models.drafts.sampling import GREEDY
 from models.drafts.trees import DynamicTree, StaticTree
 
 NOTHING = torch.empty(0, 0)

@@ -4,8 +4,8 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.decoding.sampling import GREEDY, Sampling
 from models.drafts.base import NO_PROPOSAL, Draft, Proposals
+from models.drafts.sampling import GREEDY, Sampling
 from models.drafts.together import Turn
 from models.drafts.trees import Tree, TreeShape
 

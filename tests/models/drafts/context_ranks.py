@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from models.config.draft import parse_draft_config
 from models.drafts.base import Draft, PackedSamples, TargetProjection
-from models.drafts.config import parse_draft_config
 from models.drafts.context import ContextShare
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.decoding.sampling import Sampling
 from models.drafts.base import NO_PROPOSAL, Proposals
+from models.drafts.sampling import Sampling
 from models.drafts.trees import (
     Candidates,
     DynamicTree,

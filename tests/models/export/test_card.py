@@ -5,10 +5,10 @@ from pathlib import Path
 
 import yaml
 
-from infra.files import sha256_file
-from infra.records import SamplesRecord, TargetRecord
-from infra.run_folder import RunFolder
-from models.config import RunConfig, load_recipe
+from infra.files.atomic import sha256_file
+from infra.files.run_folder import RunFolder
+from infra.records.data_path import SamplesRecord, TargetRecord
+from models.config.recipe import RunConfig, load_recipe
 from models.export.card import write_card
 from models.export.description import BLOCK, block_of
 from models.run import Run

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from models.drafts.config import parse_draft_config
+from models.config.draft import parse_draft_config
 from models.export.description import BLOCK, block_of, read_description
 
 DRAFT = {"method": "eagle3", "vocab_size": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}

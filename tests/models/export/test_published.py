@@ -17,11 +17,11 @@ from speculators.proposals.greedy import GreedyTokenProposalConfig
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
-from infra.files import write_atomically
-from infra.records import TargetRecord
-from infra.run_folder import RunFolder
-from models.config import RunConfig
-from models.drafts.config import DraftConfig, parse_draft_config
+from infra.files.atomic import write_atomically
+from infra.files.run_folder import RunFolder
+from infra.records.data_path import TargetRecord
+from models.config.draft import DraftConfig, parse_draft_config
+from models.config.recipe import RunConfig
 from models.drafts.eagle3.module import Eagle3Draft
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.description import read_description

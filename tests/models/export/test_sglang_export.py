@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from infra.files import write_atomically
-from infra.records import SamplesRecord
+from infra.files.atomic import write_atomically
+from infra.records.data_path import SamplesRecord
 from models.benchmark.harness_page import page
 from models.benchmark.served import setup_of
 from models.benchmark.serving import counts_of, watch

@@ -12,8 +12,8 @@ from speculators.losses import resolve_loss_config
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from models.config.draft import parse_draft_config
 from models.drafts.base import Draft
-from models.drafts.config import parse_draft_config
 from models.drafts.dflash.layers import Blocks
 from models.drafts.dflash.module import DFlashDraft
 from models.drafts.eagle3.module import Eagle3Draft

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from models.config.losses import LossChoice
 from models.losses.choice import chosen_divergence
 from models.losses.chunked import Divergence, TargetDistribution, chunked_loss
-from models.losses.config import LossChoice
 from models.losses.lk import LKAlpha, LKLambda
 from models.losses.soft_cross_entropy import SoftCrossEntropy, soft_cross_entropy
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from infra.files import write_atomically
-from infra.records import RegeneratedRecord, SamplesRecord, TargetRecord
-from infra.run_folder import RunFolder
-from models.config import load_recipe
-from models.data.config import RegenerationConfig
+from infra.files.atomic import write_atomically
+from infra.files.run_folder import RunFolder
+from infra.records.data_path import RegeneratedRecord, SamplesRecord, TargetRecord
+from models.config.data import RegenerationConfig
+from models.config.recipe import load_recipe
 from models.data.conversations import Document, Message, read_documents
+from models.data.dialogue import Dialogue, Prompter
 from models.data.prepare import prepare_samples
 from models.decoding.plain import continue_greedily
-from models.regeneration.dialogue import Dialogue, Prompter
 from models.regeneration.engines import Task
 from models.regeneration.regenerate import regenerate
 from models.targets.model import TargetModel

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, Qwen3Config, Qwen3ForCausalLM
 
-from infra.records import TargetRecord
+from infra.records.data_path import TargetRecord
 from models.targets.model import TargetModel
 
 SIZES = {

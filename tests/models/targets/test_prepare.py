@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer, BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadModel
 
-from infra.records import TargetRecord
-from infra.run_folder import RunFolder
-from models.config import RunConfig
-from models.targets.config import TargetConfig
+from infra.files.run_folder import RunFolder
+from infra.records.data_path import TargetRecord
+from models.config.recipe import RunConfig
+from models.config.target import TargetConfig
 from models.targets.model import TargetModel
 from models.targets.prepare import prepare_target
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch.nn import functional
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from infra.records import SamplesRecord, TargetRecord
-from models.config import RunConfig
+from infra.records.data_path import SamplesRecord, TargetRecord
+from models.config.recipe import RunConfig
 from models.data.sample_set import SampleSet
 from models.targets.model import TargetModel
 from models.targets.prepare import prepare_target

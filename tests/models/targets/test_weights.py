@@ -17,7 +17,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from infra.records import TargetRecord
+from infra.records.data_path import TargetRecord
 from models.targets.model import TargetModel
 from models.targets.weights import read_target_head
 

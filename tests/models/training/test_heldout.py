@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from infra.records import HELDOUT_LENGTH, TrainingResult
-from infra.run_folder import RunFolder
-from models.benchmark.acceptance import acceptance_length
-from models.benchmark.prompts import heldout_prompts
+from infra.files.run_folder import RunFolder
+from infra.records.data_path import HELDOUT_LENGTH, TrainingResult
 from models.capture.heldout import read_heldout, wanted
+from models.data.prompts import heldout_prompts
+from models.decoding.acceptance import acceptance_length
 from models.decoding.plain import continue_greedily
 from models.decoding.simulated import features
 from models.decoding.speculative import speculate

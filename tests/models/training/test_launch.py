@@ -19,11 +19,11 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from infra.data_plane import start_trainer
+from infra.data_plane.start import start_trainer
+from infra.files.run_folder import RunFolder
 from infra.pools.local import LocalPool
-from infra.processes import Owner, ProcessRefusedError
-from infra.records import Progress
-from infra.run_folder import RunFolder
+from infra.processes.process import Owner, ProcessRefusedError
+from infra.records.data_path import Progress
 from models.run import Run
 
 WAIT_S = 300.0

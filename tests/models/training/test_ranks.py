@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from infra.records import HELDOUT_LENGTH, Progress, TrainingResult
-from infra.run_folder import RunFolder
-from models.config import with_overrides
+from infra.files.run_folder import RunFolder
+from infra.records.data_path import HELDOUT_LENGTH, Progress, TrainingResult
+from models.config.recipe import with_overrides
 from models.run import Run
 
 # 43 samples: no number of ranks or micro-batches divides the last step.

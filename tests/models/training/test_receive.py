@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from infra.config import TransportConfig
-from infra.records import BufferRecord, ObjectRecord, StoreRecord
+from infra.records.data_path import BufferRecord, ObjectRecord, StoreRecord
 from infra.transport.base import TransferError
-from infra.transport.mooncake import MooncakeTransport
-from models.capture.layout import Layout
+from infra.transport.mooncake.transport import MooncakeTransport
+from models.targets.layout import Layout
 from models.targets.model import HiddenStates
 from models.training.receive import CHECKED, DeviceReceiver, HostReceiver, Receiver, open_receiver
 

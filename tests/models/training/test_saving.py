@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from infra.files.run_folder import RunFolder
 from infra.ledger.answers import StaleIncarnation
 from infra.ledger.ledger import Ledger
-from infra.records import CheckpointRecord
-from infra.run_folder import RunFolder
-from models.training import checkpoint as checkpoints
+from infra.records.data_path import CheckpointRecord
+from models import checkpoint as checkpoints
 from models.training.saving import CheckpointSaver, on_host
 
 DESCRIPTION = checkpoints.DraftDescription(

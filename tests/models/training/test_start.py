@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from infra.run_folder import RunFolder
+from infra.files.run_folder import RunFolder
+from models.checkpoint import VOCABULARY
 from models.preflight import check_run
 from models.run import Run
-from models.training.checkpoint import VOCABULARY
 from models.training.start import load_start
 
 VOCABULARY_SIZE = "draft.vocab_size=512"

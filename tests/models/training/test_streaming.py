@@ -11,9 +11,9 @@ import sqlalchemy as sa
 import torch
 from safetensors.torch import load_file, save_file
 
-from infra.files import sha256_file
+from infra.files.atomic import sha256_file
 from infra.ledger.schema import samples
-from infra.records import ObjectRecord, Progress, TrainingResult
+from infra.records.data_path import ObjectRecord, Progress, TrainingResult
 from infra.transport.choice import objects_folder
 from models.drafts.base import PackedSamples, TargetProjection
 from models.drafts.registry import build_draft

@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from infra.files import write_atomically
-from infra.records import SamplesRecord, TargetRecord
-from infra.run_folder import RunFolder
+from infra.files.atomic import write_atomically
+from infra.files.run_folder import RunFolder
+from infra.records.data_path import SamplesRecord, TargetRecord
 from models.capture.sglang.engine import SGLangEngine
-from models.config import load_recipe
+from models.config.recipe import load_recipe
+from models.config.target import TargetConfig
 from models.run import Run
-from models.targets.config import TargetConfig
 from models.targets.prepare import prepare_target
 
 RECIPES = Path(__file__).parents[4] / "recipes"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Olmo2Config, Olmo2ForCausalLM
 
-from infra.records import TargetRecord
+from infra.records.data_path import TargetRecord
 from models.capture.sglang.engine import SGLangEngine
 from models.run import Run
 

@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from infra.records import Progress
-from infra.run_folder import RunFolder
+from infra.files.run_folder import RunFolder
+from infra.records.data_path import Progress
 from models.run import Run
 
 pytestmark = pytest.mark.slow

@@ -11,11 +11,11 @@ import httpx
 import pytest
 import torch
 
-from infra.files import write_atomically
-from infra.records import TargetRecord
+from infra.files.atomic import write_atomically
+from infra.records.data_path import TargetRecord
 from models.capture.engine import EngineError, SampleError
 from models.capture.sglang.engine import SGLangEngine
-from models.config import load_recipe
+from models.config.recipe import load_recipe
 from models.decoding.plain import continue_greedily
 from models.decoding.simulated import features
 from models.run import Run

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from models.config import load_recipe
-from models.drafts.dflash.config import DFlashConfig
+from models.config.dflash import DFlashConfig
+from models.config.recipe import load_recipe
 from models.drafts.dflash.module import DFlashDraft
 from models.drafts.vocabulary import DraftVocabulary
 

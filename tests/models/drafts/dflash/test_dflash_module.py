@@ -8,14 +8,14 @@ import torch
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from models.config.dflash import DFlashConfig
 from models.decoding.plain import continue_greedily
-from models.decoding.sampling import GREEDY, Sampling
 from models.decoding.simulated import features, simulate
 from models.decoding.speculative import speculate
 from models.drafts.base import NO_PROPOSAL, PackedSamples, TargetProjection, supervised_positions
-from models.drafts.dflash.config import DFlashConfig
 from models.drafts.dflash.layers import Blocks
 from models.drafts.dflash.module import DFlashDraft
+from models.drafts.sampling import GREEDY, Sampling
 from models.drafts.together import Turn
 from models.drafts.vocabulary import DraftVocabulary
 from models.targets.model import TargetModel

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from infra.sglang.environment import sglang_python
-from models.drafts.dflash.config import DFlashConfig
+from models.config.dflash import DFlashConfig
 from models.drafts.dflash.layers import Blocks
 from models.drafts.dflash.module import DFlashDraft
 from models.drafts.vocabulary import DraftVocabulary

@@ -6,9 +6,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from models.config.eagle3 import Eagle3Config
 from models.drafts.base import PackedSamples, TargetProjection
 from models.drafts.eagle3 import module
-from models.drafts.eagle3.config import Eagle3Config
 from models.drafts.eagle3.module import Eagle3Draft
 from models.drafts.vocabulary import DraftVocabulary
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from infra.sglang.environment import sglang_python
-from models.drafts.eagle3.config import Eagle3Config
+from models.config.eagle3 import Eagle3Config
 from models.drafts.eagle3.module import Eagle3Draft
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.sglang import write_export

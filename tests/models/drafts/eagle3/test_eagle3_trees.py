@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.decoding.sampling import GREEDY, Sampling
-from models.drafts.eagle3.config import Eagle3Config
+from models.config.eagle3 import Eagle3Config
 from models.drafts.eagle3.module import Eagle3Draft
+from models.drafts.sampling import GREEDY, Sampling
 from models.drafts.trees import DynamicTree, StaticTree, Tree
 from models.drafts.vocabulary import DraftVocabulary
 

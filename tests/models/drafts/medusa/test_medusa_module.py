@@ -2,8 +2,8 @@
 
 import torch
 
+from models.config.medusa import MedusaConfig
 from models.drafts.base import NO_PROPOSAL
-from models.drafts.medusa.config import MedusaConfig
 from models.drafts.medusa.module import MedusaDraft
 from models.drafts.vocabulary import DraftVocabulary
 

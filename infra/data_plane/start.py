@@ -1,0 +1,30 @@
+"""The command lines of a run's data plane, started on pools and kept running. Used by whoever owns the run."""
+
+from functools import partial
+
+from infra.files.run_folder import RunFolder
+from infra.pools.base import Pool
+from infra.processes.keep_running import KeptProcess
+from infra.processes.process import module
+
+
+def generator_role(index: int) -> str:
+    """Name of generator `index`: of its log, and of its leases in the ledger."""
+    return f"generator-{index}"
+
+
+def start_generator(
+    pool: Pool, folder: RunFolder, index: int, sharing: int, threads: int | None, alone: bool = False
+) -> KeptProcess:
+    """Start generator `index` on its share of a pool, among `sharing` processes; on all of it where it is `alone`."""
+    command = module("models.capture.generator", folder.path, "--index", str(index))
+    share = None if alone else index
+    return KeptProcess(
+        partial(pool.launch, generator_role(index), command, threads=threads, processes=sharing, index=share)
+    )
+
+
+def start_trainer(pool: Pool, folder: RunFolder, ranks: int, threads: int | None) -> KeptProcess:
+    """Start the trainer with `ranks` ranks on the training pool."""
+    command = module("models.training.launch", folder.path, "--ranks", str(ranks))
+    return KeptProcess(partial(pool.launch, "trainer", command, threads=threads, processes=ranks))

@@ -1,0 +1,55 @@
+"""Folders that are built once and never seen half-built. Used by the processes that fill the cache."""
+
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from infra.files.atomic import sync_file, sync_folder
+from infra.refusal import Refusal
+
+
+def build_once(folder: Path, build: Callable[[Path], None], timeout_s: float = 1800.0) -> bool:
+    """Make `folder` by `build(aside)` unless it is there; return whether it was built now.
+
+    The modification time of a folder that is there is renewed: clean-up removes what is unused
+    (`infra.files.stale_files`).
+    `build` fills a folder beside the final place, which is then made durable and renamed. Of several processes one
+    builds and the others wait for it; what a dead process left aside is removed.
+
+    Raises:
+        Refusal: another process has been building for longer than `timeout_s`.
+    """
+    if folder.is_dir():
+        with suppress(PermissionError):  # a cache that somebody else filled is theirs to clean up
+            os.utime(folder)
+        return False
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"), timeout=timeout_s)
+    try:
+        with lock:
+            if folder.is_dir():
+                return False
+            _build(folder, build)
+    except Timeout as error:
+        raise Refusal(
+            f"another process has been building {folder} for over {timeout_s:.0f} s: stop it, or wait and try again"
+        ) from error
+    return True
+
+
+def _build(folder: Path, build: Callable[[Path], None]) -> None:
+    aside = folder.with_name(f".{folder.name}.building")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    try:
+        build(aside)
+        for path in (*aside.rglob("*"), aside):
+            sync_folder(path) if path.is_dir() else sync_file(path)
+        aside.rename(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    sync_folder(folder.parent)

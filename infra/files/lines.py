@@ -1,0 +1,50 @@
+"""Files with one JSON object per line, which one process appends to while others read.
+
+A machine that dies while a line is being written leaves a torn end: part of a line, or zeros where data had not reached
+the disk. Readers take the lines before it. The writer writes those back before it appends again.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from infra.files.atomic import write_atomically
+
+
+def read_objects(path: Path) -> list[dict[str, Any]]:
+    """The objects of the whole lines, up to the first one that is torn; none where there is no file."""
+    objects: list[dict[str, Any]] = []
+    for line in _finished_lines(path):
+        value = _object(line)
+        if value is None:
+            break
+        objects.append(value)
+    return objects
+
+
+def last_object(path: Path) -> dict[str, Any] | None:
+    """The object of the last whole line, without parsing those before it; None where there is none."""
+    return next((value for line in reversed(_finished_lines(path)) if (value := _object(line)) is not None), None)
+
+
+def as_line(value: Mapping[str, Any]) -> str:
+    """An object as a line of such a file."""
+    return json.dumps(value) + "\n"
+
+
+def write_objects(path: Path, objects: Iterable[Mapping[str, Any]]) -> None:
+    """Replace the file, whole or not at all. For its one writer, before it appends."""
+    write_atomically(path, "".join(map(as_line, objects)))
+
+
+def _finished_lines(path: Path) -> list[bytes]:
+    return path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None

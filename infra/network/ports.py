@@ -1,0 +1,109 @@
+"""Ports on loopback for the servers we start. Used by whoever starts one."""
+
+import os
+import random
+import socket
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import islice
+from pathlib import Path
+
+from infra.files.locks import Lock, LockHeldError, hold_among_users
+from infra.refusal import Refusal
+
+HOST = "127.0.0.1"
+LASTING = range(21000, 29000)
+"""Below those that the kernel gives to outgoing connections."""
+PORTS_TRIED = 100
+LISTEN = "0A"
+"""State of a socket in /proc/net/tcp."""
+
+
+def is_free(port: int, host: str = HOST) -> bool:
+    """Whether nobody listens at a port of this machine."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError):
+            return False
+    return True
+
+
+def free_port(option: str, wanted: int | None, usual: int, taken: set[int]) -> tuple[int, str]:
+    """The wanted port, or the first free one from the usual one on, and a note where it is not that one.
+
+    Raises Refusal when there is none.
+    """
+    for port in range(usual, usual + PORTS_TRIED) if wanted is None else [wanted]:
+        if port not in taken and is_free(port):
+            taken.add(port)
+            moved = wanted is None and port != usual
+            return port, f"is not at port {usual}: another program holds it" if moved else ""
+    if wanted is not None:
+        raise Refusal(f"{option} {wanted} is taken by another program: leave the option out, or name a free port")
+    raise Refusal(f"the ports from {usual} to {usual + PORTS_TRIED - 1} are all taken: name a free one by {option}")
+
+
+def any_free_port() -> int:
+    """For a server that binds at once."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def lasting_ports(count: int) -> list[int]:
+    """Free ports for a server that is to be found at the same ones again after a restart."""
+    free = (port for port in random.sample(LASTING, len(LASTING)) if is_free(port))
+    found = list(islice(free, count))
+    if len(found) < count:
+        raise Refusal(f"{count} ports of {LASTING.start}..{LASTING.stop - 1} are wanted, {len(found)} are free")
+    return found
+
+
+def own_address(peer: str) -> str:
+    """This machine's address in the network in which `peer` (host:port) is. Nothing is sent."""
+    host, _, port = peer.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))
+        return str(probe.getsockname()[0])
+
+
+def is_foreign(port: int, processes: Iterable[int]) -> bool:
+    """Whether somebody listens at a port of this machine, and none of `processes` (from /proc: on Linux alone)."""
+    sockets = {f"socket:[{inode}]" for inode in _listening(port)}
+    return bool(sockets) and not any(sockets & _open_files(process) for process in processes)
+
+
+def _listening(port: int) -> Iterator[str]:
+    """Inodes of the sockets that listen at a port, at whatever address."""
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        for line in table.read_text().splitlines()[1:] if table.is_file() else []:
+            _, local, _, state, *_rest = fields = line.split()
+            if state == LISTEN and int(local.rpartition(":")[2], 16) == port:
+                yield fields[9]
+
+
+def _open_files(process: int) -> set[str]:
+    found: set[str] = set()
+    with suppress(OSError):  # the process has ended
+        for descriptor in Path(f"/proc/{process}/fd").iterdir():
+            with suppress(OSError):
+                found.add(os.readlink(descriptor))
+    return found
+
+
+@contextmanager
+def reserved_port(host: str = HOST) -> Iterator[tuple[int, Lock]]:
+    """For a server that binds only after minutes of loading: a free port, and the lock that keeps ours off it."""
+    folder = Path(tempfile.gettempdir()) / "draftsmith-ports"
+    for port in random.sample(LASTING, len(LASTING)):
+        try:
+            with hold_among_users(folder / str(port)) as lock:
+                if is_free(port, host):
+                    yield port, lock
+                    return
+        except LockHeldError:
+            continue
+    raise Refusal(f"no free port in {LASTING.start}..{LASTING.stop - 1} of this machine: stop what listens there")

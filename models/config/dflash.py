@@ -1,0 +1,131 @@
+"""Knobs of DFlash (arXiv 2602.06036), with D-PACE's position weights (arXiv 2605.18810)."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from infra.config import Seed
+from infra.planner.shapes import ITEM_BYTES, DraftShape, Kept, Precision, TargetShape
+from infra.refusal import Refusal
+from models.config.draft_base import LayerShape
+
+ROWS_AT_ONCE = 256
+"""Rows of one attention call: blocks that share it see each other's keys masked, which is work for nothing."""
+
+LayerType = Literal["full_attention", "sliding_attention"]
+
+
+class DFlashConfig(LayerShape):
+    """A few decoder layers over a block of one known token and masks; the target's features are keys and values.
+
+    No draft vocabulary: the draft speaks through the target's own head, and so does the engine that serves it.
+    """
+
+    title: ClassVar[str] = "DFlash"
+    training_only: ClassVar[frozenset[str]] = frozenset(
+        {"anchors", "anchor_seed", "position_weights", "decay_gamma", "dpace_alpha"}
+    )
+
+    shareable: ClassVar[bool] = False
+
+    method: Literal["dflash"] = "dflash"
+    block_size: int = Field(
+        default=16, ge=2, le=64, description="Positions per block: the last known token, and one less to propose."
+    )
+    layer_types: tuple[LayerType, ...] = Field(
+        default=("full_attention",) * 5,
+        min_length=1,
+        max_length=256,
+        description="One per layer. `full_attention` sees all features and the whole block; `sliding_attention` those "
+        "of the last `sliding_window` positions, and of the block what lies before.",
+    )
+    sliding_window: int | None = Field(
+        default=None, ge=2, le=2**24, description="Positions that a sliding layer sees, its own included."
+    )
+    mask_token_id: int | None = Field(
+        default=None,
+        ge=0,
+        le=2**24,
+        description="Target token whose embedding stands at the positions to propose. Default: the last of the "
+        "target's vocabulary, which is seldom a real one.",
+    )
+    fc_norm: bool = Field(
+        default=False,
+        description="RMS norm per target feature before fusion, and every layer's own norm on the fused ones (SGLang's "
+        "Laguna variant). Needed where the residual stream grows a lot (Gemma).",
+    )
+    anchors: int = Field(
+        default=512,
+        ge=1,
+        le=1_000_000,
+        description="Blocks trained per sample, each starting at a position drawn at random.",
+    )
+    anchor_seed: Seed = Field(default=0, description="Another seed draws other positions.")
+    position_weights: Literal["decay", "dpace"] = Field(
+        default="decay",
+        description="`decay`: proposal k weighs exp(-(k - 1) / decay_gamma). `dpace`: what it adds to the accepted "
+        "length as the draft stands now.",
+    )
+    decay_gamma: float = Field(
+        default=7.0, gt=0, le=10_000, description="7 suits a block of 16, 5 one of 10, 4 one of 8."
+    )
+    dpace_alpha: float = Field(
+        default=0.5, gt=0, le=1, description="Smoothing of D-PACE's confidences; 1: they do not matter."
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "DFlashConfig":
+        if "sliding_attention" in self.layer_types and self.sliding_window is None:
+            raise Refusal("draft.layer_types has sliding_attention layers: set draft.sliding_window")
+        return self
+
+    def shape(self, target: TargetShape, aux_count: int, precision: Precision) -> DraftShape:
+        """Blocks of rows at up to `anchors` tokens through all layers, whose keys are features too."""
+        hidden, layers, item = target.hidden_size, len(self.layer_types), ITEM_BYTES[precision]
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        fusion = aux_count * hidden * hidden
+        layer = 2 * queries * hidden + 2 * keys * hidden + 3 * hidden * self.intermediate_size
+        norms = layers * 2 * (hidden + self.head_dim) + hidden * (2 + (aux_count if self.fc_norm else 0))
+        tables = target.vocab_size * hidden
+        return DraftShape(
+            title=self.title,
+            parameters=fusion + layers * layer + norms,
+            vocab_size=target.vocab_size,
+            whole_vocabulary=True,
+            trains_head=False,
+            frozen=2 * tables,
+            token_parameters=fusion + layers * 2 * keys * hidden,
+            row_parameters=layers * layer,
+            rows_per_token=self.block_size,
+            most_anchors=self.anchors,
+            target_per_row=True,
+            attention_width=layers * queries,
+            kept=self._kept(hidden, aux_count, item),
+        )
+
+    def _kept(self, hidden: int, aux_count: int, item: int) -> Kept:
+        """Counted from the graph's saved tensors, with products in `item` bytes and norms in float32."""
+        queries, keys, layers = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, len(self.layer_types)
+        layer = 28 * hidden + 12 * (queries + keys) + (3 * queries + 2 * keys + 4 * self.intermediate_size) * item
+        return Kept(
+            token=(aux_count * hidden + layers * 2 * keys) * item + 8 * hidden + layers * 12 * keys,
+            row=layers * layer + 8 * hidden,
+            output=4 * hidden,
+            pair=layers * 2 * keys * item / ROWS_AT_ONCE,
+        )
+
+    def engine_arguments(self, lookahead: int) -> list[str]:
+        """A whole block (see `MethodConfig.engine_arguments`); the token that is already sure is its first.
+
+        Raises Refusal for another lookahead: to the engine another block is another model.
+        """
+        if lookahead != self.block_size - 1:
+            raise Refusal(
+                f"benchmark.lookahead={lookahead}: SGLang proposes whole blocks of a DFlash draft, so set it to "
+                f"{self.block_size - 1} (draft.block_size - 1), or leave serving out (benchmark.served_concurrency=[])"
+            )
+        return ["--speculative-algorithm", "DFLASH", "--speculative-num-draft-tokens", str(lookahead + 1)]
+
+    def lookaheads(self, most: int) -> tuple[int, ...]:
+        """Whole blocks, whatever `most` says (see `MethodConfig.lookaheads`)."""
+        return (0, self.block_size - 1)

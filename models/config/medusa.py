@@ -1,0 +1,52 @@
+"""Knobs of Medusa heads (arXiv 2401.10774)."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from infra.planner.shapes import ITEM_BYTES, DraftShape, Kept, Precision, TargetShape
+from models.config.draft_base import VocabularyChoice
+from models.config.losses import LOSS_FIELDS, LossChoice
+
+
+class MedusaConfig(LossChoice, VocabularyChoice):
+    """Heads over the highest target layer of `target.aux_layer_ids`, which should be the target's last."""
+
+    title: ClassVar[str] = "Medusa"
+    training_only: ClassVar[frozenset[str]] = LOSS_FIELDS | {"head_decay"}
+
+    method: Literal["medusa"] = "medusa"
+    heads: int = Field(default=4, ge=1, le=16, description="Tokens proposed at most; one head each.")
+    layers: int = Field(default=1, ge=1, le=4, description="Residual layers of a head.")
+    rms_norm_eps: float = Field(default=1e-6, gt=0, le=1)
+    head_decay: float = Field(default=0.8, gt=0, le=1, description="Weight of head k's loss is head_decay ** k.")
+
+    @property
+    def step_weights(self) -> tuple[float, ...]:
+        """Weight of every head's loss."""
+        return tuple(self.head_decay**head for head in range(self.heads))
+
+    def lookaheads(self, most: int) -> tuple[int, ...]:
+        """One proposal for each head (see `MethodConfig.lookaheads`)."""
+        return super().lookaheads(min(most, self.heads))
+
+    def shape(self, target: TargetShape, aux_count: int, precision: Precision) -> DraftShape:
+        """Heads side by side over one normed feature (see `MethodConfig.shape`)."""
+        hidden, vocabulary = target.hidden_size, self.vocabulary_size(target.vocab_size)
+        head, item = self.layers * hidden * hidden, ITEM_BYTES[precision]
+        return DraftShape(
+            title=self.title,
+            parameters=self.heads * head + hidden + vocabulary * hidden,
+            vocab_size=vocabulary,
+            whole_vocabulary=vocabulary == target.vocab_size,
+            trains_head=True,
+            frozen=0,
+            token_parameters=0,
+            row_parameters=head,
+            rows_per_token=self.heads,
+            kept=Kept(
+                token=4 * hidden + (hidden * item if item < 4 else 0),
+                row=self.layers * 2 * hidden * item,
+                output=4 * hidden,
+            ),
+        )

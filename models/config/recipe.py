@@ -1,0 +1,270 @@
+"""One run's configuration: the recipe, and the flow's parameter. Imported everywhere; reaches pydantic only."""
+
+import json
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from reprlib import Repr
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from infra.config import LONGEST_TEXT, LedgerConfig, PoolsConfig, Seed, StrictConfig, TrackingConfig, TransportConfig
+from infra.planner.config import PlanConfig
+from infra.redaction import redacted
+from infra.refusal import Refusal
+from models.config.benchmark import BenchmarkConfig, PromotionConfig
+from models.config.data import DataConfig
+from models.config.draft import METHODS, DraftConfig
+from models.config.generator import GeneratorConfig
+from models.config.target import TargetConfig
+from models.config.training import TrainingConfig
+
+LISTED = 20
+"""Problems of a recipe that one message shows."""
+
+
+class RunConfig(StrictConfig):
+    """Everything that decides a run."""
+
+    name: str = Field(description="Recipe name; run folders and the registered model are named after it.")
+    seed: Seed = 0
+    target: TargetConfig
+    data: DataConfig = DataConfig()
+    generator: GeneratorConfig = GeneratorConfig()
+    draft: DraftConfig
+    training: TrainingConfig = TrainingConfig()
+    benchmark: BenchmarkConfig = BenchmarkConfig()
+    promotion: PromotionConfig = PromotionConfig()
+    pools: PoolsConfig = PoolsConfig()
+    ledger: LedgerConfig = LedgerConfig()
+    transport: TransportConfig = TransportConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    plan: PlanConfig = PlanConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "RunConfig":
+        if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,99}", self.name):
+            raise Refusal(
+                f"name {self.name[:200]!r} becomes a folder: use lower-case letters, digits, dots and dashes, "
+                "100 at most"
+            )
+        ids = self.target.aux_layer_ids
+        if list(ids) != sorted(set(ids)) or ids[0] < 0:
+            raise Refusal(f"target.aux_layer_ids {list(ids)} must be ascending, distinct and not negative")
+        if self.plan.target is not None:
+            check_layers(ids, self.plan.target.num_layers)
+        if self.benchmark.lookahead > self.benchmark.max_lookahead:
+            raise Refusal(
+                f"benchmark.lookahead {self.benchmark.lookahead} must not exceed benchmark.max_lookahead "
+                f"{self.benchmark.max_lookahead}: lower it, or raise that"
+            )
+        transport = self.transport
+        if self.pools.kind != "local" and (
+            transport.kind == "arena" or (transport.kind in ("auto", "files") and transport.folder is None)
+        ):
+            raise Refusal(
+                f"pools.kind={self.pools.kind} may put generators and trainer on different machines, and shared memory "
+                "is of one: set transport.kind=mooncake (or transport.folder to a folder that all machines share)"
+            )
+        if self.training.context_parallel_size > 1:
+            self._check_shared_samples()
+        gpus, ranks = self.pools.training_gpus, self.training.ranks
+        if gpus not in (0, ranks):
+            raise Refusal(
+                f"pools.training_gpus is {gpus}, training.ranks {ranks}: a rank needs one GPU, so make them equal (or "
+                "set it to 0 for the CPU)"
+            )
+        return self
+
+    def _check_shared_samples(self) -> None:
+        size = self.training.context_parallel_size
+        if not self.draft.shareable:
+            raise Refusal(
+                f"training.context_parallel_size is {size}: a block of {self.draft.title} reads the features of its "
+                "whole sample, so ranks cannot share one: set it to 1 and lower data.max_tokens, or use "
+                "draft.method=eagle3"
+            )
+        if self.transport.receive == "device":
+            raise Refusal(
+                f"training.context_parallel_size is {size}: by GPUDirect (transport.receive=device) samples arrive "
+                "whole, and ranks that share them want parts: set transport.receive=host"
+            )
+
+
+def check_layers(aux_layer_ids: Sequence[int], num_layers: int) -> None:
+    """Raise Refusal for layers that a target of `num_layers` does not have."""
+    if max(aux_layer_ids) >= num_layers:
+        raise Refusal(
+            f"target.aux_layer_ids {list(aux_layer_ids)}: the target has layers 0..{num_layers - 1}; choose among these"
+        )
+
+
+LARGEST_RECIPE = 2**20
+"""Bytes."""
+
+
+def load_recipe(path: Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a recipe and apply `section.field=value` overrides (values are YAML).
+
+    Raises Refusal, with the place and the remedy, for anything that is not a valid recipe.
+    """
+    tree = _parse(_read(path), str(path))
+    if not isinstance(tree, dict):
+        raise Refusal(f"{path} holds no settings: a recipe is a YAML mapping with at least name, target and draft")
+    for override in overrides or []:
+        _apply(tree, override)
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise Refusal(_explain(str(path), error)) from error
+
+
+def _read(path: Path) -> str:
+    try:
+        if not path.is_file():
+            raise Refusal(f"no recipe at {path}: give a YAML file, for instance recipes/quickstart.yaml")
+        if path.stat().st_size > LARGEST_RECIPE:
+            raise Refusal(f"{path} is larger than 1 MiB: a recipe is a short YAML file, so check the path")
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise Refusal(f"{path} is not UTF-8 text ({error.reason} near byte {error.start}): convert it") from error
+    except (OSError, ValueError) as error:
+        if isinstance(error, Refusal):
+            raise
+        raise Refusal(f"{str(path)[:200]!r} cannot be read ({error}): check the path and its permissions") from error
+
+
+def _parse(text: str, place: str) -> Any:
+    """YAML's values. Its parser raises ValueError for an impossible date or a number of thousands of digits."""
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, OverflowError, KeyError) as error:
+        raise Refusal(f"{place} is not valid YAML: correct it ({error})") from error
+    except RecursionError as error:
+        raise Refusal(f"{place} is nested too deeply: flatten it") from error
+
+
+def read_config(path: Path) -> RunConfig:
+    """A run's own configuration, `config.json`; Refusal for a damaged one, or one that this version cannot run."""
+    try:
+        tree = json.loads(path.read_text())
+    except OSError as error:
+        raise Refusal(f"{path} cannot be read ({error.strerror}): restore it, or start a new run") from error
+    except (ValueError, RecursionError) as error:  # no JSON, or no text at all
+        raise Refusal(
+            f"{path} is damaged: {error}. It is the only record of what the run was asked for: put it back from a "
+            "backup, or start a new run"
+        ) from error
+    try:
+        return RunConfig.model_validate_json(json.dumps(tree))
+    except ValidationError as error:
+        raise Refusal(
+            f"{_explain(str(path), error)}\nThe file was changed, or another version of Draftsmith made the run: "
+            "restore it, use that version, or start a new run"
+        ) from error
+
+
+SECTIONS_OF_PLACEMENT = ("pools", "plan")
+PLACEMENT = frozenset(
+    {
+        "training.ranks",
+        "training.context_parallel_size",
+        "training.micro_batches",
+        "generator.count",
+        "generator.max_count",
+        "generator.patience_s",
+        "ledger.max_quarantined",
+    }
+)
+"""Settings that a resumed run may change, like all of `pools` and `plan`: they decide where it runs, what is assumed of
+that, or when it gives up, not what it trains."""
+
+
+def with_overrides(config: RunConfig, overrides: list[str]) -> RunConfig:
+    """A run's configuration with another placement; Refusal for an override of anything else."""
+    tree = config.model_dump(mode="json")
+    for override in overrides:
+        setting = override.partition("=")[0]
+        if setting not in PLACEMENT and setting.partition(".")[0] not in SECTIONS_OF_PLACEMENT:
+            raise Refusal(
+                f"override {redacted(override)!r}: a run is resumed with its own configuration; leave it out, "
+                f"or start a new run (these may change: {', '.join(sorted(PLACEMENT))}, and all of "
+                f"{' and '.join(SECTIONS_OF_PLACEMENT)})"
+            )
+        _apply(tree, override)
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise Refusal(_explain("the run's configuration", error)) from error
+
+
+def without_placement(config: RunConfig) -> dict[str, Any]:
+    """What two configurations must share to be of the same run."""
+    tree = config.model_dump(mode="json", exclude=set(SECTIONS_OF_PLACEMENT))
+    for setting in PLACEMENT:
+        section, _, field = setting.partition(".")
+        del tree[section][field]
+    return tree
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise Refusal(f"override {redacted(override)!r} is not of the form section.field=value: write it so")
+    *sections, field = key.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise Refusal(f"override {redacted(override)!r}: {section} is a value, not a section: correct the name")
+    tree[field] = _parse(value, f"override {redacted(override)[:120]!r}")
+
+
+def _without_method(place: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Where a person finds a setting: pydantic names the method among the sections."""
+    return place[:1] + place[2:] if place[:1] == ("draft",) and place[1:2] and place[1] in METHODS else place
+
+
+def _explain(what: str, error: ValidationError) -> str:
+    """Every problem with its place; what to do follows from what was expected."""
+    problems = error.errors()
+    lines = [f"{what} is not valid; correct these settings:"]
+    for problem in problems[:LISTED]:
+        place = ".".join(str(part)[:80] for part in _without_method(problem["loc"])) or "recipe"
+        if problem["type"] == "extra_forbidden":
+            lines.append(f"  {place}: no such setting{_meant(problem['loc'])}")
+        elif problem["type"].startswith("union_tag"):
+            got = redacted(repr(problem.get("ctx", {}).get("tag")))
+            lines.append(f"  {place}.method: known methods are {', '.join(METHODS)} (got {got:.80})")
+        else:
+            message = problem["msg"].removeprefix("Value error, ")
+            # A validator of several settings gets, and would show, all of them.
+            shown = not (problem["type"] == "value_error" and isinstance(problem["input"], dict | StrictConfig))
+            # Redacted before it is cut, or a secret that was cut would not be recognised.
+            got = f" (got {redacted(_shown(problem['input'])):.80})" if shown else ""
+            lines.append(f"  {place}: {message}{got}")
+    if len(problems) > LISTED:
+        lines.append(f"  and {len(problems) - LISTED} more")
+    return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    """A value as Python writes it, cut where aliases of YAML blow it up."""
+    brief = Repr()
+    brief.maxstring = LONGEST_TEXT
+    try:
+        return brief.repr(value)
+    except ValueError:  # an integer of more than 4,300 digits
+        return f"a {type(value).__name__}"
+
+
+def _meant(place: tuple[int | str, ...]) -> str:
+    """The known setting of a similar name, if there is one."""
+    section: Any = RunConfig
+    for part in place[:-1]:
+        field = getattr(section, "model_fields", {}).get(part)
+        section = METHODS.get(str(part)) if field is None else field.annotation
+    close = get_close_matches(str(place[-1]), list(getattr(section, "model_fields", ())), n=1)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -1,0 +1,114 @@
+"""Prompts of the benchmark: the beginnings of held-out samples, or of the samples of a file. Runs in the benchmark."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from infra.records.data_path import TargetRecord
+from infra.refusal import Refusal
+from models.config.benchmark import BenchmarkConfig
+from models.config.data import DataConfig
+from models.data.conversations import read_documents, source_hash
+from models.data.samples import SampleEncoder, chat_template
+from models.data.suites import SuitePrompts, layout_of, question_prompts
+from models.run import Run, TargetReady
+
+Template = Literal["auto", "tokenizer", "none"]
+LEAST_TOKENS = 2
+SAMPLES_PER_PROMPT = 4
+"""Samples read for each prompt wanted: some give none, or the same."""
+
+
+def heldout_prompts(run: Run) -> list[list[int]]:
+    """The prompts of a run's benchmarks. Raises Refusal where there are too few."""
+    config, samples = run.config.benchmark, run.open_samples("heldout")
+    heldout = (samples[index] for index in range(len(samples)))
+    return take_prompts(((sample.tokens, sample.loss_mask) for sample in heldout), config.prompts, config.prompt_tokens)
+
+
+def suite_prompts(run: TargetReady, name: str) -> SuitePrompts:
+    """The prompts of one of `promotion.suites`. Raises Refusal, naming the suite, for what gives none."""
+    promotion, target, benchmark = run.config.promotion, run.config.target, run.config.benchmark
+    source = promotion.suites[name]
+    try:
+        layout = layout_of(name, source)
+        if layout is None:
+            prompts, template_hash = read_prompts(source, run.target, benchmark, "auto", target.add_bos)
+            return SuitePrompts(prompts, (), source_hash(source), template_hash)
+        return question_prompts(
+            source,
+            layout,
+            Path(run.target.path),
+            count=promotion.suite_prompts,
+            prompt_tokens=promotion.suite_prompt_tokens,
+            templated=run.config.data.chat_template == "tokenizer",
+            add_bos=target.add_bos,
+        )
+    except Refusal as error:
+        raise Refusal(f"promotion.suites.{name}: {error}") from error
+
+
+def read_prompts(
+    source: str, target: TargetRecord, config: BenchmarkConfig, template: Template, bos: bool
+) -> tuple[list[list[int]], str]:
+    """Prompts from a file, and the hash of the template used (`none` for plain text)."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target.path)
+    if template == "auto":
+        plain = next(read_documents(source)).plain
+        template = "none" if plain or not tokenizer.chat_template else "tokenizer"
+    data = DataConfig(source=source, chat_template=template, max_tokens=max(1024, 4 * config.prompt_tokens))
+    encoder = SampleEncoder(tokenizer, data, bos)
+    samples = islice(encoder.encode(read_documents(source)), SAMPLES_PER_PROMPT * config.prompts)
+    prompts = take_prompts(
+        ((torch.from_numpy(s.tokens).long(), torch.from_numpy(s.loss_mask)) for s in samples),
+        config.prompts,
+        config.prompt_tokens,
+    )
+    text = "none" if template == "none" else hashlib.sha256(json.dumps([chat_template(tokenizer)]).encode()).hexdigest()
+    return prompts, text
+
+
+def take_prompts(samples: Iterable[tuple[Tensor, Tensor]], count: int, prompt_tokens: int) -> list[list[int]]:
+    """The first `count` different prompts.
+
+    A conversation's prompt is all that precedes its first supervised token, and it is left out where that is longer
+    than `prompt_tokens` (a cut turn would not be a prompt of that template). Plain text, supervised from its start,
+    gives its first `prompt_tokens` tokens, at most half of it.
+
+    Args:
+        samples: tokens `[T]` int64 and loss mask `[T]` bool of each.
+        count: prompts wanted; fewer come where there are fewer.
+        prompt_tokens: most tokens of a prompt.
+
+    Raises:
+        Refusal: fewer than two prompts.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    seen = 0
+    for tokens, loss_mask in samples:
+        seen += 1
+        prompt = _prompt(tokens, loss_mask, prompt_tokens)
+        if prompt is not None:
+            found[tuple(prompt)] = None
+        if len(found) == count:
+            break
+    if len(found) < 2:
+        raise Refusal(
+            f"{len(found)} of {seen} samples give a prompt of {LEAST_TOKENS} to {prompt_tokens} tokens: raise "
+            "benchmark.prompt_tokens, or give more text"
+        )
+    return [list(prompt) for prompt in found]
+
+
+def _prompt(tokens: Tensor, loss_mask: Tensor, prompt_tokens: int) -> list[int] | None:
+    first = int(loss_mask.int().argmax())
+    # Position 0 is never generated, so plain text with a beginning-of-text token starts to be supervised at 1.
+    length = min(prompt_tokens, len(tokens) // 2) if first <= 1 else first
+    return tokens[:length].tolist() if LEAST_TOKENS <= length <= prompt_tokens else None

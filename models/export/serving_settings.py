@@ -1,0 +1,129 @@
+"""What each engine is told about how many tokens to propose, from goodput: files beside an exported draft.
+
+SGLang takes one lookahead, or for `--speculative-adaptive` a list of them by texts at once, among which it moves with
+the acceptance it sees, whatever steps cost. vLLM takes a lookahead by texts at once. Runs in the benchmark.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from infra.files.atomic import write_atomically
+from infra.records.goodput import GoodputTable, MeasuredGoodput
+from models.benchmark.goodput import FittedCosts, predict
+from models.config.draft_base import MethodConfig
+from models.export.description import read_description
+
+SERVING = "serving"
+GOODPUT, SGLANG, SGLANG_ADAPTIVE, VLLM = "goodput.json", "sglang.json", "sglang_adaptive.json", "vllm.json"
+NEAR = 0.05
+"""SGLang may move among lookaheads whose predicted goodput is so little below the best, relatively: it follows
+acceptance alone, and costs that differ more than this would not be asked."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """From `first` to `last` texts at once."""
+
+    first: int
+    last: int
+    best: int
+    """The lookahead of greatest goodput."""
+    near: tuple[int, ...]
+    """Lookaheads that are hardly worse, the best one among them; ascending."""
+
+
+def spans(table: GoodputTable) -> list[Span]:
+    """What pays with 1 text at once, 2, and so on up to the greatest load of the table: without gaps, ascending."""
+    singles = list(_singles(table))
+    found = []
+    for (best, near), group in groupby(singles, key=lambda single: (single.best, single.near)):
+        members = list(group)
+        found.append(Span(members[0].first, members[-1].last, best, near))
+    return found
+
+
+def _singles(table: GoodputTable) -> Iterator[Span]:
+    costs = FittedCosts(table.target, table.draft)
+    lookaheads = sorted({row.lookahead for row in table.rows})
+    for batch in range(1, max(row.batch for row in table.rows) + 1):
+        goodput = {at: predict(costs, table.rates, batch, at).tokens_per_s for at in lookaheads}
+        best = max(lookaheads, key=lambda at: (goodput[at], -at))
+        yield Span(batch, batch, best, tuple(at for at in lookaheads if goodput[at] >= (1 - NEAR) * goodput[best]))
+
+
+def sglang(found: MeasuredGoodput, config: MethodConfig) -> dict[str, Any]:
+    """SGLang's arguments, but for the paths of the models and of the adaptive configuration.
+
+    `arguments` propose the best number of tokens at the main load, `adaptive_arguments` as many as pay at each load;
+    no arguments (0 proposals): the target alone is faster.
+    """
+    lookahead, adaptive = found.best.lookahead, sglang_adaptive(found.draft, config)
+    return {
+        "load": found.main_load,
+        "lookahead": lookahead,
+        "arguments": config.engine_arguments(lookahead) if lookahead else [],
+        "adaptive_arguments": None if adaptive is None else _adaptive_arguments(adaptive, config, lookahead),
+    }
+
+
+def _adaptive_arguments(adaptive: dict[str, Any], config: MethodConfig, preferred: int) -> list[str]:
+    """SGLang refuses to begin with a lookahead that is no candidate."""
+    candidates = sorted({at for slot in adaptive.values() for at in slot["candidate_steps"] if at})
+    start = preferred if preferred in candidates else candidates[0]
+    return [*config.engine_arguments(start), "--speculative-adaptive"]
+
+
+def sglang_adaptive(table: GoodputTable, config: MethodConfig) -> dict[str, Any] | None:
+    """SGLang's `--speculative-adaptive-config` (0.5.23): each key holds from so many texts at once to the next key.
+
+    None where SGLang cannot change the method's lookahead, or none is ever worth proposing.
+    """
+    slots = [(span.first, span.near) for span in spans(table)]
+    if not config.adaptive or not any(at for _, near in slots for at in near):
+        return None
+    changes = [next(group) for _, group in groupby(slots, key=lambda slot: slot[1])]
+    return {str(first): {"candidate_steps": list(near)} for first, near in changes}
+
+
+def vllm(table: GoodputTable, method: str) -> dict[str, Any] | None:
+    """vLLM's `--speculative-config`, but for `model`, the draft's folder; beyond the last range its number stays.
+
+    None where no proposal is ever worth its time.
+    """
+    most = max(span.best for span in spans(table))
+    if most == 0:
+        return None
+    return {
+        "method": method,
+        "num_speculative_tokens": most,
+        "num_speculative_tokens_per_batch_size": _ranges(spans(table)),
+    }
+
+
+def _ranges(found: Sequence[Span]) -> list[list[int]]:
+    """`[first, last, lookahead]`."""
+    groups = [list(group) for _, group in groupby(found, key=lambda span: span.best)]
+    return [[group[0].first, group[-1].last, group[0].best] for group in groups]
+
+
+def write_settings(export: Path, found: MeasuredGoodput) -> list[Path]:
+    """Write `serving/` of an exported draft, in place of what is there; engines only where they have its model."""
+    description = read_description(export)
+    files: dict[str, Any] = {GOODPUT: found.model_dump(mode="json")}
+    if description.served:
+        files[SGLANG] = sglang(found, description.config)
+        files[SGLANG_ADAPTIVE] = sglang_adaptive(found.draft, description.config)
+    if description.vllm_method is not None:
+        files[VLLM] = vllm(found.draft, description.vllm_method)
+    folder = export / SERVING
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    written = {folder / name: content for name, content in files.items() if content is not None}
+    for path, content in written.items():
+        write_atomically(path, json.dumps(content, indent=1) + "\n")
+    return list(written)

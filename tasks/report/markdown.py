@@ -1,0 +1,163 @@
+"""The report as Markdown: for the Prefect run's page, and for the descriptions in MLflow."""
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from infra.data_plane.bottleneck import in_words
+from infra.records.acceptance import BenchmarkResult
+from infra.records.data_path import TargetRecord
+from tasks.report.facts import Link, RunFacts, acceptance_rows, goodput_rows, length, plural, signed
+from tasks.report.page import embedded, sample_states, sentence
+from tasks.report.words import agreement_line, compared, gate_line, how_good, lossless_line, meaning, serving_line
+
+SPECIAL = re.compile(r"([\\`*_\[\]<>|~])")
+
+
+def escaped(text: str) -> str:
+    """Text that Markdown shows as it is: no markup, no table cell that ends early."""
+    return SPECIAL.sub(r"\\\1", " ".join(text.split()))
+
+
+GAP = "&emsp;"
+"""MLflow shows a table without any space between its cells."""
+LISTED = 50
+"""Quarantined samples shown in Prefect; the rest are in report.html."""
+
+
+def run_note(facts: RunFacts) -> str:
+    """The run in short, for MLflow, which keeps 8,000 characters."""
+    return "\n\n".join([*_top(facts, GAP), *_more(facts)]) + "\n"
+
+
+def run_page(facts: RunFacts, plots: Path) -> str:
+    """The run in a page, for Prefect, with the PNG files of `plots` inside it."""
+    pictures = [f"![{escaped(plot.caption)}]({plot.uri})" for plot in embedded(plots)]
+    return "\n\n".join([f"# {escaped(facts.run)}", *_top(facts), *pictures, *_quarantined(facts), *_more(facts)]) + "\n"
+
+
+def _top(facts: RunFacts, gap: str = "") -> list[str]:
+    return [
+        f"**{headline(facts)}**",
+        *(_prose(words) for words in meaning(facts.target.name, facts.result, facts.draft)),
+        "### Acceptance length by lookahead",
+        markdown_table(acceptance_rows(facts.result), gap),
+        *_serving(facts.result, gap),
+        _list(_findings(facts)),
+    ]
+
+
+def _serving(result: BenchmarkResult, gap: str) -> list[str]:
+    """What to serve the draft with."""
+    line, rows = serving_line(result), goodput_rows(result)
+    return ["### Goodput by load", markdown_table(rows, gap), escaped(sentence(line))] if line else []
+
+
+def headline(facts: RunFacts) -> str:
+    """The verdict in one line."""
+    result, at = facts.result, facts.result.conditions.lookahead
+    return escaped(
+        f"Acceptance length {length(result.simulated.length[at])} (prompt lookup "
+        f"{length(result.prompt_lookup.length[at])}), gate {'passed' if result.gate.passed else 'not passed'}, version "
+        f"{facts.draft.version} of {facts.draft.name} ({', '.join(facts.draft.aliases) or 'no alias'})"
+    )
+
+
+def version_markdown(target: TargetRecord, result: BenchmarkResult) -> str:
+    """What a registered version is worth, whatever its alias may be later."""
+    return "\n\n".join(
+        [
+            escaped(version_line(result)) + ".",
+            _prose(how_good(target.name, result)),
+            _prose(compared(result)),
+            markdown_table(acceptance_rows(result), GAP),
+            *_serving(result, GAP),
+            _list(
+                escaped(sentence(words))
+                for words in (gate_line(result.gate), lossless_line(result), agreement_line(result))
+            ),
+            _conditions(result),
+        ]
+    )
+
+
+def draft_markdown(target: TargetRecord) -> str:
+    """What all versions of a registered draft are."""
+    return (
+        f"Drafts for speculative decoding of **{escaped(target.name)}**, made by Draftsmith. The alias `champion` is "
+        "the version that serving takes; `challenger` is the newest that has not earned that. Each version's "
+        "description says what it accepts, under which conditions, and what the gate decided."
+    )
+
+
+def version_line(result: BenchmarkResult) -> str:
+    """One line for lists of versions."""
+    at, gate = result.conditions.lookahead, result.gate
+    return (
+        f"{length(result.simulated.length[at])} tokens per step, gate {'passed' if gate.passed else 'not passed'} "
+        f"against {gate.against} ({signed(gate.difference)}), prompt lookup {length(result.prompt_lookup.length[at])}"
+    )
+
+
+def _conditions(result: BenchmarkResult) -> str:
+    held = result.conditions
+    return "Conditions: " + escaped(
+        f"{held.prompts} prompts of up to {held.prompt_tokens} tokens, {held.max_new_tokens} new tokens, temperature "
+        f"{held.temperature:g}, lookahead {held.lookahead}, topk {held.topk}, concurrency {held.concurrency}, "
+        f"{held.engine} in {held.dtype}, {held.hardware}; template {held.template_hash}, thinking "
+        f"{'on' if held.thinking else 'off'}, data {held.dataset_hash[:12]}, target {held.target} at "
+        f"{held.target_revision[:12]}."
+    )
+
+
+def _findings(facts: RunFacts) -> list[str]:
+    trained = f"{plural(facts.trained.steps, 'step')} on {plural(facts.trained.tokens, 'token')}"
+    lines = (
+        gate_line(facts.result.gate),
+        lossless_line(facts.result),
+        agreement_line(facts.result),
+        f"trained {trained}; {in_words(facts.trained.rates)}",
+        *(f"plan, {name}: {text}" for name, text in facts.planned),
+        sample_states(facts),
+    )
+    return [escaped(sentence(line)) for line in lines]
+
+
+def _quarantined(facts: RunFacts) -> list[str]:
+    if not facts.quarantined:
+        return []
+    rows = [
+        {"epoch": str(lost.epoch), "ordinal": str(lost.ordinal), "sample": str(lost.sample), "error": lost.error}
+        for lost in facts.quarantined[:LISTED]
+    ]
+    rest = len(facts.quarantined) - LISTED
+    return ["### Quarantined samples", markdown_table(rows), *([f"and {rest} more in report.html"] if rest > 0 else [])]
+
+
+def markdown_table(rows: Sequence[dict[str, str]], gap: str = "") -> str:
+    """Rows of equal keys, the first column to the left and the others, after a `gap`, to the right."""
+    names = list(rows[0])
+    cells = [[escaped(name) for name in names], *([escaped(cell) for cell in row.values()] for row in rows)]
+    spaced = [[first, *(f"{gap}{cell}" for cell in others)] for first, *others in cells]
+    lines = [spaced[0], [":---", *["---:"] * (len(names) - 1)], *spaced[1:]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _list(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _more(facts: RunFacts) -> list[str]:
+    """Links that lead somewhere from here: not those into the run folder."""
+    return ["### More", _list(_link(link) for link in facts.links if link.is_anywhere)]
+
+
+def _link(link: Link) -> str:
+    shown = f"[{escaped(link.text)}]({link.href})" if link.href else f"`{link.text}`"
+    return f"{escaped(link.name)}: {shown}"
+
+
+def _prose(words: str) -> str:
+    """Escaped, but for the commands between backticks."""
+    parts = words.split("`")
+    return "`".join(part if at % 2 else SPECIAL.sub(r"\\\1", part) for at, part in enumerate(parts))

@@ -1,0 +1,260 @@
+"""Renders `report.html`: one file that a colleague can be sent; it needs neither network nor JavaScript."""
+
+import base64
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from markupsafe import Markup, escape
+
+from infra.data_plane.bottleneck import in_words
+from infra.planner.words import gib
+from infra.records.data_path import SamplesRecord
+from infra.redaction import redacted
+from tasks.report.facts import (
+    RunFacts,
+    acceptance_rows,
+    count,
+    duration,
+    generators_in_words,
+    goodput_rows,
+    length,
+    plural,
+    rate,
+    share,
+    signed,
+    sources,
+)
+from tasks.report.words import agreement_line, gate_line, lossless_line, meaning, serving_line
+
+TEMPLATE = "report_page.html.jinja"
+CAPTIONS = {
+    "acceptance_by_position": "Acceptance rate at each position of the proposed tokens, given that all before it "
+    "were accepted. Where a curve ends, fewer than 20 tokens were offered.",
+    "heldout": "Acceptance length while training: on held-out prompts by the simulated walk, and on the training text.",
+    "goodput": "Predicted tokens per second by lookahead, relative to the target alone, one curve for each number of "
+    "texts decoded at once; the best lookahead of each is marked.",
+    "samples": "Training samples by length, by supervised tokens and, of conversations, by the assistant's turns.",
+    "training": "Loss and acceptance rate at each position during training, over the tokens trained on.",
+}
+
+
+class Verdict(NamedTuple):
+    """One tile at the top: what was judged, how it came out, and the figures behind it."""
+
+    label: str
+    value: str
+    note: str
+    state: str = "plain"
+    """`good`, `bad` or `plain`."""
+
+
+class Plot(NamedTuple):
+    """A picture inside the page."""
+
+    name: str
+    caption: str
+    uri: str
+
+
+Facts = list[tuple[str, str]]
+
+
+def render(facts: RunFacts, plots: Path) -> str:
+    """The whole page; `plots` is the folder whose PNG files are put into it."""
+    recipe = yaml.safe_dump(_settings(facts), sort_keys=False, width=100, allow_unicode=True)
+    by_name = {plot.name: plot for plot in embedded(plots)}
+    return _template().render(
+        facts=facts,
+        method=facts.config.draft.title,
+        written=f"{facts.written:%Y-%m-%d %H:%M %Z}".strip(),
+        verdicts=list(verdicts(facts)),
+        meaning=[_prose(words) for words in meaning(facts.target.name, facts.result, facts.draft)],
+        table=acceptance_table(facts),
+        goodput=goodput_rows(facts.result),
+        serving=sentence(serving_line(facts.result) or ""),
+        lookaheads=sorted(facts.result.simulated.length),
+        plots=by_name,
+        further_plots=[plot for name, plot in by_name.items() if name not in CAPTIONS],
+        proof=proof(facts),
+        training=training(facts),
+        bottleneck=sentence(in_words(facts.trained.rates)),
+        data=data(facts),
+        sample_states=sample_states(facts),
+        conditions=conditions(facts),
+        recipe=recipe,
+    )
+
+
+@cache
+def _template() -> Template:
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.lstrip_blocks = True
+    return environment.get_template(TEMPLATE)
+
+
+def _settings(facts: RunFacts) -> dict[str, Any]:
+    return redacted(facts.config.model_dump(mode="json"))
+
+
+def _prose(words: str) -> Markup:
+    """Escaped, with the commands between backticks set as code."""
+    parts = [escape(part) for part in words.split("`")]
+    return Markup("").join(Markup("<code>{}</code>").format(part) if at % 2 else part for at, part in enumerate(parts))
+
+
+def embedded(plots: Path) -> Iterator[Plot]:
+    """Every PNG of a folder as a data URI."""
+    for file in sorted(plots.glob("*.png")):
+        caption = CAPTIONS.get(file.stem, file.stem.replace("_", " "))
+        uri = f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}"
+        yield Plot(file.stem, caption, uri)
+
+
+def verdicts(facts: RunFacts) -> Iterator[Verdict]:
+    """The run at a glance."""
+    result, draft, gate = facts.result, facts.draft, facts.result.gate
+    at = result.conditions.lookahead
+    ours = result.simulated.length[at]
+    yield Verdict("Acceptance length", length(ours), f"tokens per verification step at lookahead {at}")
+    for name, baseline in result.baselines.items():
+        wins = name not in result.unbeaten
+        note = f"{length(ours)} against {length(baseline.length[at])} on the same texts"
+        yield Verdict(name[0].upper() + name[1:], "beaten" if wins else "not beaten", note, "good" if wins else "bad")
+    note = f"{signed(gate.difference)} against {gate.against}, at least {signed(gate.lower_bound)}"
+    state = "good" if gate.passed else "bad"
+    yield Verdict("Gate", "passed" if gate.passed else "not passed", note, state)
+    yield Verdict("Registry", f"version {draft.version}", f"{draft.name}, {', '.join(draft.aliases) or 'no alias'}")
+
+
+def acceptance_table(facts: RunFacts) -> list[dict[str, Any]]:
+    """One row per source: its name, its acceptance lengths in the order of lookaheads, and how much was measured."""
+    rows = acceptance_rows(facts.result)
+    at, table = facts.result.conditions.lookahead, []
+    for row, acceptance in zip(rows, sources(facts.result).values(), strict=True):
+        name, *lengths = row.values()
+        steps = acceptance.steps.get(at)
+        measured = count(steps) if steps is not None else ""
+        table.append({"name": name, "lengths": lengths, "steps": measured, "texts": acceptance.conversations})
+    return table
+
+
+def proof(facts: RunFacts) -> Facts:
+    """What stands behind the acceptance length."""
+    result = facts.result
+    speed = result.speed
+    faster = "not published" if speed.speedup is None else f"{speed.speedup:.2f}×"
+    return [
+        ("Lossless", sentence(lossless_line(result))),
+        ("Simulated = decoded", sentence(agreement_line(result))),
+        ("Gate", sentence(gate_line(result.gate))),
+        (
+            "Speed",
+            f"{rate(speed.plain_tokens_per_s)} tokens/s plain, {rate(speed.speculative_tokens_per_s)} speculative, "
+            f"speed-up {faster} at acceptance length {length(speed.acceptance_length)} ({speed.note})",
+        ),
+        (
+            "Target's text",
+            f"{share(result.target_distinct_token_share)} distinct tokens when greedy, "
+            f"{share(result.sampled_distinct_token_share)} when sampled: the fewer, the better prompt lookup does",
+        ),
+    ]
+
+
+def training(facts: RunFacts) -> Facts:
+    """What was trained."""
+    trained = facts.trained
+    wait = trained.data_wait_s / trained.step_s if trained.step_s else 0.0
+    speed = rate(trained.tokens / trained.step_s) if trained.step_s else "unknown"
+    by_position = ", ".join(f"{value:.2f}" for value in trained.acceptance_by_position)
+    return [
+        ("Tokens trained on", count(trained.tokens)),
+        ("Optimizer steps", count(trained.steps)),
+        ("Epochs", count(facts.config.training.epochs)),
+        ("Time", duration(trained.wall_s)),
+        ("Speed", f"{speed} tokens/s"),
+        ("Waiting for data", f"{duration(trained.data_wait_s)} ({share(wait)})"),
+        ("Pause for a checkpoint", f"{1000 * trained.checkpoint_stall_s:.0f} ms"),
+        *([("GPU memory of a rank, at most", gib(trained.peak_gpu_bytes))] if trained.peak_gpu_bytes else []),
+        ("Processes", f"{generators_in_words(facts)}, {plural(trained.rates.ranks, 'rank')}"),
+        ("Final loss", f"{trained.final_loss:.2f}"),
+        ("Acceptance by position", by_position),
+        ("Draft vocabulary holds", vocabulary(facts)),
+        *((f"Plan, {name}", sentence(text)) for name, text in facts.planned),
+    ]
+
+
+def vocabulary(facts: RunFacts) -> str:
+    """How much of the text, of the target's own choices and of its probability a draft can express."""
+    shares = {
+        "of the supervised tokens": facts.trained.token_coverage,
+        "of the positions trained on": facts.trained.vocabulary_coverage,
+        "of the target's probability": facts.result.vocabulary_mass,
+    }
+    return ", ".join(f"{share(value)} {of}" for of, value in shares.items() if value is not None)
+
+
+def data(facts: RunFacts) -> Facts:
+    """What it was trained on."""
+    samples = facts.samples
+    return [
+        ("Source", redacted(facts.config.data.source)),
+        ("Training samples", count(samples.train_samples)),
+        ("Training tokens", f"{count(samples.train_tokens)} per epoch"),
+        ("Held-out samples", count(samples.heldout_samples)),
+        ("Longest sample", plural(samples.longest, "token")),
+        ("Supervised", f"{share(samples.supervised_share)} of the tokens"),
+        ("Too short or too long", count(samples.dropped)),
+        ("Truncated", count(samples.truncated)),
+        ("Documents split", count(samples.split)),
+        ("Duplicates left out", count(samples.duplicates)),
+        ("Nothing supervised", count(samples.unusable)),
+        ("Refused by the chat template", count(samples.refused)),
+        ("Benchmark prompts", benchmark_prompts(samples)),
+        ("Reasoning", f"in {plural(samples.thinking, 'sample')}, data.thinking={facts.config.data.thinking}"),
+        ("Source's revision", samples.source_revision or "none, it is no dataset of the Hub"),
+        ("Dataset hash", samples.dataset_hash),
+    ]
+
+
+def benchmark_prompts(samples: SamplesRecord) -> str:
+    """What was left out because a benchmark asks it."""
+    if not samples.compared_prompts:
+        return "none were given to look for"
+    found = plural(samples.benchmark_prompts, "document")
+    return f"{found} left out that hold one of {count(samples.compared_prompts)}, exactly or nearly"
+
+
+def sample_states(facts: RunFacts) -> str:
+    """Where every sample went, in one sentence."""
+    progress = facts.progress
+    rest = progress.total - progress.consumed - progress.quarantined
+    words = [f"{count(progress.consumed)} of {plural(progress.total, 'sample')} trained on"]
+    words.append(f"{count(progress.quarantined) if progress.quarantined else 'none'} quarantined")
+    if progress.attempts:
+        words.append(plural(progress.attempts, "capture failure"))
+    if rest:
+        words.append(f"{count(rest)} not reached")
+    return f"{', '.join(words)}."
+
+
+def conditions(facts: RunFacts) -> Facts:
+    """Everything that the acceptance numbers depend on."""
+    return [(name.replace("_", " "), _text(value)) for name, value in facts.result.conditions.model_dump().items()]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {version}" for key, version in value.items())
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def sentence(words: str) -> str:
+    """With a capital letter and a full stop."""
+    return f"{words[:1].upper()}{words[1:].rstrip('.')}."

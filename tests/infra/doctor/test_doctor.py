@@ -1,0 +1,502 @@
+"""Each check on real folders, sockets and made-up /proc and /sys trees; judgements on given facts."""
+
+import fcntl
+import http.server
+import os
+import resource
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+
+from infra import settings
+from infra.doctor import devices, folders, machine, network, software
+from infra.doctor.devices import TorchBuild
+from infra.doctor.examination import examine, made
+from infra.doctor.finding import GIB, Finding
+from infra.network.health import public, trouble
+from infra.pools.gpus import Gpu, Gpus, read_gpus
+
+NO_MEMORY_LIMIT = "9223372036854771712"
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    """A made-up `/` that holds these files."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def only(findings: list[Finding]) -> Finding:
+    assert len(findings) == 1, findings
+    return findings[0]
+
+
+def judged(findings: list[Finding]) -> dict[str, str]:
+    return {finding.name: finding.verdict for finding in findings}
+
+
+def test_every_finding_but_a_good_one_has_a_remedy_and_names_are_said_once() -> None:
+    findings = examine()
+    assert all(bool(finding.remedy) == (finding.verdict != "ok") for finding in findings)
+    assert len(judged(findings)) == len(findings) > 15
+    assert judged(findings)["Python"] == "ok"
+
+
+def test_a_check_that_cannot_be_made_says_so_and_ends_no_other(tmp_path: Path) -> None:
+    finding = only(made("memory", lambda: machine.check_memory(tmp_path)))
+    assert finding.verdict == "note"
+    assert "could not be checked" in finding.found
+    assert "meminfo" in finding.found
+    with pytest.raises(ZeroDivisionError):
+        made("defect", lambda: [1 / 0])  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict"), [((3, 10), "problem"), ((3, 11), "ok"), ((3, 13), "ok"), ((3, 14), "problem")]
+)
+def test_pythons(version: tuple[int, int], verdict: str) -> None:
+    assert only(machine.check_python(version)).verdict == verdict
+
+
+# Control groups: version 2, version 1, both at once, a parent's limit, and a container's path that is the host's.
+GROUPS = {
+    "none": ({"proc/self/cgroup": "0::/\n"}, None),
+    "v2 without a limit": ({"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/cpu.max": "max 100000\n"}, None),
+    "v2": ({"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/cpu.max": "150000 100000\n"}, 1.5),
+    "v2 parent": (
+        {
+            "proc/self/cgroup": "0::/a/b\n",
+            "sys/fs/cgroup/a/b/cpu.max": "max 100000\n",
+            "sys/fs/cgroup/a/cpu.max": "200000 100000\n",
+        },
+        2.0,
+    ),
+    "v1": (
+        {
+            "proc/self/cgroup": "4:memory:/x\n1:cpu,cpuacct:/x\n0::/\n",
+            "sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "300000\n",
+            "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000\n",
+        },
+        3.0,
+    ),
+    "v1 path of the host": (
+        {
+            "proc/self/cgroup": "1:cpu,cpuacct:/docker/abc\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        },
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_quotas_are_read(tmp_path: Path, name: str) -> None:
+    files, quota = GROUPS[name]
+    assert machine.cpu_quota(tree(tmp_path, files)) == quota
+
+
+def test_a_quota_below_the_visible_cores_is_a_note(tmp_path: Path) -> None:
+    root = tree(tmp_path, GROUPS["v2 parent"][0])
+    finding = only(machine.check_cores(root, affinity=16))
+    assert (finding.verdict, "taskset -c 0-1`" in finding.remedy) == ("note", True)
+    assert only(machine.check_cores(root, affinity=2)).verdict == "ok"
+
+
+@pytest.mark.parametrize(
+    ("available_gib", "limit_gib", "used_gib", "verdict"),
+    [(20, None, 0, "ok"), (3, None, 0, "note"), (1, None, 0, "problem"), (20, 8, 5, "note"), (20, 4, 3, "problem")],
+)
+def test_memory(tmp_path: Path, available_gib: int, limit_gib: int | None, used_gib: int, verdict: str) -> None:
+    meminfo = f"MemTotal: {32 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {available_gib * 2**20} kB\n"
+    limit = "max" if limit_gib is None else str(limit_gib * GIB)
+    files = {
+        "proc/meminfo": meminfo,
+        "proc/self/cgroup": "0::/a\n",
+        "sys/fs/cgroup/a/memory.max": limit + "\n",
+        "sys/fs/cgroup/a/memory.current": f"{used_gib * GIB}\n",
+    }
+    finding = only(machine.check_memory(tree(tmp_path, files)))
+    assert finding.verdict == verdict
+    assert ("control group" in finding.found) == (limit_gib is not None)
+
+
+def test_the_old_way_of_saying_no_memory_limit(tmp_path: Path) -> None:
+    files = {
+        "proc/meminfo": f"MemTotal: {8 * 2**20} kB\nMemAvailable: {8 * 2**20} kB\n",
+        "proc/self/cgroup": "4:memory:/x\n",
+        "sys/fs/cgroup/memory/x/memory.limit_in_bytes": NO_MEMORY_LIMIT,
+        "sys/fs/cgroup/memory/x/memory.usage_in_bytes": "5",
+    }
+    assert "control group" not in only(machine.check_memory(tree(tmp_path, files))).found
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "verdict"), [(256, 512, "note"), (1024, 4096, "ok"), (resource.RLIM_INFINITY,) * 2 + ("ok",)]
+)
+def test_open_files(soft: int, hard: int, verdict: str) -> None:
+    finding = only(machine.check_open_files((soft, hard)))
+    assert finding.verdict == verdict
+    assert verdict == "ok" or "ulimit -n 512" in finding.remedy
+
+
+def disk(monkeypatch: pytest.MonkeyPatch, total: float, free: float) -> None:
+    """Every file system has these sizes, in GiB, from now on."""
+    room = SimpleNamespace(f_frsize=GIB // 16, f_blocks=int(total * 16), f_bavail=int(free * 16))
+    monkeypatch.setattr(os, "statvfs", lambda _: room)
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "verdict", "said"),
+    [
+        (24, 24, "ok", ""),
+        (1, 0.625, "ok", ""),
+        (0.0625, 0.0625, "note", "run folder"),
+        (0.5, 0.5, "note", "run folder"),
+        (24, 0.25, "problem", "budget_mib"),
+    ],
+)
+def test_shared_memory_is_measured_against_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total: float, free: float, verdict: str, said: str
+) -> None:
+    disk(monkeypatch, total, free)
+    finding = only(folders.check_shared_memory(tmp_path, 512))
+    assert (finding.verdict, said in finding.remedy) == (verdict, True)
+
+
+def test_shared_memory_that_is_not_there_is_a_note(tmp_path: Path) -> None:
+    finding = only(folders.check_shared_memory(tmp_path / "no"))
+    assert (finding.verdict, "run folder" in finding.remedy) == ("note", True)
+
+
+@pytest.mark.parametrize(("free", "verdict"), [(0.5, "problem"), (5, "note"), (50, "ok")])
+def test_free_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: float, verdict: str) -> None:
+    disk(monkeypatch, 100, free)
+    finding = only(folders.check_cache_folder(tmp_path))
+    assert finding.verdict == verdict
+    assert verdict == "ok" or "DRAFTSMITH_CACHE" in finding.remedy
+
+
+def test_folders_of_dead_runs_are_told_from_those_in_use_and_left_alone(tmp_path: Path) -> None:
+    assert "none left over" in only(folders.check_leftovers(tmp_path)).found
+    for name in ("draftsmith-dead", "draftsmith-alive", "somebody-else"):
+        (tmp_path / name / "objects").mkdir(parents=True)
+        (tmp_path / name / "lock").touch()
+    (tmp_path / "draftsmith-unlocked").mkdir()
+    with (tmp_path / "draftsmith-alive" / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        finding = only(folders.check_leftovers(tmp_path))
+    assert finding.verdict == "note"
+    assert finding.found.startswith("1 in use, 2 left over")
+    assert "draftsmith-dead" in finding.found
+    assert "draftsmith-alive" not in finding.found
+    assert (tmp_path / "draftsmith-dead" / "objects").is_dir()
+
+
+def test_a_run_folder_leaves_nothing_behind_and_need_not_exist(tmp_path: Path) -> None:
+    findings = folders.check_runs_folder(tmp_path / "not" / "yet")
+    assert judged(findings)["file locks"] == "ok"
+    assert "made by the first run" in findings[0].found
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_folder_on_a_network_file_system_is_a_problem(tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"disk / ext4 rw 0 0\nserver:/home {tmp_path} nfs4 rw 0 0\n")
+    finding = only(folders.check_runs_folder(tmp_path / "runs", mounts))
+    assert (finding.verdict, "PostgreSQL" in finding.remedy) == ("problem", True)
+
+
+def test_a_run_folder_that_takes_no_files_is_a_problem() -> None:
+    finding = judged(folders.check_runs_folder(Path("/proc/runs")))  # not even root makes files there
+    assert finding["file locks"] == "problem"
+
+
+PCI = {"sys/bus/pci/devices/0/vendor": "0x10de\n", "sys/bus/pci/devices/0/class": "0x030200\n"}
+H100 = Gpu("H100", 80 * GIB, 79 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "verdict", "said"),
+    [
+        (H100, "ok", "79.0 GiB free of 80.0 GiB, driver 580.1"),
+        (Gpu("H100", 80 * GIB, 40 * GIB, ((7, 39 * GIB),)), "note", "process 7 (39.0 GiB)"),
+        (Gpu("H100", 80 * GIB, 79 * GIB, ((7, 0),)), "note", "in use by process 7"),
+        (Gpu("H100", 80 * GIB, 40 * GIB), "note", "cannot be seen from here"),
+        (Gpu("H100", 80 * GIB, 79 * GIB, mig=True), "note", "MIG is on"),
+    ],
+)
+def test_gpus(gpu: Gpu, verdict: str, said: str) -> None:
+    findings = devices.check_gpus(Gpus((H100, gpu), "580.1", 13))
+    assert judged(findings) == {"GPU 0": "ok", "GPU 1": verdict}
+    assert said in findings[1].found
+
+
+def test_no_gpu_and_a_gpu_without_a_driver_are_told_apart(tmp_path: Path) -> None:
+    assert only(devices.check_gpus(None, tmp_path)).verdict == "ok"
+    assert "no driver" in only(devices.check_gpus(None, tree(tmp_path, PCI))).found
+
+
+def test_nvml_that_is_absent_or_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(code: int) -> None:
+        def init() -> None:
+            raise pynvml.NVMLError(code)
+
+        monkeypatch.setattr(pynvml, "nvmlInit", init)
+
+    fail(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    assert read_gpus() is None
+    fail(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+    finding = only(made("GPUs", lambda: devices.check_gpus(read_gpus())))
+    assert (finding.verdict, "mismatch" in finding.found.lower()) == ("note", True)
+
+
+CPU, CUDA13 = TorchBuild("2.13.0+cpu", None), TorchBuild("2.13.0", 13)
+GPUS = Gpus((H100,), "580.1", 13)
+
+
+@pytest.mark.parametrize(
+    ("build", "gpus", "verdict"),
+    [
+        (CPU, None, "ok"),
+        (CUDA13, GPUS, "ok"),
+        (CPU, GPUS, "problem"),
+        (CUDA13, None, "note"),
+        (CUDA13, Gpus((), "580.1", 13), "note"),
+        (CUDA13, Gpus((H100,), "550.1", 12), "problem"),
+        (TorchBuild("2.13.0", 12), GPUS, "ok"),
+    ],
+)
+def test_the_build_of_torch_against_the_gpus(build: TorchBuild, gpus: Gpus | None, verdict: str) -> None:
+    assert only(devices.check_torch(build, gpus)).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("text", "build"),
+    [
+        ("__all__ = ['cuda', 'hip']\ncuda: Optional[str] = None\nhip: Optional[str] = None\n", (None, False)),
+        ("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", (13, False)),
+        ("cuda = '12.8'\n", (12, False)),
+        ("cuda: Optional[str] = None\nhip: Optional[str] = '7.0'\n", (None, True)),
+    ],
+)
+def test_the_build_of_torch_is_read_from_its_files(tmp_path: Path, text: str, build: tuple[int | None, bool]) -> None:
+    (tmp_path / "version.py").write_text(text)
+    read = devices.read_torch(tmp_path / "version.py", "2.13.0")
+    assert (read.cuda, read.rocm) == build
+
+
+def test_rdma(tmp_path: Path) -> None:
+    assert "no device" in only(devices.check_rdma(tmp_path)).found
+    port = "sys/class/infiniband/{}/ports/1/{}"
+    files = {
+        port.format("mlx5_0", "state"): "4: ACTIVE\n",
+        port.format("mlx5_0", "link_layer"): "InfiniBand\n",
+        port.format("mlx5_0", "rate"): "400 Gb/sec (4X NDR)\n",
+        port.format("mlx5_1", "state"): "1: DOWN\n",
+        port.format("mlx5_1", "link_layer"): "Ethernet\n",
+        port.format("mlx5_1", "rate"): "40 Gb/sec (4X QDR)\n",
+    }
+    findings = devices.check_rdma(tree(tmp_path, files), memlock=8 * 2**20)
+    verdicts = {"RDMA mlx5_0": "ok", "RDMA mlx5_1": "note", "RDMA access": "note", "locked memory": "note"}
+    assert judged(findings) == verdicts
+    assert findings[0].found == "port 1 ACTIVE (InfiniBand, 400 Gb/sec (4X NDR))"
+    tree(tmp_path, {"dev/infiniband/uverbs0": ""})
+    findings = devices.check_rdma(tmp_path, memlock=resource.RLIM_INFINITY)
+    assert judged(findings) == {"RDMA mlx5_0": "ok", "RDMA mlx5_1": "note", "locked memory": "ok"}
+    tree(tmp_path, {"proc/driver/nvidia/version": ""})
+    assert devices.check_rdma(tmp_path)[-1].verdict == "note"
+    tree(tmp_path, {"sys/module/nvidia_peermem/refcnt": "0"})
+    assert "GPU's own memory" in devices.check_rdma(tmp_path)[-1].found
+
+
+@pytest.mark.parametrize(
+    ("versions", "said"),
+    [
+        ({"prefect": "3.8.8", "fastapi": "0.165.0"}, "min_items"),
+        ({"lightning": "2.6.2"}, "GHSA-w37p-236h-pfx3"),
+        ({"lightning": "2.6.3"}, "GHSA-w37p-236h-pfx3"),
+        ({"torch": "2.10.1+cu128"}, "too old"),
+        ({"sglang": "0.5.22"}, "0.5.23"),
+        ({"sglang": "0.5.23", "prefect": "3.8.8"}, "torch of its own"),
+    ],
+)
+def test_each_known_clash_is_recognised(versions: dict[str, str], said: str) -> None:
+    finding = only(software.check_clashes(versions))
+    assert finding.verdict != "ok"
+    assert said in finding.found
+    assert all(version in finding.found for version in versions.values())
+
+
+@pytest.mark.parametrize(
+    "versions",
+    [
+        {},
+        {"prefect": "3.8.8", "fastapi": "0.150.0", "lightning": "2.6.6", "torch": "2.13.0+cpu"},
+        {"prefect": "3.9.1", "fastapi": "0.165.0"},
+        {"fastapi": "0.165.0", "lightning": "2.6.4"},
+        {"torch": "2.11.0"},
+        {"sglang": "0.5.23", "torch": "2.13.0"},
+    ],
+)
+def test_versions_that_go_together(versions: dict[str, str]) -> None:
+    assert only(software.check_clashes(versions)).verdict == "ok"
+
+
+def test_declared_packages() -> None:
+    wanted = ["torch>=2.11", "Typing_Extensions", "target; extra == 'quickstart'", "pytest; extra == 'dev'"]
+    complete = {"torch": "2.13.0+cpu", "typing-extensions": "4.1", "target": "1"}
+    assert only(software.check_requirements(complete, wanted)).verdict == "ok"
+    finding = only(software.check_requirements({"torch": "2.10.0", "typing-extensions": "4.1"}, wanted))
+    assert finding.verdict == "problem"
+    assert finding.found == "target is missing; torch 2.10.0 instead of >=2.11"
+
+
+def test_engines_and_an_environment_of_their_own(tmp_path: Path) -> None:
+    def sglang() -> Finding:
+        return next(one for one in software.check_engines({}, tmp_path / "env") if one.name == "engine SGLang")
+
+    assert judged(software.check_engines({}, tmp_path / "env"))["engine transformers"] == "problem"
+    assert sglang().verdict == "note"
+    packages = tmp_path / "env" / "lib" / "python3.11" / "site-packages"
+    packages.mkdir(parents=True)
+    assert "not installed" in sglang().found
+    tree(packages, {"sglang.dist-info/METADATA": "Name: sglang\nVersion: 0.5.23\n"})
+    assert (sglang().verdict, "without Draftsmith's capture plugin" in sglang().found) == ("problem", True)
+    tree(packages, {"draftsmith.dist-info/METADATA": "Name: draftsmith\nVersion: 0.1.0\n"})
+    for version, verdict in (("0.5.23", "ok"), ("0.5.20", "note")):
+        info = tree(packages, {"sglang.dist-info/METADATA": f"Name: sglang\nVersion: {version}\n"})
+        assert (sglang().verdict, version in sglang().found) == (verdict, True), info
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """A server whose `/api/health` and `/health` answer, and nothing else does."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path in ("/api/health", "/health") else 404)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as served:
+        threading.Thread(target=served.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{served.server_port}"
+        served.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """No proxies, servers or tokens of whoever runs the tests."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY", "PREFECT_API_URL"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE", "HF_TOKEN", "HF_TOKEN_PATH", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("TRANSFORMERS_OFFLINE", "PREFECT_PROFILE", "PREFECT_PROFILES_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("PREFECT_HOME", str(home))
+    monkeypatch.setenv("HF_HOME", str(home))
+    return home
+
+
+def test_servers_that_answer_and_servers_that_do_not(server: str) -> None:
+    assert only(network.check_prefect(f"{server}/api")).verdict == "ok"
+    assert only(network.check_prefect(f"{server}/other")).verdict == "problem"
+    assert "404" in only(network.check_prefect(f"{server}/other")).found
+    assert only(network.check_mlflow(server)).verdict == "ok"
+    with socket.socket() as deaf:  # bound, never listening
+        deaf.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+        assert "refused" in only(network.check_mlflow(url)).found
+        deaf.listen()
+        assert "no answer within" in (trouble(url, 0.2) or "") or "timed out" in (trouble(url, 0.2) or "")
+
+
+@pytest.mark.parametrize(
+    ("uri", "verdict"),
+    [
+        ("sqlite:////somewhere/mlflow.db", "ok"),
+        ("file:///somewhere/mlruns", "problem"),
+        ("mlruns", "problem"),
+        ("postgresql://me:secret@host/db", "note"),
+    ],
+)
+def test_tracking_without_a_server(uri: str, verdict: str) -> None:
+    finding = only(network.check_mlflow(uri))
+    assert finding.verdict == verdict
+    assert "secret" not in finding.found
+
+
+def test_the_server_of_a_prefect_profile_counts(bare_environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settings.prefect_api_url() is None
+    assert only(network.check_prefect(None)).verdict == "ok"
+    profiles = 'active = "ours"\n[profiles.ours]\nPREFECT_API_URL = "http://server/api"\n[profiles.bare]\n'
+    (bare_environment / "profiles.toml").write_text(profiles)
+    assert settings.prefect_api_url() == "http://server/api"
+    monkeypatch.setenv("PREFECT_PROFILE", "bare")
+    assert settings.prefect_api_url() is None
+    monkeypatch.setenv("PREFECT_API_URL", "http://other/api")
+    assert settings.prefect_api_url() == "http://other/api"
+
+
+@pytest.mark.parametrize(
+    ("environment", "swallowed"),
+    [
+        ({}, ""),
+        ({"https_proxy": "http://proxy:3128"}, ""),
+        ({"http_proxy": "http://me:secret@proxy:3128"}, "127.0.0.1 and localhost"),
+        ({"all_proxy": "http://proxy:3128"}, "127.0.0.1 and localhost"),
+        ({"http_proxy": "http://proxy:3128", "no_proxy": "localhost"}, "127.0.0.1"),
+        ({"http_proxy": "http://proxy:3128", "no_proxy": "localhost,127.0.0.1"}, ""),
+        ({"http_proxy": "http://proxy:3128", "no_proxy": "*"}, ""),
+    ],
+)
+def test_proxies(environment: dict[str, str], swallowed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    finding = only(network.check_proxies())
+    assert finding.verdict == ("problem" if swallowed else "ok")
+    assert f"HTTP to {swallowed} goes to http://proxy:3128" in finding.found or not swallowed
+    assert "secret" not in finding.found
+
+
+def test_a_proxy_is_used_unless_the_way_is_direct(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert trouble(f"{server}/health", 5.0) is not None
+    assert trouble(f"{server}/health", 5.0, direct=True) is None
+
+
+def test_the_hub_and_a_token_that_is_never_shown(bare_environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no token" in only(network.check_hub()).found
+    (bare_environment / "token").write_text("hf_secret")
+    assert str(bare_environment / "token") in only(network.check_hub()).found
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    finding = only(network.check_hub())
+    assert (finding.verdict, "$HF_TOKEN" in finding.found) == ("note", True)
+    assert "hf_secret" not in finding.model_dump_json()
+
+
+def test_addresses_are_shown_without_their_secrets() -> None:
+    assert public("https://token@host:80/x?y=1") == "https://host:80/x?y=1"
+    assert public("http://host/api") == "http://host/api"
+    assert public("sqlite:////runs/mlflow.db") == "sqlite:////runs/mlflow.db"
+
+
+def test_mooncake_s_protocol_is_stated(tmp_path: Path) -> None:
+    port = tmp_path / "sys/class/infiniband/mlx5_0/ports/1"
+    port.mkdir(parents=True)
+    for state, protocol in (("1: DOWN", "TCP"), ("4: ACTIVE", "RDMA")):
+        (port / "state").write_text(state)
+        finding = software.check_mooncake_here(tmp_path)
+        assert finding.verdict == "note" or finding.found.endswith(f"it carries by {protocol}")

@@ -1,0 +1,132 @@
+"""Locks end with their holders; folders with their owners."""
+
+import fcntl
+import os
+import stat
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from infra.files.locks import LockHeldError, hold, hold_among_users, own_folder, sweep
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from infra.files.locks import own_folder
+with own_folder(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_one_wins_and_the_other_says_so(tmp_path: Path) -> None:
+    with hold(tmp_path / "lock"):
+        with pytest.raises(LockHeldError, match="lock"), hold(tmp_path / "lock", wait_s=0.2):
+            pass
+    with hold(tmp_path / "lock"):
+        pass
+
+
+def test_an_owned_folder_is_kept_from_sweeps_and_goes_with_its_owner(tmp_path: Path) -> None:
+    with own_folder(tmp_path / "draftsmith-a"):
+        (tmp_path / "draftsmith-a" / "objects").mkdir()
+        assert sweep(tmp_path) == []
+        with pytest.raises(LockHeldError), own_folder(tmp_path / "draftsmith-a"):
+            pass
+        assert (tmp_path / "draftsmith-a" / "objects").is_dir()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_owner_left_is_swept_and_nothing_else(tmp_path: Path) -> None:
+    dead, other = tmp_path / "draftsmith-dead", tmp_path / "somebody-else"
+    other.mkdir()
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(dead)], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        assert sweep(tmp_path) == []
+        holder.kill()
+    with own_folder(tmp_path / "draftsmith-alive"):
+        assert sweep(tmp_path) == [dead]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["draftsmith-alive", "somebody-else"]
+
+
+def test_a_dead_owners_folder_is_taken_over_empty(tmp_path: Path) -> None:
+    (tmp_path / "draftsmith-a" / "objects").mkdir(parents=True)
+    with own_folder(tmp_path / "draftsmith-a"):
+        assert [path.name for path in (tmp_path / "draftsmith-a").iterdir()] == ["lock"]
+
+
+def test_a_sweep_that_opened_the_lock_of_a_removed_folder_spares_the_new_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old owner ends, and a new one starts, between the sweep's open and its flock."""
+    folder = tmp_path / "draftsmith-a"
+    old, new = ExitStack(), ExitStack()
+    old.enter_context(own_folder(folder))
+    flock = fcntl.flock
+
+    def change_owners(descriptor: int, operation: int) -> None:
+        monkeypatch.undo()
+        old.close()
+        new.enter_context(own_folder(folder))
+        (folder / "objects").mkdir()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", change_owners)
+    assert sweep(tmp_path) == []
+    assert (folder / "objects").is_dir()
+    new.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_whose_file_was_replaced_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, flock, other = tmp_path / "lock", fcntl.flock, ExitStack()
+
+    def replace(descriptor: int, operation: int) -> None:
+        monkeypatch.undo()
+        path.unlink()
+        other.enter_context(hold(path))
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", replace)
+    with pytest.raises(LockHeldError), hold(path):
+        pass
+    other.close()
+
+
+def test_a_held_lock_is_open_for_writing(tmp_path: Path) -> None:
+    """NFS gives an exclusive flock only to such a descriptor."""
+    for _ in range(2):  # the first one makes the file
+        with hold(tmp_path / "lock") as lock:
+            assert fcntl.fcntl(lock.descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+
+
+def test_a_folder_of_every_user_s_locks(tmp_path: Path) -> None:
+    path = tmp_path / "gpus" / "GPU-aa.lock"
+    before = os.umask(0o077)
+    try:
+        with hold_among_users(path):
+            pass
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o1777
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666
+    assert [file.name for file in path.parent.iterdir()] == ["GPU-aa.lock"]
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "gpus").symlink_to(elsewhere)
+    with pytest.raises(NotADirectoryError), hold_among_users(tmp_path / "gpus" / "GPU-aa.lock"):
+        pass
+    (tmp_path / "lock").symlink_to(elsewhere / "made")
+    with pytest.raises(OSError, match="symbolic links"), hold(tmp_path / "lock"):
+        pass
+    (elsewhere / "draftsmith-a").mkdir()
+    (tmp_path / "draftsmith-a").symlink_to(elsewhere / "draftsmith-a")
+    assert sweep(tmp_path) == []
+    assert [path.name for path in elsewhere.rglob("*")] == ["draftsmith-a"]

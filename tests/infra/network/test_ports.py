@@ -1,0 +1,53 @@
+"""Ports for servers that bind late: never one that somebody listens on or has reserved."""
+
+import os
+import socket
+
+import pytest
+
+from infra.network import ports
+
+
+def test_a_reserved_port_is_nobody_else_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    three = [ports.any_free_port() for _ in range(3)]
+    monkeypatch.setattr(ports.random, "sample", lambda _ports, _count: three)
+    with socket.socket() as taken:
+        taken.bind((ports.HOST, three[0]))
+        taken.listen()
+        with ports.reserved_port() as (first, lock), ports.reserved_port() as (second, _):
+            assert (first, second) == (three[1], three[2])
+            assert lock.path.name == str(first)
+    with ports.reserved_port() as (again, _):
+        assert again == three[0]
+
+
+def test_none_left() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ports.random, "sample", lambda _ports, _count: [])
+        with pytest.raises(ValueError, match=r"no free port in 21000\.\.28999"), ports.reserved_port():
+            pass
+
+
+def test_who_listens() -> None:
+    with socket.socket() as mine:
+        mine.bind((ports.HOST, 0))
+        port = mine.getsockname()[1]
+        assert not ports.is_foreign(port, [])
+        mine.listen()
+        assert not ports.is_foreign(port, [1, os.getpid()])
+        assert ports.is_foreign(port, [os.getppid(), 2**30])
+
+
+def test_the_next_free_port_is_taken_and_said() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        usual = holder.getsockname()[1]
+        taken: set[int] = set()
+        first, note = ports.free_port("--prefect-port", None, usual, taken)
+        assert usual < first < usual + ports.PORTS_TRIED
+        assert str(usual) in note
+        second, _ = ports.free_port("--mlflow-port", None, usual, taken)
+        assert second > first
+        with pytest.raises(ValueError, match=f"--mlflow-port {first} is taken"):
+            ports.free_port("--mlflow-port", first, usual, taken)

@@ -1,0 +1,173 @@
+"""Processes are really started, and their starters really killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from infra.files.locks import LockHeldError, hold
+from infra.processes.process import Owner, Process, ProcessFailedError, start
+
+WAIT_S = 30.0
+
+FAMILY = """
+import os, subprocess, sys, time
+if {stubborn}:
+    import signal
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+hidden = subprocess.Popen(["sleep", "600"], start_new_session=True)
+plain = subprocess.Popen(["sleep", "600"])
+print(os.getpid(), hidden.pid, plain.pid, flush=True)
+time.sleep(600)
+"""
+
+STARTER = """
+import sys, time
+from pathlib import Path
+from infra.files.locks import hold
+from infra.processes.process import Owner, start
+folder = Path(sys.argv[1])
+with hold(folder / "lock") as lock:
+    owner = Owner("test", folder / "logs", (folder / "owned",), (lock.descriptor,))
+    process = start("family", [sys.executable, "-c", sys.argv[2]], owner, grace_s=1.0)
+    print(process.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def family(log: Path) -> list[int]:
+    """The process ids that the family printed, once it has."""
+    until(lambda: log.exists() and log.read_text().endswith("\n"))
+    return [int(pid) for pid in log.read_text().split()]
+
+
+def run_shell(folder: Path, script: str, grace_s: float = 1.0) -> Process:
+    return start("shell", ["sh", "-c", script], Owner("test", folder / "logs"), grace_s=grace_s)
+
+
+def test_a_good_end_forwards_every_line(tmp_path: Path) -> None:
+    lines: list[str] = []
+    run_shell(tmp_path, "echo one; echo two >&2; printf '10%%\\r90%%\\rthree\\r\\n'").wait(WAIT_S, on_line=lines.append)
+    assert lines == ["one", "two", "three"]
+
+
+def test_a_second_start_appends_and_forwards_only_its_own_lines(tmp_path: Path) -> None:
+    run_shell(tmp_path, "echo first").wait(WAIT_S)
+    lines: list[str] = []
+    run_shell(tmp_path, "echo second").wait(WAIT_S, on_line=lines.append)
+    assert lines == ["second"]
+    assert (tmp_path / "logs" / "shell.log").read_text() == "first\nsecond\n"
+
+
+def test_a_failure_names_role_code_log_and_its_last_lines(tmp_path: Path) -> None:
+    with pytest.raises(ProcessFailedError) as caught:
+        run_shell(tmp_path, "seq 1 50; exit 7").wait(WAIT_S)
+    assert caught.value.exit_code == 7
+    assert caught.value.tail == [str(number) for number in range(31, 51)]
+    assert "shell ended with exit code 7" in str(caught.value)
+    assert str(tmp_path / "logs" / "shell.log") in str(caught.value)
+
+
+def test_a_death_by_signal_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ProcessFailedError, match="killed by signal 9"):
+        run_shell(tmp_path, "kill -9 $$").wait(WAIT_S)
+
+
+def test_waiting_has_an_end(tmp_path: Path) -> None:
+    process = run_shell(tmp_path, "sleep 600")
+    with pytest.raises(TimeoutError, match="did not end"):
+        process.wait(0.1)
+    process.stop()
+
+
+def test_sigterm_reaches_the_command_which_may_end_well(tmp_path: Path) -> None:
+    process = run_shell(tmp_path, "trap 'echo bye; exit 0' TERM; echo ready; while :; do sleep 0.05; done", 20.0)
+    until(lambda: "ready" in (tmp_path / "logs" / "shell.log").read_text())
+    process.stop()
+    assert process.check()
+    assert process.new_lines()[-1] == "bye"
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_stopping_leaves_nothing_even_in_other_sessions(tmp_path: Path, stubborn: bool) -> None:
+    command = [sys.executable, "-c", FAMILY.format(stubborn=stubborn)]
+    process = start("family", command, Owner("test", tmp_path), grace_s=0.5)
+    pids = family(process.log)
+    assert len(pids) == 3
+    process.stop()
+    process.stop()
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+def test_a_crashed_command_leaves_no_orphans(tmp_path: Path) -> None:
+    process = start("family", [sys.executable, "-c", FAMILY.format(stubborn=False)], Owner("test", tmp_path))
+    pids = family(process.log)
+    os.kill(pids[0], signal.SIGKILL)
+    with pytest.raises(ProcessFailedError):
+        process.wait(WAIT_S)
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_killed_supervisor_takes_its_command_along(tmp_path: Path) -> None:
+    """At once; the command's own children when its starter notices."""
+    process = run_shell(tmp_path, "sleep 600 & echo $$ $!; wait")
+    pid, child = family(process.log)
+    os.kill(process.pid, signal.SIGKILL)
+    until(lambda: gone(pid))
+    assert not gone(child)
+    with pytest.raises(ProcessFailedError, match="signal 9"):
+        process.wait(WAIT_S)
+    until(lambda: gone(child))
+
+
+def test_a_process_id_that_was_given_to_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    """The kernel may give a supervisor's id to an unrelated session as soon as it is reaped."""
+    process = run_shell(tmp_path, "true")
+    process.wait(WAIT_S)
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as unrelated:
+        process._supervisor.pid = unrelated.pid
+        process.stop()
+        process.stop()
+        assert unrelated.poll() is None
+        # A signal would have ended it before this one does.
+        unrelated.send_signal(signal.SIGINT)
+        assert unrelated.wait(WAIT_S) == -signal.SIGINT
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_a_killed_starter_takes_everything_along(tmp_path: Path, stubborn: bool) -> None:
+    (tmp_path / "owned").mkdir()
+    (tmp_path / "owned" / "object").write_text("bytes")
+    (tmp_path / "kept").mkdir()
+    command = [sys.executable, "-c", STARTER, str(tmp_path), FAMILY.format(stubborn=stubborn)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout is not None
+        supervisor = int(starter.stdout.readline())
+        pids = [*family(tmp_path / "logs" / "family.log"), supervisor]
+        assert all(psutil.pid_exists(pid) for pid in pids)
+        with pytest.raises(LockHeldError), hold(tmp_path / "lock"):
+            pass
+        starter.kill()
+    # The lock is free only when the supervisor has finished: whoever gets it finds nothing running.
+    with hold(tmp_path / "lock", wait_s=WAIT_S):
+        alive = [pid for pid in pids[:-1] if psutil.pid_exists(pid)]
+        assert not alive
+        assert not (tmp_path / "owned").exists()
+    assert (tmp_path / "kept").exists()

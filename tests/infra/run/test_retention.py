@@ -1,0 +1,86 @@
+"""Old runs go, and no others."""
+
+import json
+import os
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+
+from infra.files.locks import hold
+from infra.files.run_folder import RunFolder
+from infra.ledger.ledger import Ledger
+from infra.records.data_path import SampleSlot
+from infra.run.retention import is_finished, old_runs, remove, remove_rest
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+def make(runs: Path, name: str, days: float, *files: str, recipe: str = "tiny") -> RunFolder:
+    """A run whose files were last changed so many days ago."""
+    folder = runs / name
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(f'{{"name": "{recipe}"}}')
+    for file in files:
+        (folder / file).touch()
+    then = time.time() - days * 86_400
+    for path in (*folder.iterdir(), folder):
+        os.utime(path, (then, then))
+    return RunFolder(folder)
+
+
+def names(folders: list[RunFolder]) -> set[str]:
+    return {folder.name for folder in folders}
+
+
+def test_the_newest_finished_runs_of_each_recipe_stay(runs: Path) -> None:
+    for day in range(5):
+        make(runs, f"a-{day}", day, "report.json", "metrics.jsonl", recipe="a")
+    make(runs, "b-9", 9, "report.json", recipe="b")
+    assert names(old_runs(runs, 2, 30)) == {"a-2", "a-3", "a-4"}
+    assert old_runs(runs, 5, 30) == []
+
+
+def test_an_unfinished_run_can_be_gone_on_with_for_a_while(runs: Path) -> None:
+    make(runs, "young", 29, "metrics.jsonl", "ledger.sqlite")
+    make(runs, "old", 31, "metrics.jsonl", "ledger.sqlite", "benchmark.json")
+    (runs / "drift").mkdir()
+    assert names(old_runs(runs, 0, 30)) == {"old"}
+
+
+def test_a_run_that_trains_nothing_is_finished_with_what_it_was_made_for(runs: Path) -> None:
+    assert is_finished(make(runs, "promote", 0, "smoke.json"))
+    assert is_finished(make(runs, "nightly", 0, "benchmark.json"))
+    assert not is_finished(make(runs, "begun", 0, "target.json"))
+
+
+def test_what_somebody_runs_stays_and_an_interrupted_removal_is_finished(runs: Path) -> None:
+    folder = make(runs, "run", 99, "report.json")
+    with hold(folder.run_lock):
+        assert not remove(folder)
+    assert folder.report.exists()
+    assert remove(folder)
+    assert list(runs.iterdir()) == []
+    (runs / ".removed-other").mkdir()
+    remove_rest(runs)
+    assert list(runs.iterdir()) == []
+
+
+def test_the_rows_of_a_removed_run_leave_a_shared_ledger(runs: Path, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'shared.sqlite'}"
+    for name in ("gone", "stays"):
+        folder = make(runs, name, 0, "report.json")
+        folder.config.write_text(json.dumps({"name": "tiny", "ledger": {"url": url}}))
+        with Ledger.open(url, name) as ledger:
+            ledger.create_run(budget_bytes=100, bytes_per_token=1, lease_seconds=60, max_attempts=2, order="any")
+            ledger.open_epoch(None, 0, [SampleSlot(ordinal=i, sample=i, tokens=1) for i in range(3)])
+    assert remove(RunFolder(runs / "gone"))
+    with sqlite3.connect(tmp_path / "shared.sqlite") as database:
+        assert database.execute("select run, count(*) from samples group by run").fetchall() == [("stays", 3)]
+        assert database.execute("select name from runs").fetchall() == [("stays",)]
+    with Ledger.open(url, "gone") as ledger:
+        assert ledger.delete_run() == 0

@@ -1,0 +1,143 @@
+"""Settings follow goodput, without gaps, and SGLang's own code takes them."""
+
+import json
+import subprocess
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infra.records.goodput import CostFit, GoodputTable, MeasuredGoodput
+from infra.sglang.environment import sglang_python
+from models.benchmark.goodput import FittedCosts, goodput_table, predict
+from models.config.dflash import DFlashConfig
+from models.config.eagle3 import Eagle3Config
+from models.config.medusa import MedusaConfig
+from models.export.serving_settings import NEAR, sglang, sglang_adaptive, spans, vllm
+
+SHAPE = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 32}
+EAGLE3, DFLASH = Eagle3Config(**SHAPE), DFlashConfig(block_size=4, **SHAPE)
+SGLANG = """
+import argparse, json, sys
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams, resolve_candidate_steps_from_config
+
+path, batches, commands = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+parsed = [vars(parser.parse_args(["--model-path", "target", *command])) for command in commands]
+fields = ("algorithm", "num_steps", "eagle_topk", "num_draft_tokens", "adaptive")
+params = AdaptiveSpeculativeParams(parsed[-1]["speculative_num_steps"], path)
+print(json.dumps({
+    "candidates": resolve_candidate_steps_from_config(path),
+    "at": {batch: params._route(batch).candidate_steps for batch in batches},
+    "parsed": [[each["speculative_" + field] for field in fields] for each in parsed],
+}))
+"""
+
+amount = st.floats(1e-3, 1.0)
+rate = st.floats(0.05, 0.95)
+
+
+def costs(constant: float, per_token: float, knee: float = 0.0, beyond: float = 0.0) -> CostFit:
+    return CostFit(
+        constant=constant, per_text=0.0, per_token=per_token, knee=knee, per_token_beyond=beyond, several=0.0,
+        several_per_text=0.0, per_position=0.0, worst_error=0.0,
+    )  # fmt: skip
+
+
+def table(lookaheads=range(4), loads=(1, 4, 8, 32), rates=(0.6, 0.5, 0.4), draft=0.0) -> GoodputTable:
+    """Beyond 16 tokens at once every token costs: by hand in `test_goodput`, 3 proposals up to 4 texts, then fewer."""
+    fitted = FittedCosts(costs(1.0, 0.0, 16.0, 0.06), costs(0.0, draft))
+    return goodput_table(fitted, rates, loads, tuple(lookaheads))
+
+
+def measured(found: GoodputTable, main_load: int = 1) -> MeasuredGoodput:
+    return MeasuredGoodput(
+        main_load=main_load, draft=found, champion=None, target_times=(), draft_times=(), hardware="none"
+    )
+
+
+@given(
+    fits=st.tuples(amount, amount, st.floats(1, 64), amount, amount),
+    rates=st.lists(rate, min_size=1, max_size=6),
+    loads=st.sets(st.integers(1, 40), min_size=1, max_size=4),
+)
+def test_every_number_of_texts_is_in_one_span_with_its_best_lookahead(fits, rates, loads):
+    constant, per_token, knee, beyond, draft = fits
+    fitted = FittedCosts(costs(constant, per_token, knee, beyond), costs(0.0, draft))
+    found = goodput_table(fitted, rates, sorted(loads))
+    held = spans(found)
+    assert [batch for span in held for batch in range(span.first, span.last + 1)] == list(range(1, max(loads) + 1))
+    for span in held:
+        assert list(span.near) == sorted(set(span.near))
+        assert span.best in span.near
+        for batch in {span.first, span.last}:
+            goodput = [predict(fitted, rates, batch, at).tokens_per_s for at in range(len(rates) + 1)]
+            assert goodput[span.best] == max(goodput)
+            assert all(goodput[at] >= (1 - NEAR) * max(goodput) for at in span.near)
+    assert {batch: span.best for span in held for batch in loads if span.first <= batch <= span.last} == found.best
+    told = vllm(found, "eagle3")
+    assert (told is None) == (max(span.best for span in held) == 0)
+    if told is not None:
+        ranges = told["num_speculative_tokens_per_batch_size"]
+        assert [first for first, _, _ in ranges] == [1, *(last + 1 for _, last, _ in ranges[:-1])]
+        assert all(before[2] != after[2] for before, after in pairwise(ranges))
+        assert told["num_speculative_tokens"] == max(lookahead for _, _, lookahead in ranges)
+
+
+def test_vllm_by_hand():
+    assert vllm(table(), "eagle3") == {
+        "method": "eagle3",
+        "num_speculative_tokens": 3,
+        "num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 6, 2], [7, 12, 1], [13, 32, 0]],
+    }
+
+
+def test_static_settings_are_for_the_main_load():
+    first, high = sglang(measured(table()), EAGLE3), sglang(measured(table(), 32), EAGLE3)
+    assert (first["load"], first["lookahead"], first["arguments"]) == (1, 3, EAGLE3.engine_arguments(3))
+    assert (high["load"], high["lookahead"], high["arguments"]) == (32, 0, [])
+    # SGLang has to begin with some proposals, and stops after the first steps.
+    assert high["adaptive_arguments"] == [*EAGLE3.engine_arguments(1), "--speculative-adaptive"]
+
+
+def test_a_block_is_proposed_whole_or_not_at_all():
+    found = table(DFLASH.lookaheads(7))
+    assert found.best == {1: 3, 4: 3, 8: 3, 32: 0}
+    told = sglang(measured(found), DFLASH)
+    assert told["arguments"] == DFLASH.engine_arguments(3)
+    assert told["adaptive_arguments"] is None
+    assert sglang_adaptive(found, DFLASH) is None
+    ranges = vllm(found, "dflash")["num_speculative_tokens_per_batch_size"]
+    assert {lookahead for _, _, lookahead in ranges} == {0, 3}
+    assert MedusaConfig(heads=3).lookaheads(7) == (0, 1, 2, 3)
+
+
+def test_a_draft_that_never_pays_is_not_served():
+    found = table(rates=(0.05, 0.05, 0.05), draft=0.5)
+    assert set(found.best.values()) == {0}
+    told = sglang(measured(found), EAGLE3)
+    assert (told["arguments"], told["adaptive_arguments"]) == ([], None)
+    assert vllm(found, "eagle3") is None
+
+
+@pytest.mark.timeout(300)
+def test_sglang_reads_its_settings(tmp_path: Path):
+    """Its parser, its loader of adaptive configurations, its choice of a slot by texts at once."""
+    found, path = table(), tmp_path / "sglang_adaptive.json"
+    adaptive, told = sglang_adaptive(found, EAGLE3), sglang(measured(found), EAGLE3)
+    path.write_text(json.dumps(adaptive))
+    commands = [told["arguments"], told["adaptive_arguments"]]
+    arguments = [str(path), json.dumps(list(range(1, 65))), json.dumps(commands)]
+    done = subprocess.run(
+        [sglang_python(), "-c", SGLANG, *arguments], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["parsed"] == [["EAGLE3", 3, 1, 4, False], ["EAGLE3", 3, 1, 4, True]]
+    assert said["candidates"] == sorted({at for span in spans(found) for at in span.near})
+    near = {batch: list(span.near) for span in spans(found) for batch in range(span.first, span.last + 1)}
+    assert said["at"] == {str(batch): near[min(batch, 32)] for batch in range(1, 65)}

@@ -1,0 +1,252 @@
+"""The report's files, and the same in Prefect and in MLflow."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.testing.utilities import prefect_test_harness
+
+from infra.ledger.answers import Quarantined
+from infra.records.acceptance import (
+    Acceptance,
+    BenchmarkResult,
+    CategoryDecision,
+    GateDecision,
+    RegisteredDraft,
+    ServedResult,
+)
+from infra.records.data_path import ExportRecord, Progress, SampleSlot, SamplesRecord, TargetRecord, TrainingResult
+from infra.tracking.client import NOTE, connect
+from infra.tracking.runs import TrackedRun
+from tasks.registry import register_draft
+from tasks.report.facts import acceptance_by_lookahead, acceptance_rows, duration, goodput_rows, signed
+from tasks.report.markdown import escaped, markdown_table
+from tasks.report.words import compared, gate_line, how_good, serving_line, what_next
+from tasks.report.write import benchmark_report, tracking_link, training_report, write_report
+from tasks.run import OpenRun
+from tasks.tracking import open_tracking
+
+
+def test_the_report_holds_what_was_promised(result: BenchmarkResult, trained: TrainingResult) -> None:
+    shown = training_report(trained, Progress(consumed=30, pending=9, quarantined=1, attempts=3))
+    assert shown["samples"] == {"total": 40, "consumed": 30, "quarantined": 1, "capture_failures": 3}
+    assert shown["tokens"] == 1000
+    expected = {"steps": 20, "wall_s": 754.0, "data_wait_share": 0.05, "tokens_per_s": 100.0, "slow_side": "training"}
+    assert expected.items() <= shown["train"].items()
+    report = benchmark_report(result)
+    assert report["acceptance"]["simulated"] == {"length": {1: 1.5, 4: 3.5}, "by_position": [0.9, 0.5, None]}
+    assert report["acceptance"]["reference"]["length"] == {4: 3.5}
+    assert report["baseline"]["prompt_lookup"] == 2.1
+    assert report["target"]["distinct_token_share"] == 0.4
+    assert report["lossless"] == {"tokens": 1000, "mismatches": 0, "ties": 1}
+    assert report["speed"]["plain_tokens_per_s"] == 50.0
+    assert report["speed"]["speculative_tokens_per_s"] is None
+    assert report["conditions"]["lookahead"] == 4
+
+
+@pytest.mark.slow
+def test_prefect_and_mlflow_show_the_run(
+    *,
+    run: OpenRun,
+    tracking: TrackedRun,
+    target: TargetRecord,
+    samples: SamplesRecord,
+    trained: TrainingResult,
+    export: ExportRecord,
+    result: BenchmarkResult,
+) -> None:
+    draft = register_draft.fn(run, tracking, target, trained, export, result)
+    lose_a_sample(run, "out of | memory")
+
+    @flow
+    def reporting() -> None:
+        open_tracking(run)
+        write_report(run, target, samples, trained, result, draft)
+
+    with prefect_test_harness(server_startup_timeout=120):
+        reporting()
+        with get_client(sync_client=True) as client:
+            (named,) = client.read_flow_runs()
+            artifacts = {str(found.key): found for found in client.read_artifacts()}
+    assert named.name == run.folder.name
+    assert set(artifacts) == {"acceptance-length-tiny", "report-tiny"}
+    table: list[dict[str, Any]] = json.loads(str(artifacts["acceptance-length-tiny"].data))
+    assert table == acceptance_by_lookahead(result)
+    assert table[1]["draft, simulated"] == "3.50"
+    page = str(artifacts["report-tiny"].data)
+    assert "data:image/png;base64," in page
+    assert "3.50" in page
+    assert "out of \\| memory" in page
+    assert artifacts["report-tiny"].description == (
+        "3.50 tokens per step, gate passed against no draft (+250.0%), prompt lookup 2.10"
+    )
+
+    logged = connect(tracking.uri).get_run(tracking.run_id)
+    assert "Acceptance length 3.50" in logged.data.tags[NOTE]
+    assert "data:image" not in logged.data.tags[NOTE]
+    assert logged.data.tags["gate"] == "passed"
+    names = {artifact.path for artifact in connect(tracking.uri).list_artifacts(tracking.run_id)}
+    assert {"report.html", "report.json", "benchmark"} <= names
+    assert "out of | memory" in run.folder.report_page.read_text()
+    assert json.loads(run.folder.report.read_text())["samples"]["quarantined"] == 1
+
+
+def lose_a_sample(run: OpenRun, error: str) -> None:
+    with run.open_ledger() as ledger:
+        ledger.create_run(budget_bytes=1000, bytes_per_token=1, lease_seconds=60, max_attempts=1, order="any")
+        ledger.open_epoch(None, 0, [SampleSlot(ordinal=0, sample=7, tokens=10)])
+        (lease,) = ledger.lease("generator-0", 1)
+        ledger.fail(lease, error)
+        assert ledger.quarantined() == [Quarantined(0, 0, 7, error)]
+
+
+def test_the_table_has_a_row_per_source(result: BenchmarkResult) -> None:
+    rows = acceptance_rows(result)
+    assert rows[0] == {"": "draft, simulated", "1": "1.50", "4": "3.50"}
+    assert rows[1] == {"": "draft, real decoding", "1": "", "4": "3.50"}
+    assert [row[""] for row in rows[2:]] == [
+        "prompt lookup",
+        "Token Recycling",
+        "draft, temperature 1, greedy proposals",
+        "prompt lookup, temperature 1",
+        "Token Recycling, temperature 1",
+    ]
+    both = acceptance_rows(result.model_copy(update={"sampled_reference": result.reference}))
+    assert both[-3] == {"": "draft, temperature 1, sampled proposals", "1": "", "4": "3.50"}
+
+
+def test_goodput_has_a_row_per_load(result: BenchmarkResult) -> None:
+    one, many = goodput_rows(result)
+    assert one == {
+        "texts at once": "1", "best lookahead": "3", "tokens/s": "250", "target alone": "100", "gain": "+150.0%"
+    }  # fmt: skip
+    assert (many["best lookahead"], many["gain"]) == ("0", "+0.0%")
+    assert "with 1 text at once propose 3 tokens (2.50 times the target alone)" in str(serving_line(result))
+    served = ServedResult(lookahead=4, acceptance=result.reference, note="")
+    assert "own figures are of lookahead 4" in str(serving_line(result.model_copy(update={"served": served})))
+    found = result.goodput
+    assert found is not None
+    rows = tuple(row.model_copy(update={"tokens_per_s": 1.1 * row.tokens_per_s}) for row in found.draft.rows)
+    champion = found.model_copy(update={"champion": found.draft.model_copy(update={"rows": rows})})
+    told = goodput_rows(result.model_copy(update={"goodput": champion}))
+    assert [(row["champion"], row["its lookahead"]) for row in told] == [("275", "3"), ("880", "0")]
+    assert goodput_rows(result.model_copy(update={"goodput": None})) == []
+
+
+def test_prefect_gets_named_columns(result: BenchmarkResult) -> None:
+    one, four = acceptance_by_lookahead(result)
+    assert (one["lookahead"], one["draft, simulated"], one["draft, real decoding"]) == (1, "1.50", "")
+    assert (four["lookahead"], four["prompt lookup"]) == (4, "2.10")
+    assert all(name and not name.isdigit() for name in one)  # the page breaks without, and sorts by number
+
+
+@pytest.mark.parametrize(
+    ("uri", "text", "href"),
+    [
+        ("https://mlflow.example/", "https://mlflow.example/#/experiments/3/runs/r", True),
+        ("https://me:secret@mlflow.example", "https://me:***@mlflow.example/#/experiments/3/runs/r", True),
+        (
+            "sqlite:////my runs/mlflow.db",
+            "mlflow ui --backend-store-uri 'sqlite:////my runs/mlflow.db'  # run r",
+            False,
+        ),
+        ("postgresql://me:secret@db/mlflow", "mlflow ui --backend-store-uri 'postgresql://me:***@db/mlflow'", False),
+    ],
+)
+def test_a_server_is_linked_and_a_database_gets_a_command(uri: str, text: str, href: bool) -> None:
+    link = tracking_link(TrackedRun(uri=uri, experiment_id="3", run_id="r"))
+    assert link.text.startswith(text)
+    assert link.href == (link.text if href else None)
+
+
+def test_a_champion_in_service_is_compared_with(result: BenchmarkResult) -> None:
+    champion = Acceptance(conversations=8, length={1: 1.4, 4: 2.8}, steps={4: 60}, by_position=(0.8,))
+    gate = result.gate.model_copy(update={"against": "version 6", "lower_bound": 0.19})
+    words = compared(result.model_copy(update={"champion": champion, "gate": gate}))
+    assert "against the draft in service, which reaches 2.80, the difference is +25.0% (at least +19.0% with" in words
+    assert "no draft in service" in compared(result)
+
+
+def test_a_speed_is_told_as_it_was(result: BenchmarkResult) -> None:
+    assert "no speed-up is published" in how_good("tiny", result)
+    for speedup, faster, words in ((1.5, 75.0, "1.50 times as fast"), (0.8, 40.0, "became slower")):
+        speed = result.speed.model_copy(update={"speedup": speedup, "speculative_tokens_per_s": faster})
+        told = how_good("tiny", result.model_copy(update={"speed": speed}))
+        assert words in told
+        assert f"{faster} instead of 50.0 tokens per second" in told
+
+
+@pytest.mark.parametrize(
+    ("passed", "aliases", "tags", "expected"),
+    [
+        (True, ("champion",), {"replaces": "2"}, "`draftsmith drafts rollback --name d` puts version 2 back"),
+        (True, ("champion",), {}, "is the champion, the draft that serving takes from now on."),
+        (True, (), {}, "somebody has moved the aliases since"),
+        (True, ("challenger",), {}, "waits for approval"),
+        (True, ("challenger",), {"refused": "compared with no draft"}, "is not promoted: compared with no draft."),
+        (True, ("champion",), {"refused": "not today", "replaces": "2"}, "puts version 2 back"),
+        (True, (), {"smoke_test": "failed: 3 mismatches"}, "did not decode as it was benchmarked (3 mismatches)."),
+        (False, ("challenger",), {}, "waits as the challenger"),
+        (False, ("champion",), {}, "only because somebody promoted it"),
+        (False, (), {}, "is registered and does not serve"),
+    ],
+)
+def test_what_comes_next_is_what_the_registry_says(
+    gate: GateDecision, passed: bool, aliases: tuple[str, ...], tags: dict[str, str], expected: str
+) -> None:
+    draft = RegisteredDraft(name="d", version=3, model_id="m", aliases=aliases, tags=tags)
+    assert expected in what_next(gate.model_copy(update={"passed": passed}), draft)
+
+
+def test_the_gate_line_says_what_each_category_could_show(gate: GateDecision) -> None:
+    code = CategoryDecision(
+        ground="gsm8k", category="code", prompts=30, challenger=2.0, champion=2.5, difference=-0.2, p=0.01,
+        smallest_detectable=0.125, blocks=True,
+    )  # fmt: skip
+    few = code.model_copy(update={"category": "few", "p": None, "smallest_detectable": None, "blocks": False})
+    assert "by category" not in gate_line(gate)
+    line = gate_line(gate.model_copy(update={"categories": (code, few)}))
+    assert "code of gsm8k −20.0% (p = 0.01, a worsening by 12.5% would show)" in line
+    assert "few of gsm8k −20.0% (too few prompts to judge)" in line
+
+
+@pytest.fixture
+def gate(result: BenchmarkResult) -> GateDecision:
+    return result.gate
+
+
+@given(st.lists(st.text(), min_size=1, max_size=4))
+def test_a_table_keeps_its_shape_whatever_is_in_it(cells: list[str]) -> None:
+    lines = markdown_table([{str(at): cell for at, cell in enumerate(cells)}]).split("\n")
+    assert len(lines) == 3
+    bars = [line.replace("\\\\", "").replace("\\|", "").count("|") for line in lines]
+    assert bars == [len(cells) + 1] * 3
+
+
+@given(st.text())
+def test_escaped_text_loses_only_its_line_breaks(text: str) -> None:
+    plain = escaped(text)
+    assert "".join(part.replace("\\", "") for part in plain.split("\\\\")) == " ".join(text.split()).replace("\\", "")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.94, "0.9 s"), (59.7, "1 min 0 s"), (311, "5 min 11 s"), (3599.6, "1 h 0 min"), (90061, "25 h 1 min")],
+)
+def test_durations_have_two_units_at_most(seconds: float, shown: str) -> None:
+    assert duration(seconds) == shown
+
+
+def test_differences_carry_their_sign() -> None:
+    assert [signed(value) for value in (0.604, 0.0, -0.1)] == ["+60.4%", "+0.0%", "−10.0%"]
+
+
+def test_the_template_is_shipped() -> None:
+    root = Path(__file__).parents[3]
+    assert list((root / "tasks").glob("*.jinja"))
+    assert 'package-data.tasks = ["*.jinja"]' in (root / "pyproject.toml").read_text()

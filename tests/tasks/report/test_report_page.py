@@ -1,0 +1,247 @@
+"""`report.html`: every figure is on it, it needs nothing but itself, and nothing in it is taken for markup."""
+
+import base64
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+from infra.data_plane.bottleneck import in_words
+from infra.ledger.answers import Quarantined
+from infra.records.acceptance import BenchmarkResult, DivergenceRecord, LosslessRecord, RegisteredDraft
+from infra.records.data_path import GeneratorsChange, Progress, SamplesRecord, TargetRecord, TrainingResult
+from models.config.recipe import RunConfig, load_recipe
+from tasks.plan import plan_recipe
+from tasks.report.facts import Link, RunFacts
+from tasks.report.markdown import run_note
+from tasks.report.page import render
+from tasks.run import OpenRun
+
+ROOT = Path(__file__).parents[3]
+HOSTILE = "<script>alert('x')</script>\"><img src=http://evil.example/x onerror=alert(1)>&amp;"
+
+
+class Page(HTMLParser):
+    """What a browser would make of it: tags with attributes, text, and the text of each section."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.text = self.style = ""
+        self.paragraphs: dict[str, list[str]] = {}
+        self.recipe = ""
+        self._section, self._open = "", []
+        self.feed(html)
+        self.close()
+        self.text = " ".join(self.text.split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        attributes = {name: value or "" for name, value in attrs}
+        self.tags.append((tag, attributes))
+        if tag not in ("meta", "img"):
+            self._open.append(tag)
+        if tag == "section":
+            self._section = attributes["id"]
+        if tag == "p":
+            self.paragraphs.setdefault(self._section, []).append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+        if tag not in ("code", "a"):
+            self.text += " "
+
+    def handle_data(self, data: str) -> None:
+        if "style" in self._open:
+            self.style += data
+            return
+        self.text += data
+        if "p" in self._open:
+            self.paragraphs[self._section][-1] += data
+        if "pre" in self._open:
+            self.recipe += data
+
+    def values(self, *names: str) -> Iterator[tuple[str, str]]:
+        for tag, attributes in self.tags:
+            for name in names:
+                if name in attributes:
+                    yield tag, attributes[name]
+
+
+@pytest.fixture
+def facts(target: TargetRecord, samples: SamplesRecord, trained: TrainingResult, result: BenchmarkResult) -> RunFacts:
+    draft = RegisteredDraft(name="draft-tiny", version=3, model_id="m", aliases=("champion",), tags={"replaces": "2"})
+    return RunFacts(
+        run="tiny-1", config=load_recipe(ROOT / "recipes" / "tiny.yaml"), target=target,
+        samples=samples, trained=trained, result=result, draft=draft, progress=Progress(consumed=80, quarantined=2),
+        quarantined=[Quarantined(0, 17, 4711, "out of memory"), Quarantined(1, 18, 42, "a canary failed")],
+        written=datetime(2026, 1, 2, 3, 4, tzinfo=UTC), git_sha="abc123",
+        links=(Link("MLflow run", "http://mlflow/#/r", "http://mlflow/#/r"), Link("Logs", "logs", "logs")),
+    )  # fmt: skip
+
+
+def page(facts: RunFacts, run: OpenRun) -> Page:
+    return Page(render(facts, run.folder.plots))
+
+
+def test_it_needs_nothing_but_itself(facts: RunFacts, run: OpenRun) -> None:
+    shown = page(facts, run)
+    assert not {tag for tag, _ in shown.tags} & {"script", "link", "iframe", "object", "embed", "base", "form"}
+    loaded = list(shown.values("src", "srcset", "poster", "data", "action", "background"))
+    assert [tag for tag, _ in loaded] == ["img"]
+    assert all(value.startswith("data:image/png;base64,") for _, value in loaded)
+    assert list(shown.values("href")) == [("a", "http://mlflow/#/r"), ("a", "logs")]
+    assert not re.search(r"url\(|@import|https?:", shown.style)
+    assert not list(shown.values("style", "onload", "onclick", "onerror"))
+
+
+def test_plots_are_inside(facts: RunFacts, run: OpenRun) -> None:
+    (run.folder.plots / "loss_by_rank.png").write_bytes(b"another")
+    pictures = [value for _, value in page(facts, run).values("src")]
+    inside = {base64.b64decode(value.partition(",")[2]) for value in pictures}
+    assert inside == {file.read_bytes() for file in run.folder.plots.iterdir()}
+    assert len(inside) == 2
+
+
+def test_every_figure_is_there(facts: RunFacts, run: OpenRun) -> None:
+    text = page(facts, run).text
+    shown = [
+        "tiny-1", "EAGLE-3 draft for tiny", "2026-01-02 03:04 UTC", "version 3", "draft-tiny, champion",
+        "3.50", "2.50", "2.10", "1.20", "1.50", "50.0 tokens/s plain, not published speculative",
+        "Lossless: 1,000 tokens equal the target's own text, with 0 mismatches and 1 tie",
+        "identical step by step in 4 conversations", "+250.0% against no draft, at least +200.0%", "10.0%",
+        "40.0% distinct tokens when greedy, 70.0% when sampled",
+        "1,000", "20", "12 min 34 s", "100 tokens/s", "0.5 s (5.0%)", "1.25", "0.51, 0.32", "91.2%", "2 generators",
+        "80 of 82 samples trained on, 2 quarantined.",
+        "1,234", "7,890,123 per epoch", "56", "255 tokens", "98.7%", "11", "22", "33", "44", "55",
+        "95.6% of the supervised tokens, 91.2% of the positions trained on, 88.8% of the target's probability",
+        "66 documents left out that hold one of 77, exactly or nearly", "in 88 samples, data.thinking=keep", "c0ffee",
+        "abc123", "http://mlflow/#/r", "with 1 text at once propose 3 tokens (2.50 times the target alone)", "+150.0%",
+    ]  # fmt: skip
+    assert [figure for figure in shown if figure not in text] == []
+
+
+def test_what_was_not_measured_is_not_shown(facts: RunFacts, run: OpenRun) -> None:
+    older = replace(
+        facts,
+        samples=facts.samples.model_copy(update={"compared_prompts": 0}),
+        trained=facts.trained.model_copy(update={"token_coverage": None}),
+        result=facts.result.model_copy(update={"vocabulary_mass": None}),
+    )
+    text = page(older, run).text
+    assert "none were given to look for" in text
+    assert "Draft vocabulary holds 91.2% of the positions trained on" in text
+    assert "of the target's probability" not in text
+
+
+def test_memory_of_gpus_is_shown_where_there_are_some(facts: RunFacts, run: OpenRun) -> None:
+    assert "GPU memory" not in page(facts, run).text
+    with_gpus = facts.trained.model_copy(update={"peak_gpu_bytes": 67 * 2**30})
+    assert "GPU memory of a rank, at most 67.0 GiB" in page(replace(facts, trained=with_gpus), run).text
+
+
+def test_it_says_how_many_generators_there_were_at_a_time(facts: RunFacts, run: OpenRun) -> None:
+    changes = tuple(GeneratorsChange(at=float(n), generators=n, why="") for n in (2, 3, 1))
+    assert "1 to 3 generators, 1 rank" in page(replace(facts, generators=changes), run).text
+
+
+def test_it_says_which_side_is_slow(facts: RunFacts, run: OpenRun) -> None:
+    (words,) = page(facts, run).paragraphs["training"]
+    assert words.lower() == f"{in_words(facts.trained.rates)}.".lower()
+    assert words.startswith("Training is the slow side")
+
+
+def test_the_plan_is_held_against_what_was_measured(facts: RunFacts, run: OpenRun) -> None:
+    assert "Plan, split" not in page(facts, run).text
+    planned = replace(facts, plan=plan_recipe(facts.config, None, facts.samples))
+    text = page(planned, run).text
+    assert "Plan, inference" in text
+    assert "No other one of 2 cores is better than 1 + 1" in text
+    assert "plan, split: no other one of 2 cores" in run_note(planned).lower()
+
+
+def test_all_conditions_are_listed(facts: RunFacts, run: OpenRun) -> None:
+    different = {"prompts": 31, "prompt_tokens": 61, "max_new_tokens": 71, "topk": 3, "concurrency": 5, "threads": 7}
+    texts = {"engine": "transformers", "versions": {"torch": "2.13", "mlflow": "3.17"}, "thinking": True}
+    conditions = facts.result.conditions.model_copy(update={**different, **texts, "sampled_top_p": 0.95})
+    text = page(replace(facts, result=facts.result.model_copy(update={"conditions": conditions})), run).text
+    shown = conditions.model_dump() | {"versions": "torch 2.13, mlflow 3.17", "thinking": "yes"}
+    shown |= {"temperature": "0", "sampled_temperature": "1"}
+    lines = [f"{name.replace('_', ' ')} {value}" for name, value in shown.items()]
+    assert len(lines) == len(type(conditions).model_fields) >= 18
+    assert [line for line in lines if line not in text] == []
+    assert "draft, temperature 1, top-p 0.95, greedy proposals" in text
+
+
+def test_the_recipe_can_be_read_back_and_hides_passwords(facts: RunFacts, run: OpenRun) -> None:
+    ledger = facts.config.ledger.model_copy(update={"url": "postgresql://me:secret@db/x"})
+    shown = page(replace(facts, config=facts.config.model_copy(update={"ledger": ledger})), run)
+    assert "secret" not in shown.text
+    assert "postgresql://me:***@db/x" in shown.recipe
+    assert RunConfig.model_validate(yaml.safe_load(page(facts, run).recipe)) == facts.config
+
+
+@pytest.mark.parametrize("passed", [True, False])
+@pytest.mark.parametrize("beats", [True, False])
+def test_three_sentences_say_what_it_means(facts: RunFacts, run: OpenRun, passed: bool, beats: bool) -> None:
+    gate = facts.result.gate.model_copy(update={"passed": passed, "reason": "against no draft: +1.0%, too little"})
+    won = {"beats_prompt_lookup": beats, "beats_token_recycling": beats}
+    result = facts.result.model_copy(update={"gate": gate, **won})
+    shown = page(replace(facts, result=result), run)
+    sentences = shown.paragraphs["meaning"]
+    assert len(sentences) == 3
+    assert all(re.findall(r"[.!?](?=\s|$)", words) == ["."] and words.endswith(".") for words in sentences)
+    good, compared, after = sentences
+    assert "3.50 tokens per verification step at lookahead 4" in good
+    assert ("It beats prompt lookup (2.10) and Token Recycling (1.90)" in compared) == beats
+    assert ("prompt lookup is the better choice" in compared) == (not beats)
+    assert ("✓ beaten" in shown.text, "✗ not beaten" in shown.text) == (beats, not beats)
+    assert ("✓ passed" in shown.text, "✗ not passed" in shown.text) == (passed, not passed)
+    assert ("The gate is passed" in after) == passed
+    assert ("too little" in after) == (not passed)
+
+
+def test_quarantined_samples_are_listed_with_their_errors(facts: RunFacts, run: OpenRun) -> None:
+    text = page(facts, run).text
+    assert "0 17 4711 out of memory 1 18 42 a canary failed" in text
+    none = page(replace(facts, quarantined=[], progress=Progress(consumed=80)), run)
+    assert "80 of 80 samples trained on, none quarantined." in none.text
+    assert "could not be captured" not in none.text
+
+
+def test_text_from_outside_stays_text(facts: RunFacts, run: OpenRun) -> None:
+    result = facts.result.model_copy(
+        update={
+            "conditions": facts.result.conditions.model_copy(update={"target": HOSTILE, "hardware": HOSTILE}),
+            "gate": facts.result.gate.model_copy(update={"reason": HOSTILE, "against": HOSTILE}),
+        }
+    )
+    hostile = replace(
+        facts,
+        run=HOSTILE,
+        git_sha=HOSTILE,
+        result=result,
+        target=facts.target.model_copy(update={"name": f"`{HOSTILE}`", "licence": HOSTILE}),
+        draft=facts.draft.model_copy(update={"name": HOSTILE}),
+        quarantined=[Quarantined(0, 1, 2, HOSTILE)],
+        links=[Link(HOSTILE, HOSTILE)],
+    )
+    before, after = page(facts, run), page(hostile, run)
+    assert not {tag for tag, _ in after.tags} - {tag for tag, _ in before.tags} - {"code"}
+    assert list(after.values("src")) == list(before.values("src"))
+    assert after.text.count(HOSTILE) > 8
+
+
+def test_what_is_not_lossless_is_shown_in_full(facts: RunFacts, run: OpenRun) -> None:
+    places = (
+        DivergenceRecord(position=31, token=5, gap=2e-4, delta=1e-3, tie=True),
+        DivergenceRecord(position=77, token=None, gap=None, delta=1e-3, tie=False),
+    )
+    lossless = LosslessRecord(tokens=1000, mismatches=1, ties=1, divergences=places)
+    text = page(replace(facts, result=facts.result.model_copy(update={"lossless": lossless})), run).text
+    assert "NOT lossless: 1 mismatch and 1 tie in 1,000 tokens" in text
+    assert "tie 31 2.00e-04 1.00e-03 mismatch 77 one text ends 1.00e-03" in text
