@@ -21,7 +21,7 @@ from models.benchmark.contestants import Contestants, load_contestants
 from models.data.prompts import heldout_prompts
 from models.decoding.plain import continue_batch
 from models.decoding.simulated import features, simulate
-from models.drafts.base import ProposalSource
+from models.drafts.batched_proposer import ProposalSource
 from models.dtypes import DTYPES
 from models.run import Run
 
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RECORDS)
     options = parser.parse_args()
     run = Run.open(options.run)
-    config, prompts = run.config.benchmark, heldout_prompts(run)
+    config, prompts = run.config.benchmark, heldout_prompts(run.open_samples("heldout"), run.config.benchmark)
     draft, other = run.folder.export, RunFolder(options.other).export
     contestants = load_contestants(Path(run.target.path), draft, other, DTYPES[config.compute_dtype])
     assert contestants.champion

@@ -33,18 +33,18 @@ from infra.records.data_path import Record
 from infra.records.goodput import GoodputTable, StepTime
 from models.benchmark.conditions import conditions
 from models.benchmark.contestants import load_sources
-from models.benchmark.goodput import FittedCosts, fit, goodput_table, shown
 from models.config.benchmark import BenchmarkConfig
 from models.config.recipe import load_recipe
 from models.data.conversations import source_hash
 from models.data.prompts import read_prompts
 from models.decoding.acceptance import by_position
+from models.decoding.goodput import FittedCosts, fit, goodput_table, shown
 from models.decoding.plain import Prefill, prefill
 from models.decoding.policy import LookaheadPolicy
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.speculative import Conversation, Decoded, Lookahead, decode_together
 from models.decoding.stopwatch import StepSeconds, Stopwatch
-from models.drafts.base import Source
+from models.drafts.batched_proposer import Source
 from models.drafts.sampling import GREEDY
 from models.targets.model import TargetModel
 from models.targets.prepare import prepare_target

@@ -58,7 +58,7 @@ from models.decoding.acceptance import acceptance_length, distinct_token_share
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.speculative import Decoded, speculate_together
 from models.decoding.token_recycling import TokenRecycling
-from models.drafts.base import Source
+from models.drafts.batched_proposer import Source
 from models.drafts.sampling import GREEDY, Sampling
 from models.dtypes import DTYPES
 from models.targets.model import TargetModel

@@ -41,7 +41,7 @@ from models.decoding.acceptance import summarise
 from models.decoding.counts import Counts
 from models.decoding.plain import continue_batch
 from models.decoding.simulated import features, simulate
-from models.drafts.base import ProposalSource
+from models.drafts.batched_proposer import ProposalSource
 from models.dtypes import DTYPES
 from models.regeneration.engines import Task
 from models.regeneration.regenerate import regenerate

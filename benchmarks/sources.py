@@ -15,7 +15,7 @@ from models.config.benchmark import BenchmarkConfig
 from models.data.conversations import source_hash
 from models.data.prompts import read_prompts
 from models.data.suites import SUITES, SuitePrompts, question_prompts
-from models.drafts.base import Source
+from models.drafts.batched_proposer import Source
 from models.dtypes import DTYPES
 
 QUESTION_TOKENS = 256

@@ -4,7 +4,7 @@ from prefect import flow
 
 from models.config.recipe import RunConfig
 from tasks.pools import lease
-from tasks.prepare import check_prompts, prepare_target, regenerate_text
+from tasks.prepare import preflight, prepare_target, regenerate_text
 from tasks.run import open_run
 
 
@@ -20,6 +20,6 @@ def regenerate(config: RunConfig, run: str | None = None) -> str:
     """
     with open_run(config, run) as opened:
         prepare_target(opened)
-        check_prompts(opened)
+        preflight(opened)
         with lease(opened, "inference") as (inference,):
             return regenerate_text(opened, inference).path

@@ -9,7 +9,7 @@ from tasks.generators import generating
 from tasks.limits import only_training_of_its_draft
 from tasks.planning import plan_run
 from tasks.pools import lease
-from tasks.prepare import check_prompts, fetch_start, prepare_samples, prepare_target, regenerate_text
+from tasks.prepare import fetch_start, preflight, prepare_samples, prepare_target, regenerate_text
 from tasks.promotion import promote_or_refuse
 from tasks.registry import register_draft
 from tasks.report.write import write_report
@@ -32,8 +32,8 @@ def retrain(config: RunConfig, run: str | None = None) -> str:
     with open_run(config, run) as opened, only_training_of_its_draft(opened), tracked(opened) as tracking:
         target = prepare_target(opened)
         fetch_start(opened)
+        preflight(opened)
         if config.data.regeneration:
-            check_prompts(opened)
             with lease(opened, "inference") as (inference,):
                 regenerate_text(opened, inference)
         samples = prepare_samples(opened, target)

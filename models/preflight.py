@@ -1,39 +1,40 @@
-"""What would only fail after GPUs were taken, asked before. Runs at the end of `models.data.prepare`."""
+"""`python -m models.preflight RUN_FOLDER`: refuses what would only fail after GPUs were taken.
+
+Needs the target but no samples, so that it comes before text is regenerated.
+"""
 
 import shutil
+import sys
+from pathlib import Path
 
 import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from infra.files.run_folder import RunFolder
 from infra.ledger.schema import check_server
 from infra.planner.traffic import CHECKPOINT_BYTES_PER_PARAMETER
+from infra.processes.exit import run_main
 from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
 from infra.sglang.environment import sglang_python
 from infra.transport.mooncake.environment import check_mooncake, choose_protocol
-from infra.transport.stored import local_folder
-from models.config.recipe import RunConfig
-from models.data.prompts import suite_prompts, take_prompts
+from models.config.recipe import RunConfig, read_config
+from models.data.benchmark_prompts import BenchmarkPrompts
+from models.data.benchmark_prompts import read_prompts as read_benchmark_prompts
+from models.data.conversations import Document, read_documents
+from models.data.prepare import recipe_data
+from models.data.prompts import suite_prompts
+from models.data.samples import SampleEncoder
 from models.drafts.base import Draft
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
-from models.run import Run, TargetReady
+from models.progress_bars import counting
+from models.run import TargetReady
 from models.training.start import load_start
 
 
-def check_run(run: Run) -> None:
-    """Raise Refusal, with the remedy, for a run that could not train, save, or be measured."""
-    check_settings(run)
-    _check_store(run)
-    benchmark, heldout = run.config.benchmark, run.open_samples("heldout")
-    take_prompts(
-        ((heldout[i].tokens, heldout[i].loss_mask) for i in range(len(heldout))),
-        benchmark.prompts,
-        benchmark.prompt_tokens,
-    )
-
-
 def check_settings(run: TargetReady) -> None:
-    """The part of `check_run` that needs no samples, so that it can come before text is regenerated."""
+    """Raise Refusal, with the remedy, for a run that could not train, save, or be measured."""
     config, target = run.config, run.target
     if config.generator.engine == "sglang":
         sglang_python()
@@ -50,7 +51,7 @@ def check_settings(run: TargetReady) -> None:
     if run.folder.start.is_dir():
         load_start(run)
     for suite in config.promotion.suites:
-        suite_prompts(run, suite)
+        suite_prompts(config, target, suite)
 
 
 def _draft(recipe: RunConfig, target: TargetRecord) -> Draft:
@@ -68,23 +69,6 @@ def _draft(recipe: RunConfig, target: TargetRecord) -> Draft:
         return build_draft(config, embedding, vocabulary, recipe.target.aux_layer_ids)
 
 
-def _check_store(run: Run) -> None:
-    """Kept hidden states fill disks: said, with the numbers, before the first is captured."""
-    settings = run.config.transport
-    folder = local_folder(settings.folder) if settings.kind == "stored" and settings.folder else None
-    if folder is None:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    needed = run.samples.train_tokens * run.layout.bytes_per_token
-    there, free = sum(file.stat().st_size for file in folder.iterdir()), shutil.disk_usage(folder).free
-    if free + there < needed:
-        raise Refusal(
-            f"transport.kind=stored: {run.samples.train_tokens:,} tokens x {run.layout.bytes_per_token} bytes are "
-            f"{needed / 2**30:.1f} GiB of hidden states, and {folder} has {free / 2**30:.1f} GiB free: stream them "
-            "(transport.kind=auto), lower data.max_samples, or name another transport.folder"
-        )
-
-
 def _check_disk(run: TargetReady, parameters: int) -> None:
     # One more than are kept: a new checkpoint is whole before the oldest goes. The export and its copies in the
     # registry take less than another one.
@@ -98,3 +82,36 @@ def _check_disk(run: TargetReady, parameters: int) -> None:
             f"{needed / 2**30:.1f} GiB: free some, put runs elsewhere ($DRAFTSMITH_RUNS), or lower "
             "training.keep_checkpoints"
         )
+
+
+def check_prompts(run: TargetReady) -> None:
+    """Read every record that is to be regenerated. Raises Refusal for those that would stop the run afterwards."""
+    data = recipe_data(run.config)
+    prompts = list(read_benchmark_prompts(data.exclude))
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(run.target.path)
+    SampleEncoder(tokenizer, data, run.config.target.add_bos, excluded=BenchmarkPrompts(prompts))
+    documents = sum(map(_answerable, counting(read_documents(data.source), "checking prompts")))
+    if documents < 2:
+        raise Refusal(f"data.source {data.source} holds {documents} documents: give at least two, one is held out")
+
+
+def _answerable(document: Document) -> bool:
+    if document.tokens is not None:
+        raise Refusal(
+            f"{document.place}: tokens have no turns that the target could answer: give conversations or text, or "
+            "leave data.regeneration out"
+        )
+    return True
+
+
+def main() -> None:
+    """Read config.json and target.json of the run folder."""
+    folder = RunFolder(Path(sys.argv[1]).absolute())
+    run = TargetReady(folder, read_config(folder.config), TargetRecord.read(folder.target))
+    check_settings(run)
+    if run.config.data.regeneration is not None:
+        check_prompts(run)
+
+
+if __name__ == "__main__":
+    run_main(main)

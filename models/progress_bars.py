@@ -1,13 +1,16 @@
-"""How far a benchmark has come: bars on a terminal, a line now and then in a log. Runs in the benchmark."""
+"""Progress of long work: bars on a terminal, a line now and then in a log."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
 
 LINE_S = 15.0
+
+T = TypeVar("T")
 
 Advance = Callable[[int], None]
 Bar = Callable[[str, int], Advance]
@@ -41,3 +44,8 @@ def _lines(description: str, steps: int) -> Advance:
             print(f"{description}: {state['done']} of {steps}", flush=True)
 
     return advance
+
+
+def counting(items: Iterable[T], description: str) -> Iterator[T]:
+    """The same items, counted on a terminal."""
+    yield from track(items, description, total=None, console=Console(stderr=True), transient=True)

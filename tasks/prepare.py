@@ -11,6 +11,7 @@ from infra.pools.base import Pool
 from infra.records.acceptance import RegisteredDraft
 from infra.records.data_path import RegeneratedRecord, SamplesRecord, TargetRecord
 from infra.tracking.registry import champion, download, find_version
+from infra.transport.stored import check_space
 from models.config.recipe import RunConfig
 from tasks.data_plane import on_cpu, run_main, worth_retrying
 from tasks.run import OpenRun
@@ -54,10 +55,10 @@ def fetch_start(run: OpenRun) -> RegisteredDraft | None:
     return found
 
 
-@task(name="check prompts", retries=1, retry_condition_fn=worth_retrying, cache_policy=NO_CACHE)
-def check_prompts(run: OpenRun) -> None:
-    """Refuse what would stop the run only after its text was regenerated on GPUs."""
-    run_main(run, on_cpu(run), "check", "models.data.prepare", "--check", timeout_s=SAMPLES_TIMEOUT_S)
+@task(name="preflight", retries=1, retry_condition_fn=worth_retrying, cache_policy=NO_CACHE)
+def preflight(run: OpenRun) -> None:
+    """Refuse what would only fail after GPUs were taken; with regeneration, every record is read."""
+    run_main(run, on_cpu(run), "preflight", "models.preflight", timeout_s=SAMPLES_TIMEOUT_S)
 
 
 @task(name="regenerate text", retries=2, retry_condition_fn=worth_retrying, cache_policy=NO_CACHE)
@@ -73,20 +74,24 @@ def prepare_samples(run: OpenRun, target: TargetRecord) -> SamplesRecord:
     """Tokenize the prompts with the target's tokenizer and set the held-out part aside."""
     run_main(run, on_cpu(run), "samples", "models.data.prepare", timeout_s=SAMPLES_TIMEOUT_S)
     samples: SamplesRecord = SamplesRecord.read(run.folder.samples)
-    refuse_small_budget(run.config, target, samples)
+    refuse_small_stores(run.config, target, samples)
     return samples
 
 
-def refuse_small_budget(config: RunConfig, target: TargetRecord, samples: SamplesRecord) -> None:
-    """Raise Refusal, with the numbers, for a transport budget that could stall the run."""
+def refuse_small_stores(config: RunConfig, target: TargetRecord, samples: SamplesRecord) -> None:
+    """Raise Refusal, with the numbers, for a transport budget that could stall the run, or a folder that fills up."""
+    settings = config.transport
+    bytes_per_token = stored_bytes_per_token(
+        len(config.target.aux_layer_ids), target.hidden_size, config.generator.stored_dtype
+    )
     check_budget(
-        budget_bytes=config.transport.budget_mib * 2**20,
-        bytes_per_token=stored_bytes_per_token(
-            len(config.target.aux_layer_ids), target.hidden_size, config.generator.stored_dtype
-        ),
+        budget_bytes=settings.budget_mib * 2**20,
+        bytes_per_token=bytes_per_token,
         longest_sample_tokens=samples.longest,
         samples_per_step=config.training.samples_per_step,
         ranks=config.training.data_parallel_size,
         prefetch_steps=config.training.prefetch_steps,
         generator_slots=config.generator.slots,
     )
+    if settings.kind == "stored" and settings.folder:
+        check_space(settings.folder, samples.train_tokens, bytes_per_token)

@@ -24,7 +24,7 @@ from infra.transport.mooncake import environment as mooncake
 from models.config.recipe import load_recipe
 from models.data import prepare as data
 from models.targets import prepare as targets
-from tasks.prepare import refuse_small_budget
+from tasks.prepare import refuse_small_stores
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "recipes" / "tiny.yaml"
@@ -347,7 +347,7 @@ def test_a_small_budget(refuse: Refuse, tiny_target: TargetRecord) -> None:
         path="", dataset_hash="", template_hash="", train_samples=40, heldout_samples=4, train_tokens=4000, longest=256,
         supervised_share=1.0, dropped=0, truncated=0, unusable=0,
     )  # fmt: skip
-    said = refuse(lambda: refuse_small_budget(config, tiny_target, samples))
+    said = refuse(lambda: refuse_small_stores(config, tiny_target, samples))
     assert "budget of 1.0 MiB is too small" in said
     assert "27 being captured" in said  # by as many generators as there may be: 8 leased and 1 in the engine of each
     assert "Set transport.budget_mib=" in said

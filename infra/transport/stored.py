@@ -4,6 +4,7 @@ Runs in generators and trainer ranks. Objects are named by their content, so oth
 """
 
 import os
+import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from pydantic import ValidationError
 
 from infra.files.atomic import sync_folder
 from infra.records.data_path import BufferRecord, ObjectRecord
+from infra.refusal import Refusal
 from infra.transport.base import Buffer, TransferError, fill, flat, reads_back
 from infra.transport.copying import block_sums
 from infra.transport.waiting import WAIT_S, is_full, wait_for_room, wait_for_store
@@ -144,3 +146,19 @@ def local_folder(url: str) -> Path | None:
     """The folder that a URL names on this machine's disks, if it does."""
     files, root = fsspec.core.url_to_fs(url)
     return Path(root) if "file" in files.protocol else None
+
+
+def check_space(where: str, tokens: int, bytes_per_token: int) -> None:
+    """Raise Refusal where hidden states of so many tokens do not fit into a folder of this machine."""
+    folder = local_folder(where)
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    needed = tokens * bytes_per_token
+    there, free = sum(file.stat().st_size for file in folder.iterdir()), shutil.disk_usage(folder).free
+    if free + there < needed:
+        raise Refusal(
+            f"transport.kind=stored: {tokens:,} tokens x {bytes_per_token} bytes are {needed / 2**30:.1f} GiB of "
+            f"hidden states, and {folder} has {free / 2**30:.1f} GiB free: stream them (transport.kind=auto), lower "
+            "data.max_samples, or name another transport.folder"
+        )

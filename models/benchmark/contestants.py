@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from models.drafts.base import Draft, ProposalSource
-from models.drafts.together import BatchProposer, Turn
+from models.drafts.base import Draft
+from models.drafts.batched_proposer import BatchProposer, ProposalSource, Turn
 from models.drafts.trees import Tree
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.sglang import load_draft

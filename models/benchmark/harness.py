@@ -25,7 +25,7 @@ from models.decoding.lossless import Comparison, LosslessCheck, total
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.speculative import Decoded, speculate_together
 from models.decoding.stopwatch import Stopwatch
-from models.drafts.base import Source
+from models.drafts.batched_proposer import Source
 from models.drafts.sampling import GREEDY, Sampling
 from models.drafts.trees import DynamicTree, TreeShape, parse_shape
 from models.progress_bars import Bar, bars

@@ -19,8 +19,7 @@ from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.simulated import features, features_and_likeliest, simulate
 from models.decoding.speculative import Decoded
 from models.decoding.token_recycling import TokenRecycling
-from models.drafts.base import ProposalSource
-from models.drafts.together import ObservingSource
+from models.drafts.batched_proposer import ObservingSource, ProposalSource
 from models.progress_bars import bars
 
 Texts = list[list[int]]

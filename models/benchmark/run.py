@@ -34,7 +34,7 @@ def benchmark_run(run: Run, champion: Path | None, champion_label: str) -> Bench
     """Measure, judge, and write everything down. Raises Refusal for a run without export or enough prompts."""
     begun = time.perf_counter()
     config, promotion = run.config.benchmark, run.config.promotion
-    prompts = heldout_prompts(run)
+    prompts = heldout_prompts(run.open_samples("heldout"), run.config.benchmark)
     contestants = load_contestants(Path(run.target.path), run.folder.export, champion, DTYPES[config.compute_dtype])
     found = measure(contestants, config, [config.lookahead], prompts, run.config.seed)
     goodput = measure_goodput(contestants, found, config) if config.loads else None
@@ -80,7 +80,7 @@ def benchmark_run(run: Run, champion: Path | None, champion_label: str) -> Bench
 
 def _suite(run: Run, contestants: Contestants, name: str) -> tuple[Ground, SuiteResult]:
     """Challenger and champion on further prompts: what the gate compares, and what people see."""
-    config, suite = run.config.benchmark, suite_prompts(run, name)
+    config, suite = run.config.benchmark, suite_prompts(run.config, run.target, name)
     walks = measure_suite(contestants, config, name, suite.prompts)
     compared = ground(
         name,

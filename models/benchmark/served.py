@@ -78,7 +78,8 @@ def setup_of(run: Run) -> Setup:
 
 def _measure(run: Run, draft: Path | None) -> Served:
     """One server: a first pass that is watched step by step and warms it up, then one at every concurrency, timed."""
-    config, prompts, setup = run.config.benchmark, heldout_prompts(run), setup_of(run)
+    config, setup = run.config.benchmark, setup_of(run)
+    prompts = heldout_prompts(run.open_samples("heldout"), config)
     what = "target alone" if draft is None else "target and draft"
     with setup.serving(draft, config.lookahead) as client, bars() as bar:
         watched = bar(f"{what}, step by step", len(prompts))

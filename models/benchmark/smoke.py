@@ -36,7 +36,7 @@ def smoke_test(run: Run, export: Path, benchmarked: RequestCounts) -> SmokeResul
             f"({benchmarked.conditions.draft_revision[:12]})"
         )
     config, lookahead = run.config.benchmark, run.config.benchmark.lookahead
-    prompts = heldout_prompts(run)[: run.config.promotion.smoke_prompts]
+    prompts = heldout_prompts(run.open_samples("heldout"), run.config.benchmark)[: run.config.promotion.smoke_prompts]
     contestants = load_contestants(Path(run.target.path), export, None, DTYPES[config.compute_dtype])
     walked = measure_suite(contestants, config, "smoke test", prompts)
     some = config.model_copy(update={"reference_tokens": DECODED * config.max_new_tokens})

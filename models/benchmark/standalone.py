@@ -37,7 +37,7 @@ from models.data.prompts import read_prompts
 from models.data.suites import SuitePrompts, layout_of, question_prompts
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.token_recycling import TokenRecycling
-from models.drafts.base import Source
+from models.drafts.batched_proposer import Source
 from models.dtypes import DTYPES
 from models.export.description import read_description
 from models.targets.prepare import prepare_target

@@ -13,12 +13,12 @@ import torch
 from infra.provenance import hardware
 from infra.records.goodput import GoodputTable, MeasuredGoodput, StepTime
 from models.benchmark.contestants import Contestants, draft_of, same_build
-from models.benchmark.goodput import FittedCosts, fit, goodput_table, rates_of
 from models.benchmark.measure import Measurements, Walk
 from models.config.benchmark import BenchmarkConfig
 from models.decoding.acceptance import summarise
+from models.decoding.goodput import FittedCosts, fit, goodput_table, rates_of
 from models.decoding.stopwatch import now
-from models.drafts.base import ProposalSource
+from models.drafts.batched_proposer import ProposalSource
 from models.progress_bars import Advance, bars
 from models.targets.model import TargetModel
 

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from infra.refusal import Refusal
-from models.capture.engine import SampleError
-from models.targets.layout import Layout
+from models.targets.layout import Layout, SampleError
 from models.targets.model import HiddenStates, TargetModel
 from models.targets.weights import TargetHead
 

@@ -9,13 +9,6 @@ from torch import Tensor
 from infra.records.data_path import ObjectRecord
 
 
-class SampleError(Exception):
-    """This sample cannot be captured: values that are not finite, a prompt that the server refuses, missing rows.
-
-    The only exception that counts against a sample, and only where the engine's canary still passes after it.
-    """
-
-
 class EngineError(Exception):
     """The engine is broken; no sample is to blame."""
 

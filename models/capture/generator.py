@@ -18,9 +18,10 @@ from infra.processes.exit import run_main
 from infra.records.data_path import Lease
 from infra.refusal import Refusal
 from infra.transport.sweep import sweep
-from models.capture.engine import Captured, Engine, EngineError, SampleError
+from models.capture.engine import Captured, Engine, EngineError
 from models.capture.heldout import make_heldout
 from models.run import Run
+from models.targets.layout import SampleError
 
 IDLE_S = 0.05
 WAIT_S = 1.0

@@ -33,7 +33,8 @@ def make_heldout(run: Run, engine: Engine) -> None:
     if not wanted(run) or read_heldout(run.folder.heldout) is not None:
         return
     settings, longest = run.config.benchmark, run.samples.longest
-    prompts = [prompt for prompt in heldout_prompts(run) if len(prompt) + 2 <= longest]
+    prompts = heldout_prompts(run.open_samples("heldout"), settings)
+    prompts = [prompt for prompt in prompts if len(prompt) + 2 <= longest]
     prompts = prompts[: run.config.training.heldout_prompts]
     room = longest - max(map(len, prompts), default=0)
     write_heldout(run.folder.heldout, engine.continue_greedily(prompts, min(settings.max_new_tokens, room)))

@@ -6,14 +6,11 @@ Runs once at the start of a run, before any generator; a sample set with the sam
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.progress import track
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from infra.files.atomic import sha256_file, write_atomically
@@ -21,17 +18,16 @@ from infra.files.cached_folder import build_once
 from infra.files.run_folder import RunFolder
 from infra.processes.exit import run_main
 from infra.records.data_path import Histogram, RegeneratedRecord, SamplesRecord, TargetRecord
-from infra.refusal import Refusal
 from infra.settings import cache_folder
 from models.config.data import DataConfig
 from models.config.recipe import RunConfig, read_config
 from models.data.benchmark_prompts import BenchmarkPrompts, read_prompts
-from models.data.conversations import Document, read_documents, source_hash, source_revision
-from models.data.sample_set import read_manifest, write_sample_set
+from models.data.conversations import read_documents, source_hash, source_revision
+from models.data.prompts import heldout_prompts
+from models.data.sample_set import SampleSet, read_manifest, write_sample_set
 from models.data.samples import EncodedSample, SampleEncoder, Splits, chat_template, divide
 from models.data.suites import suite_address
-from models.preflight import check_run, check_settings
-from models.run import Run, TargetReady
+from models.progress_bars import counting
 
 FORMAT = 2
 """Raised whenever the same input would give other samples."""
@@ -68,7 +64,7 @@ def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> 
             excluded=BenchmarkPrompts(read_prompts(config.exclude)),
             tokenizer_hash=made_by, vocabulary=target.vocab_size,
         )  # fmt: skip
-        samples = encoder.encode(_shown(read_documents(config.source)))
+        samples = encoder.encode(counting(read_documents(config.source), "tokenizing"))
         splits = divide(samples, config, encoder.counts)
         record = _record(splits, encoder).model_copy(
             update={
@@ -98,10 +94,6 @@ def tokenizer_hash(folder: Path) -> str:
 
 def _hash(*parts: object) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def _shown(documents: Iterable[Document]) -> Iterator[Document]:
-    yield from track(documents, "tokenizing", total=None, console=Console(stderr=True), transient=True)
 
 
 def _record(splits: Splits, encoder: SampleEncoder) -> SamplesRecord:
@@ -170,48 +162,19 @@ def summary(record: SamplesRecord) -> str:
     )
 
 
-def check_prompts(run: TargetReady) -> None:
-    """Raise Refusal for what would stop the run after its text was regenerated, which takes GPUs.
-
-    Every record is read, and the conversations' questions are rendered as the target would be asked.
-    """
-    check_settings(run)
-    data = recipe_data(run.config)
-    prompts = list(read_prompts(data.exclude))
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(run.target.path)
-    SampleEncoder(tokenizer, data, run.config.target.add_bos, excluded=BenchmarkPrompts(prompts))
-    documents = sum(1 for document in _shown(read_documents(data.source)) if _answerable(document))
-    if documents < 2:
-        raise Refusal(f"data.source {data.source} holds {documents} documents: give at least two, one is held out")
-
-
-def _answerable(document: Document) -> bool:
-    if document.tokens is not None:
-        raise Refusal(
-            f"{document.place}: tokens have no turns that the target could answer: give conversations or text, or "
-            "leave data.regeneration out"
-        )
-    return True
-
-
 def main() -> None:
-    """Read config.json and target.json of the run folder, write its samples.json; with --check write nothing."""
-    if len(sys.argv) not in (2, 3) or sys.argv[2:] not in ([], ["--check"]):
-        raise Refusal("usage: python -m models.data.prepare RUN_FOLDER [--check]")
+    """Read config.json and target.json of the run folder, write its samples.json."""
     folder = RunFolder(Path(sys.argv[1]).absolute())
     config = read_config(folder.config)
-    if "--check" in sys.argv:
-        check_prompts(TargetReady(folder, config, TargetRecord.read(folder.target)))
-        return
     data, revision = recipe_data(config), {}
     if data.regeneration is not None:
         regenerated: RegeneratedRecord = RegeneratedRecord.read(folder.regenerated)
         data = data.model_copy(update={"source": regenerated.path})
         revision = {"source_revision": regenerated.source_revision}
     record = prepare_samples(data, TargetRecord.read(folder.target), config.target.add_bos).model_copy(update=revision)
+    heldout_prompts(SampleSet.open(Path(record.path), "heldout"), config.benchmark)  # refused now, not after training
     write_atomically(folder.samples, record)
     print(summary(record))
-    check_run(Run.open(folder.path))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Prompts of the benchmark: the beginnings of held-out samples, or of the samples of a file. Runs in the benchmark."""
+"""Prompts of benchmarks: the beginnings of held-out samples, or of the samples of a file."""
 
 import hashlib
 import json
@@ -15,10 +15,11 @@ from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
 from models.config.benchmark import BenchmarkConfig
 from models.config.data import DataConfig
+from models.config.recipe import RunConfig
 from models.data.conversations import read_documents, source_hash
+from models.data.sample_set import SampleSet
 from models.data.samples import SampleEncoder, chat_template
 from models.data.suites import SuitePrompts, layout_of, question_prompts
-from models.run import Run, TargetReady
 
 Template = Literal["auto", "tokenizer", "none"]
 LEAST_TOKENS = 2
@@ -26,30 +27,29 @@ SAMPLES_PER_PROMPT = 4
 """Samples read for each prompt wanted: some give none, or the same."""
 
 
-def heldout_prompts(run: Run) -> list[list[int]]:
-    """The prompts of a run's benchmarks. Raises Refusal where there are too few."""
-    config, samples = run.config.benchmark, run.open_samples("heldout")
+def heldout_prompts(samples: SampleSet, config: BenchmarkConfig) -> list[list[int]]:
+    """The prompts of a run's benchmarks, from its held-out samples. Raises Refusal where there are too few."""
     heldout = (samples[index] for index in range(len(samples)))
     return take_prompts(((sample.tokens, sample.loss_mask) for sample in heldout), config.prompts, config.prompt_tokens)
 
 
-def suite_prompts(run: TargetReady, name: str) -> SuitePrompts:
+def suite_prompts(config: RunConfig, target: TargetRecord, name: str) -> SuitePrompts:
     """The prompts of one of `promotion.suites`. Raises Refusal, naming the suite, for what gives none."""
-    promotion, target, benchmark = run.config.promotion, run.config.target, run.config.benchmark
+    promotion, add_bos = config.promotion, config.target.add_bos
     source = promotion.suites[name]
     try:
         layout = layout_of(name, source)
         if layout is None:
-            prompts, template_hash = read_prompts(source, run.target, benchmark, "auto", target.add_bos)
+            prompts, template_hash = read_prompts(source, target, config.benchmark, "auto", add_bos)
             return SuitePrompts(prompts, (), source_hash(source), template_hash)
         return question_prompts(
             source,
             layout,
-            Path(run.target.path),
+            Path(target.path),
             count=promotion.suite_prompts,
             prompt_tokens=promotion.suite_prompt_tokens,
-            templated=run.config.data.chat_template == "tokenizer",
-            add_bos=target.add_bos,
+            templated=config.data.chat_template == "tokenizer",
+            add_bos=add_bos,
         )
     except Refusal as error:
         raise Refusal(f"promotion.suites.{name}: {error}") from error

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from models.drafts.base import Likeliest
+from models.drafts.proposals import Likeliest
 from models.targets.model import TargetModel
 
 ROWS = 64

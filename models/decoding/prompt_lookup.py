@@ -9,9 +9,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from models.drafts.base import NO_PROPOSAL, Proposals
+from models.drafts.batched_proposer import OneByOne
+from models.drafts.proposals import NO_PROPOSAL, Proposals
 from models.drafts.sampling import Sampling
-from models.drafts.together import OneByOne
 
 LONGEST_NGRAM = 3
 

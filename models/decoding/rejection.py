@@ -9,7 +9,7 @@ after a rejection, and the text goes on below the first one that is accepted.
 import torch
 from torch import Tensor
 
-from models.drafts.base import NO_PROPOSAL
+from models.drafts.proposals import NO_PROPOSAL
 from models.drafts.sampling import draw_by
 from models.drafts.trees import ROOT
 

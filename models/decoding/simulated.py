@@ -14,8 +14,8 @@ from torch import Tensor
 
 from models.decoding.counts import Counts
 from models.decoding.observing import likeliest_after
-from models.drafts.base import Likeliest, ProposalSource
-from models.drafts.together import ObservingSource
+from models.drafts.batched_proposer import ObservingSource, ProposalSource
+from models.drafts.proposals import Likeliest
 from models.targets.model import TargetModel
 
 

@@ -20,9 +20,9 @@ from models.decoding.plain import Prefill, prefill
 from models.decoding.policy import LookaheadPolicy
 from models.decoding.rejection import accept
 from models.decoding.stopwatch import StepSeconds, Stopwatch, part_of
-from models.drafts.base import NO_PROPOSAL, Proposals, Source
+from models.drafts.batched_proposer import BatchProposer, Source, Turn
+from models.drafts.proposals import NO_PROPOSAL, Proposals
 from models.drafts.sampling import GREEDY, Sampling, chances
-from models.drafts.together import BatchProposer, Turn
 from models.drafts.trees import ROOT, Tree, TreeShape
 from models.targets.model import TargetModel
 

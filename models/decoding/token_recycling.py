@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from models.drafts.base import NO_PROPOSAL, Likeliest, ObservingProposer, Proposals
+from models.drafts.batched_proposer import ObservingProposer, ObservingSource
+from models.drafts.proposals import NO_PROPOSAL, Likeliest, Proposals
 from models.drafts.sampling import Sampling
-from models.drafts.together import ObservingSource
 from models.drafts.trees import ROOT, Candidates, Growing, Tree, TreeShape, grow
 
 CANDIDATES = 8

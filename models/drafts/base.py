@@ -1,135 +1,14 @@
 """What every draft method offers: a training loss, proposals while decoding, and a rollout from every position."""
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from models.drafts.batched_proposer import BatchProposer
 from models.drafts.context import ContextShare
-from models.drafts.sampling import Sampling
 from models.drafts.vocabulary import DraftVocabulary
-
-if TYPE_CHECKING:
-    from models.drafts.together import BatchProposer
-
-NO_PROPOSAL = -1
-"""Stands where a source has nothing to propose; neither it nor anything after it is verified or accepted."""
-
-
-@dataclass(frozen=True)
-class Proposals:
-    """k proposed tokens and what they were drawn from."""
-
-    tokens: Tensor
-    """`[k]` int64, target-vocabulary ids."""
-    probabilities: Tensor | None
-    """`[k, V]` over the target's vocabulary, row i given the proposals before it: at most 7 MB for a lookahead of 7
-    and 262,144 tokens in float32. None: proposed with certainty."""
-
-    def usable(self) -> "Proposals":
-        """Those before the first `NO_PROPOSAL`."""
-        tokens = self.tokens.tolist()
-        if NO_PROPOSAL not in tokens:
-            return self
-        count = tokens.index(NO_PROPOSAL)
-        return Proposals(self.tokens[:count], None if self.probabilities is None else self.probabilities[:count])
-
-    def over(self, vocabulary: int) -> Tensor:
-        """`[k, V]` the distributions, written out where they are certain; every token is a real one."""
-        if self.probabilities is None:
-            certain = torch.zeros(len(self.tokens), vocabulary, device=self.tokens.device)
-            return certain.scatter_(1, self.tokens.unsqueeze(-1), 1.0)
-        assert self.probabilities.shape == (len(self.tokens), vocabulary)
-        return self.probabilities
-
-
-class Proposer(Protocol):
-    """Proposes tokens for one sequence while it is decoded; holds the draft's own cache."""
-
-    def propose(self, sequence: Tensor, aux: Tensor, lookahead: int) -> Tensor:
-        """Propose the next `lookahead` tokens.
-
-        Args:
-            sequence: `[t + 1]` int64, every token emitted so far; the last one has not been through the target.
-            aux: `[n, K*H]`, target features of positions `t - n .. t - 1`, which this proposer has not seen yet.
-            lookahead: number of tokens to propose, at least 1.
-
-        Returns:
-            `[lookahead]` int64, target-vocabulary ids.
-        """
-        ...
-
-    def sample(self, sequence: Tensor, aux: Tensor, lookahead: int, sampling: Sampling) -> Proposals:
-        """Propose the next `lookahead` tokens as `propose` does, but drawn after temperature and top-p.
-
-        A source that knows tokens only proposes them with certainty.
-        """
-        ...
-
-
-class Source(Protocol):
-    """All that decoding needs of a draft or a training-free baseline."""
-
-    def proposers(self, count: int) -> "BatchProposer":
-        """Fresh proposers for so many texts."""
-        ...
-
-
-class ProposalSource(Source, Protocol):
-    """A source whose proposals depend on tokens and target features alone."""
-
-    def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
-        """Proposals from every position of one sequence at once, equal to what a proposer would say there.
-
-        Args:
-            tokens: `[T + 1]` int64.
-            aux: `[T, K*H]` target features of positions 0..T-1.
-            lookahead: number of tokens proposed from each position.
-
-        Returns:
-            `[T, lookahead]` int64; row i is proposed when `tokens[: i + 2]` are emitted, so its first token
-            stands for position i + 2.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class Likeliest:
-    """The target's k likeliest next tokens after n positions, best first."""
-
-    tokens: Tensor
-    """`[n, k]` int64."""
-    log_probabilities: Tensor
-    """`[n, k]` float32, over the whole vocabulary."""
-
-    def __getitem__(self, rows: slice) -> "Likeliest":
-        return Likeliest(self.tokens[rows], self.log_probabilities[rows])
-
-
-class ObservingProposer(ABC):
-    """A `Proposer` that also learns from what the target itself found likely.
-
-    It is told of every position of the text once, in order, before it proposes what follows, and of nothing else:
-    what the target said after a rejected proposal is no position of the text. So its proposals depend on the text so
-    far alone, and walking over a finished text meets the same ones as decoding does.
-    """
-
-    candidates: int
-    """How many of the target's likeliest tokens it wants to be told."""
-
-    @abstractmethod
-    def observe(self, tokens: Tensor, likeliest: Likeliest) -> None:
-        """The next n tokens of the text `[n]` int64, and what the target found likely after each of them."""
-
-    @abstractmethod
-    def propose(self, sequence: Tensor, aux: Tensor, lookahead: int) -> Tensor:
-        """See `Proposer.propose`."""
-
-    @abstractmethod
-    def sample(self, sequence: Tensor, aux: Tensor, lookahead: int, sampling: Sampling) -> Proposals:
-        """See `Proposer.sample`."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +108,7 @@ class Draft(torch.nn.Module):
         """The loss of a rank that has no sample: 0, and every parameter has a part in it, as gradients are reduced."""
         return torch.stack([parameter.sum() * 0.0 for parameter in self.parameters()]).sum()
 
-    def proposers(self, count: int) -> "BatchProposer":
+    def proposers(self, count: int) -> BatchProposer:
         raise NotImplementedError
 
     def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from infra.refusal import Refusal
-from models.drafts.base import NO_PROPOSAL, Proposals
+from models.drafts.proposals import NO_PROPOSAL, Proposals
 from models.drafts.sampling import Sampling
 
 ROOT = -1

@@ -14,8 +14,8 @@ from typing import Any
 
 from infra.files.atomic import write_atomically
 from infra.records.goodput import GoodputTable, MeasuredGoodput
-from models.benchmark.goodput import FittedCosts, predict
 from models.config.draft_base import MethodConfig
+from models.decoding.goodput import FittedCosts, predict
 from models.export.description import read_description
 
 SERVING = "serving"

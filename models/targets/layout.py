@@ -6,8 +6,14 @@ import torch
 from torch import Tensor
 
 from infra.planner.traffic import bytes_per_token
-from models.capture.engine import SampleError
 from models.targets.model import HiddenStates
+
+
+class SampleError(Exception):
+    """This sample cannot be captured: values that are not finite, a prompt that the server refuses, missing rows.
+
+    The only exception that counts against a sample, and only where the engine's canary still passes after it.
+    """
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 
 from infra.records.data_path import SamplesRecord, TargetRecord
 from models.config.recipe import load_recipe
-from tasks.prepare import refuse_small_budget
+from tasks.prepare import refuse_small_stores
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
 TARGET = TargetRecord(
@@ -29,6 +29,6 @@ SAMPLES = SamplesRecord(
 
 
 def test_a_budget_that_could_stall_the_run_is_refused_with_the_numbers():
-    refuse_small_budget(load_recipe(TINY, ["transport.budget_mib=12"]), TARGET, SAMPLES)
+    refuse_small_stores(load_recipe(TINY, ["transport.budget_mib=12"]), TARGET, SAMPLES)
     with pytest.raises(ValueError, match=r"11\.2 MiB\. Set transport\.budget_mib=12 or more"):
-        refuse_small_budget(load_recipe(TINY, ["transport.budget_mib=11"]), TARGET, SAMPLES)
+        refuse_small_stores(load_recipe(TINY, ["transport.budget_mib=11"]), TARGET, SAMPLES)

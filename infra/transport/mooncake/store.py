@@ -1,7 +1,8 @@
 """Holds the memory of a run's Mooncake store. One process, on the machine of the trainer.
 
 `python -m infra.transport.mooncake.store RUN` runs until it is stopped. It outlives generators and trainer ranks, so
-that what they wrote and have not read yet outlives them too. Its memory is a file that is allocated before it is mapped.
+that what they wrote and have not read yet outlives them too. Its memory is a file that is allocated before it is
+mapped.
 """
 
 import argparse

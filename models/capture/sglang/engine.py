@@ -18,11 +18,12 @@ from infra.sglang.command import capture_command
 from infra.sglang.server import SGLangServer
 from infra.transport.sweep import CANARY
 from models.capture.canary import check_capture, check_next_token
-from models.capture.engine import Captured, Continued, EngineError, SampleError
+from models.capture.engine import Captured, Continued, EngineError
 from models.decoding.counts import end_of
 from models.dtypes import DTYPES
 from models.run import Run
 from models.targets.end_of_text import eos_ids
+from models.targets.layout import SampleError
 from models.targets.model import HiddenStates, TargetModel
 from models.targets.served import server_environment, server_spec
 from models.targets.weights import read_target_head, tensor_files

@@ -22,11 +22,10 @@ from infra.records.data_path import CaptureReply, CaptureSpec
 from infra.refusal import Refusal
 from infra.settings import capture_spec
 from infra.transport.choice import open_transport
-from models.capture.engine import SampleError
 from models.capture.sglang import gemma3
 from models.capture.sglang.assembly import Assembly
 from models.dtypes import DTYPES
-from models.targets.layout import Layout
+from models.targets.layout import Layout, SampleError
 from models.targets.model import HiddenStates
 
 NAME = "draftsmith"

@@ -16,17 +16,11 @@ from torch import Tensor, nn
 
 from infra.refusal import Refusal
 from models.config.dflash import DFlashConfig
-from models.drafts.base import (
-    NO_PROPOSAL,
-    Draft,
-    DraftLoss,
-    PackedSamples,
-    TargetProjection,
-    supervised_positions,
-)
+from models.drafts.base import Draft, DraftLoss, PackedSamples, TargetProjection, supervised_positions
 from models.drafts.dflash.layers import BlockAttention, Blocks, DecoderLayer, KeysValues, PackedAttention, views
 from models.drafts.dflash.proposer import DFlashProposer
 from models.drafts.layers import RMSNorm, rotary_tables
+from models.drafts.proposals import NO_PROPOSAL
 from models.drafts.vocabulary import DraftVocabulary
 from models.losses.position_weights import decay_weights, dpace_weights, token_probabilities
 from models.losses.soft_cross_entropy import TargetDistribution, soft_cross_entropy

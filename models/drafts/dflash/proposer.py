@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from models.drafts.base import Likeliest
+from models.drafts.batched_proposer import Choice, Turn
 from models.drafts.cache import RaggedCache
-from models.drafts.together import Choice, Turn
+from models.drafts.proposals import Likeliest
 from models.drafts.trees import Tree
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from models.drafts.base import Likeliest
+from models.drafts.batched_proposer import Choice, Turn
 from models.drafts.cache import RaggedCache
 from models.drafts.layers import rotary_tables
-from models.drafts.together import Choice, Turn
+from models.drafts.proposals import Likeliest
 from models.drafts.trees import ROOT, Candidates, Growing, Tree, children, grow
 
 if TYPE_CHECKING:

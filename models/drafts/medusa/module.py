@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.config.medusa import MedusaConfig
-from models.drafts.base import NO_PROPOSAL, Draft, DraftLoss, Likeliest, PackedSamples, TargetProjection
+from models.drafts.base import Draft, DraftLoss, PackedSamples, TargetProjection
+from models.drafts.batched_proposer import Choice, Turn
 from models.drafts.chains import Objective, chain_loss
 from models.drafts.layers import RMSNorm
-from models.drafts.together import Choice, Turn
+from models.drafts.proposals import NO_PROPOSAL, Likeliest
 from models.drafts.trees import Tree
 from models.drafts.vocabulary import DraftVocabulary
 from models.losses.choice import chosen_divergence

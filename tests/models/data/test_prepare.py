@@ -116,7 +116,7 @@ def test_prompts_are_checked_before_they_are_regenerated(
     data = config(source, regeneration={}, chat_template="none")
     write_atomically(folder.config, tiny_config.model_copy(update={"data": data}))
     write_atomically(folder.target, tiny_target)
-    command = [sys.executable, "-m", "models.data.prepare", str(folder.path), "--check"]
+    command = [sys.executable, "-m", "models.preflight", str(folder.path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
     source.write_text(source.read_text() + "{broken\n")

@@ -8,9 +8,9 @@ from torch import Tensor
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from models.decoding.plain import prefill
-from models.drafts.base import Proposals
+from models.drafts.batched_proposer import OneByOne
+from models.drafts.proposals import Proposals
 from models.drafts.sampling import Sampling
-from models.drafts.together import OneByOne
 from models.drafts.trees import Candidates, Growing, Tree, TreeShape, grow
 from models.targets.model import TargetModel
 

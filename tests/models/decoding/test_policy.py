@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from models.decoding.plain import continue_greedily
 from models.decoding.policy import Accepting, LookaheadPolicy
 from models.decoding.speculative import speculate, speculate_together
-from models.drafts.together import OneByOne
+from models.drafts.batched_proposer import OneByOne
 
 NEVER = frozenset()
 rate = st.floats(0.0, 1.0)

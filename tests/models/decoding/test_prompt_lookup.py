@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.decoding.prompt_lookup import PromptLookup
-from models.drafts.base import NO_PROPOSAL
+from models.drafts.proposals import NO_PROPOSAL
 
 
 def slow_lookup(text: list[int], lookahead: int) -> list[int]:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from models.decoding.rejection import accept, residual
-from models.drafts.base import NO_PROPOSAL
+from models.drafts.proposals import NO_PROPOSAL
 from models.drafts.sampling import Sampling, chances
 from models.drafts.trees import ROOT
 

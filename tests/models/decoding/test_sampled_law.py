@@ -17,9 +17,9 @@ from transformers import DynamicCache
 from models.decoding import rejection
 from models.decoding.plain import Prefill
 from models.decoding.speculative import Conversation, decode_together, speculate
-from models.drafts.base import Proposals
+from models.drafts.batched_proposer import OneByOne
+from models.drafts.proposals import Proposals
 from models.drafts.sampling import Sampling
-from models.drafts.together import OneByOne
 from models.drafts.trees import DynamicTree, StaticTree, Tree, drawn_children, grow, likeliest_children
 from models.targets.model import HiddenStates, TargetModel
 

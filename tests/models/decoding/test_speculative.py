@@ -9,9 +9,9 @@ from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.simulated import features, features_and_likeliest, simulate
 from models.decoding.speculative import speculate, speculate_together
 from models.decoding.token_recycling import TokenRecycling
-from models.drafts.base import NO_PROPOSAL
+from models.drafts.batched_proposer import OneByOne
+from models.drafts.proposals import NO_PROPOSAL
 from models.drafts.sampling import Sampling
-from models.drafts.together import OneByOne
 from models.drafts.trees import StaticTree
 
 NEVER = frozenset()

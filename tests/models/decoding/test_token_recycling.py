@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.decoding.token_recycling import TokenRecycling
-from models.drafts.base import NO_PROPOSAL, Likeliest
+from models.drafts.proposals import NO_PROPOSAL, Likeliest
 from models.drafts.sampling import GREEDY
 from models.drafts.trees import DynamicTree, StaticTree
 

@@ -4,9 +4,10 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.drafts.base import NO_PROPOSAL, Draft, Proposals
+from models.drafts.base import Draft
+from models.drafts.batched_proposer import Turn
+from models.drafts.proposals import NO_PROPOSAL, Proposals
 from models.drafts.sampling import GREEDY, Sampling
-from models.drafts.together import Turn
 from models.drafts.trees import Tree, TreeShape
 
 

@@ -12,13 +12,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from models.config.draft import METHODS, parse_draft_config
 from models.config.draft_base import VocabularyChoice
 from models.config.losses import LossChoice
-from models.drafts.base import Draft, PackedSamples, Proposals, TargetProjection
+from models.drafts.base import Draft, PackedSamples, TargetProjection
+from models.drafts.batched_proposer import Turn
 from models.drafts.dflash.module import DFlashDraft
 from models.drafts.eagle3.module import Eagle3Draft
 from models.drafts.medusa.module import MedusaDraft
+from models.drafts.proposals import Proposals
 from models.drafts.registry import build_draft
 from models.drafts.sampling import GREEDY, Sampling
-from models.drafts.together import Turn
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.description import read_description
 from models.export.sglang import load_draft, write_export

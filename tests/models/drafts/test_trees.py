@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.drafts.base import NO_PROPOSAL, Proposals
+from models.drafts.proposals import NO_PROPOSAL, Proposals
 from models.drafts.sampling import Sampling
 from models.drafts.trees import (
     Candidates,

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from infra.records.goodput import CostFit, GoodputTable, MeasuredGoodput
 from infra.sglang.environment import sglang_python
-from models.benchmark.goodput import FittedCosts, goodput_table, predict
 from models.config.dflash import DFlashConfig
 from models.config.eagle3 import Eagle3Config
 from models.config.medusa import MedusaConfig
+from models.decoding.goodput import FittedCosts, goodput_table, predict
 from models.export.serving_settings import NEAR, sglang, sglang_adaptive, spans, vllm
 
 SHAPE = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 32}

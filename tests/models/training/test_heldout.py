@@ -75,7 +75,8 @@ def check_texts(folder: RunFolder) -> None:
     target = TargetModel.load(Path(run.target.path), run.config.target.aux_layer_ids, torch.float32)
     texts = read_heldout(folder.heldout)
     assert texts is not None
-    assert [list(text.prompt) for text in texts] == heldout_prompts(run)[:PROMPTS]
+    prompts = heldout_prompts(run.open_samples("heldout"), run.config.benchmark)
+    assert [list(text.prompt) for text in texts] == prompts[:PROMPTS]
     for text in texts:
         assert list(text.continuation) == continue_greedily(target, text.prompt, NEW_TOKENS, frozenset([1]))
         expected = features(target, [*text.prompt, *text.continuation])

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from infra.files.run_folder import RunFolder
 from models.checkpoint import VOCABULARY
-from models.preflight import check_run
+from models.preflight import check_settings
 from models.run import Run
 from models.training.start import load_start
 
@@ -58,7 +58,7 @@ def refuses_other_kinds(exported: RunFolder, make_run) -> None:
         folder = make_run(name, *WARM, *overrides)
         shutil.copytree(exported.export, folder.start)
         with pytest.raises(ValueError, match=r"training\.start_from") as error:
-            check_run(Run.open(folder.path))
+            check_settings(Run.open(folder.path))
         return str(error.value)
 
     assert "draft.intermediate_size is 512, the recipe's 256" in refused("narrow", "draft.intermediate_size=256")

@@ -13,13 +13,14 @@ import torch
 
 from infra.files.atomic import write_atomically
 from infra.records.data_path import TargetRecord
-from models.capture.engine import EngineError, SampleError
+from models.capture.engine import EngineError
 from models.capture.sglang.engine import SGLangEngine
 from models.config.recipe import load_recipe
 from models.decoding.plain import continue_greedily
 from models.decoding.simulated import features
 from models.run import Run
 from models.targets.end_of_text import eos_ids
+from models.targets.layout import SampleError
 from models.targets.model import HiddenStates, TargetModel
 from models.targets.prepare import prepare_target
 

@@ -12,11 +12,12 @@ from models.config.dflash import DFlashConfig
 from models.decoding.plain import continue_greedily
 from models.decoding.simulated import features, simulate
 from models.decoding.speculative import speculate
-from models.drafts.base import NO_PROPOSAL, PackedSamples, TargetProjection, supervised_positions
+from models.drafts.base import PackedSamples, TargetProjection, supervised_positions
+from models.drafts.batched_proposer import Turn
 from models.drafts.dflash.layers import Blocks
 from models.drafts.dflash.module import DFlashDraft
+from models.drafts.proposals import NO_PROPOSAL
 from models.drafts.sampling import GREEDY, Sampling
-from models.drafts.together import Turn
 from models.drafts.vocabulary import DraftVocabulary
 from models.targets.model import TargetModel
 

@@ -8,7 +8,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from models.drafts.base import Likeliest, ObservingProposer, Proposals, Proposer
+from models.drafts.proposals import Likeliest, Proposals
 from models.drafts.sampling import Sampling, chances, draw_by
 from models.drafts.trees import ROOT, Tree, TreeProposer, TreeShape
 
@@ -24,6 +24,54 @@ class Turn:
     shape: int | TreeShape
     """A chain of so many proposals, at least 1, or a tree."""
     sampling: Sampling
+
+
+class Proposer(Protocol):
+    """Proposes tokens for one sequence while it is decoded; holds the draft's own cache."""
+
+    def propose(self, sequence: Tensor, aux: Tensor, lookahead: int) -> Tensor:
+        """Propose the next `lookahead` tokens.
+
+        Args:
+            sequence: `[t + 1]` int64, every token emitted so far; the last one has not been through the target.
+            aux: `[n, K*H]`, target features of positions `t - n .. t - 1`, which this proposer has not seen yet.
+            lookahead: number of tokens to propose, at least 1.
+
+        Returns:
+            `[lookahead]` int64, target-vocabulary ids.
+        """
+        ...
+
+    def sample(self, sequence: Tensor, aux: Tensor, lookahead: int, sampling: Sampling) -> Proposals:
+        """Propose the next `lookahead` tokens as `propose` does, but drawn after temperature and top-p.
+
+        A source that knows tokens only proposes them with certainty.
+        """
+        ...
+
+
+class ObservingProposer(ABC):
+    """A `Proposer` that also learns from what the target itself found likely.
+
+    It is told of every position of the text once, in order, before it proposes what follows, and of nothing else:
+    what the target said after a rejected proposal is no position of the text. So its proposals depend on the text so
+    far alone, and walking over a finished text meets the same ones as decoding does.
+    """
+
+    candidates: int
+    """How many of the target's likeliest tokens it wants to be told."""
+
+    @abstractmethod
+    def observe(self, tokens: Tensor, likeliest: Likeliest) -> None:
+        """The next n tokens of the text `[n]` int64, and what the target found likely after each of them."""
+
+    @abstractmethod
+    def propose(self, sequence: Tensor, aux: Tensor, lookahead: int) -> Tensor:
+        """See `Proposer.propose`."""
+
+    @abstractmethod
+    def sample(self, sequence: Tensor, aux: Tensor, lookahead: int, sampling: Sampling) -> Proposals:
+        """See `Proposer.sample`."""
 
 
 class BatchProposer(Protocol):
@@ -47,6 +95,32 @@ class BatchProposer(Protocol):
 
     def only(self, rows: Sequence[int]) -> None:
         """Let the other rows go."""
+        ...
+
+
+class Source(Protocol):
+    """All that decoding needs of a draft or a training-free baseline."""
+
+    def proposers(self, count: int) -> BatchProposer:
+        """Fresh proposers for so many texts."""
+        ...
+
+
+class ProposalSource(Source, Protocol):
+    """A source whose proposals depend on tokens and target features alone."""
+
+    def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
+        """Proposals from every position of one sequence at once, equal to what a proposer would say there.
+
+        Args:
+            tokens: `[T + 1]` int64.
+            aux: `[T, K*H]` target features of positions 0..T-1.
+            lookahead: number of tokens proposed from each position.
+
+        Returns:
+            `[T, lookahead]` int64; row i is proposed when `tokens[: i + 2]` are emitted, so its first token
+            stands for position i + 2.
+        """
         ...
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from infra.records.acceptance import Acceptance
 from infra.records.goodput import CostFit, StepTime
-from models.benchmark.goodput import FittedCosts, fit, goodput_table, predict, rates_of, shown
+from models.decoding.goodput import FittedCosts, fit, goodput_table, predict, rates_of, shown
 
 GRID = [(batch, tokens) for batch in (1, 2, 4, 8, 16, 32) for tokens in (1, 2, 3, 5, 8)]
 amount = st.floats(1e-4, 1.0)
