@@ -52,6 +52,8 @@ def drive(folder: RunFolder, config: RunConfig, with_generators: bool, resumes: 
         if config.transport.kind == "mooncake":
             objects = objects_folder(config.transport, folder)
             store = stack.enter_context(start_store(pool, folder, config.transport, objects, print))
+        with Ledger.open(config.ledger.url or folder.ledger_url, folder.name) as ledger:
+            ledger.reopen()
         print(READY, flush=True)
         generators = start_generators(stack, pool, folder, config) if with_generators else []
         training = config.training

@@ -11,8 +11,8 @@ run folders, cache, drift folder, and the code that writes and removes. Simulate
 - the watch's flow runs: one is executed, and its rows are copied 672 times a week,
 - time: points in time are moved into the past; clean-up runs weekly in place of daily.
 
-Result: sizes in bytes after every clean-up. Bounded means: in the last 8 weeks no store is more than 5 % larger than
-its largest size in the 8 weeks before those.
+Result: sizes in bytes after every clean-up. Bounded means: in the last quarter no store is more than 5 % larger than
+its largest size in the quarter before.
 """
 
 import argparse
@@ -33,7 +33,7 @@ DRAFT = "draft-year"
 BUSY_S = 120.0
 VACUUM_S = 300.0
 TOLERANCE = 1.05
-SPAN = 8
+SPAN = 13
 RESULT = Path(__file__).parent / "results" / "year.json"
 
 

@@ -15,7 +15,7 @@ def clean_up(
     trash_days: float = 30.0,
     cache_days: float = 60.0,
     prompt_days: float = 60.0,
-    log_mib: int = 64,
+    log_mib: int = 8,
 ) -> str:
     """Remove old runs, versions, caches and logs. What serves, or is the way back from it, always stays.
 

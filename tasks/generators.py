@@ -26,6 +26,8 @@ def generating(run: OpenRun, pool: Pool) -> Iterator[ElasticGenerators]:
 def start_generators(run: OpenRun, pool: Pool) -> ElasticGenerators:
     """Start the configured number of generators on the inference pool; the pool's release stops them too."""
     settings, generators = run.config.generator, []
+    with run.open_ledger() as ledger:
+        ledger.reopen()
     for index in range(settings.count):
         generators.append(start_generator(pool, run.folder, index, settings.count, settings.threads))
         get_run_logger().info("generator-%d: log in %s", index, generators[-1].process.log)

@@ -81,6 +81,14 @@ class ResumeSide(TrainerSide):
         with self._engine.begin() as connection:
             self._update_run(connection, training=False)
 
+    def reopen(self) -> None:
+        """Training goes on: no generator ends before a trainer has finished again.
+
+        Its newest checkpoint may turn out to be damaged, and generators that had ended by then would capture nothing.
+        """
+        with self._engine.begin() as connection:
+            self._update_run(connection, finished=False)
+
     def rebuild(
         self, checkpoint: CheckpointRecord, epoch: int, slots: Sequence[SampleSlot], consumed: Collection[int]
     ) -> None:

@@ -308,3 +308,13 @@ def test_a_run_that_no_process_has_entered_has_no_crashes_to_forget(url: str) ->
     with Ledger.open(url, "interrupted early") as ledger:
         ledger.forget_crashes()
         assert ledger.progress().total == 0
+
+
+def test_generators_of_a_resumed_run_outlast_its_last_trainer(ledger: Ledger) -> None:
+    """The final checkpoint of a finished run is damaged: its samples are captured again, by whoever runs by then."""
+    ledger.finish(start(ledger))
+    assert ledger.finished()
+    ledger.reopen()
+    assert not ledger.finished()
+    ledger.finish(start(ledger))
+    assert ledger.finished()
