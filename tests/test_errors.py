@@ -21,6 +21,7 @@ from infra.files.run_folder import RunFolder
 from infra.processes.exit import run_main
 from infra.records.data_path import SamplesRecord, TargetRecord
 from infra.transport.mooncake import environment as mooncake
+from models import preflight
 from models.config.recipe import load_recipe
 from models.data import prepare as data
 from models.targets import prepare as targets
@@ -104,6 +105,12 @@ def test_recipes(
     assert what in said
     assert remedy in said
     assert "secret" not in said
+
+
+def prepare() -> None:
+    """As the flow does it."""
+    preflight.main()
+    data.main()
 
 
 def run_folder(tmp_path: Path, *overrides: str) -> RunFolder:
@@ -221,7 +228,7 @@ DATA = [
     ),
     (
         "nothing but benchmarks",
-        jsonl(*({"text": f"{LONG} {number}"} for number in range(9))),
+        jsonl(*({"text": f"{number} {LONG}"} for number in range(9))),
         ["promotion.suites={own: prompts.jsonl}"],
         "9 of 9 documents hold prompts of the benchmarks",
         "Train on other text",
@@ -251,7 +258,7 @@ def test_data(
     write_atomically(folder.target, tiny_target)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["prepare", str(folder.path)])
-    said = refuse(data.main)
+    said = refuse(prepare)
     assert what in said
     assert remedy in said
 
@@ -263,7 +270,7 @@ def test_a_full_disk(
     write_atomically(folder.target, tiny_target)
     monkeypatch.setattr(sys, "argv", ["prepare", str(folder.path)])
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=2**20))
-    said = refuse(data.main)
+    said = refuse(prepare)
     assert "0.0 GiB free" in said
     assert "lower training.keep_checkpoints" in said
 
@@ -275,7 +282,7 @@ def test_sglang_that_is_not_there(
     write_atomically(folder.target, tiny_target)
     monkeypatch.setattr(sys, "argv", ["prepare", str(folder.path)])
     monkeypatch.setenv("DRAFTSMITH_SGLANG", str(tmp_path / "nowhere"))
-    said = refuse(data.main)
+    said = refuse(prepare)
     assert f"there is no sglang in {tmp_path / 'nowhere'}" in said
     assert "`make sglang` sets it up" in said
 
@@ -289,7 +296,6 @@ PLACES = [
         "no RDMA device",
         "set transport.protocol=auto or tcp",
     ),
-    (["transport.kind=stored", "transport.folder=kept"], "no disk", "GiB of hidden states", "lower data.max_samples"),
     (
         ["ledger.url=postgresql://me@127.0.0.1:9/x"],
         "",
@@ -314,15 +320,12 @@ def test_places_that_are_not_there(
     write_atomically(folder.target, tiny_target)
     monkeypatch.setattr(sys, "argv", ["prepare", str(folder.path)])
     monkeypatch.chdir(tmp_path)
-    if missing == "no disk":
-        usage = {tmp_path / "kept": 2**20}
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=usage.get(Path(path), 2**40)))
     if overrides[0] == "transport.kind=mooncake":
         monkeypatch.setattr(mooncake, "find_spec", lambda _name: None if missing == "no mooncake" else "there")
         libraries = {"libibverbs.so.1": 0} if missing != "no libibverbs" else {}
         monkeypatch.setattr(mooncake.ctypes, "CDLL", lambda name: found(libraries, name))
         monkeypatch.setattr(mooncake, "active_devices", lambda _root: [])
-    said = refuse(data.main)
+    said = refuse(prepare)
     assert what in said
     assert remedy in said
     assert "secret" not in said
@@ -341,16 +344,29 @@ def test_a_recipe_that_does_not_regenerate(tmp_path: Path) -> None:
     assert "add data.regeneration={}" in said
 
 
+SAMPLES = SamplesRecord(
+    path="", dataset_hash="", template_hash="", train_samples=40, heldout_samples=4, train_tokens=4000, longest=256,
+    supervised_share=1.0, dropped=0, truncated=0, unusable=0,
+)  # fmt: skip
+
+
 def test_a_small_budget(refuse: Refuse, tiny_target: TargetRecord) -> None:
     config = load_recipe(TINY, ["transport.budget_mib=1", "generator.max_count=3"])
-    samples = SamplesRecord(
-        path="", dataset_hash="", template_hash="", train_samples=40, heldout_samples=4, train_tokens=4000, longest=256,
-        supervised_share=1.0, dropped=0, truncated=0, unusable=0,
-    )  # fmt: skip
-    said = refuse(lambda: refuse_small_stores(config, tiny_target, samples))
+    said = refuse(lambda: refuse_small_stores(config, tiny_target, SAMPLES))
     assert "budget of 1.0 MiB is too small" in said
     assert "27 being captured" in said  # by as many generators as there may be: 8 leased and 1 in the engine of each
     assert "Set transport.budget_mib=" in said
+
+
+def test_a_small_folder_for_kept_hidden_states(
+    refuse: Refuse, tiny_target: TargetRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_recipe(TINY, ["transport.kind=stored", f"transport.folder={tmp_path / 'kept'}"])
+    refuse_small_stores(config, tiny_target, SAMPLES)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=2**20))
+    said = refuse(lambda: refuse_small_stores(config, tiny_target, SAMPLES))
+    assert "GiB of hidden states" in said
+    assert "lower data.max_samples" in said
 
 
 def draftsmith(tmp_path: Path, *arguments: str, **environment: str) -> str:

@@ -248,5 +248,5 @@ def test_differences_carry_their_sign() -> None:
 
 def test_the_template_is_shipped() -> None:
     root = Path(__file__).parents[3]
-    assert list((root / "tasks").glob("*.jinja"))
-    assert 'package-data.tasks = ["*.jinja"]' in (root / "pyproject.toml").read_text()
+    assert list((root / "tasks" / "report").glob("*.jinja"))
+    assert 'package-data.tasks = ["report/*.jinja"]' in (root / "pyproject.toml").read_text()
