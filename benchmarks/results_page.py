@@ -1,0 +1,230 @@
+"""Writes docs/results.md: every measured figure with its conditions, from the files of benchmarks/results/.
+
+    python benchmarks/results_page.py
+
+A test fails when the page does not match the files.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[1] / "docs" / "results.md"
+TITLE = """# Results
+
+Everything here was measured on CPUs; nothing was measured on a GPU. `python benchmarks/results_page.py` writes this
+page from the files of `benchmarks/results/`, each of which holds the conditions in full. Repeat a measurement with the
+script named.
+"""
+
+Json = dict[str, Any]
+Facts = Callable[[Json], Iterable[tuple[str, str]]]
+"""What was measured, and the figure."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Rows about one topic."""
+
+    title: str
+    rows: tuple[tuple[str, str, Facts], ...]
+    """Result file without `.json`, script, and the facts that the file holds."""
+
+
+def lossless(result: Json) -> Iterable[tuple[str, str]]:
+    tokens = result.get("tokens") or result["lossless"]["tokens"]
+    differing = result["mismatches"] if "mismatches" in result else result["lossless"]["mismatches"]
+    target = result["conditions"]["target"].rpartition("-")[0]
+    yield f"tokens of {target} decoded speculatively and compared with plain decoding", f"{tokens:,}"
+    yield "tokens that differ", str(differing)
+
+
+def agreement(result: Json) -> Iterable[tuple[str, str]]:
+    for one in result["sets"]:
+        shown = ", ".join(f"{name} {length:.3f}" for name, length in one["lengths"].items())
+        target, method = one["conditions"]["target"], one["conditions"].get("method", "")
+        yield (
+            f"{target} {method}: acceptance length on {one['prompts']} ({one['conditions']['prompts']} prompts)",
+            shown,
+        )
+
+
+def engines(result: Json) -> Iterable[tuple[str, str]]:
+    for engine, mean in result["mean"].items():
+        yield f"acceptance length of drafts trained on {engine}'s hidden states, mean of three seeds", f"{mean:.3f}"
+    yield "largest difference between seeds", f"{result['largest_difference_between_seeds_of_one_engine']:.3f}"
+
+
+def capture(result: Json) -> Iterable[tuple[str, str]]:
+    yield "SGLang's prefill throughput with capture, share of that without (median)", f"{result['ratio_median']:.3f}"
+
+
+def ledger(result: Json) -> Iterable[tuple[str, str]]:
+    for database, rates in result["samples_per_s_by_generators"].items():
+        yield (
+            f"samples/s through the ledger on {database}, with 1 / 4 / 8 generator processes",
+            " / ".join(f"{rates[count]:.0f}" for count in ("1", "4", "8")),
+        )
+
+
+def transport(result: Json) -> Iterable[tuple[str, str]]:
+    for one in result["objects"]:
+        rates = one["of_memcpy"]
+        yield (
+            f"arena put / get of {one['bytes'] / 2**20:.0f} MiB, share of memcpy",
+            f"{rates['arena put']:.2f} / {rates['arena get']:.2f}",
+        )
+
+
+def stored(result: Json) -> Iterable[tuple[str, str]]:
+    for way, seconds in result["wall_s"].items():
+        yield f"{result['steps']} steps of the tiny target, hidden states {way}", f"{seconds:.0f} s"
+
+
+def packing(result: Json) -> Iterable[tuple[str, str]]:
+    for way, facts in result["ways"].items():
+        if way != "packed":
+            yield (
+                f"CPU time {way}, relative to packed ({result['samples']} samples)",
+                f"{facts['packed_is_faster']:.2f}",
+            )
+
+
+def context_parallel(result: Json) -> Iterable[tuple[str, str]]:
+    longest = max(result["lengths"], key=lambda one: one["tokens"])
+    yield (
+        f"activation memory per rank, two ranks sharing samples of {longest['tokens']:,} tokens, relative to one",
+        f"{longest['memory_ratio']:.2f}",
+    )
+    yield "speed-up", f"{longest['speed_up']:.2f}"
+
+
+def planner(result: Json) -> Iterable[tuple[str, str]]:
+    yield f"largest error of the planned memory at {len(result['points'])} points", f"{result['worst_error']:.1%}"
+
+
+def data_wait(result: Json) -> Iterable[tuple[str, str]]:
+    share = result["publisher_at_twice_the_trainers_rate"]["data_wait_share"]
+    yield "share of the trainer's time spent waiting, samples arriving at twice its rate", f"{share:.3%}"
+
+
+def chaos(result: Json) -> Iterable[tuple[str, str]]:
+    yield f"runs under random faults ({len(result.get('struck', {}))} kinds)", f"{result['runs']}"
+    yield (
+        "runs that lost, doubled or quarantined a sample, differed in a weight, or left something",
+        str(len(result["failed"])),
+    )
+
+
+def kills(result: Json) -> Iterable[tuple[str, str]]:
+    for one in result["kills"]:
+        yield f"seconds until the run goes on after {one['killed']} was killed", f"{one['goes_on_s']:.0f}"
+
+
+def fuzz(result: Json) -> Iterable[tuple[str, str]]:
+    counts = result["counts"].values()
+    yield "malformed or odd inputs", f"{result['conditions']['cases']:,}"
+    yield "tracebacks, hangs, refusals without place or remedy", str(sum(one["fault"] for one in counts))
+
+
+def soak(result: Json) -> Iterable[tuple[str, str]]:
+    yield "simulated days of traffic, drift, promotion and rollback", str(len(result["days"]))
+    yield "faults", str(len(result["faults"]))
+
+
+def year(result: Json) -> Iterable[tuple[str, str]]:
+    last = result["bytes_by_week"][-1]
+    for name, size in last.items():
+        growth = result["growth_in_the_last_weeks"][name] - 1
+        yield (
+            f"{name} after {result['weeks']} weeks (growth in the last quarter)",
+            f"{size / 2**20:.1f} MiB ({growth:+.1%})",
+        )
+
+
+def rollout(result: Json) -> Iterable[tuple[str, str]]:
+    for gain, one in result["served_decides"].items():
+        yield (
+            f"needless retrainings / wrong rollbacks in {one['months']} months of rollouts of a draft better by {gain}",
+            f"{one['retrainings']} / {one['rollbacks']}",
+        )
+
+
+def overhead(result: Json) -> Iterable[tuple[str, str]]:
+    for when, runs in result["runs"].items():
+        mean = sum(run["overhead_s"] for run in runs) / len(runs)
+        yield f"seconds that Prefect, MLflow and process starts add to a run ({when})", f"{mean:.1f}"
+
+
+SECTIONS = (
+    Section(
+        "Decoding and acceptance",
+        (
+            ("lossless", "lossless.py", lossless),
+            ("lossless-gemma3-270m", "lossless.py", lossless),
+            ("agreement-tiny-eagle3", "agreement.py", agreement),
+            ("agreement-tiny-dflash", "agreement.py", agreement),
+            ("agreement-quickstart-eagle3", "agreement.py", agreement),
+            ("engines", "engines.py", engines),
+        ),
+    ),
+    Section(
+        "Speed and memory",
+        (
+            ("capture_cost", "capture_cost.py", capture),
+            ("data_wait", "data_wait.py", data_wait),
+            ("transport", "transport.py", transport),
+            ("ledger", "ledger.py", ledger),
+            ("stored", "stored.py", stored),
+            ("packing", "packing.py", packing),
+            ("context_parallel", "context_parallel.py", context_parallel),
+            ("planner", "planner.py", planner),
+            ("overhead", "overhead.py", overhead),
+        ),
+    ),
+    Section(
+        "Faults and months of operation",
+        (
+            ("chaos", "chaos.py", chaos),
+            ("kills", "kills.py", kills),
+            ("fuzz", "fuzz.py", fuzz),
+            ("soak", "soak.py", soak),
+            ("year", "year.py", year),
+            ("rollout", "rollout.py", rollout),
+        ),
+    ),
+)
+
+
+def conditions(result: Json) -> str:
+    """Hardware, day and commit."""
+    hardware = str(result.get("hardware") or result.get("conditions", {}).get("hardware") or "").partition(" (")[0]
+    day = str(result.get("date") or result.get("at") or "")[:10]
+    commits = result.get("runs_by_commit")
+    commit = ", ".join(name[:7] for name in commits) if commits else str(result.get("commit", ""))[:7]
+    return ", ".join(part for part in (hardware, day, commit) if part)
+
+
+def page() -> str:
+    """The page's Markdown."""
+    lines = [TITLE]
+    for section in SECTIONS:
+        lines += [f"## {section.title}", "", "| measured | figure | conditions | script |", "|---|--:|---|---|"]
+        for name, script, facts in section.rows:
+            result = json.loads((RESULTS / f"{name}.json").read_text())
+            lines += [f"| {what} | {figure} | {conditions(result)} | `{script}` |" for what, figure in facts(result)]
+        lines.append("")
+    lines += ["## Draft methods", ""]
+    for name in ("methods-gemma3-270m", "methods-tiny"):
+        lines += [
+            f"[{name}](../benchmarks/results/{name}.md): acceptance by method, temperature and kind of prompt.",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
