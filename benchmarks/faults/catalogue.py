@@ -100,7 +100,7 @@ SPACE = (
         small_memory,
         lambda ground: ground.mounts and ground.transport == "arena",
         phase="before",
-        overrides=("transport.budget_mib=32",),
+        overrides=("transport.budget_mib=32", "transport.kind=auto"),
     ),
 )
 

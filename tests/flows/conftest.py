@@ -90,7 +90,7 @@ class Stack:
         """Asks again, as Prefect's own client does, while the server's SQLite is busy."""
         deadline = time.monotonic() + BUSY_S
         while True:
-            answer = httpx.request(method, f"{self.api}/{path}", json=body, timeout=60)
+            answer = httpx.request(method, f"{self.api}/{path}", json=body, timeout=WAIT_S)
             if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE or time.monotonic() > deadline:
                 return answer.raise_for_status().json()
             time.sleep(1)
