@@ -11,13 +11,19 @@ TORCH := torch==2.13.0
 SGLANG := .venv-sglang
 UV_COMPILE := .venv-lock/bin/uv pip compile --python-version 3.11 --upgrade --no-annotate --no-header --quiet
 
-.PHONY: quickstart test lint check sglang up down bench chaos soak lock clean
+.PHONY: quickstart test test-slow lint check sglang up down bench chaos soak lock clean
 
 quickstart: $(VENV)/.ready
 	$(BIN)/draftsmith retrain recipes/quickstart.yaml
 
+PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
+
 test: $(VENV)/.ready $(SGLANG)/.test-ready
-	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder
+	$(PYTEST) -m "not slow"
+
+# Long proofs: whole runs, kills, served drafts, deployments, clusters, two hosts.
+test-slow: $(VENV)/.ready $(SGLANG)/.test-ready
+	$(PYTEST) -m slow
 
 # What CI adds to the tests: style, types, architecture.
 lint: $(VENV)/.ready
@@ -26,7 +32,7 @@ lint: $(VENV)/.ready
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-check: lint test
+check: lint test test-slow
 
 # A whole stack on loopback: Prefect, MLflow, PostgreSQL, S3, workers. `source runs/.stack/environment` to work with it.
 up: $(VENV)/.ready
