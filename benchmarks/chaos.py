@@ -12,8 +12,9 @@ In the end every sample must be consumed exactly once and none quarantined, the 
 undisturbed run's, and no process, listening port, shared memory or lock may be left (verdict.py).
 
 A line is added to the result's `.jsonl` file for each seed. Started again, it runs the seeds that are missing or were
-not whole; where that file is gone, the committed result says which. Faults of space need file systems of their own (`unshare`), clock jumps a C compiler; where they are missing,
-these faults are left out, and the result says so (`never_struck`).
+not whole; where that file is gone, the committed result says which. Faults of space need file systems of their own
+(`unshare`), clock jumps a C compiler; where they are missing, these faults are left out, and the result says so
+(`never_struck`).
 """
 
 import argparse
