@@ -12,8 +12,9 @@ In the end every sample must be consumed exactly once and none quarantined, the 
 undisturbed run's, and no process, listening port, shared memory or lock may be left (verdict.py).
 
 A line is added to the result's `.jsonl` file for each seed. Started again, it runs the seeds that are missing or were
-not whole. Faults of space need file systems of their own (`unshare`), clock jumps a C compiler; where they are missing,
-these faults are left out, and the result says so (`never_struck`).
+not whole; where that file is gone, the committed result says which. Faults of space need file systems of their own
+(`unshare`), clock jumps a C compiler; where they are missing, these faults are left out, and the result says so
+(`never_struck`).
 """
 
 import argparse
@@ -166,6 +167,13 @@ def outcomes_in(part: Path) -> list[Outcome]:
     return [Outcome(**json.loads(line)) for line in part.read_text().splitlines()] if part.is_file() else []
 
 
+def start_from_result(result: Path, part: Path) -> None:
+    """Begin the lines with the outcomes of a campaign that was stopped, where only its result is left."""
+    if not part.exists() and result.is_file():
+        outcomes = json.loads(result.read_text())["outcomes"]
+        part.write_text("".join(json.dumps(outcome) + "\n" for outcome in outcomes))
+
+
 def jobs_of(plan: str) -> list[tuple[int, str, list[str]]]:
     """`GROUND: FAULT, FAULT; GROUND: ...` as jobs. Raises Refusal for names that are not known."""
     jobs = []
@@ -224,6 +232,7 @@ def main() -> None:
     if options.plan:
         jobs = jobs_of(options.plan)
     else:
+        start_from_result(options.json, part)
         first, end = map(int, options.seeds.split(":"))
         whole = {outcome.seed for outcome in outcomes_in(part) if not outcome.faults}
         jobs = [(seed, GROUNDS[seed % len(GROUNDS)], []) for seed in range(first, end) if seed not in whole]
