@@ -190,3 +190,8 @@ def hub_token() -> str | None:
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")).expanduser()
     file = Path(os.environ.get("HF_TOKEN_PATH", home / "token")).expanduser()
     return str(file) if file.is_file() else None
+
+
+def unless_set(defaults: dict[str, str]) -> dict[str, str]:
+    """Those of the variables that the environment leaves open."""
+    return {name: value for name, value in defaults.items() if name not in os.environ}

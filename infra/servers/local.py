@@ -1,7 +1,6 @@
 """Prefect's and MLflow's servers on loopback, each under a supervisor. Used by the command line."""
 
 import atexit
-import os
 import secrets
 import threading
 import time
@@ -14,7 +13,7 @@ from infra.network.health import trouble
 from infra.network.ports import HOST, any_free_port
 from infra.processes.process import TAIL_LINES, Owner, Process, ProcessFailedError, module, start
 from infra.refusal import Refusal
-from infra.settings import prefect_api_url, runs_folder, tracking_uri, use_private_prefect_api
+from infra.settings import prefect_api_url, runs_folder, tracking_uri, unless_set, use_private_prefect_api
 
 PREFECT_PORT, MLFLOW_PORT = 4200, 5000
 AUTH_STRING = "PREFECT_API_AUTH_STRING"
@@ -103,7 +102,7 @@ def start_prefect(
         "PREFECT_SERVER_API_CSRF_PROTECTION_ENABLED": "true",
     }
     # The page asks the API at this address: one left over from elsewhere would show nothing.
-    environment = _unless_set(PREFECT) | {"PREFECT_API_URL": f"{address}/api", **guarded, **(settings or {})}
+    environment = unless_set(PREFECT) | {"PREFECT_API_URL": f"{address}/api", **guarded, **(settings or {})}
     command = module("prefect", "server", "start", "--host", HOST, "--port", str(port))
     process = start("prefect-server", command, owner, environment, grace_s=GRACE_S)
     return Server("Prefect", address, process, f"{address}/api/health", note)
@@ -117,7 +116,7 @@ def start_mlflow(owner: Owner, port: int, note: str = "", settings: Mapping[str,
         "MLFLOW_SERVER_ALLOWED_HOSTS": f"{HOST}:{port},localhost:{port}",
         "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": f"{address},http://localhost:{port}",
     }
-    environment = _unless_set(MLFLOW) | guarded | dict(_runs_store() if settings is None else settings)
+    environment = unless_set(MLFLOW) | guarded | dict(_runs_store() if settings is None else settings)
     command = module("mlflow", "server", "--workers", "1", "--host", HOST, "--port", str(port))
     process = start("mlflow-server", command, owner, environment, grace_s=GRACE_S)
     return Server("MLflow", address, process, f"{address}/health", note)
@@ -173,7 +172,3 @@ def prefect_api() -> Iterator[None]:
     use_private_prefect_api(f"{server.address}/api", credential)
     yield
     wait_until_up([server])
-
-
-def _unless_set(defaults: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in defaults.items() if name not in os.environ}
