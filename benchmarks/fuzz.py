@@ -35,7 +35,7 @@ from infra.provenance import git_sha
 from infra.refusal import Refusal
 from models.config.data import DataConfig
 from models.config.recipe import load_recipe
-from models.data.benchmark_prompts import read_prompts
+from models.data.benchmark_prompts import read_excluded_prompts
 from models.data.conversations import read_documents
 from models.data.samples import SampleEncoder
 from models.data.suites import OWN, read_questions
@@ -263,7 +263,7 @@ def datasets(folder: Path, dice: random.Random) -> None:
 
 def prompts(folder: Path, dice: random.Random) -> None:
     source = data_file(folder, dice)
-    list(read_questions(source, OWN)) if dice.random() < 0.5 else list(read_prompts([source]))
+    list(read_questions(source, OWN)) if dice.random() < 0.5 else list(read_excluded_prompts([source]))
 
 
 def drafts(folder: Path, dice: random.Random) -> None:

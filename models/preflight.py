@@ -19,8 +19,7 @@ from infra.refusal import Refusal
 from infra.sglang.environment import sglang_python
 from infra.transport.mooncake.environment import check_mooncake, choose_protocol
 from models.config.recipe import RunConfig, read_config
-from models.data.benchmark_prompts import BenchmarkPrompts
-from models.data.benchmark_prompts import read_prompts as read_benchmark_prompts
+from models.data.benchmark_prompts import BenchmarkPrompts, read_excluded_prompts
 from models.data.conversations import Document, read_documents
 from models.data.prepare import recipe_data
 from models.data.prompts import suite_prompts
@@ -87,7 +86,7 @@ def _check_disk(run: TargetReady, parameters: int) -> None:
 def check_prompts(run: TargetReady) -> None:
     """Read every record that is to be regenerated. Raises Refusal for those that would stop the run afterwards."""
     data = recipe_data(run.config)
-    prompts = list(read_benchmark_prompts(data.exclude))
+    prompts = list(read_excluded_prompts(data.exclude))
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(run.target.path)
     SampleEncoder(tokenizer, data, run.config.target.add_bos, excluded=BenchmarkPrompts(prompts))
     documents = sum(map(_answerable, counting(read_documents(data.source), "checking prompts")))

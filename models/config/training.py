@@ -20,20 +20,28 @@ class TrainingConfig(StrictConfig):
         "`champion` (a new draft where there is none). Or of a published draft: a folder, or OWNER/NAME[@REVISION] of "
         "the Hub, in SGLang's layout or that of `speculators`. Default: a new draft.",
     )
-    epochs: int = Field(default=1, ge=1, le=10_000)
+    epochs: int = Field(default=1, ge=1, le=10_000, description="Passes over the training samples.")
     samples_per_step: int = Field(
         default=8, ge=1, le=65_536, description="Samples of one optimizer step, over all ranks."
     )
     micro_batches: int = Field(
         default=1, ge=1, le=65_536, description="Gradient accumulation: micro-batches per rank and step."
     )
-    max_steps: int | None = Field(default=None, ge=1, le=1_000_000_000)
-    learning_rate: float = Field(default=1e-3, gt=0, le=10)
+    max_steps: int | None = Field(
+        default=None, ge=1, le=1_000_000_000, description="Most optimizer steps of a run; default: all epochs."
+    )
+    learning_rate: float = Field(
+        default=1e-3, gt=0, le=10, description="Peak learning rate, reached at the end of the warm-up."
+    )
     min_learning_rate_share: float = Field(default=0.1, ge=0, le=1, description="Where the cosine schedule ends.")
-    warmup_steps: int = Field(default=10, ge=0, le=1_000_000_000)
-    weight_decay: float = Field(default=0.0, ge=0, le=100)
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    clip_norm: float = Field(default=1.0, gt=0, le=1_000_000)
+    warmup_steps: int = Field(
+        default=10, ge=0, le=1_000_000_000, description="Optimizer steps of the linear warm-up; 0: none."
+    )
+    weight_decay: float = Field(default=0.0, ge=0, le=100, description="AdamW's weight decay; 0: off.")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="AdamW's two moment decays, each in [0, 1).")
+    clip_norm: float = Field(
+        default=1.0, gt=0, le=1_000_000, description="Gradients are clipped to this global L2 norm."
+    )
     ema_decay: float = Field(
         default=0.99, ge=0, lt=1, description="Weights of the export are averaged with this decay; 0: off."
     )

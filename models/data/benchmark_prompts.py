@@ -44,7 +44,7 @@ def words_of(text: str) -> Words:
     return tuple(_WORD.findall(text.casefold()))
 
 
-def read_prompts(sources: Iterable[str]) -> Iterator[str]:
+def read_excluded_prompts(sources: Iterable[str]) -> Iterator[str]:
     """Every prompt of benchmark files: what users say in conversations, plain text, or the field that holds it.
 
     Raises Refusal for sources that cannot be read and records without a prompt.

@@ -21,7 +21,7 @@ from infra.records.data_path import Histogram, RegeneratedRecord, SamplesRecord,
 from infra.settings import cache_folder
 from models.config.data import DataConfig
 from models.config.recipe import RunConfig, read_config
-from models.data.benchmark_prompts import BenchmarkPrompts, read_prompts
+from models.data.benchmark_prompts import BenchmarkPrompts, read_excluded_prompts
 from models.data.conversations import read_documents, source_hash, source_revision
 from models.data.prompts import heldout_prompts
 from models.data.sample_set import SampleSet, read_manifest, write_sample_set
@@ -61,7 +61,7 @@ def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> 
     def build(aside: Path) -> None:
         encoder = SampleEncoder(
             tokenizer, config, add_bos,
-            excluded=BenchmarkPrompts(read_prompts(config.exclude)),
+            excluded=BenchmarkPrompts(read_excluded_prompts(config.exclude)),
             tokenizer_hash=made_by, vocabulary=target.vocab_size,
         )  # fmt: skip
         samples = encoder.encode(counting(read_documents(config.source), "tokenizing"))

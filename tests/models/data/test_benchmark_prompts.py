@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.data.benchmark_prompts import BenchmarkPrompts, read_prompts, words_of
+from models.data.benchmark_prompts import BenchmarkPrompts, read_excluded_prompts, words_of
 
 QUESTION = (
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips did "
@@ -98,13 +98,13 @@ def test_layouts_of_benchmarks_and_of_training_text(tmp_path: Path) -> None:
     ]
     file = tmp_path / "suite.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert list(read_prompts([str(file)])) == ["one", "two", "three", "four", "five", "six", "seven", "eight"]
+    assert list(read_excluded_prompts([str(file)])) == ["one", "two", "three", "four", "five", "six", "seven", "eight"]
     file.write_text('{"answer": "x"}')
     with pytest.raises(ValueError, match=r"suite\.jsonl:1: no conversations"):
-        list(read_prompts([str(file)]))
+        list(read_excluded_prompts([str(file)]))
     file.write_text('{"input_ids": [1], "loss_mask": [1]}')
     with pytest.raises(ValueError, match=r"suite\.jsonl:1: tokens cannot be compared"):
-        list(read_prompts([str(file)]))
+        list(read_excluded_prompts([str(file)]))
 
 
 def test_words() -> None:
