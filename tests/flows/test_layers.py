@@ -22,6 +22,15 @@ def test_flows_tasks_and_infra_import_no_tensors() -> None:
 
 
 def test_the_supervisor_needs_the_standard_library_alone() -> None:
-    command = [sys.executable, "-I", "-S", str(ROOT / "infra" / "processes" / "supervisor.py"), "--grace", "1", "--", "true"]
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        str(ROOT / "infra" / "processes" / "supervisor.py"),
+        "--grace",
+        "1",
+        "--",
+        "true",
+    ]
     with subprocess.Popen(command, stdin=subprocess.PIPE, cwd="/") as supervisor:
         assert supervisor.wait(30) == 0
