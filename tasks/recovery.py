@@ -61,7 +61,9 @@ TAG = "draftsmith"
 RESTART = "restart-"
 """Begins the tag of a flow run that was started again; the number of the restart follows."""
 ENDING_S = 15.0
-"""A flow lets go of its run a moment before the server hears how it ended."""
+"""A flow releases its run shortly before the server hears how it ended."""
+POLL_S = 1.0
+UNFINISHED = (StateType.RUNNING, StateType.PENDING, StateType.CANCELLING)
 GIVEN_UP = "draftsmith.run.given-up"
 """The event that a person should hear of."""
 
@@ -82,11 +84,12 @@ def look_at(flow_run: str) -> DeadRun | None:
         if dead.folder and is_owned(dead.folder):
             get_run_logger().warning("%s lives: a process still runs %s", dead.name, dead.folder.name)
             return None
-        if found.state_type != StateType.CRASHED:
-            time.sleep(ENDING_S)
-        found = client.read_flow_run(found.id)
+        deadline = time.monotonic() + ENDING_S
+        while found.state_type in UNFINISHED and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            found = client.read_flow_run(found.id)
         state = found.state_type
-        if state not in (StateType.CRASHED, StateType.RUNNING, StateType.PENDING, StateType.CANCELLING):
+        if state != StateType.CRASHED and state not in UNFINISHED:
             get_run_logger().info("%s has ended as %s: nothing to do", found.name, found.state_name)
             return None
         if state == StateType.CANCELLING:

@@ -1,7 +1,6 @@
 """What `recover` says of flow runs that fell silent, asked of a real server."""
 
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,22 +43,22 @@ def state_of(stack: Any, flow_run: str) -> str:
     return stack.get(f"flow_runs/{flow_run}")["state"]["type"]
 
 
-def test_a_flow_that_has_just_let_go_of_its_run_is_not_dead(stack: Any, silent: str) -> None:
-    held = threading.Event()
-
-    def end() -> None:
-        with hold(stack.runs / RUN / "run.lock"):
-            held.set()
-            time.sleep(2)
-        time.sleep(1)
-        say(stack, silent, "COMPLETED")
-
-    flow = threading.Thread(target=end)
+def test_a_flow_that_has_just_released_its_run_is_not_dead(
+    stack: Any, silent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.recovery.ENDING_S", 120.0)
+    flow = threading.Timer(2, say, (stack, silent, "COMPLETED"))
     flow.start()
-    assert held.wait(10)
     assert look_at(silent) is None
-    flow.join(30)
+    flow.join(60)
     assert state_of(stack, silent) == "COMPLETED"
+
+
+def test_a_run_whose_process_lives_is_not_dead(stack: Any, silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infra.run.recovery.LAST_PROCESSES_S", 1.0)
+    with hold(stack.runs / RUN / "run.lock"):
+        assert look_at(silent) is None
+    assert state_of(stack, silent) == "RUNNING"
 
 
 def test_a_silent_flow_without_a_process_is_dead(stack: Any, silent: str) -> None:
