@@ -6,7 +6,7 @@
 The draft is trained here unless one is given. Sets: the recipe's text, and the questions of GSM8K and Spec-Bench where
 their files are given (or named by DRAFTSMITH_GSM8K and DRAFTSMITH_SPEC_BENCH), continued as plain text. Walk: over the
 target's own text, one forward. Reference: real decoding in transformers, every text alone. Served: SGLang's steps as
-they arrive, so many requests at a time; without a GPU by the tests' kernels (`make .venv-sglang/.test-ready`).
+they arrive, several requests at a time; without a GPU with the tests' kernels (`make .venv-sglang/.test-ready`).
 Writes benchmarks/results/agreement-RECIPE-METHOD.json; exit status 1 where two differ by more than the bar.
 """
 

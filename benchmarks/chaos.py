@@ -94,7 +94,7 @@ class Campaign:
         return self._grounds[name]
 
     def _reference(self, ranks: int) -> str:
-        """Hash of the weights that an undisturbed run of so many ranks comes to."""
+        """Hash of the weights of an undisturbed run with `ranks` ranks."""
         if ranks not in self._references:
             folder = RunFolder(self._base / f"undisturbed-{ranks}")
             log = self._base / f"undisturbed-{ranks}.log"

@@ -74,7 +74,7 @@ def measure(work: Work, rounds: int) -> dict[str, Any]:
 
 
 def rank(number: int, meeting: str, pipe: Connection) -> None:
-    """A process: measures each length that it is told, with what the others measured meanwhile put beside it."""
+    """A process that measures each length it receives, together with the figures of the other ranks."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=meeting, world_size=RANKS, rank=number, timeout=timedelta(seconds=WAIT_S)

@@ -5,7 +5,7 @@
 Windows are resampled from the recorded requests of a real benchmark (tokens and verification steps of each, no text,
 no model). The fall is made in two ways: `worse draft`: accepted tokens are lost at random; `other traffic`: requests
 that the draft knows worse come more often. `at the bound`: no fall, but the true acceptance length is the lower bound
-of the benchmark's; `moody`: every window leans by 5 % towards better or worse requests; `other half`: the reference
+of the benchmark's; `moody`: every window is 5 % better or worse; `other half`: the reference
 is one half of the requests and the windows are drawn from the other half, as a benchmark and the traffic after it
 are.
 """
@@ -53,7 +53,7 @@ class Unbounded(Reference):
 
 @dataclass(frozen=True)
 class Traffic:
-    """Requests `[N, 2]`, each drawn with its weight; so many make up a window."""
+    """Requests `[N, 2]`, each drawn with its weight, and the number of requests in a window."""
 
     requests: Windows
     weights: NDArray[np.float64] | None
@@ -70,7 +70,7 @@ class Traffic:
         return np.concatenate(parts)
 
     def with_worse_draft(self, fall: float) -> Draw:
-        """Accepted tokens are lost at random, so many that the acceptance length falls by `fall`."""
+        """Accepted tokens are lost at random until the acceptance length has fallen by `fall`."""
         tokens, steps = self.requests.sum(axis=0)
         kept = 1 - fall * tokens / (tokens - steps)
 

@@ -13,7 +13,7 @@ no model runs. Conversations are drawn from the recorded ones with replacement. 
 `another draft, the same text`: challenger and champion are of the same recipe with other seeds, over the same greedy
     texts, as in a retraining. The better one loses accepted tokens at random until both are worth the same.
 
-With a gain: the last two, where the champion loses so many accepted tokens at random that the challenger's true
+With a gain: the last two, where the champion loses accepted tokens at random until the challenger's true
 acceptance length is 2, 5 or 10 % above.
 """
 
@@ -38,7 +38,7 @@ RESULTS = Path(__file__).parent / "results"
 RECORDS = RESULTS / "gate_records.json"
 CONVERSATIONS = (32, 48, 200)
 MANY = 100
-"""From so many on a gate takes a fifth of a second."""
+"""A gate over this many takes a fifth of a second."""
 GAINS = (0.02, 0.05, 0.10)
 SEED = 20261122
 CHAMPION = "itself"
@@ -116,7 +116,7 @@ def evidence_of(challenger: Rows, champion: Rows, promotion: PromotionConfig) ->
 
 
 def hold_gates(draw: Draw, number: int, gates: int) -> dict[str, float]:
-    """So many gates over so many conversations each; how many promoted, with the margin and without."""
+    """Run `gates` gates; return how many promoted, with the margin and without."""
     promotion, promoted, without, differences, detectable = PromotionConfig(), 0, 0, [], []
     for gate in range(gates):
         rng = np.random.default_rng([SEED, number, gate])

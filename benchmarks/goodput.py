@@ -6,7 +6,7 @@ The reference decoder on the recipe's target, with a draft that is trained here 
 lookup, whose proposals cost next to nothing. First the steps of some prompts are timed, and acceptance is counted: the
 cost model is fitted to them; what realigning the texts of a batch costs is seen there too. Then, on other prompts: (a)
 the throughput of every lookahead at every batch size, against the one that the model predicts to be best; (b) a load
-that rises and falls, so many texts at once in every phase, decoded with every fixed lookahead and with the policy that
+that rises and falls (a batch size per phase), decoded with every fixed lookahead and with the policy that
 chooses in every step. Every repetition decodes the same texts in all ways in turn; a figure is the median of
 repetitions.
 """

@@ -277,7 +277,7 @@ def decode(
     options: argparse.Namespace,
     eos_ids: frozenset[int],
 ) -> list[Decoded]:
-    """All prompts, so many at a time; the seed decides the draws."""
+    """All prompts in batches; the seed determines the draws."""
     generator = torch.Generator(target.device).manual_seed(0)
     sampling = Sampling(temperature, 1.0, generator) if temperature else GREEDY
     found: list[Decoded] = []

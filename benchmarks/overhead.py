@@ -10,7 +10,7 @@ then again `--after` times over the same ones. Target and samples lie in the cac
 
 Starts of supervisors are the kernel's, ends are those of a pidfd, so both are exact to some milliseconds. What remains
 is orchestration: imports, Prefect's server, its engine and its client calls, and the tasks' own work between processes:
-MLflow, the registry, the report. It is told apart by the times of the task runs in Prefect's database:
+MLflow, the registry, the report. The parts come from the times of the task runs in Prefect's database:
 
 `before the flow`: command start to the flow run's start: imports, versions, the server (`server`: its process start to
     the first time its port is open), the first client calls.

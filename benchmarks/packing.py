@@ -1,4 +1,4 @@
-"""What packing samples one behind the other saves: EAGLE-3's step on short samples packed, padded, and one at a time.
+"""What concatenating samples saves: EAGLE-3's step on short samples packed, padded, and one at a time.
 
     python benchmarks/packing.py [--samples 32] [--rounds 7] [--threads 1]
 

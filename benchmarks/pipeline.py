@@ -86,7 +86,7 @@ def lines(run: Run) -> list[dict[str, Any]]:
 
 
 def wait_for(run: Run, count: int, sides: tuple[psutil.Process, psutil.Process]) -> Moment:
-    """The moment at which the trainer has written so many progress lines."""
+    """The moment at which the trainer has written `lines` progress lines."""
     deadline = time.monotonic() + LIMIT_S
     while len(lines(run)) < count:
         if time.monotonic() > deadline or not all(side.is_running() for side in sides):

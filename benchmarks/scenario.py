@@ -1,4 +1,4 @@
-"""One run under fire: what strikes it and when, and whether it came out whole. Used by chaos.py."""
+"""One run with injected faults: which, when, and whether it came out whole."""
 
 import json
 import os
@@ -283,7 +283,7 @@ class Scenario:
                     return
 
     def kill_flow(self) -> None:
-        """Whoever owns the run dies, on all hosts, and what it started ends."""
+        """The owner of the run dies on all hosts, and all that it started ends."""
         if not self._is_going():
             raise Missed
         self._kill_drivers()

@@ -65,7 +65,7 @@ class Engine(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def serve(self, rows: Rows, steps: int, quality: float = 1.0) -> None:
-        """Requests drawn from `rows` until so many verification steps are counted.
+        """Requests drawn from `rows` until `steps` verification steps are counted.
 
         `quality` below 1: the engine needs more steps for the same tokens.
         """

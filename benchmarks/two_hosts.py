@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces joined by a cable. Needs root. Used by `make chaos` and the tests."""
+"""Two hosts on one machine: network namespaces joined by a cable. Needs root."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Whether a run under fire came out whole. Used by scenario.py."""
+"""Whether a run with injected faults came out whole."""
 
 import json
 import subprocess

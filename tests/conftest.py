@@ -44,13 +44,13 @@ MakeRun = Callable[..., RunFolder]
 
 
 def pytest_configure() -> None:
-    """Whoever starts the tests in the background has them ignore Ctrl-C, and so would all that they start."""
+    """A shell starts background jobs with Ctrl-C ignored, and our processes would inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# `make test` runs two of these groups at a time (pytest-xdist): what shares servers, ports or SGLang's segments in
-# /dev/shm is one. The longest come first, in a group too: a worker is given its next group when two tests of its
-# present one are left, and that group must not wait for a long one. So `chaos`, one test, has short ones behind it.
+# `make test` runs two of these groups at a time (pytest-xdist); tests that share servers, ports or SGLang's segments in
+# /dev/shm are in one group. Long groups come first, and long tests come first within a group, because pytest-xdist
+# assigns the next group to a worker when two tests of its present one are left.
 GROUPS = {
     "sglang": ("models/test_tiny_run.py", "models/capture/sglang", "models/export", "models/regeneration"),
     "flows": ("flows/test_deployment.py", "flows/test_retrain.py", "flows/test_promotion.py", "flows"),

@@ -36,7 +36,7 @@ def kill_flow(scene: Scene) -> Iterator[None]:
 
 @contextmanager
 def kill_postgres(scene: Scene) -> Iterator[None]:
-    """Whoever keeps the server starts it again."""
+    """The supervisor restarts the server."""
     os.kill(_postmaster(scene), signal.SIGKILL)
     yield
 

@@ -1,4 +1,4 @@
-"""The deployment of prefect.yaml under a real Prefect server and worker: run, cancelled, killed, and gone on with."""
+"""The deployment of prefect.yaml under a real Prefect server and worker: run, cancelled, killed and resumed."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The plain CPU platform with SGLang's own seams for speculation filled in. Runs in every process of the server."""
+"""The plain CPU platform with SGLang's own seams for speculation filled in."""
 
 from typing import Any
 

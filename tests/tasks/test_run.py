@@ -97,7 +97,7 @@ def test_runs_of_the_same_second_have_names_of_their_own_wherever_their_folders_
 def test_a_run_folder_appears_with_its_configuration(
     config: RunConfig, places: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever is killed before it could take the run's lock leaves a run that can be resumed."""
+    """A process that is killed before it takes the run's lock leaves a run that can be resumed."""
     in_flow_run(1, monkeypatch)
     killed = subprocess.run([sys.executable, "-c", KILLED], cwd=ROOT, timeout=120, check=False)
     assert killed.returncode == 9

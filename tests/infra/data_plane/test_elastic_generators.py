@@ -53,7 +53,7 @@ def processes(folder: RunFolder, *command: str) -> list[psutil.Process]:
 
 @contextmanager
 def slowing(slow: Callable[[], tuple[list[psutil.Process], float]]) -> Iterator[None]:
-    """Processes that stand still most of the time, and go for so many seconds between: a slow machine."""
+    """Stops processes most of the time and lets them run for a few seconds in between: a slow machine."""
     ended = threading.Event()
 
     def stop_and_go() -> None:

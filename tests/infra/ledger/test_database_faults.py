@@ -50,7 +50,7 @@ def filled(url: str) -> Ledger:
 
 
 def test_a_client_that_is_frozen_inside_a_transaction_blocks_nobody(postgres: PostgresServer) -> None:
-    """The server ends its session; once continued, the client is told so and makes a new connection."""
+    """The server ends its session; once continued, the client gets an error and reconnects."""
     url = postgres.make_database(uuid.uuid4().hex)
     with filled(url) as ledger, ThreadPoolExecutor(1) as thread:
         command = [sys.executable, "-c", FROZEN, url]

@@ -13,7 +13,7 @@ from infra.refusal import Refusal
 
 @pytest.fixture
 def open_ledger(tmp_path: Path) -> Iterator[Callable[[int, int], Ledger]]:
-    """A ledger with so many samples, of which so many are quarantined in two epochs."""
+    """A ledger with `samples` samples, some of which are quarantined in two epochs."""
     opened: list[Ledger] = []
 
     def make(total: int, bad: int) -> Ledger:

@@ -21,7 +21,7 @@ def runs(tmp_path: Path) -> Path:
 
 
 def make(runs: Path, name: str, days: float, *files: str, recipe: str = "tiny") -> RunFolder:
-    """A run whose files were last changed so many days ago."""
+    """A run whose files were last changed `days` days ago."""
     folder = runs / name
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(f'{{"name": "{recipe}"}}')

@@ -204,7 +204,7 @@ def test_a_deleted_arena_is_noticed_and_made_anew(tmp_path: Path, lost: str) -> 
         with pytest.raises(TransferError, match="deleted"):
             use()
     assert not reader.verify(record)
-    # Whoever is started again meets the others in a new arena; those that are not go on refusing.
+    # Restarted processes meet in a new arena; the others keep refusing.
     again, other = ArenaTransport(folder, 2**20), ArenaTransport(folder, 2**20)
     record, copy = again.put("run/0/2/1", {"aux": b"z" * 100}), bytearray(100)
     other.get(record, {"aux": memoryview(copy)})

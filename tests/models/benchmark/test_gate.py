@@ -38,7 +38,7 @@ def evidence(*grounds: Ground, **facts: float) -> GateEvidence:
         (0.6, 0.4, True, "version 3"),
         (0.4, 0.6, False, "version 3"),
         (0.51, 0.5, False, "version 3"),  # better, but not beyond doubt
-        (0.0, 0.5, False, "no draft"),  # what does not beat nothing is told so first
+        (0.0, 0.5, False, "no draft"),  # a draft that loses to no draft is refused for that first
     ],
 )
 def test_acceptance_decides(challenger: float, champion: float | None, passed: bool, against: str):

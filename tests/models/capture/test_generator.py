@@ -84,7 +84,7 @@ class BadSample(PlainEngine):
 
 @contextmanager
 def running(run: Run, engine: PlainEngine, owner: str) -> Iterator[Callable[[float], int]]:
-    """A generator in a thread; the result of its `run`, within so many seconds."""
+    """A generator in a thread; the result of its `run`, within a timeout in seconds."""
     generator = Generator(run, engine, owner)
     generator.take_over()
     with ThreadPoolExecutor(1) as thread:

@@ -9,7 +9,7 @@ from models.data.thinking import thinking_spans, thinks, without_thinking
 CASES = {
     "none": ("four", "four", False),
     "block": ("<think>hm</think>four", "four", True),
-    "space behind it": ("<think>\nhm\n</think>\n\nfour", "four", True),
+    "space after it": ("<think>\nhm\n</think>\n\nfour", "four", True),
     "opened in the prompt": ("hm\n</think>\n\nfour", "four", True),
     "cut": ("<think>hm and", "", True),
     "empty": ("<think>\n\n</think>\n\nfour", "four", False),

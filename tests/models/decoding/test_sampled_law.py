@@ -65,7 +65,7 @@ class Remembering(TargetModel):
         return first[:, None, None] * second[:, :, None] * third
 
     def after(self, written: int) -> Tensor:
-        """Logits after every text of so many tokens, `[V, ..., V]`."""
+        """Logits after every text of `length` tokens, `[V, ..., V]`."""
         places = [VOCABULARY] * written
         return self.known[:, len(PROMPT) - 1 + written].view(*places, -1, VOCABULARY).select(written, 0)
 

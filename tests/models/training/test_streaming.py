@@ -128,7 +128,7 @@ def test_bfloat16_follows_float32(make_run, run_to_the_end):
 
 
 def test_generators_come_and_go(make_run, start):
-    """Three generators; one is told to stop and one is killed in the middle, and nothing is lost."""
+    """Three generators: one stops on request, one is killed midway, and nothing is lost."""
     folder = make_run("several", *SMALL, "data.max_samples=120", "ledger.lease_seconds=5")
     trainer = start("models.training.launch", folder, ranks=1)
     stopped, killed, staying = [start("models.capture.generator", folder, index=index) for index in range(3)]

@@ -1,4 +1,4 @@
-"""A store whose master dies, whose holder dies, that is full: writers wait, readers are told, nothing is invented."""
+"""A store whose master or holder dies, or that is full: writers wait, readers get an error, no bytes are invented."""
 
 import os
 import signal
