@@ -28,7 +28,7 @@ from infra.sglang.client import SGLangClient
 from infra.sglang.command import serving_command
 from infra.sglang.server import SGLangServer
 from models.capture.sglang.engine import SGLangEngine
-from models.run import Run
+from models.run import PreparedRun
 from models.targets.served import server_environment, server_spec
 
 RESULT = Path(__file__).parent / "results" / "capture_cost.json"
@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @contextmanager
-def plain_server(run: Run) -> Iterator[SGLangServer]:
+def plain_server(run: PreparedRun) -> Iterator[SGLangServer]:
     """The same server without capture; without a prefix cache too, or it would not prefill twice."""
     config = run.config.generator
     settings = config.sglang.model_copy(update={"arguments": ("--disable-radix-cache",)})
@@ -64,7 +64,7 @@ def timed(ask: Callable[[torch.Tensor], object], prompts: list[torch.Tensor], in
     return sum(map(len, prompts)) / (time.perf_counter() - begun)
 
 
-def measure(run: Run, rounds: int, count: int, length: int) -> dict[str, object]:
+def measure(run: PreparedRun, rounds: int, count: int, length: int) -> dict[str, object]:
     in_flight = run.config.generator.sglang.requests_in_flight
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(10, 10_000, (length,), generator=generator) for _ in range(count)]

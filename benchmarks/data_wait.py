@@ -22,7 +22,7 @@ from prepared import prepared_run
 
 from infra.files.atomic import write_atomically
 from infra.provenance import git_sha, hardware
-from models.run import Run
+from models.run import PreparedRun
 from models.targets.model import HiddenStates
 
 RESULT = Path(__file__).parent / "results" / "data_wait.json"
@@ -31,7 +31,7 @@ RESULT = Path(__file__).parent / "results" / "data_wait.json"
 def publish(path: Path, tokens_per_s: float | None) -> None:
     """Publish random hidden states of every leased sample, no faster than `tokens_per_s`."""
     torch.set_num_threads(1)
-    run = Run.open(path)
+    run = PreparedRun.open(path)
     ledger, transport, layout = run.open_ledger(), run.open_transport(), run.layout
     longest = run.samples.longest
     ready = HiddenStates(

@@ -23,13 +23,13 @@ from models.decoding.plain import continue_batch
 from models.decoding.simulated import features, simulate
 from models.drafts.batched_proposer import ProposalSource
 from models.dtypes import DTYPES
-from models.run import Run
+from models.run import PreparedRun
 
 SEED = 20261122
 Texts = list[list[int]]
 
 
-def sample(contestants: Contestants, run: Run, prompts: Texts, temperature: float, seed: int) -> Texts:
+def sample(contestants: Contestants, run: PreparedRun, prompts: Texts, temperature: float, seed: int) -> Texts:
     """A text of this seed for every prompt."""
     config, target = run.config.benchmark, contestants.target
     return continue_batch(
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=8)
     parser.add_argument("--json", type=Path, default=RECORDS)
     options = parser.parse_args()
-    run = Run.open(options.run)
+    run = PreparedRun.open(options.run)
     config, prompts = run.config.benchmark, heldout_prompts(run.open_samples("heldout"), run.config.benchmark)
     draft, other = run.folder.export, RunFolder(options.other).export
     contestants = load_contestants(Path(run.target.path), draft, other, DTYPES[config.compute_dtype])

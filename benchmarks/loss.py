@@ -24,7 +24,7 @@ from draft_step import REPLY_S, conditions, reset_peak, resident_bytes
 from torch import Tensor
 
 from infra.files.atomic import write_atomically
-from models.config.losses import LossChoice
+from models.config.draft_base import LossChoice
 from models.losses.choice import chosen_divergence
 from models.losses.chunked import TargetDistribution, chunked_loss
 

@@ -29,7 +29,7 @@ from prepared import prepared_run
 from infra.files.atomic import write_atomically
 from infra.ledger.schema import samples
 from infra.provenance import git_sha, hardware, versions
-from models.run import Run
+from models.run import PreparedRun
 
 RESULT = Path(__file__).parent / "results" / "pipeline.json"
 BAR = 0.95
@@ -46,7 +46,7 @@ LIMIT_S = 1800.0
 
 
 @contextmanager
-def pinned(core: int, module: str, run: Run, *arguments: str) -> Iterator[psutil.Process]:
+def pinned(core: int, module: str, run: PreparedRun, *arguments: str) -> Iterator[psutil.Process]:
     """A process of the data plane on one core; killed with its children where it is left."""
     started = subprocess.Popen(
         [sys.executable, "-m", module, str(run.folder.path), *arguments],
@@ -80,12 +80,12 @@ def cpu_seconds(process: psutil.Process) -> float:
     return sum(one.user + one.system for one in used)
 
 
-def lines(run: Run) -> list[dict[str, Any]]:
+def lines(run: PreparedRun) -> list[dict[str, Any]]:
     metrics = run.folder.metrics
     return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
 
 
-def wait_for(run: Run, count: int, sides: tuple[psutil.Process, psutil.Process]) -> Moment:
+def wait_for(run: PreparedRun, count: int, sides: tuple[psutil.Process, psutil.Process]) -> Moment:
     """The moment at which the trainer has written `lines` progress lines."""
     deadline = time.monotonic() + LIMIT_S
     while len(lines(run)) < count:
@@ -96,7 +96,7 @@ def wait_for(run: Run, count: int, sides: tuple[psutil.Process, psutil.Process])
     return Moment(time.time(), cpu_seconds(generator), cpu_seconds(trainer))
 
 
-def capture_seconds(run: Run, first: Moment, last: Moment) -> float:
+def capture_seconds(run: PreparedRun, first: Moment, last: Moment) -> float:
     """The generator's seconds of prefill and of writing, of samples published in between."""
     query = sa.select(sa.func.sum(samples.c.prefill_s + samples.c.put_s)).where(
         samples.c.published.between(first.at, last.at)
@@ -105,7 +105,7 @@ def capture_seconds(run: Run, first: Moment, last: Moment) -> float:
         return connection.execute(query).scalar() or 0.0
 
 
-def measure(run: Run) -> dict[str, Any]:
+def measure(run: PreparedRun) -> dict[str, Any]:
     """Both sides over the middle of the run."""
     settings = run.config.training
     count = settings.total_steps(run.samples.train_samples) // settings.log_steps

@@ -13,14 +13,14 @@ from infra.files.run_folder import RunFolder
 from infra.transport.choice import run_memory_folder
 from models.config.recipe import load_recipe
 from models.data.prepare import prepare_samples, recipe_data
-from models.run import Run
+from models.run import PreparedRun
 from models.targets.prepare import prepare_target
 
 TRAIN_S = 3600
 
 
 @contextmanager
-def prepared_run(path: Path, recipe: Path, overrides: list[str]) -> Iterator[Run]:
+def prepared_run(path: Path, recipe: Path, overrides: list[str]) -> Iterator[PreparedRun]:
     """The run, whose place in shared memory is removed at the end."""
     folder, config = RunFolder(path), load_recipe(recipe, overrides)
     target = prepare_target(config.target)
@@ -28,7 +28,7 @@ def prepared_run(path: Path, recipe: Path, overrides: list[str]) -> Iterator[Run
     write_atomically(folder.target, target)
     write_atomically(folder.samples, prepare_samples(recipe_data(config), target, config.target.add_bos))
     try:
-        yield Run.open(path)
+        yield PreparedRun.open(path)
     finally:
         shutil.rmtree(run_memory_folder(folder), ignore_errors=True)
 
@@ -40,7 +40,7 @@ def trained_export(path: Path, recipe: Path, overrides: list[str]) -> Path:
         return run.folder.export
 
 
-def capture_train_export(run: Run, timeout_s: float) -> None:
+def capture_train_export(run: PreparedRun, timeout_s: float) -> None:
     """One generator and one rank, until all samples are trained. Raises ValueError when one fails, TimeoutError."""
     folder, deadline = str(run.folder.path), time.monotonic() + timeout_s
     modules = {"generator": ["models.capture.generator", folder], "trainer": ["models.training.launch", folder]}

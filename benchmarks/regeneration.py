@@ -43,8 +43,8 @@ from models.decoding.plain import continue_batch
 from models.decoding.simulated import features, simulate
 from models.drafts.batched_proposer import ProposalSource
 from models.dtypes import DTYPES
-from models.regeneration.engines import Task
 from models.regeneration.regenerate import regenerate
+from models.run import RunWithTarget
 from models.targets.prepare import prepare_target
 
 ROOT = Path(__file__).parents[1]
@@ -92,7 +92,7 @@ def regenerated(folder: Path, config: RunConfig) -> RegeneratedRecord:
     target = prepare_target(config.target)
     write_atomically(run.config, config)
     write_atomically(run.target, target)
-    return regenerate(Task(run, config, target))
+    return regenerate(RunWithTarget(run, config, target))
 
 
 def samples_within(config: RunConfig, tokens: int) -> int:

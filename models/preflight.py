@@ -28,11 +28,11 @@ from models.drafts.base import Draft
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
 from models.progress_bars import counting
-from models.run import TargetReady
+from models.run import RunWithTarget
 from models.training.start import load_start
 
 
-def check_settings(run: TargetReady) -> None:
+def check_settings(run: RunWithTarget) -> None:
     """Raise Refusal, with the remedy, for a run that could not train, save, or be measured."""
     config, target = run.config, run.target
     if config.generator.engine == "sglang":
@@ -68,7 +68,7 @@ def _draft(recipe: RunConfig, target: TargetRecord) -> Draft:
         return build_draft(config, embedding, vocabulary, recipe.target.aux_layer_ids)
 
 
-def _check_disk(run: TargetReady, parameters: int) -> None:
+def _check_disk(run: RunWithTarget, parameters: int) -> None:
     # One more than are kept: a new checkpoint is whole before the oldest goes. The export and its copies in the
     # registry take less than another one.
     kept = run.config.training.keep_checkpoints
@@ -83,7 +83,7 @@ def _check_disk(run: TargetReady, parameters: int) -> None:
         )
 
 
-def check_prompts(run: TargetReady) -> None:
+def check_prompts(run: RunWithTarget) -> None:
     """Read every record that is to be regenerated. Raises Refusal for those that would stop the run afterwards."""
     data = recipe_data(run.config)
     prompts = list(read_excluded_prompts(data.exclude))
@@ -106,7 +106,7 @@ def _answerable(document: Document) -> bool:
 def main() -> None:
     """Read config.json and target.json of the run folder."""
     folder = RunFolder(Path(sys.argv[1]).absolute())
-    run = TargetReady(folder, read_config(folder.config), TargetRecord.read(folder.target))
+    run = RunWithTarget(folder, read_config(folder.config), TargetRecord.read(folder.target))
     check_settings(run)
     if run.config.data.regeneration is not None:
         check_prompts(run)

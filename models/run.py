@@ -19,7 +19,7 @@ from models.targets.layout import Layout
 
 
 @dataclass(frozen=True)
-class TargetReady:
+class RunWithTarget:
     """A run whose target is on disk."""
 
     folder: RunFolder
@@ -28,13 +28,13 @@ class TargetReady:
 
 
 @dataclass(frozen=True)
-class Run(TargetReady):
+class PreparedRun(RunWithTarget):
     """A prepared run: target and samples are on disk."""
 
     samples: SamplesRecord
 
     @classmethod
-    def open(cls, path: Path) -> "Run":
+    def open(cls, path: Path) -> "PreparedRun":
         """Read the run's records. Raises Refusal when a step before this one has not been done."""
         folder = RunFolder(path.absolute())
         for file in (folder.config, folder.target, folder.samples):

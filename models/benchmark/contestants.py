@@ -13,8 +13,7 @@ from models.drafts.batched_proposer import BatchProposer, ProposalSource, Turn
 from models.drafts.trees import Tree
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.sglang import load_draft
-from models.targets.end_of_text import eos_ids
-from models.targets.model import TargetModel
+from models.targets.model import TargetModel, eos_ids
 
 
 @dataclass(frozen=True)

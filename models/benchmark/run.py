@@ -27,10 +27,10 @@ from models.decoding.acceptance import distinct_token_share
 from models.dtypes import DTYPES
 from models.export.card import write_card
 from models.export.serving_settings import write_settings
-from models.run import Run
+from models.run import PreparedRun
 
 
-def benchmark_run(run: Run, champion: Path | None, champion_label: str) -> BenchmarkResult:
+def benchmark_run(run: PreparedRun, champion: Path | None, champion_label: str) -> BenchmarkResult:
     """Measure, judge, and write everything down. Raises Refusal for a run without export or enough prompts."""
     begun = time.perf_counter()
     config, promotion = run.config.benchmark, run.config.promotion
@@ -78,7 +78,7 @@ def benchmark_run(run: Run, champion: Path | None, champion_label: str) -> Bench
     return result
 
 
-def _suite(run: Run, contestants: Contestants, name: str) -> tuple[Ground, SuiteResult]:
+def _suite(run: PreparedRun, contestants: Contestants, name: str) -> tuple[Ground, SuiteResult]:
     """Challenger and champion on further prompts: what the gate compares, and what people see."""
     config, suite = run.config.benchmark, suite_prompts(run.config, run.target, name)
     walks = measure_suite(contestants, config, name, suite.prompts)
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--champion", type=Path, help="exported folder of the draft in service")
     parser.add_argument("--champion-label", default="champion", help='what the gate calls it, for instance "version 3"')
     options = parser.parse_args()
-    show(benchmark_run(Run.open(options.run), options.champion, options.champion_label))
+    show(benchmark_run(PreparedRun.open(options.run), options.champion, options.champion_label))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from models.benchmark.serving import Ask, Setup, ask_all, counts_of, whats_missi
 from models.data.prompts import heldout_prompts
 from models.decoding.acceptance import summarise
 from models.progress_bars import Advance, bars
-from models.run import Run
+from models.run import PreparedRun
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Served:
     speeds: tuple[ServedSpeed, ...]
 
 
-def serve(run: Run) -> ServedResult:
+def serve(run: PreparedRun) -> ServedResult:
     """Measure both servers. Raises Refusal for what a person has to mend."""
     config = run.config.benchmark
     missing = whats_missing(run.folder.export, config.served_concurrency)
@@ -49,7 +49,7 @@ def serve(run: Run) -> ServedResult:
     )
 
 
-def served_acceptance(run: Run, draft: Path, prompts: Sequence[Sequence[int]]) -> Acceptance | None:
+def served_acceptance(run: PreparedRun, draft: Path, prompts: Sequence[Sequence[int]]) -> Acceptance | None:
     """Acceptance of a draft in the serving engine; None where that is not the run's engine or cannot run it here."""
     config = run.config.benchmark
     if run.config.generator.engine != "sglang" or not config.served_concurrency:
@@ -62,7 +62,7 @@ def served_acceptance(run: Run, draft: Path, prompts: Sequence[Sequence[int]]) -
     return summarise([(counts_of(answer, config.lookahead),) for answer in answers])
 
 
-def setup_of(run: Run) -> Setup:
+def setup_of(run: PreparedRun) -> Setup:
     """How a run's target is served."""
     config = run.config.benchmark
     return Setup(
@@ -76,7 +76,7 @@ def setup_of(run: Run) -> Setup:
     )
 
 
-def _measure(run: Run, draft: Path | None) -> Served:
+def _measure(run: PreparedRun, draft: Path | None) -> Served:
     """One server: a first pass that is watched step by step and warms it up, then one at every concurrency, timed."""
     config, setup = run.config.benchmark, setup_of(run)
     prompts = heldout_prompts(run.open_samples("heldout"), config)
@@ -113,7 +113,7 @@ def _time(ask: Ask, prompts: Sequence[Sequence[int]], concurrency: int, advance:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
-    run = Run.open(parser.parse_args().run)
+    run = PreparedRun.open(parser.parse_args().run)
     result = serve(run)
     write_atomically(run.folder.served, result)
     print(result.summary, flush=True)

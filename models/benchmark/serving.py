@@ -18,7 +18,7 @@ from infra.sglang.server import SGLangServer
 from models.config.generator import GeneratorConfig
 from models.decoding.counts import Counts
 from models.export.description import read_description
-from models.targets.end_of_text import eos_ids
+from models.targets.model import eos_ids
 from models.targets.served import server_environment, server_spec
 
 NO_MODEL = (

@@ -21,13 +21,13 @@ from models.data.prompts import heldout_prompts
 from models.decoding.acceptance import acceptance_length
 from models.dtypes import DTYPES
 from models.progress_bars import bars
-from models.run import Run
+from models.run import PreparedRun
 
 DECODED = 2
 """Conversations decoded for real."""
 
 
-def smoke_test(run: Run, export: Path, benchmarked: RequestCounts) -> SmokeResult:
+def smoke_test(run: PreparedRun, export: Path, benchmarked: RequestCounts) -> SmokeResult:
     """Decode again, and compare. Raises Refusal for an export that cannot be loaded."""
     found = sha256_file(export / "model.safetensors")
     if found != benchmarked.conditions.draft_revision:
@@ -83,7 +83,7 @@ def main() -> None:
     for name in ("run", "export", "counts"):
         parser.add_argument(name, type=Path)
     options = parser.parse_args()
-    run = Run.open(options.run)
+    run = PreparedRun.open(options.run)
     result = smoke_test(run, options.export, RequestCounts.read(options.counts))
     write_atomically(run.folder.smoke, result)
     print(f"smoke test {'passed' if result.passed else 'FAILED'}: {result.reason}", flush=True)

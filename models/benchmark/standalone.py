@@ -34,7 +34,7 @@ from models.config.generator import GeneratorConfig
 from models.config.target import TargetConfig
 from models.data.conversations import source_hash
 from models.data.prompts import read_prompts
-from models.data.suites import SuitePrompts, layout_of, question_prompts
+from models.data.suites import SuitePrompts, find_suite_format, question_prompts
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.token_recycling import TokenRecycling
 from models.drafts.batched_proposer import Source
@@ -203,7 +203,7 @@ def _named(suite: str) -> tuple[str, str]:
 def _suite(name: str, source: str, target: TargetRecord, options: argparse.Namespace) -> SuitePrompts:
     config = BenchmarkConfig(prompts=options.num_prompts, prompt_tokens=options.prompt_tokens)
     try:
-        layout = layout_of(name, source)
+        layout = find_suite_format(name, source)
         if layout is None:
             prompts, template = read_prompts(source, target, config, options.chat_template, options.add_bos)
             return SuitePrompts(prompts, (), source_hash(source), template)

@@ -18,9 +18,9 @@ from infra.processes.exit import run_main
 from infra.records.data_path import Lease
 from infra.refusal import Refusal
 from infra.transport.sweep import sweep
-from models.capture.engine import Captured, Engine, EngineError
+from models.capture.engine import Captured, CaptureEngine, EngineError, PlainEngine, StoredEngine
 from models.capture.heldout import make_heldout
-from models.run import Run
+from models.run import PreparedRun
 from models.targets.layout import SampleError
 
 IDLE_S = 0.05
@@ -32,7 +32,7 @@ CANARY_TOKENS = 32
 class Generator:
     """Keeps its engine busy with leased samples, and the ledger informed."""
 
-    def __init__(self, run: Run, engine: Engine, owner: str):
+    def __init__(self, run: PreparedRun, engine: CaptureEngine, owner: str):
         self.owner, self.engine = owner, engine
         self.ledger, self.transport, self.samples = run.open_ledger(), run.open_transport(), run.open_samples()
         self.lease_samples = run.config.generator.lease_samples
@@ -126,23 +126,19 @@ class Generator:
         self.stopping = True
 
 
-def start_engine(run: Run, index: int) -> Engine:
+def start_engine(run: PreparedRun, index: int) -> CaptureEngine:
     """The engine that the run's configuration names, loaded. Raises Refusal for what a person has to mend."""
     engine = _start_prefilling(run, index)
     if run.config.transport.kind != "stored":
         return engine
-    from models.capture.stored_engine import StoredEngine
-
     return StoredEngine(run, engine)
 
 
-def _start_prefilling(run: Run, index: int) -> Engine:
+def _start_prefilling(run: PreparedRun, index: int) -> CaptureEngine:
     if run.config.generator.engine == "sglang":
         from models.capture.sglang.engine import SGLangEngine
 
         return SGLangEngine(run, index)
-    from models.capture.plain_engine import PlainEngine
-
     return PlainEngine(run)
 
 
@@ -151,7 +147,7 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--index", type=int, default=0)
     arguments = parser.parse_args()
-    run = Run.open(arguments.run)
+    run = PreparedRun.open(arguments.run)
     if run.config.generator.threads:
         torch.set_num_threads(run.config.generator.threads)
     started = time.monotonic()

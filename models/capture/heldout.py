@@ -14,18 +14,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from infra.files.atomic import sync_file
-from models.capture.engine import Continued, Engine
+from models.capture.engine import CaptureEngine, Continued
 from models.data.prompts import heldout_prompts
-from models.run import Run
+from models.run import PreparedRun
 
 
-def wanted(run: Run) -> bool:
+def wanted(run: PreparedRun) -> bool:
     """Whether the run's training is long enough to be measured at least once."""
     every = run.config.training.heldout_steps
     return 0 < every <= run.config.training.total_steps(run.samples.train_samples)
 
 
-def make_heldout(run: Run, engine: Engine) -> None:
+def make_heldout(run: PreparedRun, engine: CaptureEngine) -> None:
     """Continue the prompts and write the texts, unless the run has them, undamaged.
 
     Texts stay within the longest sample, which is what engines were started for.

@@ -1,6 +1,6 @@
 """What the configuration of every draft method offers. Imported wherever a recipe is; reaches pydantic only."""
 
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -98,3 +98,22 @@ class VocabularyChoice(MethodConfig):
 
     def vocabulary_size(self, target_vocab_size: int) -> int:
         return target_vocab_size if self.vocab_size is None else self.vocab_size
+
+
+class LossChoice(StrictConfig):
+    """For methods that learn the target's distribution."""
+
+    loss: Literal["kl", "lk_alpha", "lk_lambda"] = Field(
+        default="kl",
+        description="`kl`: soft cross-entropy. `lk_alpha`: -log of the acceptance rate. `lk_lambda`: from KL towards "
+        "1 - acceptance rate, position by position, as acceptance grows.",
+    )
+    lk_decay: float = Field(
+        default=3.0,
+        ge=0,
+        le=10_000,
+        description="`lk_lambda`: KL has weight exp(-lk_decay x acceptance rate); 0 is KL alone.",
+    )
+
+
+LOSS_FIELDS = frozenset(LossChoice.model_fields)

@@ -6,8 +6,7 @@ from pydantic import Field, model_validator
 
 from infra.planner.shapes import ITEM_BYTES, DraftShape, Kept, Precision, TargetShape
 from infra.refusal import Refusal
-from models.config.draft_base import LayerShape, VocabularyChoice
-from models.config.losses import LOSS_FIELDS, LossChoice
+from models.config.draft_base import LOSS_FIELDS, LayerShape, LossChoice, VocabularyChoice
 
 
 class Eagle3Config(LossChoice, VocabularyChoice, LayerShape):

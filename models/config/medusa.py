@@ -5,8 +5,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from infra.planner.shapes import ITEM_BYTES, DraftShape, Kept, Precision, TargetShape
-from models.config.draft_base import VocabularyChoice
-from models.config.losses import LOSS_FIELDS, LossChoice
+from models.config.draft_base import LOSS_FIELDS, LossChoice, VocabularyChoice
 
 
 class MedusaConfig(LossChoice, VocabularyChoice):

@@ -19,7 +19,7 @@ from models.config.recipe import RunConfig
 from models.data.conversations import read_documents, source_hash
 from models.data.sample_set import SampleSet
 from models.data.samples import SampleEncoder, chat_template
-from models.data.suites import SuitePrompts, layout_of, question_prompts
+from models.data.suites import SuitePrompts, find_suite_format, question_prompts
 
 Template = Literal["auto", "tokenizer", "none"]
 LEAST_TOKENS = 2
@@ -38,7 +38,7 @@ def suite_prompts(config: RunConfig, target: TargetRecord, name: str) -> SuitePr
     promotion, add_bos = config.promotion, config.target.add_bos
     source = promotion.suites[name]
     try:
-        layout = layout_of(name, source)
+        layout = find_suite_format(name, source)
         if layout is None:
             prompts, template_hash = read_prompts(source, target, config.benchmark, "auto", add_bos)
             return SuitePrompts(prompts, (), source_hash(source), template_hash)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from infra.refusal import Refusal
-from models.data.sources import Source, SourceFile
+from models.data.sources import ResolvedSource, SourceFile
 
 Item = TypeVar("Item")
 Row = tuple[str, Any]
@@ -22,7 +22,7 @@ ROWS = 1024
 """Of a Parquet file, read at once."""
 
 
-def read_rows(source: Source) -> Iterator[Row]:
+def read_rows(source: ResolvedSource) -> Iterator[Row]:
     """Every record of every file, in order. Raises Refusal, with file and line or row, for what cannot be read."""
     for file in source.files:
         yield from _READERS[file.path.suffix](file)

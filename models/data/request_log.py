@@ -71,7 +71,7 @@ def texts(request: Request) -> list[str]:
     return [request["text"]] if "text" in request else [message["content"] for message in request["messages"]]
 
 
-class Sample:
+class PromptSample:
     """Of the newest requests in which nothing private is found, those with the smallest hashes."""
 
     def __init__(self, config: RequestLogConfig, find: Callable[[list[str]], set[str]]):
@@ -159,7 +159,7 @@ def sample_prompts(
     config: RequestLogConfig, folder: Path, find: Callable[[list[str]], set[str]], now: float
 ) -> PromptsRecord:
     """Write the dataset and its record. Raises Refusal where the logs give no prompt."""
-    sample = Sample(config, find)
+    sample = PromptSample(config, find)
     for age, lines in enumerate(recent_logs(config, now)):
         for line in lines:
             sample.add(line, age)

@@ -46,7 +46,7 @@ class EncodedSample:
 
 
 @dataclass
-class Counts:
+class PreparationCounts:
     """What happened to the documents on their way."""
 
     documents: int = 0
@@ -85,7 +85,7 @@ class SampleEncoder:
     tokenizer: PreTrainedTokenizerBase
     config: DataConfig
     add_bos: bool
-    counts: Counts = field(default_factory=Counts)
+    counts: PreparationCounts = field(default_factory=PreparationCounts)
     excluded: BenchmarkPrompts = field(default_factory=lambda: BenchmarkPrompts(()))
     tokenizer_hash: str | None = None
     """What records of tokens are held against."""
@@ -293,7 +293,7 @@ def heldout_documents(documents: Iterable[str], share: float) -> set[str]:
     return set(ordered[len(ordered) - count :]) if count > 0 else set()
 
 
-def divide(samples: Iterable[EncodedSample], config: DataConfig, counts: Counts) -> Splits:
+def divide(samples: Iterable[EncodedSample], config: DataConfig, counts: PreparationCounts) -> Splits:
     """Both sides of a sample set; whole documents are held out, and a sample that occurs twice is kept once.
 
     Raises:
@@ -314,7 +314,7 @@ def divide(samples: Iterable[EncodedSample], config: DataConfig, counts: Counts)
     return Splits(train=ordered[: config.max_samples], heldout=[heldout[key] for key in sorted(heldout)])
 
 
-def _refuse(config: DataConfig, counts: Counts) -> None:
+def _refuse(config: DataConfig, counts: PreparationCounts) -> None:
     if counts.benchmark_prompts > max(counts.unusable, counts.dropped):
         raise Refusal(
             f"no sample is left of {config.source}: {counts.benchmark_prompts} of {counts.documents} documents hold "

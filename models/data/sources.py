@@ -35,7 +35,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
-class Source:
+class ResolvedSource:
     """What a recipe's source came to."""
 
     files: tuple[SourceFile, ...]
@@ -45,7 +45,7 @@ class Source:
     """The commit of a dataset of the Hub."""
 
 
-def find_source(source: str) -> Source:
+def find_source(source: str) -> ResolvedSource:
     """The files of `source`, on this machine. Raises Refusal for what is not there or of no known kind."""
     if source.startswith(hub.SCHEME):
         return _on_the_hub(source)
@@ -59,12 +59,12 @@ def find_source(source: str) -> Source:
         names = one_kind(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
         _check_any(source, names)
         files = tuple(SourceFile(path / name, str(path / name)) for name in names)
-        return Source(files, _hash((name, sha256_file(path / name)) for name in names))
+        return ResolvedSource(files, _hash((name, sha256_file(path / name)) for name in names))
     _check_kind(source, path)
     if not path.is_file():
         raise Refusal(f"data.source {source!r}: there is no such file (looked in {Path.cwd()}): check the path")
     content = hashlib.sha256(f"{path.suffix} {sha256_file(path)}".encode()).hexdigest()
-    return Source((SourceFile(path, str(path)),), content)
+    return ResolvedSource((SourceFile(path, str(path)),), content)
 
 
 def one_kind(names: Iterable[str]) -> list[str]:
@@ -74,14 +74,14 @@ def one_kind(names: Iterable[str]) -> list[str]:
     return next((found for found in by_kind if found), [])
 
 
-def _on_the_hub(source: str) -> Source:
+def _on_the_hub(source: str) -> ResolvedSource:
     found = hub.fetch(source, one_kind)
     _check_any(source, found.names)
     files = tuple(SourceFile(found.folder / name, f"{source}: {name}") for name in found.names)
-    return Source(files, _hash([found.repository, found.revision, *found.names]), found.revision)
+    return ResolvedSource(files, _hash([found.repository, found.revision, *found.names]), found.revision)
 
 
-def _at_address(url: str) -> Source:
+def _at_address(url: str) -> ResolvedSource:
     """Copies in the cache of what lies at an address that fsspec knows, s3:// for instance; new when that changes."""
     try:
         files, root = fsspec.core.url_to_fs(url)
@@ -110,7 +110,7 @@ def _at_address(url: str) -> Source:
     found = tuple(
         SourceFile(folder / name, url if single else f"{url.rstrip('/')}/{name}") for name in sorted(versions)
     )
-    return Source(found, _hash((file.path.suffix, sha256_file(file.path)) for file in found))
+    return ResolvedSource(found, _hash((file.path.suffix, sha256_file(file.path)) for file in found))
 
 
 def _versions(files: Any, root: str, *, single: bool) -> dict[str, str]:

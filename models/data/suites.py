@@ -24,7 +24,7 @@ _MULTI_TURN = ("writing", "roleplay", "reasoning", "math", "coding", "extraction
 
 
 @dataclass(frozen=True)
-class Layout:
+class SuiteFormat:
     """How the records of a suite say what is asked, and of which category it is."""
 
     title: str
@@ -38,26 +38,28 @@ class Layout:
     """Categories that the suite's own tables show as one."""
 
 
-SUITES: Mapping[str, Layout] = {
-    "spec-bench": Layout(
+SUITES: Mapping[str, SuiteFormat] = {
+    "spec-bench": SuiteFormat(
         "Spec-Bench (arXiv 2401.07851)",
         "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
         ("turns",),
         "category",
         dict.fromkeys(_MULTI_TURN, "mt_bench"),
     ),
-    "mt-bench": Layout(
+    "mt-bench": SuiteFormat(
         "MT-Bench (arXiv 2306.05685)", "hf://datasets/HuggingFaceH4/mt_bench_prompts", ("turns", "prompt"), "category"
     ),
-    "gsm8k": Layout("GSM8K (arXiv 2110.14168)", "hf://datasets/openai/gsm8k?config=main&split=test", ("question",)),
-    "humaneval": Layout(
+    "gsm8k": SuiteFormat(
+        "GSM8K (arXiv 2110.14168)", "hf://datasets/openai/gsm8k?config=main&split=test", ("question",)
+    ),
+    "humaneval": SuiteFormat(
         "HumanEval (arXiv 2107.03374)", "hf://datasets/openai/openai_humaneval?split=test", ("prompt",)
     ),
-    "math500": Layout(
+    "math500": SuiteFormat(
         "MATH-500 (arXiv 2305.20050)", "hf://datasets/HuggingFaceH4/MATH-500?split=test", ("problem",), "subject"
     ),
 }
-OWN = Layout("a suite of questions", "", ("turns", "question", "problem", "prompt"), "category")
+OWN = SuiteFormat("a suite of questions", "", ("turns", "question", "problem", "prompt"), "category")
 """A file of one's own: `category` is optional there."""
 
 
@@ -89,7 +91,7 @@ def suite_address(source: str) -> str:
     return SUITES[source].address if source in SUITES else source
 
 
-def layout_of(name: str, source: str) -> Layout | None:
+def find_suite_format(name: str, source: str) -> SuiteFormat | None:
     """The layout that a suite's source or name stands for, or its first record shows; None: conversations or text."""
     known = SUITES.get(source) or SUITES.get(name)
     if known is not None:
@@ -99,7 +101,7 @@ def layout_of(name: str, source: str) -> Layout | None:
     return OWN if isinstance(record, dict) and any(record.get(key) for key in OWN.asked) else None
 
 
-def read_questions(source: str, layout: Layout) -> Iterator[Question]:
+def read_questions(source: str, layout: SuiteFormat) -> Iterator[Question]:
     """Every question of a suite in its order.
 
     Raises:
@@ -108,7 +110,7 @@ def read_questions(source: str, layout: Layout) -> Iterator[Question]:
     yield from converted(read_records(suite_address(source)), lambda place, record: _question(place, record, layout))
 
 
-def _question(place: str, record: Any, layout: Layout) -> Question:
+def _question(place: str, record: Any, layout: SuiteFormat) -> Question:
     if not isinstance(record, dict):
         kind = type(record).__name__
         raise Refusal(f"{place}: write a JSON object with {' or '.join(layout.asked)} in place of this {kind}")
@@ -122,7 +124,7 @@ def _question(place: str, record: Any, layout: Layout) -> Question:
     return Question(place, text, _category(place, record, layout))
 
 
-def _category(place: str, record: Mapping[str, Any], layout: Layout) -> str | None:
+def _category(place: str, record: Mapping[str, Any], layout: SuiteFormat) -> str | None:
     if layout.category is None or (layout is OWN and record.get(layout.category) is None):
         return None
     category = record.get(layout.category)
@@ -135,7 +137,7 @@ def _category(place: str, record: Mapping[str, Any], layout: Layout) -> str | No
 
 
 def question_prompts(
-    source: str, layout: Layout, target: Path, *, count: int, prompt_tokens: int, templated: bool, add_bos: bool
+    source: str, layout: SuiteFormat, target: Path, *, count: int, prompt_tokens: int, templated: bool, add_bos: bool
 ) -> SuitePrompts:
     """Different prompts, spread evenly over the categories, in the suite's order within each.
 

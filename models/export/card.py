@@ -14,14 +14,14 @@ from infra.provenance import git_sha
 from infra.records.acceptance import Acceptance, BenchmarkResult, Conditions
 from models.export.description import BLOCK, CONFIG
 from models.export.serving_settings import SERVING
-from models.run import Run
+from models.run import PreparedRun
 
 CARD = "README.md"
 SGLANG_SINCE = "0.5.23"
 """The oldest version that these files were served by."""
 
 
-def write_card(run: Run, result: BenchmarkResult | None) -> None:
+def write_card(run: PreparedRun, result: BenchmarkResult | None) -> None:
     """Write the card of the run's export, in place of the one that is there."""
     settings = json.loads((run.folder.export / CONFIG).read_text())
     parts = [
@@ -40,7 +40,7 @@ def write_card(run: Run, result: BenchmarkResult | None) -> None:
     write_atomically(run.folder.export / CARD, "\n\n".join(parts) + "\n")
 
 
-def _front_matter(run: Run) -> str:
+def _front_matter(run: PreparedRun) -> str:
     """What the Hub reads; the licence is free text, which it shows as a name."""
     hub_id = run.config.target.hub_id
     lines = ["license: other", f"license_name: {json.dumps(run.target.licence)}"]
@@ -49,11 +49,11 @@ def _front_matter(run: Run) -> str:
     return "\n".join(["---", *lines, "---"])
 
 
-def _target(run: Run) -> str:
+def _target(run: PreparedRun) -> str:
     return run.config.target.hub_id or Path(run.target.name).name
 
 
-def _what(run: Run, settings: dict[str, Any]) -> str:
+def _what(run: PreparedRun, settings: dict[str, Any]) -> str:
     layers = ", ".join(map(str, settings[BLOCK]["aux_layer_ids"]))
     size = run.config.draft.vocabulary_size(run.target.vocab_size)
     vocabulary = "all" if size == run.target.vocab_size else f"{size:,}"
@@ -65,7 +65,7 @@ def _what(run: Run, settings: dict[str, Any]) -> str:
     )
 
 
-def _training(run: Run, block: dict[str, Any]) -> Iterator[str]:
+def _training(run: PreparedRun, block: dict[str, Any]) -> Iterator[str]:
     samples, settings, data = run.samples, run.config.training, run.config.data
     yield (
         f"{samples.train_samples:,} samples, {samples.train_tokens:,} tokens of up to {data.max_tokens:,} each; "
@@ -119,7 +119,7 @@ def _conditions(held: Conditions) -> str:
     )
 
 
-def _serving(run: Run, settings: dict[str, Any]) -> Iterator[str]:
+def _serving(run: PreparedRun, settings: dict[str, Any]) -> Iterator[str]:
     target, lookahead = run.config.target.hub_id or "TARGET", run.config.benchmark.lookahead
     if settings[BLOCK]["served_by"]:
         yield f"SGLang {SGLANG_SINCE} or later, with this folder as `DRAFT`:"

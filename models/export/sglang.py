@@ -37,7 +37,7 @@ from models.export.description import (
     read_description,
 )
 from models.export.speculators import speculators_settings
-from models.run import Run
+from models.run import PreparedRun
 from models.targets.weights import read_target_head
 
 WEIGHTS = "model.safetensors"
@@ -131,7 +131,7 @@ def _vocabulary(folder: Path, description: ExportDescription, tensors: dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path)
-    run = Run.open(parser.parse_args().run)
+    run = PreparedRun.open(parser.parse_args().run)
     result: TrainingResult = TrainingResult.read(run.folder.training)
     extra = {
         "target": run.target.name,

@@ -1,6 +1,6 @@
 """The loss that a method's configuration names. Runs in trainer ranks."""
 
-from models.config.losses import LossChoice
+from models.config.draft_base import LossChoice
 from models.losses.chunked import Divergence
 from models.losses.lk import LKAlpha, LKLambda
 from models.losses.soft_cross_entropy import SoftCrossEntropy

@@ -2,46 +2,33 @@
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from infra.files.run_folder import RunFolder
 from infra.processes.process import Owner
-from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
 from infra.sglang.client import SGLangClient
 from infra.sglang.command import serving_command
 from infra.sglang.server import SGLangServer
 from models.config.data import RegenerationConfig
-from models.config.recipe import RunConfig
 from models.decoding.plain import continue_batch
 from models.dtypes import DTYPES
-from models.targets.end_of_text import eos_ids
-from models.targets.model import TargetModel
+from models.run import RunWithTarget
+from models.targets.model import TargetModel, eos_ids
 from models.targets.served import server_environment, server_spec
 
 ROUNDS = 8
 """Prompts given to a server at once, in multiples of what it works on: the slowest of them all is waited for."""
 
 
-@dataclass(frozen=True)
-class Task:
-    """A run that is to be regenerated: its samples are still to come."""
-
-    folder: RunFolder
-    config: RunConfig
-    target: TargetRecord
-
-    @property
-    def settings(self) -> RegenerationConfig:
-        """Raises Refusal for a recipe without."""
-        settings = self.config.data.regeneration
-        if settings is None:
-            raise Refusal("the recipe does not regenerate: set data.regeneration, {} for its defaults")
-        return settings
+def regeneration_settings(run: RunWithTarget) -> RegenerationConfig:
+    """Raises Refusal for a recipe that does not regenerate."""
+    settings = run.config.data.regeneration
+    if settings is None:
+        raise Refusal("the recipe does not regenerate: set data.regeneration, {} for its defaults")
+    return settings
 
 
 class TextEngine(Protocol):
@@ -64,11 +51,11 @@ class PlainTextEngine:
 
     together = 16
 
-    def __init__(self, task: Task):
-        path, config = Path(task.target.path), task.config
+    def __init__(self, run: RunWithTarget):
+        path, config = Path(run.target.path), run.config
         device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = DTYPES[config.generator.compute_dtype]
-        self._settings = task.settings
+        self._settings = regeneration_settings(run)
         self._target = TargetModel.load(path, config.target.aux_layer_ids, dtype, device)
         self._ends = eos_ids(path)
         self._random = torch.Generator(self._target.device).manual_seed(config.seed)
@@ -93,16 +80,16 @@ class PlainTextEngine:
 class SGLangTextEngine:
     """A server of its own, with as many requests in flight as the recipe says."""
 
-    def __init__(self, task: Task):
-        config, settings, path = task.config.generator, task.settings, Path(task.target.path)
+    def __init__(self, run: RunWithTarget):
+        config, settings, path = run.config.generator, regeneration_settings(run), Path(run.target.path)
         self._in_flight = config.sglang.requests_in_flight
         self.together = ROUNDS * self._in_flight
-        longest = task.config.data.max_tokens + settings.max_new_tokens
+        longest = run.config.data.max_tokens + settings.max_new_tokens
         spec = server_spec(path, config.compute_dtype, longest, self._in_flight)
         self._server = SGLangServer(
             lambda port: serving_command(spec, config.sglang, (), port),
             "sglang-regenerate",
-            Owner(task.folder.name, task.folder.logs),
+            Owner(run.folder.name, run.folder.logs),
             server_environment(config, 1),
             config.sglang.start_timeout_s,
         )
@@ -126,6 +113,6 @@ class SGLangTextEngine:
         self._client.close()
 
 
-def start_text_engine(task: Task) -> TextEngine:
+def start_text_engine(run: RunWithTarget) -> TextEngine:
     """The engine that the run's configuration names. Raises Refusal for what a person has to mend."""
-    return SGLangTextEngine(task) if task.config.generator.engine == "sglang" else PlainTextEngine(task)
+    return SGLangTextEngine(run) if run.config.generator.engine == "sglang" else PlainTextEngine(run)

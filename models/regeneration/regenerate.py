@@ -29,7 +29,8 @@ from models.config.recipe import read_config
 from models.data.conversations import Document, read_documents, source_hash, source_revision
 from models.data.dialogue import Dialogue, Prompter
 from models.progress_bars import Advance, bars
-from models.regeneration.engines import Task, TextEngine, start_text_engine
+from models.regeneration.engines import TextEngine, regeneration_settings, start_text_engine
+from models.run import RunWithTarget
 
 FORMAT = 2
 """Raised whenever the same input would give other prompts."""
@@ -50,17 +51,17 @@ class Answered:
         return as_line({"asked": self.asked, "tokens": self.tokens, "cut": self.cut, **self.document})
 
 
-def regenerate(task: Task) -> RegeneratedRecord:
+def regenerate(run: RunWithTarget) -> RegeneratedRecord:
     """Regenerate, or find it done in the cache. Raises Refusal for what a person has to mend."""
     begun = time.monotonic()
-    file = cache_folder() / "regenerated" / f"{_key(task)}.jsonl"
+    file = cache_folder() / "regenerated" / f"{_key(run)}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
-    dialogues = _distinct(task)
+    dialogues = _distinct(run)
     if not file.is_file():
         try:
             with hold(file.with_suffix(".lock"), wait_s=LOCK_WAIT_S):
                 if not file.is_file():
-                    _answer_all(task, list(dialogues.values()), file)
+                    _answer_all(run, list(dialogues.values()), file)
         except LockHeldError as error:
             raise Refusal(f"another process has been regenerating {file} for a day: stop it") from error
     else:
@@ -69,24 +70,24 @@ def regenerate(task: Task) -> RegeneratedRecord:
     return RegeneratedRecord(
         path=str(file),
         documents=len(lines),
-        duplicates=sum(1 for _ in read_documents(task.config.data.source)) - len(dialogues),
+        duplicates=sum(1 for _ in read_documents(run.config.data.source)) - len(dialogues),
         tokens=sum(line["tokens"] for line in lines),
         cut=sum(line["cut"] for line in lines),
-        engine=task.config.generator.engine,
-        settings=task.settings.model_dump(mode="json"),
+        engine=run.config.generator.engine,
+        settings=regeneration_settings(run).model_dump(mode="json"),
         wall_s=time.monotonic() - begun,
-        source_revision=source_revision(task.config.data.source),
+        source_revision=source_revision(run.config.data.source),
     )
 
 
-def _key(task: Task) -> str:
+def _key(run: RunWithTarget) -> str:
     """Hash of everything that decides the answers, but for the dice."""
-    config = task.config
+    config = run.config
     parts = [
         FORMAT,
         source_hash(config.data.source),
-        task.target.revision,
-        task.settings.model_dump(mode="json"),
+        run.target.revision,
+        regeneration_settings(run).model_dump(mode="json"),
         config.data.chat_template,
         config.target.add_bos,
         config.generator.engine,
@@ -96,10 +97,10 @@ def _key(task: Task) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _distinct(task: Task) -> dict[str, Dialogue]:
+def _distinct(run: RunWithTarget) -> dict[str, Dialogue]:
     """Everything that is asked, once, in the order of the source."""
     found: dict[str, Dialogue] = {}
-    for document in read_documents(task.config.data.source):
+    for document in read_documents(run.config.data.source):
         if document.tokens is not None:
             raise Refusal(
                 f"{document.place}: tokens have no turns that the target could answer: give conversations or text, or "
@@ -110,19 +111,19 @@ def _distinct(task: Task) -> dict[str, Dialogue]:
     return found
 
 
-def _answer_all(task: Task, dialogues: list[Dialogue], file: Path) -> None:
+def _answer_all(run: RunWithTarget, dialogues: list[Dialogue], file: Path) -> None:
     """Answers of all dialogues in their order; those written down by a process that died are kept."""
     part = file.with_suffix(".part")
     done = _read_part(part)
     open_ones = iter([dialogue for dialogue in dialogues if dialogue.asked not in done])
-    config = task.config
+    config = run.config
     prompter = Prompter(
-        AutoTokenizer.from_pretrained(task.target.path),
-        task.settings,
+        AutoTokenizer.from_pretrained(run.target.path),
+        regeneration_settings(run),
         templated=config.data.chat_template == "tokenizer",
         add_bos=config.target.add_bos,
     )
-    with closing(start_text_engine(task)) as engine, part.open("a") as written, bars() as bar:
+    with closing(start_text_engine(run)) as engine, part.open("a") as written, bars() as bar:
         advance = bar("regenerated documents", len(dialogues))
         advance(len(done))
         for answered in _in_rounds(engine, prompter, open_ones, advance):
@@ -173,7 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     folder = RunFolder(parser.parse_args().run.absolute())
-    record = regenerate(Task(folder, read_config(folder.config), TargetRecord.read(folder.target)))
+    record = regenerate(RunWithTarget(folder, read_config(folder.config), TargetRecord.read(folder.target)))
     write_atomically(folder.regenerated, record)
     print(record.summary, flush=True)
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
 from infra.refusal import Refusal
 from models.targets.weights import TargetHead, logit_shape
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+GENERATION_CONFIG = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -126,3 +127,15 @@ class TargetModel:
     def logits(self, last: Tensor) -> Tensor:
         """`[N, H]` hidden states after the final norm to `[N, V]` float32 logits."""
         return self._head.logits(last)
+
+
+def eos_ids(target: Path) -> frozenset[int]:
+    """The tokens that end the target's text, by its generation configuration, else by its model configuration."""
+    ids = None
+    if (target / GENERATION_CONFIG).is_file():
+        ids = GenerationConfig.from_pretrained(target).eos_token_id
+    if ids is None:
+        ids = AutoConfig.from_pretrained(target).get_text_config().eos_token_id
+    if ids is None:
+        return frozenset()
+    return frozenset([ids] if isinstance(ids, int) else ids)

@@ -12,7 +12,7 @@ from infra.ledger.ledger import Ledger
 from infra.records.data_path import PlannedSample, StepPlan
 from models.drafts.base import PackedSamples
 from models.drafts.context import ContextShare
-from models.run import Run
+from models.run import PreparedRun
 from models.targets.model import HiddenStates
 from models.training.control import Control
 from models.training.receive import HostReceiver, open_receiver
@@ -29,7 +29,7 @@ class Fetcher:
         reach: positions behind a row of which it needs the target's last states; asked where ranks share samples.
     """
 
-    def __init__(self, run: Run, control: Control, ledger: Ledger, incarnation: int, reach: int):
+    def __init__(self, run: PreparedRun, control: Control, ledger: Ledger, incarnation: int, reach: int):
         self._control, self._ledger, self._incarnation, self._reach = control, ledger, incarnation, reach
         self._samples, self._transport = run.open_samples(), run.open_transport()
         self._parts = HostReceiver(self._transport, run.layout) if control.context_size > 1 else None

@@ -17,13 +17,13 @@ from models.capture.heldout import read_heldout
 from models.decoding.acceptance import acceptance_length
 from models.decoding.simulated import simulate
 from models.drafts.base import Draft
-from models.run import Run
+from models.run import PreparedRun
 
 
 class HeldoutWalk:
     """Measures every `training.heldout_steps` steps, as soon as a generator has made the texts."""
 
-    def __init__(self, run: Run, draft: Draft, divided: bool):
+    def __init__(self, run: PreparedRun, draft: Draft, divided: bool):
         """A draft that is going to be divided among ranks is copied now, but for its tables, which stay whole."""
         self._path, self._every = run.folder.heldout, run.config.training.heldout_steps
         self._lookahead = run.config.benchmark.lookahead

@@ -12,10 +12,10 @@ from infra.refusal import Refusal
 from models.drafts.base import Draft
 from models.export.description import read_description
 from models.export.sglang import load_draft
-from models.run import TargetReady
+from models.run import RunWithTarget
 
 
-def load_start(run: TargetReady) -> Draft:
+def load_start(run: RunWithTarget) -> Draft:
     """The draft that training begins with. Raises Refusal for one of another target or shape."""
     folder = run.folder.start
     _check(run, folder)
@@ -39,7 +39,7 @@ def load_start(run: TargetReady) -> Draft:
     return draft.train()
 
 
-def _check(run: TargetReady, folder: Path) -> None:
+def _check(run: RunWithTarget, folder: Path) -> None:
     """A draft of another target loads wherever its sizes agree, and knows nothing."""
     revision = read_description(folder).target_revision
     if revision != run.target.revision:

@@ -19,7 +19,7 @@ from infra.ledger.answers import EndOfEpoch, Resume, Wait
 from infra.ledger.ledger import Ledger
 from infra.records.data_path import StepPlan
 from models.drafts.base import PackedSamples, supervised_positions
-from models.run import Run
+from models.run import PreparedRun
 from models.training.control import Control
 from models.training.fetch import Fetcher
 from models.training.takeover import epoch_slots
@@ -66,7 +66,7 @@ class StepStream:
     `reach`: see Fetcher.
     """
 
-    def __init__(self, run: Run, control: Control, ledger: Ledger, resume: Resume, first_step: int, reach: int):
+    def __init__(self, run: PreparedRun, control: Control, ledger: Ledger, resume: Resume, first_step: int, reach: int):
         self.run, self.control, self.ledger = run, control, ledger
         self.incarnation, self.epoch = resume.incarnation, resume.epoch
         self.settings = run.config.training

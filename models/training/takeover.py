@@ -10,10 +10,10 @@ from infra.records.data_path import SampleSlot
 from infra.transport.base import Transport
 from infra.transport.sweep import sweep
 from models import checkpoint as checkpoints
-from models.run import Run, epoch_order
+from models.run import PreparedRun, epoch_order
 
 
-def take_over(run: Run, ledger: Ledger, transport: Transport) -> Resume:
+def take_over(run: PreparedRun, ledger: Ledger, transport: Transport) -> Resume:
     """Take the run over, and remove what no row of the ledger knows: objects, checkpoints, metrics of undone steps."""
     folder = run.folder
     _rebuild_if_lost(run, ledger)
@@ -26,14 +26,14 @@ def take_over(run: Run, ledger: Ledger, transport: Transport) -> Resume:
     return resume
 
 
-def epoch_slots(run: Run, epoch: int) -> list[SampleSlot]:
+def epoch_slots(run: PreparedRun, epoch: int) -> list[SampleSlot]:
     """Every sample of an epoch in its order."""
     lengths = run.open_samples().lengths.tolist()
     order = epoch_order(run.config.seed, epoch, len(lengths))
     return [SampleSlot(ordinal=o, sample=s, tokens=lengths[s]) for o, s in enumerate(order)]
 
 
-def _rebuild_if_lost(run: Run, ledger: Ledger) -> None:
+def _rebuild_if_lost(run: PreparedRun, ledger: Ledger) -> None:
     """An empty ledger beside a whole checkpoint is a lost one."""
     if ledger.progress().total or ledger.checkpoints():
         return

@@ -30,7 +30,7 @@ from models.drafts.base import Draft, TargetProjection
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
 from models.dtypes import DTYPES
-from models.run import Run
+from models.run import PreparedRun
 from models.targets.weights import TargetHead, read_target_head
 from models.training.control import Control
 from models.training.heldout import HeldoutWalk
@@ -62,7 +62,7 @@ class StepEnd(Callback):
 class DraftTrainer:
     """One rank's training of one run."""
 
-    def __init__(self, run: Run, control: Control):
+    def __init__(self, run: PreparedRun, control: Control):
         self.run, self.control, self.settings = run, control, run.config.training
         self.ledger: Ledger = run.open_ledger()
         self.resume = self._resume()
@@ -234,7 +234,7 @@ def main() -> None:
     die_with_parent(arguments.parent)
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="lightning")
-    run = Run.open(arguments.run)
+    run = PreparedRun.open(arguments.run)
     if run.config.training.threads:
         torch.set_num_threads(run.config.training.threads)
     control = Control(run.config.training.context_parallel_size)

@@ -11,7 +11,7 @@ from models.decoding.plain import continue_batch
 from models.decoding.simulated import features, simulate
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
-from models.run import Run
+from models.run import PreparedRun
 from models.targets.model import TargetModel
 from models.targets.weights import read_target_head
 
@@ -30,7 +30,7 @@ def finished(make_run, run_to_the_end, start, monkeypatch):
         process = start(module, folder)
         output, _ = process.communicate(timeout=900)
         assert process.returncode == 0, output
-    return Run.open(folder.path)
+    return PreparedRun.open(folder.path)
 
 
 @pytest.mark.slow
@@ -50,7 +50,7 @@ def test_the_draft_learns_and_decoding_is_lossless(finished):
     assert untrained_length(finished) <= 1.1
 
 
-def untrained_length(run: Run) -> float:
+def untrained_length(run: PreparedRun) -> float:
     """Simulated acceptance length of the same draft before its first step."""
     path = Path(run.target.path)
     target = TargetModel.load(path, run.config.target.aux_layer_ids, torch.float32)

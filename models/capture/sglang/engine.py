@@ -21,10 +21,9 @@ from models.capture.canary import check_capture, check_next_token
 from models.capture.engine import Captured, Continued, EngineError
 from models.decoding.counts import end_of
 from models.dtypes import DTYPES
-from models.run import Run
-from models.targets.end_of_text import eos_ids
+from models.run import PreparedRun
 from models.targets.layout import SampleError
-from models.targets.model import HiddenStates, TargetModel
+from models.targets.model import HiddenStates, TargetModel, eos_ids
 from models.targets.served import server_environment, server_spec
 from models.targets.weights import read_target_head, tensor_files
 
@@ -39,7 +38,7 @@ COMPARED_BYTES = 4 * 2**30
 class SGLangEngine:
     """Starts its server, and asks it for one token of every sample."""
 
-    def __init__(self, run: Run, index: int):
+    def __init__(self, run: PreparedRun, index: int):
         self.run, self.layout, self.transport = run, run.layout, run.open_transport()
         self.settings = run.config.generator.sglang
         self.in_flight = self.settings.requests_in_flight

@@ -39,7 +39,7 @@ from models.drafts.sampling import Sampling
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.serving_settings import GOODPUT, SERVING, SGLANG
 from models.export.sglang import export_checkpoint, load_draft
-from models.run import Run
+from models.run import PreparedRun
 
 VOCABULARY_SIZE = 80
 
@@ -105,7 +105,7 @@ def export(target: Path, folder: Path, layers: tuple[int, ...], seed: int) -> Pa
 
 
 @pytest.fixture
-def run(tmp_path: Path, target: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(tmp_path: Path, target: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> PreparedRun:
     """A run folder as it is after the export."""
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
     asked = tmp_path / "asked.jsonl"
@@ -143,10 +143,10 @@ def run(tmp_path: Path, target: Path, text: Path, monkeypatch: pytest.MonkeyPatc
     ]
     rows[1]["heldout_acceptance_length"] = 1.5
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Run.open(folder)
+    return PreparedRun.open(folder)
 
 
-def test_benchmark_of_a_run(run: Run, target: Path, tmp_path: Path):
+def test_benchmark_of_a_run(run: PreparedRun, target: Path, tmp_path: Path):
     champion = export(target, tmp_path / "champion", (1,), seed=2)
     result = benchmark_run(run, champion, "version 7")
     card = (run.folder.export / "README.md").read_text()
@@ -200,7 +200,7 @@ def test_benchmark_of_a_run(run: Run, target: Path, tmp_path: Path):
         assert (run.folder.plots / plot).read_bytes().startswith(b"\x89PNG")
 
 
-def check_goodput(result: BenchmarkResult, run: Run) -> None:
+def check_goodput(result: BenchmarkResult, run: PreparedRun) -> None:
     """Measured, judged, and written beside the draft."""
     goodput = result.goodput
     assert goodput is not None
@@ -219,7 +219,7 @@ def check_goodput(result: BenchmarkResult, run: Run) -> None:
     load_draft(run.folder.export, Path(run.target.path), torch.float32)  # with the settings beside it
 
 
-def test_the_same_run_gives_the_same_figures(run: Run, target: Path, tmp_path: Path):
+def test_the_same_run_gives_the_same_figures(run: PreparedRun, target: Path, tmp_path: Path):
     champion = export(target, tmp_path / "champion", (1,), seed=2)
     first, second = (benchmark_run(run, champion, "") for _ in range(2))
     timed = {"speed", "wall_s", "goodput"}
@@ -242,7 +242,7 @@ def judged_by_category(result: BenchmarkResult) -> None:
     assert "by category: few" in said
 
 
-def test_bench_of_suites(run: Run, target: Path, text: Path, tmp_path: Path):
+def test_bench_of_suites(run: PreparedRun, target: Path, text: Path, tmp_path: Path):
     champion = export(target, tmp_path / "champion", (1,), seed=2)
     arguments = ["--target", str(target), "--draft", str(run.folder.export), "--champion", str(champion)]
     arguments += ["--suite", f"asked={run.config.promotion.suites['asked']}", "--prompts", str(text)]
@@ -271,7 +271,7 @@ def test_bench_of_suites(run: Run, target: Path, text: Path, tmp_path: Path):
     assert result.notes[0] in list(lines_of(result))
 
 
-def test_bench_refuses_in_words(run: Run, target: Path, text: Path, tmp_path: Path):
+def test_bench_refuses_in_words(run: PreparedRun, target: Path, text: Path, tmp_path: Path):
     common = ["--target", str(target), "--draft", str(run.folder.export)]
     with pytest.raises(ValueError, match="export folder"):
         bench(parse(["--target", str(target), "--draft", str(tmp_path), "--prompts", str(text)]))
@@ -286,7 +286,7 @@ def test_bench_refuses_in_words(run: Run, target: Path, text: Path, tmp_path: Pa
         bench(parse([*common, "--prompts", str(text), "--baselines", "luck"]))
 
 
-def test_drafts_that_read_other_layers_share_one_target(run: Run, target: Path, tmp_path: Path):
+def test_drafts_that_read_other_layers_share_one_target(run: PreparedRun, target: Path, tmp_path: Path):
     """A draft decodes the same whether its layers are all that the target captures, or some of them."""
     other = export(target, tmp_path / "other", (1, 2), seed=2)
     alone = load_contestants(target, other, None, torch.float32)
@@ -309,7 +309,7 @@ def test_drafts_that_read_other_layers_share_one_target(run: Run, target: Path, 
     assert drawn[0] == drawn[1]
 
 
-def test_drafts_of_one_build_are_timed_once(run: Run, target: Path, tmp_path: Path):
+def test_drafts_of_one_build_are_timed_once(run: PreparedRun, target: Path, tmp_path: Path):
     """So that noise of timings does not decide between a draft and its successor."""
     twin, other = export(target, tmp_path / "twin", (0, 2), seed=2), export(target, tmp_path / "other", (1,), seed=3)
     first, again = (load_contestants(target, run.folder.export, each, torch.float32) for each in (twin, other))
@@ -322,7 +322,7 @@ def test_drafts_of_one_build_are_timed_once(run: Run, target: Path, tmp_path: Pa
 
 
 def test_a_draft_that_sglang_has_no_model_for_is_not_served_and_says_so(
-    run: Run, target: Path, monkeypatch: pytest.MonkeyPatch
+    run: PreparedRun, target: Path, monkeypatch: pytest.MonkeyPatch
 ):
     arguments = speculative_arguments(run.folder.export, 3)
     assert arguments[:2] == ["--speculative-draft-model-path", str(run.folder.export)]
@@ -337,7 +337,7 @@ def test_a_draft_that_sglang_has_no_model_for_is_not_served_and_says_so(
     assert served_acceptance(served, run.folder.export, [[1, 2]]) is None
 
 
-def test_the_sampled_reference_can_be_left_out(run: Run):
+def test_the_sampled_reference_can_be_left_out(run: PreparedRun):
     config = run.config.benchmark.model_copy(update={"sampled_reference_tokens": 0})
     loaded = load_contestants(Path(run.target.path), run.folder.export, None, torch.float32)
     assert decode_sampled(loaded, config, [[5, 9, 30]], 0, lambda _: None) == ()

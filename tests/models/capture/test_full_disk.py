@@ -12,7 +12,7 @@ import pytest
 
 from infra.files.run_folder import RunFolder
 from infra.records.data_path import Progress
-from models.run import Run
+from models.run import PreparedRun
 from models.training.takeover import epoch_slots
 
 SAMPLES = 500
@@ -44,7 +44,7 @@ def test_a_full_file_system_quarantines_no_sample(
 ) -> None:
     """Room for the first objects only, then for none, then for all: 500 of 500 are captured."""
     folder = tmp_path / "small"
-    run = Run.open(
+    run = PreparedRun.open(
         make_run(
             "run",
             f"data.max_samples={SAMPLES}",

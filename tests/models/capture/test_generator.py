@@ -12,10 +12,9 @@ from torch import Tensor
 from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
 from infra.records.data_path import Progress
-from models.capture.engine import EngineError
+from models.capture.engine import EngineError, PlainEngine
 from models.capture.generator import Generator
-from models.capture.plain_engine import PlainEngine
-from models.run import Run
+from models.run import PreparedRun
 from models.targets.model import HiddenStates
 from models.training.takeover import epoch_slots
 
@@ -24,13 +23,13 @@ MakeRun = Callable[..., RunFolder]
 
 
 @pytest.fixture
-def run(make_run: MakeRun) -> Run:
+def run(make_run: MakeRun) -> PreparedRun:
     """A prepared run whose first epoch is open."""
     return opened(make_run("run", *SMALL))
 
 
-def opened(folder: RunFolder) -> Run:
-    run = Run.open(folder.path)
+def opened(folder: RunFolder) -> PreparedRun:
+    run = PreparedRun.open(folder.path)
     with run.open_ledger() as ledger:
         ledger.open_epoch(None, 0, epoch_slots(run, 0))
     return run
@@ -66,7 +65,7 @@ class NotFinite(PlainEngine):
 class BadSample(PlainEngine):
     """Sound, and the first sample of the epoch overflows in it."""
 
-    def __init__(self, run: Run, bad: int):
+    def __init__(self, run: PreparedRun, bad: int):
         super().__init__(run)
         self.bad = run.open_samples()[bad].tokens
         self.canaries = 0
@@ -83,7 +82,7 @@ class BadSample(PlainEngine):
 
 
 @contextmanager
-def running(run: Run, engine: PlainEngine, owner: str) -> Iterator[Callable[[float], int]]:
+def running(run: PreparedRun, engine: PlainEngine, owner: str) -> Iterator[Callable[[float], int]]:
     """A generator in a thread; the result of its `run`, within a timeout in seconds."""
     generator = Generator(run, engine, owner)
     generator.take_over()
@@ -112,7 +111,7 @@ def wait_for(ledger: Ledger, expected: Progress) -> None:
     ],
 )
 def test_a_broken_engine_beside_a_healthy_one_costs_no_sample(
-    run: Run, kind: type[PlainEngine], error: type[Exception], message: str
+    run: PreparedRun, kind: type[PlainEngine], error: type[Exception], message: str
 ) -> None:
     """As often as a flow starts it again: it ends, and the healthy one captures what it gave back."""
     with run.open_ledger() as ledger:
@@ -124,11 +123,11 @@ def test_a_broken_engine_beside_a_healthy_one_costs_no_sample(
             wait_for(ledger, Progress(ready=12))
 
 
-def first_sample(run: Run) -> int:
+def first_sample(run: PreparedRun) -> int:
     return epoch_slots(run, 0)[0].sample
 
 
-def test_a_lone_generator_quarantines_a_sample_after_two_attempts_with_a_passing_canary_each(run: Run) -> None:
+def test_a_lone_generator_quarantines_a_sample_after_two_attempts_with_a_passing_canary_each(run: PreparedRun) -> None:
     engine = BadSample(run, first_sample(run))
     with run.open_ledger() as ledger:
         with running(run, engine, "generator-0"):

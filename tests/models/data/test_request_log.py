@@ -19,7 +19,7 @@ from infra.files.atomic import write_atomically
 from infra.records.data_path import PromptsRecord
 from models.data.conversations import read_documents
 from models.data.private_data import find_private_data
-from models.data.request_log import RECORD, Sample, parse, sample_prompts, texts
+from models.data.request_log import RECORD, PromptSample, parse, sample_prompts, texts
 
 CLEAN = [f"How does a list comprehension over {word} work in Python?" for word in ("sets", "dicts", "rows", "text")]
 PRIVATE = {
@@ -97,7 +97,7 @@ def test_the_sample_depends_on_the_set_of_requests_alone(words, shuffle, prompts
     config = RequestLogConfig(folder="logs", prompts=prompts, seed=7)
     found = []
     for _ in range(2):
-        sample = Sample(config, no_finding)
+        sample = PromptSample(config, no_finding)
         for word in words:
             sample.add(chat(word))
         found.append(sample.documents())
@@ -110,7 +110,7 @@ def test_the_sample_depends_on_the_set_of_requests_alone(words, shuffle, prompts
 def test_every_request_is_as_likely():
     counts = dict.fromkeys(range(40), 0)
     for seed in range(400):
-        sample = Sample(RequestLogConfig(folder="logs", prompts=10, seed=seed), no_finding)
+        sample = PromptSample(RequestLogConfig(folder="logs", prompts=10, seed=seed), no_finding)
         for number in counts:
             sample.add(chat(str(number)))
         for document in sample.documents():

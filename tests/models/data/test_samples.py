@@ -11,8 +11,8 @@ from models.config.data import DataConfig
 from models.data.benchmark_prompts import BenchmarkPrompts
 from models.data.conversations import Document, Message, Tokens
 from models.data.samples import (
-    Counts,
     EncodedSample,
+    PreparationCounts,
     SampleEncoder,
     divide,
     even_pieces,
@@ -67,7 +67,7 @@ def test_the_beginning_of_text_is_not_doubled(make_tokenizer) -> None:
 def test_short_and_repeated_documents_are_counted(make_tokenizer) -> None:
     made = encoder(make_tokenizer(None))
     assert len(list(made.encode([text("123"), text("12345"), text(" 12345\n"), text("54321")]))) == 2
-    assert made.counts == Counts(documents=4, duplicates=1, dropped=1)
+    assert made.counts == PreparationCounts(documents=4, duplicates=1, dropped=1)
 
 
 def test_truncation_that_leaves_nothing_supervised_is_counted(make_tokenizer, template: str) -> None:
@@ -186,7 +186,7 @@ def test_no_document_is_on_both_sides(pieces, share: float, limit: int | None, d
     if len({one.document for one in samples}) < 2:
         return
     try:
-        splits = divide(samples, config, Counts())
+        splits = divide(samples, config, PreparationCounts())
     except ValueError:
         # Only where nothing but the shared piece would be left to train on.
         assert len({one.id for one in samples}) <= 1 + len(samples) * share + 5
@@ -200,7 +200,7 @@ def test_no_document_is_on_both_sides(pieces, share: float, limit: int | None, d
         assert {one.id for one in splits.train} | {one.id for one in splits.heldout} == {one.id for one in samples}
     else:
         assert len(splits.train) <= limit
-    again = divide(data.draw(st.permutations(samples)), config, Counts())
+    again = divide(data.draw(st.permutations(samples)), config, PreparationCounts())
     assert [one.id for one in again.train] == [one.id for one in splits.train]
     assert [one.id for one in again.heldout] == [one.id for one in splits.heldout]
 
@@ -216,7 +216,7 @@ def test_tokens_are_taken_as_they_are(make_tokenizer) -> None:
     assert [(one.tokens.tolist(), one.loss_mask.astype(int).tolist()) for one in samples] == [
         ([9, 5, 6, 7, 8], [0, 1, 0, 1, 1]), ([9] * 20, [1] * 20),
     ]  # fmt: skip
-    assert made.counts == Counts(documents=2, truncated=1)
+    assert made.counts == PreparationCounts(documents=2, truncated=1)
     (last,) = encoder(make_tokenizer(None), turns="last").encode([tokens([9, 5, 6, 7, 8], [0, 1, 0, 1, 1])])
     assert last.loss_mask.astype(int).tolist() == [0, 0, 0, 1, 1]
 
@@ -303,7 +303,7 @@ def test_documents_with_a_benchmark_s_prompt_are_left_out_and_counted(make_token
     ]
     (kept,) = made.encode(documents)
     assert kept.document == documents[2].content_hash
-    assert made.counts == Counts(documents=3, benchmark_prompts=2)
+    assert made.counts == PreparationCounts(documents=3, benchmark_prompts=2)
     ids = tokenizer(asked)["input_ids"]
     made = SampleEncoder(tokenizer, config, False, excluded=excluded)
     assert list(made.encode([tokens(ids, [1] * len(ids))])) == []

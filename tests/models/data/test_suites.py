@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from models.data.hub import parse
-from models.data.suites import OWN, SUITES, layout_of, question_prompts, read_questions, suite_address
+from models.data.suites import OWN, SUITES, find_suite_format, question_prompts, read_questions, suite_address
 
 TEMPLATE = "{% for m in messages %}<u> {{ m.content }} {% endfor %}{% if add_generation_prompt %}<a> {% endif %}"
 RECORDS = {
@@ -40,9 +40,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", SUITES)
 def test_layouts(name: str, tmp_path: Path):
     source = write(tmp_path / "suite.jsonl", RECORDS[name])
-    layout = layout_of(name, source)
+    layout = find_suite_format(name, source)
     assert layout is SUITES[name]
-    assert layout is layout_of("any", name)
+    assert layout is find_suite_format("any", name)
     (question,) = read_questions(source, layout)
     assert (question.text, question.category) == ("one two", CATEGORIES.get(name))
     assert question.place.endswith("suite.jsonl:1")
@@ -53,9 +53,9 @@ def test_layouts(name: str, tmp_path: Path):
 
 def test_suites_of_ones_own(tmp_path: Path):
     source = write(tmp_path / "own.jsonl", {"question": "a b", "category": "x"}, {"problem": "c"})
-    assert layout_of("mine", source) is OWN
+    assert find_suite_format("mine", source) is OWN
     assert [(q.text, q.category) for q in read_questions(source, OWN)] == [("a b", "x"), ("c", None)]
-    assert layout_of("mine", write(tmp_path / "text.jsonl", {"text": "a b"})) is None
+    assert find_suite_format("mine", write(tmp_path / "text.jsonl", {"text": "a b"})) is None
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_refusals_name_the_line_and_the_remedy(name: str, record: object, said: 
 
 
 def ask(source: str, target: Path, **more: int | bool):
-    layout = layout_of("own", source)
+    layout = find_suite_format("own", source)
     assert layout is not None
     options = {"count": 10, "prompt_tokens": 6, "templated": False, "add_bos": False} | more
     return question_prompts(source, layout, target, **options)  # type: ignore[arg-type]

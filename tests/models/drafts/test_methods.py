@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from models.config.draft import METHODS, parse_draft_config
-from models.config.draft_base import VocabularyChoice
-from models.config.losses import LossChoice
+from models.config.draft_base import LossChoice, VocabularyChoice
 from models.drafts.base import Draft, PackedSamples, TargetProjection
 from models.drafts.batched_proposer import Turn
 from models.drafts.dflash.module import DFlashDraft

@@ -11,7 +11,7 @@ from infra.records.data_path import SamplesRecord, TargetRecord
 from models.config.recipe import RunConfig, load_recipe
 from models.export.card import write_card
 from models.export.description import BLOCK, block_of
-from models.run import Run
+from models.run import PreparedRun
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 SAMPLES = {"path": "/cache/samples", "dataset_hash": "data-hash", "template_hash": "template-hash", "unusable": 0}
@@ -25,7 +25,7 @@ def card(folder: Path, config: RunConfig, model_type: str = "qwen3", **engines: 
     target = TargetRecord(
         name=config.target.name, path="/cache/t", revision="rev", licence=config.target.licence, **sizes
     )
-    run = Run(RunFolder(folder), config, target, SamplesRecord(**SAMPLES))
+    run = PreparedRun(RunFolder(folder), config, target, SamplesRecord(**SAMPLES))
     run.folder.export.mkdir()
     block = block_of(config.draft, config.target.aux_layer_ids, 151_936, served="sglang" in engines)
     settings = engines.get("speculators", {}) | {BLOCK: block | {"step": 77}}

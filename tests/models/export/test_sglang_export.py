@@ -20,7 +20,7 @@ from models.decoding.counts import Counts
 from models.decoding.plain import continue_greedily
 from models.decoding.speculative import speculate
 from models.export.sglang import load_draft
-from models.run import Run
+from models.run import PreparedRun
 from models.targets.model import TargetModel
 
 PRUNED = "draft.vocab_size=1000"
@@ -31,13 +31,13 @@ LAYERS = (
 DFLASH = f"draft={{method: dflash, block_size: {LOOKAHEAD + 1}, anchors: 64, {LAYERS}}}"
 
 
-def one_continuation(run: Run, target: TargetModel) -> list[int]:
+def one_continuation(run: PreparedRun, target: TargetModel) -> list[int]:
     """A held-out prompt and what the target makes of it, greedily."""
     prompt = run.open_samples("heldout")[3].tokens[:PROMPT_TOKENS].tolist()
     return prompt + list(continue_greedily(target, prompt, NEW_TOKENS, frozenset()))
 
 
-def only_sample(run: Run, tokens: list[int]) -> SamplesRecord:
+def only_sample(run: PreparedRun, tokens: list[int]) -> SamplesRecord:
     """A sample set that holds one text, many times."""
     sample = EncodedSample(np.array(tokens, dtype=np.int32), np.ones(len(tokens), dtype=bool), "one")
     folder = run.folder.path / "samples"
@@ -59,10 +59,10 @@ def only_sample(run: Run, tokens: list[int]) -> SamplesRecord:
 def overfit(make_run, run_to_the_end, start):
     """Trains a draft on one continuation and exports it; (run, target, the text)."""
 
-    def train(*draft: str) -> tuple[Run, TargetModel, list[int]]:
+    def train(*draft: str) -> tuple[PreparedRun, TargetModel, list[int]]:
         small = ("training.epochs=5", "training.samples_per_step=4", "training.heldout_steps=0", "data.max_tokens=64")
         folder = make_run("overfit", *small, *draft)
-        run = Run.open(folder.path)
+        run = PreparedRun.open(folder.path)
         target = TargetModel.load(Path(run.target.path), run.config.target.aux_layer_ids, torch.float32)
         text = one_continuation(run, target)
         write_atomically(folder.samples, only_sample(run, text))
@@ -70,7 +70,7 @@ def overfit(make_run, run_to_the_end, start):
         export = start("models.export.sglang", folder)
         output, _ = export.communicate(timeout=400)
         assert export.returncode == 0, output
-        return Run.open(folder.path), target, text
+        return PreparedRun.open(folder.path), target, text
 
     return train
 
@@ -92,7 +92,7 @@ def test_an_overfit_dflash_draft_is_accepted_nearly_always(overfit, monkeypatch)
     check_served(run, text, check_decoded(run, target, text))
 
 
-def check_decoded(run: Run, target: TargetModel, text: list[int]) -> Counts:
+def check_decoded(run: PreparedRun, target: TargetModel, text: list[int]) -> Counts:
     """The reference decoder's steps."""
     draft = load_draft(run.folder.export, Path(run.target.path), torch.float32)
     decoded = speculate(target, draft, text[:PROMPT_TOKENS], LOOKAHEAD, NEW_TOKENS, frozenset())
@@ -101,7 +101,7 @@ def check_decoded(run: Run, target: TargetModel, text: list[int]) -> Counts:
     return decoded.counts
 
 
-def check_served(run: Run, text: list[int], counts: Counts) -> None:
+def check_served(run: PreparedRun, text: list[int], counts: Counts) -> None:
     """The real engine takes the same steps as the reference decoder."""
     sampling = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     with setup_of(run).serving(run.folder.export, LOOKAHEAD) as client:
@@ -110,7 +110,7 @@ def check_served(run: Run, text: list[int], counts: Counts) -> None:
     assert counts_of(answer, LOOKAHEAD) == counts
 
 
-def check_bench(run: Run, folder: Path) -> None:
+def check_bench(run: PreparedRun, folder: Path) -> None:
     """`draftsmith bench` tells the same of both engines."""
     prompts = folder / "prompts.jsonl"
     texts = ("Return a copy of the list in which " * 8, "The name of the file is the string that " * 8)
@@ -125,7 +125,7 @@ def check_bench(run: Run, folder: Path) -> None:
     assert f"draft in {engines.conditions.engine}" in page(result)
 
 
-def check_layout(export: Path, run: Run) -> None:
+def check_layout(export: Path, run: PreparedRun) -> None:
     """Names and shapes as SGLang 0.5.23's llama_eagle3.py and speculators 0.9.0 load them."""
     settings, tensors = json.loads((export / "config.json").read_text()), load_file(export / "model.safetensors")
     draft, hidden = run.config.draft, run.target.hidden_size

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from models.config.losses import LossChoice
+from models.config.draft_base import LossChoice
 from models.losses.choice import chosen_divergence
 from models.losses.chunked import Divergence, TargetDistribution, chunked_loss
 from models.losses.lk import LKAlpha, LKLambda

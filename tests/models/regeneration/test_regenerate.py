@@ -20,8 +20,8 @@ from models.data.conversations import Document, Message, read_documents
 from models.data.dialogue import Dialogue, Prompter
 from models.data.prepare import prepare_samples
 from models.decoding.plain import continue_greedily
-from models.regeneration.engines import Task
 from models.regeneration.regenerate import regenerate
+from models.run import RunWithTarget
 from models.targets.model import TargetModel
 from models.targets.prepare import prepare_target
 
@@ -51,11 +51,11 @@ def conversation(*contents: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def task_of(tmp_path: Path, chat_target: TargetRecord, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Task]:
+def task_of(tmp_path: Path, chat_target: TargetRecord, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunWithTarget]:
     """A run that is to be regenerated, with a cache of its own: `task_of(conversations, "data.x=y")`."""
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
 
-    def make(conversations: list[dict[str, Any]], *overrides: str) -> Task:
+    def make(conversations: list[dict[str, Any]], *overrides: str) -> RunWithTarget:
         source = tmp_path / "prompts.jsonl"
         source.write_text("".join(json.dumps(one) + "\n" for one in conversations))
         greedy = "{temperature: 0, max_new_tokens: 12, prompt_tokens: 8}"
@@ -67,7 +67,7 @@ def task_of(tmp_path: Path, chat_target: TargetRecord, monkeypatch: pytest.Monke
         folder = RunFolder(tmp_path / "run")
         write_atomically(folder.config, config)
         write_atomically(folder.target, chat_target)
-        return Task(folder, config, chat_target)
+        return RunWithTarget(folder, config, chat_target)
 
     return make
 
@@ -93,7 +93,7 @@ def by_hand(target: TargetRecord, *turns: str) -> list[str]:
     return found
 
 
-def test_answers_are_the_target_s_own(task_of: Callable[..., Task], chat_target: TargetRecord) -> None:
+def test_answers_are_the_target_s_own(task_of: Callable[..., RunWithTarget], chat_target: TargetRecord) -> None:
     """Given answers do not matter, a missing one is added, later turns see the target's own, questions count once."""
     task = task_of(
         [
@@ -109,7 +109,7 @@ def test_answers_are_the_target_s_own(task_of: Callable[..., Task], chat_target:
     assert regenerate(task) == record.model_copy(update={"wall_s": pytest.approx(0, abs=60)})
 
 
-def test_plain_text_is_continued(task_of: Callable[..., Task], chat_target: TargetRecord) -> None:
+def test_plain_text_is_continued(task_of: Callable[..., RunWithTarget], chat_target: TargetRecord) -> None:
     text = "Return a new list containing all items from the iterable in ascending order."
     record = regenerate(task_of([{"text": text}], "data.chat_template=none"))
     (document,) = read_documents(record.path)
@@ -135,7 +135,9 @@ def test_thinking(chat_target: TargetRecord, thinking: str, expected: str) -> No
     assert not dialogue.advance()
 
 
-def test_a_call_stays_where_a_tool_s_result_follows(task_of: Callable[..., Task], chat_target: TargetRecord) -> None:
+def test_a_call_stays_where_a_tool_s_result_follows(
+    task_of: Callable[..., RunWithTarget], chat_target: TargetRecord
+) -> None:
     """The answer to the result is the target's own, and so is a call that nothing follows."""
     call = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "list"}}}
     tool = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
@@ -150,13 +152,13 @@ def test_a_call_stays_where_a_tool_s_result_follows(task_of: Callable[..., Task]
     assert [message.content for message in other.messages[1:]] == by_hand(chat_target, QUESTIONS[0])
 
 
-def test_tokens_are_refused(task_of: Callable[..., Task]) -> None:
+def test_tokens_are_refused(task_of: Callable[..., RunWithTarget]) -> None:
     with pytest.raises(ValueError, match=r"prompts\.jsonl:1: tokens have no turns .* leave data\.regeneration out"):
         regenerate(task_of([{"input_ids": [5, 6], "loss_mask": [1, 1]}]))
 
 
 def test_what_was_answered_before_a_kill_is_kept(
-    task_of: Callable[..., Task], start: Callable[..., Any], tmp_path: Path
+    task_of: Callable[..., RunWithTarget], start: Callable[..., Any], tmp_path: Path
 ) -> None:
     task = task_of([conversation(f"{number} {QUESTIONS[number % 4]}") for number in range(160)])
     first = start("models.regeneration.regenerate", task.folder)
@@ -182,14 +184,14 @@ def test_what_was_answered_before_a_kill_is_kept(
 
 
 @pytest.mark.slow
-def test_sglang_answers_the_same(task_of: Callable[..., Task]) -> None:
+def test_sglang_answers_the_same(task_of: Callable[..., RunWithTarget]) -> None:
     prompts = [conversation(question, "x", "And why?") for question in QUESTIONS]
     plain, served = regenerate(task_of(prompts)), regenerate(task_of(prompts, "generator.engine=sglang"))
     assert served.path != plain.path
     assert answers(served) == answers(plain)
 
 
-def test_samples_are_made_of_the_answers(task_of: Callable[..., Task], start: Callable[..., Any]) -> None:
+def test_samples_are_made_of_the_answers(task_of: Callable[..., RunWithTarget], start: Callable[..., Any]) -> None:
     prompts = [conversation(f"{number} {QUESTIONS[number % 4]}", "Nobody says this.") for number in range(40)]
     task = task_of(prompts, "benchmark.prompts=2")
     record = regenerate(task)

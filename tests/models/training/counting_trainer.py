@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from models.run import Run
+from models.run import PreparedRun
 from models.training.control import Control
 from models.training.trainer import DraftTrainer
 
@@ -38,7 +38,7 @@ if __name__ == "__main__":
 
     ddp.DistributedDataParallel = Counting  # pyright: ignore[reportPrivateImportUsage]
     control = Control()
-    DraftTrainer(Run.open(Path(sys.argv[1])), control).fit()
+    DraftTrainer(PreparedRun.open(Path(sys.argv[1])), control).fit()
     if control.rank == 0:
         Path(sys.argv[2]).write_text(str(reduced))
     control.close()

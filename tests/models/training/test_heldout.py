@@ -17,7 +17,7 @@ from models.decoding.plain import continue_greedily
 from models.decoding.simulated import features
 from models.decoding.speculative import speculate
 from models.export.sglang import export_checkpoint, load_draft
-from models.run import Run
+from models.run import PreparedRun
 from models.targets.model import TargetModel
 from models.training.heldout import weights_of
 
@@ -71,7 +71,7 @@ def kill_after_step_4(folder: RunFolder, start, kill_tree) -> None:
 
 def check_texts(folder: RunFolder) -> None:
     """The target's own text to the benchmark's first prompts, with its features."""
-    run = Run.open(folder.path)
+    run = PreparedRun.open(folder.path)
     target = TargetModel.load(Path(run.target.path), run.config.target.aux_layer_ids, torch.float32)
     texts = read_heldout(folder.heldout)
     assert texts is not None
@@ -85,7 +85,7 @@ def check_texts(folder: RunFolder) -> None:
 
 def check_last_length(folder: RunFolder) -> None:
     """That of real decoding with the exported draft, whose weights are the averaged ones."""
-    run = Run.open(folder.path)
+    run = PreparedRun.open(folder.path)
     path, checkpoint = Path(run.target.path), folder.path / TrainingResult.read(folder.training).checkpoint
     export_checkpoint(checkpoint, path, folder.export, {})
     draft = load_draft(folder.export, path, torch.float32)
@@ -99,8 +99,8 @@ def check_last_length(folder: RunFolder) -> None:
 
 
 def test_a_run_too_short_to_be_measured_makes_no_texts(make_run):
-    assert not wanted(Run.open(make_run("short", *MEASURED, "training.heldout_steps=10").path))
-    assert wanted(Run.open(make_run("long", *MEASURED, "training.heldout_steps=9").path))
+    assert not wanted(PreparedRun.open(make_run("short", *MEASURED, "training.heldout_steps=10").path))
+    assert wanted(PreparedRun.open(make_run("long", *MEASURED, "training.heldout_steps=9").path))
 
 
 def fail_in_the_middle(draft: torch.nn.Module) -> None:

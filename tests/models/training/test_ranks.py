@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from infra.files.run_folder import RunFolder
 from infra.records.data_path import HELDOUT_LENGTH, Progress, TrainingResult
 from models.config.recipe import with_overrides
-from models.run import Run
+from models.run import PreparedRun
 
 # 43 samples: no number of ranks or micro-batches divides the last step.
 SMALL = [
@@ -89,7 +89,7 @@ def test_ranks_and_accumulation_change_nothing(train: Callable[..., RunFolder]) 
         assert acceptance(folder) == acceptance(alone), (ranks, settings)
         assert heldout_length(folder) == pytest.approx(heldout_length(alone), rel=1e-5), (ranks, settings)
         assert distance(weights(folder), weights(alone)) < 1e-5, (ranks, settings)
-        run = Run.open(folder.path)
+        run = PreparedRun.open(folder.path)
         assert run.open_ledger().progress() == Progress(consumed=43)
         assert not list(run.open_transport().keys())
 
@@ -116,7 +116,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     for process in reversed(processes):
         kill_tree(process.pid)
         process.communicate(timeout=30)
-    run = Run.open(folder.path)
+    run = PreparedRun.open(folder.path)
     before = run.open_ledger().progress()
     assert 0 < before.consumed < 43, "killed too late"
     placement = [f"training.ranks={ranks}", f"training.context_parallel_size={size}"]

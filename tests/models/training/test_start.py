@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from infra.files.run_folder import RunFolder
 from models.checkpoint import VOCABULARY
 from models.preflight import check_settings
-from models.run import Run
+from models.run import PreparedRun
 from models.training.start import load_start
 
 VOCABULARY_SIZE = "draft.vocab_size=512"
@@ -58,17 +58,17 @@ def refuses_other_kinds(exported: RunFolder, make_run) -> None:
         folder = make_run(name, *WARM, *overrides)
         shutil.copytree(exported.export, folder.start)
         with pytest.raises(ValueError, match=r"training\.start_from") as error:
-            check_settings(Run.open(folder.path))
+            check_settings(PreparedRun.open(folder.path))
         return str(error.value)
 
     assert "draft.intermediate_size is 512, the recipe's 256" in refused("narrow", "draft.intermediate_size=256")
     assert "aux_layer_ids are [0, 1, 2], the recipe's [0, 1]" in refused("layers", "target.aux_layer_ids=[0, 1]")
     folder = make_run("steps", *WARM, "draft.ttt_steps=2")
     shutil.copytree(exported.export, folder.start)
-    assert load_start(Run.open(folder.path)).positions == 2, "how it is trained may change"
+    assert load_start(PreparedRun.open(folder.path)).positions == 2, "how it is trained may change"
     settings = json.loads((folder.start / "config.json").read_text())
     settings["draftsmith"]["target_revision"] = "another"
     (folder.start / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match="trained for revision another of its target"):
-        load_start(Run.open(folder.path))
+        load_start(PreparedRun.open(folder.path))
     assert Path(exported.export).is_dir()

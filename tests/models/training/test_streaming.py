@@ -18,7 +18,7 @@ from infra.transport.choice import objects_folder
 from models.drafts.base import PackedSamples, TargetProjection
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
-from models.run import Run, epoch_order
+from models.run import PreparedRun, epoch_order
 from models.targets.model import TargetModel
 from models.targets.weights import read_target_head
 from models.training.lightning_module import DraftModule
@@ -36,7 +36,7 @@ def final_weights(folder) -> dict[str, torch.Tensor]:
     return load_file(folder.path / result.checkpoint / "draft.safetensors")
 
 
-def train_in_memory(run: Run) -> list[float]:
+def train_in_memory(run: PreparedRun) -> list[float]:
     """The same training with captures held in memory and a plain loop."""
     settings, samples = run.config.training, run.open_samples()
     path = Path(run.target.path)
@@ -80,7 +80,7 @@ def train_in_memory(run: Run) -> list[float]:
 def test_streaming_equals_memory(make_run, run_to_the_end):
     folder = make_run("stream", *SMALL)
     run_to_the_end(folder)
-    run = Run.open(folder.path)
+    run = PreparedRun.open(folder.path)
     progress: Progress = run.open_ledger().progress()
     assert progress == Progress(consumed=36)
     assert not list(run.open_transport().keys())
@@ -108,12 +108,12 @@ def test_a_killed_and_resumed_run_equals_an_undisturbed_one(make_run, run_to_the
     for process in (first, first_generator):
         kill_tree(process.pid)
         process.communicate(timeout=30)
-    before = Run.open(folder.path).open_ledger().progress()
+    before = PreparedRun.open(folder.path).open_ledger().progress()
     assert 0 < before.consumed + before.taken < 36
     with folder.metrics.open("ab") as file:
         file.write(b'{"step": 4, "lo\0\0\0')  # as a machine leaves it that dies while the line is written
     run_to_the_end(folder)
-    assert Run.open(folder.path).open_ledger().progress() == Progress(consumed=36)
+    assert PreparedRun.open(folder.path).open_ledger().progress() == Progress(consumed=36)
     assert losses(folder) == losses(undisturbed)
     mine, theirs = final_weights(folder), final_weights(undisturbed)
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
@@ -143,8 +143,8 @@ def test_generators_come_and_go(make_run, start):
     for process in (trainer, staying):
         output, _ = process.communicate(timeout=400)
         assert process.returncode == 0, output
-    assert Run.open(folder.path).open_ledger().progress() == Progress(consumed=120)
-    assert losses(folder) == pytest.approx(train_in_memory(Run.open(folder.path)), rel=1e-6)
+    assert PreparedRun.open(folder.path).open_ledger().progress() == Progress(consumed=120)
+    assert losses(folder) == pytest.approx(train_in_memory(PreparedRun.open(folder.path)), rel=1e-6)
 
 
 @pytest.mark.parametrize("first", ["generator", "trainer"])
@@ -186,7 +186,7 @@ def test_a_lost_ledger_is_rebuilt_from_the_checkpoint(make_run, run_to_the_end, 
     torn = shutil.copytree(folder.checkpoint(3, 1), folder.checkpoint(1_000_000, 1))
     (torn / "draft.safetensors").write_bytes(b"torn")
     run_to_the_end(folder)
-    ledger = Run.open(folder.path).open_ledger()
+    ledger = PreparedRun.open(folder.path).open_ledger()
     assert ledger.progress() == Progress(consumed=36)
     assert losses(folder) == losses(undisturbed)
     mine, theirs = final_weights(folder), final_weights(undisturbed)
@@ -239,7 +239,7 @@ def test_a_damaged_object_is_captured_again(make_run, run_to_the_end, start, kin
 
 def with_its_first_epoch(folder):
     """The run's ledger, in which generators find work before any trainer is there."""
-    run = Run.open(folder.path)
+    run = PreparedRun.open(folder.path)
     ledger = run.open_ledger()
     ledger.open_epoch(None, 0, epoch_slots(run, 0))
     return ledger
@@ -252,7 +252,7 @@ def last_object(ledger) -> ObjectRecord:
 
 
 def damage(folder, record: ObjectRecord, cut: bool) -> None:
-    objects = objects_folder(Run.open(folder.path).config.transport, folder)
+    objects = objects_folder(PreparedRun.open(folder.path).config.transport, folder)
     if cut:
         os.truncate(objects / record.location, record.nbytes - 1)
         return
@@ -265,14 +265,14 @@ def damage(folder, record: ObjectRecord, cut: bool) -> None:
 
 def test_a_bad_sample_is_quarantined_and_the_rest_is_trained(make_run, run_to_the_end):
     folder = make_run("bad", *SMALL)
-    run = Run.open(folder.path)
+    run = PreparedRun.open(folder.path)
     assert run.config.ledger.max_attempts == 2
     poisoned = poison_target(Path(run.target.path), folder.path / "target")
     folder.target.write_text(run.target.model_copy(update={"path": str(poisoned)}).model_dump_json())
     damaged = poison_sample(Path(run.samples.path), folder.path / "samples", 7)
     folder.samples.write_text(run.samples.model_copy(update={"path": str(damaged)}).model_dump_json())
     run_to_the_end(folder)
-    ledger = Run.open(folder.path).open_ledger()
+    ledger = PreparedRun.open(folder.path).open_ledger()
     assert ledger.progress() == Progress(consumed=35, quarantined=1, attempts=2)
     (bad,) = ledger.quarantined()
     assert bad.sample == 7
@@ -281,7 +281,7 @@ def test_a_bad_sample_is_quarantined_and_the_rest_is_trained(make_run, run_to_th
 
 def test_samples_of_another_tokenizer_are_refused(make_run, start):
     folder = make_run("other", *SMALL)
-    run = Run.open(folder.path)
+    run = PreparedRun.open(folder.path)
     damaged = poison_sample(Path(run.samples.path), folder.path / "samples", 7, token=5000)
     folder.samples.write_text(run.samples.model_copy(update={"path": str(damaged)}).model_dump_json())
     output, _ = start("models.training.launch", folder, ranks=1).communicate(timeout=400)

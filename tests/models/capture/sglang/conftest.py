@@ -18,11 +18,11 @@ from infra.records.data_path import SamplesRecord, TargetRecord
 from models.capture.sglang.engine import SGLangEngine
 from models.config.recipe import load_recipe
 from models.config.target import TargetConfig
-from models.run import Run
+from models.run import PreparedRun
 from models.targets.prepare import prepare_target
 
 RECIPES = Path(__file__).parents[4] / "recipes"
-MakeSGLangRun = Callable[..., Run]
+MakeSGLangRun = Callable[..., PreparedRun]
 
 
 @pytest.fixture(scope="session")
@@ -51,14 +51,14 @@ def sglang_run(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DRAFTSMITH_SHM", str(memory))
 
-        def make(*overrides: str, target: TargetRecord = tiny_target) -> Run:
+        def make(*overrides: str, target: TargetRecord = tiny_target) -> PreparedRun:
             memory.mkdir(exist_ok=True)
             config = load_recipe(RECIPES / "tiny.yaml", ["generator.engine=sglang", *overrides])
             folder = RunFolder(tmp_path_factory.mktemp("run"))
             write_atomically(folder.config, config)
             write_atomically(folder.target, target)
             write_atomically(folder.samples, tiny_samples)
-            return Run.open(folder.path)
+            return PreparedRun.open(folder.path)
 
         yield make
     shutil.rmtree(memory, ignore_errors=True)
@@ -69,7 +69,7 @@ def engine_of() -> Iterator[Callable[..., SGLangEngine]]:
     """Starts an engine that the test's end stops; `kind` may be a subclass with something wrong about it."""
     started: list[closing[SGLangEngine]] = []
 
-    def start(run: Run, kind: type[SGLangEngine] = SGLangEngine) -> SGLangEngine:
+    def start(run: PreparedRun, kind: type[SGLangEngine] = SGLangEngine) -> SGLangEngine:
         engine = kind(run, 0)
         started.append(closing(engine))
         return engine

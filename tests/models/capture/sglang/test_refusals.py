@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, Olmo2Config, Olmo2ForCausalLM
 
 from infra.records.data_path import TargetRecord
 from models.capture.sglang.engine import SGLangEngine
-from models.run import Run
+from models.run import PreparedRun
 
 pytestmark = pytest.mark.slow
 TOKENS = torch.arange(10, 42)
@@ -40,25 +40,29 @@ class WithoutItsPort(SGLangEngine):
 
 
 def test_a_port_that_another_program_took(
-    sglang_run: Callable[..., Run], engine_of: Callable[..., SGLangEngine]
+    sglang_run: Callable[..., PreparedRun], engine_of: Callable[..., SGLangEngine]
 ) -> None:
     with pytest.raises(ConnectionError, match=r"another program took port \d+ before sglang-0 listened there"):
         engine_of(sglang_run(), WithoutItsPort)
 
 
-def test_an_active_prefix_cache(sglang_run: Callable[..., Run], engine_of: Callable[..., SGLangEngine]) -> None:
+def test_an_active_prefix_cache(sglang_run: Callable[..., PreparedRun], engine_of: Callable[..., SGLangEngine]) -> None:
     engine = engine_of(sglang_run(), WithPrefixCache)
     with pytest.raises(ValueError, match="taken from a cache: start the server with --disable-radix-cache"):
         engine.check_canary(TOKENS)
 
 
-def test_a_plugin_that_did_not_attach(sglang_run: Callable[..., Run], engine_of: Callable[..., SGLangEngine]) -> None:
+def test_a_plugin_that_did_not_attach(
+    sglang_run: Callable[..., PreparedRun], engine_of: Callable[..., SGLangEngine]
+) -> None:
     engine = engine_of(sglang_run(), WithoutPlugin)
     with pytest.raises(ValueError, match="the capture plugin did not attach"):
         engine.check_canary(TOKENS)
 
 
-def test_other_layers_than_the_run_s(sglang_run: Callable[..., Run], engine_of: Callable[..., SGLangEngine]) -> None:
+def test_other_layers_than_the_run_s(
+    sglang_run: Callable[..., PreparedRun], engine_of: Callable[..., SGLangEngine]
+) -> None:
     run = sglang_run(
         'generator.sglang.arguments=["--return-aux-hidden-state-layer-ids", "1", "2"]', "target.aux_layer_ids=[0, 2]"
     )
@@ -75,14 +79,17 @@ def test_other_layers_than_the_run_s(sglang_run: Callable[..., Run], engine_of: 
     ],
 )
 def test_settings_that_sglang_refuses(
-    sglang_run: Callable[..., Run], engine_of: Callable[..., SGLangEngine], overrides: tuple[str, ...], message: str
+    sglang_run: Callable[..., PreparedRun],
+    engine_of: Callable[..., SGLangEngine],
+    overrides: tuple[str, ...],
+    message: str,
 ) -> None:
     with pytest.raises(ValueError, match=message):
         engine_of(sglang_run(*overrides))
 
 
 def test_a_target_that_is_gone(
-    sglang_run: Callable[..., Run], engine_of: Callable[..., SGLangEngine], tiny_target: TargetRecord
+    sglang_run: Callable[..., PreparedRun], engine_of: Callable[..., SGLangEngine], tiny_target: TargetRecord
 ) -> None:
     gone = tiny_target.model_copy(update={"path": "/no/such/target"})
     with pytest.raises(ValueError, match="SGLang finds no target at /no/such/target"):
@@ -90,7 +97,7 @@ def test_a_target_that_is_gone(
 
 
 def test_an_architecture_that_this_release_cannot_capture(
-    sglang_run: Callable[..., Run],
+    sglang_run: Callable[..., PreparedRun],
     engine_of: Callable[..., SGLangEngine],
     tiny_target: TargetRecord,
     tmp_path: Path,

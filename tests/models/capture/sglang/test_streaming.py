@@ -13,7 +13,7 @@ import pytest
 
 from infra.files.run_folder import RunFolder
 from infra.records.data_path import Progress
-from models.run import Run
+from models.run import PreparedRun
 
 pytestmark = pytest.mark.slow
 SMALL = (
@@ -62,7 +62,7 @@ def processes_of(folder: RunFolder) -> list[psutil.Process]:
 
 
 def assert_trained_once(folder: RunFolder, expected: list[float], assert_no_segments_left: Callable[[], None]) -> None:
-    run = Run.open(folder.path)
+    run = PreparedRun.open(folder.path)
     progress = run.open_ledger().progress()
     assert progress == Progress(consumed=36, attempts=progress.attempts)
     assert losses(folder) == pytest.approx(expected, rel=1e-4)
@@ -84,7 +84,7 @@ def test_servers_join_and_leave_a_run(
     for generator in generators:
         assert any("ready after" in line for line in generator.stdout)
     trainer = start("models.training.launch", folder, ranks=1)
-    with Run.open(folder.path).open_ledger() as ledger:
+    with PreparedRun.open(folder.path).open_ledger() as ledger:
         assert wait_until(lambda: ledger.progress().taken, 120)
     generators[0].terminate()
     assert not any("done: 0 samples captured" in said for said in end_well(*generators, trainer))
@@ -135,7 +135,7 @@ def test_whatever_happens_to_a_server_no_sample_is_lost_or_doubled(
         assert_server_blamed(start("models.capture.generator", folder), message)
     monkeypatch.delenv("DRAFTSMITH_TEST_FAULT")
     end_well(trainer, start("models.capture.generator", folder))
-    assert Run.open(folder.path).open_ledger().progress().attempts == 0
+    assert PreparedRun.open(folder.path).open_ledger().progress().attempts == 0
     assert_trained_once(folder, expected, assert_no_segments_left)
 
 

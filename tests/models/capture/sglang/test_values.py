@@ -18,10 +18,9 @@ from models.capture.sglang.engine import SGLangEngine
 from models.config.recipe import load_recipe
 from models.decoding.plain import continue_greedily
 from models.decoding.simulated import features
-from models.run import Run
-from models.targets.end_of_text import eos_ids
+from models.run import PreparedRun
 from models.targets.layout import SampleError
-from models.targets.model import HiddenStates, TargetModel
+from models.targets.model import HiddenStates, TargetModel, eos_ids
 from models.targets.prepare import prepare_target
 
 RECIPES = Path(__file__).parents[4] / "recipes"
@@ -45,7 +44,7 @@ pytestmark = pytest.mark.slow
 class Served:
     """One server, and the same target in transformers."""
 
-    run: Run
+    run: PreparedRun
     engine: SGLangEngine
     reference: TargetModel
 
@@ -53,7 +52,7 @@ class Served:
 @pytest.fixture(scope="module", params=SETTINGS)
 def served(
     request: pytest.FixtureRequest,
-    sglang_run: Callable[..., Run],
+    sglang_run: Callable[..., PreparedRun],
     tiny_target: TargetRecord,
     qwen3_target: TargetRecord,
 ) -> Iterator[Served]:
@@ -65,7 +64,7 @@ def served(
         yield Served(run, engine, TargetModel.load(Path(target.path), IDS, torch.float32))
 
 
-def test_gemma_once(sglang_run: Callable[..., Run], engine_of: Callable[..., SGLangEngine]) -> None:
+def test_gemma_once(sglang_run: Callable[..., PreparedRun], engine_of: Callable[..., SGLangEngine]) -> None:
     """The real Gemma 3 270M: sliding windows, its own norms, residuals a thousand times larger than the tiny ones."""
     config = load_recipe(RECIPES / "quickstart.yaml")
     target = prepare_target(config.target)
@@ -151,7 +150,7 @@ def test_a_prompt_that_is_too_long_is_refused_by_name(served: Served) -> None:
 
 
 def test_an_aborted_prompt_leaves_nothing(
-    sglang_run: Callable[..., Run],
+    sglang_run: Callable[..., PreparedRun],
     engine_of: Callable[..., SGLangEngine],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
