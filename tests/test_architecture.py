@@ -13,7 +13,7 @@ FORBIDDEN_NAMES = {"utils", "common", "helpers", "core", "manager"}
 MAIN_PATH = (
     ("flows.command_line", "models.training.launch"),
     ("flows.command_line", "models.capture.generator"),
-    ("models.capture.generator", "models.capture.engine"),  # a sample is captured
+    ("models.capture.generator", "models.capture.plain_engine"),  # a sample is captured
     ("models.training.launch", "models.training.stream"),  # its hidden states become a micro-batch
     ("models.training.launch", "models.drafts.eagle3.module"),  # the draft's loss
     ("models.training.launch", "models.training.lightning_module"),  # the optimizer step

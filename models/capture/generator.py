@@ -18,7 +18,7 @@ from infra.processes.exit import run_main
 from infra.records.data_path import Lease
 from infra.refusal import Refusal
 from infra.transport.sweep import sweep
-from models.capture.engine import Captured, CaptureEngine, EngineError, PlainEngine, StoredEngine
+from models.capture.engine import Captured, CaptureEngine, EngineError
 from models.capture.heldout import make_heldout
 from models.run import PreparedRun
 from models.targets.layout import SampleError
@@ -131,6 +131,8 @@ def start_engine(run: PreparedRun, index: int) -> CaptureEngine:
     engine = _start_prefilling(run, index)
     if run.config.transport.kind != "stored":
         return engine
+    from models.capture.stored_engine import StoredEngine
+
     return StoredEngine(run, engine)
 
 
@@ -139,6 +141,8 @@ def _start_prefilling(run: PreparedRun, index: int) -> CaptureEngine:
         from models.capture.sglang.engine import SGLangEngine
 
         return SGLangEngine(run, index)
+    from models.capture.plain_engine import PlainEngine
+
     return PlainEngine(run)
 
 

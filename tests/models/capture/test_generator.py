@@ -12,8 +12,9 @@ from torch import Tensor
 from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
 from infra.records.data_path import Progress
-from models.capture.engine import EngineError, PlainEngine
+from models.capture.engine import EngineError
 from models.capture.generator import Generator
+from models.capture.plain_engine import PlainEngine
 from models.run import PreparedRun
 from models.targets.model import HiddenStates
 from models.training.takeover import epoch_slots

@@ -1,0 +1,54 @@
+"""The plain engine: the target in transformers, one sample per forward. Runs in the generator's process."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from models.capture.canary import check_capture
+from models.capture.engine import Captured, Continued
+from models.decoding.plain import continue_batch
+from models.decoding.simulated import features
+from models.dtypes import DTYPES
+from models.run import PreparedRun
+from models.targets.model import HiddenStates, TargetModel, eos_ids
+
+
+class PlainEngine:
+    """Values depend on nothing but the sample: no batches."""
+
+    in_flight = 1
+
+    def __init__(self, run: PreparedRun):
+        self.layout, self.transport = run.layout, run.open_transport()
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = DTYPES[run.config.generator.compute_dtype]
+        self._eos_ids = eos_ids(Path(run.target.path))
+        self.target = TargetModel.load(Path(run.target.path), run.config.target.aux_layer_ids, dtype, device)
+
+    def prefill(self, tokens: Tensor) -> HiddenStates:
+        """Hidden states of one sample, `tokens` `[T]`."""
+        hidden = self.target.forward(tokens[None].to(self.target.device))
+        return HiddenStates(aux=hidden.aux[0], last=hidden.last[0])
+
+    def check_canary(self, tokens: Tensor) -> None:
+        check_capture(self.target, self.prefill(tokens), tokens, self.layout)
+
+    def capture(self, key: str, tokens: Tensor) -> Captured:
+        hidden = self.prefill(tokens)
+        self.layout.check(hidden, len(tokens))
+        begun = time.perf_counter()
+        record = self.transport.put(key, self.layout.pack(hidden))
+        return Captured(record, time.perf_counter() - begun)
+
+    def continue_greedily(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Continued]:
+        texts = continue_batch(self.target, prompts, max_new_tokens, 0.0, self._eos_ids)
+        return [
+            Continued(tuple(prompt), tuple(text), features(self.target, [*prompt, *text]).to("cpu", self.layout.dtype))
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Nothing was started."""
