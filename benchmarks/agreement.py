@@ -35,7 +35,7 @@ from models.config.recipe import RunConfig, load_recipe
 from models.data.conversations import source_hash
 from models.data.prompts import read_prompts
 from models.decoding.acceptance import acceptance_length, distinct_token_share
-from models.decoding.counts import Counts
+from models.decoding.counts import AcceptedCounts
 from models.decoding.plain import continue_batch
 from models.decoding.simulated import features, simulate
 from models.decoding.speculative import speculate
@@ -80,7 +80,9 @@ def prompt_sets(config: RunConfig, target: TargetRecord, options: argparse.Names
 
 
 @torch.no_grad()
-def walk(loaded: Contestants, prompts: Sequence[list[int]], texts: Sequence[list[int]], lookahead: int) -> list[Counts]:
+def walk(
+    loaded: Contestants, prompts: Sequence[list[int]], texts: Sequence[list[int]], lookahead: int
+) -> list[AcceptedCounts]:
     """Simulated counts of every conversation."""
     found = []
     for prompt, text in zip(track(prompts, "walk"), texts, strict=True):
@@ -89,7 +91,7 @@ def walk(loaded: Contestants, prompts: Sequence[list[int]], texts: Sequence[list
     return found
 
 
-def decode(loaded: Contestants, prompts: Sequence[list[int]], lookahead: int, most: int) -> list[Counts]:
+def decode(loaded: Contestants, prompts: Sequence[list[int]], lookahead: int, most: int) -> list[AcceptedCounts]:
     """Counts of real decoding."""
     return [
         speculate(loaded.target, loaded.draft, prompt, lookahead, most, loaded.eos_ids).counts
@@ -132,7 +134,7 @@ def measure(options: argparse.Namespace, config: RunConfig, draft: Path) -> Agre
     )  # fmt: skip
 
 
-def agreement(name: str, under: Conditions, counts: dict[str, list[Counts]], share: float) -> Agreement:
+def agreement(name: str, under: Conditions, counts: dict[str, list[AcceptedCounts]], share: float) -> Agreement:
     """One set's row."""
     lengths = {way: acceptance_length(each) for way, each in counts.items()}
     same = {

@@ -21,7 +21,7 @@ from models.benchmark.contestants import Contestants, load_contestants
 from models.data.prompts import heldout_prompts
 from models.decoding.plain import continue_batch
 from models.decoding.simulated import features, simulate
-from models.drafts.batched_proposer import ProposalSource
+from models.drafts.batched_proposer import RolloutSource
 from models.dtypes import DTYPES
 from models.run import PreparedRun
 
@@ -44,7 +44,7 @@ def sample(contestants: Contestants, run: PreparedRun, prompts: Texts, temperatu
     )
 
 
-def walk(contestants: Contestants, source: ProposalSource, prompts: Texts, texts: Texts, lookahead: int) -> list[Row]:
+def walk(contestants: Contestants, source: RolloutSource, prompts: Texts, texts: Texts, lookahead: int) -> list[Row]:
     """(tokens, complete steps) of every text."""
     rows = []
     for prompt, text in zip(prompts, texts, strict=True):

@@ -44,7 +44,7 @@ from models.decoding.policy import LookaheadPolicy
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.speculative import Conversation, Decoded, Lookahead, decode_together
 from models.decoding.stopwatch import StepSeconds, Stopwatch
-from models.drafts.batched_proposer import Source
+from models.drafts.batched_proposer import ProposalSource
 from models.drafts.sampling import GREEDY
 from models.targets.model import TargetModel
 from models.targets.prepare import prepare_target
@@ -115,7 +115,7 @@ class Setup:
     """All that is decoded with, and how it is timed."""
 
     target: TargetModel
-    source: Source
+    source: ProposalSource
     calibration: list[Prefill]
     prompts: list[Prefill]
     """Read once: decoding together copies the caches."""
@@ -234,7 +234,7 @@ def measure(options: argparse.Namespace, draft: Path) -> GoodputResult:
     setup, under = prepare(options, draft, config)
     if len(setup.prompts) < needed:
         raise ValueError(f"{len(setup.prompts)} prompts: {needed} are decoded at once, lower --batches")
-    sources: dict[str, Source] = {"draft": setup.source, "prompt lookup": PromptLookup()}
+    sources: dict[str, ProposalSource] = {"draft": setup.source, "prompt lookup": PromptLookup()}
     found = {name: one_source(replace(setup, source=each), batches, options.repeats) for name, each in sources.items()}
     return GoodputResult(
         commit=commit, date=time.strftime("%Y-%m-%d"), clock=options.clock, repeats=options.repeats,

@@ -27,7 +27,7 @@ from models.decoding.acceptance import acceptance_length, distinct_token_share
 from models.decoding.lossless import LosslessCheck, total
 from models.decoding.plain import continue_batch, continue_greedily
 from models.decoding.speculative import speculate_together
-from models.drafts.batched_proposer import Source
+from models.drafts.batched_proposer import ProposalSource
 from models.drafts.trees import TreeShape, parse_shape
 
 RESULTS = Path(__file__).parent / "results"
@@ -70,7 +70,7 @@ class Setting:
     """One cell before it is decoded."""
 
     name: str
-    source: Source
+    source: ProposalSource
     lookahead: str
     shape: int | TreeShape
     batch: int

@@ -58,7 +58,7 @@ from models.decoding.acceptance import acceptance_length, distinct_token_share
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.speculative import Decoded, speculate_together
 from models.decoding.token_recycling import TokenRecycling
-from models.drafts.batched_proposer import Source
+from models.drafts.batched_proposer import ProposalSource
 from models.drafts.sampling import GREEDY, Sampling
 from models.dtypes import DTYPES
 from models.targets.model import TargetModel
@@ -243,7 +243,7 @@ def measure(
     folders = [export] if export else []
     loaded = load_sources(Path(comparison.target.path), folders, DTYPES[settings.compute_dtype])
     assert (baseline is None) == bool(folders)
-    source: Source = baseline() if baseline else loaded.drafts[0]
+    source: ProposalSource = baseline() if baseline else loaded.drafts[0]
     decoded = decode(loaded.target, source, prompts.tokens, temperature, comparison.options, loaded.eos_ids)
     rows = np.array([(each.counts.tokens, each.counts.steps) for each in decoded], dtype=np.int64)
     low, high = length_interval(rows, RESAMPLES, 0)
@@ -271,7 +271,7 @@ def measure(
 
 def decode(
     target: TargetModel,
-    source: Source,
+    source: ProposalSource,
     prompts: Sequence[list[int]],
     temperature: float,
     options: argparse.Namespace,

@@ -38,10 +38,10 @@ from models.data.prepare import prepare_samples
 from models.data.prompts import read_prompts
 from models.data.sample_set import SampleSet
 from models.decoding.acceptance import summarise
-from models.decoding.counts import Counts
+from models.decoding.counts import AcceptedCounts
 from models.decoding.plain import continue_batch
 from models.decoding.simulated import features, simulate
-from models.drafts.batched_proposer import ProposalSource
+from models.drafts.batched_proposer import RolloutSource
 from models.dtypes import DTYPES
 from models.regeneration.regenerate import regenerate
 from models.run import RunWithTarget
@@ -55,7 +55,7 @@ PROMPTS = 96
 RUN_S = 4 * 3600
 REGENERATION = "data.regeneration={temperature: 1.0, prompt_tokens: 32, max_new_tokens: 224}"
 
-Walk = list[tuple[Counts, ...]]
+Walk = list[tuple[AcceptedCounts, ...]]
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def walks(
         torch.Generator(target.device).manual_seed(config.seed), top_p=top_p, batch_size=settings.batch_size,
     )  # fmt: skip
     assert contestants.champion is not None
-    sources: list[ProposalSource] = [contestants.draft, contestants.champion]
+    sources: list[RolloutSource] = [contestants.draft, contestants.champion]
     found: list[Walk] = [[], []]
     for prompt, text in zip(prompts, texts, strict=True):
         aux = features(target, [*prompt, *text])

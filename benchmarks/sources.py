@@ -15,7 +15,7 @@ from models.config.benchmark import BenchmarkConfig
 from models.data.conversations import source_hash
 from models.data.prompts import read_prompts
 from models.data.suites import SUITES, SuitePrompts, question_prompts
-from models.drafts.batched_proposer import Source
+from models.drafts.batched_proposer import ProposalSource
 from models.dtypes import DTYPES
 
 QUESTION_TOKENS = 256
@@ -27,7 +27,7 @@ class Ground:
     """All that is decoded with, and what."""
 
     loaded: Sources
-    sources: dict[str, Source]
+    sources: dict[str, ProposalSource]
     """By the name that is written down."""
     prompts: list[list[int]]
     conditions: Conditions
@@ -90,8 +90,8 @@ def load(options: argparse.Namespace, prompts: int, lookahead: int) -> Ground:
     return Ground(loaded, _named(loaded, options.draft, options.baselines), texts, under)
 
 
-def _named(loaded: Sources, folders: Sequence[Path], names: str) -> dict[str, Source]:
-    named: dict[str, Source] = {}
+def _named(loaded: Sources, folders: Sequence[Path], names: str) -> dict[str, ProposalSource]:
+    named: dict[str, ProposalSource] = {}
     for folder, source in zip(folders, loaded.drafts, strict=True):
         named[f"{draft_of(source).config.method} {'/'.join(folder.absolute().parts[-2:])}"] = source
     named |= baselines([name for name in names.split(",") if name])

@@ -13,7 +13,7 @@ from two_hosts import on
 from infra.files.atomic import sha256_file
 from infra.files.locks import LockHeldError, hold
 from infra.files.run_folder import RunFolder
-from infra.records.data_path import Progress, TrainingResult
+from infra.records.data_path import SampleProgress, TrainingResult
 
 if TYPE_CHECKING:
     from scenario import Scenario
@@ -98,8 +98,10 @@ def _wrong_ledger(scenario: "Scenario") -> list[str]:
     answer = subprocess.run(asking, check=False, capture_output=True, text=True, timeout=ASK_S)
     if answer.returncode:
         return [f"the ledger does not answer: {answer.stderr[-LAST_BYTES:]}"]
-    states = Progress.model_validate_json(answer.stdout)
-    return [] if states.model_copy(update={"attempts": 0}) == Progress(consumed=scenario.samples) else [f"{states}"]
+    states = SampleProgress.model_validate_json(answer.stdout)
+    return (
+        [] if states.model_copy(update={"attempts": 0}) == SampleProgress(consumed=scenario.samples) else [f"{states}"]
+    )
 
 
 def _wrong_steps(scenario: "Scenario") -> list[str]:

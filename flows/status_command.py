@@ -15,7 +15,7 @@ from infra.refusal import Refusal
 if TYPE_CHECKING:
     from infra.files.run_folder import RunFolder
     from infra.ledger.ledger import Ledger
-    from infra.records.data_path import Progress
+    from infra.records.data_path import SampleProgress
     from models.config.recipe import RunConfig
 
 STATES = ("consumed", "taken", "ready", "leased", "pending", "quarantined")
@@ -182,7 +182,7 @@ def _samples(ledger: "Ledger", config: "RunConfig") -> Iterator[tuple[str, str]]
         yield "", f"and {len(bad) - LISTED} more"
 
 
-def _bar(states: "Progress") -> str:
+def _bar(states: "SampleProgress") -> str:
     done = round(BAR * (states.consumed + states.quarantined) / states.total)
     moving = round(BAR * (states.taken + states.ready + states.leased) / states.total)
     return "█" * done + "▒" * min(moving, BAR - done) + "░" * max(0, BAR - done - moving)

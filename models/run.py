@@ -15,7 +15,7 @@ from infra.transport.choice import open_transport
 from models.config.recipe import RunConfig, read_config
 from models.data.sample_set import SampleSet, Split
 from models.dtypes import DTYPES
-from models.targets.layout import Layout
+from models.targets.layout import HiddenStateLayout
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class PreparedRun(RunWithTarget):
         )
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> HiddenStateLayout:
         """Shapes and data type of captured hidden states."""
         dtype = DTYPES[self.config.generator.stored_dtype]
-        return Layout(len(self.config.target.aux_layer_ids), self.target.hidden_size, dtype)
+        return HiddenStateLayout(len(self.config.target.aux_layer_ids), self.target.hidden_size, dtype)
 
     def open_samples(self, split: Split = "train") -> SampleSet:
         return SampleSet.open(Path(self.samples.path), split)

@@ -11,7 +11,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.events import emit_event
 
 from infra.drift.config import RequestLogConfig, WatchConfig
-from infra.drift.decision import RECENT, Finding, assess
+from infra.drift.decision import RECENT, DriftFinding, assess
 from infra.drift.identity import identify_all
 from infra.drift.scrape import scrape
 from infra.drift.sequential import DriftTest, Reference
@@ -42,7 +42,7 @@ RETRIES = {"retries": 2, "retry_delay_seconds": 10, "retry_condition_fn": worth_
 
 
 @dataclass(frozen=True)
-class Look:
+class TrafficScan:
     """One look at the servers."""
 
     versions: Mapping[int, RegisteredDraft]
@@ -54,7 +54,7 @@ class Look:
 
 
 @task(name="observe traffic", **RETRIES)
-def observe_traffic(config: WatchConfig) -> Look:
+def observe_traffic(config: WatchConfig) -> TrafficScan:
     """Scrape the servers, find out which version each runs, and append windows to the record."""
     logger = get_run_logger()
     drafts = list_drafts(config.tracking_uri or tracking_uri(), config.draft)
@@ -82,11 +82,11 @@ def observe_traffic(config: WatchConfig) -> Look:
                 f"it verifies {reading.draft_tokens} tokens at a lookahead of {reading.lookahead}, a tree; the "
                 "benchmark's figure is of chains, so serve with --speculative-eagle-topk 1"
             )
-    return Look({draft.version: draft for draft in drafts}, champion, after, unknown)
+    return TrafficScan({draft.version: draft for draft in drafts}, champion, after, unknown)
 
 
 @task(name="report unknown drafts", **RETRIES)
-def report_unknown(config: WatchConfig, look: Look) -> Look:
+def report_unknown(config: WatchConfig, look: TrafficScan) -> TrafficScan:
     """Warn of servers that run no registered version, and emit an event about each, once per start."""
     new: set[str] = set()
     for url, why in look.unknown.items():
@@ -104,12 +104,12 @@ def report_unknown(config: WatchConfig, look: Look) -> Look:
 
 
 @task(name="test for drift", **RETRIES)
-def judge_traffic(config: WatchConfig, look: Look) -> tuple[Look, list[Finding], list[Refusal]]:
+def judge_traffic(config: WatchConfig, look: TrafficScan) -> tuple[TrafficScan, list[DriftFinding], list[Refusal]]:
     """Test each served version's windows against its own benchmark.
 
     Returns the look with trimmed windows, a finding for each version, and why a version cannot be tested.
     """
-    findings: list[Finding] = []
+    findings: list[DriftFinding] = []
     refusals: list[Refusal] = []
     traffic, live = look.traffic, [series.served for series in look.traffic.live]
     for series in look.traffic.series:
@@ -164,7 +164,9 @@ def sample_requests(config: WatchConfig, logs: RequestLogConfig) -> PromptsRecor
 
 
 @task(name="announce drift", **RETRIES)
-def announce_drift(config: WatchConfig, look: Look, finding: Finding, prompts: PromptsRecord | None) -> Look:
+def announce_drift(
+    config: WatchConfig, look: TrafficScan, finding: DriftFinding, prompts: PromptsRecord | None
+) -> TrafficScan:
     """Emit the event that starts retraining, and note that it was: each alarm is announced once."""
     series = finding.series
     payload = {
@@ -186,7 +188,7 @@ def announce_drift(config: WatchConfig, look: Look, finding: Finding, prompts: P
 
 
 @task(name="announce degradation", **RETRIES)
-def announce_degradation(config: WatchConfig, look: Look, finding: Finding) -> Look:
+def announce_degradation(config: WatchConfig, look: TrafficScan, finding: DriftFinding) -> TrafficScan:
     """Emit the event that starts a rollback, once."""
     before, now = mean_length(finding.replaced), mean_length(finding.series.windows[-RECENT:])
     reason = f"{in_words(finding)}; the version that it replaced reached {before:.2f}, it reaches {now:.2f}"
@@ -194,7 +196,9 @@ def announce_degradation(config: WatchConfig, look: Look, finding: Finding) -> L
     return _announce(config, look, finding, DEGRADED, payload)
 
 
-def _announce(config: WatchConfig, look: Look, finding: Finding, event: str, payload: Mapping[str, object]) -> Look:
+def _announce(
+    config: WatchConfig, look: TrafficScan, finding: DriftFinding, event: str, payload: Mapping[str, object]
+) -> TrafficScan:
     assert finding.due
     event_id = look.traffic.event_id(finding.draft.version, finding.due.ended)
     emit_event(event, _resource(config), payload=dict(payload), id=event_id)
@@ -205,7 +209,7 @@ def _announce(config: WatchConfig, look: Look, finding: Finding, event: str, pay
 
 
 @task(name="show traffic", **RETRIES)
-def show_traffic(config: WatchConfig, look: Look, findings: list[Finding], refusals: list[Refusal]) -> str:
+def show_traffic(config: WatchConfig, look: TrafficScan, findings: list[DriftFinding], refusals: list[Refusal]) -> str:
     """What each server runs, the last windows and the statistics, as a Markdown artifact; returns a summary."""
     text = traffic_markdown(config.draft, look.champion, look.traffic, look.unknown, findings)
     create_markdown_artifact(

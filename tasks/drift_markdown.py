@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
-from infra.drift.decision import RECENT, Finding
+from infra.drift.decision import RECENT, DriftFinding
 from infra.drift.sequential import LEARNED_WINDOWS
 from infra.drift.traffic import TrafficRecord
 from infra.drift.windows import mean_length
@@ -14,7 +14,7 @@ SHOWN = 40
 BAR = 20
 
 
-def in_words(finding: Finding) -> str:
+def in_words(finding: DriftFinding) -> str:
     """One line: how a served version does, and what the test says of it."""
     draft, series, test, verdict = finding.draft, finding.series, finding.test, finding.verdict
     subject = f"version {draft.version} of {draft.name}"
@@ -45,7 +45,7 @@ def traffic_markdown(
     champion: RegisteredDraft,
     traffic: TrafficRecord,
     unknown: Mapping[str, str],
-    findings: Sequence[Finding],
+    findings: Sequence[DriftFinding],
 ) -> str:
     """What each server runs, and for every served version its figures, what they mean, and the last windows."""
     lines = [f"# {name}", "", f"Version {champion.version} is champion.", "", "| server | runs |", "|---|---|"]
@@ -57,7 +57,7 @@ def traffic_markdown(
     return "\n".join(lines) + "\n"
 
 
-def _version_markdown(finding: Finding) -> list[str]:
+def _version_markdown(finding: DriftFinding) -> list[str]:
     test, verdict, windows = finding.test, finding.verdict, finding.series.windows
     reference, last = test.reference, verdict.statistics[-1] if verdict.statistics else None
     lines = [

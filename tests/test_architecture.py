@@ -1,6 +1,7 @@
 """What import-linter cannot say: which files of `models` the control plane sees, and how long things may get."""
 
 import ast
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -125,3 +126,13 @@ def test_at_most_three_broad_excepts():
         and (node.type is None or "Exception" in ast.unparse(node.type).split(", "))
     ]
     assert len(handlers) <= 3, handlers
+
+
+def test_a_class_name_is_used_once() -> None:
+    classes = Counter(
+        node.name
+        for file in SOURCES
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in classes.items() if count > 1] == []

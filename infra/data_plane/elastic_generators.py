@@ -34,7 +34,7 @@ Start = Callable[[Pool, int], KeptProcess]
 
 
 @dataclass
-class _Place:
+class _GeneratorPlace:
     """A generator that runs."""
 
     index: int
@@ -73,7 +73,7 @@ class ElasticGenerators(Generators):
         self._folder, self._start, self._pools, self._elasticity = folder, start, pools, elasticity
         self._replaces = replaces
         now = time.monotonic()
-        self._places = [_Place(index, kept, now, 0) for index, kept in enumerate(started)]
+        self._places = [_GeneratorPlace(index, kept, now, 0) for index, kept in enumerate(started)]
         self._wanted: list[_Wanted] = []
         self._looked, self._seen, self._refused = now, last_object(folder.metrics), ""
         self._record("the run begins with them")
@@ -148,7 +148,7 @@ class ElasticGenerators(Generators):
                 self._give_up(wanted, f"found no devices within {waited:.0f} s: {error}", on_event, error)
         else:
             self._wanted.remove(wanted)
-            place = _Place(wanted.index, self._start(pool, wanted.index), time.monotonic(), wanted.replaced)
+            place = _GeneratorPlace(wanted.index, self._start(pool, wanted.index), time.monotonic(), wanted.replaced)
             self._places.append(place)
             self.going.append(place.kept)
             self._refused = ""

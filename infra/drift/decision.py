@@ -19,7 +19,7 @@ from typing import Literal
 from infra.drift.config import WatchConfig
 from infra.drift.sequential import DriftTest
 from infra.drift.traffic import TrafficRecord
-from infra.drift.windows import Series, Verdict, Window, judge, mean_length
+from infra.drift.windows import DriftVerdict, Series, TrafficWindow, judge, mean_length
 from infra.records.acceptance import RegisteredDraft
 from infra.tracking.registry import REPLACES
 
@@ -28,21 +28,21 @@ RECENT = 10
 
 
 @dataclass(frozen=True)
-class Finding:
+class DriftFinding:
     """What a look at one version's traffic came to."""
 
     draft: RegisteredDraft
     """The version that serves."""
     series: Series
     test: DriftTest
-    verdict: Verdict
-    due: Window | None = None
+    verdict: DriftVerdict
+    due: TrafficWindow | None = None
     """The window whose alarm is to be announced."""
     event: Literal["drifted", "degraded"] | None = None
     """As what."""
     held: str = ""
     """Why an alarm calls for nothing."""
-    replaced: Sequence[Window] = ()
+    replaced: Sequence[TrafficWindow] = ()
     """Windows of the version that this one replaced."""
 
 
@@ -53,7 +53,7 @@ def assess(
     champion: RegisteredDraft,
     test: DriftTest,
     config: WatchConfig,
-) -> Finding:
+) -> DriftFinding:
     """Test one version's windows, and decide what an alarm calls for.
 
     Args:
@@ -68,22 +68,22 @@ def assess(
     alarm = series.due(verdict, config.quiet_hours * 3600)
     before = draft.tags.get(REPLACES)
     replaced = record.before_version(int(before), series.served)[-RECENT:] if before else ()
-    finding = Finding(draft, series, test, verdict, replaced=replaced)
+    finding = DriftFinding(draft, series, test, verdict, replaced=replaced)
     if alarm is None:
         return finding
     if draft.version != champion.version:
         return _held(finding, f"version {champion.version} is champion: finish its rollout")
     if is_the_versions_fault(finding, config.probation_windows):
-        return Finding(draft, series, test, verdict, alarm, "degraded", replaced=replaced)
+        return DriftFinding(draft, series, test, verdict, alarm, "degraded", replaced=replaced)
     leading = record.leading
     if leading is None or leading.version != draft.version:
         return _held(finding, "most servers run another version: retraining waits for the rollout")
     if alarm.ended <= leading.since:
         return _held(finding, "the alarm came while most servers ran another version")
-    return Finding(draft, series, test, verdict, alarm, "drifted", replaced=replaced)
+    return DriftFinding(draft, series, test, verdict, alarm, "drifted", replaced=replaced)
 
 
-def is_the_versions_fault(finding: Finding, probation_windows: int) -> bool:
+def is_the_versions_fault(finding: DriftFinding, probation_windows: int) -> bool:
     """Whether a version is on probation, and accepts less than the one that it replaced by half of the test's fall."""
     if not finding.replaced or finding.series.num_windows > probation_windows:
         return False
@@ -91,5 +91,7 @@ def is_the_versions_fault(finding: Finding, probation_windows: int) -> bool:
     return mean_length(finding.series.windows[-RECENT:]) < least
 
 
-def _held(finding: Finding, why: str) -> Finding:
-    return Finding(finding.draft, finding.series, finding.test, finding.verdict, held=why, replaced=finding.replaced)
+def _held(finding: DriftFinding, why: str) -> DriftFinding:
+    return DriftFinding(
+        finding.draft, finding.series, finding.test, finding.verdict, held=why, replaced=finding.replaced
+    )

@@ -16,7 +16,7 @@ import fsspec
 
 from infra.drift.scrape import Counters, Reading, Scrape
 from infra.drift.sequential import LEARNED_WINDOWS
-from infra.drift.windows import Series, Served, Window
+from infra.drift.windows import Series, ServedSeries, TrafficWindow
 from infra.files.atomic import write_atomically
 from infra.records.data_path import Record
 
@@ -75,12 +75,12 @@ class TrafficRecord(Record):
             least_steps: verification steps that close a window.
         """
         servers = {url: state for url, state in self.servers.items() if url in scrape.silent}
-        added: dict[Served, Counters] = {}
+        added: dict[ServedSeries, Counters] = {}
         for url, reading in scrape.readings.items():
             state = self._state(url, reading, versions[url])
             servers[url] = state
             if state.version is not None and state.lookahead is not None and not reading.is_tree:
-                served = Served(version=state.version, lookahead=state.lookahead, traffic=traffic)
+                served = ServedSeries(version=state.version, lookahead=state.lookahead, traffic=traffic)
                 added[served] = added.get(served, Counters()).plus(self._counted(url, reading, state))
         series = {one.served: one if one.served in added else one.paused(now) for one in self.series}
         for served, counters in added.items():
@@ -111,7 +111,7 @@ class TrafficRecord(Record):
             return Counters()  # some of it at one lookahead, some at another
         return reading.counters.since(before.counters)
 
-    def _learned(self, served: Served) -> tuple[Window, ...]:
+    def _learned(self, served: ServedSeries) -> tuple[TrafficWindow, ...]:
         """Windows of the version that served last under the same conditions."""
         others = [one for one in self.series if one.windows and one.served.has_conditions_of(served)]
         return others[-1].windows[-LEARNED_WINDOWS:] if others else ()
@@ -144,7 +144,7 @@ class TrafficRecord(Record):
         }
         return self.model_copy(update={"servers": states})
 
-    def before_version(self, version: int, served: Served) -> tuple[Window, ...]:
+    def before_version(self, version: int, served: ServedSeries) -> tuple[TrafficWindow, ...]:
         """What a version is compared with: the windows of the version that it replaced, under the same conditions.
 
         After an alarm of that version only the windows since: they show what the fallen traffic allows.

@@ -11,19 +11,19 @@ from infra.drift.sequential import DriftTest, Statistic
 from infra.records.data_path import Record
 
 
-class Served(Record):
+class ServedSeries(Record):
     """What must be the same for two windows to be comparable."""
 
     version: int
     lookahead: int
     traffic: str
 
-    def has_conditions_of(self, other: "Served") -> bool:
+    def has_conditions_of(self, other: "ServedSeries") -> bool:
         """Whether only the version differs, if anything."""
         return self.model_copy(update={"version": other.version}) == other
 
 
-class Window(Record):
+class TrafficWindow(Record):
     """The requests that were finished in a stretch of time."""
 
     began: float
@@ -40,7 +40,7 @@ class Window(Record):
         return self.tokens / self.steps
 
 
-def mean_length(windows: Sequence[Window]) -> float:
+def mean_length(windows: Sequence[TrafficWindow]) -> float:
     """Acceptance length over all of them; raises ZeroDivisionError where there is none."""
     return sum(window.tokens for window in windows) / sum(window.steps for window in windows)
 
@@ -48,16 +48,16 @@ def mean_length(windows: Sequence[Window]) -> float:
 class Series(Record):
     """The traffic of one version under the same conditions, summed over the servers that run it."""
 
-    served: Served
+    served: ServedSeries
     opened: float
     """When the open window began."""
     open: Counters = Counters()
     """What the open window holds so far."""
-    windows: tuple[Window, ...] = ()
+    windows: tuple[TrafficWindow, ...] = ()
     """Oldest first."""
     dropped: int = 0
     """Older windows that are not kept."""
-    learned: tuple[Window, ...] = ()
+    learned: tuple[TrafficWindow, ...] = ()
     """Windows of another version, from just before this one began to serve: they tell how much the traffic varies."""
     before: Statistic = Statistic()
     """The test before the first window that is kept, where windows were dropped."""
@@ -74,7 +74,7 @@ class Series(Record):
         counted = self.open.plus(added)
         if counted.steps < least_steps:
             return self.model_copy(update={"open": counted})
-        window = Window(
+        window = TrafficWindow(
             began=self.opened, ended=now, tokens=counted.tokens, steps=counted.steps, requests=counted.requests
         )
         return self.model_copy(update={"windows": (*self.windows, window), "open": Counters(), "opened": now})
@@ -100,19 +100,19 @@ class Series(Record):
             }
         )
 
-    def due(self, verdict: "Verdict", quiet_s: float) -> Window | None:
+    def due(self, verdict: "DriftVerdict", quiet_s: float) -> TrafficWindow | None:
         """The newest window whose alarm is to be announced; none in the quiet time after an announcement."""
         after = max(self.announced) + quiet_s if self.announced else float("-inf")
         alarms = [self.windows[index] for index in verdict.alarms]
         return next((window for window in reversed(alarms) if window.ended > after), None)
 
-    def with_announced(self, window: Window) -> "Series":
+    def with_announced(self, window: TrafficWindow) -> "Series":
         """The series in which the alarm of this window was made known."""
         return self.model_copy(update={"announced": (*self.announced, window.ended)})
 
 
 @dataclass(frozen=True)
-class Verdict:
+class DriftVerdict:
     """What the test says of a series' windows."""
 
     statistics: Sequence[Statistic]
@@ -121,7 +121,7 @@ class Verdict:
     """Indices of the windows that raised one."""
 
 
-def judge(series: Series, test: DriftTest) -> Verdict:
+def judge(series: Series, test: DriftTest) -> DriftVerdict:
     """Run the test over a series."""
     statistic = series.before
     if series.learned:
@@ -136,4 +136,4 @@ def judge(series: Series, test: DriftTest) -> Verdict:
         if test.alarms(statistic):
             alarms.append(index)
             statistic = statistic.anew()
-    return Verdict(statistics, alarms)
+    return DriftVerdict(statistics, alarms)

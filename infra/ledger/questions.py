@@ -5,13 +5,13 @@ import sqlalchemy as sa
 from infra.ledger.answers import Oldest, Quarantined
 from infra.ledger.schema import LEASED, PENDING, QUARANTINED, REMAINING, database_now, runs, samples
 from infra.ledger.transactions import Transactions
-from infra.records.data_path import CaptureRates, Progress
+from infra.records.data_path import CaptureRates, SampleProgress
 
 
 class Questions(Transactions):
     """Reads that never wait for a writer."""
 
-    def progress(self, epoch: int | None = None) -> Progress:
+    def progress(self, epoch: int | None = None) -> SampleProgress:
         """Samples per state, bytes held and capture failures so far (`attempts`), of one epoch or of all."""
         here = self._rows() if epoch is None else self._rows(samples.c.epoch == epoch)
         columns = (samples.c.bytes_held, samples.c.failures)
@@ -20,7 +20,7 @@ class Questions(Transactions):
         with self._read() as connection:
             rows = [tuple(row) for row in connection.execute(query)]
         counts = {state: count for state, count, _, _ in rows}
-        return Progress(**counts, bytes_held=sum(int(r[2]) for r in rows), attempts=sum(int(r[3]) for r in rows))
+        return SampleProgress(**counts, bytes_held=sum(int(r[2]) for r in rows), attempts=sum(int(r[3]) for r in rows))
 
     def quarantined(self) -> list[Quarantined]:
         """Every quarantined sample with its last error, by epoch and ordinal."""

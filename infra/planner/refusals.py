@@ -10,7 +10,7 @@ GIB = 2**30
 LEAST_CHUNK = 32
 
 
-class Refusal(Record):
+class PlanObstacle(Record):
     """One thing that is impossible, and overrides of the recipe that make it possible; () where none does."""
 
     problem: str
@@ -23,18 +23,18 @@ class Refusal(Record):
         return f"{self.problem}; " + "; or ".join(filter(None, (nearest, self.otherwise)))
 
 
-def refusals(plan: Plan) -> tuple[Refusal, ...]:
+def refusals(plan: Plan) -> tuple[PlanObstacle, ...]:
     """Everything that makes the plan impossible."""
     return tuple(_found(plan))
 
 
-def _found(plan: Plan) -> Iterator[Refusal]:
+def _found(plan: Plan) -> Iterator[PlanObstacle]:
     job = plan.job
     if job.device.is_gpu and job.memory_bytes:
         room = int(job.memory_bytes * job.devices_per_generator * 0.9)
         if plan.target_bytes > room:
             needed = -(-plan.target_bytes // int(job.memory_bytes * 0.9))
-            yield Refusal(
+            yield PlanObstacle(
                 problem=f"the target's weights take {plan.target_bytes / GIB:.0f} GiB in {job.inference_precision}, "
                 f"and a generator has {job.devices_per_generator} x {job.memory_bytes / GIB:.0f} GiB, of which a tenth "
                 "is left to its cache",
@@ -43,7 +43,7 @@ def _found(plan: Plan) -> Iterator[Refusal]:
     if job.memory_bytes and memory_left(job, plan.memory) < 0:
         yield _too_much_memory(plan)
     if plan.store_bytes > job.budget_bytes:
-        yield Refusal(
+        yield PlanObstacle(
             problem=f"the store must hold {plan.store_bytes / 2**20:,.0f} MiB (samples in flight, each as long as the "
             f"longest), and transport.budget_mib allows {job.budget_bytes / 2**20:,.0f}",
             overrides=(f"transport.budget_mib={-(-plan.store_bytes // 2**20)}",),
@@ -52,7 +52,7 @@ def _found(plan: Plan) -> Iterator[Refusal]:
         )
 
 
-def _too_much_memory(plan: Plan) -> Refusal:
+def _too_much_memory(plan: Plan) -> PlanObstacle:
     job, memory = plan.job, plan.memory
     room = max(0, memory.total + memory_left(job, memory))
     problem = (
@@ -62,8 +62,8 @@ def _too_much_memory(plan: Plan) -> Refusal:
     )
     for changed, overrides in _smaller(job):
         if memory_left(changed, rank_memory(job.draft, job.target, changed.setting, changed.micro_batch)) >= 0:
-            return Refusal(problem=problem, overrides=overrides)
-    return Refusal(
+            return PlanObstacle(problem=problem, overrides=overrides)
+    return PlanObstacle(
         problem=problem, otherwise="weights, moments and tables alone do not fit: a smaller draft.vocab_size or draft"
     )
 

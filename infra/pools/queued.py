@@ -36,7 +36,7 @@ def say(why: str) -> None:
     print(why, flush=True)
 
 
-class Engine(Protocol):
+class QueueingSystem(Protocol):
     """What differs from engine to engine: three command lines."""
 
     def holder(self, request: Request) -> list[str]:
@@ -62,7 +62,7 @@ class Engine(Protocol):
 class QueuedPool:
     """Devices of one or several machines, one part for each of the commands that share it."""
 
-    engine: Engine
+    engine: QueueingSystem
     owner: Owner
     grant: Grant
     first: int
@@ -110,7 +110,7 @@ class _Asked:
 class QueuedPools:
     """Leases devices from an engine that admits."""
 
-    def __init__(self, engine: Engine, config: PoolsConfig, look_s: float = LOOK_S) -> None:
+    def __init__(self, engine: QueueingSystem, config: PoolsConfig, look_s: float = LOOK_S) -> None:
         self._engine, self._config, self.look_s = engine, config, look_s
         self._asked: dict[str, _Asked] = {}
 

@@ -254,7 +254,7 @@ class CheckpointRecord(Record):
     incarnation: int
 
 
-class Progress(Record):
+class SampleProgress(Record):
     """Where the samples of a run are."""
 
     pending: int = 0

@@ -18,7 +18,7 @@ LONGEST = 2500
 Outcome = Literal["promoted", "refused", "rolled back", "superseded"]
 
 
-class Decision(Record):
+class PromotionDecision(Record):
     """One decision about one version."""
 
     at: float
@@ -35,20 +35,20 @@ class Decision(Record):
     """Name of the run that decided; empty for a decision by command."""
 
 
-def write_decision(client: MlflowClient, name: str, decision: Decision, key: str) -> None:
+def write_decision(client: MlflowClient, name: str, decision: PromotionDecision, key: str) -> None:
     """Add a decision to the history. Writing it again under the same key changes nothing."""
     shortened = decision.model_copy(update={"reason": decision.reason[:LONGEST]})
     client.set_model_version_tag(name, str(decision.version), PREFIX + key, shortened.model_dump_json())
 
 
-def decisions(client: MlflowClient, name: str) -> list[Decision]:
+def decisions(client: MlflowClient, name: str) -> list[PromotionDecision]:
     """All decisions about the versions of a registered model, oldest first."""
     tags = [item for version in model_versions(client, name) for item in version.tags.items()]
-    found = [Decision.model_validate_json(text) for tag, text in tags if tag.startswith(PREFIX)]
+    found = [PromotionDecision.model_validate_json(text) for tag, text in tags if tag.startswith(PREFIX)]
     return sorted(found, key=lambda decision: decision.at)
 
 
-def history(uri: str, name: str) -> list[Decision]:
+def history(uri: str, name: str) -> list[PromotionDecision]:
     """All decisions about a draft's versions, oldest first. Raises Refusal for a draft that is not registered."""
     client = connect(uri)
     find_model(client, name)

@@ -23,7 +23,7 @@ from infra.records.acceptance import RegisteredDraft, SmokeResult
 from infra.refusal import Refusal
 from infra.tracking.changes import CHANGE, Announce, Announcement, Change, SmokeTest, State, silent
 from infra.tracking.client import connect
-from infra.tracking.decisions import LONGEST, Decision, Outcome, decisions, write_decision
+from infra.tracking.decisions import LONGEST, Outcome, PromotionDecision, decisions, write_decision
 from infra.tracking.registry import (
     CHALLENGER,
     CHAMPION,
@@ -103,7 +103,7 @@ def refuse(uri: str, draft: RegisteredDraft, *, by: str, reason: str) -> Registe
     made = [one for one in decisions(client, name) if one.version == draft.version]
     if not made or (made[-1].outcome, made[-1].by, made[-1].reason) != ("refused", by, reason):
         present, at = State.read(client, name).champion, _now(client, name)
-        refusal = Decision(
+        refusal = PromotionDecision(
             at=at, version=draft.version, outcome="refused", champion_before=present, champion_after=present, by=by,
             reason=reason,
         )  # fmt: skip
@@ -304,7 +304,7 @@ def _record(client: MlflowClient, name: str, change: Change | None, over: Change
 
 
 def _write_history(client: MlflowClient, name: str, change: Change, outcome: Outcome) -> None:
-    decision = Decision(
+    decision = PromotionDecision(
         at=change.at, version=change.version, outcome=outcome, champion_before=change.before,
         champion_after=change.after, by=change.by, reason=change.reason, run=change.run,
     )  # fmt: skip

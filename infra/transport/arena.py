@@ -49,7 +49,7 @@ class ArenaTransport:
         self._check_that_it_is_there()
         views, nbytes = flat(buffers, key)
         self.delete(key)
-        place = _Place(self._bytes, self._room(key, nbytes))
+        place = _ObjectPlace(self._bytes, self._room(key, nbytes))
         with ExitStack() as undo:
             undo.callback(self._extents.free, key, lambda _writer: False)
             records = tuple(BufferRecord(name=n, nbytes=v.nbytes, xxh3=place.write(v)) for n, v in views.items())
@@ -74,7 +74,7 @@ class ArenaTransport:
         self, record: ObjectRecord, into: Mapping[str, memoryview], starts: Mapping[str, int] | None = None
     ) -> None:
         """Copy the object, or parts of it, into `into` and verify sizes and checksums."""
-        fill(record, into, starts, _Place(self._bytes, self._find(record)).read)
+        fill(record, into, starts, _ObjectPlace(self._bytes, self._find(record)).read)
 
     def _find(self, record: ObjectRecord) -> tuple[Extent, ...]:
         self._check_that_it_is_there()
@@ -93,7 +93,7 @@ class ArenaTransport:
     def verify(self, record: ObjectRecord) -> bool:
         """Compare the object's checksums where it lies."""
         try:
-            place = _Place(self._bytes, self._find(record))
+            place = _ObjectPlace(self._bytes, self._find(record))
         except TransferError:
             return False
         return all(place.hash(buffer.nbytes) == buffer.xxh3 for buffer in record.buffers)
@@ -124,7 +124,7 @@ class ArenaTransport:
         self._map.close()
 
 
-class _Place:
+class _ObjectPlace:
     """An object's extents, read or written from the first byte on."""
 
     def __init__(self, arena: memoryview, where: tuple[Extent, ...]):

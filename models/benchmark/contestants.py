@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from models.drafts.base import Draft
-from models.drafts.batched_proposer import BatchProposer, ProposalSource, Turn
+from models.drafts.batched_proposer import BatchProposer, RolloutSource, Turn
 from models.drafts.trees import Tree
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.sglang import load_draft
@@ -23,8 +23,8 @@ class Contestants:
     target: TargetModel
     exact: Callable[[], TargetModel]
     """The target in float32; the target itself where it is."""
-    draft: ProposalSource
-    champion: ProposalSource | None
+    draft: RolloutSource
+    champion: RolloutSource | None
     eos_ids: frozenset[int]
     vocabulary: DraftVocabulary
     """The draft's."""
@@ -46,7 +46,7 @@ class Sources:
     target: TargetModel
     exact: Callable[[], TargetModel]
     """The target in float32; the target itself where it is."""
-    drafts: list[ProposalSource]
+    drafts: list[RolloutSource]
     vocabularies: list[DraftVocabulary]
     """The drafts'."""
     eos_ids: frozenset[int]
@@ -67,13 +67,13 @@ def load_sources(target: Path, folders: Sequence[Path], dtype: torch.dtype) -> S
     return Sources(model, exact, sources, [loaded.vocabulary for loaded in drafts], eos_ids(target))
 
 
-def _reading_its_own(draft: Draft, layers: Sequence[int]) -> ProposalSource:
+def _reading_its_own(draft: Draft, layers: Sequence[int]) -> RolloutSource:
     if list(draft.aux_layer_ids) == list(layers):
         return draft
     return SelectedLayers(draft, [layers.index(layer) for layer in draft.aux_layer_ids], len(layers))
 
 
-def same_build(one: ProposalSource, other: ProposalSource) -> bool:
+def same_build(one: RolloutSource, other: RolloutSource) -> bool:
     """Whether two drafts compute the same with other weights, so that their steps cost the same."""
     first, second = draft_of(one), draft_of(other)
     shapes = [{name: tensor.shape for name, tensor in draft.state_dict().items()} for draft in (first, second)]
@@ -81,7 +81,7 @@ def same_build(one: ProposalSource, other: ProposalSource) -> bool:
     return shapes[0] == shapes[1] and settings[0] == settings[1]
 
 
-def draft_of(source: ProposalSource) -> Draft:
+def draft_of(source: RolloutSource) -> Draft:
     """The draft behind a contestant."""
     draft = source.source if isinstance(source, SelectedLayers) else source
     assert isinstance(draft, Draft)
@@ -91,7 +91,7 @@ def draft_of(source: ProposalSource) -> Draft:
 class SelectedLayers:
     """A `ProposalSource` that hands a draft only the target layers it was trained on."""
 
-    def __init__(self, source: ProposalSource, chosen: Sequence[int], layers: int):
+    def __init__(self, source: RolloutSource, chosen: Sequence[int], layers: int):
         self.source, self.chosen, self.layers = source, list(chosen), layers
 
     def select(self, aux: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from models.decoding.lossless import Comparison, LosslessCheck, total
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.speculative import Decoded, speculate_together
 from models.decoding.stopwatch import Stopwatch
-from models.drafts.batched_proposer import Source
+from models.drafts.batched_proposer import ProposalSource
 from models.drafts.sampling import GREEDY, Sampling
 from models.drafts.trees import DynamicTree, TreeShape, parse_shape
 from models.progress_bars import Bar, bars
@@ -117,7 +117,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class HarnessPlan:
     """What is measured."""
 
     suites: Mapping[str, SuitePrompts]
@@ -163,7 +163,11 @@ class Harness:
     """Measures every cell of a plan with one target."""
 
     def __init__(
-        self, loaded: Sources, sources: Mapping[str, Source], plan: Plan, under: Mapping[tuple[str, str], Conditions]
+        self,
+        loaded: Sources,
+        sources: Mapping[str, ProposalSource],
+        plan: HarnessPlan,
+        under: Mapping[tuple[str, str], Conditions],
     ):
         """`sources` by the name that is written down; `under`: conditions by suite and source."""
         self.loaded, self.sources, self.plan, self.under = loaded, sources, plan, under
@@ -242,7 +246,7 @@ class Harness:
             speeds=tuple(speeds),
         )
 
-    def _decode(self, suite: str, source: Source, shape: int | TreeShape, temperature: float) -> list[Decoded]:
+    def _decode(self, suite: str, source: ProposalSource, shape: int | TreeShape, temperature: float) -> list[Decoded]:
         """All prompts of a suite, some at a time."""
         prompts, together = self.plan.suites[suite].prompts, self.plan.together
         sampling = self._sampling(temperature, 0)
@@ -259,7 +263,9 @@ class Harness:
         pairs = zip(self.plan.suites[suite].prompts, decoded, self.own(suite), strict=True)
         return total([check.compare(prompt, each.tokens, alone.tokens) for prompt, each, alone in pairs])
 
-    def _speeds(self, suite: str, source: Source, shape: int | TreeShape, temperature: float, bar: Bar) -> Speeds:
+    def _speeds(
+        self, suite: str, source: ProposalSource, shape: int | TreeShape, temperature: float, bar: Bar
+    ) -> Speeds:
         """Every repeat; the pass that warms up is not counted."""
         plan, found = self.plan, dict[int, list[Repeat]]()
         for batch in plan.batches:
@@ -273,7 +279,12 @@ class Harness:
         return found
 
     def _timed(
-        self, prompts: Sequence[list[int]], batch: int, source: Source, shape: int | TreeShape, sampling: Sampling
+        self,
+        prompts: Sequence[list[int]],
+        batch: int,
+        source: ProposalSource,
+        shape: int | TreeShape,
+        sampling: Sampling,
     ) -> Repeat:
         """After the prefill."""
         watch, target = Stopwatch(self.loaded.target.device), self.loaded.target
@@ -296,7 +307,7 @@ class Harness:
         return Sampling(temperature, 1.0, generator)
 
 
-def branches(source: Source) -> bool:
+def branches(source: ProposalSource) -> bool:
     """Whether a source proposes trees."""
     return source.proposers(1).branches
 

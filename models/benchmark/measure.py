@@ -13,21 +13,21 @@ from models.benchmark.coverage import vocabulary_mass
 from models.benchmark.reference import ReferenceRun, decode_reference, decode_sampled
 from models.config.benchmark import BenchmarkConfig
 from models.decoding.acceptance import acceptance_length
-from models.decoding.counts import Counts
+from models.decoding.counts import AcceptedCounts
 from models.decoding.plain import continue_batch
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.simulated import features, features_and_likeliest, simulate
 from models.decoding.speculative import Decoded
 from models.decoding.token_recycling import TokenRecycling
-from models.drafts.batched_proposer import ObservingSource, ProposalSource
+from models.drafts.batched_proposer import ObservingSource, RolloutSource
 from models.progress_bars import bars
 
 Texts = list[list[int]]
-Walk = list[tuple[Counts, ...]]
+Walk = list[tuple[AcceptedCounts, ...]]
 """Per conversation, counts at lookahead 1..max_lookahead."""
 
 
-def at(walk: Walk, lookahead: int) -> list[Counts]:
+def at(walk: Walk, lookahead: int) -> list[AcceptedCounts]:
     """One lookahead's counts of every conversation."""
     return [counts[lookahead - 1] for counts in walk]
 
@@ -81,7 +81,7 @@ def measure(
 ) -> Measurements:
     """Measure everything; real decoding at each of `lookaheads`."""
     assert max(lookaheads) <= config.max_lookahead
-    sources: list[ProposalSource | ObservingSource] = [contestants.draft, PromptLookup(), TokenRecycling()]
+    sources: list[RolloutSource | ObservingSource] = [contestants.draft, PromptLookup(), TokenRecycling()]
     with bars() as bar:
         greedy = _continue(contestants, config, prompts, 0.0, seed, bar("greedy continuations", len(prompts)))
         sampled = _continue(
@@ -161,7 +161,7 @@ def _continue(
 def _walk(
     contestants: Contestants,
     config: BenchmarkConfig,
-    sources: Sequence[ProposalSource | ObservingSource],
+    sources: Sequence[RolloutSource | ObservingSource],
     prompts: Sequence[Sequence[int]],
     texts: Texts,
     advance: Callable[[int], None],

@@ -24,7 +24,7 @@ from models.run import PreparedRun
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedMeasurement:
     """One server's answers to all prompts, and its speed at every concurrency."""
 
     answers: Sequence[Answer]
@@ -76,7 +76,7 @@ def setup_of(run: PreparedRun) -> Setup:
     )
 
 
-def _measure(run: PreparedRun, draft: Path | None) -> Served:
+def _measure(run: PreparedRun, draft: Path | None) -> ServedMeasurement:
     """One server: a first pass that is watched step by step and warms it up, then one at every concurrency, timed."""
     config, setup = run.config.benchmark, setup_of(run)
     prompts = heldout_prompts(run.open_samples("heldout"), config)
@@ -88,7 +88,7 @@ def _measure(run: PreparedRun, draft: Path | None) -> Served:
             _time(partial(client.generate, sampling=setup.greedy), prompts, concurrency, bar(what, len(prompts)))
             for concurrency in config.served_concurrency
         ]
-    return Served(answers, tuple(speeds))
+    return ServedMeasurement(answers, tuple(speeds))
 
 
 def _time(ask: Ask, prompts: Sequence[Sequence[int]], concurrency: int, advance: Advance) -> ServedSpeed:

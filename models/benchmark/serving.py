@@ -16,7 +16,7 @@ from infra.sglang.client import Answer, SGLangClient
 from infra.sglang.command import serving_command
 from infra.sglang.server import SGLangServer
 from models.config.generator import GeneratorConfig
-from models.decoding.counts import Counts
+from models.decoding.counts import AcceptedCounts
 from models.export.description import read_description
 from models.targets.model import eos_ids
 from models.targets.served import server_environment, server_spec
@@ -132,7 +132,7 @@ def _each_was_seen(answer: Answer) -> bool:
     return len(answer.steps) - 1 == answer.meta.get("spec_verify_ct", len(answer.steps) - 1)
 
 
-def counts_of(answer: Answer, lookahead: int) -> Counts:
+def counts_of(answer: Answer, lookahead: int) -> AcceptedCounts:
     """What happened in the engine's verification steps, as the reference decoder counts it.
 
     Raises Refusal where the engine's own counters tell another story than the tokens that came step by step.
@@ -147,4 +147,4 @@ def counts_of(answer: Answer, lookahead: int) -> Counts:
     # An accepted draft token that closes the text is emitted without the token that would close the step.
     cut = int(accepted + verified > sum(emitted))
     whole = emitted[:-1] if cut else emitted
-    return Counts(lookahead, tuple(tokens - 1 for tokens in whole), cut)
+    return AcceptedCounts(lookahead, tuple(tokens - 1 for tokens in whole), cut)

@@ -25,7 +25,7 @@ from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
 from models.benchmark.conditions import conditions
 from models.benchmark.contestants import Sources, load_sources
-from models.benchmark.harness import Cell, Harness, HarnessResult, Plan, branches, shape_of
+from models.benchmark.harness import Cell, Harness, HarnessPlan, HarnessResult, branches, shape_of
 from models.benchmark.harness_page import lines, page, table
 from models.benchmark.harness_served import ServedHarness
 from models.benchmark.serving import Setup, whats_missing
@@ -37,7 +37,7 @@ from models.data.prompts import read_prompts
 from models.data.suites import SuitePrompts, find_suite_format, question_prompts
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.token_recycling import TokenRecycling
-from models.drafts.batched_proposer import Source
+from models.drafts.batched_proposer import ProposalSource
 from models.dtypes import DTYPES
 from models.export.description import read_description
 from models.targets.prepare import prepare_target
@@ -70,7 +70,7 @@ def bench(options: argparse.Namespace) -> HarnessResult:
     target = find_target(options.target, aux_layer_ids)
     suites = {name: _suite(name, source, target, options) for name, source in map(_named, _asked(options))}
     loaded = load_sources(Path(target.path), list(folders.values()), DTYPES[options.dtype])
-    sources: dict[str, Source] = dict(zip(folders, loaded.drafts, strict=True))
+    sources: dict[str, ProposalSource] = dict(zip(folders, loaded.drafts, strict=True))
     sources |= baselines(_listed(options.baselines, str))
     under = _conditions(options, target, loaded, suites, {name: folders.get(name) for name in sources})
     engines = _engines(options)
@@ -122,7 +122,7 @@ def _engines(options: argparse.Namespace) -> list[str]:
     return engines
 
 
-def baselines(names: Sequence[str]) -> dict[str, Source]:
+def baselines(names: Sequence[str]) -> dict[str, ProposalSource]:
     """What needs no training, by name. Raises Refusal for another name."""
     for name in names:
         if name not in BASELINES:
@@ -159,7 +159,7 @@ def _conditions(
     }
 
 
-def _plan(options: argparse.Namespace, suites: dict[str, SuitePrompts], shapes: tuple[str, ...]) -> Plan:
+def _plan(options: argparse.Namespace, suites: dict[str, SuitePrompts], shapes: tuple[str, ...]) -> HarnessPlan:
     temperatures, batches = _listed(options.temperature, float), _listed(options.batch, int)
     if not temperatures or min(temperatures) < 0:
         raise Refusal(f"--temperature {options.temperature!r}: give numbers from 0 on with commas, for instance 0,1")
@@ -167,7 +167,7 @@ def _plan(options: argparse.Namespace, suites: dict[str, SuitePrompts], shapes: 
         raise Refusal(f"--batch {options.batch!r}: give numbers from 1 to 32 with commas, or nothing for no speed")
     if options.repeats < 3:
         raise Refusal(f"--repeats {options.repeats}: at least 3, or the spread says nothing")
-    return Plan(
+    return HarnessPlan(
         suites,
         shapes,
         tuple(temperatures),

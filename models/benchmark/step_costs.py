@@ -18,7 +18,7 @@ from models.config.benchmark import BenchmarkConfig
 from models.decoding.acceptance import summarise
 from models.decoding.goodput import FittedCosts, fit, goodput_table, rates_of
 from models.decoding.stopwatch import now
-from models.drafts.batched_proposer import ProposalSource
+from models.drafts.batched_proposer import RolloutSource
 from models.progress_bars import Advance, bars
 from models.targets.model import TargetModel
 
@@ -46,7 +46,7 @@ def measure_goodput(contestants: Contestants, found: Measurements, config: Bench
     target_times, draft_times = time_steps(contestants.target, sources, config)
     target_fit = fit(target_times)
 
-    def table(source: ProposalSource, walk: Walk, times: Sequence[StepTime]) -> GoodputTable:
+    def table(source: RolloutSource, walk: Walk, times: Sequence[StepTime]) -> GoodputTable:
         costs, lookaheads = FittedCosts(target_fit, fit(times)), servable(source, config)
         return goodput_table(costs, rates_of(summarise(walk)), sorted(config.loads), lookaheads)
 
@@ -61,13 +61,13 @@ def measure_goodput(contestants: Contestants, found: Measurements, config: Bench
     )
 
 
-def servable(source: ProposalSource, config: BenchmarkConfig) -> tuple[int, ...]:
+def servable(source: RolloutSource, config: BenchmarkConfig) -> tuple[int, ...]:
     """Lookaheads that a draft can be served with."""
     return draft_of(source).config.lookaheads(config.max_lookahead)
 
 
 def time_steps(
-    target: TargetModel, sources: Sequence[ProposalSource], config: BenchmarkConfig
+    target: TargetModel, sources: Sequence[RolloutSource], config: BenchmarkConfig
 ) -> tuple[tuple[StepTime, ...], list[tuple[StepTime, ...]]]:
     """Seconds of the target's steps, and of each draft's; drafts of the same build are timed once.
 
@@ -126,7 +126,7 @@ class _Texts:
 
         return run
 
-    def draft(self, source: ProposalSource, batch: int, lookahead: int) -> Callable[[], object]:
+    def draft(self, source: RolloutSource, batch: int, lookahead: int) -> Callable[[], object]:
         """A draft's step for `batch` texts at once: a rollout has a row for each position, as a batch has for a text.
 
         The rows' texts are short, and one feature is new in each.

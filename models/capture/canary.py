@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from infra.refusal import Refusal
-from models.targets.layout import Layout, SampleError
+from models.targets.layout import HiddenStateLayout, SampleError
 from models.targets.model import HiddenStates, TargetModel
 from models.targets.weights import TargetHead
 
@@ -15,7 +15,7 @@ ROUNDING = {torch.float32: 0.0, torch.bfloat16: 4e-3}
 
 
 @torch.no_grad()
-def check_capture(target: TargetModel, captured: HiddenStates, tokens: Tensor, layout: Layout) -> None:
+def check_capture(target: TargetModel, captured: HiddenStates, tokens: Tensor, layout: HiddenStateLayout) -> None:
     """Compare `captured`, the hidden states of `tokens` `[T]`, with transformers' own record of the same forward.
 
     Raises Refusal that names what is wrong: shapes, values of a layer, the final norm, or the predicted tokens.

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from infra.records.acceptance import Acceptance
 from infra.refusal import Refusal
-from models.decoding.counts import Counts
+from models.decoding.counts import AcceptedCounts
 
 
-def acceptance_length(counts: Sequence[Counts]) -> float:
+def acceptance_length(counts: Sequence[AcceptedCounts]) -> float:
     """Tokens emitted after the prefill token / verification steps, over complete steps.
 
     Raises Refusal where there is none.
@@ -21,7 +21,7 @@ def acceptance_length(counts: Sequence[Counts]) -> float:
     return sum(count.tokens for count in counts) / steps
 
 
-def by_position(counts: Sequence[Counts], lookahead: int) -> tuple[float | None, ...]:
+def by_position(counts: Sequence[AcceptedCounts], lookahead: int) -> tuple[float | None, ...]:
     """Acceptance rate at positions 1..lookahead, each given that all before it were accepted; None: never offered."""
     rates: list[float | None] = []
     for position in range(1, lookahead + 1):
@@ -31,7 +31,7 @@ def by_position(counts: Sequence[Counts], lookahead: int) -> tuple[float | None,
     return tuple(rates)
 
 
-def summarise(conversations: Sequence[Sequence[Counts]]) -> Acceptance:
+def summarise(conversations: Sequence[Sequence[AcceptedCounts]]) -> Acceptance:
     """Acceptance by lookahead.
 
     Args:

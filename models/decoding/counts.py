@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Counts:
+class AcceptedCounts:
     """Accepted draft tokens of every complete verification step, in order.
 
     A step is *cut* when the text (end of text or maximum length) ends before the token that would close the step,

@@ -19,7 +19,7 @@ FLOAT32_DELTA = 1e-3
 
 
 @dataclass(frozen=True)
-class Divergence:
+class Mismatch:
     """One place where the speculative text leaves the plain one."""
 
     position: int
@@ -37,7 +37,7 @@ class Comparison:
     """Verdict over one or more conversations."""
 
     tokens: int
-    divergences: tuple[Divergence, ...]
+    divergences: tuple[Mismatch, ...]
 
     @property
     def ties(self) -> int:
@@ -63,14 +63,14 @@ class LosslessCheck:
     def compare(self, prompt: Sequence[int], speculative: Sequence[int], plain: Sequence[int]) -> Comparison:
         """Compare two continuations of one prompt; `plain` is the target's own, of at most `max_new_tokens`."""
         text, own = list(speculative), list(plain)
-        divergences: list[Divergence] = []
+        divergences: list[Mismatch] = []
         start = 0
         while (agreeing := _common(text[start:], own)) < max(len(text) - start, len(own)):
             place = start + agreeing
             if agreeing == min(len(text) - start, len(own)):
                 # One text stops where the other goes on: never a matter of arithmetic.
                 token = text[place] if place < len(text) else None
-                divergences.append(Divergence(place, token, float("inf"), 0.0, tie=False))
+                divergences.append(Mismatch(place, token, float("inf"), 0.0, tie=False))
                 break
             divergences.append(self._judge([*prompt, *text[:place]], place, text[place]))
             start = place + 1
@@ -80,14 +80,14 @@ class LosslessCheck:
                 own = continue_greedily(self.target, [*prompt, *text[:start]], left, self.eos_ids)
         return Comparison(len(text), tuple(divergences))
 
-    def _judge(self, prefix: list[int], position: int, token: int) -> Divergence:
+    def _judge(self, prefix: list[int], position: int, token: int) -> Mismatch:
         exact = self.exact()
         logits = _last_logits(exact, prefix)
         delta = FLOAT32_DELTA
         if exact is not self.target:
             delta = 2 * float((_last_logits(self.target, prefix) - logits).abs().max())
         gap = float(logits.max() - logits[token])
-        return Divergence(position, token, gap, delta, tie=gap <= delta)
+        return Mismatch(position, token, gap, delta, tie=gap <= delta)
 
 
 def _last_logits(target: TargetModel, prefix: list[int]) -> torch.Tensor:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from models.decoding.counts import Counts
+from models.decoding.counts import AcceptedCounts
 from models.decoding.observing import likeliest_after
-from models.drafts.batched_proposer import ObservingSource, ProposalSource
+from models.drafts.batched_proposer import ObservingSource, RolloutSource
 from models.drafts.proposals import Likeliest
 from models.targets.model import TargetModel
 
@@ -32,13 +32,13 @@ def features_and_likeliest(target: TargetModel, tokens: Sequence[int], candidate
 
 @torch.no_grad()
 def simulate(
-    source: ProposalSource | ObservingSource,
+    source: RolloutSource | ObservingSource,
     prompt: Sequence[int],
     continuation: Sequence[int],
     aux: Tensor,
     max_lookahead: int,
     likeliest: Likeliest | None = None,
-) -> tuple[Counts, ...]:
+) -> tuple[AcceptedCounts, ...]:
     """Walk over a continuation at every lookahead 1..max_lookahead.
 
     Relies on a chain: the first proposals do not depend on how many follow. An observing source is told of position
@@ -58,7 +58,7 @@ def simulate(
     text = [*prompt, *continuation]
     assert aux.shape[0] == len(text) - 1
     if len(continuation) < 2:
-        return tuple(Counts(lookahead, ()) for lookahead in range(1, max_lookahead + 1))
+        return tuple(AcceptedCounts(lookahead, ()) for lookahead in range(1, max_lookahead + 1))
     tokens, first = torch.tensor(text, device=aux.device), len(prompt) - 1
     if isinstance(source, ObservingSource):
         assert likeliest is not None, "an observing source walks with what the target found likely"
@@ -92,13 +92,13 @@ def _agreeing(proposals: Tensor, continuation: Tensor) -> list[int]:
     return (proposals == following).cumprod(dim=1).sum(dim=1).tolist()
 
 
-def _walk(agreeing: list[int], lookahead: int) -> Counts:
+def _walk(agreeing: list[int], lookahead: int) -> AcceptedCounts:
     accepted: list[int] = []
     place = 0
     while place < len(agreeing):
         count = min(agreeing[place], lookahead)
         if place + count + 1 > len(agreeing):
-            return Counts(lookahead, tuple(accepted), cut=1)
+            return AcceptedCounts(lookahead, tuple(accepted), cut=1)
         accepted.append(count)
         place += count + 1
-    return Counts(lookahead, tuple(accepted))
+    return AcceptedCounts(lookahead, tuple(accepted))

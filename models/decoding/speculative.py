@@ -14,13 +14,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from infra.refusal import Refusal
 from models.decoding.batch import TargetBatch, Verification
-from models.decoding.counts import Counts, end_of, ended
+from models.decoding.counts import AcceptedCounts, end_of, ended
 from models.decoding.observing import likeliest, likeliest_after
 from models.decoding.plain import Prefill, prefill
 from models.decoding.policy import LookaheadPolicy
 from models.decoding.rejection import accept
 from models.decoding.stopwatch import StepSeconds, Stopwatch, part_of
-from models.drafts.batched_proposer import BatchProposer, Source, Turn
+from models.drafts.batched_proposer import BatchProposer, ProposalSource, Turn
 from models.drafts.proposals import NO_PROPOSAL, Proposals
 from models.drafts.sampling import GREEDY, Sampling, chances
 from models.drafts.trees import ROOT, Tree, TreeShape
@@ -36,7 +36,7 @@ class Decoded:
 
     tokens: tuple[int, ...]
     """The prefill token first; end of text included."""
-    counts: Counts
+    counts: AcceptedCounts
     """In a tree, accepted tokens are those of the longest accepted path, and the lookahead is its depth."""
     forwards: int
     """Target forwards after the prefill, the one of a cut step included."""
@@ -45,7 +45,7 @@ class Decoded:
 
 
 @dataclass(frozen=True)
-class Decision:
+class StepDecision:
     """What a step emits: accepted proposals (their indexes, a path from the root) and the token that closes it."""
 
     path: tuple[int, ...]
@@ -59,7 +59,7 @@ class Decision:
 
 def speculate(
     target: TargetModel,
-    source: Source,
+    source: ProposalSource,
     prompt: Sequence[int],
     lookahead: Lookahead,
     max_new_tokens: int,
@@ -74,7 +74,7 @@ def speculate(
 
 def speculate_together(
     target: TargetModel,
-    source: Source,
+    source: ProposalSource,
     prompts: Sequence[Sequence[int]],
     lookahead: Lookahead,
     max_new_tokens: int,
@@ -96,7 +96,7 @@ def speculate_together(
 
 def decode_speculatively(
     target: TargetModel,
-    source: Source,
+    source: ProposalSource,
     start: Prefill,
     lookahead: Lookahead,
     max_new_tokens: int,
@@ -191,7 +191,7 @@ def _choose(going: Sequence["Conversation"]) -> Sequence[int | TreeShape]:
     return [policy.choose(estimates)] * len(going)
 
 
-def _observe(proposers: BatchProposer, step: Verification, decisions: Sequence[Decision]) -> None:
+def _observe(proposers: BatchProposer, step: Verification, decisions: Sequence[StepDecision]) -> None:
     """Tell observing proposers of the positions that the step adds to the texts."""
     if not proposers.candidates:
         return
@@ -210,7 +210,7 @@ class Conversation:
     def __init__(
         self,
         target: TargetModel,
-        source: Source,
+        source: ProposalSource,
         start: Prefill,
         lookahead: Lookahead,
         max_new_tokens: int,
@@ -241,7 +241,7 @@ class Conversation:
         aux, self._unread = self._unread[0] if len(self._unread) == 1 else torch.cat(self._unread), []
         return Turn(self._text, aux, shape, self.sampling)
 
-    def take(self, tokens: Sequence[int], aux: Tensor, decision: Decision) -> None:
+    def take(self, tokens: Sequence[int], aux: Tensor, decision: StepDecision) -> None:
         """Go on with what a verification step decided of its `tokens`, whose features are `aux` `[n + 1, K*H]`."""
         kept, accepted = decision.kept, len(decision.path)
         self._unread.append(aux[: len(kept)] if kept[-1] == accepted else aux[list(kept)])
@@ -258,11 +258,11 @@ class Conversation:
 
     def decoded(self) -> Decoded:
         deepest = self.shape if isinstance(self.shape, int) else self.shape.depth
-        counts = Counts(deepest, tuple(self.accepted), self.cut)
+        counts = AcceptedCounts(deepest, tuple(self.accepted), self.cut)
         return Decoded(tuple(self.tokens), counts, counts.steps + counts.cut, tuple(self.lookaheads))
 
 
-def _agree(step: Verification) -> list[Decision]:
+def _agree(step: Verification) -> list[StepDecision]:
     """Greedy steps: proposals that are the target's own choices, one below the other, and its choice after them."""
     decisions, first, choices = [], 0, step.logits.argmax(-1).tolist()
     for tree, tokens in zip(step.trees, step.tokens, strict=True):
@@ -272,12 +272,12 @@ def _agree(step: Verification) -> list[Decision]:
             if parent == here and tokens[node + 1] == choices[first + here + 1]:
                 path.append(node)
                 here = node
-        decisions.append(Decision(tuple(path), choices[first + here + 1]))
+        decisions.append(StepDecision(tuple(path), choices[first + here + 1]))
         first += len(tree.parents) + 1
     return decisions
 
 
-def _sample(step: Verification, samplings: Sequence[Sampling]) -> list[Decision]:
+def _sample(step: Verification, samplings: Sequence[Sampling]) -> list[StepDecision]:
     """Sampled steps, each row decided by itself; smaller trees are padded with nothing."""
     sizes, sampling = step.sizes, samplings[0]
     logits = pad_sequence(list(step.logits.split(sizes)), batch_first=True)
@@ -292,4 +292,4 @@ def _sample(step: Verification, samplings: Sequence[Sampling]) -> list[Decision]
     paths = [[] for _ in sizes]
     for row, node in accepted.nonzero().tolist():
         paths[row].append(node)
-    return [Decision(tuple(path), token) for path, token in zip(paths, closing.tolist(), strict=True)]
+    return [StepDecision(tuple(path), token) for path, token in zip(paths, closing.tolist(), strict=True)]

@@ -98,7 +98,7 @@ class BatchProposer(Protocol):
         ...
 
 
-class Source(Protocol):
+class ProposalSource(Protocol):
     """All that decoding needs of a draft or a training-free baseline."""
 
     def proposers(self, count: int) -> BatchProposer:
@@ -106,7 +106,7 @@ class Source(Protocol):
         ...
 
 
-class ProposalSource(Source, Protocol):
+class RolloutSource(ProposalSource, Protocol):
     """A source whose proposals depend on tokens and target features alone."""
 
     def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:

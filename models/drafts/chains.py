@@ -13,7 +13,7 @@ from torch import Tensor
 from models.drafts.base import DraftLoss, PackedSamples, TargetProjection, supervised_positions
 from models.drafts.context import ContextShare
 from models.drafts.vocabulary import DraftVocabulary
-from models.losses.chunked import Divergence, TargetDistribution, chunked_loss
+from models.losses.chunked import LossDivergence, TargetDistribution, chunked_loss
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Objective:
     """What a method minimises."""
 
     step_weights: Sequence[float]
-    divergence: Divergence
+    divergence: LossDivergence
 
 
 def chain_loss(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Run(NamedTuple):
+class RowRange(NamedTuple):
     """Rows `start .. stop - 1` of one sample."""
 
     sample: int
@@ -50,12 +50,12 @@ class ContextShare:
     """None: nothing is ever gathered."""
 
     @property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[RowRange, ...]:
         """This rank's rows."""
         return _runs(self.lengths, self.size, self.rank)
 
     @property
-    def states(self) -> tuple[Run, ...]:
+    def states(self) -> tuple[RowRange, ...]:
         """Positions whose next token this rank's rows predict: of these it needs the target's last states."""
         reached = ((r, r.start + 1, min(r.stop + self.reach, self.lengths[r.sample])) for r in self.runs)
         return _joined(run._replace(start=start, stop=stop) for run, start, stop in reached if start < stop)
@@ -76,7 +76,7 @@ class ContextShare:
         """`[N]` where a packed position stands among those whose last state is here; -1 for the others."""
         return self._index(self.states, device)
 
-    def _index(self, runs: Sequence[Run], device: torch.device) -> Tensor:
+    def _index(self, runs: Sequence[RowRange], device: torch.device) -> Tensor:
         places = _numbers(runs, device, packed=True)
         index = torch.full((sum(self.lengths),), -1, device=device)
         return index.index_copy_(0, places, torch.arange(len(places), device=device))
@@ -89,20 +89,20 @@ class ContextShare:
         return _Gather.apply(self, *mine)  # type: ignore[return-value]
 
 
-def _runs(lengths: Sequence[int], size: int, rank: int) -> tuple[Run, ...]:
+def _runs(lengths: Sequence[int], size: int, rank: int) -> tuple[RowRange, ...]:
     found, offset = [], 0
     for sample, length in enumerate(lengths):
         for run in (rank, 2 * size - 1 - rank):
             start, stop = (length * cut // (2 * size) for cut in (run, run + 1))
             if start < stop:
-                found.append(Run(sample, start, stop, offset))
+                found.append(RowRange(sample, start, stop, offset))
         offset += length
     return _joined(found)
 
 
-def _joined(runs: Iterable[Run]) -> tuple[Run, ...]:
+def _joined(runs: Iterable[RowRange]) -> tuple[RowRange, ...]:
     """Runs in order, those that touch or overlap as one."""
-    found: list[Run] = []
+    found: list[RowRange] = []
     for run in runs:
         if found and found[-1].sample == run.sample and found[-1].stop >= run.start:
             found[-1] = found[-1]._replace(stop=max(run.stop, found[-1].stop))
@@ -111,7 +111,7 @@ def _joined(runs: Iterable[Run]) -> tuple[Run, ...]:
     return tuple(found)
 
 
-def _numbers(runs: Sequence[Run], device: torch.device, packed: bool) -> Tensor:
+def _numbers(runs: Sequence[RowRange], device: torch.device, packed: bool) -> Tensor:
     offsets = [run.offset if packed else 0 for run in runs]
     parts = [torch.arange(o + r.start, o + r.stop, device=device) for o, r in zip(offsets, runs, strict=True)]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
@@ -146,11 +146,11 @@ class _Gather(torch.autograd.Function):
         return (None, *_apart(mine[: _rows(share.runs)], ctx.shapes))
 
 
-def _of_ranks(share: ContextShare) -> list[tuple[Run, ...]]:
+def _of_ranks(share: ContextShare) -> list[tuple[RowRange, ...]]:
     return [_runs(share.lengths, share.size, rank) for rank in range(share.size)]
 
 
-def _rows(runs: Sequence[Run]) -> int:
+def _rows(runs: Sequence[RowRange]) -> int:
     return sum(run.rows for run in runs)
 
 

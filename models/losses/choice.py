@@ -1,12 +1,12 @@
 """The loss that a method's configuration names. Runs in trainer ranks."""
 
 from models.config.draft_base import LossChoice
-from models.losses.chunked import Divergence
+from models.losses.chunked import LossDivergence
 from models.losses.lk import LKAlpha, LKLambda
 from models.losses.soft_cross_entropy import SoftCrossEntropy
 
 
-def chosen_divergence(config: LossChoice) -> Divergence:
+def chosen_divergence(config: LossChoice) -> LossDivergence:
     """What is summed over supervised positions."""
     if config.loss == "lk_alpha":
         return LKAlpha()

@@ -57,7 +57,7 @@ class TargetChunk(NamedTuple):
     """`[n, 1]` log of the draft vocabulary's share of the target's probability."""
 
 
-class Divergence(Protocol):
+class LossDivergence(Protocol):
     """How far q is from p at a position, and its slope."""
 
     @property
@@ -95,7 +95,7 @@ def chunked_loss(
     head: Tensor,
     weights: Tensor,
     target: TargetDistribution,
-    divergence: Divergence,
+    divergence: LossDivergence,
     chunk_tokens: int,
     *,
     overwrite: bool = False,
@@ -113,21 +113,23 @@ def chunked_loss(
     """
     # Dtypes are those of `hidden` and of the target's head: autocast would also take sums for matrix products.
     with torch.autocast(head.device.type, enabled=False):
-        how = _How(target, divergence, chunk_tokens, overwrite)
+        how = _LossSettings(target, divergence, chunk_tokens, overwrite)
         found = _ChunkedLoss.apply(how, weights, head, *hidden)
     return SummedLoss(*found)  # type: ignore[misc]
 
 
-class _How(NamedTuple):
+class _LossSettings(NamedTuple):
     target: TargetDistribution
-    divergence: Divergence
+    divergence: LossDivergence
     chunk_tokens: int
     overwrite: bool
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, how: _How, weights: Tensor, head: Tensor, *hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, how: _LossSettings, weights: Tensor, head: Tensor, *hidden: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         positions, width = hidden[0].shape
         dtype, device = hidden[0].dtype, head.device
         accumulate = torch.float64 if dtype == torch.float64 else torch.float32
@@ -173,7 +175,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _diverge(
-    logits: Tensor, weights: Tensor, target: TargetChunk, divergence: Divergence, with_slope: bool
+    logits: Tensor, weights: Tensor, target: TargetChunk, divergence: LossDivergence, with_slope: bool
 ) -> tuple[Tensor, Tensor]:
     """Weighted sum of values, and `[n, S]` what is correct; the weighted slope takes the place of `logits` `[n, S, V]`.
 

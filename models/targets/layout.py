@@ -17,7 +17,7 @@ class SampleError(Exception):
 
 
 @dataclass(frozen=True)
-class Layout:
+class HiddenStateLayout:
     """Shapes follow from the run: `aux` `[T, K*H]` and `last` `[T, H]` in `dtype`."""
 
     aux_count: int

@@ -19,7 +19,7 @@ FALL = 0.03
 
 
 @dataclass(frozen=True)
-class Look:
+class LossPoint:
     """One progress line."""
 
     step: int
@@ -29,18 +29,18 @@ class Look:
     """Acceptance length on held-out text, where it was measured."""
 
 
-def look_of(metrics: Mapping[str, Any]) -> Look:
+def look_of(metrics: Mapping[str, Any]) -> LossPoint:
     """Of one line of the run's metrics."""
     training = 1.0 + sum(accumulate(metrics["acceptance_by_position"], mul))
-    return Look(int(metrics["step"]), training, metrics.get(HELDOUT_LENGTH))
+    return LossPoint(int(metrics["step"]), training, metrics.get(HELDOUT_LENGTH))
 
 
-def read_history(metrics: Path) -> list[Look]:
+def read_history(metrics: Path) -> list[LossPoint]:
     """All lines so far; a resumed run goes on from them."""
     return [look_of(line) for line in read_objects(metrics)]
 
 
-def parting(history: Sequence[Look]) -> str | None:
+def parting(history: Sequence[LossPoint]) -> str | None:
     """The warning in one sentence; None where there is nothing to say (see above)."""
     measured = _measured(history)
     if len(measured) < 3:
@@ -66,7 +66,7 @@ class Measured:
     heldout: float
 
 
-def _measured(history: Sequence[Look]) -> list[Measured]:
+def _measured(history: Sequence[LossPoint]) -> list[Measured]:
     found: list[Measured] = []
     since: list[float] = []
     for look in history:

@@ -21,7 +21,7 @@ RATES_S = 60.0
 
 
 @dataclass
-class Window:
+class ProgressWindow:
     """Sums since the last progress line. S is the number of proposed positions."""
 
     accepted: torch.Tensor | None = None
@@ -35,13 +35,13 @@ class Window:
     fetch_s: float = 0.0
 
 
-class Progress:
+class ProgressReporter:
     """Collects counts and says every `log_steps` steps how training goes."""
 
     def __init__(self, folder: RunFolder, ledger: Ledger, control: Control, stream: StepStream, total_steps: int):
         self.folder, self.ledger, self.control, self.stream = folder, ledger, control, stream
         self.total_steps = total_steps
-        self.window = Window()
+        self.window = ProgressWindow()
         self.tokens = 0
         self.fetched = 0
         """Tokens of this trainer's own life, whoever trained before."""
@@ -103,7 +103,7 @@ class Progress:
         self.loss = float(sums[-1]) / window.steps
         self.acceptance = (accepted / tried.clamp(min=1)).tolist()
         fetched = self.stream.fetcher.fetch_s - window.fetch_s
-        self.window = Window(started=now, waited_s=self.stream.waited_s, fetch_s=self.stream.fetcher.fetch_s)
+        self.window = ProgressWindow(started=now, waited_s=self.stream.waited_s, fetch_s=self.stream.fetcher.fetch_s)
         if self.control.rank:
             return
         states = self.ledger.progress()

@@ -14,7 +14,7 @@ from infra.refusal import Refusal
 from infra.transport.base import TransferError, Transport, check_sum
 from infra.transport.copying import block_sums
 from infra.transport.mooncake.transport import MooncakeTransport
-from models.targets.layout import Layout, as_bytes
+from models.targets.layout import HiddenStateLayout, as_bytes
 from models.targets.model import HiddenStates
 
 CHECKED = 16
@@ -44,7 +44,7 @@ class Receiver(Protocol):
 class HostReceiver:
     """Into host memory, pinned where there is a GPU to copy from it; every byte is verified."""
 
-    def __init__(self, transport: Transport, layout: Layout, why: str = ""):
+    def __init__(self, transport: Transport, layout: HiddenStateLayout, why: str = ""):
         """`why` it is not the GPU's memory, where that was to be expected."""
         self._transport, self._layout = transport, layout
         self._pinned = torch.cuda.is_available()
@@ -77,7 +77,7 @@ class DeviceReceiver:
     Raises Refusal where the GPU's memory cannot be registered (the kernel module nvidia-peermem is what it takes).
     """
 
-    def __init__(self, transport: MooncakeTransport, layout: Layout, device: torch.device):
+    def __init__(self, transport: MooncakeTransport, layout: HiddenStateLayout, device: torch.device):
         self._transport, self._layout, self._device = transport, layout, device
         self._arrived = 0
         self._landing = self._make(GRAIN)
@@ -115,7 +115,7 @@ class DeviceReceiver:
         return landing
 
 
-def open_receiver(transport: Transport, config: TransportConfig, layout: Layout) -> Receiver:
+def open_receiver(transport: Transport, config: TransportConfig, layout: HiddenStateLayout) -> Receiver:
     """What `transport.receive` asks for. Raises Refusal, with the remedy, for a GPU that is wanted in vain."""
     if config.receive == "host":
         return HostReceiver(transport, layout)

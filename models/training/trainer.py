@@ -35,7 +35,7 @@ from models.targets.weights import TargetHead, read_target_head
 from models.training.control import Control
 from models.training.heldout import HeldoutWalk
 from models.training.lightning_module import DraftModule
-from models.training.progress import Progress
+from models.training.progress import ProgressReporter
 from models.training.saving import CheckpointSaver
 from models.training.sharding import strategy, whole
 from models.training.start import load_start
@@ -78,7 +78,7 @@ class DraftTrainer:
             averaged = checkpoints.read_tensors(self._checkpoint_path(), checkpoints.AVERAGED)
             self.module.averaged = {name: averaged[name] for name in self.module.averaged}
         self.stream = StepStream(run, control, self.ledger, self.resume, self.step + 1, draft.positions)
-        self.progress = Progress(run.folder, self.ledger, control, self.stream, self.total_steps)
+        self.progress = ProgressReporter(run.folder, self.ledger, control, self.stream, self.total_steps)
         self.heldout = HeldoutWalk(run, draft, self.settings.sharded and control.world > 1)
         if resumed is not None:
             self.progress.restore(resumed.counters)

@@ -8,7 +8,7 @@ from infra.ledger.answers import Quarantined
 from infra.planner.measured import comparison
 from infra.planner.plan import Plan
 from infra.records.acceptance import Acceptance, BenchmarkResult, RegisteredDraft
-from infra.records.data_path import GeneratorsChange, Progress, SamplesRecord, TargetRecord, TrainingResult
+from infra.records.data_path import GeneratorsChange, SampleProgress, SamplesRecord, TargetRecord, TrainingResult
 from models.config.recipe import RunConfig
 
 
@@ -24,7 +24,7 @@ class RunFacts:
     trained: TrainingResult
     result: BenchmarkResult
     draft: RegisteredDraft
-    progress: Progress
+    progress: SampleProgress
     quarantined: Sequence[Quarantined]
     written: datetime
     links: Sequence["Link"] = ()

@@ -42,7 +42,7 @@ CAPTIONS = {
 }
 
 
-class Verdict(NamedTuple):
+class VerdictTile(NamedTuple):
     """One tile at the top: what was judged, how it came out, and the figures behind it."""
 
     label: str
@@ -115,20 +115,22 @@ def embedded(plots: Path) -> Iterator[Plot]:
         yield Plot(file.stem, caption, uri)
 
 
-def verdicts(facts: RunFacts) -> Iterator[Verdict]:
+def verdicts(facts: RunFacts) -> Iterator[VerdictTile]:
     """The run at a glance."""
     result, draft, gate = facts.result, facts.draft, facts.result.gate
     at = result.conditions.lookahead
     ours = result.simulated.length[at]
-    yield Verdict("Acceptance length", length(ours), f"tokens per verification step at lookahead {at}")
+    yield VerdictTile("Acceptance length", length(ours), f"tokens per verification step at lookahead {at}")
     for name, baseline in result.baselines.items():
         wins = name not in result.unbeaten
         note = f"{length(ours)} against {length(baseline.length[at])} on the same texts"
-        yield Verdict(name[0].upper() + name[1:], "beaten" if wins else "not beaten", note, "good" if wins else "bad")
+        yield VerdictTile(
+            name[0].upper() + name[1:], "beaten" if wins else "not beaten", note, "good" if wins else "bad"
+        )
     note = f"{signed(gate.difference)} against {gate.against}, at least {signed(gate.lower_bound)}"
     state = "good" if gate.passed else "bad"
-    yield Verdict("Gate", "passed" if gate.passed else "not passed", note, state)
-    yield Verdict("Registry", f"version {draft.version}", f"{draft.name}, {', '.join(draft.aliases) or 'no alias'}")
+    yield VerdictTile("Gate", "passed" if gate.passed else "not passed", note, state)
+    yield VerdictTile("Registry", f"version {draft.version}", f"{draft.name}, {', '.join(draft.aliases) or 'no alias'}")
 
 
 def acceptance_table(facts: RunFacts) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from infra.files.atomic import write_atomically
 from infra.planner.measured import read_plan
 from infra.provenance import git_sha
 from infra.records.acceptance import Acceptance, BenchmarkResult, RegisteredDraft
-from infra.records.data_path import Progress, SamplesRecord, TargetRecord, TrainingResult, generators_changes
+from infra.records.data_path import SampleProgress, SamplesRecord, TargetRecord, TrainingResult, generators_changes
 from infra.redaction import redacted
 from infra.settings import prefect_is_private
 from infra.tracking.runs import TrackedRun, describe_run
@@ -111,7 +111,7 @@ def _alias(draft: RegisteredDraft) -> str | None:
     return ", ".join(draft.aliases) or None
 
 
-def training_report(trained: TrainingResult, progress: Progress) -> dict[str, Any]:
+def training_report(trained: TrainingResult, progress: SampleProgress) -> dict[str, Any]:
     """What was trained: samples, tokens, time."""
     return {
         "samples": {

@@ -17,7 +17,7 @@ import yaml
 from infra.drift.config import RequestLogConfig, WatchConfig
 from infra.drift.scrape import Counters
 from infra.drift.traffic import TrafficRecord, TrafficStore
-from infra.drift.windows import Series, Served, Window
+from infra.drift.windows import Series, ServedSeries, TrafficWindow
 from infra.files.atomic import sha256_file, write_atomically
 from infra.records.acceptance import Conditions, RequestCounts
 from infra.tracking import promotion, registry, runs
@@ -29,7 +29,7 @@ from models.data.conversations import read_documents
 ROOT = Path(__file__).parents[2]
 UNKNOWN = "draftsmith.server.unknown_draft"
 DRAFT, LOOKAHEAD, LENGTH = "draft-quickstart", 4, 2.4
-SERVED = Served(version=1, lookahead=LOOKAHEAD, traffic="greedy")
+SERVED = ServedSeries(version=1, lookahead=LOOKAHEAD, traffic="greedy")
 METRICS = """\
 # TYPE sglang:generation_tokens_total counter
 sglang:generation_tokens_total{{is_streaming="true"}} {0.generated}
@@ -170,7 +170,7 @@ def look(
 def quiet_day() -> TrafficRecord:
     """Thirty windows as the benchmark has them."""
     windows = tuple(
-        Window(
+        TrafficWindow(
             began=900.0 * index, ended=900.0 * (index + 1), tokens=7200 + 40 * (index % 3 - 1), steps=3000,
             requests=300,
         )

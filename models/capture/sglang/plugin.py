@@ -25,7 +25,7 @@ from infra.transport.choice import open_transport
 from models.capture.sglang import gemma3
 from models.capture.sglang.assembly import Assembly
 from models.dtypes import DTYPES
-from models.targets.layout import Layout, SampleError
+from models.targets.layout import HiddenStateLayout, SampleError
 from models.targets.model import HiddenStates
 
 NAME = "draftsmith"
@@ -36,7 +36,7 @@ class Capture:
     """One scheduler's capture: chunks, copies, transport."""
 
     def __init__(self, spec: CaptureSpec):
-        self.layout = Layout(spec.aux_count, spec.hidden_size, DTYPES[spec.dtype])
+        self.layout = HiddenStateLayout(spec.aux_count, spec.hidden_size, DTYPES[spec.dtype])
         self.transport = open_transport(spec.transport, RunFolder(spec.run))
         self.assembly = Assembly()
         self.copier = HostCopier()

@@ -96,7 +96,7 @@ class PackedAttention:
         return torch.cat(attended)
 
 
-class Attention(nn.Module):
+class DFlashAttention(nn.Module):
     """Grouped-query attention with normed queries and keys (Qwen3's)."""
 
     def __init__(self, config: DFlashConfig, hidden_size: int):
@@ -126,13 +126,13 @@ class Attention(nn.Module):
         return self.o_proj(attention(queries, keys, values))
 
 
-class DecoderLayer(nn.Module):
+class DFlashLayer(nn.Module):
     """Norm before attention and before the feed-forward, as in Qwen3. Features come as they are."""
 
     def __init__(self, config: DFlashConfig, hidden_size: int):
         super().__init__()
         self.input_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, hidden_size)
+        self.self_attn = DFlashAttention(config, hidden_size)
         self.post_attention_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(hidden_size, config.intermediate_size)
 

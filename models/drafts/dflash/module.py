@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from infra.refusal import Refusal
 from models.config.dflash import DFlashConfig
 from models.drafts.base import Draft, DraftLoss, PackedSamples, TargetProjection, supervised_positions
-from models.drafts.dflash.layers import BlockAttention, Blocks, DecoderLayer, KeysValues, PackedAttention, views
+from models.drafts.dflash.layers import BlockAttention, Blocks, DFlashLayer, KeysValues, PackedAttention, views
 from models.drafts.dflash.proposer import DFlashProposer
 from models.drafts.layers import RMSNorm, rotary_tables
 from models.drafts.proposals import NO_PROPOSAL
@@ -68,7 +68,7 @@ class DFlashDraft(Draft):
             norms = (RMSNorm(hidden_size, config.rms_norm_eps) for _ in range(aux_count))
             self.aux_hidden_norms = nn.ModuleList(norms)
         self.hidden_norm = RMSNorm(hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(DecoderLayer(config, hidden_size) for _ in config.layer_types)
+        self.layers = nn.ModuleList(DFlashLayer(config, hidden_size) for _ in config.layer_types)
         self.norm = RMSNorm(hidden_size, config.rms_norm_eps)
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("head", None, persistent=False)
@@ -175,7 +175,7 @@ class DFlashDraft(Draft):
         return normed @ self.head.T
 
     @property
-    def _layers(self) -> Sequence[DecoderLayer]:
+    def _layers(self) -> Sequence[DFlashLayer]:
         return list(self.layers)  # type: ignore[arg-type]
 
     def loss(self, batch: PackedSamples, target: TargetProjection, total: int, chunk_tokens: int) -> DraftLoss:

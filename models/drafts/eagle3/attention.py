@@ -78,7 +78,7 @@ def step_attention(
     """
     with torch.autocast(q.device.type, enabled=False):
         k, v, seen = earlier or (q[:0], q[:0], ())
-        how = _How(kernel or fastest_kernel(q), tuple(lengths), seen)
+        how = _AttentionSettings(kernel or fastest_kernel(q), tuple(lengths), seen)
         out = _StepAttention.apply(how, q, k, v, *(x for column in columns for x in column))
     return out.flatten(1)  # type: ignore[union-attr]
 
@@ -90,7 +90,7 @@ def fastest_kernel(q: Tensor) -> Kernel:
     return CudaFlash() if q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256 else PlainKernel()
 
 
-class _How(NamedTuple):
+class _AttentionSettings(NamedTuple):
     kernel: Kernel
     lengths: tuple[int, ...]
     seen: tuple[slice, ...]
@@ -98,7 +98,7 @@ class _How(NamedTuple):
 
 class _StepAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, how: _How, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, how: _AttentionSettings, *tensors: Tensor) -> Tensor:
         q, earlier_k, earlier_v, k, v, *own = tensors
         out, log_sum = how.kernel.forward(q, k, v, how.lengths)
         for rows, keys in _looking_back(how):
@@ -124,7 +124,7 @@ class _StepAttention(torch.autograd.Function):
         return (None, of_q, *of_earlier, of_k, of_v, *of_own)
 
 
-def _looking_back(how: _How) -> list[tuple[slice, slice]]:
+def _looking_back(how: _AttentionSettings) -> list[tuple[slice, slice]]:
     """(rows, earlier rows that they see) of the sequences that see any."""
     rows = (slice(*bounds) for bounds in pairwise(_ends(how.lengths)))
     return [(mine, keys) for mine, keys in zip(rows, how.seen, strict=False) if keys.start < keys.stop]

@@ -33,7 +33,7 @@ NextTokens = Callable[[int, Tensor], Tensor]
 """(step j >= 1, normed hidden states of step j-1 `[N, H]`) -> tokens `[N]` that step j embeds."""
 
 
-class Attention(nn.Module):
+class Eagle3Attention(nn.Module):
     """Grouped-query attention over `cat(embedding, hidden)`."""
 
     def __init__(self, config: Eagle3Config, hidden_size: int):
@@ -51,14 +51,14 @@ class Attention(nn.Module):
         return q, k, self.v_proj(x).view(len(x), self.kv_heads, self.head_dim)
 
 
-class DecoderLayer(nn.Module):
+class Eagle3Layer(nn.Module):
     """The draft's one layer."""
 
     def __init__(self, config: Eagle3Config, hidden_size: int):
         super().__init__()
         self.input_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, hidden_size)
+        self.self_attn = Eagle3Attention(config, hidden_size)
         self.post_attention_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(hidden_size, config.intermediate_size)
 
@@ -94,7 +94,7 @@ class Eagle3Draft(Draft):
             self.fc_norm = nn.ModuleList(RMSNorm(hidden_size, config.rms_norm_eps) for _ in range(aux_count))
         if config.norm_before_fc:
             self.input_norm = RMSNorm(aux_count * hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList([DecoderLayer(config, hidden_size)])
+        self.layers = nn.ModuleList([Eagle3Layer(config, hidden_size)])
         self.norm = RMSNorm(hidden_size, config.rms_norm_eps)
         # SGLang takes a head that is not stored from the target, whole.
         stored = not (config.shared_head and vocabulary.whole)
@@ -104,7 +104,7 @@ class Eagle3Draft(Draft):
         self.register_buffer("target_ids", vocabulary.target_ids.clone(), persistent=False)
 
     @property
-    def midlayer(self) -> DecoderLayer:
+    def midlayer(self) -> Eagle3Layer:
         """The one layer."""
         return self.layers[0]  # type: ignore[return-value]
 

@@ -24,7 +24,7 @@ from infra.pools.local import LocalPool, LocalPools
 from infra.pools.single import SinglePools
 from infra.processes.keep_running import KeptProcess, follow
 from infra.processes.process import Owner
-from infra.records.data_path import Progress, TrainingResult, generators_changes
+from infra.records.data_path import SampleProgress, TrainingResult, generators_changes
 
 SAMPLES = 120
 SMALL = [
@@ -125,7 +125,7 @@ def test_a_generator_comes_and_goes_as_the_slow_side_changes(
     assert "generator 1 done: " in (folder.logs / "generator-1.log").read_text()
     assert processes(folder, "models.capture.generator") == []
     with Ledger.open(folder.ledger_url, folder.name) as ledger:
-        assert ledger.progress() == Progress(consumed=SAMPLES)
+        assert ledger.progress() == SampleProgress(consumed=SAMPLES)
     assert captured_by(folder) == {"generator-0", "generator-1"}
     steps = [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()]
     assert steps == list(range(1, SAMPLES // 4 + 1))

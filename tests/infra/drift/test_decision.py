@@ -3,9 +3,9 @@
 import pytest
 
 from infra.drift.config import WatchConfig
-from infra.drift.decision import Finding, assess
+from infra.drift.decision import DriftFinding, assess
 from infra.drift.traffic import Leading, TrafficRecord
-from infra.drift.windows import Series, Served, Window
+from infra.drift.windows import Series, ServedSeries, TrafficWindow
 from infra.records.acceptance import RegisteredDraft
 from infra.tracking.registry import REPLACES
 from tests.infra.drift.test_windows import TEST
@@ -13,12 +13,12 @@ from tests.infra.drift.test_windows import TEST
 CONFIG = WatchConfig(draft="d", servers=("http://a",))
 
 
-def series(version: int, began: int, *lengths: float, learned: tuple[Window, ...] = ()) -> Series:
+def series(version: int, began: int, *lengths: float, learned: tuple[TrafficWindow, ...] = ()) -> Series:
     windows = tuple(
-        Window(began=start, ended=start + 1, tokens=round(1000 * length), steps=1000, requests=100)
+        TrafficWindow(began=start, ended=start + 1, tokens=round(1000 * length), steps=1000, requests=100)
         for start, length in enumerate(lengths, start=began)
     )
-    served = Served(version=version, lookahead=4, traffic="greedy")
+    served = ServedSeries(version=version, lookahead=4, traffic="greedy")
     return Series(served=served, opened=0.0, windows=windows, learned=learned)
 
 
@@ -27,7 +27,9 @@ def draft(version: int, *aliases: str) -> RegisteredDraft:
     return RegisteredDraft(name="d", version=version, model_id="m", aliases=aliases, tags=tags)
 
 
-def found(*all_series: Series, leading: Leading | None, config: WatchConfig = CONFIG, champion: int = 2) -> Finding:
+def found(
+    *all_series: Series, leading: Leading | None, config: WatchConfig = CONFIG, champion: int = 2
+) -> DriftFinding:
     """What is found of the last of them."""
     record = TrafficRecord(draft="d", series=all_series, leading=leading)
     served = all_series[-1]

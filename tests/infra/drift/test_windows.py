@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from infra.drift.scrape import Counters
 from infra.drift.sequential import DriftTest, Reference
-from infra.drift.windows import Series, Served, judge
+from infra.drift.windows import Series, ServedSeries, judge
 
-SERVED = Served(version=3, lookahead=4, traffic="greedy")
+SERVED = ServedSeries(version=3, lookahead=4, traffic="greedy")
 REQUESTS = [(24 + i % 7 - 3, 10) for i in range(200)]
 TEST = DriftTest(Reference.of(REQUESTS), 0.1, 5000)
 

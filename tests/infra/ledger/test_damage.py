@@ -7,7 +7,7 @@ import pytest
 
 from infra.ledger.damage import set_aside_if_damaged
 from infra.ledger.ledger import Ledger
-from infra.records.data_path import Progress, SampleSlot
+from infra.records.data_path import SampleProgress, SampleSlot
 
 SAMPLES = 2000
 
@@ -41,7 +41,7 @@ def test_a_damaged_ledger_is_set_aside(tmp_path: Path, damage: Callable[[bytes],
     assert aside.is_file()
     assert not file.exists()
     with Ledger.open(f"sqlite:///{file}", "run") as ledger:
-        assert ledger.progress() == Progress()
+        assert ledger.progress() == SampleProgress()
 
 
 def test_a_whole_ledger_stays(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import sqlalchemy as sa
 from infra.ledger.ledger import Ledger
 from infra.ledger.schema import check_server, refuse_network_file_system
 from infra.network.ports import HOST, any_free_port
-from infra.records.data_path import Progress
+from infra.records.data_path import SampleProgress
 from infra.servers.postgres import PostgresServer
 
 
@@ -39,7 +39,7 @@ def test_a_lost_connection_is_made_anew(postgres: PostgresServer) -> None:
         with pytest.raises(sa.exc.OperationalError, match="refused"):
             ledger.progress()
         postgres.start()
-        assert ledger.progress() == Progress()
+        assert ledger.progress() == SampleProgress()
 
 
 @pytest.mark.parametrize(("folder", "refused"), [("local", False), ("share", True), ("share/with space", False)])

@@ -21,7 +21,7 @@ from infra.config import PoolsConfig
 from infra.network.ports import any_free_port
 from infra.pools.base import Pool, PoolBusyError, PoolProvider, PoolSpec
 from infra.pools.local import LocalPools
-from infra.pools.queued import Engine, QueuedPools
+from infra.pools.queued import QueuedPools, QueueingSystem
 from infra.pools.ray_pools import RayEngine
 from infra.pools.slurm_pools import SlurmEngine
 from infra.processes.process import Owner, Process, start
@@ -118,7 +118,7 @@ def ray_place(ray_address: str) -> Place:
     return queued_place(config, RayEngine(config.ray))
 
 
-def queued_place(config: PoolsConfig, engine: Engine) -> Place:
+def queued_place(config: PoolsConfig, engine: QueueingSystem) -> Place:
     code = QUEUED.format(config=config.model_dump_json())
     return Place(config.kind, MACHINES, lambda: QueuedPools(engine, config, LOOK_S), code)
 

@@ -141,18 +141,18 @@ def test_the_wait_for_room_ends(tmp_path: Path) -> None:
 def test_bytes_are_not_given_away_under_a_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lease expired while it was writing: whoever deletes the object leaves it its bytes until it has finished."""
     slow, other = (ArenaTransport(tmp_path / "arena", 100, room_s=0.1) for _ in range(2))
-    write = arena._Place.write
+    write = arena._ObjectPlace.write
 
-    def deleted_meanwhile(place: arena._Place, view: memoryview) -> str:
+    def deleted_meanwhile(place: arena._ObjectPlace, view: memoryview) -> str:
         other.delete("run/0/0/1")
         with pytest.raises(TransferError, match="no room"):
             other.put("run/0/1/1", {"aux": bytes(80)})
         return write(place, view)
 
-    monkeypatch.setattr(arena._Place, "write", deleted_meanwhile)
+    monkeypatch.setattr(arena._ObjectPlace, "write", deleted_meanwhile)
     with pytest.raises(TransferError, match="was deleted while it was written"):
         slow.put("run/0/0/1", {"aux": bytes(80)})
-    monkeypatch.setattr(arena._Place, "write", write)
+    monkeypatch.setattr(arena._ObjectPlace, "write", write)
     assert list(slow.keys()) == []
     assert other.put("run/0/1/1", {"aux": bytes(80)}).nbytes == 80
     slow.close()
@@ -162,7 +162,7 @@ def test_bytes_are_not_given_away_under_a_writer(tmp_path: Path, monkeypatch: py
 def test_a_write_that_breaks_off_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transport = ArenaTransport(tmp_path / "arena", 100, room_s=0.1)
     with monkeypatch.context() as patch:
-        patch.setattr(arena._Place, "write", lambda _place, _view: 1 / 0)
+        patch.setattr(arena._ObjectPlace, "write", lambda _place, _view: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             transport.put("run/0/0/1", {"aux": bytes(80)})
     assert list(transport.keys()) == []
@@ -175,7 +175,7 @@ import os, sys
 from pathlib import Path
 from infra.transport import arena
 transport = arena.ArenaTransport(Path(sys.argv[1]), 100)
-arena._Place.write = lambda place, view: os.kill(os.getpid(), 9)
+arena._ObjectPlace.write = lambda place, view: os.kill(os.getpid(), 9)
 transport.put("run/0/0/1", {"aux": bytes(80)})
 """
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models.capture.canary import check_capture
-from models.targets.layout import Layout, as_bytes
+from models.targets.layout import HiddenStateLayout, as_bytes
 from models.targets.model import HiddenStates, TargetModel
 
 IDS = (0, 1, 2)
@@ -24,8 +24,8 @@ def captured(target):
     return tokens, HiddenStates(hidden.aux[0], hidden.last[0])
 
 
-def layout(target, count: int = 3) -> Layout:
-    return Layout(count, target.model.config.hidden_size, torch.float32)
+def layout(target, count: int = 3) -> HiddenStateLayout:
+    return HiddenStateLayout(count, target.model.config.hidden_size, torch.float32)
 
 
 def test_the_canary_accepts_a_right_capture(target, captured):
@@ -39,11 +39,14 @@ def test_the_canary_accepts_the_last_layer(target, captured):
     high = TargetModel(target.model, (2, 3))
     hidden = high.forward(tokens[None])
     states = HiddenStates(hidden.aux[0], hidden.last[0])
-    check_capture(high, states, tokens, Layout(2, 192, torch.float32))
+    check_capture(high, states, tokens, HiddenStateLayout(2, 192, torch.float32))
     lower, _ = states.aux.chunk(2, dim=-1)
     with pytest.raises(ValueError, match="layer 3"):
         check_capture(
-            high, HiddenStates(torch.cat([lower, lower], dim=-1), states.last), tokens, Layout(2, 192, torch.float32)
+            high,
+            HiddenStates(torch.cat([lower, lower], dim=-1), states.last),
+            tokens,
+            HiddenStateLayout(2, 192, torch.float32),
         )
 
 
@@ -95,7 +98,7 @@ def test_the_canary_names_what_is_wrong(target, captured, damage, message):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layout_round_trip(target, captured, dtype):
     _, hidden = captured
-    shape = Layout(3, 192, dtype)
+    shape = HiddenStateLayout(3, 192, dtype)
     buffers = shape.pack(hidden)
     assert sum(buffer.nbytes for buffer in buffers.values()) == 24 * shape.bytes_per_token
     back = shape.empty(24)

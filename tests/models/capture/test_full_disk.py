@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from infra.files.run_folder import RunFolder
-from infra.records.data_path import Progress
+from infra.records.data_path import SampleProgress
 from models.run import PreparedRun
 from models.training.takeover import epoch_slots
 
@@ -71,4 +71,4 @@ def test_a_full_file_system_quarantines_no_sample(
         assert generator.poll() is None, generator.stdout.read()
         time.sleep(0.1)
     progress = ledger.progress()
-    assert progress == Progress(ready=SAMPLES, bytes_held=progress.bytes_held)
+    assert progress == SampleProgress(ready=SAMPLES, bytes_held=progress.bytes_held)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
-from infra.records.data_path import Progress
+from infra.records.data_path import SampleProgress
 from models.capture.engine import EngineError
 from models.capture.generator import Generator
 from models.capture.plain_engine import PlainEngine
@@ -95,7 +95,7 @@ def running(run: PreparedRun, engine: PlainEngine, owner: str) -> Iterator[Calla
             generator.stopping = True
 
 
-def wait_for(ledger: Ledger, expected: Progress) -> None:
+def wait_for(ledger: Ledger, expected: SampleProgress) -> None:
     deadline = time.monotonic() + 60
     while ledger.progress().model_copy(update={"bytes_held": 0}) != expected and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -119,9 +119,9 @@ def test_a_broken_engine_beside_a_healthy_one_costs_no_sample(
         for _ in range(6):
             with running(run, kind(run), "generator-0") as result, pytest.raises(error, match=message):
                 result(60)
-            assert ledger.progress() == Progress(pending=12)
+            assert ledger.progress() == SampleProgress(pending=12)
         with running(run, PlainEngine(run), "generator-1"):
-            wait_for(ledger, Progress(ready=12))
+            wait_for(ledger, SampleProgress(ready=12))
 
 
 def first_sample(run: PreparedRun) -> int:
@@ -132,7 +132,7 @@ def test_a_lone_generator_quarantines_a_sample_after_two_attempts_with_a_passing
     engine = BadSample(run, first_sample(run))
     with run.open_ledger() as ledger:
         with running(run, engine, "generator-0"):
-            wait_for(ledger, Progress(ready=11, quarantined=1, attempts=2))
+            wait_for(ledger, SampleProgress(ready=11, quarantined=1, attempts=2))
         assert engine.canaries == 2
         (bad,) = ledger.quarantined()
         assert (bad.sample, bad.error) == (
@@ -147,6 +147,6 @@ def test_a_sample_that_failed_in_one_generator_is_captured_by_another(make_run: 
     with run.open_ledger() as ledger:
         with running(run, BadSample(run, first_sample(run)), "generator-0"):
             # Of its first eight leases. It asks for no more while the lowest sample is one that others are to try.
-            wait_for(ledger, Progress(pending=5, ready=7, attempts=1))
+            wait_for(ledger, SampleProgress(pending=5, ready=7, attempts=1))
             with running(run, PlainEngine(run), "generator-1"):
-                wait_for(ledger, Progress(ready=12, attempts=1))
+                wait_for(ledger, SampleProgress(ready=12, attempts=1))

@@ -1,11 +1,16 @@
 import pytest
 
 from models.decoding.acceptance import acceptance_length, by_position, distinct_token_share, summarise
-from models.decoding.counts import Counts
+from models.decoding.counts import AcceptedCounts
 
 
 def test_ratio_of_sums_by_hand():
-    counts = [Counts(3, (3, 0)), Counts(3, (1,), cut=1), Counts(3, ()), Counts(3, (2, 2, 0))]
+    counts = [
+        AcceptedCounts(3, (3, 0)),
+        AcceptedCounts(3, (1,), cut=1),
+        AcceptedCounts(3, ()),
+        AcceptedCounts(3, (2, 2, 0)),
+    ]
     # 6 steps emit 4+1, 2, nothing, 3+3+1 tokens.
     assert acceptance_length(counts) == 14 / 6
     # Position 1 in 4 of 6 steps; position 2 in 3 of those 4; position 3 in 1 of those 3.
@@ -13,23 +18,23 @@ def test_ratio_of_sums_by_hand():
 
 
 def test_length_follows_from_the_rates():
-    counts = [Counts(3, (3, 0, 1, 2, 2, 3, 0))]
+    counts = [AcceptedCounts(3, (3, 0, 1, 2, 2, 3, 0))]
     first, second, third = by_position(counts, 3)
     assert None not in (first, second, third)
     assert acceptance_length(counts) == pytest.approx(1 + first + first * second + first * second * third)
 
 
 def test_a_position_never_offered_has_no_rate():
-    assert by_position([Counts(3, (0, 0))], 3) == (0.0, None, None)
+    assert by_position([AcceptedCounts(3, (0, 0))], 3) == (0.0, None, None)
 
 
 def test_no_complete_step_is_refused():
     with pytest.raises(ValueError, match="max_new_tokens"):
-        acceptance_length([Counts(3, (), cut=1), Counts(3, ())])
+        acceptance_length([AcceptedCounts(3, (), cut=1), AcceptedCounts(3, ())])
 
 
 def test_summary_by_lookahead_survives_json():
-    walks = [(Counts(1, (1, 0)), Counts(2, (2,))), (Counts(1, (0,)), Counts(2, (0, 1)))]
+    walks = [(AcceptedCounts(1, (1, 0)), AcceptedCounts(2, (2,))), (AcceptedCounts(1, (0,)), AcceptedCounts(2, (0, 1)))]
     summary = summarise(walks)
     assert summary.length == {1: 4 / 3, 2: 6 / 3}
     assert summary.steps == {1: 3, 2: 3}

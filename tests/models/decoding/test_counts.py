@@ -1,6 +1,6 @@
 import torch
 
-from models.decoding.counts import Counts
+from models.decoding.counts import AcceptedCounts
 from models.decoding.simulated import simulate
 
 
@@ -29,15 +29,15 @@ def test_by_hand():
     ]
     prompt, continuation = [10, 11], [20, 21, 22, 23, 24, 25, 26, 27]
     one, two, three = simulate(Fixed(rows), prompt, continuation, torch.empty(9, 0), 3)
-    assert three == Counts(3, (2, 0), cut=1)
+    assert three == AcceptedCounts(3, (2, 0), cut=1)
     assert (three.tokens, three.steps) == (4, 2)
     assert [three.at_position(place) for place in (1, 2, 3)] == [(1, 2), (1, 1), (0, 1)]
     # Lookahead 2: after 20 two accepted + 23; 23 none + 24; 24 two accepted + 27.
-    assert two == Counts(2, (2, 0, 2))
+    assert two == AcceptedCounts(2, (2, 0, 2))
     assert [two.at_position(place) for place in (1, 2)] == [(2, 3), (2, 2)]
     # Lookahead 1: after 20 one + 22; after 22 none + 23; after 23 none + 24; after 24 one + 26; after 26 none + 27.
-    assert one == Counts(1, (1, 0, 0, 1, 0))
+    assert one == AcceptedCounts(1, (1, 0, 0, 1, 0))
 
 
 def test_a_text_of_one_token_has_no_steps():
-    assert simulate(Fixed([[0, 0]]), [1], [2], torch.empty(1, 0), 2) == (Counts(1, ()), Counts(2, ()))
+    assert simulate(Fixed([[0, 0]]), [1], [2], torch.empty(1, 0), 2) == (AcceptedCounts(1, ()), AcceptedCounts(2, ()))

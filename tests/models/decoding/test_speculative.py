@@ -3,7 +3,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from models.decoding.counts import Counts
+from models.decoding.counts import AcceptedCounts
 from models.decoding.plain import continue_batch, continue_greedily
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.simulated import features, features_and_likeliest, simulate
@@ -72,7 +72,7 @@ def test_the_walk_over_sampled_text_accepts_as_often_as_real_decoding(llama):
     assert shares[0] > 10 * errors[0], "something must be accepted, or nothing is compared"
 
 
-def accepted_per_step(counts: list[Counts]) -> tuple[float, float]:
+def accepted_per_step(counts: list[AcceptedCounts]) -> tuple[float, float]:
     """A ratio of sums over conversations, and its standard error (linearised)."""
     rows = torch.tensor([[sum(count.accepted), count.steps] for count in counts]).double()
     share = rows[:, 0].sum() / rows[:, 1].sum()

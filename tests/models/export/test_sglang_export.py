@@ -16,7 +16,7 @@ from models.benchmark.serving import counts_of, watch
 from models.benchmark.standalone import bench, parse
 from models.data.sample_set import read_manifest, write_sample_set
 from models.data.samples import EncodedSample, Splits
-from models.decoding.counts import Counts
+from models.decoding.counts import AcceptedCounts
 from models.decoding.plain import continue_greedily
 from models.decoding.speculative import speculate
 from models.export.sglang import load_draft
@@ -92,7 +92,7 @@ def test_an_overfit_dflash_draft_is_accepted_nearly_always(overfit, monkeypatch)
     check_served(run, text, check_decoded(run, target, text))
 
 
-def check_decoded(run: PreparedRun, target: TargetModel, text: list[int]) -> Counts:
+def check_decoded(run: PreparedRun, target: TargetModel, text: list[int]) -> AcceptedCounts:
     """The reference decoder's steps."""
     draft = load_draft(run.folder.export, Path(run.target.path), torch.float32)
     decoded = speculate(target, draft, text[:PROMPT_TOKENS], LOOKAHEAD, NEW_TOKENS, frozenset())
@@ -101,7 +101,7 @@ def check_decoded(run: PreparedRun, target: TargetModel, text: list[int]) -> Cou
     return decoded.counts
 
 
-def check_served(run: PreparedRun, text: list[int], counts: Counts) -> None:
+def check_served(run: PreparedRun, text: list[int], counts: AcceptedCounts) -> None:
     """The real engine takes the same steps as the reference decoder."""
     sampling = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     with setup_of(run).serving(run.folder.export, LOOKAHEAD) as client:

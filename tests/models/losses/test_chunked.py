@@ -7,7 +7,7 @@ import torch
 
 from models.config.draft_base import LossChoice
 from models.losses.choice import chosen_divergence
-from models.losses.chunked import Divergence, TargetDistribution, chunked_loss
+from models.losses.chunked import LossDivergence, TargetDistribution, chunked_loss
 from models.losses.lk import LKAlpha, LKLambda
 from models.losses.soft_cross_entropy import SoftCrossEntropy, soft_cross_entropy
 
@@ -35,7 +35,7 @@ def shaped(logits, soft_cap):
     return logits * 1.5 if soft_cap is None else torch.tanh(logits * 1.5 / soft_cap) * soft_cap
 
 
-def value(divergence: Divergence, p, share, q):
+def value(divergence: LossDivergence, p, share, q):
     """As the papers write it; `share` of the target's probability lies on `p`'s tokens."""
     if isinstance(divergence, SoftCrossEntropy):
         return -(p * q.log()).sum()

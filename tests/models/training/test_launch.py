@@ -23,7 +23,7 @@ from infra.data_plane.start import start_trainer
 from infra.files.run_folder import RunFolder
 from infra.pools.local import LocalPool
 from infra.processes.process import Owner, ProcessRefusedError
-from infra.records.data_path import Progress
+from infra.records.data_path import SampleProgress
 from models.run import PreparedRun
 
 WAIT_S = 300.0
@@ -101,7 +101,7 @@ def test_ranks_listen_on_loopback_alone_and_execute_nothing_that_they_are_sent(
     for one in (trainer, generator):
         output, _ = one.communicate(timeout=WAIT_S)
         assert one.returncode == 0, output
-    assert PreparedRun.open(folder.path).open_ledger().progress() == Progress(consumed=36)
+    assert PreparedRun.open(folder.path).open_ledger().progress() == SampleProgress(consumed=36)
 
 
 def test_a_trainer_with_a_damaged_record_refuses_it_by_name(make_run: Callable[..., RunFolder]) -> None:

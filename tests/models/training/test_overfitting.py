@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.records.data_path import HELDOUT_LENGTH
-from models.training.overfitting import FALL, Look, look_of, parting, read_history
+from models.training.overfitting import FALL, LossPoint, look_of, parting, read_history
 
 
-def history(*measured: tuple[float, float]) -> list[Look]:
+def history(*measured: tuple[float, float]) -> list[LossPoint]:
     """One line per measurement: (training, held-out)."""
-    return [Look(100 * place, training, heldout) for place, (training, heldout) in enumerate(measured, start=1)]
+    return [LossPoint(100 * place, training, heldout) for place, (training, heldout) in enumerate(measured, start=1)]
 
 
 RISEN = [(1.5, 1.50), (1.8, 1.70)]
@@ -42,9 +42,15 @@ def test_the_warning_names_both_lengths_and_what_to_do():
 
 
 def test_trainings_length_is_the_mean_since_the_measurement_before():
-    lines = [Look(1, 9.0, 1.7), Look(2, 1.0, None), Look(3, 3.0, 1.8), Look(4, 2.1, 1.5), Look(5, 1.0, None)]
-    assert parting([*lines, Look(6, 3.3, 1.5)]) is not None
-    assert parting([*lines, Look(6, 2.9, 1.5)]) is None
+    lines = [
+        LossPoint(1, 9.0, 1.7),
+        LossPoint(2, 1.0, None),
+        LossPoint(3, 3.0, 1.8),
+        LossPoint(4, 2.1, 1.5),
+        LossPoint(5, 1.0, None),
+    ]
+    assert parting([*lines, LossPoint(6, 3.3, 1.5)]) is not None
+    assert parting([*lines, LossPoint(6, 2.9, 1.5)]) is None
 
 
 @given(st.lists(st.tuples(st.floats(1, 8), st.floats(1, 8)), max_size=8))
@@ -59,6 +65,6 @@ def test_lines_are_read_back(tmp_path):
     rows = [{"step": 3, "acceptance_by_position": [0.5, 0.5]}]
     rows.append({"step": 6, "acceptance_by_position": [], HELDOUT_LENGTH: 1.25})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert read_history(tmp_path / "metrics.jsonl") == [Look(3, 1.75, None), Look(6, 1.0, 1.25)]
+    assert read_history(tmp_path / "metrics.jsonl") == [LossPoint(3, 1.75, None), LossPoint(6, 1.0, 1.25)]
     assert read_history(tmp_path / "none") == []
     assert look_of(rows[0]).training == 1.75

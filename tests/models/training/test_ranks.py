@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from infra.files.run_folder import RunFolder
-from infra.records.data_path import HELDOUT_LENGTH, Progress, TrainingResult
+from infra.records.data_path import HELDOUT_LENGTH, SampleProgress, TrainingResult
 from models.config.recipe import with_overrides
 from models.run import PreparedRun
 
@@ -90,7 +90,7 @@ def test_ranks_and_accumulation_change_nothing(train: Callable[..., RunFolder]) 
         assert heldout_length(folder) == pytest.approx(heldout_length(alone), rel=1e-5), (ranks, settings)
         assert distance(weights(folder), weights(alone)) < 1e-5, (ranks, settings)
         run = PreparedRun.open(folder.path)
-        assert run.open_ledger().progress() == Progress(consumed=43)
+        assert run.open_ledger().progress() == SampleProgress(consumed=43)
         assert not list(run.open_transport().keys())
 
 
@@ -122,7 +122,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     placement = [f"training.ranks={ranks}", f"training.context_parallel_size={size}"]
     folder.config.write_text(with_overrides(run.config, placement).model_dump_json())
     train(folder, ranks)
-    assert run.open_ledger().progress() == Progress(consumed=43)
+    assert run.open_ledger().progress() == SampleProgress(consumed=43)
     assert losses(folder) == pytest.approx(losses(undisturbed), rel=1e-5)
     assert distance(weights(folder), weights(undisturbed)) < 1e-5
 

@@ -9,11 +9,11 @@ from infra.config import TransportConfig
 from infra.records.data_path import BufferRecord, ObjectRecord, StoreRecord
 from infra.transport.base import TransferError
 from infra.transport.mooncake.transport import MooncakeTransport
-from models.targets.layout import Layout
+from models.targets.layout import HiddenStateLayout
 from models.targets.model import HiddenStates
 from models.training.receive import CHECKED, DeviceReceiver, HostReceiver, Receiver, open_receiver
 
-LAYOUT = Layout(aux_count=3, hidden_size=8, dtype=torch.float32)
+LAYOUT = HiddenStateLayout(aux_count=3, hidden_size=8, dtype=torch.float32)
 LENGTHS = (5, 1, 40)
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from infra.files.atomic import sha256_file
 from infra.ledger.schema import samples
-from infra.records.data_path import ObjectRecord, Progress, TrainingResult
+from infra.records.data_path import ObjectRecord, SampleProgress, TrainingResult
 from infra.transport.choice import objects_folder
 from models.drafts.base import PackedSamples, TargetProjection
 from models.drafts.registry import build_draft
@@ -81,8 +81,8 @@ def test_streaming_equals_memory(make_run, run_to_the_end):
     folder = make_run("stream", *SMALL)
     run_to_the_end(folder)
     run = PreparedRun.open(folder.path)
-    progress: Progress = run.open_ledger().progress()
-    assert progress == Progress(consumed=36)
+    progress: SampleProgress = run.open_ledger().progress()
+    assert progress == SampleProgress(consumed=36)
     assert not list(run.open_transport().keys())
     result = TrainingResult.read(folder.training)
     assert result.steps == 9
@@ -113,7 +113,7 @@ def test_a_killed_and_resumed_run_equals_an_undisturbed_one(make_run, run_to_the
     with folder.metrics.open("ab") as file:
         file.write(b'{"step": 4, "lo\0\0\0')  # as a machine leaves it that dies while the line is written
     run_to_the_end(folder)
-    assert PreparedRun.open(folder.path).open_ledger().progress() == Progress(consumed=36)
+    assert PreparedRun.open(folder.path).open_ledger().progress() == SampleProgress(consumed=36)
     assert losses(folder) == losses(undisturbed)
     mine, theirs = final_weights(folder), final_weights(undisturbed)
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
@@ -143,7 +143,7 @@ def test_generators_come_and_go(make_run, start):
     for process in (trainer, staying):
         output, _ = process.communicate(timeout=400)
         assert process.returncode == 0, output
-    assert PreparedRun.open(folder.path).open_ledger().progress() == Progress(consumed=120)
+    assert PreparedRun.open(folder.path).open_ledger().progress() == SampleProgress(consumed=120)
     assert losses(folder) == pytest.approx(train_in_memory(PreparedRun.open(folder.path)), rel=1e-6)
 
 
@@ -165,7 +165,7 @@ def test_bytes_held_never_exceed_the_budget(make_run, start, first):
         held.append(ledger.progress().bytes_held)
         time.sleep(0.01)
     assert [process.returncode for process in processes] == [0, 0]
-    assert ledger.progress() == Progress(consumed=36)
+    assert ledger.progress() == SampleProgress(consumed=36)
     assert max(held) <= 3 * 2**20
 
 
@@ -187,7 +187,7 @@ def test_a_lost_ledger_is_rebuilt_from_the_checkpoint(make_run, run_to_the_end, 
     (torn / "draft.safetensors").write_bytes(b"torn")
     run_to_the_end(folder)
     ledger = PreparedRun.open(folder.path).open_ledger()
-    assert ledger.progress() == Progress(consumed=36)
+    assert ledger.progress() == SampleProgress(consumed=36)
     assert losses(folder) == losses(undisturbed)
     mine, theirs = final_weights(folder), final_weights(undisturbed)
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
@@ -233,7 +233,7 @@ def test_a_damaged_object_is_captured_again(make_run, run_to_the_end, start, kin
     for process in (again, generator):
         output, _ = process.communicate(timeout=400)
         assert process.returncode == 0, output
-    assert ledger.progress() == Progress(consumed=36)
+    assert ledger.progress() == SampleProgress(consumed=36)
     assert losses(folder) == losses(undisturbed)
 
 
@@ -273,7 +273,7 @@ def test_a_bad_sample_is_quarantined_and_the_rest_is_trained(make_run, run_to_th
     folder.samples.write_text(run.samples.model_copy(update={"path": str(damaged)}).model_dump_json())
     run_to_the_end(folder)
     ledger = PreparedRun.open(folder.path).open_ledger()
-    assert ledger.progress() == Progress(consumed=35, quarantined=1, attempts=2)
+    assert ledger.progress() == SampleProgress(consumed=35, quarantined=1, attempts=2)
     (bad,) = ledger.quarantined()
     assert bad.sample == 7
     assert "not finite" in bad.error

@@ -20,7 +20,14 @@ from infra.records.acceptance import (
     RegisteredDraft,
     ServedResult,
 )
-from infra.records.data_path import ExportRecord, Progress, SampleSlot, SamplesRecord, TargetRecord, TrainingResult
+from infra.records.data_path import (
+    ExportRecord,
+    SampleProgress,
+    SampleSlot,
+    SamplesRecord,
+    TargetRecord,
+    TrainingResult,
+)
 from infra.tracking.client import NOTE, connect
 from infra.tracking.runs import TrackedRun
 from tasks.registry import register_draft
@@ -33,7 +40,7 @@ from tasks.tracking import open_tracking
 
 
 def test_the_report_holds_what_was_promised(result: BenchmarkResult, trained: TrainingResult) -> None:
-    shown = training_report(trained, Progress(consumed=30, pending=9, quarantined=1, attempts=3))
+    shown = training_report(trained, SampleProgress(consumed=30, pending=9, quarantined=1, attempts=3))
     assert shown["samples"] == {"total": 40, "consumed": 30, "quarantined": 1, "capture_failures": 3}
     assert shown["tokens"] == 1000
     expected = {"steps": 20, "wall_s": 754.0, "data_wait_share": 0.05, "tokens_per_s": 100.0, "slow_side": "training"}

@@ -14,7 +14,7 @@ import yaml
 from infra.data_plane.bottleneck import in_words
 from infra.ledger.answers import Quarantined
 from infra.records.acceptance import BenchmarkResult, DivergenceRecord, LosslessRecord, RegisteredDraft
-from infra.records.data_path import GeneratorsChange, Progress, SamplesRecord, TargetRecord, TrainingResult
+from infra.records.data_path import GeneratorsChange, SampleProgress, SamplesRecord, TargetRecord, TrainingResult
 from models.config.recipe import RunConfig, load_recipe
 from tasks.plan import plan_recipe
 from tasks.report.facts import Link, RunFacts
@@ -77,7 +77,8 @@ def facts(target: TargetRecord, samples: SamplesRecord, trained: TrainingResult,
     draft = RegisteredDraft(name="draft-tiny", version=3, model_id="m", aliases=("champion",), tags={"replaces": "2"})
     return RunFacts(
         run="tiny-1", config=load_recipe(ROOT / "recipes" / "tiny.yaml"), target=target,
-        samples=samples, trained=trained, result=result, draft=draft, progress=Progress(consumed=80, quarantined=2),
+        samples=samples, trained=trained, result=result, draft=draft,
+        progress=SampleProgress(consumed=80, quarantined=2),
         quarantined=[Quarantined(0, 17, 4711, "out of memory"), Quarantined(1, 18, 42, "a canary failed")],
         written=datetime(2026, 1, 2, 3, 4, tzinfo=UTC), git_sha="abc123",
         links=(Link("MLflow run", "http://mlflow/#/r", "http://mlflow/#/r"), Link("Logs", "logs", "logs")),
@@ -208,7 +209,7 @@ def test_three_sentences_say_what_it_means(facts: RunFacts, run: OpenRun, passed
 def test_quarantined_samples_are_listed_with_their_errors(facts: RunFacts, run: OpenRun) -> None:
     text = page(facts, run).text
     assert "0 17 4711 out of memory 1 18 42 a canary failed" in text
-    none = page(replace(facts, quarantined=[], progress=Progress(consumed=80)), run)
+    none = page(replace(facts, quarantined=[], progress=SampleProgress(consumed=80)), run)
     assert "80 of 80 samples trained on, none quarantined." in none.text
     assert "could not be captured" not in none.text
 

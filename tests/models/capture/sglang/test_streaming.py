@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from infra.files.run_folder import RunFolder
-from infra.records.data_path import Progress
+from infra.records.data_path import SampleProgress
 from models.run import PreparedRun
 
 pytestmark = pytest.mark.slow
@@ -64,7 +64,7 @@ def processes_of(folder: RunFolder) -> list[psutil.Process]:
 def assert_trained_once(folder: RunFolder, expected: list[float], assert_no_segments_left: Callable[[], None]) -> None:
     run = PreparedRun.open(folder.path)
     progress = run.open_ledger().progress()
-    assert progress == Progress(consumed=36, attempts=progress.attempts)
+    assert progress == SampleProgress(consumed=36, attempts=progress.attempts)
     assert losses(folder) == pytest.approx(expected, rel=1e-4)
     assert not list(run.open_transport().keys())
     assert not processes_of(folder)
