@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from models.drafts.base import Draft
-from models.drafts.batched_proposer import BatchProposer, RolloutSource, Turn
+from models.drafts.batched_proposer import Proposer, RolloutSource, Turn
 from models.drafts.trees import Tree
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.sglang import load_draft
@@ -89,7 +89,7 @@ def draft_of(source: RolloutSource) -> Draft:
 
 
 class SelectedLayers:
-    """A `ProposalSource` that hands a draft only the target layers it was trained on."""
+    """A `RolloutSource` that hands a draft only the target layers it was trained on."""
 
     def __init__(self, source: RolloutSource, chosen: Sequence[int], layers: int):
         self.source, self.chosen, self.layers = source, list(chosen), layers
@@ -98,17 +98,17 @@ class SelectedLayers:
         """`[n, layers * H]` to `[n, chosen * H]`."""
         return aux.unflatten(-1, (self.layers, -1))[..., self.chosen, :].flatten(-2)
 
-    def proposers(self, count: int) -> BatchProposer:
-        """See `models.drafts.base.Source.proposers`."""
+    def proposers(self, count: int) -> Proposer:
+        """See `ProposalSource.proposers`."""
         return _SelectedProposers(self, self.source.proposers(count))
 
     def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
-        """`[T, lookahead]` int64; see `models.drafts.base.ProposalSource.rollout`."""
+        """`[T, lookahead]` int64; see `RolloutSource.rollout`."""
         return self.source.rollout(tokens, self.select(aux), lookahead)
 
 
 class _SelectedProposers:
-    def __init__(self, layers: SelectedLayers, batch: BatchProposer):
+    def __init__(self, layers: SelectedLayers, batch: Proposer):
         self.layers, self.batch = layers, batch
         self.branches, self.candidates = batch.branches, batch.candidates
         self.observe, self.only = batch.observe, batch.only

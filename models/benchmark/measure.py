@@ -19,7 +19,7 @@ from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.simulated import features, features_and_likeliest, simulate
 from models.decoding.speculative import Decoded
 from models.decoding.token_recycling import TokenRecycling
-from models.drafts.batched_proposer import ObservingSource, RolloutSource
+from models.drafts.batched_proposer import ProposalSource
 from models.progress_bars import bars
 
 Texts = list[list[int]]
@@ -81,7 +81,7 @@ def measure(
 ) -> Measurements:
     """Measure everything; real decoding at each of `lookaheads`."""
     assert max(lookaheads) <= config.max_lookahead
-    sources: list[RolloutSource | ObservingSource] = [contestants.draft, PromptLookup(), TokenRecycling()]
+    sources: list[ProposalSource] = [contestants.draft, PromptLookup(), TokenRecycling()]
     with bars() as bar:
         greedy = _continue(contestants, config, prompts, 0.0, seed, bar("greedy continuations", len(prompts)))
         sampled = _continue(
@@ -161,14 +161,14 @@ def _continue(
 def _walk(
     contestants: Contestants,
     config: BenchmarkConfig,
-    sources: Sequence[RolloutSource | ObservingSource],
+    sources: Sequence[ProposalSource],
     prompts: Sequence[Sequence[int]],
     texts: Texts,
     advance: Callable[[int], None],
 ) -> list[Walk]:
     """One walk per source; each conversation takes one target forward for all of them."""
     walks: list[Walk] = [[] for _ in sources]
-    candidates = max((source.candidates for source in sources if isinstance(source, ObservingSource)), default=0)
+    candidates = max(source.proposers(1).candidates for source in sources)
     for prompt, text in zip(prompts, texts, strict=True):
         whole, likeliest = [*prompt, *text], None
         if candidates:

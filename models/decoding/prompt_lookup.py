@@ -1,17 +1,17 @@
-"""Prompt lookup, the baseline that needs no training: propose what followed the same words last time.
+"""Prompt lookup, a baseline without training: propose what followed the same tokens the last time.
 
-Runs in benchmarks. After Saxena's prompt lookup decoding (2023); a copy that reaches the end of the text goes on over
-what it has just proposed, so a text that repeats itself is followed for the whole lookahead: the strongest form.
+After Saxena's prompt lookup decoding (2023), in its strongest form: a copy that reaches the end of the text continues
+with its own proposals, so repetitive text is followed for the whole lookahead.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from models.drafts.batched_proposer import OneByOne
-from models.drafts.proposals import NO_PROPOSAL, Proposals
-from models.drafts.sampling import Sampling
+from models.drafts.batched_proposer import Turn
+from models.drafts.proposals import NO_PROPOSAL, Likeliest, certain
+from models.drafts.trees import Tree
 
 LONGEST_NGRAM = 3
 
@@ -45,14 +45,14 @@ class _History:
         return proposed
 
 
-class PromptLookup(OneByOne):
-    """A `ProposalSource` over the conversation's own text; `NO_PROPOSAL` where nothing repeats. Ignores features."""
+class PromptLookup:
+    """Proposes from the conversation's own text, `NO_PROPOSAL` where nothing repeats. Ignores features."""
 
-    def proposer(self) -> "PromptLookupProposer":
-        return PromptLookupProposer()
+    def proposers(self, count: int) -> "PromptLookupProposer":
+        return PromptLookupProposer(count)
 
     def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
-        """`[T, lookahead]` int64; see `models.drafts.base.ProposalSource.rollout`."""
+        """`[T, lookahead]` int64; see `RolloutSource.rollout`."""
         history, text = _History(), tokens.tolist()
         history.extend(text[:1])
         rows = []
@@ -63,16 +63,27 @@ class PromptLookup(OneByOne):
 
 
 class PromptLookupProposer:
-    """Prompt lookup for one sequence."""
+    """Prompt lookup for several texts: chains, proposed with certainty."""
 
-    def __init__(self) -> None:
-        self._history = _History()
+    branches, candidates = False, 0
 
-    def propose(self, sequence: Tensor, aux: Tensor, lookahead: int) -> Tensor:
-        """`[lookahead]` int64; see `models.drafts.base.Proposer.propose`."""
-        self._history.extend(sequence[len(self._history.tokens) :].tolist())
-        return torch.tensor(self._history.propose(lookahead), dtype=torch.long, device=sequence.device)
+    def __init__(self, rows: int):
+        self._histories = [_History() for _ in range(rows)]
 
-    def sample(self, sequence: Tensor, aux: Tensor, lookahead: int, sampling: Sampling) -> Proposals:
-        """The same proposals, with certainty; see `models.drafts.base.Proposer.sample`."""
-        return Proposals(self.propose(sequence, aux, lookahead), None)
+    def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
+        """See `Proposer.propose`."""
+        trees = {}
+        for row, turn in turns.items():
+            history = self._histories[row]
+            history.extend(turn.text[len(history.tokens) :])
+            assert isinstance(turn.shape, int)
+            trees[row] = Tree.chain(certain(history.propose(turn.shape), turn.aux.device))
+        return trees
+
+    def observe(self, row: int, tokens: Tensor, likeliest: Likeliest) -> None:
+        """Nothing is observed."""
+        raise AssertionError
+
+    def only(self, rows: Sequence[int]) -> None:
+        """Drop all other rows."""
+        self._histories = [self._histories[row] for row in rows]

@@ -1,4 +1,4 @@
-"""The simulated walk: acceptance of the target's own text at every lookahead, from one forward. Runs in benchmarks.
+"""The simulated walk: acceptance of the target's own text at every lookahead, from one forward.
 
 Greedy text and a chain of greedy proposals: a proposal is accepted exactly when it equals the text's next token, so the
 counts are those of real decoding. Text drawn from p, after temperature and top-p: a source that proposes greedily
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from models.decoding.counts import AcceptedCounts
 from models.decoding.observing import likeliest_after
-from models.drafts.batched_proposer import ObservingSource, RolloutSource
-from models.drafts.proposals import Likeliest
+from models.drafts.batched_proposer import ProposalSource, RolloutSource, Turn
+from models.drafts.proposals import NO_PROPOSAL, Likeliest
+from models.drafts.sampling import GREEDY
 from models.targets.model import TargetModel
 
 
@@ -32,7 +33,7 @@ def features_and_likeliest(target: TargetModel, tokens: Sequence[int], candidate
 
 @torch.no_grad()
 def simulate(
-    source: RolloutSource | ObservingSource,
+    source: ProposalSource,
     prompt: Sequence[int],
     continuation: Sequence[int],
     aux: Tensor,
@@ -41,8 +42,8 @@ def simulate(
 ) -> tuple[AcceptedCounts, ...]:
     """Walk over a continuation at every lookahead 1..max_lookahead.
 
-    Relies on a chain: the first proposals do not depend on how many follow. An observing source is told of position
-    after position as in real decoding, and proposes at each.
+    Relies on a chain: the first proposals do not depend on how many follow. A source without a rollout observes and
+    proposes position by position, as in real decoding.
 
     Args:
         source: what proposes.
@@ -50,7 +51,7 @@ def simulate(
         continuation: N token ids of the target's own, the prefill token first.
         aux: `[P + N - 1, K*H]` from `features`.
         max_lookahead: largest lookahead.
-        likeliest: what the target found likely at each row of `aux`; only an observing source needs it.
+        likeliest: the target's most likely tokens at each row of `aux`, for a source without a rollout.
 
     Returns:
         Counts for lookahead 1..max_lookahead, in that order.
@@ -60,27 +61,29 @@ def simulate(
     if len(continuation) < 2:
         return tuple(AcceptedCounts(lookahead, ()) for lookahead in range(1, max_lookahead + 1))
     tokens, first = torch.tensor(text, device=aux.device), len(prompt) - 1
-    if isinstance(source, ObservingSource):
-        assert likeliest is not None, "an observing source walks with what the target found likely"
-        proposals = _propose_on_the_way(source, tokens, first, aux, max_lookahead, likeliest)
-    else:
+    if isinstance(source, RolloutSource):
         proposals = source.rollout(tokens, aux, max_lookahead)[first:-1]
+    else:
+        assert likeliest is not None, "a source without a rollout observes the target's likely tokens"
+        proposals = _propose_step_by_step(source, text, first, aux, max_lookahead, likeliest)
     agreeing = _agreeing(proposals.cpu(), torch.tensor(continuation))
     return tuple(_walk(agreeing, lookahead) for lookahead in range(1, max_lookahead + 1))
 
 
-def _propose_on_the_way(
-    source: ObservingSource, tokens: Tensor, first: int, aux: Tensor, lookahead: int, likeliest: Likeliest
+def _propose_step_by_step(
+    source: ProposalSource, text: Sequence[int], first: int, aux: Tensor, lookahead: int, likeliest: Likeliest
 ) -> Tensor:
-    """`[N - 1, lookahead]` proposals of rows `first ..` but the last, as `ProposalSource.rollout` counts rows."""
-    proposer = source.proposer()
-    proposer.observe(tokens[:first], likeliest[:first])
-    rows = []
-    for row in range(first, len(aux) - 1):
-        here = slice(row, row + 1)
-        proposer.observe(tokens[here], likeliest[here])
-        rows.append(proposer.propose(tokens[: row + 2], aux[: row + 1] if row == first else aux[here], lookahead))
-    return torch.stack(rows)
+    """`[N - 1, lookahead]` proposals of rows `first ..` but the last, numbered as in `RolloutSource.rollout`."""
+    proposer, tokens = source.proposers(1), torch.tensor(text, device=aux.device)
+    proposer.observe(0, tokens[:first], likeliest[:first])
+    rows = tokens.new_full((len(aux) - 1 - first, lookahead), NO_PROPOSAL)
+    for index, row in enumerate(range(first, len(aux) - 1)):
+        newest = slice(row, row + 1)
+        proposer.observe(0, tokens[newest], likeliest[newest])
+        unread = aux[: row + 1] if row == first else aux[newest]
+        chain = proposer.propose({0: Turn(text[: row + 2], unread, lookahead, GREEDY)})[0].proposals.tokens
+        rows[index, : len(chain)] = chain
+    return rows
 
 
 def _agreeing(proposals: Tensor, continuation: Tensor) -> list[int]:

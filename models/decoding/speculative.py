@@ -20,7 +20,7 @@ from models.decoding.plain import Prefill, prefill
 from models.decoding.policy import LookaheadPolicy
 from models.decoding.rejection import accept
 from models.decoding.stopwatch import StepSeconds, Stopwatch, part_of
-from models.drafts.batched_proposer import BatchProposer, ProposalSource, Turn
+from models.drafts.batched_proposer import ProposalSource, Proposer, Turn
 from models.drafts.proposals import NO_PROPOSAL, Proposals
 from models.drafts.sampling import GREEDY, Sampling, chances
 from models.drafts.trees import ROOT, Tree, TreeShape
@@ -154,7 +154,7 @@ def decode_together(conversations: Sequence["Conversation"], *, watch: Stopwatch
         going = [going[row] for row in rows]
 
 
-def _proposers(going: Sequence["Conversation"]) -> BatchProposer:
+def _proposers(going: Sequence["Conversation"]) -> Proposer:
     first = going[0]
     rules = {(conversation.sampling.temperature, conversation.sampling.top_p) for conversation in going}
     assert len(rules) == 1
@@ -170,7 +170,7 @@ def _proposers(going: Sequence["Conversation"]) -> BatchProposer:
     return found
 
 
-def _propose(going: Sequence["Conversation"], proposers: BatchProposer) -> list[Tree]:
+def _propose(going: Sequence["Conversation"], proposers: Proposer) -> list[Tree]:
     """What the next step verifies of every text."""
     turns = {}
     for row, (conversation, shape) in enumerate(zip(going, _choose(going), strict=True)):
@@ -191,7 +191,7 @@ def _choose(going: Sequence["Conversation"]) -> Sequence[int | TreeShape]:
     return [policy.choose(estimates)] * len(going)
 
 
-def _observe(proposers: BatchProposer, step: Verification, decisions: Sequence[StepDecision]) -> None:
+def _observe(proposers: Proposer, step: Verification, decisions: Sequence[StepDecision]) -> None:
     """Tell observing proposers of the positions that the step adds to the texts."""
     if not proposers.candidates:
         return

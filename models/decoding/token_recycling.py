@@ -1,71 +1,81 @@
-"""Token Recycling (arXiv 2408.08696), a baseline that needs no training: propose what the target had in mind before.
+"""Token Recycling (arXiv 2408.08696), a baseline without training: propose what the target found likely before.
 
-Runs in benchmarks. Whenever the target has read a token, the tokens that it found likely to follow are kept in that
-token's row of an adjacency matrix, in place of older ones; proposals go from row to row. A chain takes the best
-candidate each time, a tree the first ones, breadth first.
+When the target has read a token, its most likely next tokens replace that token's row of an adjacency matrix. A chain
+follows the best candidate from row to row; a tree takes the first ones, breadth first.
 
-Here a row changes only when its token stands on the text, prompt included (the paper also keeps what followed rejected
-proposals), and every text starts with an empty matrix (the paper's goes from one text to the next). So proposals
-depend on the text so far alone, whatever was proposed before, and other prompts cannot change a figure.
+Differences from the paper: a row changes only for tokens of the text, prompt included (the paper also keeps what
+followed rejected proposals), and every text starts with an empty matrix (the paper carries it over). So proposals
+depend on the text alone, and the order of prompts cannot change a figure.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from models.drafts.batched_proposer import ObservingProposer, ObservingSource
-from models.drafts.proposals import NO_PROPOSAL, Likeliest, Proposals
-from models.drafts.sampling import Sampling
+from models.drafts.batched_proposer import Turn
+from models.drafts.proposals import NO_PROPOSAL, Likeliest, certain
 from models.drafts.trees import ROOT, Candidates, Growing, Tree, TreeShape, grow
 
 CANDIDATES = 8
 
 
-class TokenRecycling(ObservingSource):
-    """Proposes from the conversation's own text and what the target said along it."""
+class TokenRecycling:
+    """Proposes from the conversation's own text and the target's likely tokens along it."""
 
     def __init__(self, candidates: int = CANDIDATES):
         self.candidates = candidates
 
-    def proposer(self) -> "TokenRecyclingProposer":
-        return TokenRecyclingProposer(self.candidates)
+    def proposers(self, count: int) -> "TokenRecyclingProposer":
+        return TokenRecyclingProposer(count, self.candidates)
 
 
-class TokenRecyclingProposer(ObservingProposer):
-    """Token Recycling for one sequence; proposes with certainty, ignores features."""
+class TokenRecyclingProposer:
+    """Token Recycling for several texts; proposes with certainty, ignores features."""
 
-    def __init__(self, candidates: int = CANDIDATES):
+    branches = True
+
+    def __init__(self, rows: int, candidates: int = CANDIDATES):
         self.candidates = candidates
-        self._following: dict[int, tuple[list[int], list[float]]] = {}
-        """The adjacency matrix: rows of tokens that were read, candidates and their log-probabilities."""
+        self._matrices: list[dict[int, tuple[list[int], list[float]]]] = [{} for _ in range(rows)]
+        """Per text, the adjacency matrix: candidates and their log-probabilities by token read."""
 
-    def observe(self, tokens: Tensor, likeliest: Likeliest) -> None:
-        """See `models.drafts.base.ObservingProposer.observe`; the last place of a token counts."""
-        rows = zip(likeliest.tokens.tolist(), likeliest.log_probabilities.tolist(), strict=True)
-        self._following.update(zip(tokens.tolist(), rows, strict=True))
+    def observe(self, row: int, tokens: Tensor, likeliest: Likeliest) -> None:
+        """See `Proposer.observe`; the last occurrence of a token counts."""
+        found = zip(likeliest.tokens.tolist(), likeliest.log_probabilities.tolist(), strict=True)
+        self._matrices[row].update(zip(tokens.tolist(), found, strict=True))
 
-    def propose(self, sequence: Tensor, aux: Tensor, lookahead: int) -> Tensor:
-        """`[lookahead]` int64; `NO_PROPOSAL` from the first token on that was never read before."""
-        proposed, token = [], int(sequence[-1])
+    def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
+        """See `Proposer.propose`; a chain ends before the first token that was never read, a tree is no wider than
+        the matrix."""
+        trees = {}
+        for row, turn in turns.items():
+            device = turn.aux.device
+            if isinstance(turn.shape, int):
+                trees[row] = Tree.chain(certain(self._chain(row, turn.text[-1], turn.shape), device))
+            else:
+                trees[row] = self._tree(row, turn.text[-1], turn.shape, device)
+        return trees
+
+    def only(self, rows: Sequence[int]) -> None:
+        """Drop all other rows."""
+        self._matrices = [self._matrices[row] for row in rows]
+
+    def _chain(self, row: int, token: int, lookahead: int) -> list[int]:
+        matrix, proposed = self._matrices[row], []
         for _ in range(lookahead):
-            token = self._following[token][0][0] if token in self._following else NO_PROPOSAL
+            token = matrix[token][0][0] if token in matrix else NO_PROPOSAL
             proposed.append(token)
-        return torch.tensor(proposed, dtype=torch.long, device=sequence.device)
+        return proposed
 
-    def sample(self, sequence: Tensor, aux: Tensor, lookahead: int, sampling: Sampling) -> Proposals:
-        """The same proposals, with certainty."""
-        return Proposals(self.propose(sequence, aux, lookahead), None)
-
-    def propose_tree(self, sequence: Tensor, aux: Tensor, shape: TreeShape, sampling: Sampling) -> Tree:
-        """See `models.drafts.trees.TreeProposer.propose_tree`; not wider than the matrix."""
-        last = int(sequence[-1])
+    def _tree(self, row: int, last: int, shape: TreeShape, device: torch.device) -> Tree:
+        matrix = self._matrices[row]
 
         def expand(grown: Growing, nodes: Sequence[int], width: int) -> Candidates:
             width = min(width, self.candidates)
-            rows = [self._following.get(last if node == ROOT else grown.tokens[node], ([], [])) for node in nodes]
+            rows = [matrix.get(last if node == ROOT else grown.tokens[node], ([], [])) for node in nodes]
             tokens = [(found + [NO_PROPOSAL] * width)[:width] for found, _ in rows]
             scores = [(found + [0.0] * width)[:width] for _, found in rows]
             return Candidates(torch.tensor(tokens), torch.tensor(scores))
 
-        return grow(shape, expand, sequence.device)
+        return grow(shape, expand, device)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from models.drafts.batched_proposer import BatchProposer
+from models.drafts.batched_proposer import Proposer
 from models.drafts.context import ContextShare
 from models.drafts.vocabulary import DraftVocabulary
 
@@ -108,7 +108,7 @@ class Draft(torch.nn.Module):
         """The loss of a rank that has no sample: 0, and every parameter has a part in it, as gradients are reduced."""
         return torch.stack([parameter.sum() * 0.0 for parameter in self.parameters()]).sum()
 
-    def proposers(self, count: int) -> BatchProposer:
+    def proposers(self, count: int) -> Proposer:
         raise NotImplementedError
 
     def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:

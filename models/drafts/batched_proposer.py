@@ -1,116 +1,75 @@
-"""Proposing for several texts: what a step hands over, and sources that go text by text. Runs in benchmarks."""
+"""The contract of everything that proposes tokens: batched; a single text is a batch of one."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from models.drafts.proposals import Likeliest, Proposals
 from models.drafts.sampling import Sampling, chances, draw_by
-from models.drafts.trees import ROOT, Tree, TreeProposer, TreeShape
+from models.drafts.trees import ROOT, Tree, TreeShape
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one text hands over in a step, and what it wants."""
+    """One text's inputs to a decoding step."""
 
     text: Sequence[int]
-    """Every token emitted so far, t + 1; the last one has not been through the target."""
+    """All t + 1 tokens emitted so far; the target has not processed the last one."""
     aux: Tensor
-    """`[n, K*H]`, target features of positions `t - n .. t - 1`, which were not handed over yet; n >= 1."""
+    """`[n, K*H]` target features of positions `t - n .. t - 1`, those that no earlier turn had; n >= 1."""
     shape: int | TreeShape
-    """A chain of so many proposals, at least 1, or a tree."""
+    """Length of a chain of proposals (at least 1), or a tree."""
     sampling: Sampling
 
 
 class Proposer(Protocol):
-    """Proposes tokens for one sequence while it is decoded; holds the draft's own cache."""
-
-    def propose(self, sequence: Tensor, aux: Tensor, lookahead: int) -> Tensor:
-        """Propose the next `lookahead` tokens.
-
-        Args:
-            sequence: `[t + 1]` int64, every token emitted so far; the last one has not been through the target.
-            aux: `[n, K*H]`, target features of positions `t - n .. t - 1`, which this proposer has not seen yet.
-            lookahead: number of tokens to propose, at least 1.
-
-        Returns:
-            `[lookahead]` int64, target-vocabulary ids.
-        """
-        ...
-
-    def sample(self, sequence: Tensor, aux: Tensor, lookahead: int, sampling: Sampling) -> Proposals:
-        """Propose the next `lookahead` tokens as `propose` does, but drawn after temperature and top-p.
-
-        A source that knows tokens only proposes them with certainty.
-        """
-        ...
-
-
-class ObservingProposer(ABC):
-    """A `Proposer` that also learns from what the target itself found likely.
-
-    It is told of every position of the text once, in order, before it proposes what follows, and of nothing else:
-    what the target said after a rejected proposal is no position of the text. So its proposals depend on the text so
-    far alone, and walking over a finished text meets the same ones as decoding does.
-    """
-
-    candidates: int
-    """How many of the target's likeliest tokens it wants to be told."""
-
-    @abstractmethod
-    def observe(self, tokens: Tensor, likeliest: Likeliest) -> None:
-        """The next n tokens of the text `[n]` int64, and what the target found likely after each of them."""
-
-    @abstractmethod
-    def propose(self, sequence: Tensor, aux: Tensor, lookahead: int) -> Tensor:
-        """See `Proposer.propose`."""
-
-    @abstractmethod
-    def sample(self, sequence: Tensor, aux: Tensor, lookahead: int, sampling: Sampling) -> Proposals:
-        """See `Proposer.sample`."""
-
-
-class BatchProposer(Protocol):
-    """Proposes for B texts, row by row; holds the draft's caches."""
+    """Proposes for B texts, row by row, and holds the draft's caches."""
 
     branches: bool
     """Whether it can propose trees."""
     candidates: int
-    """How many of the target's likeliest tokens it wants to `observe`; 0: it observes nothing."""
+    """How many of the target's most likely tokens `observe` takes per position; 0 if it observes nothing."""
 
     def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
-        """What the next step of these rows verifies; the others keep what they have to hand over.
+        """Propose what the next step of these rows verifies; other rows keep their pending inputs.
 
-        All turns have the same temperature and top-p; each row draws by its own generator.
+        All turns have the same temperature and top-p; each row draws from its own generator. Greedy turns get the most
+        likely tokens. In sampled trees, the siblings of a static tree are drawn without replacement after temperature
+        and top-p (recursive rejection sampling, arXiv 2402.14160), or the whole tree is proposed with certainty.
         """
         ...
 
     def observe(self, row: int, tokens: Tensor, likeliest: Likeliest) -> None:
-        """See `ObservingProposer.observe`."""
+        """Take the next n tokens `[n]` int64 of a row's text, and the target's most likely tokens after each.
+
+        Every position of the text comes once, in order, before the proposals that follow it. Rejected proposals are no
+        positions of the text. So proposals depend on the text alone, and a walk over a finished text meets the same
+        proposals as decoding does.
+        """
         ...
 
     def only(self, rows: Sequence[int]) -> None:
-        """Let the other rows go."""
+        """Drop all other rows."""
         ...
 
 
 class ProposalSource(Protocol):
-    """All that decoding needs of a draft or a training-free baseline."""
+    """A draft, or a baseline that needs no training."""
 
-    def proposers(self, count: int) -> BatchProposer:
-        """Fresh proposers for so many texts."""
+    def proposers(self, count: int) -> Proposer:
+        """A fresh proposer for `count` texts."""
         ...
 
 
+@runtime_checkable
 class RolloutSource(ProposalSource, Protocol):
     """A source whose proposals depend on tokens and target features alone."""
 
     def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
-        """Proposals from every position of one sequence at once, equal to what a proposer would say there.
+        """Proposals from every position of one text at once, equal to a proposer's.
 
         Args:
             tokens: `[T + 1]` int64.
@@ -118,68 +77,9 @@ class RolloutSource(ProposalSource, Protocol):
             lookahead: number of tokens proposed from each position.
 
         Returns:
-            `[T, lookahead]` int64; row i is proposed when `tokens[: i + 2]` are emitted, so its first token
-            stands for position i + 2.
+            `[T, lookahead]` int64; row i is proposed after `tokens[: i + 2]`, so its first token is for position i + 2.
         """
         ...
-
-
-class TextByText:
-    """A batch of proposers that know one text each."""
-
-    def __init__(self, proposers: Sequence[Proposer]):
-        self.proposers = list(proposers)
-        first = self.proposers[0]
-        self.branches = hasattr(first, "propose_tree")
-        self.candidates = first.candidates if isinstance(first, ObservingProposer) else 0
-
-    def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
-        """See `BatchProposer.propose`."""
-        return {row: _alone(self.proposers[row], turn) for row, turn in turns.items()}
-
-    def observe(self, row: int, tokens: Tensor, likeliest: Likeliest) -> None:
-        """See `ObservingProposer.observe`."""
-        proposer = self.proposers[row]
-        assert isinstance(proposer, ObservingProposer)
-        proposer.observe(tokens, likeliest)
-
-    def only(self, rows: Sequence[int]) -> None:
-        """Let the other rows go."""
-        self.proposers = [self.proposers[row] for row in rows]
-
-
-def _alone(proposer: Proposer, turn: Turn) -> Tree:
-    sequence, sampling = torch.tensor(turn.text, device=turn.aux.device), turn.sampling
-    if not isinstance(turn.shape, int):
-        return cast(TreeProposer, proposer).propose_tree(sequence, turn.aux, turn.shape, sampling)
-    if sampling.greedy:
-        proposals = Proposals(proposer.propose(sequence, turn.aux, turn.shape), None)
-    else:
-        proposals = proposer.sample(sequence, turn.aux, turn.shape, sampling)
-    assert len(proposals.tokens) <= turn.shape
-    return Tree.chain(proposals)
-
-
-class OneByOne(ABC):
-    """A source whose proposers know one text each."""
-
-    @abstractmethod
-    def proposer(self) -> Proposer:
-        """A fresh proposer for one text."""
-
-    def proposers(self, count: int) -> TextByText:
-        """See `Source.proposers`."""
-        return TextByText([self.proposer() for _ in range(count)])
-
-
-class ObservingSource(OneByOne):
-    """A source of observing proposers; it has no rollout, which is given features only."""
-
-    candidates: int
-
-    @abstractmethod
-    def proposer(self) -> ObservingProposer:
-        """A fresh proposer for one sequence: nothing is carried from one text to the next."""
 
 
 class Choice:

@@ -1,5 +1,6 @@
 """Proposed tokens, and what the target says of them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,11 @@ class Proposals:
             return certain.scatter_(1, self.tokens.unsqueeze(-1), 1.0)
         assert self.probabilities.shape == (len(self.tokens), vocabulary)
         return self.probabilities
+
+
+def certain(tokens: Sequence[int], device: torch.device) -> Proposals:
+    """Tokens proposed with certainty."""
+    return Proposals(torch.tensor(tokens, dtype=torch.long, device=device), None)
 
 
 @dataclass(frozen=True)

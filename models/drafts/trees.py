@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -268,15 +267,3 @@ def children(
     if sampling.greedy or isinstance(shape, DynamicTree):
         return likeliest_children(logits, target_ids, width)
     return drawn_children(logits, target_ids, width, vocabulary, sampling)
-
-
-class TreeProposer(Protocol):
-    """What a proposer has that can branch."""
-
-    def propose_tree(self, sequence: Tensor, aux: Tensor, shape: TreeShape, sampling: Sampling) -> Tree:
-        """A tree of the next tokens; `sequence` and `aux` as in `Proposer.propose`.
-
-        Greedy: the likeliest tokens. Sampled: a static tree's siblings are drawn without replacement after temperature
-        and top-p (recursive rejection sampling, arXiv 2402.14160), or all of the tree is proposed with certainty.
-        """
-        ...

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class DFlashProposer:
-    """Proposals for B texts (see `BatchProposer`), with every layer's keys and values of verified positions."""
+    """Proposals for B texts (see `Proposer`), with every layer's keys and values of verified positions."""
 
     branches, candidates = False, 0
 
@@ -31,7 +31,7 @@ class DFlashProposer:
 
     @torch.no_grad()
     def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
-        """See `BatchProposer.propose`; beyond a block there is no proposal."""
+        """See `Proposer.propose`; beyond a block there is no proposal."""
         logits = self.draft.logits(self.fill(turns))
         every, vocabulary = [turns.get(row) for row in range(len(self.lengths))], logits.shape[-1]
         ids = torch.arange(vocabulary, device=logits.device)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Eagle3Proposer:
-    """Proposals for B texts (see `BatchProposer`); what a row's first `lengths[r]` columns hold was verified."""
+    """Proposals for B texts (see `Proposer`); what a row's first `lengths[r]` columns hold was verified."""
 
     branches, candidates = True, 0
 
@@ -35,7 +35,7 @@ class Eagle3Proposer:
 
     @torch.no_grad()
     def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
-        """See `BatchProposer.propose`."""
+        """See `Proposer.propose`."""
         draft, newest = self.draft, self._catch_up(turns)
         every = [turns.get(row) for row in range(len(self.lengths))]
         choice = Choice(every, draft.target_ids, draft.vocabulary.target_size)

@@ -103,7 +103,7 @@ class MedusaDraft(Draft):
 
 
 class MedusaProposer:
-    """Proposes by the newest positions' features, for any rows (see `BatchProposer`); it keeps nothing of them."""
+    """Proposes by the newest positions' features, for any rows (see `Proposer`); it keeps nothing of them."""
 
     branches, candidates = False, 0
 
@@ -112,7 +112,7 @@ class MedusaProposer:
 
     @torch.no_grad()
     def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
-        """See `BatchProposer.propose`; beyond the last head there is no proposal."""
+        """See `Proposer.propose`; beyond the last head there is no proposal."""
         draft = self.draft
         choice = Choice(list(turns.values()), draft.target_ids, draft.vocabulary.target_size, draft.positions)
         newest = torch.stack([turn.aux[-1] for turn in turns.values()])

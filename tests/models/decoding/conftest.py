@@ -1,6 +1,8 @@
 """Tiny random targets whose greedy text varies, and sources that propose for them."""
 
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,16 +10,19 @@ from torch import Tensor
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from models.decoding.plain import prefill
-from models.drafts.batched_proposer import OneByOne
 from models.drafts.proposals import Proposals
 from models.drafts.sampling import Sampling
 from models.drafts.trees import Candidates, Growing, Tree, TreeShape, grow
 from models.targets.model import TargetModel
 
+sys.path.append(str(Path(__file__).parent))  # test modules import text_by_text from this folder
+
+from text_by_text import TextByText
+
 VOCABULARY = 61
 
 
-class CorruptedOracle(OneByOne):
+class CorruptedOracle(TextByText):
     """Proposes the target's own greedy text, with an error wherever a seeded hash of the place says so."""
 
     def __init__(self, target: TargetModel, error_share: float, seed: int):

@@ -1,10 +1,11 @@
 import torch
+from text_by_text import TextByText
 
 from models.decoding.counts import AcceptedCounts
 from models.decoding.simulated import simulate
 
 
-class Fixed:
+class Fixed(TextByText):
     """Proposes from a table: row i stands for `tokens[: i + 2]`."""
 
     def __init__(self, rows: list[list[int]]):

@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from text_by_text import TextByText
 
 from models.decoding.plain import continue_greedily
 from models.decoding.policy import Accepting, LookaheadPolicy
 from models.decoding.speculative import speculate, speculate_together
-from models.drafts.batched_proposer import OneByOne
 
 NEVER = frozenset()
 rate = st.floats(0.0, 1.0)
@@ -107,7 +107,7 @@ def test_rates_that_are_none_are_refused_in_words():
             LookaheadPolicy(Costs(1, 0.1, 0.1), rates)
 
 
-class Attentive(OneByOne):
+class Attentive(TextByText):
     """Proposes as another source does, and checks that each proposer is handed every position's features once."""
 
     def __init__(self, source):

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from text_by_text import TextByText
 from torch import Tensor
 from transformers import DynamicCache
 
 from models.decoding import rejection
 from models.decoding.plain import Prefill
 from models.decoding.speculative import Conversation, decode_together, speculate
-from models.drafts.batched_proposer import OneByOne
 from models.drafts.proposals import Proposals
 from models.drafts.sampling import Sampling
 from models.drafts.trees import DynamicTree, StaticTree, Tree, drawn_children, grow, likeliest_children
@@ -78,7 +78,7 @@ def nucleus(logits: Tensor, temperature: float, top_p: float) -> Tensor:
     return kept / kept.sum(-1, keepdim=True)
 
 
-class Disagreeing(OneByOne):
+class Disagreeing(TextByText):
     """A draft that knows the last two tokens only, 11 of the 16 tokens, and what it knows is noisy."""
 
     def __init__(self, target: Remembering):

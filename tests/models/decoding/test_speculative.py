@@ -2,6 +2,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from text_by_text import TextByText
 
 from models.decoding.counts import AcceptedCounts
 from models.decoding.plain import continue_batch, continue_greedily
@@ -9,7 +10,6 @@ from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.simulated import features, features_and_likeliest, simulate
 from models.decoding.speculative import speculate, speculate_together
 from models.decoding.token_recycling import TokenRecycling
-from models.drafts.batched_proposer import OneByOne
 from models.drafts.proposals import NO_PROPOSAL
 from models.drafts.sampling import Sampling
 from models.drafts.trees import StaticTree
@@ -17,7 +17,7 @@ from models.drafts.trees import StaticTree
 NEVER = frozenset()
 
 
-class Scripted(OneByOne):
+class Scripted(TextByText):
     """Proposes from a fixed continuation, changed at chosen places of it."""
 
     def __init__(self, prompt_length: int, continuation: list[int], wrong: set[int]):

@@ -12,24 +12,24 @@ from models.drafts.trees import Tree, TreeShape
 
 
 class Alone:
-    """The row of a batch of one, as a `Proposer`."""
+    """The row of a batch of one, with a text's own methods."""
 
     def __init__(self, draft: Draft):
         self.batch = draft.proposers(1)
 
     def propose(self, sequence: Tensor, aux: Tensor, lookahead: int) -> Tensor:
-        """Greedy proposals `[lookahead]` (see Proposer)."""
+        """Greedy proposals `[lookahead]`."""
         return self.sample(sequence, aux, lookahead, GREEDY).tokens
 
     def sample(self, sequence: Tensor, aux: Tensor, lookahead: int, sampling: Sampling) -> Proposals:
-        """Sampled proposals (see Proposer)."""
+        """Sampled proposals `[lookahead]`."""
         tree = self.batch.propose({0: Turn(sequence.tolist(), aux, lookahead, sampling)})[0]
         found, missing = tree.proposals, lookahead - len(tree.parents)
         rows = None if found.probabilities is None else F.pad(found.probabilities, (0, 0, 0, missing))
         return Proposals(F.pad(found.tokens, (0, missing), value=NO_PROPOSAL), rows)
 
     def propose_tree(self, sequence: Tensor, aux: Tensor, shape: TreeShape, sampling: Sampling) -> Tree:
-        """See `TreeProposer.propose_tree`."""
+        """A tree of proposals."""
         return self.batch.propose({0: Turn(sequence.tolist(), aux, shape, sampling)})[0]
 
 
