@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -185,34 +186,48 @@ def public_folder() -> Iterator[Path]:
         yield folder
 
 
+def prepare_run(path: Path, target: TargetRecord, *overrides: str) -> RunFolder:
+    """A run folder of the tiny recipe, ready for generators and trainer."""
+    from models.data.prepare import prepare_samples
+
+    config = load_recipe(TINY, list(overrides))
+    folder = RunFolder(path)
+    write_atomically(folder.config, config)
+    write_atomically(folder.target, target)
+    write_atomically(folder.samples, prepare_samples(config.data, target, config.target.add_bos))
+    return folder
+
+
 @pytest.fixture
 def make_run(tmp_path: Path, tiny_target: TargetRecord, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRun]:
     """Makes run folders of the tiny recipe: `make_run("name", "training.max_steps=3", ...)`."""
-    from models.data.prepare import prepare_samples
+    # A folder of its own: nobody owns these runs, so a run that starts meanwhile would sweep them from /dev/shm.
+    with memory_folder() as memory:
+        monkeypatch.setenv("DRAFTSMITH_SHM", str(memory))
+        yield lambda name, *overrides: prepare_run(tmp_path / name, tiny_target, *overrides)
 
-    # Not /dev/shm itself: nobody owns these runs, so a run that starts meanwhile would sweep them.
-    memory = Path("/dev/shm") / f"tests-of-draftsmith-{os.getpid()}"
-    memory.mkdir(exist_ok=True)
-    monkeypatch.setenv("DRAFTSMITH_SHM", str(memory))
 
-    def make(name: str, *overrides: str) -> RunFolder:
-        config = load_recipe(TINY, list(overrides))
-        folder = RunFolder(tmp_path / name)
-        write_atomically(folder.config, config)
-        write_atomically(folder.target, tiny_target)
-        write_atomically(folder.samples, prepare_samples(config.data, tiny_target, config.target.add_bos))
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory, tiny_target: TargetRecord) -> Callable[..., RunFolder]:
+    """Gives a run of the tiny recipe with these overrides that nothing disturbed; it is trained once and only read."""
+
+    @cache
+    def finished(*overrides: str) -> RunFolder:
+        folder = prepare_run(tmp_path_factory.mktemp("finished"), tiny_target, *overrides)
+        with memory_folder() as memory, pytest.MonkeyPatch.context() as patch, processes() as start:
+            patch.setenv("DRAFTSMITH_SHM", str(memory))
+            train(start, folder)
         return folder
 
-    yield make
-    shutil.rmtree(memory)
+    return finished
 
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
-@pytest.fixture
-def start() -> Iterator[Start]:
-    """Starts a module on a run: `start("models.capture.generator", folder)`; none outlives the test."""
+@contextmanager
+def processes() -> Iterator[Start]:
+    """Starts modules on runs: `start("models.capture.generator", folder)`; none outlives the context."""
     started: list[subprocess.Popen[str]] = []
 
     def launch(module: str, folder: RunFolder, **options: int) -> subprocess.Popen[str]:
@@ -231,6 +246,13 @@ def start() -> Iterator[Start]:
 
 
 @pytest.fixture
+def start() -> Iterator[Start]:
+    """See `processes`."""
+    with processes() as launch:
+        yield launch
+
+
+@pytest.fixture
 def kill_tree() -> Callable[[int], None]:
     """SIGKILL for a process and everything below it."""
 
@@ -242,20 +264,21 @@ def kill_tree() -> Callable[[int], None]:
     return kill
 
 
+def train(start: Start, folder: RunFolder) -> None:
+    """Run a generator and a one-rank trainer on a prepared run until both have ended well."""
+    generator, trainer = start("models.capture.generator", folder), start("models.training.launch", folder, ranks=1)
+    with ThreadPoolExecutor(2) as threads:
+        # At the same time: a trainer waits long for a generator that has died.
+        ended = [threads.submit(process.communicate, timeout=900) for process in (generator, trainer)]
+        output, _ = ended[0].result()
+        if generator.returncode:
+            trainer.kill()
+        assert generator.returncode == 0, output
+        output, _ = ended[1].result()
+        assert trainer.returncode == 0, output
+
+
 @pytest.fixture
 def run_to_the_end(start: Start) -> Callable[[RunFolder], None]:
-    """Runs a generator and a one-rank trainer on a prepared run until both have ended well."""
-
-    def run(folder: RunFolder) -> None:
-        generator, trainer = start("models.capture.generator", folder), start("models.training.launch", folder, ranks=1)
-        with ThreadPoolExecutor(2) as threads:
-            # At the same time: a trainer waits long for a generator that has died.
-            ended = [threads.submit(process.communicate, timeout=900) for process in (generator, trainer)]
-            output, _ = ended[0].result()
-            if generator.returncode:
-                trainer.kill()
-            assert generator.returncode == 0, output
-            output, _ = ended[1].result()
-            assert trainer.returncode == 0, output
-
-    return run
+    """See `train`."""
+    return partial(train, start)

@@ -248,6 +248,7 @@ def redeploy(stack: Any, folder: Path) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
+@pytest.mark.slow
 def test_what_the_operator_changed_survives_another_deployment(stack: Any, tmp_path: Path) -> None:
     redeploy(stack, tmp_path)
     with temporary_settings({PREFECT_API_URL: stack.api}), get_client(sync_client=True) as client:

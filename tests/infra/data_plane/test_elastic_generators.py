@@ -86,11 +86,11 @@ def captured_by(folder: RunFolder) -> set[str]:
         return set(connection.execute(taken).scalars())
 
 
+@pytest.mark.slow
 def test_a_generator_comes_and_goes_as_the_slow_side_changes(
-    make_run, run_to_the_end, monkeypatch: pytest.MonkeyPatch
+    make_run, finished_run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    undisturbed = make_run("whole", *SMALL)
-    run_to_the_end(undisturbed)
+    undisturbed = finished_run(*SMALL)
     folder = make_run("elastic", *SMALL, "generator.max_count=2")
     monkeypatch.setattr(elastic_generators, "LOOK_S", 0.2)
     owner = Owner(folder.name, folder.logs)

@@ -219,6 +219,7 @@ def check_goodput(result: BenchmarkResult, run: PreparedRun) -> None:
     load_draft(run.folder.export, Path(run.target.path), torch.float32)  # with the settings beside it
 
 
+@pytest.mark.slow
 def test_the_same_run_gives_the_same_figures(run: PreparedRun, target: Path, tmp_path: Path):
     champion = export(target, tmp_path / "champion", (1,), seed=2)
     first, second = (benchmark_run(run, champion, "") for _ in range(2))

@@ -41,12 +41,14 @@ def weights(folder: RunFolder, name: str = "draft.safetensors") -> dict[str, tor
     return load_file(folder.path / TrainingResult.read(folder.training).checkpoint / name)
 
 
-def test_it_is_what_decoding_gives_and_training_is_not_disturbed(make_run, run_to_the_end, start, kill_tree):
+@pytest.mark.slow
+def test_it_is_what_decoding_gives_and_training_is_not_disturbed(
+    make_run, finished_run, run_to_the_end, start, kill_tree
+):
     """A run that is measured, and killed between two measurements, against one that is not."""
-    measured, plain = make_run("measured", *MEASURED), make_run("plain", *MEASURED, "training.heldout_steps=0")
+    measured, plain = make_run("measured", *MEASURED), finished_run(*MEASURED, "training.heldout_steps=0")
     kill_after_step_4(measured, start, kill_tree)
     run_to_the_end(measured)
-    run_to_the_end(plain)
     assert [row["step"] for row in lines(measured) if HELDOUT_LENGTH in row] == [3, 6, 9]
     assert not any(HELDOUT_LENGTH in row for row in lines(plain))
     assert not plain.heldout.exists()

@@ -77,9 +77,14 @@ def train_in_memory(run: PreparedRun) -> list[float]:
     return collected
 
 
-def test_streaming_equals_memory(make_run, run_to_the_end):
-    folder = make_run("stream", *SMALL)
-    run_to_the_end(folder)
+@pytest.fixture
+def undisturbed(finished_run):
+    """What disturbed runs must equal."""
+    return finished_run(*SMALL)
+
+
+def test_streaming_equals_memory(undisturbed):
+    folder = undisturbed
     run = PreparedRun.open(folder.path)
     progress: SampleProgress = run.open_ledger().progress()
     assert progress == SampleProgress(consumed=36)
@@ -93,9 +98,7 @@ def test_streaming_equals_memory(make_run, run_to_the_end):
     assert losses(folder) == pytest.approx(train_in_memory(run), rel=1e-6)
 
 
-def test_a_killed_and_resumed_run_equals_an_undisturbed_one(make_run, run_to_the_end, start, kill_tree):
-    undisturbed = make_run("whole", *SMALL)
-    run_to_the_end(undisturbed)
+def test_a_killed_and_resumed_run_equals_an_undisturbed_one(make_run, undisturbed, run_to_the_end, start, kill_tree):
     folder = make_run("killed", *SMALL, "training.checkpoint_steps=3")
     first_generator, first = (
         start("models.capture.generator", folder),
@@ -119,14 +122,14 @@ def test_a_killed_and_resumed_run_equals_an_undisturbed_one(make_run, run_to_the
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
-def test_bfloat16_follows_float32(make_run, run_to_the_end):
-    exact, rounded = make_run("float32", *SMALL), make_run("bfloat16", *SMALL, "training.precision=bfloat16")
-    run_to_the_end(exact)
+def test_bfloat16_follows_float32(make_run, undisturbed, run_to_the_end):
+    exact, rounded = undisturbed, make_run("bfloat16", *SMALL, "training.precision=bfloat16")
     run_to_the_end(rounded)
     assert losses(rounded) == pytest.approx(losses(exact), rel=0.02)
     assert losses(rounded) != losses(exact)
 
 
+@pytest.mark.slow
 def test_generators_come_and_go(make_run, start):
     """Three generators: one stops on request, one is killed midway, and nothing is lost."""
     folder = make_run("several", *SMALL, "data.max_samples=120", "ledger.lease_seconds=5")
@@ -169,9 +172,8 @@ def test_bytes_held_never_exceed_the_budget(make_run, start, first):
     assert max(held) <= 3 * 2**20
 
 
-def test_a_lost_ledger_is_rebuilt_from_the_checkpoint(make_run, run_to_the_end, start, kill_tree):
-    undisturbed = make_run("whole", *SMALL)
-    run_to_the_end(undisturbed)
+@pytest.mark.slow
+def test_a_lost_ledger_is_rebuilt_from_the_checkpoint(make_run, undisturbed, run_to_the_end, start, kill_tree):
     folder = make_run("lost", *SMALL, "training.checkpoint_steps=3", "training.keep_checkpoints=9")
     processes = start("models.capture.generator", folder), start("models.training.launch", folder, ranks=1)
     deadline = time.monotonic() + 120
@@ -193,10 +195,9 @@ def test_a_lost_ledger_is_rebuilt_from_the_checkpoint(make_run, run_to_the_end, 
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
-def test_stored_hidden_states_are_captured_once(make_run, run_to_the_end, tmp_path):
+@pytest.mark.slow
+def test_stored_hidden_states_are_captured_once(make_run, undisturbed, run_to_the_end, tmp_path):
     """The offline mode: the same losses as streamed, and another run of the same text finds everything."""
-    streamed = make_run("streamed", *SMALL)
-    run_to_the_end(streamed)
     kept = tmp_path / "kept"
     stored = [*SMALL, "transport.kind=stored", f"transport.folder={kept}"]
     first, second = make_run("first", *stored), make_run("second", *stored)
@@ -205,17 +206,16 @@ def test_stored_hidden_states_are_captured_once(make_run, run_to_the_end, tmp_pa
     assert len(written) == 2 * 36
     run_to_the_end(second)
     assert {path: path.stat().st_mtime_ns for path in kept.iterdir()} == written
-    assert losses(first) == losses(second) == losses(streamed)
+    assert losses(first) == losses(second) == losses(undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "cut", "message"),
     [("arena", False, "checksum of aux does not match"), ("files", True, "another size than its record says")],
 )
-def test_a_damaged_object_is_captured_again(make_run, run_to_the_end, start, kind, cut, message):
+def test_a_damaged_object_is_captured_again(make_run, undisturbed, start, kind, cut, message):
     """While training goes on, the last captured object is damaged where it lies: one restart, and the same losses."""
-    undisturbed = make_run("whole", *SMALL)
-    run_to_the_end(undisturbed)
     folder = make_run("damaged", *SMALL, f"transport.kind={kind}", "training.prefetch_steps=1")
     ledger = with_its_first_epoch(folder)
     generator = start("models.capture.generator", folder)
