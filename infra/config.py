@@ -1,4 +1,4 @@
-"""Configuration of everything below the tensors: pools, ledger, transport, tracking."""
+"""Settings of pools, ledger, transport and tracking, and the base class of all settings."""
 
 import re
 from typing import Annotated, Any, Literal, Self
@@ -9,27 +9,21 @@ from infra.redaction import NO_PASSWORD, PASSWORD
 from infra.refusal import Refusal
 
 LONGEST_TEXT = 4096
-LONGEST_NAME = 255
-"""Bytes of one file name."""
+LONGEST_NAME_BYTES = 255
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
-MOST_SEED = 2**32 - 1
 
 
 def _number_fields(schema: dict[str, Any]) -> None:
-    """Prefect's form sorts fields by `position`; PostgreSQL, which keeps the schema, forgets the order of its keys."""
+    """Prefect's form sorts fields by `position`, because PostgreSQL does not keep the order of a schema's keys."""
     for position, field in enumerate(schema.get("properties", {}).values()):
         field["position"] = position
 
 
 class StrictConfig(BaseModel):
-    """Base of every section: frozen, no unknown settings, no NaN or infinity, no text that no file could be named."""
+    """Base of every section: frozen, no unknown settings, no NaN or infinity, no control characters."""
 
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        allow_inf_nan=False,
-        str_max_length=LONGEST_TEXT,
-        json_schema_extra=_number_fields,
+        frozen=True, extra="forbid", allow_inf_nan=False, str_max_length=LONGEST_TEXT, json_schema_extra=_number_fields
     )
 
     @field_validator("*")
@@ -47,42 +41,50 @@ def _checked_address(address: str) -> str:
     if PASSWORD.search(address):
         raise Refusal(
             f"{address} holds a password or token, and a recipe is kept with its runs and shown in pages: leave it out "
-            "and give it by the environment (write an @ of a path as %40). PostgreSQL's clients read $PGPASSWORD or "
+            "and set it in the environment (write an @ of a path as %40). PostgreSQL's clients read $PGPASSWORD or "
             "~/.pgpass, MLflow's $MLFLOW_TRACKING_USERNAME and $MLFLOW_TRACKING_PASSWORD, S3's $AWS_SECRET_ACCESS_KEY"
         )
     if not address.strip():
         raise Refusal("an empty address: name a file, folder or URL, or leave the setting out")
-    if "://" not in address and any(len(part.encode()) > LONGEST_NAME for part in address.split("/")):
-        raise Refusal(f"{address:.40}... holds a name of over {LONGEST_NAME} bytes, which no file can have: shorten it")
+    if "://" not in address and any(len(part.encode()) > LONGEST_NAME_BYTES for part in address.split("/")):
+        raise Refusal(
+            f"{address:.40}... holds a name of over {LONGEST_NAME_BYTES} bytes, too long for a file: shorten it"
+        )
     return address
 
 
-# Prefect's server checks forms by the pattern, before it keeps what was filled in.
+# Prefect's server checks the pattern before it stores a form.
 Address = Annotated[str, AfterValidator(_checked_address), Field(json_schema_extra={"pattern": NO_PASSWORD})]
 """A URL or path, without a secret."""
-Seed = Annotated[int, Field(ge=0, le=MOST_SEED)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+Count = Annotated[int, Field(ge=1, le=4096)]
+Tokens = Annotated[int, Field(ge=1, le=2**24)]
+AtLeastOne = Annotated[int, Field(ge=1, le=1_000_000_000)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
 class RayConfig(StrictConfig):
-    """Pools that a Ray cluster places."""
+    """Pools on a Ray cluster."""
 
     address: str = Field(
-        default="auto",
-        description="HOST:PORT of the cluster's head; `auto`: $RAY_ADDRESS, or the cluster that runs here.",
+        default="auto", description="HOST:PORT of the head; `auto`: $RAY_ADDRESS, or the cluster of this machine."
     )
     autoscaling: bool = Field(
-        default=False, description="The cluster grows on demand: what does not fit into its present machines waits."
+        default=False, description="Whether the cluster adds machines on demand: a pool that does not fit yet waits."
     )
 
 
 class SlurmConfig(StrictConfig):
-    """Pools that are a Slurm job."""
+    """Pools as Slurm jobs."""
 
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    time_limit: str = Field(default="1-00:00:00", description="Of the job: days-hours:minutes:seconds.")
-    memory_per_core: str | None = Field(default=None, description="Such as 8G. Default: the cluster's own.")
+    partition: str | None = Field(default=None, description="Partition of the job; default: the cluster's.")
+    account: str | None = Field(default=None, description="Account that the job is charged to; default: the user's.")
+    qos: str | None = Field(default=None, description="Quality of service of the job; default: the cluster's.")
+    time_limit: str = Field(default="1-00:00:00", description="Time limit as days-hours:minutes:seconds.")
+    memory_per_core: str | None = Field(
+        default=None, description="Memory per core, for instance 8G; default: the cluster's."
+    )
     options: tuple[str, ...] = Field(default=(), description="More options for sbatch, such as --constraint=h100.")
 
 
@@ -90,26 +92,21 @@ class PoolsConfig(StrictConfig):
     """Where generators and trainer ranks run."""
 
     kind: Literal["local", "ray", "slurm"] = Field(
-        default="local", description="`local`: this machine. `ray`, `slurm`: where the cluster places them."
+        default="local", description="`local`: this machine. `ray`, `slurm`: wherever the cluster places them."
     )
     inference_gpus: int = Field(default=0, ge=0, le=100_000, description="GPUs for generators; 0 runs them on the CPU.")
     training_gpus: int = Field(
         default=0, ge=0, le=100_000, description="GPUs for trainer ranks; 0 runs them on the CPU."
     )
     wait_hours: float = Field(
-        default=24.0, gt=0, le=100_000, description="A run for which no GPUs come free in time fails."
+        default=24.0, gt=0, le=100_000, description="Hours to wait for free GPUs before the run fails."
     )
-    cores_per_gpu: int = Field(
-        default=4, ge=1, le=4096, description="Cores asked for with every GPU; for `ray` and `slurm`."
+    cores_per_gpu: Count = Field(default=4, description="Cores requested per GPU, with `ray` and `slurm`.")
+    cores: Count = Field(
+        default=4, description="Cores of a generator or of the trainer without GPUs, with `ray` and `slurm`."
     )
-    cores: int = Field(
-        default=4,
-        ge=1,
-        le=4096,
-        description="Cores of a generator, or of the trainer, without GPUs; for `ray` and `slurm`.",
-    )
-    ray: RayConfig = RayConfig()
-    slurm: SlurmConfig = SlurmConfig()
+    ray: RayConfig = Field(default=RayConfig(), description="Settings of kind=ray.")
+    slurm: SlurmConfig = Field(default=SlurmConfig(), description="Settings of kind=slurm.")
 
 
 class LedgerConfig(StrictConfig):
@@ -117,56 +114,52 @@ class LedgerConfig(StrictConfig):
 
     url: Address | None = Field(
         default=None,
-        description="SQLAlchemy URL, without a password ($PGPASSWORD); default: ledger.sqlite in the run folder.",
+        description="SQLAlchemy URL without a password ($PGPASSWORD); default: ledger.sqlite in the run folder.",
     )
     lease_seconds: float = Field(
-        default=120.0, gt=0, le=1_000_000, description="A lease not published within this time is taken back."
+        default=120.0, gt=0, le=1_000_000, description="Seconds after which an unpublished lease is taken back."
     )
     max_attempts: int = Field(
         default=2,
         ge=1,
         le=1000,
         description="Failed captures before a sample is quarantined, in different generators where there are several. "
-        "Only values that are not finite, refused prompts and missing rows count, and only where the engine's canary "
-        "passes afterwards: faults of engines and machines are no sample's.",
+        "Only values that are not finite, refused prompts and missing rows count, and only if the engine's canary "
+        "passes afterwards: a sample is never blamed for faults of engines and machines.",
     )
-    max_quarantined: float = Field(
+    max_quarantined: Share = Field(
         default=0.01,
-        ge=0,
-        le=1,
-        description="Stop the run when more than this share of its samples is quarantined. A single sample never stops "
-        "it, however small the run, unless this is 0.",
+        description="The run stops when more than this share of its samples is quarantined. A single sample never "
+        "stops it unless this is 0.",
     )
 
 
 class TransportConfig(StrictConfig):
-    """What carries hidden states, and how many bytes may be on their way."""
+    """What carries hidden states, and how many bytes may be in flight."""
 
     kind: Literal["auto", "arena", "files", "mooncake", "stored"] = Field(
         default="auto",
-        description="`arena`: one reused piece of shared memory, the fast one of one machine. `files`: a file per "
-        "sample. `auto`: the arena where enough shared memory is free. `mooncake`: between machines, by RDMA or TCP. "
-        "`stored`: hidden states are kept in `folder` and captured once.",
+        description="`arena`: a reused region of shared memory, the fastest on one machine. `files`: one file per "
+        "sample. `auto`: the arena if enough shared memory is free. `mooncake`: between machines, by RDMA or TCP. "
+        "`stored`: hidden states are captured once and kept in `folder`.",
     )
-    budget_mib: int = Field(
-        default=512, ge=1, le=2**26, description="Bound on the bytes held between capture and training."
-    )
+    budget_mib: int = Field(default=512, ge=1, le=2**26, description="Most MiB held between capture and training.")
     folder: Address | None = Field(
         default=None,
-        description="Default: shared memory, or the run folder where that is too small. For `stored`: a folder or an "
-        "s3:// URL.",
+        description="Folder of the hidden states; with `stored` also an s3:// URL. Default: shared memory, or the run "
+        "folder if that is too small.",
     )
     address: str = Field(
         default="127.0.0.1",
-        description="Mooncake's: address of the machine that holds the store, in a private network of all machines.",
+        description="Mooncake: address of the machine with the store, in a private network of all machines.",
     )
     protocol: Literal["auto", "rdma", "tcp"] = Field(
-        default="auto", description="Mooncake's; `auto`: RDMA where this machine has a device with an active port."
+        default="auto", description="Mooncake: `auto` is RDMA if this machine has a device with an active port."
     )
     receive: Literal["auto", "host", "device"] = Field(
         default="auto",
-        description="Where samples arrive at the trainer. `host`: in pinned memory, every checksum verified. `device`: "
-        "by RDMA in the GPU's own (GPUDirect), one sample in 16 verified. `auto`: the GPU's where that works.",
+        description="Where samples arrive at the trainer. `host`: pinned memory, all checksums verified. `device`: GPU "
+        "memory by RDMA (GPUDirect), one sample in 16 verified. `auto`: `device` where it works.",
     )
 
     @model_validator(mode="after")
@@ -182,10 +175,10 @@ class TrackingConfig(StrictConfig):
     uri: Address | None = Field(
         default=None, description="Tracking server; default: $MLFLOW_TRACKING_URI, then runs/mlflow.db."
     )
-    experiment: str = Field(default="draftsmith", min_length=1, max_length=250)
+    experiment: str = Field(default="draftsmith", min_length=1, max_length=250, description="MLflow experiment.")
     registered_model: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9_][A-Za-z0-9_. -]*$",
         max_length=200,
-        description="Registry name; default: draft-<recipe name>.",
+        description="Name of the registered model; default: draft-<recipe name>.",
     )

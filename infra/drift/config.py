@@ -1,4 +1,4 @@
-"""How traffic is watched: the watch flow's parameter. Imported by flows and tasks; reaches pydantic only."""
+"""Settings of the watch flow."""
 
 from typing import Literal
 
@@ -8,7 +8,7 @@ from infra.config import Address, Seed, StrictConfig
 
 
 class RequestLogConfig(StrictConfig):
-    """Where served requests are logged, and how many of them become prompts."""
+    """Logs of served requests, and how many requests become prompts."""
 
     model_config = ConfigDict(title="Request logs")
 
@@ -17,18 +17,18 @@ class RequestLogConfig(StrictConfig):
         "`messages` or `prompt` as in OpenAI's API."
     )
     hours: float = Field(
-        default=168.0, gt=0, le=100_000, description="Only files that changed within this many hours are read."
+        default=168.0, gt=0, le=100_000, description="Only files that changed within the last hours are read."
     )
     prompts: int = Field(
         default=2000,
         ge=1,
         le=10_000_000,
-        description="At most this many are kept; logs are read from the newest file on until there are so many.",
+        description="Most requests that are kept; logs are read from the newest file until there are enough.",
     )
     longest_characters: int = Field(
-        default=20_000, ge=1, le=100_000_000, description="Longer requests are left out and counted."
+        default=20_000, ge=1, le=100_000_000, description="Longest request, in characters; longer ones are counted."
     )
-    seed: Seed = Field(default=0, description="Of the random sample.")
+    seed: Seed = Field(default=0, description="Seed of the random sample.")
 
 
 class WatchConfig(StrictConfig):
@@ -43,42 +43,42 @@ class WatchConfig(StrictConfig):
     )
     traffic: Literal["greedy", "sampled"] = Field(
         default="greedy",
-        description="What most requests ask for; the benchmark's figure of that kind is the reference.",
+        description="How most requests are decoded; chooses the benchmark's figure that is the reference.",
     )
     fall: float = Field(
-        default=0.10, gt=0, lt=0.5, description="Relative fall of the acceptance length that the test is made for."
+        default=0.10, gt=0, lt=0.5, description="Relative fall of the acceptance length that the test must detect."
     )
     average_run_length: float = Field(
-        default=5000.0, ge=100, le=1_000_000_000, description="Windows to a false alarm, on average and at least."
+        default=5000.0, ge=100, le=1_000_000_000, description="Mean number of windows between false alarms, at least."
     )
     window_steps: int = Field(
         default=2000,
         ge=50,
         le=1_000_000_000,
-        description="Least verification steps of a window; with less traffic it goes on.",
+        description="Verification steps of a window, at least; with little traffic it lasts longer.",
     )
     keep_windows: int = Field(
-        default=5000, ge=100, le=1_000_000, description="Newest windows that are kept of a version that serves."
+        default=5000, ge=100, le=1_000_000, description="Newest windows kept per serving version."
     )
     quiet_hours: float = Field(
         default=168.0,
         ge=0,
         le=100_000,
-        description="After an alarm of a version, none is raised for so long: retraining takes time.",
+        description="Hours without another alarm for the same version, because retraining takes time.",
     )
     probation_windows: int = Field(
         default=50,
         ge=0,
         le=1_000_000,
-        description="An alarm so soon after a version began to serve, while it accepts less than the one before did "
-        "(by half of `fall`), is the version's fault: the event asks for its rollback, not for retraining. 0: never.",
+        description="An alarm within the first windows of a version that accepts less than its predecessor (by half of "
+        "`fall`) asks for a rollback, not for retraining. 0: never.",
     )
-    timeout_s: float = Field(default=10.0, gt=0, le=3600, description="Of one question to a server.")
+    timeout_s: float = Field(default=10.0, gt=0, le=3600, description="Timeout of one request to a server, in seconds.")
     requests: RequestLogConfig | None = Field(
-        default=None, description="Without it an alarm carries no fresh prompts, and retraining uses the recipe's own."
+        default=None, description="Request logs for fresh prompts; default: retraining uses the recipe's own data."
     )
     folder: Address | None = Field(
-        default=None, description="Where windows are kept: a folder or an s3:// URL; default: drift/ among the runs."
+        default=None, description="Where windows are kept, a folder or s3:// URL; default: drift/ in the runs folder."
     )
     tracking_uri: Address | None = Field(
         default=None, description="Tracking server; default: $MLFLOW_TRACKING_URI, then runs/mlflow.db."

@@ -1,10 +1,10 @@
-"""What the planner is told where it cannot know: part of the recipe. Reaches pydantic only."""
+"""Assumptions of the planner: a section of the recipe."""
 
 from typing import Literal
 
 from pydantic import Field
 
-from infra.config import StrictConfig
+from infra.config import Count, StrictConfig, Tokens
 from infra.planner.shapes import TargetShape
 
 
@@ -13,17 +13,19 @@ class PlanConfig(StrictConfig):
 
     device: Literal["A100", "H100", "H200", "B200", "cpu"] | None = Field(
         default=None,
-        description="Whose figures of infra/planner/devices.py are used. Default: this machine's GPUs, else H100; cpu "
-        "where the pools have no GPUs.",
+        description="Device whose figures are used. Default: this machine's GPUs, else H100; cpu if the pools have no "
+        "GPUs.",
     )
-    memory_gb: float | None = Field(default=None, gt=0, le=100_000, description="Memory of one GPU in GB (10^9 bytes).")
+    memory_gb: float | None = Field(default=None, gt=0, le=100_000, description="Memory of one GPU, in 10^9 bytes.")
     peak_tflops: float | None = Field(
         default=None,
         gt=0,
         le=1_000_000,
-        description="Dense peak of one GPU (of a core: cpu) at the precision in use, in TFLOP/s.",
+        description="Dense peak of one GPU (or CPU core) at the precision in use, in TFLOP/s.",
     )
-    price_per_hour: float | None = Field(default=None, ge=0, le=1_000_000, description="Of one GPU, in US dollars.")
+    price_per_hour: float | None = Field(
+        default=None, ge=0, le=1_000_000, description="Price of one GPU hour, in US dollars."
+    )
     inference_share: float = Field(
         default=0.43,
         gt=0,
@@ -41,19 +43,17 @@ class PlanConfig(StrictConfig):
         default=400.0,
         gt=0,
         le=1_000_000,
-        description="Network link of one machine in Gbit/s, where there are several machines.",
+        description="Network bandwidth of one machine, in Gbit/s; used if there are several machines.",
     )
-    gpus_per_machine: int = Field(default=8, ge=1, le=4096)
+    gpus_per_machine: Count = Field(default=8, description="GPUs per machine; more GPUs mean several machines.")
     samples: int | None = Field(
         default=None,
         ge=1,
         le=1_000_000_000_000,
         description="Training samples. Default: data.max_samples, or counted in a local .jsonl.",
     )
-    mean_tokens: int | None = Field(
-        default=None, ge=1, le=2**24, description="Mean length of a sample. Default: estimated, and said so."
-    )
-    supervised_share: float = Field(default=1.0, gt=0, le=1, description="Of the tokens of a sample.")
+    mean_tokens: Tokens | None = Field(default=None, description="Mean length of a sample; default: an estimate.")
+    supervised_share: float = Field(default=1.0, gt=0, le=1, description="Share of supervised tokens in a sample.")
     target: TargetShape | None = Field(
-        default=None, description="The target's shape, where no `config.json` of it is at hand."
+        default=None, description="Shape of the target; default: from its `config.json`."
     )

@@ -20,16 +20,16 @@ ITEM_BYTES: dict[Precision, int] = {"float32": 4, "bfloat16": 2}
 class TargetShape(Record):
     """A target: what its prefill computes, and what is captured of it."""
 
-    hidden_size: int = Field(ge=1, le=2**20)
-    num_layers: int = Field(ge=1, le=10_000)
-    vocab_size: int = Field(ge=1, le=2**24)
-    parameters: int = Field(ge=1, le=10**15, description="Weights that a generator's GPUs hold.")
+    hidden_size: int = Field(ge=1, le=2**20, description="Size of a hidden state.")
+    num_layers: int = Field(ge=1, le=10_000, description="Decoder layers.")
+    vocab_size: int = Field(ge=1, le=2**24, description="Tokens of the vocabulary.")
+    parameters: int = Field(ge=1, le=10**15, description="All weights, which a generator's GPUs hold.")
     active_parameters: int = Field(
         ge=1,
         le=10**15,
-        description="Weights that every prefilled token passes: no embedding, no head, of experts the chosen ones.",
+        description="Weights used per prefilled token: without embedding, head, and experts that are not chosen.",
     )
-    attention_width: int = Field(ge=1, le=2**24, description="Query heads x their width.")
+    attention_width: int = Field(ge=1, le=2**24, description="Query heads times head size.")
 
 
 class Kept(Record):

@@ -1,33 +1,31 @@
-"""How SGLang servers are started."""
+"""Settings of SGLang servers."""
 
 from pydantic import ConfigDict, Field
 
-from infra.config import StrictConfig
+from infra.config import Count, Seconds, StrictConfig, Tokens
 
 
 class SGLangConfig(StrictConfig):
-    """One server per generator. What is None is left to SGLang."""
+    """One server per generator. SGLang chooses what is not set."""
 
     model_config = ConfigDict(title="SGLang")
 
-    requests_in_flight: int = Field(default=4, ge=1, le=4096, description="Requests that a generator keeps in flight.")
-    tensor_parallel: int | None = Field(
-        default=None, ge=1, le=4096, description="Default: the generator's GPUs; 1 on the CPU."
+    requests_in_flight: Count = Field(default=4, description="Requests that a generator keeps in flight.")
+    tensor_parallel: Count | None = Field(
+        default=None, description="Tensor-parallel size; default: the generator's GPUs, or 1 on the CPU."
     )
-    data_parallel: int = Field(default=1, ge=1, le=4096, description="Copies of the target behind one server.")
-    quantization: str | None = Field(default=None, description="As SGLang names it, for instance fp8.")
+    data_parallel: Count = Field(default=1, description="Copies of the target behind one server.")
+    quantization: str | None = Field(default=None, description="SGLang's name of a quantization, for instance fp8.")
     memory_fraction: float | None = Field(
         default=None, gt=0, lt=1, description="Share of the memory for weights and KV cache."
     )
-    context_length: int | None = Field(default=None, ge=1, le=2**24, description="Default: the target's own.")
-    chunked_prefill_tokens: int | None = Field(
-        default=None, ge=1, le=2**24, description="Longer prompts are prefilled in chunks of so many tokens."
+    context_length: Tokens | None = Field(
+        default=None, description="Longest request, in tokens; default: the target's own limit."
     )
-    attention_backend: str | None = Field(default=None, description="As SGLang names it.")
-    arguments: tuple[str, ...] = Field(default=(), description="More for sglang.launch_server, as it is.")
-    start_timeout_s: float = Field(
-        default=900.0, gt=0, le=86_400, description="A server not ready by then is given up."
+    chunked_prefill_tokens: Tokens | None = Field(
+        default=None, description="Chunk size of prefill, in tokens; longer prompts take several chunks."
     )
-    request_timeout_s: float = Field(
-        default=300.0, gt=0, le=86_400, description="A server silent for so long is started again."
-    )
+    attention_backend: str | None = Field(default=None, description="SGLang's name of an attention backend.")
+    arguments: tuple[str, ...] = Field(default=(), description="More arguments for sglang.launch_server.")
+    start_timeout_s: Seconds = Field(default=900.0, description="Seconds until a server must be ready.")
+    request_timeout_s: Seconds = Field(default=300.0, description="Seconds without an answer before a restart.")

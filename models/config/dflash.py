@@ -1,4 +1,4 @@
-"""Knobs of DFlash (arXiv 2602.06036), with D-PACE's position weights (arXiv 2605.18810)."""
+"""Settings of DFlash (arXiv 2602.06036), with D-PACE's position weights (arXiv 2605.18810)."""
 
 from typing import ClassVar, Literal
 
@@ -10,7 +10,7 @@ from infra.refusal import Refusal
 from models.config.draft_base import LayerShape
 
 ROWS_AT_ONCE = 256
-"""Rows of one attention call: blocks that share it see each other's keys masked, which is work for nothing."""
+"""Rows of one attention call: blocks in one call see each other's keys masked, which is wasted work."""
 
 LayerType = Literal["full_attention", "sliding_attention"]
 
@@ -18,59 +18,55 @@ LayerType = Literal["full_attention", "sliding_attention"]
 class DFlashConfig(LayerShape):
     """A few decoder layers over a block of one known token and masks; the target's features are keys and values.
 
-    No draft vocabulary: the draft speaks through the target's own head, and so does the engine that serves it.
+    There is no draft vocabulary: draft and serving engine use the target's own head.
     """
 
     title: ClassVar[str] = "DFlash"
     training_only: ClassVar[frozenset[str]] = frozenset(
         {"anchors", "anchor_seed", "position_weights", "decay_gamma", "dpace_alpha"}
     )
-
     shareable: ClassVar[bool] = False
 
-    method: Literal["dflash"] = "dflash"
+    method: Literal["dflash"] = Field(default="dflash", description="Draft method.")
     block_size: int = Field(
-        default=16, ge=2, le=64, description="Positions per block: the last known token, and one less to propose."
+        default=16, ge=2, le=64, description="Positions per block: the last known token and block_size - 1 proposals."
     )
     layer_types: tuple[LayerType, ...] = Field(
         default=("full_attention",) * 5,
         min_length=1,
         max_length=256,
-        description="One per layer. `full_attention` sees all features and the whole block; `sliding_attention` those "
-        "of the last `sliding_window` positions, and of the block what lies before.",
+        description="One per layer. `full_attention` sees all features and the whole block; `sliding_attention` the "
+        "features of the last `sliding_window` positions and the earlier positions of the block.",
     )
     sliding_window: int | None = Field(
-        default=None, ge=2, le=2**24, description="Positions that a sliding layer sees, its own included."
+        default=None, ge=2, le=2**24, description="Positions that a sliding layer sees, including its own."
     )
     mask_token_id: int | None = Field(
         default=None,
         ge=0,
         le=2**24,
-        description="Target token whose embedding stands at the positions to propose. Default: the last of the "
+        description="Target token whose embedding marks the positions to propose. Default: the last token of the "
         "target's vocabulary, which is seldom a real one.",
     )
     fc_norm: bool = Field(
         default=False,
-        description="RMS norm per target feature before fusion, and every layer's own norm on the fused ones (SGLang's "
+        description="RMS norm per target feature before fusion, and one per layer on the fused features (SGLang's "
         "Laguna variant). Needed where the residual stream grows a lot (Gemma).",
     )
     anchors: int = Field(
-        default=512,
-        ge=1,
-        le=1_000_000,
-        description="Blocks trained per sample, each starting at a position drawn at random.",
+        default=512, ge=1, le=1_000_000, description="Blocks trained per sample, each at a random position."
     )
-    anchor_seed: Seed = Field(default=0, description="Another seed draws other positions.")
+    anchor_seed: Seed = Field(default=0, description="Seed of these positions.")
     position_weights: Literal["decay", "dpace"] = Field(
         default="decay",
-        description="`decay`: proposal k weighs exp(-(k - 1) / decay_gamma). `dpace`: what it adds to the accepted "
-        "length as the draft stands now.",
+        description="Loss weight of proposal k. `decay`: exp(-(k - 1) / decay_gamma). `dpace`: what it adds to the "
+        "accepted length of the current draft.",
     )
     decay_gamma: float = Field(
-        default=7.0, gt=0, le=10_000, description="7 suits a block of 16, 5 one of 10, 4 one of 8."
+        default=7.0, gt=0, le=10_000, description="Decay length in positions: 7 for a block of 16, 5 for 10, 4 for 8."
     )
     dpace_alpha: float = Field(
-        default=0.5, gt=0, le=1, description="Smoothing of D-PACE's confidences; 1: they do not matter."
+        default=0.5, gt=0, le=1, description="Smoothing of D-PACE's confidences; 1 ignores them."
     )
 
     @model_validator(mode="after")
@@ -80,7 +76,7 @@ class DFlashConfig(LayerShape):
         return self
 
     def shape(self, target: TargetShape, aux_count: int, precision: Precision) -> DraftShape:
-        """Blocks of rows at up to `anchors` tokens through all layers, whose keys are features too."""
+        """Blocks of rows at up to `anchors` tokens; the keys of all layers include the features."""
         hidden, layers, item = target.hidden_size, len(self.layer_types), ITEM_BYTES[precision]
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         fusion = aux_count * hidden * hidden
@@ -115,9 +111,9 @@ class DFlashConfig(LayerShape):
         )
 
     def engine_arguments(self, lookahead: int) -> list[str]:
-        """A whole block (see `MethodConfig.engine_arguments`); the token that is already sure is its first.
+        """For a whole block, which begins with the last known token.
 
-        Raises Refusal for another lookahead: to the engine another block is another model.
+        Raises Refusal for any other lookahead: to the engine a draft with another block is another model.
         """
         if lookahead != self.block_size - 1:
             raise Refusal(
@@ -127,5 +123,5 @@ class DFlashConfig(LayerShape):
         return ["--speculative-algorithm", "DFLASH", "--speculative-num-draft-tokens", str(lookahead + 1)]
 
     def lookaheads(self, most: int) -> tuple[int, ...]:
-        """Whole blocks, whatever `most` says (see `MethodConfig.lookaheads`)."""
+        """Whole blocks only, whatever `most` is."""
         return (0, self.block_size - 1)

@@ -1,4 +1,4 @@
-"""The configurations of all draft methods: one registry line per method, which `draft.method` of a recipe chooses."""
+"""Registry of the draft methods' settings, from which `draft.method` of a recipe chooses."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, get_args
@@ -20,9 +20,9 @@ DraftConfig = Annotated[
 METHODS: dict[str, type[MethodConfig]] = {
     config.model_fields["method"].default: config for config in get_args(get_args(DraftConfig)[0])
 }
-"""By the name of their folder."""
+"""By name, which is also the name of the method's folder."""
 
 
 def parse_draft_config(tree: Mapping[str, Any]) -> DraftConfig:
-    """The configuration that a checkpoint or an export holds. Raises pydantic's ValidationError, a ValueError."""
+    """The settings in a checkpoint or an export. Raises ValidationError, which is a ValueError."""
     return TypeAdapter(DraftConfig).validate_python(tree)

@@ -1,60 +1,58 @@
-"""What the configuration of every draft method offers. Imported wherever a recipe is; reaches pydantic only."""
+"""Base classes of the draft methods' settings."""
 
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from infra.config import StrictConfig
+from infra.config import Count, StrictConfig
 from infra.planner.shapes import DraftShape, Precision, TargetShape
 from infra.refusal import Refusal
 
 
 class MethodConfig(StrictConfig):
-    """A method's own knobs are the fields of its subclass, which also has `method: Literal[<its folder>]`."""
+    """A subclass per method adds the method's settings and `method: Literal[<its folder>]`."""
 
     title: ClassVar[str]
-    """The method's name, as reports write it."""
+    """The method's name in reports."""
     training_only: ClassVar[frozenset[str]] = frozenset()
-    """Fields that say how a draft is trained, not what it is: a warm start may change them."""
-
+    """Fields that affect training but not the model: a warm start may change them."""
     shareable: ClassVar[bool] = True
     """Whether ranks can share a sample in training (`training.context_parallel_size`)."""
-
     adaptive: ClassVar[bool] = False
-    """Whether SGLang can change such a draft's lookahead while it serves (`--speculative-adaptive`)."""
+    """Whether SGLang can change the lookahead of such a draft while serving (`--speculative-adaptive`)."""
 
     def vocabulary_size(self, target_vocab_size: int) -> int:
-        """Tokens of the draft vocabulary, for a target that knows so many."""
+        """Size of the draft vocabulary for a target with `target_vocab_size` tokens."""
         return target_vocab_size
 
     def shape(self, target: TargetShape, aux_count: int, precision: Precision) -> DraftShape:
-        """What the planner has to know of a draft for `target` that reads `aux_count` of its layers.
+        """The planner's view of a draft that reads `aux_count` layers of `target`.
 
         `precision` is that of the arithmetic; weights are float32.
         """
         raise NotImplementedError
 
     def engine_arguments(self, lookahead: int) -> list[str]:
-        """What SGLang's command line says of a draft of this method that proposes `lookahead` tokens per step.
+        """SGLang's command-line arguments for a draft that proposes `lookahead` tokens per step.
 
-        Asked only where the draft's `engine_config` is not None.
+        Only called for drafts whose `engine_config` is not None.
         """
         raise NotImplementedError
 
     def lookaheads(self, most: int) -> tuple[int, ...]:
-        """Proposals per step, up to `most`, that such a draft can be served with: ascending, no draft (0) first."""
+        """Lookaheads up to `most` that such a draft can be served with, ascending from 0 (no draft)."""
         return tuple(range(most + 1))
 
 
 class LayerShape(MethodConfig):
-    """Of a method whose layers are decoder layers, as targets have them."""
+    """Settings of methods that are built of decoder layers."""
 
-    num_heads: int = Field(ge=1, le=4096)
-    num_kv_heads: int = Field(ge=1, le=4096)
-    head_dim: int = Field(ge=8, le=4096)
-    intermediate_size: int = Field(ge=8, le=2**22)
-    rope_theta: float = Field(default=10_000.0, gt=0, le=1e12)
-    rms_norm_eps: float = Field(default=1e-6, gt=0, le=1)
+    num_heads: Count = Field(description="Query heads per layer.")
+    num_kv_heads: Count = Field(description="Key-value heads per layer; must divide num_heads.")
+    head_dim: int = Field(ge=8, le=4096, description="Size of one attention head.")
+    intermediate_size: int = Field(ge=8, le=2**22, description="Hidden size of the feed-forward network.")
+    rope_theta: float = Field(default=10_000.0, gt=0, le=1e12, description="Base of the rotary position embedding.")
+    rms_norm_eps: float = Field(default=1e-6, gt=0, le=1, description="Epsilon of the RMS norms.")
 
     @model_validator(mode="after")
     def _heads_are_shared_evenly(self) -> Self:
@@ -66,7 +64,7 @@ class LayerShape(MethodConfig):
         return self
 
     def engine_layers(self, hidden_size: int, vocab_size: int, layers: int) -> dict[str, Any]:
-        """Such layers in Hugging Face's words; older versions read `rope_theta`, newer ones `rope_parameters`."""
+        """Hugging Face settings of the layers; older versions read `rope_theta`, newer ones `rope_parameters`."""
         return {
             "hidden_size": hidden_size,
             "intermediate_size": self.intermediate_size,
@@ -87,13 +85,13 @@ class LayerShape(MethodConfig):
 
 
 class VocabularyChoice(MethodConfig):
-    """Of a method that may propose a part of the target's tokens only."""
+    """Settings of methods that may propose only a part of the target's tokens."""
 
     vocab_size: int | None = Field(
         default=32_000,
         ge=16,
         le=2**24,
-        description="Draft vocabulary: the target's most frequent tokens; null: all of them.",
+        description="Size of the draft vocabulary, the most frequent tokens of the target; null: all tokens.",
     )
 
     def vocabulary_size(self, target_vocab_size: int) -> int:
@@ -101,7 +99,7 @@ class VocabularyChoice(MethodConfig):
 
 
 class LossChoice(StrictConfig):
-    """For methods that learn the target's distribution."""
+    """Settings of methods that learn the target's distribution."""
 
     loss: Literal["kl", "lk_alpha", "lk_lambda"] = Field(
         default="kl",

@@ -1,4 +1,4 @@
-"""Knobs of EAGLE-3 (arXiv 2503.01840) and of EAGLE-3.1's norms (arXiv 2605.09992)."""
+"""Settings of EAGLE-3 (arXiv 2503.01840) and of EAGLE-3.1's norms (arXiv 2605.09992)."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -17,30 +17,27 @@ class Eagle3Config(LossChoice, VocabularyChoice, LayerShape):
 
     title: ClassVar[str] = "EAGLE-3"
     training_only: ClassVar[frozenset[str]] = LOSS_FIELDS | {"ttt_steps", "ttt_decay", "ttt_weights"}
-
     adaptive: ClassVar[bool] = True
 
-    method: Literal["eagle3"] = "eagle3"
+    method: Literal["eagle3"] = Field(default="eagle3", description="Draft method.")
     fc_norm: bool = Field(
         default=False,
         description="RMS norm per target feature before fusion. Needed where the residual stream grows a lot (Gemma).",
     )
     norm_before_fc: bool = Field(default=False, description="One RMS norm over all target features before fusion.")
-    norm_output: bool = Field(
-        default=False, description="Feed the normed output back instead of the raw one (EAGLE-3.1)."
-    )
+    norm_output: bool = Field(default=False, description="Feed back the normed output, not the raw one (EAGLE-3.1).")
     shared_head: bool = Field(
-        default=False, description="Use the target head's rows of the draft vocabulary, as they are, for the draft's."
+        default=False, description="Use the target's output head, frozen, instead of training one for the draft."
     )
     train_embeddings: bool = Field(
         default=False,
-        description="Train a copy of the target's token embeddings with the draft. SGLang serves every EAGLE-3 draft "
-        "with the target's own, so such a draft is measured by the reference decoder alone.",
+        description="Train a copy of the target's token embeddings with the draft. SGLang serves EAGLE-3 drafts with "
+        "the target's embeddings, so such a draft is measured by the reference decoder only.",
     )
-    ttt_steps: int = Field(default=7, ge=1, le=16, description="Unrolled training-time-test steps.")
-    ttt_decay: float = Field(default=0.8, gt=0, le=1, description="Weight of step j is ttt_decay ** j.")
+    ttt_steps: int = Field(default=7, ge=1, le=16, description="Unrolled steps of the training-time test.")
+    ttt_decay: float = Field(default=0.8, gt=0, le=1, description="Loss weight of step j is ttt_decay ** j.")
     ttt_weights: tuple[Annotated[float, Field(ge=0, le=1_000_000)], ...] | None = Field(
-        default=None, description="Weight of every step, one after the other, in place of ttt_decay."
+        default=None, description="Loss weight of each step; default: by ttt_decay."
     )
 
     @model_validator(mode="after")
@@ -56,11 +53,11 @@ class Eagle3Config(LossChoice, VocabularyChoice, LayerShape):
 
     @property
     def step_weights(self) -> tuple[float, ...]:
-        """Weight of every step of the training-time test."""
+        """Loss weight of each step of the training-time test."""
         return self.ttt_weights or tuple(self.ttt_decay**step for step in range(self.ttt_steps))
 
     def shape(self, target: TargetShape, aux_count: int, precision: Precision) -> DraftShape:
-        """One decoder layer that reads twice the hidden size, passed `ttt_steps` times (see `MethodConfig.shape`)."""
+        """One decoder layer that reads twice the hidden size and runs `ttt_steps` times."""
         hidden, vocabulary = target.hidden_size, self.vocabulary_size(target.vocab_size)
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         fusion = aux_count * hidden * hidden
@@ -85,7 +82,7 @@ class Eagle3Config(LossChoice, VocabularyChoice, LayerShape):
     def _kept(self, hidden: int, aux_count: int, item: int) -> Kept:
         """Counted from the graph's saved tensors, with products in `item` bytes and norms in float32."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        # A norm keeps its input and its result before the weight; two norms' results are put side by side.
+        # A norm keeps its input and its unscaled result; the results of two norms are concatenated.
         of_hidden = (28 + 2 * item if item == 4 else 28 + 8 * item) * hidden
         # Rotated queries, the attended values, keys and values; the log-sum-exp of every head's scores.
         of_attention = (2 * queries + 2 * keys) * item + 4 * self.num_heads
@@ -101,7 +98,7 @@ class Eagle3Config(LossChoice, VocabularyChoice, LayerShape):
         )
 
     def engine_arguments(self, lookahead: int) -> list[str]:
-        """A chain (see `MethodConfig.engine_arguments`); the token that is already sure counts among the proposals."""
+        """For a chain; SGLang counts the last known token among the draft tokens."""
         command = ["--speculative-algorithm", "EAGLE3", "--speculative-eagle-topk", "1"]
         command += ["--speculative-num-steps", str(lookahead)]
         return [*command, "--speculative-num-draft-tokens", str(lookahead + 1)]

@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from infra.config import StrictConfig
+from infra.config import Count, Seconds, StrictConfig
 from infra.refusal import Refusal
 from infra.sglang.config import SGLangConfig
 
@@ -13,31 +13,24 @@ class GeneratorConfig(StrictConfig):
     """Target prefill and capture."""
 
     engine: Literal["transformers", "sglang"] = Field(
-        default="transformers", description="sglang: a server per generator, in an environment of its own."
+        default="transformers", description="What runs the target; `sglang`: one server per generator."
     )
-    count: int = Field(default=1, ge=1, le=4096, description="Generator processes per run.")
-    max_count: int | None = Field(
+    count: Count = Field(default=1, description="Generator processes per run.")
+    max_count: Count | None = Field(
         default=None,
-        ge=1,
-        le=4096,
-        description="While inference is the slow side, generators are added up to this number, each on devices of its "
-        "own, and removed again. Default: `count`, never more.",
+        description="Generators are added up to this number while inference is the bottleneck, each on its own "
+        "devices, and removed again afterwards. Default: `count`.",
     )
-    patience_s: float = Field(
-        default=120.0,
-        gt=0,
-        le=86_400,
-        description="One side must be the slow one for so long before generators come or go.",
+    patience_s: Seconds = Field(
+        default=120.0, description="Seconds of the same bottleneck before generators are added or removed."
     )
-    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    compute_dtype: Literal["float32", "bfloat16"] = Field(default="bfloat16", description="Data type of the target.")
     stored_dtype: Literal["float32", "bfloat16"] = Field(
         default="bfloat16", description="Data type of captured hidden states."
     )
-    lease_samples: int = Field(default=8, ge=1, le=4096, description="Samples leased per ledger transaction.")
-    threads: int | None = Field(
-        default=None, ge=1, le=4096, description="CPU threads of one generator; default: all cores."
-    )
-    sglang: SGLangConfig = SGLangConfig()
+    lease_samples: Count = Field(default=8, description="Samples leased per ledger transaction.")
+    threads: Count | None = Field(default=None, description="CPU threads per generator; default: all cores.")
+    sglang: SGLangConfig = Field(default=SGLangConfig(), description="Settings of the SGLang servers.")
 
     @property
     def in_flight(self) -> int:
@@ -51,7 +44,7 @@ class GeneratorConfig(StrictConfig):
 
     @property
     def most(self) -> int:
-        """Generators that there may be at the same time."""
+        """Largest number of generators."""
         return self.max_count or self.count
 
     @model_validator(mode="after")

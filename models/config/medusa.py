@@ -1,4 +1,4 @@
-"""Knobs of Medusa heads (arXiv 2401.10774)."""
+"""Settings of Medusa heads (arXiv 2401.10774)."""
 
 from typing import ClassVar, Literal
 
@@ -14,23 +14,23 @@ class MedusaConfig(LossChoice, VocabularyChoice):
     title: ClassVar[str] = "Medusa"
     training_only: ClassVar[frozenset[str]] = LOSS_FIELDS | {"head_decay"}
 
-    method: Literal["medusa"] = "medusa"
-    heads: int = Field(default=4, ge=1, le=16, description="Tokens proposed at most; one head each.")
-    layers: int = Field(default=1, ge=1, le=4, description="Residual layers of a head.")
-    rms_norm_eps: float = Field(default=1e-6, gt=0, le=1)
-    head_decay: float = Field(default=0.8, gt=0, le=1, description="Weight of head k's loss is head_decay ** k.")
+    method: Literal["medusa"] = Field(default="medusa", description="Draft method.")
+    heads: int = Field(default=4, ge=1, le=16, description="Number of heads; each proposes one token.")
+    layers: int = Field(default=1, ge=1, le=4, description="Residual layers per head.")
+    rms_norm_eps: float = Field(default=1e-6, gt=0, le=1, description="Epsilon of the RMS norm before the heads.")
+    head_decay: float = Field(default=0.8, gt=0, le=1, description="Loss weight of head k is head_decay ** k.")
 
     @property
     def step_weights(self) -> tuple[float, ...]:
-        """Weight of every head's loss."""
+        """Loss weight of each head."""
         return tuple(self.head_decay**head for head in range(self.heads))
 
     def lookaheads(self, most: int) -> tuple[int, ...]:
-        """One proposal for each head (see `MethodConfig.lookaheads`)."""
+        """At most one proposal per head."""
         return super().lookaheads(min(most, self.heads))
 
     def shape(self, target: TargetShape, aux_count: int, precision: Precision) -> DraftShape:
-        """Heads side by side over one normed feature (see `MethodConfig.shape`)."""
+        """Parallel heads over one normed feature."""
         hidden, vocabulary = target.hidden_size, self.vocabulary_size(target.vocab_size)
         head, item = self.layers * hidden * hidden, ITEM_BYTES[precision]
         return DraftShape(

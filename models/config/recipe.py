@@ -1,4 +1,4 @@
-"""One run's configuration: the recipe, and the flow's parameter. Imported everywhere; reaches pydantic only."""
+"""One run's configuration: the recipe, which is also the flow's parameter."""
 
 import json
 import re
@@ -23,26 +23,27 @@ from models.config.target import TargetConfig
 from models.config.training import TrainingConfig
 
 LISTED = 20
-"""Problems of a recipe that one message shows."""
+"""Most problems of a recipe in one message."""
+LARGEST_RECIPE_BYTES = 2**20
 
 
 class RunConfig(StrictConfig):
-    """Everything that decides a run."""
+    """All settings of a run."""
 
     name: str = Field(description="Recipe name; run folders and the registered model are named after it.")
-    seed: Seed = 0
-    target: TargetConfig
-    data: DataConfig = DataConfig()
-    generator: GeneratorConfig = GeneratorConfig()
-    draft: DraftConfig
-    training: TrainingConfig = TrainingConfig()
-    benchmark: BenchmarkConfig = BenchmarkConfig()
-    promotion: PromotionConfig = PromotionConfig()
-    pools: PoolsConfig = PoolsConfig()
-    ledger: LedgerConfig = LedgerConfig()
-    transport: TransportConfig = TransportConfig()
-    tracking: TrackingConfig = TrackingConfig()
-    plan: PlanConfig = PlanConfig()
+    seed: Seed = Field(default=0, description="Seed of initial weights, sample order and regenerated text.")
+    target: TargetConfig = Field(description="The served LLM whose draft is trained.")
+    data: DataConfig = Field(default=DataConfig(), description="Which text becomes samples, and how.")
+    generator: GeneratorConfig = Field(default=GeneratorConfig(), description="How hidden states are captured.")
+    draft: DraftConfig = Field(description="Draft method and its settings.")
+    training: TrainingConfig = Field(default=TrainingConfig(), description="How the draft is optimized.")
+    benchmark: BenchmarkConfig = Field(default=BenchmarkConfig(), description="How acceptance and speed are measured.")
+    promotion: PromotionConfig = Field(default=PromotionConfig(), description="The gate between draft and champion.")
+    pools: PoolsConfig = Field(default=PoolsConfig(), description="Where generators and trainer ranks run.")
+    ledger: LedgerConfig = Field(default=LedgerConfig(), description="The durable record of every sample.")
+    transport: TransportConfig = Field(default=TransportConfig(), description="What carries hidden states.")
+    tracking: TrackingConfig = Field(default=TrackingConfig(), description="MLflow.")
+    plan: PlanConfig = Field(default=PlanConfig(), description="Assumptions of --plan; they never change a run.")
 
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":
@@ -102,15 +103,8 @@ def check_layers(aux_layer_ids: Sequence[int], num_layers: int) -> None:
         )
 
 
-LARGEST_RECIPE = 2**20
-"""Bytes."""
-
-
 def load_recipe(path: Path, overrides: list[str] | None = None) -> RunConfig:
-    """Read a recipe and apply `section.field=value` overrides (values are YAML).
-
-    Raises Refusal, with the place and the remedy, for anything that is not a valid recipe.
-    """
+    """Read a recipe and apply `section.field=value` overrides, whose values are YAML. Raises Refusal if invalid."""
     tree = _parse(_read(path), str(path))
     if not isinstance(tree, dict):
         raise Refusal(f"{path} holds no settings: a recipe is a YAML mapping with at least name, target and draft")
@@ -126,7 +120,7 @@ def _read(path: Path) -> str:
     try:
         if not path.is_file():
             raise Refusal(f"no recipe at {path}: give a YAML file, for instance recipes/quickstart.yaml")
-        if path.stat().st_size > LARGEST_RECIPE:
+        if path.stat().st_size > LARGEST_RECIPE_BYTES:
             raise Refusal(f"{path} is larger than 1 MiB: a recipe is a short YAML file, so check the path")
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -138,9 +132,9 @@ def _read(path: Path) -> str:
 
 
 def _parse(text: str, place: str) -> Any:
-    """YAML's values. Its parser raises ValueError for an impossible date or a number of thousands of digits."""
     try:
         return yaml.safe_load(text)
+    # ValueError: an impossible date, or a number of thousands of digits.
     except (yaml.YAMLError, ValueError, OverflowError, KeyError) as error:
         raise Refusal(f"{place} is not valid YAML: correct it ({error})") from error
     except RecursionError as error:
@@ -148,7 +142,7 @@ def _parse(text: str, place: str) -> Any:
 
 
 def read_config(path: Path) -> RunConfig:
-    """A run's own configuration, `config.json`; Refusal for a damaged one, or one that this version cannot run."""
+    """A run's `config.json`. Raises Refusal if it is damaged or from an incompatible version."""
     try:
         tree = json.loads(path.read_text())
     except OSError as error:
@@ -179,12 +173,11 @@ PLACEMENT = frozenset(
         "ledger.max_quarantined",
     }
 )
-"""Settings that a resumed run may change, like all of `pools` and `plan`: they decide where it runs, what is assumed of
-that, or when it gives up, not what it trains."""
+"""Settings that a resumed run may change, like all of `pools` and `plan`: they never change what is trained."""
 
 
 def with_overrides(config: RunConfig, overrides: list[str]) -> RunConfig:
-    """A run's configuration with another placement; Refusal for an override of anything else."""
+    """The configuration with overrides of placement. Raises Refusal for an override of anything else."""
     tree = config.model_dump(mode="json")
     for override in overrides:
         setting = override.partition("=")[0]
@@ -202,7 +195,7 @@ def with_overrides(config: RunConfig, overrides: list[str]) -> RunConfig:
 
 
 def without_placement(config: RunConfig) -> dict[str, Any]:
-    """What two configurations must share to be of the same run."""
+    """The settings that a resumed run must share with the original."""
     tree = config.model_dump(mode="json", exclude=set(SECTIONS_OF_PLACEMENT))
     for setting in PLACEMENT:
         section, _, field = setting.partition(".")
@@ -223,12 +216,12 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 
 def _without_method(place: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Where a person finds a setting: pydantic names the method among the sections."""
+    """The setting's place in the recipe; pydantic adds the draft method to it."""
     return place[:1] + place[2:] if place[:1] == ("draft",) and place[1:2] and place[1] in METHODS else place
 
 
 def _explain(what: str, error: ValidationError) -> str:
-    """Every problem with its place; what to do follows from what was expected."""
+    """Every problem with its place."""
     problems = error.errors()
     lines = [f"{what} is not valid; correct these settings:"]
     for problem in problems[:LISTED]:
@@ -251,7 +244,7 @@ def _explain(what: str, error: ValidationError) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as Python writes it, cut where aliases of YAML blow it up."""
+    """The value's repr, shortened: YAML aliases can make it huge."""
     brief = Repr()
     brief.maxstring = LONGEST_TEXT
     try:
@@ -261,7 +254,7 @@ def _shown(value: Any) -> str:
 
 
 def _meant(place: tuple[int | str, ...]) -> str:
-    """The known setting of a similar name, if there is one."""
+    """A hint at a known setting with a similar name, or an empty string."""
     section: Any = RunConfig
     for part in place[:-1]:
         field = getattr(section, "model_fields", {}).get(part)

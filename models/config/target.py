@@ -14,26 +14,26 @@ class TargetConfig(StrictConfig):
 
     source: Literal["huggingface", "gguf-package", "tiny"] = Field(
         default="huggingface",
-        description="`huggingface`: a Hub id or local folder. `gguf-package`: a Python package that ships one GGUF "
-        "file, converted once. `tiny`: a small Llama trained in about a minute on Python's own documentation.",
+        description="`huggingface`: a Hub id or local folder. `gguf-package`: a Python package with one GGUF file, "
+        "which is converted once. `tiny`: a small Llama, trained in about a minute on Python's own documentation.",
     )
     name: Address = Field(description="Hub id, folder, or package name.")
-    revision: str | None = Field(default=None, description="Hub revision; a commit hash is best.")
+    revision: str | None = Field(default=None, description="Hub revision, best a commit hash; default: the newest.")
     aux_layer_ids: tuple[Annotated[int, Field(ge=0, lt=10_000)], ...] = Field(
-        description="Target layers whose outputs feed the draft, ascending; layer l is Hugging Face "
-        "hidden_states[l+1].",
         min_length=1,
         max_length=64,
+        description="Target layers whose outputs feed the draft, ascending; layer l is Hugging Face's "
+        "hidden_states[l+1].",
     )
     add_bos: bool = Field(
         default=False,
         description="Prepend the beginning-of-text token where the tokenizer does not (Gemma's GGUF tokenizer).",
     )
-    licence: str = Field(default="unknown", description="Licence of the target's weights; written into every export.")
+    licence: str = Field(default="unknown", description="Licence of the target's weights, written into every export.")
 
     @property
     def hub_id(self) -> str | None:
-        """Where others find the target; None where it is not on the Hub."""
+        """The target's id on the Hub; None for a local target."""
         return self.name if self.source == "huggingface" and not Path(self.name).exists() else None
 
 

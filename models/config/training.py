@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from infra.config import Address, StrictConfig
+from infra.config import Address, AtLeastOne, Count, Share, StrictConfig, Tokens
 from infra.refusal import Refusal
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -16,24 +16,22 @@ class TrainingConfig(StrictConfig):
 
     start_from: Literal["champion"] | Version | Address | None = Field(
         default=None,
-        description="Begin with the weights and the draft vocabulary of a registered version: its number, or "
-        "`champion` (a new draft where there is none). Or of a published draft: a folder, or OWNER/NAME[@REVISION] of "
-        "the Hub, in SGLang's layout or that of `speculators`. Default: a new draft.",
+        description="Warm start from a registered version (its number, or `champion`, which is a new draft where there "
+        "is none), or from a published draft (a folder, or OWNER/NAME[@REVISION] of the Hub, in the layout of SGLang "
+        "or `speculators`), with its vocabulary. Default: a new draft.",
     )
     epochs: int = Field(default=1, ge=1, le=10_000, description="Passes over the training samples.")
-    samples_per_step: int = Field(
-        default=8, ge=1, le=65_536, description="Samples of one optimizer step, over all ranks."
-    )
+    samples_per_step: int = Field(default=8, ge=1, le=65_536, description="Samples per optimizer step, over all ranks.")
     micro_batches: int = Field(
-        default=1, ge=1, le=65_536, description="Gradient accumulation: micro-batches per rank and step."
+        default=1, ge=1, le=65_536, description="Micro-batches per rank and optimizer step (gradient accumulation)."
     )
-    max_steps: int | None = Field(
-        default=None, ge=1, le=1_000_000_000, description="Most optimizer steps of a run; default: all epochs."
-    )
+    max_steps: AtLeastOne | None = Field(default=None, description="Most optimizer steps; default: all epochs.")
     learning_rate: float = Field(
         default=1e-3, gt=0, le=10, description="Peak learning rate, reached at the end of the warm-up."
     )
-    min_learning_rate_share: float = Field(default=0.1, ge=0, le=1, description="Where the cosine schedule ends.")
+    min_learning_rate_share: Share = Field(
+        default=0.1, description="End of the cosine schedule, as a share of the peak learning rate."
+    )
     warmup_steps: int = Field(
         default=10, ge=0, le=1_000_000_000, description="Optimizer steps of the linear warm-up; 0: none."
     )
@@ -43,59 +41,55 @@ class TrainingConfig(StrictConfig):
         default=1.0, gt=0, le=1_000_000, description="Gradients are clipped to this global L2 norm."
     )
     ema_decay: float = Field(
-        default=0.99, ge=0, lt=1, description="Weights of the export are averaged with this decay; 0: off."
+        default=0.99, ge=0, lt=1, description="Decay of the exponential moving average that is exported; 0: off."
     )
     precision: Literal["float32", "bfloat16"] = Field(
-        default="bfloat16", description="Autocast; master weights are float32."
+        default="bfloat16", description="Data type of the arithmetic (autocast); master weights are float32."
     )
     order: Literal["strict", "any"] = Field(
-        default="strict", description="`strict`: same plan on every run of the same seed."
+        default="strict",
+        description="`strict`: runs with the same seed train the same samples per step. `any`: whatever is ready.",
     )
     ranks: int = Field(default=1, ge=1, le=16_384, description="Trainer ranks: processes of one machine, one per GPU.")
     sharded: bool = Field(
         default=False,
-        description="Divide weights, gradients and optimizer state among the ranks (FSDP2) instead of keeping all of "
-        "them on each (DDP): less memory, more traffic.",
+        description="Shard weights, gradients and optimizer state over the ranks (FSDP2) instead of replicating them "
+        "(DDP): less memory, more traffic.",
     )
     context_parallel_size: int = Field(
         default=1,
         ge=1,
         le=1024,
-        description="Ranks that share every sample, each fetching and computing a part of its positions: for samples "
-        "longer than one GPU holds. `ranks` is a multiple of it. Not with DFlash.",
+        description="Ranks that share each sample, each with a part of its positions, for samples too long for one "
+        "GPU. `ranks` must be a multiple of it; not with DFlash.",
     )
     prefetch_steps: int = Field(default=2, ge=0, le=1024, description="Steps fetched ahead of the one that trains.")
     out_of_vocabulary: Literal["argmax", "text"] = Field(
         default="argmax",
-        description="Positions that the draft vocabulary cannot express are left out of the loss, judged by the "
-        "target's argmax over its whole vocabulary, or (cheaper, equal on regenerated text) by the text's next token.",
+        description="How positions outside the draft vocabulary are recognized, to leave them out of the loss: by the "
+        "target's argmax over its whole vocabulary, or by the text's next token (cheaper, equal on regenerated text).",
     )
     recompute: bool = Field(
         default=False,
-        description="Compute inner activations of EAGLE-3's layer again in the backward pass: for samples so long that "
-        "they do not fit otherwise, at about a third more arithmetic of the layer.",
+        description="Recompute inner activations of EAGLE-3's layer in the backward pass, for samples that do not fit "
+        "otherwise; costs about a third more arithmetic of the layer.",
     )
-    loss_chunk_tokens: int = Field(default=256, ge=1, le=2**24, description="Positions whose logits are alive at once.")
-    checkpoint_steps: int = Field(default=200, ge=1, le=1_000_000_000, description="Steps between checkpoints.")
-    keep_checkpoints: int = Field(default=2, ge=1, le=10_000, description="Older checkpoint folders are removed.")
-    log_steps: int = Field(
-        default=10, ge=1, le=1_000_000_000, description="Steps between progress lines and logged metrics."
-    )
+    loss_chunk_tokens: Tokens = Field(default=256, description="Positions whose logits are in memory at once.")
+    checkpoint_steps: AtLeastOne = Field(default=200, description="Steps between checkpoints.")
+    keep_checkpoints: int = Field(default=2, ge=1, le=10_000, description="Checkpoints that are kept, the newest.")
+    log_steps: AtLeastOne = Field(default=10, description="Steps between progress lines and logged metrics.")
     heldout_steps: int = Field(
         default=100,
         ge=0,
         le=1_000_000_000,
-        description="Steps between measurements of acceptance on held-out prompts, by the simulated walk; 0: none.",
+        description="Steps between measurements of simulated acceptance on held-out prompts; 0: none.",
     )
     heldout_prompts: int = Field(
-        default=16,
-        ge=1,
-        le=100_000,
-        description="How many of the benchmark's prompts that is; the target continues them once.",
+        default=16, ge=1, le=100_000, description="Held-out prompts of each measurement, continued once by the target."
     )
-    threads: int | None = Field(default=None, ge=1, le=4096, description="CPU threads per rank; default: all cores.")
+    threads: Count | None = Field(default=None, description="CPU threads per rank; default: all cores.")
     stall_s: float = Field(
-        default=600.0, gt=0, le=1_000_000, description="Give up after waiting this long for the next step's samples."
+        default=600.0, gt=0, le=1_000_000, description="Seconds to wait for the next step's samples before giving up."
     )
 
     @model_validator(mode="after")
@@ -109,7 +103,7 @@ class TrainingConfig(StrictConfig):
 
     @property
     def data_parallel_size(self) -> int:
-        """Groups of ranks that train samples of their own; a group is one rank unless ranks share samples."""
+        """Number of groups of ranks that share their samples; a group is one rank with context_parallel_size 1."""
         return self.ranks // self.context_parallel_size
 
     def total_steps(self, train_samples: int) -> int:

@@ -9,7 +9,7 @@ from infra.files.atomic import write_atomically
 from infra.refusal import Refusal
 from models.config.recipe import RunConfig, load_recipe, read_config
 
-TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
+TINY = Path(__file__).parents[3] / "recipes" / "tiny.yaml"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,47 @@
+"""Every setting has a description, and docs/settings.md shows all of them."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+
+from infra.drift.config import WatchConfig
+from models.config.recipe import RunConfig
+from models.config.reference import settings_page
+
+PAGE = Path(__file__).parents[3] / "docs" / "settings.md"
+
+
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from models_in(part)
+
+
+def fields(config: type[BaseModel]) -> Iterator[tuple[str, str | None]]:
+    for name, field in config.model_fields.items():
+        yield f"{config.__name__}.{name}", field.description
+        for section in models_in(field.annotation):
+            yield from fields(section)
+
+
+@pytest.mark.parametrize("config", [RunConfig, WatchConfig])
+def test_every_setting_has_a_description(config: type[BaseModel]) -> None:
+    described = dict(fields(config))
+    assert len(described) > 15
+    assert not [name for name, description in described.items() if not description]
+
+
+def test_the_page_of_settings_is_up_to_date() -> None:
+    """`python -m models.config.reference > docs/settings.md` writes it."""
+    assert PAGE.read_text() == settings_page()
+
+
+def test_the_page_shows_every_setting() -> None:
+    shown = set(re.findall(r"^\| `(\w+)` \|", settings_page(), re.MULTILINE))
+    names = {name.partition(".")[2] for config in (RunConfig, WatchConfig) for name, _ in fields(config)}
+    assert shown == names
