@@ -38,7 +38,7 @@ from models.config.recipe import load_recipe
 from models.data.benchmark_prompts import read_excluded_prompts
 from models.data.conversations import read_documents
 from models.data.samples import SampleEncoder
-from models.data.suites import OWN, read_questions
+from models.data.suites import OWN_SUITE, read_questions
 from models.export.published_config import read_published
 
 LIMIT_S = 10
@@ -263,7 +263,7 @@ def datasets(folder: Path, dice: random.Random) -> None:
 
 def prompts(folder: Path, dice: random.Random) -> None:
     source = data_file(folder, dice)
-    list(read_questions(source, OWN)) if dice.random() < 0.5 else list(read_excluded_prompts([source]))
+    list(read_questions(source, OWN_SUITE)) if dice.random() < 0.5 else list(read_excluded_prompts([source]))
 
 
 def drafts(folder: Path, dice: random.Random) -> None:

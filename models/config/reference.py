@@ -35,7 +35,8 @@ def settings_page() -> str:
 
 def _sections(prefix: str, title: str, schema: Schema, definitions: Schema) -> Iterator[str]:
     """The table of one section, then those of the sections in it."""
-    rows, nested = [], []
+    rows: list[str] = []
+    nested: list[tuple[str, str, Schema]] = []
     for name, field in schema["properties"].items():
         sections = _referenced(field, definitions)
         kind = "section" if sections else _kind(field)

@@ -1,12 +1,12 @@
-"""Finds the prompts of benchmarks in training text, exactly or nearly. Used by the process that prepares samples.
+"""Finds benchmark prompts in training text, exactly or nearly.
 
-The rule, on words alone (case, punctuation and white space do not count). A document holds a prompt where
+The rule looks at words only and ignores case, punctuation and white space. A document contains a prompt if
 
-- it shares 13 words in a row with it; words that several prompts have in common, such as an instruction, do not count;
-- or one of its messages holds 80 % of the runs of 5 words of a prompt of 8 words or more;
+- it shares 13 consecutive words with it, except words that several prompts share, such as an instruction;
+- or one of its messages contains 80 % of the 5-word shingles of a prompt with 8 words or more;
 - or one of its messages is a shorter prompt, word for word.
 
-Runs of 13 words are the measure of GPT-3's own decontamination (arXiv 2005.14165, appendix C).
+GPT-3's decontamination used runs of 13 words too (arXiv 2005.14165, appendix C).
 """
 
 import hashlib
@@ -24,30 +24,30 @@ from models.data.reading import converted
 
 LONG_RUN = 13
 SHINGLE = 5
-LEAST_WORDS = 8
-"""Of a prompt that is looked for inside longer messages."""
+MIN_WORDS = 8
+"""Shorter prompts are only compared with whole messages."""
 NEAR = 0.8
 
 Words = tuple[str, ...]
 Hashes = NDArray[np.uint64]
 
 _IDEOGRAPHS = "\u3040-\u30ff\u3400-\u9fff"
-"""Written without spaces: each counts as a word."""
+"""Written without spaces, so each character counts as a word."""
 _WORD = re.compile(f"[{_IDEOGRAPHS}]|[^\\W_{_IDEOGRAPHS}]+")
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _FIELDS = ("turns", "question", "problem", "prompt", "instruction")
-"""Of the records of well-known benchmarks, beside those of training text."""
+"""Prompt fields of well-known benchmarks, in addition to those of training text."""
 
 
 def words_of(text: str) -> Words:
-    """The words alone."""
+    """The words, case-folded."""
     return tuple(_WORD.findall(text.casefold()))
 
 
 def read_excluded_prompts(sources: Iterable[str]) -> Iterator[str]:
-    """Every prompt of benchmark files: what users say in conversations, plain text, or the field that holds it.
+    """Every prompt of benchmark files: user turns of conversations, plain text, or a prompt field.
 
-    Raises Refusal for sources that cannot be read and records without a prompt.
+    Raises Refusal for unreadable sources and records without a prompt.
     """
     for source in sources:
         for prompts in converted(read_records(source), _prompts):
@@ -66,20 +66,20 @@ def _prompts(place: str, record: Any) -> list[str]:
 
 
 class BenchmarkPrompts:
-    """Prompts that training text must not hold."""
+    """Prompts that training text must not contain."""
 
     def __init__(self, prompts: Iterable[str]):
         distinct = list(dict.fromkeys(words for prompt in prompts if (words := words_of(prompt))))
         self._count = len(distinct)
-        self._short = frozenset(words for words in distinct if len(words) < LEAST_WORDS)
+        self._short = frozenset(words for words in distinct if len(words) < MIN_WORDS)
         numbers: dict[str, int] = {}
         for words in distinct:
             for word in words:
                 numbers.setdefault(word, _number(word))
         self._numbers = numbers
-        long = [np.unique(_runs(self._in_numbers(words), SHINGLE)) for words in distinct if len(words) >= LEAST_WORDS]
+        long = [np.unique(_runs(self._in_numbers(words), SHINGLE)) for words in distinct if len(words) >= MIN_WORDS]
         self._shingles = np.array([len(shingles) for shingles in long], dtype=np.int64)
-        """By prompt, how many there are."""
+        """Number of shingles of each long prompt."""
         owners = np.repeat(np.arange(len(long)), self._shingles)
         together = np.concatenate([*long, np.empty(0, dtype=np.uint64)])
         order = np.argsort(together, kind="stable")
@@ -92,46 +92,46 @@ class BenchmarkPrompts:
         """Distinct prompts."""
         return self._count
 
-    def found_in(self, messages: Sequence[str]) -> bool:
-        """Whether one of the messages holds a prompt."""
-        return bool(self._count) and any(self._held_by(words_of(message)) for message in messages)
+    def occur_in(self, messages: Sequence[str]) -> bool:
+        """Whether one of the messages contains a prompt."""
+        return bool(self._count) and any(self._occurs_in(words_of(message)) for message in messages)
 
-    def _held_by(self, words: Words) -> bool:
-        if len(words) < LEAST_WORDS and words in self._short:
+    def _occurs_in(self, words: Words) -> bool:
+        if len(words) < MIN_WORDS and words in self._short:
             return True
         numbers = self._in_numbers(words)
         shingles = _runs(numbers, SHINGLE)
-        # Whoever shares a long run shares its shingles: nearly all text ends here.
+        # Text that shares a long run also shares its shingles, so nearly all text returns here.
         shingles = np.unique(shingles[_among(shingles, self._sorted)])
         if not len(shingles):
             return False
         if bool(_among(_runs(numbers, LONG_RUN), self._own_runs).any()):
             return True
-        first, behind = (np.searchsorted(self._sorted, shingles, side=side) for side in ("left", "right"))
-        shared = np.concatenate([self._owners[start:end] for start, end in zip(first, behind, strict=True)])
-        held = np.bincount(shared, minlength=len(self._shingles))
-        return bool((held >= NEAR * self._shingles).any())
+        starts, ends = (np.searchsorted(self._sorted, shingles, side=side) for side in ("left", "right"))
+        shared = np.concatenate([self._owners[start:end] for start, end in zip(starts, ends, strict=True)])
+        counts = np.bincount(shared, minlength=len(self._shingles))
+        return bool((counts >= NEAR * self._shingles).any())
 
     def _in_numbers(self, words: Words) -> Hashes:
-        """A word of no prompt is 0."""
+        """Numbers of the words; 0 for words that occur in no prompt."""
         known = self._numbers.get
         return np.array([known(word, 0) for word in words], dtype=np.uint64)
 
 
 def _runs(numbers: Hashes, size: int) -> Hashes:
-    """Hashes of the runs of `size` words in `[N]`: `[N - size + 1]`."""
+    """`[N - size + 1]` rolling hashes of `size` consecutive words in `[N]`."""
     count = len(numbers) - size + 1
     if count <= 0:
         return np.empty(0, dtype=np.uint64)
-    found = numbers[:count].copy()
+    hashes = numbers[:count].copy()
     for place in range(1, size):
-        found *= _FACTOR
-        found += numbers[place : place + count]
-    return found
+        hashes *= _FACTOR
+        hashes += numbers[place : place + count]
+    return hashes
 
 
 def _among(values: Hashes, ordered: Hashes) -> NDArray[np.bool_]:
-    """Which of `values` `[N]` are in `ordered`: `[N]`."""
+    """`[N]` bool: which of `values` `[N]` are in the sorted array `ordered`."""
     if not len(ordered):
         return np.zeros(len(values), dtype=bool)
     places = np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)

@@ -1,11 +1,8 @@
-"""Training text as documents: conversations, plain text, and tokens; refusals name the line.
-
-Used by the processes that regenerate text and prepare samples.
-"""
+"""Training text as documents: conversations, plain text, and tokens."""
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,10 +31,10 @@ _ROLES = {
     "function": "tool",
     "observation": "tool",
 }
-DEEPEST = 64
-"""Levels of tools and their arguments."""
-_PASSED_ON = ("tool_call_id", "name")
-"""Of a turn, to the template as they are."""
+MAX_DEPTH = 64
+"""Nesting levels of tools and their arguments."""
+_TEMPLATE_KEYS = ("tool_call_id", "name")
+"""Keys of a turn that templates get unchanged."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +44,12 @@ class Message:
     role: str
     content: str
     reasoning: str = ""
-    """What an assistant thought, where that is told apart from the content (`reasoning_content`)."""
+    """The assistant's reasoning, if it is separate from the content (`reasoning_content`)."""
     more: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """What else templates read: `tool_calls`, `tool_call_id`, `name`."""
+    """Other keys that templates read: `tool_calls`, `tool_call_id`, `name`."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The form that chat templates read."""
+        """The message as chat templates read it."""
         thought = {"reasoning_content": self.reasoning} if self.reasoning else {}
         return {"role": self.role, "content": self.content, **thought, **self.more}
 
@@ -64,54 +61,54 @@ class Message:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a tokenizer has made of a document: `ids` `[T]` int32, `loss_mask` `[T]` bool."""
+    """A tokenized document: `ids` `[T]` int32, `loss_mask` `[T]` bool."""
 
     ids: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
     tokenizer_hash: str | None
-    """Of the tokenizer that made them, where the record states it."""
+    """Hash of the tokenizer that made them, if the record states it."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """One conversation (`messages`), one plain text (one message without a role's meaning, `plain` True), or tokens."""
+    """A conversation (`messages`), a plain text (one message whose role is ignored, `plain` is True), or tokens."""
 
     place: str
-    """Where it was read, for people: file and line."""
+    """File and line, for messages."""
     messages: tuple[Message, ...]
     plain: bool
     tools: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
-    """What the assistant may call, as templates read it."""
+    """Tools that the assistant may call, as templates read them."""
     tokens: Tokens | None = None
 
     @property
     def text(self) -> str:
-        """The words alone, turns separated by a blank line."""
+        """The text of all turns, separated by blank lines."""
         return "\n\n".join(message.content for message in self.messages)
 
     @property
     def content_hash(self) -> str:
-        """Identity of the content, whatever file it was read from."""
+        """Hash of the content; does not depend on the file."""
         if self.tokens is not None:
             return hashlib.sha256(self.tokens.ids.tobytes() + self.tokens.loss_mask.tobytes()).hexdigest()
         return self._hash(str.strip)
 
     @property
     def wording_hash(self) -> str:
-        """Identity of the words: the same where only case or white space differ."""
+        """Hash of the words; ignores case and white space."""
         return self.content_hash if self.tokens else self._hash(lambda text: " ".join(text.split()).casefold())
 
-    def _hash(self, normalised: Any) -> str:
+    def _hash(self, normalize: Callable[[str], str]) -> str:
         turns: list[Any] = []
         for message in self.messages:
-            more = [normalised(message.reasoning), dict(message.more)] if message.reasoning or message.more else []
-            turns.append([message.role, normalised(message.content), *more])
+            more = [normalize(message.reasoning), dict(message.more)] if message.reasoning or message.more else []
+            turns.append([message.role, normalize(message.content), *more])
         parts = [self.plain, turns, *([list(self.tools)] if self.tools else [])]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def source_hash(source: str) -> str:
-    """Hash of what `read_documents` would read; raises Refusal for a source that is not there."""
+    """Hash of what `read_documents` reads. Raises Refusal for a missing source."""
     return python_docs.source_hash() if source == PYTHON_DOCS else find_source(source).hash
 
 
@@ -121,7 +118,7 @@ def source_revision(source: str) -> str | None:
 
 
 def read_records(source: str) -> Iterator[Row]:
-    """Every record of `source` as it was written, with its place."""
+    """Every record of `source`, unconverted, with its place."""
     if source == PYTHON_DOCS:
         yield from ((place, {"text": text}) for place, text in python_docs.documents())
         return
@@ -134,16 +131,17 @@ def read_records(source: str) -> Iterator[Row]:
 
 
 def read_documents(source: str) -> Iterator[Document]:
-    """Every document of `source` in its order, duplicates included.
+    """Every document of `source` in order, including duplicates.
 
     Raises:
-        Refusal: missing file, unknown kind, broken JSON (with its line), a record without known keys, no document.
+        Refusal: a missing file, an unknown kind, broken JSON (with its line), a record without known keys, or no
+            document.
     """
     return converted(read_records(source), as_document)
 
 
 def as_document(place: str, record: Any) -> Document:
-    """One record as a document. Raises Refusal, with the place, for one that is none."""
+    """Convert one record. Raises Refusal, with the place, if it has no known keys."""
     if not isinstance(record, dict):
         kind = type(record).__name__
         raise Refusal(f"{place}: write a JSON object with conversations, messages or text in place of this {kind}")
@@ -165,8 +163,8 @@ def as_document(place: str, record: Any) -> Document:
 
 def _system(record: Mapping[str, Any]) -> tuple[Message, ...]:
     """ShareGPT's files have the system prompt beside the turns."""
-    said = record.get("system")
-    return (Message("system", said),) if isinstance(said, str) and said.strip() else ()
+    prompt = record.get("system")
+    return (Message("system", prompt),) if isinstance(prompt, str) and prompt.strip() else ()
 
 
 def _tools(place: str, record: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
@@ -188,7 +186,7 @@ def _turns(place: str, turns: Any, role_key: str, content_key: str) -> tuple[Mes
         calls = _calls(f"{place}: turn {number}", turn) if isinstance(turn, dict) else []
         content = _text(turn.get(content_key)) if isinstance(turn, dict) else None
         if content is None and calls:
-            content = ""  # as serving engines have it
+            content = ""  # as in OpenAI's API
         if content is None or role_key not in turn:
             raise Refusal(
                 f"{place}: turn {number} needs {role_key!r} and {content_key!r} (text): correct it; got {turn!r:.80}"
@@ -198,7 +196,7 @@ def _turns(place: str, turns: Any, role_key: str, content_key: str) -> tuple[Mes
             raise Refusal(
                 f"{place}: turn {number} has the role {turn[role_key]!r}; known are {sorted(_ROLES)}: rename it"
             )
-        more = {key: turn[key] for key in _PASSED_ON if turn.get(key) is not None}
+        more = {key: turn[key] for key in _TEMPLATE_KEYS if turn.get(key) is not None}
         if not all(isinstance(value, str) for value in more.values()):
             raise Refusal(f"{place}: turn {number}: {' and '.join(more)} must be text: correct or remove it")
         thought = turn.get("reasoning_content") or turn.get("reasoning") or ""
@@ -218,7 +216,7 @@ def _text(content: Any) -> str | None:
 
 
 def _calls(place: str, turn: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Tool calls as templates read them, their arguments an object: serving engines parse them before the template."""
+    """Tool calls with their arguments as an object: serving engines parse them before they render the template."""
     calls: list[dict[str, Any]] = []
     given = _parsed(turn.get("tool_calls")) or []
     if not isinstance(given, list):
@@ -235,7 +233,7 @@ def _calls(place: str, turn: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _parsed(value: Any) -> Any:
-    """What JSON text holds, where it is JSON; Parquet files keep objects of many shapes as text."""
+    """The value of JSON text, anything else unchanged; Parquet files keep objects of many shapes as text."""
     if not isinstance(value, str):
         return _present(value)
     try:
@@ -245,9 +243,9 @@ def _parsed(value: Any) -> Any:
 
 
 def _check_json(place: str, value: Any, depth: int = 0) -> None:
-    """Raise Refusal for what templates could not render: too deep, or (in Parquet files) no JSON value."""
-    if depth > DEEPEST:
-        raise Refusal(f"{place}: nested more than {DEEPEST} levels deep: flatten or remove it")
+    """Raise Refusal for values that templates cannot render: too deep, or (in Parquet files) not JSON."""
+    if depth > MAX_DEPTH:
+        raise Refusal(f"{place}: nested more than {MAX_DEPTH} levels deep: flatten or remove it")
     if isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
             _check_json(place, part, depth + 1)
@@ -256,7 +254,7 @@ def _check_json(place: str, value: Any, depth: int = 0) -> None:
 
 
 def _present(value: Any) -> Any:
-    """Without the nulls that Parquet gives objects of several shapes."""
+    """The value without the nulls that Parquet adds to objects of several shapes."""
     if isinstance(value, dict):
         return {key: _present(item) for key, item in value.items() if item is not None}
     return [_present(item) for item in value] if isinstance(value, list) else value

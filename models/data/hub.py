@@ -1,8 +1,8 @@
 """Datasets of the Hugging Face Hub: `hf://datasets/OWNER/NAME[@REVISION][/PATH][?config=C&split=S]`.
 
-Without a path, config and split are looked up in the Parquet files that the Hub itself makes of every public dataset
-(branch `refs/convert/parquet`), so no code of a dataset is run and its own layout does not matter. With a path, the
-files there are read as they are. Used by the processes that regenerate text and prepare samples.
+Without a path, config and split are looked up in the Parquet files that the Hub makes of every public dataset (branch
+`refs/convert/parquet`), so no code of the dataset runs and its own layout does not matter. With a path, the files there
+are read as they are.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +24,7 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class HubDataset:
-    """An address taken apart."""
+    """A parsed address."""
 
     repository: str
     revision: str | None
@@ -34,11 +34,11 @@ class HubDataset:
 
     @property
     def patterns(self) -> list[str]:
-        """What names of the files meant look like."""
+        """Glob patterns of the files."""
         return [self.path, f"{self.path}/*"] if self.path else [f"{self.config or '*'}/{self.split}/*"]
 
     def choose(self, names: Sequence[str], one_kind: Callable[[Iterable[str]], list[str]]) -> list[str]:
-        """The files meant, of all that there are. Raises Refusal, with what there is, where none is."""
+        """The files of this address among all `names`. Raises Refusal, listing what exists, if there are none."""
         if self.path:
             below = [name for name in names if name == self.path or name.startswith(f"{self.path}/")]
             return one_kind(below)
@@ -66,17 +66,17 @@ class HubDataset:
 
 @dataclass(frozen=True)
 class HubFiles:
-    """Files of one commit, in the Hub's cache on this machine."""
+    """Files of one commit in the local Hub cache."""
 
     folder: Path
     names: tuple[str, ...]
     repository: str
     revision: str
-    """The commit."""
+    """Commit hash."""
 
 
 def parse(url: str) -> HubDataset:
-    """Raises Refusal for an address of another form."""
+    """Parse an address. Raises Refusal for one of another form."""
     parts = urlsplit(url)
     owner, _, rest = parts.path.strip("/").partition("/")
     name, _, path = rest.partition("/")
@@ -89,15 +89,15 @@ def parse(url: str) -> HubDataset:
 
 
 def fetch(url: str, one_kind: Callable[[Iterable[str]], list[str]]) -> HubFiles:
-    """Download what an address names, or find it in the Hub's cache.
+    """Download the files of an address, or find them in the Hub's cache.
 
-    Raises Refusal, with the remedy, for an address, dataset, revision, config or split that is not there, and where
-    the Hub cannot be reached and nothing is in the cache.
+    Raises Refusal for an address, dataset, revision, config or split that does not exist, and if neither Hub nor cache
+    has the files.
     """
     wanted = parse(url)
     try:
         chosen = wanted.choose(_listed(wanted), one_kind)
-        # By its name: a branch that was asked for is found again without a network. The folder is called by the commit.
+        # By name, so that a branch is found again in the cache without a network. The folder is named after the commit.
         folder = Path(
             snapshot_download(wanted.repository, repo_type="dataset", revision=wanted.revision, allow_patterns=chosen)
         )
@@ -116,9 +116,9 @@ def fetch(url: str, one_kind: Callable[[Iterable[str]], list[str]]) -> HubFiles:
 
 
 def _listed(wanted: HubDataset) -> list[str]:
-    """The names of all files; from the cache where the Hub cannot be reached."""
+    """The names of all files; from the cache if the Hub cannot be reached."""
     try:
-        found = HfApi().dataset_info(wanted.repository, revision=wanted.revision, timeout=TIMEOUT_S)
+        info = HfApi().dataset_info(wanted.repository, revision=wanted.revision, timeout=TIMEOUT_S)
     except (OfflineModeIsEnabled, httpx.TransportError):
         folder = Path(
             snapshot_download(
@@ -131,4 +131,4 @@ def _listed(wanted: HubDataset) -> list[str]:
         )
         files = (path for path in folder.rglob("*") if path.is_file())
         return sorted(path.relative_to(folder).as_posix() for path in files)
-    return sorted(sibling.rfilename for sibling in found.siblings or ())
+    return sorted(sibling.rfilename for sibling in info.siblings or ())

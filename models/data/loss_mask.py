@@ -1,4 +1,4 @@
-"""Which tokens of a conversation the target would have generated. Used by the process that prepares samples."""
+"""Which tokens of a conversation the target would have generated."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -16,20 +16,18 @@ from models.data.thinking import Span, thinking_spans, without_thinking
 
 
 class UnrenderableError(Refusal):
-    """One conversation of which no sample can be made by the chat template; others may well be."""
+    """The chat template cannot make a sample of this conversation; it may of others."""
 
 
 TEMPLATE_FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError, ArithmeticError)
-"""What the code of a template raises for a conversation that it was not written for."""
+"""Raised by templates for conversations that they were not written for."""
 
 Turns = Literal["all", "last"]
 Messages = Sequence[dict[str, Any]]
 Render = Callable[..., str]
-"""Text of messages by the chat template; `add_generation_prompt=True` adds what an answer follows."""
-
-_SOMETHING = "\ue000"
-"""Stands for an answer; a private-use character, which no template changes."""
-
+"""Renders messages with the chat template; `add_generation_prompt=True` adds the prompt of an answer."""
+_PLACEHOLDER = "\ue000"
+"""Stands for an answer: a private-use character, which no template changes."""
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -42,28 +40,20 @@ def tokenize_conversation(
     tokenizer: PreTrainedTokenizerBase,
     document: Document,
     template: str,
-    *,
     turns: Turns = "all",
+    *,
     mask_thinking: bool = False,
 ) -> tuple[list[int], NDArray[np.bool_]]:
-    """Token ids of a whole conversation and the mask over its assistant tokens (end-of-turn marker included).
+    """Token ids of a whole conversation and the mask over its assistant tokens, including end-of-turn markers.
 
     The mask comes from the template's generation tags, or else from the difference between the conversation and the
-    prompt of each assistant turn.
-
-    Args:
-        tokenizer: the target's.
-        document: the conversation, with its tools.
-        template: the tokenizer's chat template.
-        turns: all of the assistant's turns, or the last one alone.
-        mask_thinking: leave reasoning out of the mask.
+    prompt of each assistant turn. It covers all assistant turns or the last; `mask_thinking` leaves out reasoning.
 
     Raises:
-        UnrenderableError: the template refuses the conversation, or the masked text does not hold what the assistant
-            said.
+        UnrenderableError: the template refuses the conversation, or drops or changes an answer.
     """
-    said = [turn for turn, message in enumerate(document.messages) if message.role == "assistant"]
-    learned = said if turns == "all" else said[-1:]
+    answers = [turn for turn, message in enumerate(document.messages) if message.role == "assistant"]
+    learned = answers if turns == "all" else answers[-1:]
     spans_of = _by_tags if marks_generation(_template_of(tokenizer, document, template)) else _by_difference
     try:
         text, spans = spans_of(tokenizer, document, learned)
@@ -83,12 +73,12 @@ def tokenize_conversation(
 
 
 def _template_of(tokenizer: Any, document: Document, template: str) -> str:
-    """Some tokenizers have another template for conversations with tools."""
+    """Some tokenizers have a separate template for conversations with tools."""
     return tokenizer.get_chat_template(tools=list(document.tools)) if document.tools else template
 
 
 def _covered(offsets: NDArray[np.int64], spans: list[Span]) -> NDArray[np.bool_]:
-    """Tokens that start inside a span: characters of several tokens count with each, which `char_to_token` misses."""
+    """Tokens that start inside a span. `char_to_token` would miss some where several tokens share a character."""
     starts, ends = offsets.T
     mask = np.zeros(len(offsets), dtype=bool)
     for start, end in spans:
@@ -139,7 +129,7 @@ def _checked_span(render: Render, messages: Messages, turn: int, text: str, plac
 
 
 def _span_as_last(render: Render, messages: Messages, turn: int, text: str) -> Span | None:
-    """Where the turn is rendered as it would be at the end of the conversation: all that follows its prompt."""
+    """The turn's span if it is rendered as at the end of a conversation: everything after its prompt."""
     if turn == 0:
         return None
     prompt, whole = render(messages[:turn], add_generation_prompt=True), render(messages[: turn + 1]).rstrip()
@@ -147,70 +137,74 @@ def _span_as_last(render: Render, messages: Messages, turn: int, text: str) -> S
 
 
 def _span_inside(render: Render, messages: Messages, turn: int, text: str) -> Span | None:
-    """Templates may render a turn differently when another follows (Qwen3's thinking block): it is found by what is
-    around it when something else is said there, and where it ends by what follows the last turn."""
-    asked, marked = messages[:turn], {**messages[turn], "content": _SOMETHING}
-    before, found, behind = render([*asked, marked, *messages[turn + 1 :]]).partition(_SOMETHING)
-    _, _, marker = render([*asked, marked]).rpartition(_SOMETHING)
+    """The turn's span inside the conversation, located by rendering a placeholder in its place.
+
+    Templates may render a turn differently when another follows (Qwen3's thinking block). What a template puts after
+    the last turn is the end-of-turn marker.
+    """
+    asked, marked = messages[:turn], {**messages[turn], "content": _PLACEHOLDER}
+    before, placeholder, after = render([*asked, marked, *messages[turn + 1 :]]).partition(_PLACEHOLDER)
+    _, _, marker = render([*asked, marked]).rpartition(_PLACEHOLDER)
     marker = marker.rstrip()
-    if not found or not text.endswith(behind) or not behind.startswith(marker):
+    if not placeholder or not text.endswith(after) or not after.startswith(marker):
         return None
-    end = len(text) - len(behind) + len(marker)
-    # A greeting has no prompt, and templates refuse to render nothing: only its words are taken.
+    end = len(text) - len(after) + len(marker)
+    # A greeting has no prompt, and templates refuse to render nothing: the span starts at its words.
     start = _opening(render, asked, before) if asked else len(before)
     return (start, end) if start is not None and text.startswith(before[:start]) else None
 
 
 def _opening(render: Render, asked: Messages, before: str) -> int | None:
-    """Where the target begins to generate, in what precedes an answer."""
+    """Where the target begins to generate in `before`, the text before an answer."""
     prompt = render(asked, add_generation_prompt=True)
     shared = _shared(prompt, before)
     if shared == len(prompt):
         return shared
     history = render(asked)
     if shared >= len(history):
-        # The prompt goes on with the opening of a thinking block, which is not there.
+        # The prompt ends with the opening of a thinking block, which `before` does not have.
         return shared
     opening = prompt[_shared(prompt, history) :]
-    at = before.rfind(opening) if opening else -1
-    return at + len(opening) if at >= 0 else None
+    start = before.rfind(opening) if opening else -1
+    return start + len(opening) if start >= 0 else None
 
 
 def _shared(one: str, other: str) -> int:
-    """Characters with which both begin."""
+    """Length of the common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _answers(text: str, span: Span, document: Document) -> list[Span]:
-    """What is left of a span without reasoning."""
+    """The parts of a span without reasoning."""
     blocks = thinking_spans(text, span)
     for message in document.messages:
         thought = message.reasoning.strip()
-        at = text.find(thought, *span) if thought else -1
-        if at >= 0:
-            blocks.append((at, at + len(thought)))
-    start, left = span[0], []
-    for first, behind in sorted(blocks):
+        first = text.find(thought, *span) if thought else -1
+        if first >= 0:
+            blocks.append((first, first + len(thought)))
+    start, parts = span[0], []
+    for first, end in sorted(blocks):
         if first > start:
-            left.append((start, first))
-        start = max(start, behind)
-    return [*left, *([(start, span[1])] if start < span[1] else [])]
+            parts.append((start, first))
+        start = max(start, end)
+    return [*parts, *([(start, span[1])] if start < span[1] else [])]
 
 
 def _answer(content: str) -> str:
-    """What every template renders of an assistant's turn: thinking is dropped from earlier turns by some."""
+    """What every template renders of an assistant's turn: some drop thinking from earlier turns."""
     return without_thinking(content).strip()
 
 
 def _verify(
     tokenizer: Any, ids: list[int], mask: NDArray[np.bool_], document: Document, learned: Sequence[int]
 ) -> None:
-    said = _squeezed(tokenizer.decode(np.array(ids)[mask].tolist(), skip_special_tokens=False))
+    """Raise UnrenderableError unless the masked tokens contain every learned answer."""
+    masked = _squeezed(tokenizer.decode(np.array(ids)[mask].tolist(), skip_special_tokens=False))
     for turn in learned:
         message: Message = document.messages[turn]
         parts = [_answer(message.content), *message.tools_called]
-        if any(_squeezed(part) not in said for part in parts):
+        if any(_squeezed(part) not in masked for part in parts):
             raise UnrenderableError(
                 f"{document.place}: the loss mask misses what the assistant said ({message.content!r:.60}): the chat "
                 "template changes or drops it. Leave the conversation out, or correct the template"

@@ -1,6 +1,6 @@
-"""`python -m models.data.prepare RUN_FOLDER`: text in, tokenized samples out; writes the run's samples.json.
+"""`python -m models.data.prepare RUN_FOLDER`: tokenizes the run's text and writes samples.json.
 
-Runs once at the start of a run, before any generator; a sample set with the same content is taken from the cache.
+A sample set with the same content is taken from the cache.
 """
 
 import hashlib
@@ -25,31 +25,31 @@ from models.data.benchmark_prompts import BenchmarkPrompts, read_excluded_prompt
 from models.data.conversations import read_documents, source_hash, source_revision
 from models.data.prompts import heldout_prompts
 from models.data.sample_set import SampleSet, read_manifest, write_sample_set
-from models.data.samples import EncodedSample, SampleEncoder, Splits, chat_template, divide
+from models.data.samples import SampleEncoder, Splits, divide, template_hash
 from models.data.suites import suite_address
 from models.progress_bars import counting
 
 FORMAT = 2
-"""Raised whenever the same input would give other samples."""
+"""Increment when the same input gives other samples."""
 
 BINS = 24
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja")
 
 
 def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> SamplesRecord:
-    """Tokenize `config.source` with the target's tokenizer, or find it done in the cache.
+    """Tokenize `config.source` with the target's tokenizer, or take the samples from the cache.
 
     Raises:
-        Refusal: text, template or limits from which no samples can be made; says where and what to do.
+        Refusal: no samples can be made with this text, template or limits.
     """
     content = source_hash(config.source)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target.path)
-    template_hash = "none" if config.chat_template == "none" else _hash(chat_template(tokenizer))
+    template = "none" if config.chat_template == "none" else template_hash(tokenizer)
     made_by = tokenizer_hash(Path(target.path))
     key = _hash(
         FORMAT,
         content,
-        template_hash,
+        template,
         made_by,
         target.vocab_size,
         add_bos,
@@ -68,7 +68,7 @@ def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> 
         splits = divide(samples, config, encoder.counts)
         record = _record(splits, encoder).model_copy(
             update={
-                "template_hash": template_hash,
+                "template_hash": template,
                 "tokenizer_hash": made_by,
                 "source_hash": content,
                 "source_revision": source_revision(config.source),
@@ -81,13 +81,13 @@ def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> 
 
 
 def recipe_data(config: RunConfig) -> DataConfig:
-    """What a recipe's samples are made of: the suites that promote a draft are no text to train it on."""
+    """The recipe's data settings, with the suites of the gate excluded from training."""
     exclude = dict.fromkeys((*config.data.exclude, *map(suite_address, config.promotion.suites.values())))
     return config.data.model_copy(update={"exclude": tuple(exclude)})
 
 
 def tokenizer_hash(folder: Path) -> str:
-    """Hash of the files that decide how text becomes tokens."""
+    """Hash of the tokenizer's files."""
     files = sorted({path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)})
     return _hash(*((path.name, sha256_file(path)) for path in files))
 
@@ -103,7 +103,7 @@ def _record(splits: Splits, encoder: SampleEncoder) -> SamplesRecord:
     turns = np.array([sample.turns for sample in train])
     return SamplesRecord(
         path="",
-        dataset_hash=_dataset_hash(splits),
+        dataset_hash=_hash([sample.id for sample in train], [sample.id for sample in splits.heldout]),
         template_hash="",
         train_samples=len(train),
         heldout_samples=len(splits.heldout),
@@ -127,7 +127,7 @@ def _record(splits: Splits, encoder: SampleEncoder) -> SamplesRecord:
 
 
 def histogram(values: NDArray[np.int64]) -> Histogram:
-    """At most `BINS` bins of a round width over values `[N]`, N at least 1, none negative."""
+    """At most `BINS` bins of a round width over values `[N]`, at least one and none negative."""
     low, high = int(values.min()), int(values.max())
     widths = (digit * 10**power for power in count() for digit in (1, 2, 5))
     width = next(width for width in widths if high // width - low // width < BINS)
@@ -136,15 +136,8 @@ def histogram(values: NDArray[np.int64]) -> Histogram:
     return Histogram(width=width, first=first * width, counts=tuple(counts.tolist()))
 
 
-def _dataset_hash(splits: Splits) -> str:
-    def ids(samples: list[EncodedSample]) -> list[str]:
-        return [sample.id for sample in samples]
-
-    return _hash(ids(splits.train), ids(splits.heldout))
-
-
 def summary(record: SamplesRecord) -> str:
-    """One line for people, and one for each of the first conversations that were left out."""
+    """One line, and one for each of the first conversations that were left out."""
     left_out = {
         "split": record.split,
         "truncated": record.truncated,
@@ -163,7 +156,6 @@ def summary(record: SamplesRecord) -> str:
 
 
 def main() -> None:
-    """Read config.json and target.json of the run folder, write its samples.json."""
     folder = RunFolder(Path(sys.argv[1]).absolute())
     config = read_config(folder.config)
     data, revision = recipe_data(config), {}
@@ -172,7 +164,7 @@ def main() -> None:
         data = data.model_copy(update={"source": regenerated.path})
         revision = {"source_revision": regenerated.source_revision}
     record = prepare_samples(data, TargetRecord.read(folder.target), config.target.add_bos).model_copy(update=revision)
-    heldout_prompts(SampleSet.open(Path(record.path), "heldout"), config.benchmark)  # refused now, not after training
+    heldout_prompts(SampleSet.open(Path(record.path), "heldout"), config.benchmark)  # refuses now, not after training
     write_atomically(folder.samples, record)
     print(summary(record))
 

@@ -1,8 +1,7 @@
-"""Finds secrets and personal data in text, with Presidio. Runs in the process that samples request logs.
+"""Finds secrets and personal data in text with Presidio's pattern recognizers.
 
-Presidio's pattern recognizers check what they find (a card's or IBAN's check digits, a phone number's plan), need no
-model and no network; key formats of well-known services are patterns of ours beside them. Names and postal addresses
-have no pattern: they pass.
+They need no model and no network, and verify check digits and numbering plans. Patterns for keys of well-known services
+are added here. Names and postal addresses have no pattern and are not found.
 """
 
 import re
@@ -24,8 +23,8 @@ from presidio_analyzer.predefined_recognizers import (
 )
 
 LANGUAGE = "en"
-LEAST_SCORE = 0.3
-"""Below it Presidio has only a vague pattern, such as any nine digits."""
+MIN_SCORE = 0.3
+"""Lower scores are vague patterns, such as any nine digits."""
 
 SECRETS = {
     "AWS key": r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b",
@@ -47,11 +46,11 @@ SECRETS = {
 SECRET = "SECRET"
 
 _SUFFIXES = tldextract.TLDExtract(suffix_list_urls=(), cache_dir=None)
-"""The list of domains that comes with the package: nothing is downloaded."""
+"""Uses the package's own list of domains, without a download."""
 
 
 class OfflineEmailRecognizer(EmailRecognizer):
-    """Presidio's own downloads the list of domains."""
+    """Presidio's own recognizer downloads the list of domains."""
 
     def validate_result(self, pattern_text: str) -> bool:
         return bool(_SUFFIXES(pattern_text).top_domain_under_public_suffix)
@@ -63,7 +62,7 @@ def _analyzer() -> AnalyzerEngine:
         supported_entity=SECRET,
         name="SecretRecognizer",
         patterns=[Pattern(name, regex, 0.9) for name, regex in SECRETS.items()],
-        global_regex_flags=re.MULTILINE,  # the default ignores case, which key formats do not
+        global_regex_flags=re.MULTILINE,  # the default would ignore case
     )
     personal = [
         recognizer(supported_language=LANGUAGE)
@@ -85,9 +84,9 @@ def _analyzer() -> AnalyzerEngine:
 
 
 def find_private_data(texts: Sequence[str]) -> set[str]:
-    """Kinds of secrets and personal data in the texts, as Presidio names them, and `SECRET`; empty: none was found."""
+    """Kinds of private data in the texts: Presidio's names and `SECRET`; empty if there is none."""
     return {
-        found.entity_type
+        result.entity_type
         for text in texts
-        for found in _analyzer().analyze(text, language=LANGUAGE, score_threshold=LEAST_SCORE)
+        for result in _analyzer().analyze(text, language=LANGUAGE, score_threshold=MIN_SCORE)
     }

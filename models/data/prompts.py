@@ -1,7 +1,5 @@
-"""Prompts of benchmarks: the beginnings of held-out samples, or of the samples of a file."""
+"""Benchmark prompts from held-out samples, files and suites."""
 
-import hashlib
-import json
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
@@ -18,33 +16,33 @@ from models.config.data import DataConfig
 from models.config.recipe import RunConfig
 from models.data.conversations import read_documents, source_hash
 from models.data.sample_set import SampleSet
-from models.data.samples import SampleEncoder, chat_template
+from models.data.samples import SampleEncoder, template_hash
 from models.data.suites import SuitePrompts, find_suite_format, question_prompts
 
 Template = Literal["auto", "tokenizer", "none"]
 LEAST_TOKENS = 2
 SAMPLES_PER_PROMPT = 4
-"""Samples read for each prompt wanted: some give none, or the same."""
+"""Samples read per prompt: some give none, or one that was seen before."""
 
 
 def heldout_prompts(samples: SampleSet, config: BenchmarkConfig) -> list[list[int]]:
-    """The prompts of a run's benchmarks, from its held-out samples. Raises Refusal where there are too few."""
+    """Prompts from a run's held-out samples. Raises Refusal if there are too few."""
     heldout = (samples[index] for index in range(len(samples)))
     return take_prompts(((sample.tokens, sample.loss_mask) for sample in heldout), config.prompts, config.prompt_tokens)
 
 
 def suite_prompts(config: RunConfig, target: TargetRecord, name: str) -> SuitePrompts:
-    """The prompts of one of `promotion.suites`. Raises Refusal, naming the suite, for what gives none."""
+    """The prompts of one of `promotion.suites`. Raises Refusal if there are too few."""
     promotion, add_bos = config.promotion, config.target.add_bos
     source = promotion.suites[name]
     try:
-        layout = find_suite_format(name, source)
-        if layout is None:
-            prompts, template_hash = read_prompts(source, target, config.benchmark, "auto", add_bos)
-            return SuitePrompts(prompts, (), source_hash(source), template_hash)
+        suite = find_suite_format(name, source)
+        if suite is None:
+            prompts, template = read_prompts(source, target, config.benchmark, "auto", add_bos)
+            return SuitePrompts(prompts, (), source_hash(source), template)
         return question_prompts(
             source,
-            layout,
+            suite,
             Path(target.path),
             count=promotion.suite_prompts,
             prompt_tokens=promotion.suite_prompt_tokens,
@@ -58,7 +56,7 @@ def suite_prompts(config: RunConfig, target: TargetRecord, name: str) -> SuitePr
 def read_prompts(
     source: str, target: TargetRecord, config: BenchmarkConfig, template: Template, bos: bool
 ) -> tuple[list[list[int]], str]:
-    """Prompts from a file, and the hash of the template used (`none` for plain text)."""
+    """Prompts from a file, and the hash of the chat template (`none` for plain text)."""
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target.path)
     if template == "auto":
         plain = next(read_documents(source)).plain
@@ -71,44 +69,43 @@ def read_prompts(
         config.prompts,
         config.prompt_tokens,
     )
-    text = "none" if template == "none" else hashlib.sha256(json.dumps([chat_template(tokenizer)]).encode()).hexdigest()
-    return prompts, text
+    return prompts, "none" if template == "none" else template_hash(tokenizer)
 
 
 def take_prompts(samples: Iterable[tuple[Tensor, Tensor]], count: int, prompt_tokens: int) -> list[list[int]]:
     """The first `count` different prompts.
 
-    A conversation's prompt is all that precedes its first supervised token, and it is left out where that is longer
-    than `prompt_tokens` (a cut turn would not be a prompt of that template). Plain text, supervised from its start,
-    gives its first `prompt_tokens` tokens, at most half of it.
+    A conversation's prompt is everything before its first supervised token; it is left out if longer than
+    `prompt_tokens`, because a truncated turn would not be a prompt of that template. Plain text, supervised from its
+    start, gives its first `prompt_tokens` tokens, at most half of it.
 
     Args:
-        samples: tokens `[T]` int64 and loss mask `[T]` bool of each.
-        count: prompts wanted; fewer come where there are fewer.
+        samples: tokens `[T]` int64 and loss mask `[T]` bool of each sample.
+        count: most prompts.
         prompt_tokens: most tokens of a prompt.
 
     Raises:
         Refusal: fewer than two prompts.
     """
-    found: dict[tuple[int, ...], None] = {}
+    prompts: dict[tuple[int, ...], None] = {}
     seen = 0
     for tokens, loss_mask in samples:
         seen += 1
         prompt = _prompt(tokens, loss_mask, prompt_tokens)
         if prompt is not None:
-            found[tuple(prompt)] = None
-        if len(found) == count:
+            prompts[tuple(prompt)] = None
+        if len(prompts) == count:
             break
-    if len(found) < 2:
+    if len(prompts) < 2:
         raise Refusal(
-            f"{len(found)} of {seen} samples give a prompt of {LEAST_TOKENS} to {prompt_tokens} tokens: raise "
+            f"{len(prompts)} of {seen} samples give a prompt of {LEAST_TOKENS} to {prompt_tokens} tokens: raise "
             "benchmark.prompt_tokens, or give more text"
         )
-    return [list(prompt) for prompt in found]
+    return [list(prompt) for prompt in prompts]
 
 
 def _prompt(tokens: Tensor, loss_mask: Tensor, prompt_tokens: int) -> list[int] | None:
     first = int(loss_mask.int().argmax())
-    # Position 0 is never generated, so plain text with a beginning-of-text token starts to be supervised at 1.
+    # Position 0 is never generated: in plain text with a beginning-of-text token supervision starts at 1.
     length = min(prompt_tokens, len(tokens) // 2) if first <= 1 else first
     return tokens[:length].tolist() if LEAST_TOKENS <= length <= prompt_tokens else None

@@ -1,6 +1,6 @@
-"""Real text that needs no download: Python's own documentation topics and the docstrings of its standard library.
+"""Real text without a download: Python's documentation topics and the docstrings of its standard library.
 
-Read from the sources, never imported. Used where samples are prepared and where the tiny target is trained.
+Docstrings are parsed from the sources, which are never imported.
 """
 
 import ast
@@ -13,34 +13,25 @@ from pathlib import Path
 from infra.refusal import Refusal
 
 DOCUMENT_CHARACTERS = 1500
-"""Docstrings of one module are joined until a document has this many characters."""
+"""Docstrings of a module are joined to documents of at least this length."""
 
 _SKIPPED = {
-    "__pycache__",
-    "dist-packages",
-    "ensurepip",
-    "idle_test",
-    "idlelib",
-    "lib2to3",
-    "pydoc_data",
-    "site-packages",
-    "test",
-    "tests",
-    "turtledemo",
+    *("__pycache__", "dist-packages", "ensurepip", "idle_test", "idlelib", "lib2to3"),
+    *("pydoc_data", "site-packages", "test", "tests", "turtledemo"),
 }
 
 _Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def standard_library() -> list[Path]:
-    """The standard library's source files, tests and tools left out, in a stable order."""
+    """The standard library's source files without tests and tools, sorted."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = (path for path in root.rglob("*.py") if not _SKIPPED & set(path.relative_to(root).parts))
     return sorted(path for path in files if not path.name.startswith("_sysconfigdata"))
 
 
 def source_hash() -> str:
-    """Hash of everything `documents` reads."""
+    """Hash of all files that `documents` reads."""
     digest = hashlib.sha256()
     for path in (*standard_library(), _topics_file()):
         content = path.read_bytes()
@@ -49,7 +40,7 @@ def source_hash() -> str:
 
 
 def documents() -> Iterator[tuple[str, str]]:
-    """(place, text) of every document, in a stable order; a docstring that occurred before is left out."""
+    """(place, text) of every document, in a stable order, without repeated docstrings."""
     yield from _topics()
     root = Path(sysconfig.get_paths()["stdlib"])
     seen: set[str] = set()
@@ -76,7 +67,7 @@ def _topics() -> Iterator[tuple[str, str]]:
 
 
 def _entries(module: str, tree: ast.Module, seen: set[str]) -> Iterator[str]:
-    """Each docstring of a module under its heading: the module's, then functions and classes as they come."""
+    """Each docstring of a module under its heading: the module's own, then those of functions and classes."""
     heading = f"{module}\n{'=' * len(module)}"
     if text := _new_docstring(tree, seen):
         yield f"{heading}\n\n{text}"

@@ -1,7 +1,4 @@
-"""Reads the records of a file, whatever its kind, each with its place for people.
-
-Used by the processes that regenerate text and prepare samples.
-"""
+"""Reads the records of JSON, JSON lines, Parquet and text files, each with its place."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -13,25 +10,23 @@ from models.data.sources import ResolvedSource, SourceFile
 
 Item = TypeVar("Item")
 Row = tuple[str, Any]
-"""Where it was read, for people, and what was read: of a text file, a record with `text`; of a broken line, the Refusal
-that says so."""
-MOST_FAULTS = 10
-"""Records that one message names, so that a person mends them in one go."""
-
-ROWS = 1024
-"""Of a Parquet file, read at once."""
+"""A place for messages, and the record: of a text file one with `text`, of a broken line its Refusal."""
+MAX_FAULTS = 10
+"""Most unusable records in one message."""
+PARQUET_ROWS = 1024
+"""Rows of a Parquet file that are read at once."""
 
 
 def read_rows(source: ResolvedSource) -> Iterator[Row]:
-    """Every record of every file, in order. Raises Refusal, with file and line or row, for what cannot be read."""
+    """Every record of every file, in order. Raises Refusal, with file and line or row, for an unreadable one."""
     for file in source.files:
         yield from _READERS[file.path.suffix](file)
 
 
 def converted(rows: Iterable[Row], convert: Callable[[str, Any], Item]) -> Iterator[Item]:
-    """Every record as `convert(place, record)` makes it.
+    """`convert(place, record)` of every record.
 
-    After the first one that it refuses the rest is only checked; one Refusal then names the first `MOST_FAULTS`.
+    After the first Refusal the rest is only checked, and one Refusal names the first `MAX_FAULTS` records.
     """
     faults: list[str] = []
     for place, record in rows:
@@ -39,7 +34,7 @@ def converted(rows: Iterable[Row], convert: Callable[[str, Any], Item]) -> Itera
             item = convert(place, whole(record))
         except Refusal as error:
             faults.append(str(error))
-            if len(faults) == MOST_FAULTS:
+            if len(faults) == MAX_FAULTS:
                 break
             continue
         except RecursionError:
@@ -54,7 +49,7 @@ def converted(rows: Iterable[Row], convert: Callable[[str, Any], Item]) -> Itera
 
 
 def whole(record: Any) -> Any:
-    """The record; raises what is wrong with a broken one."""
+    """The record; raises the Refusal of a broken one."""
     if isinstance(record, Refusal):
         raise record
     return record
@@ -68,7 +63,7 @@ def _jsonl(file: SourceFile) -> Iterator[Row]:
 
 
 def _parsed(line: str, place: str) -> Any:
-    """What a line holds, or the Refusal that says what is wrong with it: the caller reports several at once."""
+    """The value of a line, or a Refusal, which the caller may report together with others."""
     try:
         record = json.loads(line)
         if "\\ud" in line.lower():
@@ -78,11 +73,11 @@ def _parsed(line: str, place: str) -> Any:
     except UnicodeEncodeError:
         return Refusal(f"{place}: holds half a surrogate pair, which is no character: correct or remove the line")
     except (ValueError, RecursionError) as error:
-        return Refusal(f"{place}: {_too_much(error)}: correct or remove the line")
+        return Refusal(f"{place}: {_fault(error)}: correct or remove the line")
     return record
 
 
-def _too_much(error: Exception) -> str:
+def _fault(error: Exception) -> str:
     return "nested too deeply" if isinstance(error, RecursionError) else "holds a number of too many digits"
 
 
@@ -96,7 +91,7 @@ def _json(file: SourceFile) -> Iterator[Row]:
             "records, or one record a line and call the file .jsonl"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise Refusal(f"{file.place}: {_too_much(error)}: correct the file") from error
+        raise Refusal(f"{file.place}: {_fault(error)}: correct the file") from error
     if not isinstance(records, list):
         raise Refusal(f"{file.place}: a {type(records).__name__}, not a list of records: write [...] around them")
     yield from ((f"{file.place}, record {number}", record) for number, record in enumerate(records, start=1))
@@ -109,7 +104,7 @@ def _parquet(file: SourceFile) -> Iterator[Row]:
     try:
         content = parquet.ParquetFile(file.path)
         number = 0
-        for batch in content.iter_batches(ROWS):
+        for batch in content.iter_batches(PARQUET_ROWS):
             for record in batch.to_pylist():
                 number += 1
                 yield f"{file.place}, row {number}", record

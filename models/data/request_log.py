@@ -1,13 +1,12 @@
 """`python -m models.data.request_log CONFIG.json FOLDER`: fresh prompts from request logs, without private data.
 
-Reads the JSONL logs that `RequestLogConfig` names, takes a random sample of the different requests in which nothing
-private is found, and writes FOLDER/prompts-<hash>.jsonl, which a recipe's `data.source` may name, and
-FOLDER/prompts.json, its record. A process of its own: it reads far more than the flow should, and Presidio loads
-torch where it finds it.
+Samples distinct requests without private data from the JSONL logs of `RequestLogConfig`. Writes them to
+FOLDER/prompts-<hash>.jsonl, a possible `data.source`, and their record to FOLDER/prompts.json. This is a separate
+process because it reads a lot, and because Presidio loads torch if it is installed.
 
-Logs are read from the newest file on, until there are enough prompts, and newer ones go first: what has drifted is
-the traffic of now. Within a file a request's place is a hash of the seed and its text, and the smallest hashes are
-kept: the sample does not depend on how often a request was sent, and only requests that would be kept are searched.
+Logs are read from the newest file until there are enough prompts, because the drifted traffic is the newest. Within a
+file the requests with the smallest hashes of seed and text are kept: the sample does not depend on how often a request
+was sent, and only requests that would be kept are searched for private data.
 """
 
 import argparse
@@ -37,7 +36,7 @@ Request = dict[str, Any]
 
 
 def parse(line: bytes) -> Request | str:
-    """The text of one logged request, or why it gives no prompt."""
+    """The request in one line of a log, or the reason why it gives no prompt."""
     try:
         logged = json.loads(line)
     except ValueError:
@@ -67,12 +66,12 @@ def _text(content: Any) -> str | None:
 
 
 def texts(request: Request) -> list[str]:
-    """All that a request says."""
+    """All texts of a request."""
     return [request["text"]] if "text" in request else [message["content"] for message in request["messages"]]
 
 
 class PromptSample:
-    """Of the newest requests in which nothing private is found, those with the smallest hashes."""
+    """Keeps the newest requests without private data that have the smallest hashes."""
 
     def __init__(self, config: RequestLogConfig, find: Callable[[list[str]], set[str]]):
         self._config, self._find = config, find
@@ -87,7 +86,7 @@ class PromptSample:
         return len(self._heap) == self._config.prompts
 
     def add(self, line: bytes, age: int = 0) -> None:
-        """Look at one line of a log; `age` is that of its file, the newest having 0."""
+        """Add one line of a log; `age` is that of its file, 0 for the newest."""
         if not line.strip():
             return
         self.read += 1
@@ -116,7 +115,7 @@ class PromptSample:
             heapq.heappop(self._heap)
 
     def documents(self) -> list[str]:
-        """One kind only, that of most: a dataset has one template."""
+        """The requests of the more frequent kind: a dataset has one template."""
         chosen = [document for *_, document in sorted(self._heap, reverse=True)]
         plain = [document for document in chosen if "text" in json.loads(document)]
         chats = [document for document in chosen if "messages" in json.loads(document)]
@@ -126,12 +125,12 @@ class PromptSample:
 
 
 def recent_logs(config: RequestLogConfig, now: float) -> Iterator[Iterator[bytes]]:
-    """The lines of each log that changed lately, newest log first. Raises Refusal where there is no such log."""
+    """The lines of each recent log, newest log first. Raises Refusal if there are no recent logs."""
     files, root = fsspec.core.url_to_fs(config.folder)
-    found: dict[str, dict[str, Any]] = files.find(root, detail=True)
-    logs = sorted(path for path in found if path.endswith(SUFFIXES))
-    fresh = [path for path in logs if now - _changed(found[path]) <= config.hours * 3600]
-    fresh.sort(key=lambda path: _changed(found[path]), reverse=True)
+    listed: dict[str, dict[str, Any]] = files.find(root, detail=True)
+    logs = sorted(path for path in listed if path.endswith(SUFFIXES))
+    fresh = [path for path in logs if now - _changed(listed[path]) <= config.hours * 3600]
+    fresh.sort(key=lambda path: _changed(listed[path]), reverse=True)
     if not fresh:
         raise Refusal(
             f"{config.folder} has {len(logs)} request logs ({' or '.join(SUFFIXES)}), none of the last "
@@ -150,7 +149,7 @@ def _lines(files: Any, path: str) -> Iterator[bytes]:
 
 
 def _changed(info: dict[str, Any]) -> float:
-    """When a file was last written: folders and S3 say it differently."""
+    """Time of the last write, from S3's or a local file system's metadata."""
     changed = info.get("LastModified", info.get("mtime"))
     return changed.timestamp() if isinstance(changed, datetime) else float(changed or 0.0)
 
@@ -158,7 +157,7 @@ def _changed(info: dict[str, Any]) -> float:
 def sample_prompts(
     config: RequestLogConfig, folder: Path, find: Callable[[list[str]], set[str]], now: float
 ) -> PromptsRecord:
-    """Write the dataset and its record. Raises Refusal where the logs give no prompt."""
+    """Write the dataset and its record. Raises Refusal if the logs give no prompt."""
     sample = PromptSample(config, find)
     for age, lines in enumerate(recent_logs(config, now)):
         for line in lines:

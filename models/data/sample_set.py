@@ -1,7 +1,7 @@
-"""A tokenized sample set on disk: written once by the process that prepares it, read by generators and trainers.
+"""A tokenized sample set on disk.
 
-One folder holds `train.safetensors`, `heldout.safetensors` and `samples.json`, which is written last and names the
-hashes of both. A file holds `tokens` int32 and `loss_mask` uint8 (all samples one after the other), `offsets` int64
+A folder contains `train.safetensors`, `heldout.safetensors` and `samples.json`, which is written last and contains the
+hashes of both. A file contains `tokens` int32 and `loss_mask` uint8 of all samples, concatenated, `offsets` int64
 `[N + 1]` and `ids` uint8 `[N, 16]` (content hashes).
 """
 
@@ -25,7 +25,7 @@ Split = Literal["train", "heldout"]
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample: `tokens` `[T]` int64, `loss_mask` `[T]` bool (True: the target would generate this token)."""
+    """One sample: `tokens` `[T]` int64, `loss_mask` `[T]` bool (True: an assistant token)."""
 
     tokens: Tensor
     loss_mask: Tensor
@@ -42,7 +42,7 @@ class SampleSetManifest(Record):
 
 @dataclass(frozen=True)
 class SampleSet:
-    """One side of a sample set; its tensors are mapped, so only what is read takes memory."""
+    """Training or held-out samples; the tensors are memory-mapped."""
 
     tokens: Tensor
     loss_mask: Tensor
@@ -51,7 +51,7 @@ class SampleSet:
 
     @classmethod
     def open(cls, folder: Path, split: Split) -> "SampleSet":
-        """Open `folder`; raises Refusal when it is not a whole sample set or its hash does not match."""
+        """Open a split. Raises Refusal if it is incomplete or its hash does not match."""
         manifest = read_manifest(folder)
         path = folder / f"{split}.safetensors"
         expected = manifest.train_sha256 if split == "train" else manifest.heldout_sha256
@@ -72,12 +72,12 @@ class SampleSet:
 
     @property
     def lengths(self) -> Tensor:
-        """`[N]` int64, tokens of each sample."""
+        """`[N]` int64 token counts of the samples."""
         return self.offsets.diff()
 
 
 def read_manifest(folder: Path) -> SampleSetManifest:
-    """The manifest of a sample set; its `path` is where the folder lies now."""
+    """The manifest of a sample set, with the folder's present path."""
     path = folder / "samples.json"
     if not path.is_file():
         raise Refusal(f"{folder} is not a sample set (no samples.json): prepare the samples again")
@@ -86,7 +86,7 @@ def read_manifest(folder: Path) -> SampleSetManifest:
 
 
 def write_sample_set(folder: Path, splits: Splits, record: SamplesRecord) -> None:
-    """Write both sides into `folder`, then the manifest with `record` and the dataset's hash filled in."""
+    """Write both splits into `folder`, then the manifest with their hashes."""
     hashes = {}
     for split, samples in (("train", splits.train), ("heldout", splits.heldout)):
         path = folder / f"{split}.safetensors"

@@ -1,9 +1,7 @@
-"""From documents to samples: tokens, loss mask, length limits, and which documents are held out.
-
-Used by the process that prepares samples.
-"""
+"""From documents to samples: tokens, loss mask, length limits, and which documents are held out."""
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
@@ -20,24 +18,23 @@ from models.data.conversations import Document, Tokens
 from models.data.loss_mask import UnrenderableError, tokenize_conversation
 from models.data.thinking import thinks, without_thinking
 
-ENCODE_BATCH = 256
-"""Documents tokenized at once."""
+ENCODE_BATCH_DOCUMENTS = 256
 SHOWN_REFUSALS = 3
-"""Conversations that the chat template refuses, of which the reason is kept."""
+"""Conversations that the chat template refuses whose reasons are reported."""
 
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """One sample: `tokens` `[T]` int32, `loss_mask` `[T]` bool, and the document it is a piece of."""
+    """One sample: `tokens` `[T]` int32, `loss_mask` `[T]` bool, and its document."""
 
     tokens: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
     document: str
     """Content hash of the document."""
     turns: int = 0
-    """The assistant's, in the document."""
+    """Assistant turns of the document."""
     thinking: bool = False
-    """The document holds reasoning."""
+    """Whether the document holds reasoning."""
 
     @property
     def id(self) -> str:
@@ -47,13 +44,13 @@ class EncodedSample:
 
 @dataclass
 class PreparationCounts:
-    """What happened to the documents on their way."""
+    """What happened to the documents."""
 
     documents: int = 0
     duplicates: int = 0
-    """Words that occurred before, or on the held-out side."""
+    """Documents with the same words as an earlier one, and samples that also occur on the held-out side."""
     benchmark_prompts: int = 0
-    """Left out because they hold a benchmark's prompt."""
+    """Left out because they contain a benchmark prompt."""
     dropped: int = 0
     """Left out because of their length."""
     truncated: int = 0
@@ -63,12 +60,12 @@ class PreparationCounts:
     refused: int = 0
     """Left out because the chat template cannot render them."""
     refusals: list[str] = field(default_factory=list)
-    """The first of them: places and reasons."""
+    """Places and reasons of the first ones."""
 
 
 @dataclass(frozen=True)
 class Splits:
-    """The samples of both sides, each ordered by content hash."""
+    """Training and held-out samples, each ordered by content hash."""
 
     train: list[EncodedSample]
     heldout: list[EncodedSample]
@@ -76,7 +73,7 @@ class Splits:
 
 @dataclass
 class SampleEncoder:
-    """Turns documents into samples by a recipe and a target's tokenizer, and counts what it leaves out.
+    """Turns documents into samples and counts what it leaves out.
 
     Raises:
         Refusal: the tokenizer lacks the chat template or beginning-of-text token that the recipe asks for.
@@ -88,16 +85,15 @@ class SampleEncoder:
     counts: PreparationCounts = field(default_factory=PreparationCounts)
     excluded: BenchmarkPrompts = field(default_factory=lambda: BenchmarkPrompts(()))
     tokenizer_hash: str | None = None
-    """What records of tokens are held against."""
+    """Expected hash of records that hold tokens."""
     vocabulary: int | None = None
-    """Tokens that the target knows; default: as many as the tokenizer."""
+    """Size of the target's vocabulary; default: the tokenizer's."""
 
     def __post_init__(self) -> None:
         bos: Any = self.tokenizer.bos_token_id
         if self.add_bos and bos is None:
             raise Refusal("target.add_bos is set, but the tokenizer has no beginning-of-text token: set it to false")
-        own = list(self.tokenizer("")["input_ids"])  # type: ignore[arg-type]
-        self._text_prefix = [bos] if self.add_bos or (bos is not None and own[:1] == [bos]) else []
+        self._text_prefix = text_prefix(self.tokenizer, self.add_bos)
         self._template = None if self.config.chat_template == "none" else chat_template(self.tokenizer)
         if self._template is not None and self.config.overlong == "split":
             raise Refusal(
@@ -106,12 +102,9 @@ class SampleEncoder:
             )
 
     def encode(self, documents: Iterable[Document]) -> Iterator[EncodedSample]:
-        """Samples of all documents in their order.
-
-        Left out and counted: documents whose words were seen before, and those that hold a benchmark's prompt.
-        """
+        """Samples of all documents in order, without duplicates and documents that contain a benchmark prompt."""
         fresh = self._fresh(documents)
-        while batch := list(islice(fresh, ENCODE_BATCH)):
+        while batch := list(islice(fresh, ENCODE_BATCH_DOCUMENTS)):
             if self._template is not None:
                 for document in batch:
                     yield from self._conversation(document, self._template)
@@ -123,7 +116,7 @@ class SampleEncoder:
         self._check_refused()
 
     def _check_refused(self) -> None:
-        """A few odd conversations are left out; many are a sign of the wrong template or of wrong roles."""
+        """Many refused conversations are a sign of the wrong template or of wrong roles."""
         refused, documents, most = self.counts.refused, self.counts.documents, self.config.max_refused_share
         if refused and refused > most * documents:
             first = "\n  ".join(self.counts.refusals)
@@ -145,7 +138,7 @@ class SampleEncoder:
                 self.counts.duplicates += 1
                 continue
             seen.add(document.wording_hash)
-            if self.excluded.found_in(self._words(document)):
+            if self.excluded.occur_in(self._texts(document)):
                 self.counts.benchmark_prompts += 1
                 continue
             shown = _without_thinking(document) if self.config.thinking == "strip" else document
@@ -154,7 +147,7 @@ class SampleEncoder:
                 continue
             yield shown
 
-    def _words(self, document: Document) -> list[str]:
+    def _texts(self, document: Document) -> list[str]:
         if document.tokens is not None:
             return [str(self.tokenizer.decode(document.tokens.ids.tolist()))] if len(self.excluded) else []
         return [message.content for message in document.messages]
@@ -168,22 +161,22 @@ class SampleEncoder:
             yield from self._limited(document, self._text_prefix, tokens, np.ones(len(tokens), dtype=bool))
 
     def _tokens(self, document: Document) -> Iterator[EncodedSample]:
-        found = document.tokens
-        assert found is not None
-        self._check(document.place, found)
-        mask = last_run(found.loss_mask) if self.config.turns == "last" else found.loss_mask
-        yield from self._limited(document, [], found.ids, mask)
+        tokens = document.tokens
+        assert tokens is not None
+        self._check_tokens(document.place, tokens)
+        mask = last_run(tokens.loss_mask) if self.config.turns == "last" else tokens.loss_mask
+        yield from self._limited(document, [], tokens.ids, mask)
 
-    def _check(self, place: str, found: Tokens) -> None:
+    def _check_tokens(self, place: str, tokens: Tokens) -> None:
         known = self.vocabulary or len(self.tokenizer)
-        if len(found.ids) and int(found.ids.max()) >= known:
+        if len(tokens.ids) and int(tokens.ids.max()) >= known:
             raise Refusal(
-                f"{place}: token {int(found.ids.max())}, but the target knows {known}: another tokenizer made these "
+                f"{place}: token {int(tokens.ids.max())}, but the target knows {known}: another tokenizer made these "
                 "input_ids; give the text, or tokens of the target's own tokenizer"
             )
-        if found.tokenizer_hash is not None and found.tokenizer_hash != self.tokenizer_hash:
+        if tokens.tokenizer_hash not in (None, self.tokenizer_hash):
             raise Refusal(
-                f"{place}: made with the tokenizer {found.tokenizer_hash:.16}, the target's is "
+                f"{place}: made with the tokenizer {tokens.tokenizer_hash:.16}, the target's is "
                 f"{self.tokenizer_hash or 'unknown':.16}: tokenize with the target's own, or give the text"
             )
 
@@ -196,11 +189,7 @@ class SampleEncoder:
             )
         try:
             ids, mask = tokenize_conversation(
-                self.tokenizer,
-                document,
-                template,
-                turns=self.config.turns,
-                mask_thinking=self.config.thinking == "mask",
+                self.tokenizer, document, template, self.config.turns, mask_thinking=self.config.thinking == "mask"
             )
         except UnrenderableError as error:
             self.counts.refused += 1
@@ -230,17 +219,17 @@ class SampleEncoder:
                 self.counts.split += 1
                 pieces = even_pieces(len(tokens), room)
         head = np.array(prefix, dtype=np.int32)
-        unseen = np.zeros(len(prefix), dtype=bool)
-        said = [message for message in document.messages if message.role == "assistant"]
+        unsupervised = np.zeros(len(prefix), dtype=bool)
+        answers = [message for message in document.messages if message.role == "assistant"]
         for piece in pieces:
             sample = EncodedSample(
                 np.concatenate([head, tokens[piece]]),
-                np.concatenate([unseen, mask[piece]]),
+                np.concatenate([unsupervised, mask[piece]]),
                 document.content_hash,
-                turns=len(said),
-                thinking=any(message.reasoning or thinks(message.content) for message in said),
+                turns=len(answers),
+                thinking=any(message.reasoning or thinks(message.content) for message in answers),
             )
-            # The first token is predicted from nothing.
+            # The first token has no context from which a draft could predict it.
             if sample.loss_mask[1:].any():
                 yield sample
             else:
@@ -248,7 +237,7 @@ class SampleEncoder:
 
 
 def _without_thinking(document: Document) -> Document | None:
-    """None where an answer was nothing else."""
+    """The document without reasoning; None if an answer consists of nothing else."""
     messages = tuple(
         replace(message, reasoning="", content=without_thinking(message.content))
         if message.role == "assistant"
@@ -261,7 +250,7 @@ def _without_thinking(document: Document) -> Document | None:
 
 
 def last_run(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """`[T]` bool: of the runs of True, the last one."""
+    """`[T]` bool: the last run of True in `mask`."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
     last = np.zeros(len(mask), dtype=bool)
     if len(edges):
@@ -279,22 +268,33 @@ def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
     return tokenizer.get_chat_template()
 
 
+def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash of the tokenizer's chat template; raises Refusal when it has none."""
+    return hashlib.sha256(json.dumps([chat_template(tokenizer)]).encode()).hexdigest()
+
+
+def text_prefix(tokenizer: Any, add_bos: bool) -> list[int]:
+    """The beginning-of-text token where the recipe or the tokenizer itself prepends it, otherwise nothing."""
+    bos = tokenizer.bos_token_id
+    return [bos] if add_bos or (bos is not None and tokenizer("")["input_ids"][:1] == [bos]) else []
+
+
 def even_pieces(length: int, room: int) -> list[slice]:
-    """Cut `length` tokens into the fewest pieces of at most `room`, as equal as possible."""
+    """Cut `length` tokens into the fewest pieces of at most `room`, of nearly equal length."""
     count = -(-length // room)
     edges = [length * number // count for number in range(count + 1)]
     return [slice(start, end) for start, end in pairwise(edges)]
 
 
 def heldout_documents(documents: Iterable[str], share: float) -> set[str]:
-    """The rule: of all content hashes in their order, the last `share` (at least one, never all)."""
+    """The last `share` of the sorted content hashes: at least one, never all."""
     ordered = sorted(set(documents))
     count = min(max(1, round(share * len(ordered))), len(ordered) - 1)
     return set(ordered[len(ordered) - count :]) if count > 0 else set()
 
 
 def divide(samples: Iterable[EncodedSample], config: DataConfig, counts: PreparationCounts) -> Splits:
-    """Both sides of a sample set; whole documents are held out, and a sample that occurs twice is kept once.
+    """Hold out whole documents, and keep each sample once.
 
     Raises:
         Refusal: no sample is left, or too few documents to hold one out.

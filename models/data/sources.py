@@ -1,7 +1,4 @@
-"""Where training text lies: files and folders here, at addresses that fsspec knows, and datasets of the Hub.
-
-Used by the processes that regenerate text and prepare samples.
-"""
+"""Files of a source: local files and folders, fsspec addresses, and datasets of the Hub."""
 
 import hashlib
 from collections.abc import Iterable
@@ -19,16 +16,14 @@ from infra.settings import cache_folder
 from models.data import hub
 
 KINDS = (".parquet", ".jsonl", ".json", ".txt")
-"""Of a folder, the files of the first kind that it holds are read: others beside them describe them."""
-
-
+"""Of a folder only files of the first kind that it contains are read; the others usually describe them."""
 FAULTS = (OSError, ValueError, TypeError, RuntimeError, ImportError, BotoCoreError, ClientError)
-"""What fsspec's file systems raise for an address that they cannot read."""
+"""Raised by fsspec's file systems for unreadable addresses."""
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file on this machine, and what people call it."""
+    """A file on this machine, and its name in messages."""
 
     path: Path
     place: str
@@ -36,17 +31,17 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class ResolvedSource:
-    """What a recipe's source came to."""
+    """The files of a recipe's source."""
 
     files: tuple[SourceFile, ...]
     hash: str
-    """Follows the content; for a dataset of the Hub, its commit and the names of its files."""
+    """Hash of the content; of a dataset of the Hub, hash of its commit and file names."""
     revision: str | None = None
     """The commit of a dataset of the Hub."""
 
 
 def find_source(source: str) -> ResolvedSource:
-    """The files of `source`, on this machine. Raises Refusal for what is not there or of no known kind."""
+    """The files of `source`, downloaded if necessary. Raises Refusal if there are none of a known kind."""
     if source.startswith(hub.SCHEME):
         return _on_the_hub(source)
     if "://" in source:
@@ -68,21 +63,21 @@ def find_source(source: str) -> ResolvedSource:
 
 
 def one_kind(names: Iterable[str]) -> list[str]:
-    """Those of the first kind that is among them, in order."""
+    """The sorted names of the first kind that occurs among them."""
     ordered = sorted(names)
     by_kind = ([name for name in ordered if name.endswith(kind)] for kind in KINDS)
-    return next((found for found in by_kind if found), [])
+    return next((chosen for chosen in by_kind if chosen), [])
 
 
 def _on_the_hub(source: str) -> ResolvedSource:
-    found = hub.fetch(source, one_kind)
-    _check_any(source, found.names)
-    files = tuple(SourceFile(found.folder / name, f"{source}: {name}") for name in found.names)
-    return ResolvedSource(files, _hash([found.repository, found.revision, *found.names]), found.revision)
+    dataset = hub.fetch(source, one_kind)
+    _check_any(source, dataset.names)
+    files = tuple(SourceFile(dataset.folder / name, f"{source}: {name}") for name in dataset.names)
+    return ResolvedSource(files, _hash([dataset.repository, dataset.revision, *dataset.names]), dataset.revision)
 
 
 def _at_address(url: str) -> ResolvedSource:
-    """Copies in the cache of what lies at an address that fsspec knows, s3:// for instance; new when that changes."""
+    """Cached copies of the files at an fsspec address such as s3://, copied again when they change."""
     try:
         files, root = fsspec.core.url_to_fs(url)
         files.invalidate_cache()
@@ -107,18 +102,18 @@ def _at_address(url: str) -> ResolvedSource:
 
     build_once(folder, copy)
     single = len(versions) == 1 and Path(url).suffix in KINDS
-    found = tuple(
+    copies = tuple(
         SourceFile(folder / name, url if single else f"{url.rstrip('/')}/{name}") for name in sorted(versions)
     )
-    return ResolvedSource(found, _hash((file.path.suffix, sha256_file(file.path)) for file in found))
+    return ResolvedSource(copies, _hash((file.path.suffix, sha256_file(file.path)) for file in copies))
 
 
 def _versions(files: Any, root: str, *, single: bool) -> dict[str, str]:
-    """Names below `root` and what says that a file has changed."""
+    """Names below `root`, each with a text that changes when the file does."""
     if single:
         return {Path(root).name: str(files.ukey(root))}
-    found: dict[str, dict[str, Any]] = files.find(root, detail=True)
-    below = {path.removeprefix(root).lstrip("/"): str(sorted(info.items(), key=str)) for path, info in found.items()}
+    listed: dict[str, dict[str, Any]] = files.find(root, detail=True)
+    below = {path.removeprefix(root).lstrip("/"): str(sorted(info.items(), key=str)) for path, info in listed.items()}
     chosen = one_kind(below)
     for name in chosen:
         _check_inside(root, name)
@@ -126,7 +121,7 @@ def _versions(files: Any, root: str, *, single: bool) -> dict[str, str]:
 
 
 def _check_inside(root: str, name: str) -> None:
-    """Object stores take any name; copied as a file, one with `..` would leave the cache."""
+    """Object stores allow any name; a file copied under a name with `..` would leave the cache."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\0" in name or any(len(p.encode()) > 255 for p in path.parts):
         raise Refusal(f"data.source: {root} holds the object {name!r:.200}, whose name is no path below it: rename it")

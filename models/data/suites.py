@@ -1,10 +1,5 @@
-"""Suites of questions, each of a category: the well-known ones by name, and files of the same form.
+"""Suites of questions with categories: well-known ones by name, and files of the same form."""
 
-Used by the processes that prepare samples (whose questions must not be trained on) and by benchmarks.
-"""
-
-import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -18,24 +13,24 @@ from models.config.data import RegenerationConfig
 from models.data.conversations import Document, Message, read_records, source_hash
 from models.data.dialogue import Dialogue, Prompter
 from models.data.reading import converted, whole
-from models.data.samples import chat_template
+from models.data.samples import template_hash
 
 _MULTI_TURN = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
 
 @dataclass(frozen=True)
 class SuiteFormat:
-    """How the records of a suite say what is asked, and of which category it is."""
+    """Where the records of a suite hold question and category."""
 
     title: str
     address: str
-    """Where the suite lies, as `data.source` names it."""
-    asked: tuple[str, ...]
-    """The field of the question, the first of these that a record has: a text, or turns of which the first is asked."""
+    """Address of the suite, as in `data.source`."""
+    question_fields: tuple[str, ...]
+    """The first of these fields that a record has is its question: a text, or turns of which the first is asked."""
     category: str | None = None
-    """The field of the category; None: all are of one."""
+    """The field of the category; None: there are no categories."""
     grouped: Mapping[str, str] = field(default_factory=dict)
-    """Categories that the suite's own tables show as one."""
+    """Categories that the suite's publication reports as one."""
 
 
 SUITES: Mapping[str, SuiteFormat] = {
@@ -59,13 +54,13 @@ SUITES: Mapping[str, SuiteFormat] = {
         "MATH-500 (arXiv 2305.20050)", "hf://datasets/HuggingFaceH4/MATH-500?split=test", ("problem",), "subject"
     ),
 }
-OWN = SuiteFormat("a suite of questions", "", ("turns", "question", "problem", "prompt"), "category")
-"""A file of one's own: `category` is optional there."""
+OWN_SUITE = SuiteFormat("a suite of questions", "", ("turns", "question", "problem", "prompt"), "category")
+"""A user's file, in which `category` is optional."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked first, and where it stands."""
+    """The first question of a record."""
 
     place: str
     text: str
@@ -74,109 +69,109 @@ class Question:
 
 @dataclass(frozen=True)
 class SuitePrompts:
-    """Token ids of a suite's prompts, each with its category where there are categories."""
+    """Token ids of a suite's prompts and their categories."""
 
     prompts: list[list[int]]
     categories: tuple[str, ...]
-    """By prompt; empty: no categories."""
+    """Category of each prompt; empty: no categories."""
     dataset_hash: str
-    """Of the suite's content."""
     template_hash: str
     too_long: int = 0
-    """Questions left out because of their length."""
+    """Questions that were left out because of their length."""
 
 
 def suite_address(source: str) -> str:
-    """Where a suite lies: what a well-known name stands for, or the source itself."""
+    """The address of a suite with a well-known name, otherwise the source itself."""
     return SUITES[source].address if source in SUITES else source
 
 
 def find_suite_format(name: str, source: str) -> SuiteFormat | None:
-    """The layout that a suite's source or name stands for, or its first record shows; None: conversations or text."""
+    """The format of a well-known suite, or by the first record; None: conversations or text."""
     known = SUITES.get(source) or SUITES.get(name)
     if known is not None:
         return known
     _, record = next(iter(read_records(source)))
     record = whole(record)
-    return OWN if isinstance(record, dict) and any(record.get(key) for key in OWN.asked) else None
+    is_question = isinstance(record, dict) and any(record.get(key) for key in OWN_SUITE.question_fields)
+    return OWN_SUITE if is_question else None
 
 
-def read_questions(source: str, layout: SuiteFormat) -> Iterator[Question]:
-    """Every question of a suite in its order.
+def read_questions(source: str, suite: SuiteFormat) -> Iterator[Question]:
+    """Every question of a suite in order.
 
     Raises:
         Refusal: a source that cannot be read, or (with file and line) a record without question or category.
     """
-    yield from converted(read_records(suite_address(source)), lambda place, record: _question(place, record, layout))
+    yield from converted(read_records(suite_address(source)), lambda place, record: _question(place, record, suite))
 
 
-def _question(place: str, record: Any, layout: SuiteFormat) -> Question:
+def _question(place: str, record: Any, suite: SuiteFormat) -> Question:
     if not isinstance(record, dict):
         kind = type(record).__name__
-        raise Refusal(f"{place}: write a JSON object with {' or '.join(layout.asked)} in place of this {kind}")
-    value = next((record[key] for key in layout.asked if record.get(key)), None)
+        raise Refusal(f"{place}: write a JSON object with {' or '.join(suite.question_fields)} in place of this {kind}")
+    value = next((record[key] for key in suite.question_fields if record.get(key)), None)
     text = value[0] if isinstance(value, list) and value else value
     if not isinstance(text, str) or not text.strip():
         raise Refusal(
-            f"{place}: no {' or '.join(layout.asked)} (a text, or turns) in this record of {layout.title}; its keys "
-            f"are {sorted(record)}. Correct the record, or give a suite of conversations or text another name"
+            f"{place}: no {' or '.join(suite.question_fields)} (a text, or turns) in this record of {suite.title}; its "
+            f"keys are {sorted(record)}. Correct the record, or give a suite of conversations or text another name"
         )
-    return Question(place, text, _category(place, record, layout))
+    return Question(place, text, _category(place, record, suite))
 
 
-def _category(place: str, record: Mapping[str, Any], layout: SuiteFormat) -> str | None:
-    if layout.category is None or (layout is OWN and record.get(layout.category) is None):
+def _category(place: str, record: Mapping[str, Any], suite: SuiteFormat) -> str | None:
+    if suite.category is None or (suite is OWN_SUITE and record.get(suite.category) is None):
         return None
-    category = record.get(layout.category)
+    category = record.get(suite.category)
     if not isinstance(category, str) or not category.strip():
         raise Refusal(
-            f"{place}: {layout.category!r} has to be the category of this record of {layout.title}, and is "
-            f"{category!r:.40}: correct the record, or fetch the suite from {layout.address or 'its source'}"
+            f"{place}: {suite.category!r} has to be the category of this record of {suite.title}, and is "
+            f"{category!r:.40}: correct the record, or fetch the suite from {suite.address or 'its source'}"
         )
-    return layout.grouped.get(category, category)
+    return suite.grouped.get(category, category)
 
 
 def question_prompts(
-    source: str, layout: SuiteFormat, target: Path, *, count: int, prompt_tokens: int, templated: bool, add_bos: bool
+    source: str, suite: SuiteFormat, target: Path, *, count: int, prompt_tokens: int, templated: bool, add_bos: bool
 ) -> SuitePrompts:
-    """Different prompts, spread evenly over the categories, in the suite's order within each.
+    """At most `count` different prompts, spread evenly over the categories.
 
-    With a chat template the first turn is asked of the target, without one its text is continued; a prompt of more than
-    `prompt_tokens` tokens is left out, because a cut question is another one.
+    With a chat template a prompt is a rendered question, without one its text. Prompts of more than `prompt_tokens`
+    tokens are left out, because a truncated question is another question.
 
     Raises:
-        Refusal: what cannot be read, no chat template, or fewer than two prompts.
+        Refusal: an unreadable source, no chat template, or fewer than two prompts.
     """
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target)
-    # One token more than is kept, so that plain text that is too long shows.
+    # One token more than is kept shows which plain texts are too long.
     prompter = Prompter(
         tokenizer, RegenerationConfig(prompt_tokens=prompt_tokens + 1), templated=templated, add_bos=add_bos
     )
-    questions = list(read_questions(source, layout))
-    found: dict[tuple[int, ...], Question] = {}
+    questions = list(read_questions(source, suite))
+    prompts: dict[tuple[int, ...], Question] = {}
     too_long = 0
-    for question in _in_turn(questions):
+    for question in _round_robin(questions):
         prompt = _tokens(prompter, question, templated)
         if len(prompt) > prompt_tokens:
             too_long += 1
         elif len(prompt) > 1:
-            found.setdefault(tuple(prompt), question)
-        if len(found) == count:
+            prompts.setdefault(tuple(prompt), question)
+        if len(prompts) == count:
             break
-    if len(found) < 2:
+    if len(prompts) < 2:
         raise Refusal(
-            f"{len(found)} of {len(questions)} questions give a prompt of 2 to {prompt_tokens} tokens: raise the "
+            f"{len(prompts)} of {len(questions)} questions give a prompt of 2 to {prompt_tokens} tokens: raise the "
             "longest prompt, or give another suite"
         )
-    categories = tuple(question.category or "" for question in found.values())
-    template = "none" if not templated else _hash(chat_template(tokenizer))
+    categories = tuple(question.category or "" for question in prompts.values())
+    template = template_hash(tokenizer) if templated else "none"
     content = source_hash(suite_address(source))
-    # Where all are of one category, the suite's own figure is that category's.
+    # The only category of a suite would repeat the suite's own figure.
     several = len(set(categories)) > 1
-    return SuitePrompts(list(map(list, found)), categories if several else (), content, template, too_long)
+    return SuitePrompts(list(map(list, prompts)), categories if several else (), content, template, too_long)
 
 
-def _in_turn(questions: Iterable[Question]) -> Iterator[Question]:
+def _round_robin(questions: Iterable[Question]) -> Iterator[Question]:
     """One of each category, then the next of each."""
     by_category: dict[str | None, list[Question]] = {}
     for question in questions:
@@ -190,7 +185,3 @@ def _tokens(prompter: Prompter, question: Question, templated: bool) -> list[int
     dialogue = Dialogue(Document(question.place, (Message(role, question.text),), plain=not templated))
     dialogue.advance()
     return prompter.prompt(dialogue)
-
-
-def _hash(template: str) -> str:
-    return hashlib.sha256(json.dumps([template]).encode()).hexdigest()

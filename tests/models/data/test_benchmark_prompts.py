@@ -37,7 +37,7 @@ PROMPTS = BenchmarkPrompts([QUESTION, MEDIUM, SHORT, QUESTION])
     ],
 )
 def test_exactly_and_nearly(message: str, found: bool) -> None:
-    assert PROMPTS.found_in(["something else", message]) == found
+    assert PROMPTS.occur_in(["something else", message]) == found
     assert len(PROMPTS) == 3
 
 
@@ -45,14 +45,14 @@ def test_a_common_instruction_is_no_prompt() -> None:
     """Thirteen words that several prompts share stand in much training text."""
     instruction = "Solve the following problem step by step and put your final answer within a box at the end."
     prompts = BenchmarkPrompts([f"{instruction} What is the sum of {n} and {n + 1} and 7 and 12?" for n in range(5)])
-    assert not prompts.found_in([f"{instruction} Prove that the square root of two is no fraction of whole numbers."])
-    assert prompts.found_in([f"{instruction} What is the sum of 3 and 4 and 7 and 12?"])
+    assert not prompts.occur_in([f"{instruction} Prove that the square root of two is no fraction of whole numbers."])
+    assert prompts.occur_in([f"{instruction} What is the sum of 3 and 4 and 7 and 12?"])
 
 
 def test_writing_without_spaces() -> None:
     prompts = BenchmarkPrompts(["请用三句话介绍一下北京的历史和文化特点"])
-    assert prompts.found_in(["你好!请用三句话介绍一下北京的历史和文化特点。谢谢"])
-    assert not prompts.found_in(["请用三句话介绍一下你自己"])
+    assert prompts.occur_in(["你好!请用三句话介绍一下北京的历史和文化特点。谢谢"])
+    assert not prompts.occur_in(["请用三句话介绍一下你自己"])
 
 
 ASKED = [f"asked{number}" for number in range(60)]
@@ -70,7 +70,7 @@ def test_planted_prompts_are_found(prompts: list[list[str]], before: list[str], 
     # Where a prompt is short it is found as a message of its own.
     around = (before, behind) if len(planted) >= 8 else ([], [])
     message = separator.join([*around[0], *planted, *around[1]]).upper()
-    assert known.found_in([" ".join(before), message])
+    assert known.occur_in([" ".join(before), message])
 
 
 @settings(deadline=None)
@@ -83,7 +83,7 @@ def test_text_with_no_more_than_four_words_of_a_prompt_in_a_row_is_spared(prompt
     long = max(prompts, key=len)
     pieces = [[*words, "between", *long[start : start + length]] for words, start, length in parts]
     message = " ".join(word for piece in pieces for word in piece)
-    assert not known.found_in([message, f"{message} end"])
+    assert not known.occur_in([message, f"{message} end"])
 
 
 def test_layouts_of_benchmarks_and_of_training_text(tmp_path: Path) -> None:

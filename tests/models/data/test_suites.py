@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from models.data.hub import parse
-from models.data.suites import OWN, SUITES, find_suite_format, question_prompts, read_questions, suite_address
+from models.data.suites import OWN_SUITE, SUITES, find_suite_format, question_prompts, read_questions, suite_address
 
 TEMPLATE = "{% for m in messages %}<u> {{ m.content }} {% endfor %}{% if add_generation_prompt %}<a> {% endif %}"
 RECORDS = {
@@ -53,8 +53,8 @@ def test_layouts(name: str, tmp_path: Path):
 
 def test_suites_of_ones_own(tmp_path: Path):
     source = write(tmp_path / "own.jsonl", {"question": "a b", "category": "x"}, {"problem": "c"})
-    assert find_suite_format("mine", source) is OWN
-    assert [(q.text, q.category) for q in read_questions(source, OWN)] == [("a b", "x"), ("c", None)]
+    assert find_suite_format("mine", source) is OWN_SUITE
+    assert [(q.text, q.category) for q in read_questions(source, OWN_SUITE)] == [("a b", "x"), ("c", None)]
     assert find_suite_format("mine", write(tmp_path / "text.jsonl", {"text": "a b"})) is None
 
 
