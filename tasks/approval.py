@@ -3,18 +3,14 @@
 import re
 from typing import Literal
 
-from prefect import task
 from prefect.artifacts import create_markdown_artifact
-from prefect.cache_policies import NO_CACHE
 from prefect.input import RunInput
 from pydantic import Field
 
 from infra.records.acceptance import RegisteredDraft
 from infra.refusal import Refusal
 from infra.tracking import registry
-from tasks.data_plane import worth_retrying
-
-RETRIES = {"retries": 2, "retry_delay_seconds": 5, "retry_condition_fn": worth_retrying, "cache_policy": NO_CACHE}
+from tasks.data_plane import side_effect
 
 
 class Approval(RunInput):
@@ -30,7 +26,7 @@ class Approval(RunInput):
         return self.name.strip() or "a person in Prefect's UI"
 
 
-@task(name="find candidate", **RETRIES)
+@side_effect("find candidate")
 def find_candidate(uri: str, draft: str, version: int | None) -> RegisteredDraft:
     """The version asked for, or the challenger. Raises Refusal where there is none, or where it serves already."""
     if version is not None:
@@ -41,7 +37,7 @@ def find_candidate(uri: str, draft: str, version: int | None) -> RegisteredDraft
     return challengers[0]
 
 
-@task(name="show comparison", **RETRIES)
+@side_effect("show comparison")
 def show_comparison(uri: str, candidate: RegisteredDraft) -> str:
     """All that speaks for the candidate as an artifact of the flow run; what the form shows of it is returned."""
     asked = question(candidate, registry.champion(uri, candidate.name))

@@ -2,21 +2,20 @@
 
 import shutil
 
-from prefect import get_run_logger, task
-from prefect.cache_policies import NO_CACHE
+from prefect import get_run_logger
 
 from infra.files.atomic import write_atomically
 from infra.pools.base import Pool
 from infra.records.acceptance import BenchmarkResult, RegisteredDraft
 from infra.records.data_path import TargetRecord
 from infra.tracking.registry import champion, download, version_of_run
-from tasks.data_plane import run_main, worth_retrying
+from tasks.data_plane import run_main, side_effect
 from tasks.run import OpenRun
 
 TIMEOUT_S = 6 * 3600.0
 
 
-@task(name="benchmark", retries=1, retry_condition_fn=worth_retrying, cache_policy=NO_CACHE)
+@side_effect("benchmark", retries=1)
 def benchmark_draft(run: OpenRun, pool: Pool, target: TargetRecord) -> BenchmarkResult:
     """Measure challenger and champion on the same prompts in one job.
 
@@ -39,7 +38,7 @@ def benchmark_draft(run: OpenRun, pool: Pool, target: TargetRecord) -> Benchmark
     return BenchmarkResult.read(run.folder.benchmark)
 
 
-@task(name="serving benchmark", retries=1, retry_condition_fn=worth_retrying, cache_policy=NO_CACHE)
+@side_effect("serving benchmark", retries=1)
 def benchmark_served(run: OpenRun, pool: Pool) -> None:
     """The exported draft in the serving engine, where that is the run's engine; the benchmark joins its figures."""
     if run.config.generator.engine == "sglang" and run.config.benchmark.served_concurrency:

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from prefect import get_run_logger, task
+from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
-from prefect.cache_policies import NO_CACHE
 from prefect.events import emit_event
 
 from infra.drift.config import RequestLogConfig, WatchConfig
@@ -26,7 +25,7 @@ from infra.refusal import Refusal
 from infra.settings import runs_folder, tracking_uri
 from infra.tracking.registry import CHAMPION, RUN, list_drafts, read_request_counts
 from tasks.artifact_keys import artifact_key
-from tasks.data_plane import worth_retrying
+from tasks.data_plane import side_effect
 from tasks.drift_markdown import in_words, traffic_markdown
 
 DRIFTED = "draftsmith.draft.drifted"
@@ -38,7 +37,6 @@ UNKNOWN = "draftsmith.server.unknown_draft"
 ENDED_WINDOWS = 200
 """Newest windows that are kept of a version that no server runs any more: what a later version is compared with."""
 SAMPLING_TIMEOUT_S = 2 * 3600.0
-RETRIES = {"retries": 2, "retry_delay_seconds": 10, "retry_condition_fn": worth_retrying, "cache_policy": NO_CACHE}
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class TrafficScan:
     """Servers that run none of the versions as they were benchmarked, and why."""
 
 
-@task(name="observe traffic", **RETRIES)
+@side_effect("observe traffic")
 def observe_traffic(config: WatchConfig) -> TrafficScan:
     """Scrape the servers, find out which version each runs, and append windows to the record."""
     logger = get_run_logger()
@@ -85,7 +83,7 @@ def observe_traffic(config: WatchConfig) -> TrafficScan:
     return TrafficScan({draft.version: draft for draft in drafts}, champion, after, unknown)
 
 
-@task(name="report unknown drafts", **RETRIES)
+@side_effect("report unknown drafts")
 def report_unknown(config: WatchConfig, look: TrafficScan) -> TrafficScan:
     """Warn of servers that run no registered version, and emit an event about each, once per start."""
     new: set[str] = set()
@@ -103,7 +101,7 @@ def report_unknown(config: WatchConfig, look: TrafficScan) -> TrafficScan:
     return replace(look, traffic=traffic)
 
 
-@task(name="test for drift", **RETRIES)
+@side_effect("test for drift")
 def judge_traffic(config: WatchConfig, look: TrafficScan) -> tuple[TrafficScan, list[DriftFinding], list[Refusal]]:
     """Test each served version's windows against its own benchmark.
 
@@ -148,7 +146,7 @@ def _reference(config: WatchConfig, draft: RegisteredDraft, series: Series) -> R
     return Reference.of(of_kind[lookahead])
 
 
-@task(name="sample requests", **RETRIES)
+@side_effect("sample requests")
 def sample_requests(config: WatchConfig, logs: RequestLogConfig) -> PromptsRecord:
     """Take fresh prompts from the request logs, without secrets and personal data, in a process of its own."""
     folder = runs_folder() / "drift" / config.draft
@@ -163,7 +161,7 @@ def sample_requests(config: WatchConfig, logs: RequestLogConfig) -> PromptsRecor
     return PromptsRecord.read(folder / "prompts.json")
 
 
-@task(name="announce drift", **RETRIES)
+@side_effect("announce drift")
 def announce_drift(
     config: WatchConfig, look: TrafficScan, finding: DriftFinding, prompts: PromptsRecord | None
 ) -> TrafficScan:
@@ -187,7 +185,7 @@ def announce_drift(
     return _announce(config, look, finding, DRIFTED, payload)
 
 
-@task(name="announce degradation", **RETRIES)
+@side_effect("announce degradation")
 def announce_degradation(config: WatchConfig, look: TrafficScan, finding: DriftFinding) -> TrafficScan:
     """Emit the event that starts a rollback, once."""
     before, now = mean_length(finding.replaced), mean_length(finding.series.windows[-RECENT:])
@@ -208,7 +206,7 @@ def _announce(
     return replace(look, traffic=traffic)
 
 
-@task(name="show traffic", **RETRIES)
+@side_effect("show traffic")
 def show_traffic(config: WatchConfig, look: TrafficScan, findings: list[DriftFinding], refusals: list[Refusal]) -> str:
     """What each server runs, the last windows and the statistics, as a Markdown artifact; returns a summary."""
     text = traffic_markdown(config.draft, look.champion, look.traffic, look.unknown, findings)

@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
-from prefect import get_run_logger, task
-from prefect.cache_policies import NO_CACHE
+from prefect import get_run_logger
 
 from infra.data_plane.elastic_generators import ElasticGenerators
 from infra.data_plane.elasticity import Elasticity
 from infra.data_plane.start import start_generator
 from infra.pools.base import Pool
 from infra.processes.keep_running import KeptProcess
+from tasks.data_plane import side_effect
 from tasks.pools import single_pools
 from tasks.run import OpenRun
 
@@ -22,7 +22,7 @@ def generating(run: OpenRun, pool: Pool) -> Iterator[ElasticGenerators]:
         yield generators
 
 
-@task(name="start generators", cache_policy=NO_CACHE)
+@side_effect("start generators", retries=0)
 def start_generators(run: OpenRun, pool: Pool) -> ElasticGenerators:
     """Start the configured number of generators on the inference pool; the pool's release stops them too."""
     settings, generators = run.config.generator, []

@@ -1,20 +1,17 @@
 """What comes of a champion measured again: figures over time in MLflow, and a sentence."""
 
-from prefect import get_run_logger, task
+from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
-from prefect.cache_policies import NO_CACHE
 
 from infra.records.acceptance import BenchmarkResult, RegisteredDraft
 from infra.refusal import Refusal
 from infra.tracking.runs import log_model_figures
 from tasks.artifact_keys import artifact_key
-from tasks.data_plane import worth_retrying
+from tasks.data_plane import side_effect
 from tasks.run import OpenRun
 
-RETRIES = {"retries": 2, "retry_delay_seconds": 5, "retry_condition_fn": worth_retrying, "cache_policy": NO_CACHE}
 
-
-@task(name="note figures", **RETRIES)
+@side_effect("note figures")
 def note_figures(run: OpenRun, draft: RegisteredDraft, result: BenchmarkResult) -> None:
     """Log the figures with the version's model, where they make a line over the nights."""
     at = result.conditions.lookahead
@@ -27,7 +24,7 @@ def note_figures(run: OpenRun, draft: RegisteredDraft, result: BenchmarkResult) 
     log_model_figures(run.tracking_uri, draft, figures)
 
 
-@task(name="tell of change", **RETRIES)
+@side_effect("tell of change")
 def tell_of_change(draft: RegisteredDraft, result: BenchmarkResult, max_gap: float) -> str:
     """One sentence and an artifact. Raises Refusal where somebody has to look."""
     now, then = result.simulated.length[result.conditions.lookahead], draft.acceptance_length

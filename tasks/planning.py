@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 
-from prefect import get_run_logger, task
+from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
-from prefect.cache_policies import NO_CACHE
 
 from infra.files.atomic import write_atomically
 from infra.planner.plan import Plan
@@ -13,12 +12,13 @@ from infra.planner.words import headline, sections, verdicts
 from infra.records.data_path import SamplesRecord, TargetRecord
 from infra.refusal import Refusal
 from tasks.artifact_keys import artifact_key
+from tasks.data_plane import side_effect
 from tasks.plan import plan_recipe
 from tasks.report.markdown import escaped, markdown_table
 from tasks.run import OpenRun
 
 
-@task(name="plan run", cache_policy=NO_CACHE)
+@side_effect("plan run", retries=0)
 def plan_run(run: OpenRun, target: TargetRecord, samples: SamplesRecord) -> None:
     """Write `plan.json` and show it. An estimate stops no run: `--plan` refuses, here it is a warning."""
     logger = get_run_logger()

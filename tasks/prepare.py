@@ -2,8 +2,7 @@
 
 import shutil
 
-from prefect import get_run_logger, task
-from prefect.cache_policies import NO_CACHE
+from prefect import get_run_logger
 
 from infra.ledger.planning import check_budget
 from infra.planner.traffic import stored_bytes_per_token
@@ -13,7 +12,7 @@ from infra.records.data_path import RegeneratedRecord, SamplesRecord, TargetReco
 from infra.tracking.registry import champion, download, find_version
 from infra.transport.stored import check_space
 from models.config.recipe import RunConfig
-from tasks.data_plane import on_cpu, run_main, worth_retrying
+from tasks.data_plane import on_cpu, run_main, side_effect
 from tasks.run import OpenRun
 
 TARGET_TIMEOUT_S = 4 * 3600.0
@@ -22,14 +21,14 @@ SAMPLES_TIMEOUT_S = 4 * 3600.0
 REGENERATION_TIMEOUT_S = 7 * 24 * 3600.0
 
 
-@task(name="prepare target", retries=2, retry_delay_seconds=5, retry_condition_fn=worth_retrying, cache_policy=NO_CACHE)
+@side_effect("prepare target")
 def prepare_target(run: OpenRun) -> TargetRecord:
     """Fetch or convert the target into a plain Hugging Face folder."""
     run_main(run, on_cpu(run), "target", "models.targets.prepare", timeout_s=TARGET_TIMEOUT_S)
     return TargetRecord.read(run.folder.target)
 
 
-@task(name="fetch start", retries=2, retry_delay_seconds=5, retry_condition_fn=worth_retrying, cache_policy=NO_CACHE)
+@side_effect("fetch start")
 def fetch_start(run: OpenRun) -> RegisteredDraft | None:
     """Fetch the draft that training begins with, once: a resumed run keeps the one it began with.
 
@@ -55,13 +54,13 @@ def fetch_start(run: OpenRun) -> RegisteredDraft | None:
     return found
 
 
-@task(name="preflight", retries=1, retry_condition_fn=worth_retrying, cache_policy=NO_CACHE)
+@side_effect("preflight", retries=1)
 def preflight(run: OpenRun) -> None:
     """Refuse what would only fail after GPUs were taken; with regeneration, every record is read."""
     run_main(run, on_cpu(run), "preflight", "models.preflight", timeout_s=SAMPLES_TIMEOUT_S)
 
 
-@task(name="regenerate text", retries=2, retry_condition_fn=worth_retrying, cache_policy=NO_CACHE)
+@side_effect("regenerate text")
 def regenerate_text(run: OpenRun, pool: Pool) -> RegeneratedRecord:
     """The target's own answers to the recipe's prompts; a retry goes on where the last one died."""
     name = "models.regeneration.regenerate"
@@ -69,7 +68,7 @@ def regenerate_text(run: OpenRun, pool: Pool) -> RegeneratedRecord:
     return RegeneratedRecord.read(run.folder.regenerated)
 
 
-@task(name="prepare samples", retries=1, retry_condition_fn=worth_retrying, cache_policy=NO_CACHE)
+@side_effect("prepare samples", retries=1)
 def prepare_samples(run: OpenRun, target: TargetRecord) -> SamplesRecord:
     """Tokenize the prompts with the target's tokenizer and set the held-out part aside."""
     run_main(run, on_cpu(run), "samples", "models.data.prepare", timeout_s=SAMPLES_TIMEOUT_S)

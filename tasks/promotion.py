@@ -9,8 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from uuid import UUID
 
-from prefect import get_run_logger, task
-from prefect.cache_policies import NO_CACHE
+from prefect import get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.deployments import run_deployment
@@ -24,7 +23,7 @@ from infra.settings import prefect_is_private
 from infra.tracking import promotion, registry
 from infra.tracking.changes import Announcement, Change
 from infra.tracking.gate_outcome import Step, follow_gate
-from tasks.data_plane import run_main, worth_retrying
+from tasks.data_plane import run_main, side_effect
 from tasks.limits import occupy
 from tasks.run import OpenRun
 
@@ -33,7 +32,6 @@ EVENTS = {"promotion": "draftsmith.draft.promoted", "withdrawal": "draftsmith.dr
 APPROVAL = "promote/promote"
 """The deployment that asks a person."""
 TIMEOUT_S = 3600.0
-RETRIES = {"retries": 2, "retry_delay_seconds": 5, "retry_condition_fn": worth_retrying, "cache_policy": NO_CACHE}
 
 
 def promote_or_refuse(run: OpenRun, pool: Pool, draft: RegisteredDraft, gate: GateDecision) -> RegisteredDraft:
@@ -54,7 +52,7 @@ def one_at_a_time(draft: str, wait_s: float = TIMEOUT_S) -> AbstractContextManag
     return nullcontext() if prefect_is_private() else occupy(f"promotion-of-{draft}", 1, 1, wait_s)
 
 
-@task(name="follow gate", **RETRIES)
+@side_effect("follow gate")
 def follow_decision(run: OpenRun, pool: Pool, draft: RegisteredDraft, gate: GateDecision) -> tuple[Step, str]:
     """Promote, refuse, or leave it to a person."""
     return follow_gate(
@@ -67,7 +65,7 @@ def follow_decision(run: OpenRun, pool: Pool, draft: RegisteredDraft, gate: Gate
     )
 
 
-@task(name="put into service", **RETRIES)
+@side_effect("put into service")
 def put_into_service(run: OpenRun, pool: Pool, draft: RegisteredDraft, by: str, reason: str) -> RegisteredDraft:
     """Make it champion if it passes the smoke test; the version before serves again where it does not."""
     return promotion.promote(
@@ -82,7 +80,7 @@ def put_into_service(run: OpenRun, pool: Pool, draft: RegisteredDraft, by: str, 
     )
 
 
-@task(name="refuse draft", **RETRIES)
+@side_effect("refuse draft")
 def refuse_draft(uri: str, draft: RegisteredDraft, by: str, reason: str) -> RegisteredDraft:
     """Keep the reason with the version; no alias moves."""
     refused = promotion.refuse(uri, draft, by=by, reason=reason)
@@ -90,25 +88,25 @@ def refuse_draft(uri: str, draft: RegisteredDraft, by: str, reason: str) -> Regi
     return refused
 
 
-@task(name="list drafts", **RETRIES)
+@side_effect("list drafts")
 def registered_drafts(uri: str, draft: str | None) -> list[str]:
     """Names of the registered drafts, or the one asked for."""
     return sorted({one.name for one in registry.list_drafts(uri, draft)})
 
 
-@task(name="reconcile", **RETRIES)
+@side_effect("reconcile")
 def reconcile(uri: str, draft: str) -> Change | None:
     """Complete an interrupted change, or one made in MLflow's page; returns it where it waits for its smoke test."""
     return promotion.reconcile(uri, draft, announce=announce)
 
 
-@task(name="complete change", **RETRIES)
+@side_effect("complete change")
 def complete_change(run: OpenRun, pool: Pool, draft: RegisteredDraft) -> None:
     """Run the smoke test that an interrupted change still needs."""
     promotion.resume(run.tracking_uri, draft.name, smoke_test=partial(smoke_test, run, pool), announce=announce)
 
 
-@task(name="smoke test", retries=1, retry_condition_fn=worth_retrying, cache_policy=NO_CACHE)
+@side_effect("smoke test", retries=1)
 def smoke_test(run: OpenRun, pool: Pool, draft: RegisteredDraft) -> SmokeResult:
     """Download the champion as serving does, and decode a few prompts of its benchmark again."""
     with TemporaryDirectory(dir=run.folder.path, prefix="registry-") as downloaded:
@@ -119,7 +117,7 @@ def smoke_test(run: OpenRun, pool: Pool, draft: RegisteredDraft) -> SmokeResult:
     return SmokeResult.read(run.folder.smoke)
 
 
-@task(name="withdraw draft", **RETRIES)
+@side_effect("withdraw draft")
 def withdraw(uri: str, draft: RegisteredDraft, by: str, reason: str) -> RegisteredDraft | None:
     """Take it out of service; returns the version that serves now, if any."""
     return promotion.withdraw(uri, draft.name, draft.version, by=by, reason=reason, announce=announce)
@@ -131,7 +129,7 @@ def announce(change: Announcement) -> None:
     emit_event(EVENTS[change.kind], {"prefect.resource.id": change.draft}, payload=payload, id=UUID(change.id))
 
 
-@task(name="ask for approval", **RETRIES)
+@side_effect("ask for approval")
 def ask_for_approval(draft: RegisteredDraft, tracking_uri: str | None) -> str | None:
     """Submit the deployment that asks a person, once per version; the flow run's id, None where there is none.
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
-from prefect import get_run_logger, task
-from prefect.cache_policies import NO_CACHE
+from prefect import get_run_logger
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.deployments import run_deployment
@@ -18,7 +17,7 @@ from infra.files.run_folder import RunFolder
 from infra.refusal import Refusal
 from infra.run.recovery import ATTEMPTS, is_owned, newest_step, note_recovery
 from models.config.recipe import read_config
-from tasks.data_plane import worth_retrying
+from tasks.data_plane import side_effect
 from tasks.run import folder_of_flow_run
 
 
@@ -68,7 +67,7 @@ GIVEN_UP = "draftsmith.run.given-up"
 """The event that a person should hear of."""
 
 
-@task(name="look at the dead run", retries=2, retry_delay_seconds=5, cache_policy=NO_CACHE)
+@side_effect("look at the dead run")
 def look_at(flow_run: str) -> DeadRun | None:
     """The flow run, if it belongs to one of our deployments, is really dead, and is to be resumed.
 
@@ -112,13 +111,7 @@ def _is_ours(client: SyncPrefectClient, flow_run: FlowRun) -> bool:
     return TAG in deployment.tags and deployment.entrypoint in ENTRYPOINTS
 
 
-@task(
-    name="start it again",
-    retries=2,
-    retry_delay_seconds=5,
-    retry_condition_fn=worth_retrying,
-    cache_policy=NO_CACHE,
-)
+@side_effect("start it again")
 def start_again(dead: DeadRun) -> str:
     """Submit the same deployment to resume the same run; the new flow run's id.
 

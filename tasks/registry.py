@@ -1,7 +1,6 @@
 """Registers the draft with its figures and the gate's evidence."""
 
-from prefect import get_run_logger, task
-from prefect.cache_policies import NO_CACHE
+from prefect import get_run_logger
 
 from infra.drift.config import WatchConfig
 from infra.drift.sequential import DriftTest, Reference
@@ -11,15 +10,13 @@ from infra.records.data_path import ExportRecord, TargetRecord, TrainingResult
 from infra.refusal import Refusal
 from infra.tracking import registry
 from infra.tracking.runs import TrackedRun, log_benchmark, log_folder
-from tasks.data_plane import worth_retrying
+from tasks.data_plane import side_effect
 from tasks.report.facts import sources
 from tasks.report.markdown import draft_markdown, version_markdown
 from tasks.run import OpenRun
 
-RETRIES = {"retries": 2, "retry_delay_seconds": 5, "retry_condition_fn": worth_retrying, "cache_policy": NO_CACHE}
 
-
-@task(name="register draft", **RETRIES)
+@side_effect("register draft")
 def register_draft(
     run: OpenRun,
     tracking: TrackedRun,

@@ -1,20 +1,19 @@
 """Removes what grows while schedules run: old runs here and in MLflow, unused cache, prompts, logs, shared memory."""
 
-from prefect import get_run_logger, task
-from prefect.cache_policies import NO_CACHE
+from prefect import get_run_logger
 
 from infra.files.locks import sweep
 from infra.files.stale_files import bound_logs, remove_old_prompts, remove_unused_cache
 from infra.run.retention import old_runs, remove, remove_rest
 from infra.settings import cache_folder, runs_folder, shared_memory_folder, tracking_database, tracking_uri
 from infra.tracking.retention import empty_trash, remove_old_tracking
+from tasks.data_plane import side_effect
 
 MIB = 2**20
 LOGS = ("*/logs/*.log", ".stack/logs/*.log", "drift/*/logs/*.log")
-RETRIES = {"retries": 1, "retry_delay_seconds": 10, "cache_policy": NO_CACHE}
 
 
-@task(name="remove old runs", **RETRIES)
+@side_effect("remove old runs", retries=1)
 def remove_old_runs(keep: int, unfinished_days: float) -> int:
     """How many run folders were removed, with their rows in a shared ledger."""
     remove_rest(runs_folder())
@@ -24,7 +23,7 @@ def remove_old_runs(keep: int, unfinished_days: float) -> int:
     return len(gone)
 
 
-@task(name="remove old runs from MLflow", **RETRIES)
+@side_effect("remove old runs from MLflow", retries=1)
 def remove_tracked_runs(keep_runs: int, keep_checkpoints: int, trash_days: float) -> int:
     """How many runs were removed from MLflow; its trash is emptied where its database can be reached."""
     uri, database, logger = tracking_uri(), tracking_database(), get_run_logger()
@@ -37,7 +36,7 @@ def remove_tracked_runs(keep_runs: int, keep_checkpoints: int, trash_days: float
     return len(removed.runs)
 
 
-@task(name="remove stale files", **RETRIES)
+@side_effect("remove stale files", retries=1)
 def remove_stale_files(cache_days: float, prompt_days: float, log_mib: int) -> int:
     """How many cached folders and prompt samples were removed; logs above the limit are cut."""
     runs = runs_folder()
@@ -49,7 +48,7 @@ def remove_stale_files(cache_days: float, prompt_days: float, log_mib: int) -> i
     return len(gone)
 
 
-@task(name="sweep shared memory", **RETRIES)
+@side_effect("sweep shared memory", retries=1)
 def sweep_shared_memory() -> int:
     """How many folders of dead runs were removed from this machine's shared memory."""
     gone = sweep(shared_memory_folder())

@@ -5,8 +5,7 @@ from contextlib import ExitStack, contextmanager
 from getpass import getuser
 from uuid import UUID
 
-from prefect import get_run_logger, task
-from prefect.cache_policies import NO_CACHE
+from prefect import get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 from prefect.utilities.urls import url_for
@@ -23,6 +22,7 @@ from infra.tracking.runs import (
     logged_checkpoints,
     start_run,
 )
+from tasks.data_plane import side_effect
 from tasks.run import OpenRun
 
 
@@ -41,7 +41,7 @@ def _status(kind: type[BaseException] | None) -> str:
     return "FAILED" if issubclass(kind, Exception) else "KILLED"
 
 
-@task(name="open tracking", retries=2, retry_delay_seconds=2, cache_policy=NO_CACHE)
+@side_effect("open tracking")
 def open_tracking(run: OpenRun) -> TrackedRun:
     """Start the MLflow run with configuration, code, versions and hardware, or go on with the one there is.
 
@@ -76,13 +76,13 @@ def _user() -> str:
         return "unknown"
 
 
-@task(name="track samples", retries=2, retry_delay_seconds=2, cache_policy=NO_CACHE)
+@side_effect("track samples")
 def track_samples(run: OpenRun, tracking: TrackedRun, samples: SamplesRecord) -> None:
     """Log the sample set with its hash."""
     log_samples(tracking, run.config.data.source, samples)
 
 
-@task(name="track training", retries=2, retry_delay_seconds=5, cache_policy=NO_CACHE)
+@side_effect("track training")
 def track_training(run: OpenRun, tracking: TrackedRun) -> None:
     """Log the metrics that are still missing, and every committed checkpoint as a logged model."""
     log_new_metrics(run.tracking_record, run.folder.metrics)

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from httpx import HTTPError
 from mlflow.exceptions import MlflowException
-from prefect import get_run_logger, task
+from prefect import get_run_logger
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
-from prefect.cache_policies import NO_CACHE
 
 from infra.data_plane.bottleneck import StallWatch
 from infra.data_plane.start import start_trainer
@@ -20,12 +19,13 @@ from infra.processes.keep_running import Generators, KeptProcess, follow
 from infra.records.data_path import TrainingResult
 from infra.tracking.runs import log_new_metrics
 from tasks.artifact_keys import artifact_key
+from tasks.data_plane import side_effect
 from tasks.run import OpenRun
 
 TRACKING_S = 15.0
 
 
-@task(name="train", cache_policy=NO_CACHE)
+@side_effect("train", retries=0)
 def train(run: OpenRun, pool: Pool, generators: Generators, store: Sequence[KeptProcess]) -> TrainingResult:
     """Train to the end; whichever process crashes is started again and goes on from the ledger.
 

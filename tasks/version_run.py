@@ -5,8 +5,7 @@ For flows that measure a version again, long after the run that made it.
 
 import shutil
 
-from prefect import get_run_logger, task
-from prefect.cache_policies import NO_CACHE
+from prefect import get_run_logger
 from pydantic import ValidationError
 
 from infra.pools.base import Pool
@@ -16,16 +15,15 @@ from infra.refusal import Refusal
 from infra.settings import tracking_uri
 from infra.tracking import registry
 from models.config.recipe import RunConfig
-from tasks.data_plane import run_main, worth_retrying
+from tasks.data_plane import run_main, side_effect
 from tasks.pools import lease
 from tasks.prepare import prepare_samples, prepare_target, regenerate_text
 from tasks.run import OpenRun
 
 TIMEOUT_S = 6 * 3600.0
-RETRIES = {"retries": 2, "retry_delay_seconds": 5, "retry_condition_fn": worth_retrying, "cache_policy": NO_CACHE}
 
 
-@task(name="find champion", **RETRIES)
+@side_effect("find champion")
 def find_champion(uri: str | None, draft: str) -> RegisteredDraft:
     """The version in service. Raises Refusal where there is none."""
     found = registry.champion(uri or tracking_uri(), draft)
@@ -34,7 +32,7 @@ def find_champion(uri: str | None, draft: str) -> RegisteredDraft:
     return found
 
 
-@task(name="read recipe", **RETRIES)
+@side_effect("read recipe")
 def recipe_of(uri: str | None, draft: RegisteredDraft, purpose: str) -> RunConfig:
     """The recipe that a version was made with, for a run with a purpose of its own that captures and trains nothing."""
     uri = uri or tracking_uri()
@@ -72,7 +70,7 @@ def prepare_version(run: OpenRun, draft: RegisteredDraft) -> TargetRecord:
     return target
 
 
-@task(name="fetch export", **RETRIES)
+@side_effect("fetch export")
 def fetch_export(run: OpenRun, draft: RegisteredDraft) -> None:
     """Download the version's export, once."""
     if run.folder.export.is_dir():
@@ -82,7 +80,7 @@ def fetch_export(run: OpenRun, draft: RegisteredDraft) -> None:
     registry.download(run.tracking_uri, draft, aside).replace(run.folder.export)
 
 
-@task(name="measure again", retries=1, retry_condition_fn=worth_retrying, cache_policy=NO_CACHE)
+@side_effect("measure again", retries=1)
 def measure_again(run: OpenRun, pool: Pool) -> BenchmarkResult:
     """Benchmark the version's export as its run did, beside no other draft."""
     run_main(run, pool, "benchmark", "models.benchmark.run", timeout_s=TIMEOUT_S)

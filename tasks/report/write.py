@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
-from prefect import get_run_logger, task
+from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
-from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 from prefect.utilities.urls import url_for
 
@@ -22,13 +21,14 @@ from infra.redaction import redacted
 from infra.settings import prefect_is_private
 from infra.tracking.runs import TrackedRun, describe_run
 from tasks.artifact_keys import artifact_key
+from tasks.data_plane import side_effect
 from tasks.report.facts import Link, RunFacts, acceptance_by_lookahead
 from tasks.report.markdown import run_note, run_page, version_line
 from tasks.report.page import render
 from tasks.run import OpenRun
 
 
-@task(name="write report", retries=1, cache_policy=NO_CACHE)
+@side_effect("write report", retries=1)
 def write_report(
     run: OpenRun,
     target: TargetRecord,
