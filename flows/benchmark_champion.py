@@ -2,7 +2,7 @@
 
 from prefect import flow
 
-from tasks.nightly import note_figures, tell_of_change
+from tasks.benchmark import note_figures, tell_of_change
 from tasks.pools import lease
 from tasks.run import open_run
 from tasks.version_run import find_champion, measure_again, prepare_version, recipe_of

@@ -3,9 +3,8 @@
 from prefect import flow, suspend_flow_run
 
 from infra.settings import tracking_uri as default_uri
-from tasks.approval import Approval, find_candidate, show_comparison
 from tasks.pools import lease
-from tasks.promotion import one_at_a_time, put_into_service, refuse_draft
+from tasks.promotion import Approval, find_candidate, one_at_a_time, put_into_service, refuse_draft, show_comparison
 from tasks.run import open_run
 from tasks.version_run import prepare_version, recipe_of
 

@@ -3,9 +3,8 @@
 from prefect import flow
 
 from infra.settings import tracking_uri as default_uri
-from tasks.approval import find_candidate
 from tasks.pools import lease
-from tasks.promotion import complete_change, one_at_a_time, reconcile, registered_drafts
+from tasks.promotion import complete_change, find_candidate, one_at_a_time, reconcile, registered_drafts
 from tasks.run import open_run
 from tasks.version_run import prepare_version, recipe_of
 

@@ -4,19 +4,14 @@ from prefect import flow
 
 from models.config.recipe import RunConfig
 from tasks.benchmark import benchmark_draft, benchmark_served
-from tasks.export import export_draft
-from tasks.generators import generating
-from tasks.limits import only_training_of_its_draft
 from tasks.planning import plan_run
-from tasks.pools import lease
+from tasks.pools import lease, only_training_of_its_draft
 from tasks.prepare import fetch_start, preflight, prepare_samples, prepare_target, regenerate_text
 from tasks.promotion import promote_or_refuse
-from tasks.registry import register_draft
+from tasks.registry import register_draft, track_samples, track_training, tracked
 from tasks.report.write import write_report
 from tasks.run import open_run
-from tasks.store import storing
-from tasks.tracking import track_samples, track_training, tracked
-from tasks.training import train
+from tasks.training import export_draft, generating, storing, train
 
 
 @flow(name="retrain")

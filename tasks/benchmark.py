@@ -1,16 +1,19 @@
-"""Measures the exported draft on the held-out prompts, beside the present champion."""
+"""Measures the exported draft beside the champion, and the champion again every night."""
 
 import shutil
 
 from prefect import get_run_logger
+from prefect.artifacts import create_markdown_artifact
 
 from infra.files.atomic import write_atomically
 from infra.pools.base import Pool
 from infra.records.acceptance import BenchmarkResult, RegisteredDraft
 from infra.records.data_path import TargetRecord
+from infra.refusal import Refusal
 from infra.tracking.registry import champion, download, version_of_run
+from infra.tracking.runs import log_model_figures
 from tasks.data_plane import run_main, side_effect
-from tasks.run import OpenRun
+from tasks.run import OpenRun, artifact_key
 
 TIMEOUT_S = 6 * 3600.0
 
@@ -52,3 +55,35 @@ def _comparable(present: RegisteredDraft, target: TargetRecord) -> bool:
         return False
     logger.info("compared with version %s of %s, the champion", present.version, present.name)
     return True
+
+
+@side_effect("note figures")
+def note_figures(run: OpenRun, draft: RegisteredDraft, result: BenchmarkResult) -> None:
+    """Log the figures with the version's model, where they make a line over the nights."""
+    at = result.conditions.lookahead
+    figures = {
+        "nightly/acceptance_length": result.simulated.length[at],
+        "nightly/acceptance_length_reference": result.reference.length[at],
+        "nightly/lossless_mismatches": float(result.lossless.mismatches),
+        "nightly/plain_tokens_per_s": result.speed.plain_tokens_per_s,
+    }
+    log_model_figures(run.tracking_uri, draft, figures)
+
+
+@side_effect("tell of change")
+def tell_of_change(draft: RegisteredDraft, result: BenchmarkResult, max_gap: float) -> str:
+    """One sentence and an artifact. Raises Refusal where somebody has to look."""
+    now, then = result.simulated.length[result.conditions.lookahead], draft.acceptance_length
+    assert then, "a version is registered with its acceptance length"
+    moved = now / then - 1
+    said = (
+        f"version {draft.version} of {draft.name}: acceptance length {now:.3f}, {then:.3f} when it was registered "
+        f"({moved:+.1%}), {result.lossless.mismatches} mismatches in {result.lossless.tokens} tokens"
+    )
+    create_markdown_artifact(
+        f"# {draft.name}\n\n{said}.\n\n{result.summary}.", key=artifact_key("nightly-benchmark", draft.name)
+    )
+    if abs(moved) > max_gap or result.lossless.mismatches:
+        raise Refusal(f"{said}: look at what has changed in engine, driver or hardware, then benchmark again")
+    get_run_logger().info(said)
+    return said

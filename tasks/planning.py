@@ -11,11 +11,10 @@ from infra.planner.refusals import refusals
 from infra.planner.words import headline, sections, verdicts
 from infra.records.data_path import SamplesRecord, TargetRecord
 from infra.refusal import Refusal
-from tasks.artifact_keys import artifact_key
 from tasks.data_plane import side_effect
 from tasks.plan import plan_recipe
 from tasks.report.markdown import escaped, markdown_table
-from tasks.run import OpenRun
+from tasks.run import OpenRun, artifact_key
 
 
 @side_effect("plan run", retries=0)

@@ -1,4 +1,4 @@
-"""Leases devices. Who acquired them gives them back."""
+"""Leases devices, and limits what runs at the same time."""
 
 import platform
 from collections.abc import Iterator, Sequence
@@ -8,8 +8,10 @@ from functools import partial
 from httpx import HTTPError
 from prefect import Task, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
+from prefect.concurrency.sync import concurrency
 
 from infra.pools.base import Pool, PoolBusyError, PoolProvider, PoolSpec, Role
 from infra.pools.choice import generator_spec, pool_provider, pool_specs
@@ -17,7 +19,6 @@ from infra.pools.local import LocalPools
 from infra.pools.single import SinglePools
 from infra.processes.process import Owner
 from infra.settings import prefect_is_private
-from tasks.limits import LEASE_S, occupy
 from tasks.run import OpenRun
 
 LOOK_AGAIN_S = 10.0
@@ -96,3 +97,38 @@ def _busy(_task: Task, _run: TaskRun, state: State) -> bool:
 def acquire_pools(provider: PoolProvider, specs: Sequence[PoolSpec], owner: Owner) -> Sequence[Pool]:
     """Lease devices; waits where other runs hold them."""
     return provider.acquire(specs, owner)
+
+
+LEASE_S = 60.0
+"""A flow that was killed gives its turn back after so long."""
+
+
+@contextmanager
+def occupy(limit: str, slots: int, of: int, wait_s: float) -> Iterator[None]:
+    """Hold `slots` of the `of` slots of a limit, which is made where there is none.
+
+    Raises TimeoutError or ConcurrencySlotAcquisitionError where they do not come free within `wait_s` seconds.
+    """
+    with get_client(sync_client=True) as client:
+        client.upsert_global_concurrency_limit_by_name(limit, of)
+    # A server that is away for longer than a lease must not end the flow.
+    with concurrency(
+        limit, slots, timeout_seconds=wait_s, lease_duration=LEASE_S, strict=True, raise_on_lease_renewal_failure=False
+    ):
+        yield
+
+
+@contextmanager
+def only_training_of_its_draft(run: OpenRun) -> Iterator[None]:
+    """Wait until no other flow of this server trains the same registered draft.
+
+    A weekly run and one that a drift started would otherwise train side by side, and each would be compared with a
+    champion that the other may replace. A server that ends with this command has no other flows.
+
+    Raises TimeoutError after `pools.wait_hours`.
+    """
+    if prefect_is_private():
+        yield
+        return
+    with occupy(f"training-of-{run.draft_name}", 1, 1, 3600 * run.config.pools.wait_hours):
+        yield

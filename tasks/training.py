@@ -1,8 +1,8 @@
-"""Trains the draft: the trainer's ranks run beside the generators that feed them."""
+"""Starts store, generators and trainer, follows the training, and exports the draft."""
 
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from httpx import HTTPError
@@ -11,16 +11,20 @@ from prefect import get_run_logger
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 
 from infra.data_plane.bottleneck import StallWatch
-from infra.data_plane.start import start_trainer
+from infra.data_plane.elastic_generators import ElasticGenerators
+from infra.data_plane.elasticity import Elasticity
+from infra.data_plane.start import start_generator, start_trainer
 from infra.files.lines import last_object
 from infra.ledger.quarantine_limit import QuarantineLimit
 from infra.pools.base import Pool
 from infra.processes.keep_running import Generators, KeptProcess, follow
-from infra.records.data_path import TrainingResult
+from infra.records.data_path import ExportRecord, TrainingResult
 from infra.tracking.runs import log_new_metrics
-from tasks.artifact_keys import artifact_key
-from tasks.data_plane import side_effect
-from tasks.run import OpenRun
+from infra.transport.choice import objects_folder
+from infra.transport.mooncake.services import start_store
+from tasks.data_plane import on_cpu, run_main, side_effect
+from tasks.pools import single_pools
+from tasks.run import OpenRun, artifact_key
 
 TRACKING_S = 15.0
 
@@ -74,3 +78,54 @@ class _Shown:
             )
         else:
             update_progress_artifact(self._bar, percent)  # pyright: ignore[reportArgumentType]
+
+
+@contextmanager
+def generating(run: OpenRun, pool: Pool) -> Iterator[ElasticGenerators]:
+    """Generators that run while the trainer trains."""
+    with closing(start_generators(run, pool)) as generators:
+        yield generators
+
+
+@side_effect("start generators", retries=0)
+def start_generators(run: OpenRun, pool: Pool) -> ElasticGenerators:
+    """Start the configured number of generators on the inference pool; the pool's release stops them too."""
+    settings, generators = run.config.generator, []
+    with run.open_ledger() as ledger:
+        ledger.reopen()
+    for index in range(settings.count):
+        generators.append(start_generator(pool, run.folder, index, settings.count, settings.threads))
+        get_run_logger().info("generator-%d: log in %s", index, generators[-1].process.log)
+    here = run.config.pools.kind == "local"
+
+    def start(own: Pool, index: int) -> KeptProcess:
+        return start_generator(own, run.folder, index, settings.most if here else 1, settings.threads, alone=True)
+
+    elasticity = Elasticity(settings.count, settings.most, settings.patience_s)
+    # On this machine another place is the same place: what cannot run there is left out.
+    return ElasticGenerators(run.folder, generators, start, single_pools(run), elasticity, replaces=not here)
+
+
+@contextmanager
+def storing(run: OpenRun, pool: Pool) -> Iterator[list[KeptProcess]]:
+    """The store's processes, on the trainer's machine; none for transports of one machine.
+
+    On a cluster they run on the flow's machine: transport.address names it, and nobody knows the trainer's before.
+    """
+    settings = run.config.transport
+    if settings.kind != "mooncake":
+        yield []
+        return
+    home = pool if run.config.pools.kind == "local" else on_cpu(run)
+    with start_store(home, run.folder, settings, objects_folder(settings, run.folder), get_run_logger().info) as store:
+        yield store
+
+
+EXPORT_TIMEOUT_S = 3600.0
+
+
+@side_effect("export draft", retries=1)
+def export_draft(run: OpenRun) -> ExportRecord:
+    """Write the final checkpoint as a Hugging Face folder that SGLang and vLLM read, with a model card."""
+    run_main(run, on_cpu(run), "export", "models.export.sglang", timeout_s=EXPORT_TIMEOUT_S)
+    return ExportRecord.read(run.folder.exported)

@@ -26,7 +26,7 @@ from infra.records.data_path import RegeneratedRecord, TargetRecord
 from infra.run.recovery import ATTEMPTS, Recoveries, Recovery, newest_step
 from infra.tracking.runs import TrackedRun
 from models.config.recipe import RunConfig, load_recipe
-from tasks.limits import only_training_of_its_draft
+from tasks.pools import only_training_of_its_draft
 from tasks.run import OpenRun
 
 ROOT = Path(__file__).parents[2]

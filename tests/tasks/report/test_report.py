@@ -30,13 +30,12 @@ from infra.records.data_path import (
 )
 from infra.tracking.client import NOTE, connect
 from infra.tracking.runs import TrackedRun
-from tasks.registry import register_draft
+from tasks.registry import open_tracking, register_draft
 from tasks.report.facts import acceptance_by_lookahead, acceptance_rows, duration, goodput_rows, signed
 from tasks.report.markdown import escaped, markdown_table
 from tasks.report.words import compared, gate_line, how_good, serving_line, what_next
 from tasks.report.write import benchmark_report, tracking_link, training_report, write_report
 from tasks.run import OpenRun
-from tasks.tracking import open_tracking
 
 
 def test_the_report_holds_what_was_promised(result: BenchmarkResult, trained: TrainingResult) -> None:
