@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.bench_command import bench
+from flows.bench_command import PASS_ON, bench
 from flows.doctor_command import doctor
 from flows.drafts_command import drafts
 from flows.stack_command import down, up
@@ -32,7 +32,9 @@ app.add_typer(drafts, name="drafts")
 def retrain(
     recipe: Annotated[Path | None, typer.Argument(help="A YAML file of recipes/.")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[section.field=value]...")] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Say what the run will take, and stop.")] = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Print memory, speed, time and cost, and start nothing.")
+    ] = False,
     resume: Annotated[str | None, typer.Option("--resume", metavar="RUN", help="Resume this run.")] = None,
 ) -> None:
     """Train, prove, register and (if it earned that) promote a draft."""
@@ -64,7 +66,7 @@ def regenerate(
     recipe: Annotated[Path, typer.Argument(help="A YAML file of recipes/, with data.regeneration.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[section.field=value]...")] = None,
 ) -> None:
-    """Have the target answer the recipe's prompts itself; retraining does so too, and finds it done."""
+    """Let the target answer the recipe's prompts. `retrain` does so too, unless it is done."""
     from models.config.recipe import load_recipe
 
     config = load_recipe(recipe, overrides)
@@ -109,7 +111,7 @@ def _print_plan(config: "RunConfig") -> None:
     print_plan(plan)
 
 
-app.command()(bench)
+app.command(context_settings=PASS_ON)(bench)
 app.command()(status)
 app.command()(doctor)
 app.command()(ui)

@@ -1,4 +1,4 @@
-"""`draftsmith doctor`: what this machine has and lacks, each with its remedy."""
+"""`draftsmith doctor`: checks this machine."""
 
 from typing import Annotated
 
@@ -8,7 +8,7 @@ import typer
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as a JSON list.")] = False,
 ) -> None:
-    """Say what this machine has and lacks, and what to do about it.
+    """Check this machine and say how to fix what is missing.
 
     Exit status: 0 when the quickstart can run here, 1 when a problem was found.
     """

@@ -1,4 +1,4 @@
-"""`draftsmith drafts`: the registered drafts, which one serves, and who decided it."""
+"""`draftsmith drafts`: the registered drafts."""
 
 import subprocess
 import sys
@@ -15,20 +15,20 @@ from infra.refusal import Refusal
 if TYPE_CHECKING:
     from infra.tracking.changes import Announce
 
-drafts = typer.Typer(help="Registered drafts: which there are, and which one serves.", no_args_is_help=True)
+drafts = typer.Typer(help="List, promote and roll back registered drafts.", no_args_is_help=True)
 
 
 @drafts.callback()
 def check_registry() -> None:
-    """Registered drafts: which there are, and which one serves."""
+    """List, promote and roll back registered drafts."""
     from infra.settings import tracking_uri
     from infra.tracking.client import check_answers
 
     check_answers(tracking_uri())
 
 
-Reason = Annotated[str, typer.Option("--reason", help="Why; `drafts history` shows it.")]
-Name = Annotated[str | None, typer.Option("--name", help="Registered model; may be left out where there is one.")]
+Reason = Annotated[str, typer.Option("--reason", help="Shown by `drafts history`.")]
+Name = Annotated[str | None, typer.Option("--name", help="Registered model. Default: the only one.")]
 
 
 @drafts.command("list")
@@ -62,7 +62,7 @@ def list_versions(name: Name = None) -> None:
 
 @drafts.command()
 def promote(version: Annotated[int, typer.Argument(min=1)], reason: Reason = "", name: Name = None) -> None:
-    """Make a version the champion, whatever the gate said and without a smoke test."""
+    """Promote a version regardless of the gate, without a smoke test."""
     from infra.settings import tracking_uri
     from infra.tracking import promotion, registry
 
@@ -75,7 +75,7 @@ def promote(version: Annotated[int, typer.Argument(min=1)], reason: Reason = "",
 
 @drafts.command()
 def rollback(reason: Reason = "", name: Name = None) -> None:
-    """Take the champion out of service; the version that it replaced serves again, if there was one."""
+    """Withdraw the champion; the version it replaced becomes champion again."""
     from infra.settings import tracking_uri
     from infra.tracking import promotion
     from infra.tracking.registry import champion
@@ -91,7 +91,7 @@ def rollback(reason: Reason = "", name: Name = None) -> None:
 
 @drafts.command("history")
 def show_history(name: Name = None) -> None:
-    """Show who promoted, refused or rolled back which version, when and why."""
+    """Show all decisions: version, outcome, who, when and why."""
     from rich.console import Console
     from rich.table import Table
 
@@ -116,7 +116,7 @@ def show_history(name: Name = None) -> None:
 
 @drafts.command()
 def replay(version: Annotated[int, typer.Argument(min=1)], name: Name = None) -> None:
-    """Decide again on the evidence that a version's gate had; exit status 1 where the decision is another one."""
+    """Repeat a gate's decision from its evidence; exit status 1 if it differs."""
     from infra.records.acceptance import GateDecision
     from infra.settings import tracking_uri
     from infra.tracking import registry
@@ -135,7 +135,7 @@ def replay(version: Annotated[int, typer.Argument(min=1)], name: Name = None) ->
 
 
 def _announcer() -> "Announce":
-    """Emits the events of a change where a Prefect server carries them."""
+    """Emit the events of a change if there is a Prefect server."""
     from infra.settings import prefect_api_url
     from infra.tracking.changes import silent
 
@@ -147,7 +147,7 @@ def _announcer() -> "Announce":
 
 
 def _reconcile(name: str) -> None:
-    """Complete what was interrupted or done in MLflow's page, and point to a smoke test that is still to be run."""
+    """Complete interrupted changes and those made in MLflow's page; name a smoke test that is still due."""
     from infra.settings import tracking_uri
     from infra.tracking.promotion import reconcile
 
@@ -161,7 +161,7 @@ def _reconcile(name: str) -> None:
 
 
 def _registered(name: str | None) -> str:
-    """The one registered draft where no name is given."""
+    """The only registered draft, if no name is given."""
     from infra.settings import tracking_uri
     from infra.tracking.registry import list_drafts
 

@@ -32,7 +32,7 @@ def retrain(config: "RunConfig", run: str | None = None) -> str:
 
 
 def regenerate(config: "RunConfig") -> str:
-    """Have the target answer the recipe's prompts; returns the path of the text."""
+    """Let the target answer the recipe's prompts; returns the path of the text."""
     with _ready_for_flows():
         from flows.regenerate_text import regenerate as flow
 

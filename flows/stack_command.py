@@ -68,7 +68,7 @@ def up(
 
 
 def down() -> None:
-    """Stop what `draftsmith up` started; data stay, runs in progress go on with the next `up`."""
+    """Stop what `draftsmith up` started. Data stay, and interrupted runs resume with the next `up`."""
     folder = runs_folder() / ".stack"
     if not folder.is_dir():
         print(f"nothing is up: there is no {folder}")

@@ -28,9 +28,9 @@ BAR = 40
 
 
 def status(
-    run: Annotated[str | None, typer.Argument(help="Name or folder of a run; the newest one where left out.")] = None,
+    run: Annotated[str | None, typer.Argument(help="Name or folder of a run. Default: the newest.")] = None,
 ) -> None:
-    """Say where every sample of a run is, how fast it goes, and what is slow."""
+    """Show where the samples of a run are, its speed, and which side is slow."""
     from pydantic import ValidationError
     from rich.console import Console
     from rich.table import Table

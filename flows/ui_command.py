@@ -37,7 +37,7 @@ def ui(
     prefect_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 4200, or the next free.")] = None,
     mlflow_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 5000, or the next free.")] = None,
 ) -> None:
-    """Show all runs in Prefect's and MLflow's pages, on this machine alone, until Ctrl-C."""
+    """Serve Prefect's and MLflow's pages on loopback until Ctrl-C."""
     from rich.console import Console
 
     prefect, mlflow = _prefect_elsewhere(prefect_port), _mlflow_elsewhere()
@@ -73,7 +73,7 @@ def ui(
 
 @contextmanager
 def _the_only_one(folder: Path) -> Iterator[Lock]:
-    """Own the folder of the servers' logs. Raises Refusal where another `draftsmith ui` shows the same runs."""
+    """Lock the folder of the servers' logs. Raises Refusal if another `draftsmith ui` serves the same runs."""
     try:
         with hold(folder / "lock", wait_s=GRACE_S + 1) as lock:  # a killed one's servers are gone after their grace
             (folder / "addresses").unlink(missing_ok=True)
@@ -89,7 +89,7 @@ def _the_only_one(folder: Path) -> Iterator[Lock]:
 
 
 def _prefect_elsewhere(port: int | None) -> Server | None:
-    """The server that flows report to, if it answers; None where one is to be started here."""
+    """The server that flows report to, if it answers; None if one has to be started."""
     url = prefect_api_url()
     if url is None or port is not None:
         return None

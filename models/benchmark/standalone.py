@@ -29,6 +29,7 @@ from models.benchmark.harness import Cell, Harness, HarnessPlan, HarnessResult, 
 from models.benchmark.harness_page import lines, page, table
 from models.benchmark.harness_served import ServedHarness
 from models.benchmark.serving import Setup, whats_missing
+from models.config.bench_arguments import bench_parser
 from models.config.benchmark import BenchmarkConfig
 from models.config.generator import GeneratorConfig
 from models.config.target import TargetConfig
@@ -165,8 +166,6 @@ def _plan(options: argparse.Namespace, suites: dict[str, SuitePrompts], shapes: 
         raise Refusal(f"--temperature {options.temperature!r}: give numbers from 0 on with commas, for instance 0,1")
     if batches and not 1 <= min(batches) <= max(batches) <= 32:
         raise Refusal(f"--batch {options.batch!r}: give numbers from 1 to 32 with commas, or nothing for no speed")
-    if options.repeats < 3:
-        raise Refusal(f"--repeats {options.repeats}: at least 3, or the spread says nothing")
     return HarnessPlan(
         suites,
         shapes,
@@ -223,38 +222,8 @@ def _suite(name: str, source: str, target: TargetRecord, options: argparse.Names
         raise Refusal(f"--suite {name}: {error}") from error
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True, help="local folder, Hub id, or GGUF package")
-    parser.add_argument("--draft", type=Path, required=True, help="exported draft")
-    parser.add_argument("--champion", type=Path, help="another exported draft to compare with")
-    parser.add_argument("--engines", default=REFERENCE, help="reference, sglang (drafts, greedy, chains), or both")
-    parser.add_argument("--baselines", default="prompt-lookup,token-recycling", help="with commas; empty for none")
-    parser.add_argument(
-        "--suite", action="append", default=[], help="spec-bench, mt-bench, gsm8k, humaneval, math500 or NAME=SOURCE"
-    )
-    parser.add_argument("--prompts", type=Path, action="append", default=[], help=".jsonl, .txt: a suite of its name")
-    parser.add_argument("--lookahead", default="4", help="chains of so many tokens, with commas")
-    parser.add_argument("--tree", default="", help="trees, with commas: 3x2x1 or dynamic-5-4-16")
-    parser.add_argument("--temperature", default="0,1", help="with commas")
-    parser.add_argument("--batch", default="1", help="batch sizes whose speed is measured, with commas; empty for none")
-    parser.add_argument("--repeats", type=int, default=3, help="of every speed measurement, after a warm-up")
-    parser.add_argument("--timed-prompts", type=int, default=8, help="prompts of a repeat")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--num-prompts", type=int, default=48, help="of each suite, spread over its categories")
-    parser.add_argument("--prompt-tokens", type=int, default=512, help="longer questions are left out")
-    parser.add_argument("--chat-template", choices=["auto", "tokenizer", "none"], default="auto")
-    parser.add_argument("--add-bos", action="store_true", help="as in the recipe's target.add_bos")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the result here")
-    parser.add_argument("--page", type=Path, help="write a Markdown page here")
-    return parser.parse_args(arguments)
-
-
 def main() -> None:
-    options = parse()
+    options = bench_parser().parse_args()
     result = bench(options)
     if options.json:
         write_atomically(options.json, result)

@@ -1,5 +1,6 @@
 """The whole benchmark on a tiny random target with exported, untrained drafts."""
 
+import argparse
 import json
 import random
 from dataclasses import replace
@@ -25,10 +26,11 @@ from models.benchmark.reference import decode_sampled
 from models.benchmark.run import benchmark_run
 from models.benchmark.served import serve, served_acceptance
 from models.benchmark.serving import speculative_arguments
-from models.benchmark.standalone import bench, parse
+from models.benchmark.standalone import bench
 from models.benchmark.step_costs import time_steps
 from models.benchmark.words import lines, table
 from models.checkpoint import AVERAGED, DRAFT, VOCABULARY, DraftDescription
+from models.config.bench_arguments import bench_parser
 from models.config.eagle3 import Eagle3Config
 from models.config.recipe import RunConfig
 from models.data.prepare import prepare_samples
@@ -243,12 +245,16 @@ def judged_by_category(result: BenchmarkResult) -> None:
     assert "by category: few" in said
 
 
+def options(arguments: list[str]) -> argparse.Namespace:
+    return bench_parser().parse_args(arguments)
+
+
 def test_bench_of_suites(run: PreparedRun, target: Path, text: Path, tmp_path: Path):
     champion = export(target, tmp_path / "champion", (1,), seed=2)
     arguments = ["--target", str(target), "--draft", str(run.folder.export), "--champion", str(champion)]
     arguments += ["--suite", f"asked={run.config.promotion.suites['asked']}", "--prompts", str(text)]
     arguments += ["--lookahead", "3", "--tree", "2x1", "--batch", "2", "--timed-prompts", "2", "--num-prompts", "5"]
-    result = bench(parse([*arguments, "--max-new-tokens", "6", "--baselines", "prompt-lookup"]))
+    result = bench(options([*arguments, "--max-new-tokens", "6", "--baselines", "prompt-lookup"]))
     asked = [(cell.source, cell.shape, cell.conditions.temperature) for cell in result.cells if cell.suite == "asked"]
     drafts = [(name, shape, t) for t in (0.0, 1.0) for name in ("draft", "champion") for shape in ("3", "2x1")]
     assert sorted(asked) == sorted([*drafts, *(("prompt-lookup", "3", t) for t in (0.0, 1.0))])
@@ -275,16 +281,16 @@ def test_bench_of_suites(run: PreparedRun, target: Path, text: Path, tmp_path: P
 def test_bench_refuses_in_words(run: PreparedRun, target: Path, text: Path, tmp_path: Path):
     common = ["--target", str(target), "--draft", str(run.folder.export)]
     with pytest.raises(ValueError, match="export folder"):
-        bench(parse(["--target", str(target), "--draft", str(tmp_path), "--prompts", str(text)]))
+        bench(options(["--target", str(target), "--draft", str(tmp_path), "--prompts", str(text)]))
     with pytest.raises(ValueError, match="write 3x2x1"):
-        bench(parse([*common, "--prompts", str(text), "--lookahead", "3;5"]))
+        bench(options([*common, "--prompts", str(text), "--lookahead", "3;5"]))
     with pytest.raises(ValueError, match="no prompts: give --suite"):
-        bench(parse(common))
-    for option, said in (("--batch=64", "1 to 32"), ("--repeats=1", "at least 3"), ("--temperature=-1", "from 0 on")):
+        bench(options(common))
+    for option, said in (("--batch=64", "1 to 32"), ("--temperature=-1", "from 0 on")):
         with pytest.raises(ValueError, match=said):
-            bench(parse([*common, "--prompts", str(text), option]))
+            bench(options([*common, "--prompts", str(text), option]))
     with pytest.raises(ValueError, match="there are prompt-lookup"):
-        bench(parse([*common, "--prompts", str(text), "--baselines", "luck"]))
+        bench(options([*common, "--prompts", str(text), "--baselines", "luck"]))
 
 
 def test_drafts_that_read_other_layers_share_one_target(run: PreparedRun, target: Path, tmp_path: Path):

@@ -1,0 +1,68 @@
+"""The options of `draftsmith bench`, read by the command line and by the process that measures."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+DESCRIPTION = """\
+Measure a draft beside baselines that need no training: acceptance by category and context length, and speed by batch
+size. Lists are given with commas."""
+USAGE = "draftsmith bench --target TARGET --draft FOLDER (--suite NAME[=SOURCE] | --prompts FILE) [options]"
+
+
+def bench_parser() -> argparse.ArgumentParser:
+    """The parser; lists stay text."""
+    parser = argparse.ArgumentParser("draftsmith bench", usage=USAGE, description=DESCRIPTION)
+
+    def add(name: str, *, help: str, **settings: Any) -> None:
+        shown = f"{help} (default: {settings['default']})" if settings.get("default") else help
+        parser.add_argument(name, help=shown, **settings)
+
+    add("--target", required=True, help="local folder, Hub id, or GGUF package")
+    add("--draft", type=Path, metavar="FOLDER", required=True, help="folder of an exported draft")
+    add("--champion", type=Path, metavar="FOLDER", help="folder of another exported draft to compare with")
+    add("--champion-of", metavar="MODEL", help="compare with the champion of this registered model")
+    add(
+        "--suite", action="append", default=[], metavar="NAME[=SOURCE]",
+        help="spec-bench, mt-bench, gsm8k, humaneval, math500, or NAME=SOURCE; may be repeated",
+    )  # fmt: skip
+    add(
+        "--prompts",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="your own .jsonl or .txt; may be repeated",
+    )
+    add("--engines", default="reference", help="reference, sglang (drafts, greedy, chains), or both")
+    add("--baselines", default="prompt-lookup,token-recycling", help="empty for none")
+    add("--lookahead", default="4", help="numbers of proposed tokens, for example 3,5")
+    add("--tree", default="", help="trees, for example 3x2x1,dynamic-5-4-16")
+    add("--temperature", default="0,1", help="0 is greedy")
+    add("--batch", default="1", help="batch sizes whose speed is measured, at most 32; empty for none")
+    add("--repeats", type=at_least(3), default=3, help="repeats of a speed measurement, after a warm-up")
+    add("--timed-prompts", type=at_least(1), default=8, help="prompts per repeat")
+    add("--num-prompts", type=at_least(2), default=48, help="prompts per suite, spread over its categories")
+    add("--prompt-tokens", type=at_least(2), default=512, help="longer questions are left out")
+    add("--max-new-tokens", type=at_least(1), default=64, help="longest continuation")
+    add("--chat-template", choices=["auto", "tokenizer", "none"], default="auto", help="how questions are formatted")
+    add("--add-bos", action="store_true", help="as in the recipe's target.add_bos")
+    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of target and drafts")
+    add("--seed", type=int, default=0, help="of sampled decoding")
+    add("--json", type=Path, metavar="FILE", help="write the result to this file")
+    add("--page", type=Path, metavar="FILE", help="write a Markdown page to this file")
+    return parser
+
+
+def at_least(smallest: int) -> Callable[[str], int]:
+    """The type of an option that is an integer with a lower bound."""
+
+    def number(text: str) -> int:
+        value = int(text)
+        if value < smallest:
+            raise argparse.ArgumentTypeError(f"{value} is less than {smallest}")
+        return value
+
+    number.__name__ = "number"  # argparse names the type in its message
+    return number
