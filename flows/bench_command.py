@@ -1,4 +1,4 @@
-"""`draftsmith bench`: what a draft accepts and how fast it decodes, on suites of prompts."""
+"""`draftsmith bench`: acceptance and speed of a draft on suites of prompts."""
 
 import subprocess
 import sys

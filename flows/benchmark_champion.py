@@ -1,4 +1,4 @@
-"""The benchmark-champion flow: does the draft in service still accept what it did? Scheduled nightly."""
+"""The benchmark-champion flow, scheduled nightly: does the champion still accept what it did?"""
 
 from prefect import flow
 

@@ -1,4 +1,4 @@
-"""The clean-up flow: bounds everything that grows while schedules run. Scheduled daily."""
+"""The clean-up flow, scheduled daily: bounds everything that grows while schedules run."""
 
 from prefect import flow
 

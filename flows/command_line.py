@@ -1,4 +1,4 @@
-"""The command `draftsmith`. Heavy libraries are imported inside the commands that need them: help comes at once."""
+"""The command `draftsmith`. Commands import heavy libraries themselves, so that `--help` is fast."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`draftsmith retrain RECIPE --plan`: what a run will take, before it takes anything."""
+"""`draftsmith retrain RECIPE --plan`: memory, speed, time and cost of a run, before it starts."""
 
 from typing import TYPE_CHECKING
 

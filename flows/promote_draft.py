@@ -1,4 +1,4 @@
-"""The promote flow: a person decides on a draft, and what is approved goes into service. Needs no timeout, may wait."""
+"""The promote flow: a person approves a draft, and it goes into service. It may wait for weeks."""
 
 from prefect import flow, suspend_flow_run
 

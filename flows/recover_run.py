@@ -1,4 +1,4 @@
-"""The recover flow: a flow run died and could not say so; its run goes on. Runs on a work pool of its own."""
+"""The recover flow: resumes a run whose flow run died. It has a work pool of its own."""
 
 from prefect import flow
 

@@ -1,4 +1,4 @@
-"""The regenerate flow: the target's own answers to a recipe's prompts, without training. Runs in the flow's process."""
+"""The regenerate flow: the target's own answers to a recipe's prompts, without training."""
 
 from prefect import flow
 

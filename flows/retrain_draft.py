@@ -1,4 +1,4 @@
-"""The retrain flow: from prompts to a promoted draft. Runs in the flow's process; everything heavy is a child of it."""
+"""The retrain flow: from prompts to a promoted draft. Everything heavy runs in child processes."""
 
 from prefect import flow
 

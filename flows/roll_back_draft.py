@@ -1,4 +1,4 @@
-"""The rollback flow: the champion leaves service. Started by a person, or by the event that it serves badly."""
+"""The rollback flow: withdraws the champion. Started by a person or by the event `draftsmith.draft.degraded`."""
 
 from prefect import flow
 

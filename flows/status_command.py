@@ -1,4 +1,4 @@
-"""`draftsmith status`: a run in words: where its samples are, how fast it goes, what is slow."""
+"""`draftsmith status`: where a run's samples are, its speed, and which side is slow."""
 
 import json
 import os

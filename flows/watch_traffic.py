@@ -1,4 +1,4 @@
-"""The watch-traffic flow: one look at what the serving engine accepts. Scheduled every some minutes; needs no GPU."""
+"""The watch-traffic flow, scheduled every few minutes: reads served acceptance and tests it for drift. Needs no GPU."""
 
 from prefect import flow
 

@@ -1,4 +1,4 @@
-"""What a run was made with: code, versions, hardware. Used by the flow's process."""
+"""Provenance of a run: code, versions, hardware."""
 
 import platform
 import subprocess

@@ -1,4 +1,4 @@
-"""Checkpoints: written aside, hashed, renamed, and only then committed in the ledger. Runs in the trainer's rank 0.
+"""Checkpoints: written aside, hashed, renamed, and only then committed in the ledger.
 
 A checkpoint's folder carries the trainer's incarnation in its name, so that a trainer whose run was taken over can
 never replace what its successor has written.

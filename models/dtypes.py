@@ -1,4 +1,4 @@
-"""Data types by the names that recipes use. Used wherever tensors are."""
+"""Data types by the names that recipes use."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Progress of long work: bars on a terminal, a line now and then in a log."""
+"""Progress of long work: bars on a terminal, occasional lines in a log."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator

@@ -13,7 +13,8 @@ from infra.processes.process import module
 from infra.refusal import Refusal
 from tasks.run import OpenRun
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 RETRY_DELAY_S = 5
 
 

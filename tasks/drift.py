@@ -1,4 +1,4 @@
-"""Watches served traffic: windows per served version, the drift test, fresh prompts, events. Flow process."""
+"""Watches served traffic: windows per version, the drift test, fresh prompts, events."""
 
 import time
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Served traffic in words and as a table, for Prefect's pages."""
+"""Served traffic as Markdown, for Prefect's pages."""
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime

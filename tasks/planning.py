@@ -1,4 +1,4 @@
-"""The plan of a run whose target and samples are ready: shown before any GPU is taken, kept for status and report."""
+"""Plans a run whose target and samples are ready, before any GPU is leased."""
 
 from collections.abc import Iterator
 

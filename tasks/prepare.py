@@ -1,4 +1,4 @@
-"""Makes target and samples ready. Both are cached on disk by content hash, so a second run only looks them up."""
+"""Prepares target and samples. Both are cached by content hash."""
 
 import shutil
 

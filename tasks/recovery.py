@@ -1,4 +1,4 @@
-"""Finds out how a flow run died, and starts its run again."""
+"""Finds out how a flow run died, and resumes its run."""
 
 import time
 from dataclasses import dataclass

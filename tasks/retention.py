@@ -1,4 +1,4 @@
-"""Removes what grows while schedules run: old runs here and in MLflow, unused cache, prompts, logs, shared memory."""
+"""Removes what grows while schedules run: old runs, unused cache, prompts, logs, shared memory."""
 
 from prefect import get_run_logger
 

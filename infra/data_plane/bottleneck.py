@@ -1,7 +1,4 @@
-"""Which side of the data path is the slow one, and who is to blame when nothing moves, in words.
-
-Used by the trainer's progress line, by `draftsmith status`, by the report, and by the flow's watch over a run.
-"""
+"""Which side of the data path is the slow one, and who is to blame when nothing moves, in words."""
 
 import time
 

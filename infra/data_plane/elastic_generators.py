@@ -1,4 +1,4 @@
-"""Generators that come and go while a run trains, and that are replaced where their machine is lost. In the flow.
+"""Generators that come and go while a run trains, and that are replaced where their machine is lost.
 
 The run begins with some on the inference pool. Each one that comes later has devices leased for it alone.
 """

@@ -1,4 +1,4 @@
-"""When a generator more or less is wanted while a run trains: pure, decided from looks at the bottleneck."""
+"""Decides when a run wants one generator more or less, from repeated measurements of the bottleneck. Pure functions."""
 
 from dataclasses import dataclass, replace
 from typing import Literal, Self

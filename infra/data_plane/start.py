@@ -1,4 +1,4 @@
-"""The command lines of a run's data plane, started on pools and kept running. Used by whoever owns the run."""
+"""The command lines of a run's data plane, started on pools and restarted after crashes."""
 
 from functools import partial
 

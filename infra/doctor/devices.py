@@ -1,4 +1,4 @@
-"""Checks of GPUs by NVML and of RDMA devices. Used by `draftsmith doctor`; reading and judging are apart."""
+"""Checks of GPUs by NVML and of RDMA devices; reading and judging are separate."""
 
 import re
 import resource

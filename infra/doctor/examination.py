@@ -1,4 +1,4 @@
-"""All checks of `draftsmith doctor`, each on its own: one that cannot be made says so and ends no other."""
+"""Runs all checks of `draftsmith doctor`; a check that fails to run is reported and does not stop the others."""
 
 from collections.abc import Callable
 from functools import cache

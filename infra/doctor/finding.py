@@ -1,4 +1,4 @@
-"""What one check of `draftsmith doctor` says. Used by the command line."""
+"""The result of one check of `draftsmith doctor`."""
 
 from typing import Literal
 

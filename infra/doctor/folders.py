@@ -1,4 +1,4 @@
-"""Checks of the folders that runs live in: shared memory, run folder, cache. Used by `draftsmith doctor`.
+"""Checks of the folders that runs live in: shared memory, run folder, cache.
 
 Nothing is left behind: probes are temporary files, and a dead run's folder is reported, never removed.
 """

@@ -1,4 +1,4 @@
-"""Checks of interpreter, cores, memory and limits. Used by `draftsmith doctor`.
+"""Checks of interpreter, cores, memory and limits.
 
 `root` stands for `/` everywhere: `/proc` and `/sys` are read below it.
 """

@@ -1,4 +1,4 @@
-"""Checks of servers, proxies and the Hugging Face Hub. Used by `draftsmith doctor`."""
+"""Checks of servers, proxies and the Hugging Face Hub."""
 
 from urllib.parse import urlsplit
 

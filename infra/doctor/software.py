@@ -1,4 +1,4 @@
-"""Checks of installed packages and engines. Used by `draftsmith doctor`; nothing is imported, metadata is read."""
+"""Checks of installed packages and engines, by their metadata; nothing is imported."""
 
 import re
 from collections.abc import Mapping

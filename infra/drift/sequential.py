@@ -1,4 +1,4 @@
-"""The drift test: whether served acceptance has fallen below the version's benchmark. Runs in the flow's process.
+"""The drift test: whether served acceptance has fallen below the version's benchmark.
 
 Shiryaev-Roberts on e-values. Of a window with T tokens in V verification steps the e-value is
 

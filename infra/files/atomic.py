@@ -1,4 +1,4 @@
-"""Files that are never read half-written: written aside, fsynced, renamed. Used by every process."""
+"""Files that are never read half-written: written to a temporary file, fsynced, renamed."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""Folders that are built once and never seen half-built. Used by the processes that fill the cache."""
+"""Folders that are built once and never seen half-built."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Ownership is an flock: it ends with its holder, however that ends. Used by the process that starts a run.
+"""Ownership is an flock: it ends with its holder, however that ends.
 
 A lock's descriptor may be handed to supervisors (`Lock.descriptor`): it is then free only when they are gone too.
 """

@@ -1,4 +1,4 @@
-"""Where one run keeps its files. Used by every process of the run."""
+"""Paths of a run's files."""
 
 import re
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Bounds the files that grow while schedules run: the cache, sampled prompts and logs. Used by the clean-up flow."""
+"""Bounds the files that grow while schedules run: the cache, sampled prompts and logs."""
 
 import shutil
 import time

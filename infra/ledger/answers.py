@@ -1,4 +1,4 @@
-"""What the ledger answers, and the errors it raises. Used by the processes that open it."""
+"""The ledger's answers, and the errors it raises."""
 
 from typing import NamedTuple
 

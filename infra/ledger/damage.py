@@ -1,4 +1,4 @@
-"""A ledger whose SQLite file is damaged. Used by whoever owns a run, before anything opens the ledger."""
+"""Detects a damaged SQLite file before anything opens the ledger."""
 
 import sqlite3
 import time

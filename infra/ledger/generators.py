@@ -1,4 +1,4 @@
-"""The generators' side of the ledger: lease, publish, fail, give back. Runs in every generator.
+"""The generators' side of the ledger: lease, publish, fail, give back.
 
 Why the budget cannot deadlock
 ------------------------------

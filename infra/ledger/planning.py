@@ -1,4 +1,4 @@
-"""The arithmetic of plans, budgets and bitmaps: pure functions, used by the trainer's rank 0 and by the flow."""
+"""Plans, budgets and bitmaps: pure functions."""
 
 import base64
 import heapq

@@ -1,4 +1,4 @@
-"""Stops a run that loses too many of its samples. Runs in the flow, beside training."""
+"""Stops a run that loses too many of its samples."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""What anybody may ask of the ledger without changing it: where the samples are, and how fast they come."""
+"""Read-only queries of the ledger: states and rates of the samples."""
 
 import sqlalchemy as sa
 

@@ -1,4 +1,4 @@
-"""How a trainer takes a run over from its last one. Runs in the trainer's rank 0, before it plans."""
+"""How a trainer takes over a run from its predecessor."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar

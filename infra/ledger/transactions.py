@@ -1,4 +1,4 @@
-"""How every process writes and reads the ledger: one transaction at a time per run."""
+"""The ledger's transactions: one at a time per run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Whether a server answers HTTP. Used by `draftsmith doctor` and `draftsmith ui`."""
+"""Whether a server answers HTTP."""
 
 import threading
 import urllib.error

@@ -1,4 +1,4 @@
-"""Ports on loopback for the servers we start. Used by whoever starts one."""
+"""Free ports on loopback for the servers we start."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""RDMA devices of this machine, and which are near a GPU. Used by whoever opens or examines a Mooncake store."""
+"""RDMA devices of this machine, and which are close to a GPU."""
 
 from collections.abc import Sequence
 from pathlib import Path

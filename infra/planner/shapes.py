@@ -1,4 +1,4 @@
-"""What a plan has to know of a target and of a draft: sizes, no weights. Used by the planner and by methods' configs.
+"""What a plan has to know of a target and of a draft: sizes, no weights.
 
 A target's shape comes from the `config.json` of its Hugging Face folder; a draft's from its method's configuration.
 """

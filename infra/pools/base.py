@@ -1,4 +1,4 @@
-"""The contract of pools: GPUs leased for one role, on which commands are started. Used by the flow's process."""
+"""The contract of pools: GPUs leased for one role, on which commands are started."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Where a run's pools come from. Used by the flow's process."""
+"""Chooses the kind of pools of a run."""
 
 from infra.config import PoolsConfig
 from infra.pools.base import PoolProvider, PoolSpec

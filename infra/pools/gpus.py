@@ -1,4 +1,4 @@
-"""This machine's GPUs, by NVML: the one file that calls it. Used by pools, doctor, and who asks what is near.
+"""This machine's GPUs, by NVML: the one file that calls it.
 
 Where there is no driver there are no GPUs. Raises pynvml.NVMLError for what a driver cannot say.
 """

@@ -1,4 +1,4 @@
-"""Pools on this machine: its cores, and GPUs found by NVML bound by CUDA_VISIBLE_DEVICES. Used by the flow.
+"""Pools on this machine: its cores, and GPUs found by NVML bound by CUDA_VISIBLE_DEVICES.
 
 One flock per GPU UUID keeps two runs off one GPU, whichever processes they belong to. A GPU that a stranger computes on
 is left alone: it is neither free nor ours to wait for quietly.

@@ -1,4 +1,4 @@
-"""Pools of an engine with a queue of its own: what Ray and Slurm have in common. Used by the flow's process.
+"""Pools of an engine with a queue of its own: what Ray and Slurm have in common.
 
 A supervised process on this machine, the holder, asks the engine and keeps what it grants for as long as it lives. A
 command on a pool is a supervised process on this machine too: it drives the one on the pool's machine. So whatever ends

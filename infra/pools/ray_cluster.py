@@ -1,4 +1,4 @@
-"""The way into a Ray cluster. Used by the processes that hold pools and drive commands there, never by the flow's."""
+"""The way into a Ray cluster."""
 
 import logging
 import signal

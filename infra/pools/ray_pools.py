@@ -1,4 +1,4 @@
-"""Pools that a Ray cluster places: a placement group is the gang, its bundles are the parts. Used by the flow.
+"""Pools that a Ray cluster places: a placement group is the gang, its bundles are the parts.
 
 The flow itself never imports Ray: its driver would take over the flow's signals.
 """

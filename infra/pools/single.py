@@ -1,4 +1,4 @@
-"""Pools of one generator each: what a run leases while it trains, beside those that it began with. Used by the flow."""
+"""Pools of one generator each: what a run leases while it trains, beside those that it began with."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext

@@ -1,7 +1,7 @@
 """The Slurm job that holds a run's pools: its components, its script, and where its parts come to lie.
 
 Components of a heterogeneous job never share a machine. So what fits into one machine is an ordinary job of one
-component, and only what does not becomes a component per pool. Used by the holder, and by `draftsmith retrain --plan`.
+component, and only what does not becomes a component per pool.
 """
 
 import re

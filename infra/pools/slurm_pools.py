@@ -1,4 +1,4 @@
-"""Pools that are a Slurm job: its components are the gang, every command is a step in it. Used by the flow."""
+"""Pools that are a Slurm job: its components are the gang, every command is a step in it."""
 
 import shutil
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""How a process ends: with one clear message when a person has to act, when it is told to, and with its parent.
-
-Used by every main.
-"""
+"""How a process ends: with one clear message when a person has to act, when it is told to, and with its parent."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""Keeps data-plane commands running: what crashes is started again, with back-off, so many times. Used by the flow.
+"""Keeps data-plane commands running: what crashes is started again, with back-off, so many times.
 
 The starter restarts, not the supervisor: a supervisor can be killed too, and then this is who notices.
 """

@@ -1,4 +1,4 @@
-"""Starts data-plane commands under a supervisor, follows their logs and stops them. Used by the flow's process."""
+"""Starts data-plane commands under a supervisor, follows their logs and stops them."""
 
 import os
 import re

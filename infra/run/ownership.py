@@ -1,4 +1,4 @@
-"""Owning a run: nobody else runs it, and nothing of it outlives its owner. Used by the process that starts a run."""
+"""Ownership of a run: one owner at a time, and none of its processes outlives it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,4 +1,4 @@
-"""Whether a run that died may be started again without a person. Used by the flow that does so."""
+"""Whether a dead run may be restarted without a person."""
 
 from pathlib import Path
 

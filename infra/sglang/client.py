@@ -1,4 +1,4 @@
-"""Asks an SGLang server to generate. Used by generators and benchmarks; one client serves several threads."""
+"""A client of an SGLang server; one serves several threads."""
 
 import json
 from collections.abc import Sequence

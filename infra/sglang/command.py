@@ -1,4 +1,4 @@
-"""The command line of an SGLang server. Used by whoever starts one: generators, and the serving benchmark."""
+"""The command line of an SGLang server."""
 
 import os
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The environment that SGLang lives in, beside ours. Used by whoever starts a server."""
+"""The separate Python environment of SGLang."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What an SGLang server leaves behind even when it ends well: shared memory, sockets. Used by whoever starts one.
+"""What an SGLang server leaves behind even when it ends well: shared memory, sockets.
 
 Its names are known only while it lives, so they are written down then: a killed starter's successor removes them.
 """

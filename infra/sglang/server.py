@@ -1,4 +1,4 @@
-"""The life of an SGLang server: started under a supervisor, ready by its health, stopped again. Used by generators."""
+"""The life of an SGLang server: started under a supervisor, ready by its health, stopped again."""
 
 import getpass
 import re

@@ -1,7 +1,4 @@
-"""The way into MLflow: a quiet client, and a SQLite database that several processes may create at once.
-
-Used by the flow's process and the command line.
-"""
+"""The way into MLflow: a quiet client, and a SQLite database that several processes may create at once."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Bounds what MLflow keeps of a draft's runs: checkpoints, old versions, old runs. Used by the clean-up flow.
+"""Bounds what MLflow keeps of a draft's runs: checkpoints, old versions, old runs.
 
 Weights are removed from the artifact store at once. MLflow only marks rows as deleted (its trash); `mlflow gc` removes
 them, and needs the database itself, not only the server.

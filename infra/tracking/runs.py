@@ -1,6 +1,6 @@
 """What MLflow remembers of one run: configuration, data, metrics over steps, checkpoints, benchmark.
 
-Used by the flow's process. Checkpoints and drafts are logged models without a flavour: safetensors and JSON, no pickle.
+Checkpoints and drafts are logged models without a flavour: safetensors and JSON, no pickle.
 """
 
 import json

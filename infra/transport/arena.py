@@ -1,6 +1,6 @@
 """The fast transport of one machine: one arena in shared memory, touched once and used again for every object.
 
-Runs in generators and trainer ranks. No file is made and no page is cleared for a sample: that is what writing a new
+No file is made and no page is cleared for a sample: that is what writing a new
 file costs.
 """
 

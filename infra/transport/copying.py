@@ -1,4 +1,4 @@
-"""Copies bytes and takes their checksums on the way, while they are in the processor's cache. Used by transports."""
+"""Copies bytes and computes their checksums on the way, while they are in the processor's cache."""
 
 import xxhash
 

@@ -1,4 +1,4 @@
-"""Which bytes of an arena belong to which object: a small SQLite database beside it. Used by the arena transport.
+"""Which bytes of an arena belong to which object: a small SQLite database beside it.
 
 An object may lie in several pieces, so whatever fits into the free bytes fits: an arena has no fragmentation to fear.
 A process killed in the middle of a change leaves the database as it was before.

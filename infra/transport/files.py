@@ -1,4 +1,4 @@
-"""The plain transport: one file per object in shared memory. Runs in generators and trainer ranks of one machine.
+"""The plain transport: one file per object in shared memory.
 
 It is the specification and the test double of the faster ones: exact sizes, xxh3 checksums, whole files only.
 """

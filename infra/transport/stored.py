@@ -1,6 +1,6 @@
 """The offline mode: hidden states are kept, in a folder or on S3, and captured once. Only where a recipe asks for it.
 
-Runs in generators and trainer ranks. Objects are named by their content, so other epochs and other runs find them.
+Objects are named by their content, so other epochs and other runs find them.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Deletes objects that no row of the ledger holds: killed processes left them. Used by trainers and generators."""
+"""Deletes objects that no row of the ledger holds: leftovers of killed processes."""
 
 from infra.ledger.ledger import Ledger
 from infra.transport.base import Transport

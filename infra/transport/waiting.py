@@ -1,4 +1,4 @@
-"""Waits for a store that is full or does not answer. Used by transports."""
+"""Waits for a store that is full or does not answer."""
 
 import errno
 import time

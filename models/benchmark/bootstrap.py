@@ -1,4 +1,4 @@
-"""Paired bootstrap over conversations for a ratio of sums (Efron & Tibshirani 1993, ch. 13). Runs in the benchmark."""
+"""Paired bootstrap over conversations for a ratio of sums (Efron & Tibshirani 1993, ch. 13)."""
 
 from dataclasses import dataclass
 

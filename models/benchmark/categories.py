@@ -1,7 +1,4 @@
-"""Acceptance by category and by the length of the prompt, and the categories that block a challenger.
-
-Runs in benchmarks, and when a decision is replayed.
-"""
+"""Acceptance by category and by the length of the prompt, and the categories that block a challenger."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The conditions that every acceptance number carries. Runs in the benchmark."""
+"""The conditions that every acceptance number carries."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path

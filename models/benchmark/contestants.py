@@ -1,4 +1,4 @@
-"""Loads what is compared: the target once, a draft, perhaps a champion. Runs in the benchmark."""
+"""Loads what is compared: the target once, a draft, perhaps a champion."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

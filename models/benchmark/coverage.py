@@ -1,4 +1,4 @@
-"""How much of what the target would say a draft vocabulary can express. Runs in the benchmark."""
+"""How much of what the target would say a draft vocabulary can express."""
 
 from collections.abc import Sequence
 

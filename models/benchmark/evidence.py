@@ -1,7 +1,4 @@
-"""What the gate decides on: counts of every conversation on every ground, and what else can block a draft.
-
-Runs in the benchmark.
-"""
+"""What the gate decides on: counts of every conversation on every ground, and what else can block a draft."""
 
 from collections.abc import Sequence
 

@@ -1,6 +1,6 @@
 """Whether a challenger earns promotion: better than no draft and than the champion, on every ground.
 
-Runs in benchmarks, and when a decision is replayed. The decision follows from the evidence alone.
+The decision follows from the evidence alone.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The plots of a benchmark, and of the samples behind it. Runs in the benchmark."""
+"""The plots of a benchmark, and of the samples behind it."""
 
 from itertools import accumulate
 from operator import mul

@@ -1,4 +1,4 @@
-"""A target and its drafts in the serving engine: servers, prompts watched step by step, speed. Runs in benchmarks."""
+"""A target and its drafts in the serving engine: servers, prompts watched step by step, speed."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Speed of plain and speculative decoding, and the check that it is possible. Runs in the benchmark."""
+"""Speed of plain and speculative decoding, and the check that it is possible."""
 
 from infra.records.acceptance import SpeedRecord
 

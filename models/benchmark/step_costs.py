@@ -1,7 +1,6 @@
 """Seconds of the target's and of drafts' steps by texts at once and tokens of each, and the goodput that follows.
 
 Real forwards of the models that are benchmarked, on the benchmark's hardware. All texts share a forward, as in engines.
-Runs in the benchmark.
 """
 
 from collections.abc import Callable, Sequence

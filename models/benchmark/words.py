@@ -1,4 +1,4 @@
-"""A benchmark in words: its table, and the comparison with what needs no training. Runs in the benchmark."""
+"""A benchmark as text: its table, and the comparison with baselines that need no training."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

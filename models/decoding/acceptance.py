@@ -1,4 +1,4 @@
-"""Acceptance figures from counts: ratios of sums over conversations. Runs in the benchmark."""
+"""Acceptance figures from counts: ratios of sums over conversations."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Texts that one target forward verifies together: ragged lengths, ragged acceptance, trees. Runs in benchmarks.
+"""Texts that one target forward verifies together: ragged lengths, ragged acceptance, trees.
 
 Every row of the key-value cache begins at column 0, and row r's first `lengths[r]` columns are its text. A step writes
 each row's tokens behind its own text. Accepted proposals of a chain are where they belong then; those of a tree move

@@ -1,6 +1,6 @@
 """The cost model and goodput (SmartSpec, arXiv 2406.14066): tokens per second of every lookahead at every load.
 
-From measured step costs and acceptance by position; nothing here runs a model. Runs in the benchmark.
+From measured step costs and acceptance by position; nothing here runs a model.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Whether speculative text is what the target writes alone: mismatches, and ties of the arithmetic. Runs in benchmarks.
+"""Whether speculative text is what the target writes alone: mismatches, and ties of the arithmetic.
 
 Both texts are compared up to their first divergence; plain decoding then goes on from the speculative prefix, and so on
 to the end. A divergence is a tie only if its token is within delta of the largest logit in a full float32 forward on

@@ -1,4 +1,4 @@
-"""What observing sources are told: the target's likeliest tokens after each position. Runs in benchmarks."""
+"""The target's most likely tokens after each position, as observing sources receive them."""
 
 import torch
 from torch import Tensor

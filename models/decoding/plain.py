@@ -1,4 +1,4 @@
-"""The target alone: greedy decoding at batch 1, and continuations of many prompts at once. Runs in benchmarks."""
+"""The target alone: greedy decoding at batch 1, and continuations of many prompts at once."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

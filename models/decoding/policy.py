@@ -1,4 +1,4 @@
-"""Which lookahead pays now: chosen anew in every step, from each request's own acceptance. Runs in benchmarks.
+"""Which lookahead pays now: chosen anew in every step, from each request's own acceptance.
 
 Goodput (SmartSpec, arXiv 2406.14066) is tokens emitted per second under the present load. Proposals that are likely
 to be accepted are worth their time while few texts are decoded together and the target has time to spare; under a

@@ -1,4 +1,4 @@
-"""The rejection rule of speculative sampling: the text follows the target, whatever the draft. Runs in benchmarks.
+"""The rejection rule of speculative sampling: the text follows the target, whatever the draft.
 
 Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318): a token x drawn from q is accepted with
 probability min(1, p(x) / q(x)); the first rejected one is replaced by a draw from max(p - q, 0), normalised. In a tree

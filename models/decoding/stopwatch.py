@@ -1,4 +1,4 @@
-"""Where the seconds of speculative decoding go. Runs in benchmarks."""
+"""Measures where the time of speculative decoding goes."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Keys and values of several texts while they are decoded, a target's or a draft's. Runs in benchmarks."""
+"""Keys and values of several texts while they are decoded, a target's or a draft's."""
 
 from collections.abc import Sequence
 

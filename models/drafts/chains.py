@@ -1,7 +1,7 @@
 """Training of drafts that propose chains: which predictions count, their loss, and how far chains would be accepted.
 
 Row i of a packed sequence has the target's features of position i; its step s predicts token i + 2 + s, that is the
-next token of position p = i + 1 + s. Runs in trainer ranks.
+next token of position p = i + 1 + s.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Context parallelism: the ranks of a group share every sample, each computing some of its rows. Runs in trainer ranks.
+"""Context parallelism: the ranks of a group share every sample, each computing some of its rows.
 
 A sample's rows are cut into 2C runs of about equal length, and rank r of C takes runs r and 2C - 1 - r (arXiv
 2407.21783, section 3.3.2): causal attention gives later rows more to do, and of C runs the last would be nearly twice

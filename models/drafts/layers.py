@@ -1,4 +1,4 @@
-"""Building blocks that drafts share: tables of the target's, and plain Llama arithmetic."""
+"""Building blocks that drafts share: the target's embedding and head, and plain Llama layers."""
 
 import torch
 import torch.nn.functional as F

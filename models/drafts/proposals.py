@@ -1,4 +1,4 @@
-"""Proposed tokens, and what the target says of them."""
+"""Proposed tokens, and the target's judgement of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

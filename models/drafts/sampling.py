@@ -1,4 +1,4 @@
-"""How the next token is chosen: the one place where temperature and top-p make a distribution. Runs in benchmarks."""
+"""How the next token is chosen: the only place that applies temperature and top-p."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Trees of proposals: their shapes, how they grow, and what one target pass needs to verify them. Runs in benchmarks.
+"""Trees of proposals: their shapes, how they grow, and what one target pass needs to verify them.
 
 A static tree has the same places in every step; each is a path of ranks from the root. A dynamic one (EAGLE-2, arXiv
 2406.16858) grows level by level from the likeliest places and keeps the likeliest of all it has seen, by the product

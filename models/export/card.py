@@ -1,4 +1,4 @@
-"""The model card of an exported draft: `README.md` beside its weights. Runs in the export, and again in the benchmark.
+"""The model card of an exported draft: `README.md` beside its weights.
 
 Until the draft is benchmarked its card says so in place of figures. Names of folders, never their paths: cards are
 published.

@@ -1,4 +1,4 @@
-"""What an exported draft says of itself: `config.json`, of which the block `draftsmith` is ours. Reads files only."""
+"""Reads an exported draft's `config.json`; the block `draftsmith` is ours."""
 
 import json
 from dataclasses import dataclass

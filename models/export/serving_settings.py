@@ -1,7 +1,7 @@
 """What each engine is told about how many tokens to propose, from goodput: files beside an exported draft.
 
 SGLang takes one lookahead, or for `--speculative-adaptive` a list of them by texts at once, among which it moves with
-the acceptance it sees, whatever steps cost. vLLM takes a lookahead by texts at once. Runs in the benchmark.
+the acceptance it sees, whatever steps cost. vLLM takes a lookahead by texts at once.
 """
 
 import json

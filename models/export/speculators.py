@@ -1,4 +1,4 @@
-"""What vLLM and the package `speculators` (0.9.0) read of an export's `config.json`. Used by the export.
+"""What vLLM and the package `speculators` (0.9.0) read of an export's `config.json`.
 
 The same folder, with the same weights, is SGLang's: both name tensors alike, and neither minds the other's settings.
 """

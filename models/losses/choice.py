@@ -1,4 +1,4 @@
-"""The loss that a method's configuration names. Runs in trainer ranks."""
+"""The loss that a method's configuration names."""
 
 from models.config.draft_base import LossChoice
 from models.losses.chunked import LossDivergence

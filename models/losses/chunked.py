@@ -1,7 +1,5 @@
 """Losses between two distributions, in chunks over positions, gradients formed in the forward pass.
 
-Runs in trainer ranks.
-
 Logits live for one chunk of positions at a time, in one buffer in which their gradient takes their place; float32
 copies live for a block of it. The target is projected once per chunk and serves all steps and the question which
 positions count, so nothing of the size of tokens x vocabulary is kept or redone.

@@ -1,4 +1,4 @@
-"""LK losses: a draft trained for what speculative sampling accepts (arXiv 2602.23881). Runs in trainer ranks.
+"""LK losses: a draft trained for what speculative sampling accepts (arXiv 2602.23881).
 
 A token drawn from the draft's q is accepted with probability
 

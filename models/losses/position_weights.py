@@ -1,4 +1,4 @@
-"""Weights of the positions of a block whose later proposals count only where the earlier ones were accepted."""
+"""Position weights of a block, where later proposals count only if the earlier ones were accepted."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Soft cross-entropy of a draft against the target's distribution. Runs in trainer ranks.
+"""Soft cross-entropy of a draft against the target's distribution.
 
 EAGLE-3's loss (arXiv 2503.01840): the target's distribution, restricted to the draft vocabulary and renormalised, for
 every step of the training-time test. Its gradient is that of KL(p || q).

@@ -1,4 +1,4 @@
-"""What rank 0 decides and every rank must know: small records, broadcast as JSON. Runs in every trainer rank.
+"""What rank 0 decides and every rank must know: small records, broadcast as JSON.
 
 Plans travel from a background thread while the training thread reduces gradients and sums: each has a group of its own,
 since collectives of two threads in one group may meet in another order on another rank. So have the ranks that share

@@ -1,7 +1,4 @@
-"""A rank's part of a planned step: out of the transport, into packed samples.
-
-Runs in every rank's background worker.
-"""
+"""A rank's part of a planned step: out of the transport, into packed samples."""
 
 import time
 from collections.abc import Sequence

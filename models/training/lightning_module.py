@@ -1,4 +1,4 @@
-"""The draft as Lightning trains it: loss, optimizer, schedule, averaged weights. Runs in every trainer rank."""
+"""The draft as Lightning trains it: loss, optimizer, schedule, averaged weights."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Progress of training: one line for a person, one JSON line for the tracker. Runs in every rank, prints in rank 0."""
+"""Progress of training: one line for a person, one JSON line for the tracker."""
 
 import time
 from dataclasses import dataclass, field

@@ -1,7 +1,4 @@
-"""How a trainer rank takes samples out of the transport: through host memory, or straight into its GPU's (GPUDirect).
-
-Runs in every rank's background worker.
-"""
+"""How a trainer rank receives samples: through host memory, or straight into GPU memory (GPUDirect)."""
 
 from typing import Protocol
 

@@ -1,6 +1,6 @@
 """Saves checkpoints beside training: a copy is taken at once, written, hashed and committed in the background.
 
-Runs in the trainer's rank 0. A checkpoint exists when the ledger has its row, whatever step training has reached then.
+A checkpoint exists when the ledger has its row, whatever step training has reached then.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""How ranks share a draft: every rank has all of it (DDP), or a part of it (FSDP2). Runs in every trainer rank.
+"""How ranks share a draft: every rank has all of it (DDP), or a part of it (FSDP2).
 
 Checkpoints hold whole tensors either way, so a run goes on with another number of ranks, and sharded or not.
 """

@@ -1,4 +1,4 @@
-"""A warm start: training begins with another draft's weights and draft vocabulary. Preflight and trainer.
+"""A warm start: training begins with another draft's weights and draft vocabulary.
 
 The export of a registered version, or what a published draft was made into, lies in RUN/start. The vocabulary is kept
 as it is: other tokens would be other rows of the draft's head.

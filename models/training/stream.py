@@ -1,6 +1,6 @@
 """The stream of captured samples into training: rank 0 plans steps, every rank fetches its part ahead of time.
 
-Runs in every trainer rank. A background worker plans and fetches at most `prefetch_steps` steps ahead, so the trainer
+A background worker plans and fetches at most `prefetch_steps` steps ahead, so the trainer
 waits only when generators or transport are slower than the draft step.
 """
 

@@ -1,7 +1,4 @@
-"""How a trainer takes its run over: from the ledger, or, where that was lost, from the newest checkpoint's manifest.
-
-Runs in the trainer's rank 0 before anything is planned.
-"""
+"""How a trainer takes its run over: from the ledger, or, where that was lost, from the newest checkpoint's manifest."""
 
 from infra.ledger.answers import Resume
 from infra.ledger.ledger import Ledger

@@ -1,4 +1,4 @@
-"""Everything that a run's report is made of, and how its figures are written. No Prefect, no torch."""
+"""The facts of a run's report, and how figures are formatted."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The report as Markdown: for the Prefect run's page, and for the descriptions in MLflow."""
+"""The report as Markdown, for Prefect's page and MLflow's descriptions."""
 
 import re
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Renders `report.html`: one file that a colleague can be sent; it needs neither network nor JavaScript."""
+"""Renders `report.html`, one self-contained file without JavaScript."""
 
 import base64
 from collections.abc import Iterator, Mapping

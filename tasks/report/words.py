@@ -1,4 +1,4 @@
-"""What a run's figures mean, in three sentences: how good, compared with what, and what happens next."""
+"""Three sentences about a run: how good the draft is, compared with what, and what happens next."""
 
 from infra.records.acceptance import BenchmarkResult, GateDecision, RegisteredDraft
 from infra.tracking.registry import CHALLENGER, CHAMPION, REFUSED, SMOKE_TEST

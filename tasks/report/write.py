@@ -1,4 +1,4 @@
-"""Writes the run's report: `report.json` for machines, `report.html` and the pages of Prefect and MLflow for people."""
+"""Writes the run's report: `report.json`, `report.html`, and the pages of Prefect and MLflow."""
 
 import json
 import shlex

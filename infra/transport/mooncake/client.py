@@ -1,4 +1,4 @@
-"""One process's client of a Mooncake store. Runs in generators, SGLang's schedulers, trainer ranks and the store.
+"""One process's client of a Mooncake store.
 
 Objects are cut into pieces: equal sizes leave no holes too small for anybody, and a batch of pieces travels at once.
 """

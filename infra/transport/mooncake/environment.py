@@ -1,4 +1,4 @@
-"""Whether Mooncake runs here, and how. Used by whoever starts its processes or opens a client."""
+"""Whether Mooncake can run here, and its environment variables."""
 
 import ctypes
 import os

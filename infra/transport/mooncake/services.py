@@ -1,4 +1,4 @@
-"""The processes of a run's Mooncake store: its master, and the holder of its memory. Used by whoever owns the run."""
+"""The processes of a run's Mooncake store: its master, and the holder of its memory."""
 
 import time
 from collections.abc import Iterator

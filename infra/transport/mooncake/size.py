@@ -1,4 +1,4 @@
-"""How much memory a run's Mooncake store takes. Used by whoever starts it, or chooses a place for it."""
+"""Memory of a run's Mooncake store."""
 
 from infra.config import TransportConfig
 

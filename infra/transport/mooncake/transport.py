@@ -1,4 +1,4 @@
-"""The transport between machines: a Mooncake store, by RDMA or TCP. Runs in generators and trainer ranks.
+"""The transport between machines: a Mooncake store, by RDMA or TCP.
 
 Objects lie in the store's own process: whoever wrote one may leave, and whoever reads one may die.
 """

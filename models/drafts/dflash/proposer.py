@@ -1,4 +1,4 @@
-"""DFlash while decoding: blocks of several texts are filled at once. Runs in benchmarks."""
+"""DFlash while decoding: blocks of several texts are filled at once."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""EAGLE-3's attention over a packed batch in the training-time test, linear in tokens. Runs in trainer ranks.
+"""EAGLE-3's attention over a packed batch in the training-time test, linear in tokens.
 
 In the first step every row attends to its own sample's rows up to itself. In step j it attends to the first step's
 keys as before, and to its own row's keys of steps 1..j: one column per step. Neither mask nor scores of tokens x tokens

@@ -1,4 +1,4 @@
-"""EAGLE-3 while decoding: chains and trees for several texts, with the draft's own key-value cache. Runs in benchmarks.
+"""EAGLE-3 while decoding: chains and trees for several texts, with the draft's own key-value cache.
 
 A tree (EAGLE-2, arXiv 2406.16858) runs through the layer one depth at a time: every place attends to the verified rows
 and to the places on its own path. Trees grow text by text.
