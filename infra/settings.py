@@ -1,4 +1,4 @@
-"""The one place that reads environment variables."""
+"""Environment variables: the only module that reads them."""
 
 import os
 import sys
@@ -11,28 +11,28 @@ TRUE = frozenset({"1", "true", "yes", "on"})
 
 
 def cache_folder() -> Path:
-    """Converted targets and tokenized samples: $DRAFTSMITH_CACHE, or ~/.cache/draftsmith."""
+    """Folder of converted targets and tokenized samples: $DRAFTSMITH_CACHE, or ~/.cache/draftsmith."""
     return Path(os.environ.get("DRAFTSMITH_CACHE", Path.home() / ".cache" / "draftsmith")).expanduser()
 
 
 def runs_folder() -> Path:
-    """Run folders: $DRAFTSMITH_RUNS, or ./runs."""
+    """Parent of the run folders: $DRAFTSMITH_RUNS, or ./runs."""
     return Path(os.environ.get("DRAFTSMITH_RUNS", "runs")).expanduser().absolute()
 
 
 def tracking_uri() -> str:
-    """MLflow: $MLFLOW_TRACKING_URI, or a SQLite file beside the run folders."""
+    """MLflow's address: $MLFLOW_TRACKING_URI, or a SQLite file beside the run folders."""
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{runs_folder() / 'mlflow.db'}"
 
 
 def tracking_database() -> str | None:
-    """MLflow's own database, which only its clean-up needs: $MLFLOW_BACKEND_STORE_URI, or a SQLite tracking address."""
+    """MLflow's database, for its clean-up: $MLFLOW_BACKEND_STORE_URI, or a SQLite tracking address."""
     uri = tracking_uri()
     return os.environ.get("MLFLOW_BACKEND_STORE_URI") or (uri if uri.startswith("sqlite:") else None)
 
 
 def shared_memory_folder() -> Path:
-    """Where transports keep objects: $DRAFTSMITH_SHM, or /dev/shm."""
+    """Folder of the transports' shared memory: $DRAFTSMITH_SHM, or /dev/shm."""
     return Path(os.environ.get("DRAFTSMITH_SHM", "/dev/shm"))
 
 
@@ -41,25 +41,24 @@ DATA_PLANE = (
     *("HF_", "TRANSFORMERS_", "MLFLOW_", "AWS_", "PG"),
     *("SSL_CERT_", "http", "no_proxy", "HTTP", "NO_PROXY", "all_proxy"),
 )
-"""How the names of the variables begin that the data plane or its libraries read."""
+"""Prefixes of variables that the data plane and its libraries read."""
 
 
 def data_plane_environment() -> dict[str, str]:
-    """What a command of the data plane gets to see of this environment when it runs on another machine."""
+    """The variables that a data-plane command gets on another machine."""
     return {name: value for name, value in os.environ.items() if name.startswith(DATA_PLANE)}
 
 
 def slurm_environment() -> dict[str, str]:
-    """For Slurm's commands: a job that this process itself runs in is not the one that is meant."""
-    of_a_job = ("SLURM_", "SBATCH_", "SRUN_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(of_a_job)}
-    return kept | {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
+    """For Slurm's commands: without the variables of a Slurm job in which this process may itself run."""
+    prefixes = ("SLURM_", "SBATCH_", "SRUN_")
+    return {name: value for name, value in os.environ.items() if name == "SLURM_CONF" or not name.startswith(prefixes)}
 
 
 MOONCAKE = {
-    "MC_STORE_MEMCPY": "0",  # on hosts without RDMA its copying threads crash (Mooncake #1986)
-    "MC_STORE_CLIENT_SETUP_RETRIES": "3",  # else a master that is away blocks for a minute and a half
-    "MC_TCP_ENABLE_CONNECTION_POOL": "1",  # else every transfer uses up a port for 60 s
+    "MC_STORE_MEMCPY": "0",  # copying threads crash on hosts without RDMA (Mooncake #1986)
+    "MC_STORE_CLIENT_SETUP_RETRIES": "3",  # otherwise an unreachable master blocks for 90 s
+    "MC_TCP_ENABLE_CONNECTION_POOL": "1",  # otherwise every transfer occupies a port for 60 s
     "MC_STORE_CLIENT_METRIC": "0",
     "MC_LOG_LEVEL": "WARNING",
 }
@@ -68,75 +67,75 @@ LOOPBACK = "lo"
 RANKS_STORE = "DRAFTSMITH_RANKS_STORE"
 
 CAPTURE = "DRAFTSMITH_CAPTURE"
-"""JSON of a CaptureSpec: set for an engine whose plugin is to capture."""
+"""JSON of the CaptureSpec of an engine whose plugin captures."""
 
 
 def capture_spec() -> CaptureSpec | None:
-    """What the capture plugin of this engine captures, and where to; None: it does not."""
+    """The capture specification of this engine's plugin; None if it does not capture."""
     text = os.environ.get(CAPTURE)
     return None if text is None else CaptureSpec.model_validate_json(text)
 
 
 def sglang_environment() -> Path:
-    """The environment that SGLang lives in: $DRAFTSMITH_SGLANG, or .venv-sglang beside this one."""
+    """SGLang's virtual environment: $DRAFTSMITH_SGLANG, or .venv-sglang beside this one."""
     return Path(os.environ.get("DRAFTSMITH_SGLANG", Path(sys.prefix).parent / ".venv-sglang")).expanduser()
 
 
 def sglang_platform() -> str | None:
-    """The platform plugin that SGLang is told to use, by $SGLANG_PLATFORM."""
+    """SGLang's platform plugin by $SGLANG_PLATFORM."""
     return os.environ.get("SGLANG_PLATFORM")
 
 
 def sglang_api_key() -> str | None:
-    """What watched SGLang servers want to see as --api-key: $DRAFTSMITH_SGLANG_API_KEY."""
+    """The --api-key of watched SGLang servers: $DRAFTSMITH_SGLANG_API_KEY."""
     return os.environ.get("DRAFTSMITH_SGLANG_API_KEY") or None
 
 
 def use_mooncake_settings() -> None:
-    """What Mooncake's library reads when its first client is made; what a person has set stays."""
+    """Set variables that Mooncake reads when its first client is created, unless they are already set."""
     for name, value in MOONCAKE.items():
         os.environ.setdefault(name, value)
 
 
 def leased_gpus() -> list[str]:
-    """The GPUs that this process's pool gave it, by $CUDA_VISIBLE_DEVICES."""
-    return [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
+    """The GPUs that this process leased, by $CUDA_VISIBLE_DEVICES."""
+    return [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
 
 
 def permitted_gpus() -> tuple[str, ...]:
-    """The GPUs (UUIDs) that runs of this machine may lease, by $DRAFTSMITH_GPUS; empty: all that there are."""
-    return tuple(one for one in os.environ.get("DRAFTSMITH_GPUS", "").split(",") if one)
+    """The GPUs (UUIDs) that runs on this machine may lease, by $DRAFTSMITH_GPUS; empty: all."""
+    return tuple(gpu for gpu in os.environ.get("DRAFTSMITH_GPUS", "").split(",") if gpu)
 
 
 def rank_environment(rank: int, world: int, store: int) -> dict[str, str]:
-    """What a trainer rank is told: its place, and the descriptor of the file through which the ranks find each other.
+    """A trainer rank's number and the descriptor of the file through which the ranks find each other.
 
-    All ranks run on one machine, so gloo and NCCL are held to loopback, whatever interface the surroundings name.
+    All ranks run on one machine, so gloo and NCCL are bound to loopback.
     """
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     return place | {RANKS_STORE: str(store), "GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
 
 
 def rank_from_environment() -> tuple[int, int]:
-    """(rank, world size) as the launcher sets them; (0, 1) without it."""
+    """(rank, world size) from the launcher; (0, 1) without one."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def ranks_store() -> Path:
-    """The file through which the ranks of this machine find each other: inherited from the launcher, without a name."""
+    """The unnamed file through which the ranks find each other, inherited from the launcher."""
     return Path(f"/proc/self/fd/{os.environ[RANKS_STORE]}")
 
 
 def prefect_home() -> Path:
-    """Prefect's own folder, with the database of runs made without a server: $PREFECT_HOME, or ~/.prefect."""
+    """Prefect's folder, with the database of runs without a server: $PREFECT_HOME, or ~/.prefect."""
     return Path(os.environ.get("PREFECT_HOME", Path.home() / ".prefect")).expanduser()
 
 
 def prefect_api_url() -> str | None:
-    """The Prefect server flows report to: $PREFECT_API_URL, or the active profile's; None = one of their own."""
-    found = os.environ.get("PREFECT_API_URL")
-    if found:
-        return found
+    """The Prefect server of flows: $PREFECT_API_URL, or the active profile's; None: each flow starts its own."""
+    url = os.environ.get("PREFECT_API_URL")
+    if url:
+        return url
     profiles = Path(os.environ.get("PREFECT_PROFILES_PATH", prefect_home() / "profiles.toml"))
     try:
         content = tomllib.loads(profiles.read_text())
@@ -147,29 +146,29 @@ def prefect_api_url() -> str | None:
 
 
 def use_heartbeats() -> None:
-    """Flows of this process say that they live as often as prefect.yaml's do: its `recover` waits 90 s for it."""
+    """Flows of this process send heartbeats as often as prefect.yaml's, whose `recover` waits 90 s for one."""
     os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")
 
 
 def use_private_prefect_api(url: str, credential: str) -> None:
-    """Point this process, and what it starts, to a Prefect server that ends with it."""
+    """Point this process and its children to a Prefect server that ends with it."""
     os.environ["PREFECT_API_URL"] = url
     os.environ["PREFECT_API_AUTH_STRING"] = credential
     os.environ["DRAFTSMITH_PRIVATE_PREFECT"] = "1"
 
 
 def prefect_is_private() -> bool:
-    """Whether the Prefect server ends with the command that started it, so that its addresses are of no use later."""
+    """Whether the Prefect server ends with its command, so that its addresses are useless later."""
     return "DRAFTSMITH_PRIVATE_PREFECT" in os.environ
 
 
 def allows_mlflow_file_store() -> bool:
-    """Whether $MLFLOW_ALLOW_FILE_STORE permits MLflow's old store of plain files."""
+    """Whether $MLFLOW_ALLOW_FILE_STORE permits MLflow's old file store."""
     return os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() in TRUE
 
 
 def proxy_for(host: str) -> str | None:
-    """The proxy that plain HTTP to `host` goes through ($http_proxy or $all_proxy, less $no_proxy); None = direct."""
+    """The HTTP proxy for `host` ($http_proxy or $all_proxy, except $no_proxy); None: direct."""
     from urllib.request import getproxies, proxy_bypass
 
     proxies = getproxies()
@@ -179,12 +178,12 @@ def proxy_for(host: str) -> str | None:
 
 
 def hub_offline() -> bool:
-    """Whether $HF_HUB_OFFLINE (or its older name $TRANSFORMERS_OFFLINE) forbids downloads from the Hugging Face Hub."""
+    """Whether $HF_HUB_OFFLINE (or $TRANSFORMERS_OFFLINE) forbids downloads from the Hugging Face Hub."""
     return any(os.environ.get(name, "").lower() in TRUE for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
 
 
 def hub_token() -> str | None:
-    """Where a Hugging Face token is kept, never the token: "$HF_TOKEN", a file's path, or None."""
+    """The location of the Hugging Face token, never the token: "$HF_TOKEN", a file, or None."""
     if os.environ.get("HF_TOKEN"):
         return "$HF_TOKEN"
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")).expanduser()
@@ -193,5 +192,5 @@ def hub_token() -> str | None:
 
 
 def unless_set(defaults: dict[str, str]) -> dict[str, str]:
-    """Those of the variables that the environment leaves open."""
+    """The defaults of variables that are not set."""
     return {name: value for name, value in defaults.items() if name not in os.environ}

@@ -1,6 +1,6 @@
-"""`python -m models.preflight RUN_FOLDER`: refuses what would only fail after GPUs were taken.
+"""`python -m models.preflight RUN_FOLDER`: refuses a run that would only fail after it has leased GPUs.
 
-Needs the target but no samples, so that it comes before text is regenerated.
+It needs the target but no samples, so it runs before regeneration.
 """
 
 import shutil
@@ -20,7 +20,8 @@ from infra.sglang.environment import sglang_python
 from infra.transport.mooncake.environment import check_mooncake, choose_protocol
 from models.config.recipe import RunConfig, read_config
 from models.data.benchmark_prompts import BenchmarkPrompts, read_excluded_prompts
-from models.data.conversations import Document, read_documents
+from models.data.conversations import read_documents
+from models.data.dialogue import check_answerable
 from models.data.prepare import recipe_data
 from models.data.prompts import suite_prompts
 from models.data.samples import SampleEncoder
@@ -33,7 +34,7 @@ from models.training.start import load_start
 
 
 def check_settings(run: RunWithTarget) -> None:
-    """Raise Refusal, with the remedy, for a run that could not train, save, or be measured."""
+    """Raise Refusal for a run that could not train, save checkpoints, or be measured."""
     config, target = run.config, run.target
     if config.generator.engine == "sglang":
         sglang_python()
@@ -54,7 +55,7 @@ def check_settings(run: RunWithTarget) -> None:
 
 
 def _draft(recipe: RunConfig, target: TargetRecord) -> Draft:
-    """The draft, built without memory; whatever it refuses is refused here."""
+    """Build the draft on the meta device, so that its own checks run."""
     config = recipe.draft
     size = config.vocabulary_size(target.vocab_size)
     if size > target.vocab_size:
@@ -69,8 +70,8 @@ def _draft(recipe: RunConfig, target: TargetRecord) -> Draft:
 
 
 def _check_disk(run: RunWithTarget, parameters: int) -> None:
-    # One more than are kept: a new checkpoint is whole before the oldest goes. The export and its copies in the
-    # registry take less than another one.
+    # One more than is kept, because a new checkpoint is complete before the oldest is removed. The export and its
+    # copies in the registry take less than another one.
     kept = run.config.training.keep_checkpoints
     needed = (kept + 2) * parameters * CHECKPOINT_BYTES_PER_PARAMETER
     free = shutil.disk_usage(run.folder.path).free
@@ -84,27 +85,20 @@ def _check_disk(run: RunWithTarget, parameters: int) -> None:
 
 
 def check_prompts(run: RunWithTarget) -> None:
-    """Read every record that is to be regenerated. Raises Refusal for those that would stop the run afterwards."""
+    """Read all prompts for regeneration. Raises Refusal for those that would stop the run later."""
     data = recipe_data(run.config)
     prompts = list(read_excluded_prompts(data.exclude))
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(run.target.path)
     SampleEncoder(tokenizer, data, run.config.target.add_bos, excluded=BenchmarkPrompts(prompts))
-    documents = sum(map(_answerable, counting(read_documents(data.source), "checking prompts")))
+    documents = 0
+    for document in counting(read_documents(data.source), "checking prompts"):
+        check_answerable(document)
+        documents += 1
     if documents < 2:
         raise Refusal(f"data.source {data.source} holds {documents} documents: give at least two, one is held out")
 
 
-def _answerable(document: Document) -> bool:
-    if document.tokens is not None:
-        raise Refusal(
-            f"{document.place}: tokens have no turns that the target could answer: give conversations or text, or "
-            "leave data.regeneration out"
-        )
-    return True
-
-
 def main() -> None:
-    """Read config.json and target.json of the run folder."""
     folder = RunFolder(Path(sys.argv[1]).absolute())
     run = RunWithTarget(folder, read_config(folder.config), TargetRecord.read(folder.target))
     check_settings(run)

@@ -1,4 +1,4 @@
-"""One run as the data plane sees it: its recipe, target, samples, ledger, transport. Opened by every process."""
+"""One run as the processes of the data plane open it: recipe, target, samples, ledger, transport."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from models.targets.layout import HiddenStateLayout
 
 @dataclass(frozen=True)
 class RunWithTarget:
-    """A run whose target is on disk."""
+    """A run whose target is prepared."""
 
     folder: RunFolder
     config: RunConfig
@@ -29,13 +29,13 @@ class RunWithTarget:
 
 @dataclass(frozen=True)
 class PreparedRun(RunWithTarget):
-    """A prepared run: target and samples are on disk."""
+    """A run whose target and samples are prepared."""
 
     samples: SamplesRecord
 
     @classmethod
     def open(cls, path: Path) -> "PreparedRun":
-        """Read the run's records. Raises Refusal when a step before this one has not been done."""
+        """Read the run's records. Raises Refusal if the run is not prepared."""
         folder = RunFolder(path.absolute())
         for file in (folder.config, folder.target, folder.samples):
             if not file.is_file():
@@ -49,7 +49,7 @@ class PreparedRun(RunWithTarget):
 
     @property
     def layout(self) -> HiddenStateLayout:
-        """Shapes and data type of captured hidden states."""
+        """Shapes and data type of the hidden states."""
         dtype = DTYPES[self.config.generator.stored_dtype]
         return HiddenStateLayout(len(self.config.target.aux_layer_ids), self.target.hidden_size, dtype)
 
@@ -60,7 +60,7 @@ class PreparedRun(RunWithTarget):
         return open_transport(self.config.transport, self.folder)
 
     def open_ledger(self) -> Ledger:
-        """Open the run's ledger, entering the run where nobody has yet."""
+        """Open the run's ledger, and register the run in it if necessary."""
         config = self.config
         ledger = Ledger.open(config.ledger.url or self.folder.ledger_url, self.folder.name)
         ledger.create_run(
@@ -74,6 +74,6 @@ class PreparedRun(RunWithTarget):
 
 
 def epoch_order(seed: int, epoch: int, count: int) -> Sequence[int]:
-    """Sample indices of one epoch by ordinal: a permutation that depends on (seed, epoch, count) alone."""
+    """The order of one epoch: a permutation of `count` samples that depends only on its arguments."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     return torch.randperm(count, generator=generator).tolist()

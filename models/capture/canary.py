@@ -1,4 +1,4 @@
-"""The canary: a generator counts as ready only after a capture of it agreed with an independent forward."""
+"""The canary: a generator is ready only after one of its captures agreed with an independent forward."""
 
 import torch
 from torch import Tensor
@@ -9,16 +9,16 @@ from models.targets.model import HiddenStates, TargetModel
 from models.targets.weights import TargetHead
 
 RELATIVE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
-"""By the data type that the target computes in."""
+"""By the target's compute data type."""
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 4e-3}
-"""By the data type that hidden states are stored in."""
+"""By the data type of stored hidden states."""
 
 
 @torch.no_grad()
 def check_capture(target: TargetModel, captured: HiddenStates, tokens: Tensor, layout: HiddenStateLayout) -> None:
-    """Compare `captured`, the hidden states of `tokens` `[T]`, with transformers' own record of the same forward.
+    """Compare `captured`, the hidden states of `tokens` `[T]`, with those that transformers returns.
 
-    Raises Refusal that names what is wrong: shapes, values of a layer, the final norm, or the predicted tokens.
+    Raises Refusal that names the difference: shapes, values of a layer, the final norm, or the predicted tokens.
     """
     try:
         layout.check(captured, len(tokens))
@@ -27,7 +27,7 @@ def check_capture(target: TargetModel, captured: HiddenStates, tokens: Tensor, l
     reference = target.model(tokens[None].to(target.device), output_hidden_states=True)
     tolerance = RELATIVE_TOLERANCE[target.head_weight.dtype] + ROUNDING[captured.last.dtype]
     for chunk, layer_id in zip(captured.aux.chunk(layout.aux_count, dim=-1), target.aux_layer_ids, strict=True):
-        # Of the last layer transformers records what comes after the final norm.
+        # For the last layer transformers returns the output after the final norm.
         last = layer_id + 1 == len(target.body.layers)
         seen = target.body.norm(chunk.to(target.head_weight)) if last else chunk
         _compare(f"layer {layer_id}", seen, reference.hidden_states[layer_id + 1][0], tolerance)
@@ -39,9 +39,9 @@ def check_capture(target: TargetModel, captured: HiddenStates, tokens: Tensor, l
 
 
 def check_next_token(head: TargetHead, last: Tensor, token: int) -> None:
-    """Raise Refusal unless `token`, an engine's own greedy choice, is the head's choice on its `last` `[H]`.
+    """Raise Refusal unless `token`, an engine's greedy choice, is also the head's choice for its `last` `[H]`.
 
-    Or as good as that: rounding may exchange two near the top.
+    A token with nearly the highest logit is accepted too, because rounding may swap the two.
     """
     logits = head.logits(last[None].to(head.head))[0]
     tolerance = RELATIVE_TOLERANCE[head.head.dtype] + ROUNDING[last.dtype]

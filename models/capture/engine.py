@@ -1,4 +1,4 @@
-"""The contract of a generator's engine: it prefills samples and leaves their hidden states in the transport."""
+"""The interface of capture engines, which prefill samples and write their hidden states to the transport."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from infra.records.data_path import ObjectRecord
 
 
 class EngineError(Exception):
-    """The engine is broken; no sample is to blame."""
+    """The engine is broken; the sample is not at fault."""
 
 
 @dataclass(frozen=True)
@@ -19,46 +19,42 @@ class Captured:
 
     record: ObjectRecord
     put_s: float
-    """Seconds of writing."""
+    """Seconds of the write."""
 
 
 @dataclass(frozen=True)
 class Continued:
-    """A prompt of P tokens with the target's own greedy continuation of N."""
+    """A prompt of P tokens with the target's greedy continuation of N tokens."""
 
     prompt: tuple[int, ...]
     continuation: tuple[int, ...]
-    """The prefill token first; ends with the text or at its length limit."""
+    """Ends with an end-of-text token or at the length limit."""
     aux: Tensor
-    """`[P + N - 1, K*H]` target features of all tokens but the last, in the stored data type, on the CPU."""
+    """`[P + N - 1, K*H]` CPU features of all tokens but the last, in the stored data type."""
 
 
 class CaptureEngine(Protocol):
-    """The plain one runs in the generator, others beside it."""
+    """Prefills with the target."""
 
     in_flight: int
-    """Samples that it captures at the same time, each from a thread of its own."""
+    """Samples that it captures at the same time, each called from its own thread."""
 
     def check_canary(self, tokens: Tensor) -> None:
-        """Capture `tokens` `[T]` and compare with an independent forward. Raises Refusal naming what is wrong."""
+        """Capture `tokens` `[T]` and compare them with an independent forward. Raises Refusal for a difference."""
         ...
 
     def capture(self, key: str, tokens: Tensor) -> Captured:
         """Prefill `tokens` `[T]` and write their hidden states under `key`.
 
-        Raises SampleError where this sample cannot be captured. Any other exception is a fault of the engine or of the
-        machine, and ends the generator: EngineError, a full disk, a lost device, whatever a library raises.
+        Raises SampleError if this sample cannot be captured. Any other exception is a fault of the engine or the
+        machine and ends the generator: EngineError, a full disk, a lost device, an error of a library.
         """
         ...
 
     def continue_greedily(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Continued]:
-        """The target's own continuations of `prompts`, of at least one and at most `max_new_tokens` tokens, with its
-        features.
-
-        Raises EngineError when the engine is broken.
-        """
+        """Greedy continuations of `prompts` of 1 to `max_new_tokens` tokens, with features. May raise EngineError."""
         ...
 
     def close(self) -> None:
-        """Stop what was started. Idempotent."""
+        """Stop the engine. Idempotent."""
         ...

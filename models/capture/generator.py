@@ -1,7 +1,4 @@
-"""A generator: leases samples, has its engine prefill them and write their hidden states. One process each.
-
-`python -m models.capture.generator RUN --index I` runs until the ledger says that the run is finished.
-"""
+"""`python -m models.capture.generator RUN --index I`: leases and captures samples until the run is finished."""
 
 import argparse
 import signal
@@ -25,12 +22,12 @@ from models.targets.layout import SampleError
 
 IDLE_S = 0.05
 WAIT_S = 1.0
-"""Longest wait for a capture before leases are renewed and stops are seen."""
+"""Longest wait for a capture before leases are renewed and a stop is noticed."""
 CANARY_TOKENS = 32
 
 
 class Generator:
-    """Keeps its engine busy with leased samples, and the ledger informed."""
+    """Keeps its engine busy with leased samples, and records results in the ledger."""
 
     def __init__(self, run: PreparedRun, engine: CaptureEngine, owner: str):
         self.owner, self.engine = owner, engine
@@ -45,14 +42,14 @@ class Generator:
         self._last_done = self._renewed = 0.0
 
     def run(self) -> int:
-        """Lease and capture until the run is finished; the number of published samples.
+        """Lease and capture until the run is finished. Returns the number of published samples.
 
-        Faults of the engine and of the machine are raised, and no sample is blamed for them. All leases are given back
-        either way, so that other generators need not wait for them to expire.
+        Raises faults of the engine and the machine, which do not count against samples. Always gives all leases back,
+        so that other generators need not wait for them to expire.
         """
         published = 0
         try:
-            # On an error the engine is closed first, which ends the captures that the threads still wait for.
+            # On an error `closing` runs first: it ends the captures that the threads wait for.
             with ThreadPoolExecutor(self.engine.in_flight) as threads, closing(self.engine):
                 while not self.stopping and not self.ledger.finished():
                     self._fill(threads)
@@ -64,7 +61,7 @@ class Generator:
         return published
 
     def _fill(self, threads: ThreadPoolExecutor) -> None:
-        """Keep one sample more with the engine than it works on, so that it never waits for the ledger."""
+        """Submit one sample more than the engine captures at a time, so that it never waits for the ledger."""
         if not self._waiting and len(self._flying) <= self.engine.in_flight:
             self._waiting.extend(self.ledger.lease(self.owner, self.lease_samples, self.has_others))
         while self._waiting and len(self._flying) <= self.engine.in_flight:
@@ -72,7 +69,7 @@ class Generator:
             self._flying[threads.submit(self._capture, lease)] = (lease, time.perf_counter())
 
     def _capture(self, lease: Lease) -> Captured:
-        """Capture one sample. Raises SampleError only where the engine still passes its canary."""
+        """Capture one sample. Raises SampleError only if the engine still passes its canary."""
         tokens = self.samples[lease.sample].tokens
         try:
             if len(tokens) != lease.tokens:
@@ -89,7 +86,7 @@ class Generator:
             raise
 
     def _collect(self) -> int:
-        """Publish what is done; the number of samples."""
+        """Publish finished captures. Returns their number."""
         if not self._flying:
             time.sleep(IDLE_S)
         done, _ = wait(self._flying, WAIT_S, FIRST_COMPLETED)
@@ -100,14 +97,14 @@ class Generator:
         return published
 
     def _publish(self, future: Future[Captured], lease: Lease, begun: float) -> bool:
-        """Offer one capture to the trainer, or record that its sample cannot be captured; whether it was published."""
+        """Publish one capture, or record a failed attempt. Returns whether it was published."""
         try:
             captured = future.result()
         except SampleError as error:
             print(f"sample {lease.sample} failed, and the canary passed after it: {error}", flush=True)
             self.ledger.fail(lease, str(error))
             return False
-        # Captures overlap: each counts from the end of the one before, so that all together make the busy time.
+        # Captures overlap: each counts from the end of the previous one, so that their sum is the busy time.
         now = time.perf_counter()
         prefill_s = max(0.0, now - max(begun, self._last_done) - captured.put_s)
         self._last_done = now
@@ -117,33 +114,30 @@ class Generator:
         return False
 
     def take_over(self) -> None:
-        """Whoever had this place before is dead: what it held need not wait for its leases to expire."""
+        """Release the leases and objects of a dead generator with the same index."""
         self.ledger.give_back(self.owner)
         sweep(self.transport, self.ledger)
 
     def stop(self, _signal: int, _frame: FrameType | None) -> None:
-        """Finish the samples in hand, give the other leases back, and end."""
+        """Signal handler: finish captures in flight, give the other leases back, and end."""
         self.stopping = True
 
 
 def start_engine(run: PreparedRun, index: int) -> CaptureEngine:
-    """The engine that the run's configuration names, loaded. Raises Refusal for what a person has to mend."""
-    engine = _start_prefilling(run, index)
+    """Start the engine of the run's configuration. Raises Refusal for a faulty setup."""
+    if run.config.generator.engine == "sglang":
+        from models.capture.sglang.engine import SGLangEngine
+
+        engine: CaptureEngine = SGLangEngine(run, index)
+    else:
+        from models.capture.plain_engine import PlainEngine
+
+        engine = PlainEngine(run)
     if run.config.transport.kind != "stored":
         return engine
     from models.capture.stored_engine import StoredEngine
 
     return StoredEngine(run, engine)
-
-
-def _start_prefilling(run: PreparedRun, index: int) -> CaptureEngine:
-    if run.config.generator.engine == "sglang":
-        from models.capture.sglang.engine import SGLangEngine
-
-        return SGLangEngine(run, index)
-    from models.capture.plain_engine import PlainEngine
-
-    return PlainEngine(run)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
-"""The held-out texts of a run: what the target itself makes of a few held-out prompts, with its hidden states.
+"""The held-out texts of a run: the target's continuations of a few held-out prompts, with its hidden states.
 
-Made once per run by the first generator, through its engine; the trainer walks over them while it trains.
+The first generator makes them once per run; the trainer simulates acceptance on them.
 """
 
 import hashlib
@@ -20,15 +20,15 @@ from models.run import PreparedRun
 
 
 def wanted(run: PreparedRun) -> bool:
-    """Whether the run's training is long enough to be measured at least once."""
+    """Whether training is long enough for at least one measurement."""
     every = run.config.training.heldout_steps
     return 0 < every <= run.config.training.total_steps(run.samples.train_samples)
 
 
 def make_heldout(run: PreparedRun, engine: CaptureEngine) -> None:
-    """Continue the prompts and write the texts, unless the run has them, undamaged.
+    """Continue the prompts and write the texts, unless the run already has them.
 
-    Texts stay within the longest sample, which is what engines were started for.
+    Texts are at most as long as the longest sample, for which engines are configured.
     """
     if not wanted(run) or read_heldout(run.folder.heldout) is not None:
         return
@@ -41,7 +41,7 @@ def make_heldout(run: PreparedRun, engine: CaptureEngine) -> None:
 
 
 def write_heldout(path: Path, texts: Sequence[Continued]) -> None:
-    """Write the texts aside, and rename them."""
+    """Write the texts atomically."""
     tensors = {f"aux.{index}": text.aux.contiguous() for index, text in enumerate(texts)}
     tokens = [[list(text.prompt), list(text.continuation)] for text in texts]
     aside = path.with_name(f".{path.name}.part")
@@ -51,7 +51,7 @@ def write_heldout(path: Path, texts: Sequence[Continued]) -> None:
 
 
 def read_heldout(path: Path) -> list[Continued] | None:
-    """The texts that `write_heldout` wrote; None where there is no file, or a damaged one."""
+    """The texts in a file of `write_heldout`; None if it is missing or damaged."""
     try:
         with safe_open(path, framework="pt") as file:
             texts, sha256 = json.loads(file.metadata()["texts"]), file.metadata()["sha256"]

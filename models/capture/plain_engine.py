@@ -1,4 +1,4 @@
-"""The plain engine: the target in transformers, one sample per forward. Runs in the generator's process."""
+"""The plain engine: the target in transformers, one sample per forward, in the generator's process."""
 
 import time
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from models.targets.model import HiddenStates, TargetModel, eos_ids
 
 
 class PlainEngine:
-    """Values depend on nothing but the sample: no batches."""
+    """Captures without batches, so values depend on nothing but the sample."""
 
     in_flight = 1
 
@@ -29,7 +29,7 @@ class PlainEngine:
         self.target = TargetModel.load(Path(run.target.path), run.config.target.aux_layer_ids, dtype, device)
 
     def prefill(self, tokens: Tensor) -> HiddenStates:
-        """Hidden states of one sample, `tokens` `[T]`."""
+        """Hidden states of `tokens` `[T]`."""
         hidden = self.target.forward(tokens[None].to(self.target.device))
         return HiddenStates(aux=hidden.aux[0], last=hidden.last[0])
 
@@ -51,4 +51,4 @@ class PlainEngine:
         ]
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Nothing to stop."""

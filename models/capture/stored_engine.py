@@ -1,4 +1,4 @@
-"""Captures each text once and finds it again: an engine around another one. Runs in generators of the offline mode."""
+"""An engine for transport.kind=stored, which captures each text once."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from models.run import PreparedRun
 
 
 class StoredEngine:
-    """Asks the other engine for what is not stored yet."""
+    """Delegates samples that are not stored yet to another engine."""
 
     def __init__(self, run: PreparedRun, inner: CaptureEngine):
         self._inner, self.in_flight = inner, inner.in_flight

@@ -49,6 +49,15 @@ def is_generated(messages: Sequence[Message], turn: int) -> bool:
     return messages[turn].role == "assistant" and not (messages[turn].tools_called and followed)
 
 
+def check_answerable(document: Document) -> None:
+    """Raise Refusal for a document of tokens, which has no turns to answer."""
+    if document.tokens is not None:
+        raise Refusal(
+            f"{document.place}: tokens have no turns that the target could answer: give conversations or text, or "
+            "leave data.regeneration out"
+        )
+
+
 class Prompter:
     """Turns dialogues into prompts, and continuations into answers, with the target's tokenizer."""
 

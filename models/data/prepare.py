@@ -66,14 +66,7 @@ def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> 
         )  # fmt: skip
         samples = encoder.encode(counting(read_documents(config.source), "tokenizing"))
         splits = divide(samples, config, encoder.counts)
-        record = _record(splits, encoder).model_copy(
-            update={
-                "template_hash": template,
-                "tokenizer_hash": made_by,
-                "source_hash": content,
-                "source_revision": source_revision(config.source),
-            }
-        )
+        record = _record(splits, encoder, template, content)
         write_sample_set(aside, splits, record)
 
     build_once(folder, build)
@@ -96,28 +89,24 @@ def _hash(*parts: object) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _record(splits: Splits, encoder: SampleEncoder) -> SamplesRecord:
-    counts, train = encoder.counts, splits.train
+def _record(splits: Splits, encoder: SampleEncoder, template: str, content: str) -> SamplesRecord:
+    train = splits.train
     lengths = np.array([len(sample.tokens) for sample in train])
     supervised = np.array([int(sample.loss_mask.sum()) for sample in train])
     turns = np.array([sample.turns for sample in train])
     return SamplesRecord(
         path="",
         dataset_hash=_hash([sample.id for sample in train], [sample.id for sample in splits.heldout]),
-        template_hash="",
+        template_hash=template,
+        tokenizer_hash=encoder.tokenizer_hash or "",
+        source_hash=content,
+        source_revision=source_revision(encoder.config.source),
         train_samples=len(train),
         heldout_samples=len(splits.heldout),
         train_tokens=int(lengths.sum()),
         longest=int(lengths.max()),
         supervised_share=int(supervised.sum()) / int(lengths.sum()),
-        dropped=counts.dropped,
-        truncated=counts.truncated,
-        split=counts.split,
-        unusable=counts.unusable,
-        refused=counts.refused,
-        refusals=tuple(counts.refusals),
-        duplicates=counts.duplicates,
-        benchmark_prompts=counts.benchmark_prompts,
+        **{name: value for name, value in vars(encoder.counts).items() if name != "documents"},
         compared_prompts=len(encoder.excluded),
         thinking=sum(sample.thinking for sample in train),
         lengths=histogram(lengths),

@@ -1,4 +1,4 @@
-"""What generates text for regeneration: the target in transformers, or behind an SGLang server."""
+"""Text engines for regeneration: the target in transformers, or an SGLang server."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +20,11 @@ from models.targets.model import TargetModel, eos_ids
 from models.targets.served import server_environment, server_spec
 
 ROUNDS = 8
-"""Prompts given to a server at once, in multiples of what it works on: the slowest of them all is waited for."""
+"""Prompts per call in multiples of the server's concurrency: each call waits for its slowest prompt."""
 
 
 def regeneration_settings(run: RunWithTarget) -> RegenerationConfig:
-    """Raises Refusal for a recipe that does not regenerate."""
+    """The recipe's settings. Raises Refusal if there are none."""
     settings = run.config.data.regeneration
     if settings is None:
         raise Refusal("the recipe does not regenerate: set data.regeneration, {} for its defaults")
@@ -32,24 +32,24 @@ def regeneration_settings(run: RunWithTarget) -> RegenerationConfig:
 
 
 class TextEngine(Protocol):
-    """Continues prompts with the target, by the recipe's sampling settings."""
+    """Continues prompts with the target and the recipe's sampling settings."""
 
-    together: int
-    """Prompts that it likes to get at once."""
+    batch_size: int
+    """Prompts per call that keep the engine busy."""
 
     def generate(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Continuations of token ids, end-of-text token included where it came to that."""
+        """Token ids of the continuations, including an end-of-text token."""
         ...
 
     def close(self) -> None:
-        """Stop what was started. Idempotent."""
+        """Stop the engine. Idempotent."""
         ...
 
 
 class PlainTextEngine:
     """The target in transformers, all prompts in one batch."""
 
-    together = 16
+    batch_size = 16
 
     def __init__(self, run: RunWithTarget):
         path, config = Path(run.target.path), run.config
@@ -70,20 +70,20 @@ class PlainTextEngine:
             self._ends,
             self._random,
             top_p=settings.top_p,
-            batch_size=self.together,
+            batch_size=self.batch_size,
         )
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Nothing to stop."""
 
 
 class SGLangTextEngine:
-    """A server of its own, with as many requests in flight as the recipe says."""
+    """Starts its own server."""
 
     def __init__(self, run: RunWithTarget):
         config, settings, path = run.config.generator, regeneration_settings(run), Path(run.target.path)
         self._in_flight = config.sglang.requests_in_flight
-        self.together = ROUNDS * self._in_flight
+        self.batch_size = ROUNDS * self._in_flight
         longest = run.config.data.max_tokens + settings.max_new_tokens
         spec = server_spec(path, config.compute_dtype, longest, self._in_flight)
         self._server = SGLangServer(
@@ -114,5 +114,5 @@ class SGLangTextEngine:
 
 
 def start_text_engine(run: RunWithTarget) -> TextEngine:
-    """The engine that the run's configuration names. Raises Refusal for what a person has to mend."""
+    """The engine of the run's configuration. Raises Refusal for a faulty setup."""
     return SGLangTextEngine(run) if run.config.generator.engine == "sglang" else PlainTextEngine(run)

@@ -1,7 +1,7 @@
-"""`python -m models.regeneration.regenerate RUN`: the target's own answers to the recipe's prompts.
+"""`python -m models.regeneration.regenerate RUN`: lets the target answer the recipe's prompts.
 
-Writes RUN/regenerated.json; the text lies in the cache, by the hash of everything that decides it. Answers are written
-down as they come, so that a process that died is followed by one that goes on. Runs before samples are made.
+Writes RUN/regenerated.json. The text is in the cache under the hash of its inputs. Answers are appended to a file as
+they are generated, so that another process can resume after a crash.
 """
 
 import argparse
@@ -27,15 +27,14 @@ from infra.refusal import Refusal
 from infra.settings import cache_folder
 from models.config.recipe import read_config
 from models.data.conversations import Document, read_documents, source_hash, source_revision
-from models.data.dialogue import Dialogue, Prompter
+from models.data.dialogue import Dialogue, Prompter, check_answerable
 from models.progress_bars import Advance, bars
 from models.regeneration.engines import TextEngine, regeneration_settings, start_text_engine
 from models.run import RunWithTarget
 
 FORMAT = 2
-"""Raised whenever the same input would give other prompts."""
-LOCK_WAIT_S = 24 * 3600.0
-"""Another run may be regenerating the same text."""
+"""Increment when the same input gives other prompts."""
+LOCK_WAIT_S = 24 * 3600.0  # another run may be regenerating the same text
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Answered:
 
 
 def regenerate(run: RunWithTarget) -> RegeneratedRecord:
-    """Regenerate, or find it done in the cache. Raises Refusal for what a person has to mend."""
+    """Regenerate the run's text, or take it from the cache. Raises Refusal for a faulty setup or source."""
     begun = time.monotonic()
     file = cache_folder() / "regenerated" / f"{_key(run)}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +64,7 @@ def regenerate(run: RunWithTarget) -> RegeneratedRecord:
         except LockHeldError as error:
             raise Refusal(f"another process has been regenerating {file} for a day: stop it") from error
     else:
-        os.utime(file)  # clean-up removes what is unused
+        os.utime(file)  # clean-up removes files that are not used
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     return RegeneratedRecord(
         path=str(file),
@@ -81,7 +80,7 @@ def regenerate(run: RunWithTarget) -> RegeneratedRecord:
 
 
 def _key(run: RunWithTarget) -> str:
-    """Hash of everything that decides the answers, but for the dice."""
+    """Hash of all inputs of the answers."""
     config = run.config
     parts = [
         FORMAT,
@@ -98,24 +97,20 @@ def _key(run: RunWithTarget) -> str:
 
 
 def _distinct(run: RunWithTarget) -> dict[str, Dialogue]:
-    """Everything that is asked, once, in the order of the source."""
-    found: dict[str, Dialogue] = {}
+    """The distinct dialogues by hash, in the order of the source."""
+    dialogues: dict[str, Dialogue] = {}
     for document in read_documents(run.config.data.source):
-        if document.tokens is not None:
-            raise Refusal(
-                f"{document.place}: tokens have no turns that the target could answer: give conversations or text, or "
-                "leave data.regeneration out"
-            )
+        check_answerable(document)
         dialogue = Dialogue(document)
-        found.setdefault(dialogue.asked, dialogue)
-    return found
+        dialogues.setdefault(dialogue.asked, dialogue)
+    return dialogues
 
 
 def _answer_all(run: RunWithTarget, dialogues: list[Dialogue], file: Path) -> None:
-    """Answers of all dialogues in their order; those written down by a process that died are kept."""
+    """Write the answers of all dialogues in order; answers of a crashed process are kept."""
     part = file.with_suffix(".part")
     done = _read_part(part)
-    open_ones = iter([dialogue for dialogue in dialogues if dialogue.asked not in done])
+    unanswered = iter([dialogue for dialogue in dialogues if dialogue.asked not in done])
     config = run.config
     prompter = Prompter(
         AutoTokenizer.from_pretrained(run.target.path),
@@ -126,7 +121,7 @@ def _answer_all(run: RunWithTarget, dialogues: list[Dialogue], file: Path) -> No
     with closing(start_text_engine(run)) as engine, part.open("a") as written, bars() as bar:
         advance = bar("regenerated documents", len(dialogues))
         advance(len(done))
-        for answered in _in_rounds(engine, prompter, open_ones, advance):
+        for answered in _in_rounds(engine, prompter, unanswered, advance):
             done[answered.asked] = answered.line()
             written.write(answered.line())
             written.flush()
@@ -137,7 +132,7 @@ def _answer_all(run: RunWithTarget, dialogues: list[Dialogue], file: Path) -> No
 
 
 def _read_part(part: Path) -> dict[str, str]:
-    """Lines by what was asked; a torn end is cut off."""
+    """Complete lines by the hash of their dialogue; a torn last line is removed."""
     answered = read_objects(part)
     write_objects(part, answered)
     return {one["asked"]: as_line(one) for one in answered}
@@ -146,10 +141,10 @@ def _read_part(part: Path) -> dict[str, str]:
 def _in_rounds(
     engine: TextEngine, prompter: Prompter, waiting: Iterator[Dialogue], advance: Advance
 ) -> Iterator[Answered]:
-    """Every round asks for the next answer of as many dialogues as the engine likes to get at once."""
+    """Each round generates the next answer of up to `engine.batch_size` dialogues."""
     active: list[Dialogue] = []
     while True:
-        active += [dialogue for dialogue in islice(waiting, engine.together - len(active)) if dialogue.advance()]
+        active += [dialogue for dialogue in islice(waiting, engine.batch_size - len(active)) if dialogue.advance()]
         if not active:
             return
         prompts = [prompter.prompt(dialogue) for dialogue in active]
@@ -163,7 +158,7 @@ def _in_rounds(
 
 
 def _as_record(document: Document) -> dict[str, object]:
-    """As `read_documents` reads it back."""
+    """The record from which `read_documents` reads the document."""
     if document.plain:
         return {"text": document.text}
     tools = {"tools": [dict(tool) for tool in document.tools]} if document.tools else {}

@@ -1,7 +1,4 @@
-"""A target from a Python package that ships one GGUF file, converted once into a plain Hugging Face folder.
-
-Used by the process that prepares the target.
-"""
+"""A target from a Python package with one GGUF file, converted once into a plain Hugging Face folder."""
 
 from importlib import import_module, metadata
 from pathlib import Path
@@ -15,15 +12,15 @@ from infra.refusal import Refusal
 from infra.settings import cache_folder
 
 FORMAT = 1
-"""Raised whenever the same package would give another folder."""
+"""Increment when the same package gives another folder."""
 
-# Prefill in bfloat16 and checks in float32 then use the very same weights, in half the bytes; the rounding (0.4 %) is
-# far below that of the 4-bit weights, and Gemma was published in bfloat16.
+# With bfloat16 weights, prefill in bfloat16 and checks in float32 use the same values. The rounding (0.4 %) is far
+# below that of the 4-bit weights, and Gemma was published in bfloat16.
 STORED_DTYPE = torch.bfloat16
 
 
 def converted_package(name: str) -> Path:
-    """The folder of the package's target, converted now (about a minute) or before.
+    """The folder of the package's target. The first conversion takes about a minute.
 
     Raises:
         Refusal: the package is not installed, or does not ship exactly one GGUF file.
@@ -48,7 +45,7 @@ def _convert(name: str, aside: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent,
         gguf_file=gguf.name,
-        # Without it the weights stay packed and cannot be saved.
+        # Otherwise the weights stay packed and cannot be saved.
         quantization_config=GgufConfig(dequantize=True),
         dtype=STORED_DTYPE,
     )
@@ -59,7 +56,7 @@ def _convert(name: str, aside: Path) -> None:
 
 
 def _gguf_file(name: str, aside: Path) -> Path:
-    """The package's GGUF file; packages that ship it in parts put it together with `assemble(path)`."""
+    """The package's GGUF file; packages that ship it in parts have a function `assemble(path)`."""
     module = import_module(name.replace("-", "_"))
     if hasattr(module, "assemble"):
         try:

@@ -1,4 +1,4 @@
-"""How one sample's hidden states lie in named buffers. Known to generators and trainer ranks alike."""
+"""The layout of one sample's hidden states in named buffers, between generators and trainer ranks."""
 
 from dataclasses import dataclass
 
@@ -10,15 +10,15 @@ from models.targets.model import HiddenStates
 
 
 class SampleError(Exception):
-    """This sample cannot be captured: values that are not finite, a prompt that the server refuses, missing rows.
+    """This sample cannot be captured: values that are not finite, a refused prompt, or missing rows.
 
-    The only exception that counts against a sample, and only where the engine's canary still passes after it.
+    The only exception that counts as a failed attempt, and only if the engine's canary still passes after it.
     """
 
 
 @dataclass(frozen=True)
 class HiddenStateLayout:
-    """Shapes follow from the run: `aux` `[T, K*H]` and `last` `[T, H]` in `dtype`."""
+    """Hidden states of a run: `aux` `[T, K*H]` and `last` `[T, H]` in `dtype`."""
 
     aux_count: int
     hidden_size: int
@@ -29,7 +29,7 @@ class HiddenStateLayout:
         return bytes_per_token(self.aux_count, self.hidden_size, self.dtype.itemsize)
 
     def check(self, hidden: HiddenStates, tokens: int) -> None:
-        """Raise SampleError unless `hidden` has this layout's shapes for `tokens` positions, and finite values."""
+        """Raise SampleError unless `hidden` has the right shapes for `tokens` positions and finite values."""
         expected = {"aux": (tokens, self.aux_count * self.hidden_size), "last": (tokens, self.hidden_size)}
         for name, shape in expected.items():
             tensor: Tensor = getattr(hidden, name)
@@ -39,7 +39,7 @@ class HiddenStateLayout:
                 raise SampleError(f"{name} has values that are not finite; try generator.compute_dtype=float32")
 
     def pack(self, hidden: HiddenStates) -> dict[str, memoryview]:
-        """Buffers of one captured sample, in the stored data type, on the CPU."""
+        """CPU buffers of one captured sample in the stored data type."""
         return {"aux": as_bytes(self._stored(hidden.aux)), "last": as_bytes(self._stored(hidden.last))}
 
     def _stored(self, tensor: Tensor) -> Tensor:
@@ -48,16 +48,16 @@ class HiddenStateLayout:
     def empty(
         self, tokens: int, last: int | None = None, pinned: bool = False, device: torch.device | None = None
     ) -> HiddenStates:
-        """Memory for `tokens` positions, to be filled by a transport; `pinned`: a GPU copies from it by itself.
+        """Uninitialized memory for `tokens` positions, which a transport fills.
 
-        `last`: for so many positions' last states, where these are others.
+        `last`: number of positions of the last states, if it differs. `pinned`: page-locked, for asynchronous copies.
         """
         shapes = (tokens, self.aux_count * self.hidden_size), (tokens if last is None else last, self.hidden_size)
         aux, last_states = (torch.empty(*s, dtype=self.dtype, pin_memory=pinned, device=device) for s in shapes)
         return HiddenStates(aux=aux, last=last_states)
 
     def views(self, hidden: HiddenStates) -> dict[str, memoryview]:
-        """Where a transport writes `hidden`, which is contiguous."""
+        """Views through which a transport fills `hidden`, which is contiguous."""
         return {"aux": as_bytes(hidden.aux), "last": as_bytes(hidden.last)}
 
 

@@ -1,4 +1,4 @@
-"""The target in transformers: one forward that also captures hidden states. Runs in generators and benchmarks."""
+"""The target in transformers, with a forward that also captures hidden states."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,21 +26,21 @@ class HiddenStates:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the T new tokens of B rows stand, and which of the S + T columns (the cache's S, then their own) they see.
+    """Positions of the T new tokens of B rows, and which of the S + T columns (S cached, T new) they attend to.
 
-    Each token sees at least itself, and nothing that stands after it.
+    Each token sees at least itself, and nothing after it.
     """
 
     positions: Tensor
     """`[B, T]` int64 positions of the new tokens."""
     visible: Tensor
-    """`[B, T, S + T]` bool, sliding windows left aside."""
+    """`[B, T, S + T]` bool, before sliding windows are applied."""
     columns: Tensor
-    """`[B, S + T]` int64 position of what stands in each column; any number where nothing sees it."""
+    """`[B, S + T]` int64 position of each column's token; arbitrary if no token sees the column."""
 
 
 class TargetModel:
-    """A causal language model with capture of K layer outputs and of the output after the final norm."""
+    """A causal language model that captures K layer outputs and the output after the final norm."""
 
     def __init__(self, model: PreTrainedModel, aux_layer_ids: Sequence[int]):
         self.model = model.eval()
@@ -79,11 +79,10 @@ class TargetModel:
 
     @torch.no_grad()
     def forward(self, tokens: Tensor, cache: Cache | None = None, placement: Placement | None = None) -> HiddenStates:
-        """Run the body over `tokens` `[B, T]` after what `cache` holds; logits are left to `logits`.
+        """Run the decoder over `tokens` `[B, T]`, which follow the tokens in `cache`. `logits` computes logits.
 
-        Without a placement every token follows the one before it, and the first one the cache's last column. Causal
-        attention leaves right padding without effect on earlier positions, so a right-padded batch needs no mask as
-        long as padded positions are ignored.
+        Without a placement the tokens are consecutive. With causal attention right padding does not affect earlier
+        positions, so a right-padded batch needs no mask as long as padded positions are ignored.
         """
         self._captured.clear()
         placed: dict[str, Any] = {}
@@ -95,7 +94,7 @@ class TargetModel:
         return HiddenStates(aux=aux, last=output.last_hidden_state)
 
     def _masks(self, placement: Placement) -> Tensor | dict[str, Tensor]:
-        """Additive masks `[B, 1, T, S + T]`; one for each type of layer where they differ."""
+        """Additive masks `[B, 1, T, S + T]`, one per type of layer if there are several."""
         config = self.body.config
         window = getattr(config, "sliding_window", None)
         types = set(getattr(config, "layer_types", None) or [SLIDING if window else FULL])
@@ -120,12 +119,12 @@ class TargetModel:
         return mask.masked_fill_(~visible, torch.finfo(dtype).min).unsqueeze(1)
 
     def new_cache(self) -> DynamicCache:
-        """An empty key-value cache that can be cropped to any earlier length."""
+        """An empty key-value cache, which can be cropped to any earlier length."""
         return DynamicCache()
 
     @torch.no_grad()
     def logits(self, last: Tensor) -> Tensor:
-        """`[N, H]` hidden states after the final norm to `[N, V]` float32 logits."""
+        """`[N, V]` float32 logits of `[N, H]` hidden states after the final norm."""
         return self._head.logits(last)
 
 

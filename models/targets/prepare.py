@@ -1,7 +1,4 @@
-"""`python -m models.targets.prepare RUN_FOLDER`: the target as a local Hugging Face folder.
-
-Writes the run's target.json. Runs once at the start of a run, before anything that needs the target.
-"""
+"""`python -m models.targets.prepare RUN_FOLDER`: makes the target a local Hugging Face folder, writes target.json."""
 
 import hashlib
 import re
@@ -30,10 +27,10 @@ _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*
 
 
 def prepare_target(config: TargetConfig) -> TargetRecord:
-    """Find, download, convert or train the target, and check that hidden states can be captured from it.
+    """Find, download, convert or train the target, and check that its hidden states can be captured.
 
     Raises:
-        Refusal: no such folder, package or Hub id, no network, or an architecture that cannot be captured.
+        Refusal: a missing folder, package or Hub id, no network, or an unsupported architecture.
     """
     if config.source == "tiny":
         folder, revision = trained_tiny(config.name), None
@@ -55,7 +52,7 @@ def prepare_target(config: TargetConfig) -> TargetRecord:
 
 
 def _hugging_face(config: TargetConfig) -> tuple[Path, str | None]:
-    """A local folder in place, or the Hub's snapshot and its commit."""
+    """A local folder, or the Hub's snapshot and its commit."""
     folder = Path(config.name).expanduser()
     if folder.is_dir():
         return folder.absolute(), None
@@ -77,7 +74,7 @@ def _hugging_face(config: TargetConfig) -> tuple[Path, str | None]:
 
 
 def _checked(folder: Path, aux_layer_ids: tuple[int, ...]) -> PretrainedConfig:
-    """The text model's configuration, once the folder is known to be a target that can be captured."""
+    """The text model's configuration. Raises Refusal if hidden states cannot be captured from the target."""
     if not (folder / "config.json").is_file():
         raise Refusal(f"{folder} is no Hugging Face folder: it has no config.json")
     tensor_files(folder)
@@ -108,7 +105,7 @@ def _files_hash(folder: Path) -> str:
 
 
 def summary(record: TargetRecord) -> str:
-    """One line for people."""
+    """One line about the target."""
     return (
         f"target: {record.name} ({record.model_type}, {record.num_layers} layers, hidden {record.hidden_size}, "
         f"vocabulary {record.vocab_size}) at {record.path}"
@@ -116,7 +113,6 @@ def summary(record: TargetRecord) -> str:
 
 
 def main() -> None:
-    """Read config.json of the run folder, write its target.json."""
     if len(sys.argv) != 2:
         raise Refusal("usage: python -m models.targets.prepare RUN_FOLDER")
     folder = RunFolder(Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""A target behind an SGLang server: what the server's command line and environment need. Used by whoever starts one."""
+"""Command line and environment of an SGLang server for a target."""
 
 from pathlib import Path
 
@@ -10,9 +10,9 @@ from models.config.generator import GeneratorConfig
 
 
 def server_spec(target: Path, dtype: str, longest: int, in_flight: int) -> ServerSpec:
-    """`longest`: tokens of the longest request, its answer included; `in_flight`: requests at a time.
+    """The server's specification. Raises Refusal if SGLang is missing.
 
-    Raises Refusal where SGLang is missing.
+    `longest`: tokens of the longest request including its answer; `in_flight`: concurrent requests.
     """
     return ServerSpec(
         python=sglang_python(),
@@ -25,5 +25,5 @@ def server_spec(target: Path, dtype: str, longest: int, in_flight: int) -> Serve
 
 
 def server_environment(config: GeneratorConfig, servers: int) -> dict[str, str]:
-    """Beside what SGLang finds by itself; `servers`: how many share this machine's cores."""
+    """Variables to add for the server; `servers`: number of servers that share this machine's cores."""
     return {} if leased_gpus() else on_cpu(config.sglang, config.threads or max(1, cores() // servers))

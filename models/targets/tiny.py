@@ -1,7 +1,4 @@
-"""A tiny Llama, trained here in about a minute on Python's own documentation: a real target that fits into a test.
-
-Used by the process that prepares the target.
-"""
+"""A tiny Llama, trained in about a minute on Python's own documentation: a real target for tests."""
 
 import hashlib
 import json
@@ -28,7 +25,7 @@ BOS, EOS = "<s>", "</s>"
 
 
 def trained_tiny(name: str, recipe: TinyRecipe | None = None) -> Path:
-    """The tiny target's folder, trained now (about a minute on two cores) or before."""
+    """The tiny target's folder. The first training takes about a minute on two cores."""
     recipe = recipe or TinyRecipe()
     parts = json.dumps([asdict(recipe), sys.version_info[:2]])
     folder = cache_folder() / "targets" / f"{name}-{hashlib.sha256(parts.encode()).hexdigest()[:16]}"
@@ -46,7 +43,7 @@ def trained_tiny(name: str, recipe: TinyRecipe | None = None) -> Path:
 
 
 def train_tokenizer(texts: list[str], recipe: TinyRecipe) -> PreTrainedTokenizerFast:
-    """A byte-level BPE that puts `<s>` first, as Llama's does."""
+    """A byte-level BPE that prepends `<s>`, like Llama's."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
@@ -64,13 +61,13 @@ def train_tokenizer(texts: list[str], recipe: TinyRecipe) -> PreTrainedTokenizer
 
 
 def _stream(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Tensor:
-    """All documents one after the other, each ended by `</s>`: `[N]` int64."""
+    """`[N]` int64: all documents concatenated, each with a final `</s>`."""
     encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     return torch.tensor([token for ids in encoded for token in (*ids, 1)])  # type: ignore[union-attr]
 
 
 def train_model(stream: Tensor, recipe: TinyRecipe) -> LlamaForCausalLM:
-    """Train from scratch on random crops of `stream`, each behind a `<s>`; the seed decides everything."""
+    """Train from scratch on random crops of `stream`, each after a `<s>`; deterministic for a seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model = LlamaForCausalLM(_llama(recipe))
@@ -93,7 +90,7 @@ def train_model(stream: Tensor, recipe: TinyRecipe) -> LlamaForCausalLM:
 
 
 def _optimizers(model: LlamaForCausalLM, recipe: TinyRecipe) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices (a third of AdamW's steps for the same loss), AdamW for all the rest."""
+    """Muon for the layers' matrices (a third of AdamW's steps for the same loss), AdamW for the rest."""
     named = list(model.named_parameters())
     matrices = [weight for name, weight in named if "layers" in name and weight.ndim == 2]
     others = [weight for name, weight in named if "layers" not in name or weight.ndim != 2]
@@ -104,7 +101,7 @@ def _optimizers(model: LlamaForCausalLM, recipe: TinyRecipe) -> list[torch.optim
 
 
 def _rate(step: int, recipe: TinyRecipe) -> float:
-    """Warm up, hold, then fall in a straight line."""
+    """Linear warm-up, constant, linear decay."""
     rise = (step + 1) / recipe.warmup
     fall = (recipe.steps - step) / (recipe.steps * recipe.decay_share)
     return min(1.0, rise, fall)

@@ -1,7 +1,4 @@
-"""The parts of a target that a draft needs, read from its safetensors files without loading the target.
-
-Used by trainers and benchmarks.
-"""
+"""A target's embedding and output head, read from its safetensors files without loading the target."""
 
 import json
 from collections.abc import Iterable
@@ -20,9 +17,9 @@ from infra.refusal import Refusal
 class TargetHead:
     """Token embedding and output head of a target.
 
-    `embedding` `[V, H]` is raw: what serving engines feed to a draft, without Gemma's factor sqrt(H). `head` `[V, H]`
-    is the same tensor where the two are tied. Logits are `soft_cap * tanh(logit_scale * h @ head.T / soft_cap)`, or
-    without the cap where it is None.
+    `embedding` `[V, H]` is raw, without Gemma's factor sqrt(H): serving engines feed it to drafts. `head` `[V, H]` is
+    the same tensor if the two are tied. Logits are `soft_cap * tanh(logit_scale * h @ head.T / soft_cap)`, or without
+    the cap if it is None.
     """
 
     embedding: Tensor
@@ -32,7 +29,7 @@ class TargetHead:
 
     @torch.no_grad()
     def logits(self, last: Tensor) -> Tensor:
-        """`[N, H]` hidden states after the final norm to `[N, V]` float32 logits."""
+        """`[N, V]` float32 logits of `[N, H]` hidden states after the final norm."""
         # W @ h.T is several times faster than F.linear for a large head and few rows on a CPU.
         logits = (self.head @ last.T).T.float() * self.logit_scale
         return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
@@ -42,7 +39,7 @@ def read_target_head(path: Path, dtype: torch.dtype) -> TargetHead:
     """Read embedding and head of the Hugging Face folder `path` in `dtype`.
 
     Raises:
-        Refusal: no safetensors files, or none of the known tensor names in them.
+        Refusal: no safetensors files, or no known tensor names.
     """
     config = AutoConfig.from_pretrained(path)
     files = tensor_files(path)
@@ -59,7 +56,7 @@ def read_target_head(path: Path, dtype: torch.dtype) -> TargetHead:
 
 
 def logit_shape(config: PretrainedConfig) -> tuple[float, float | None]:
-    """(factor, soft cap or None) that a target applies to `h @ head.T`: Cohere multiplies, Granite divides."""
+    """(factor, soft cap or None) applied to `h @ head.T`: Cohere multiplies by its factor, Granite divides."""
     text = config.get_text_config()
     factor = getattr(text, "logit_scale", None) or 1.0
     divisor = getattr(text, "logits_scaling", None) or 1.0
@@ -67,7 +64,7 @@ def logit_shape(config: PretrainedConfig) -> tuple[float, float | None]:
 
 
 def tensor_files(path: Path) -> dict[str, str]:
-    """File name of every tensor in a folder, sharded or not; raises Refusal when there is no safetensors file."""
+    """File name of every tensor in a folder, sharded or not. Raises Refusal without safetensors files."""
     index = path / "model.safetensors.index.json"
     if index.is_file():
         return json.loads(index.read_text())["weight_map"]
@@ -79,10 +76,10 @@ def tensor_files(path: Path) -> dict[str, str]:
 
 
 def _named(names: Iterable[str], suffix: str) -> str | None:
-    """The text model's tensor: of several (a vision tower, an extra prediction head) the one nearest to the root."""
-    found = [name for name in names if name == suffix or name.endswith(f".{suffix}")]
-    found = [name for name in found if not {"vision_tower", "audio_tower", "mtp"} & set(name.split("."))]
-    return min(found, key=lambda name: (name.count("."), name), default=None)
+    """The text model's tensor: other towers and prediction heads excluded, the name nearest to the root."""
+    named = [name for name in names if name == suffix or name.endswith(f".{suffix}")]
+    named = [name for name in named if not {"vision_tower", "audio_tower", "mtp"} & set(name.split("."))]
+    return min(named, key=lambda name: (name.count("."), name), default=None)
 
 
 def _tied(config: PretrainedConfig) -> bool:

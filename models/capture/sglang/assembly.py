@@ -1,4 +1,4 @@
-"""Puts the hidden states of chunked prefills together. Runs in SGLang's scheduler process, inside the plugin."""
+"""Assembles the hidden states of chunked prefills, in SGLang's scheduler process."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +10,7 @@ from models.targets.model import HiddenStates
 
 
 @dataclass
-class _Part:
+class _UnfinishedPrompt:
     request: Any
     chunks: list[HiddenStates] = field(default_factory=list)
     rows: int = 0
@@ -18,23 +18,23 @@ class _Part:
 
 
 class Assembly:
-    """Rows of unfinished prompts, per request. A prompt in one piece is never copied."""
+    """Rows of unfinished prompts by request. A prompt that is prefilled in one chunk is not copied."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, _UnfinishedPrompt] = {}
 
     def add(self, request: Any, start: int, rows: HiddenStates) -> HiddenStates | None:
-        """Take the rows from position `start` on; all of the prompt's, `[T, K*H]` and `[T, H]`, once they are there.
+        """Add the rows from position `start`; returns the whole prompt's, `[T, K*H]` and `[T, H]`, once complete.
 
-        `request` is SGLang's `Req`. A prompt that starts again (retracted, or sent again after an abort) forgets what
-        was there. Raises Refusal where rows before `start` were never computed here, and what `fail` was told.
+        `request` is SGLang's `Req`. A prompt that restarts (retracted, or sent again after an abort) drops its earlier
+        rows. Raises Refusal if rows before `start` are missing, and the error that was passed to `fail`.
         """
         total, count = len(request.origin_input_ids), len(rows.last)
         if start == 0:
             self._parts.pop(request.rid, None)
             if count == total:
                 return rows
-        part = self._parts.setdefault(request.rid, _Part(request))
+        part = self._parts.setdefault(request.rid, _UnfinishedPrompt(request))
         if start + count == total:
             del self._parts[request.rid]
         if part.error is not None:
@@ -44,7 +44,7 @@ class Assembly:
                 f"rows {part.rows}..{start - 1} of the prompt were not computed, but taken from a cache: start the "
                 "server with --disable-radix-cache"
             )
-        # The engine uses its buffers again for the next chunk.
+        # The engine reuses its buffers for the next chunk.
         part.chunks.append(HiddenStates(aux=rows.aux.clone(), last=rows.last.clone()))
         part.rows += count
         if part.rows < total:
@@ -54,12 +54,12 @@ class Assembly:
         )
 
     def fail(self, request: Any, error: Exception) -> None:
-        """Remember why an earlier chunk failed: only the last chunk's reply leaves the engine."""
+        """Keep the error of an earlier chunk, because the engine only sends the last chunk's reply."""
         if request.rid in self._parts:
             self._parts[request.rid].error = error
 
     def drop_finished(self) -> None:
-        """Forget prompts whose requests ended before their last chunk: aborted ones."""
+        """Drop prompts of requests that were aborted before their last chunk."""
         for rid in [rid for rid, part in self._parts.items() if part.request.finished()]:
             del self._parts[rid]
 

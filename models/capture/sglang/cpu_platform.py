@@ -1,6 +1,7 @@
-"""Whether this machine's SGLang runs on a plain CPU. Loaded by SGLang through the group `sglang.srt.platforms`.
+"""SGLang's platform plugin for machines without CUDA (entry point group `sglang.srt.platforms`).
 
-SGLang's own CPU platform needs kernels that its CUDA wheels do not carry. Where CUDA exists this one steps aside.
+SGLang's own CPU platform needs kernels that its CUDA wheels do not contain. The class has a module of its own: it
+imports SGLang's platform modules, which SGLang itself must import first.
 """
 
 import torch
@@ -9,7 +10,7 @@ PLATFORM = "models.capture.sglang.cpu_platform_class.PlainCpu"
 
 
 def activate() -> str | None:
-    """Entry point: the platform's class, or None where there is CUDA."""
+    """Entry point: the platform's class, or None with CUDA."""
     if torch.cuda.is_available():
         return None
     _declare_torchvision_operators()
@@ -17,7 +18,7 @@ def activate() -> str | None:
 
 
 def _declare_torchvision_operators() -> None:
-    """torchvision's wheels link CUDA; its Python part imports without it once two operators have a schema."""
+    """torchvision's wheels link CUDA; its Python part imports without CUDA if two operators have a schema."""
     global _library  # noqa: PLW0603 (the declarations live as long as the library object)
     if _library is None:
         _library = torch.library.Library("torchvision", "FRAGMENT")

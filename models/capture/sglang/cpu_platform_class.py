@@ -1,4 +1,4 @@
-"""A plain CPU as an SGLang platform: PyTorch's own kernels. Runs in every process of an SGLang server without CUDA."""
+"""A plain CPU as an SGLang platform, with PyTorch's own kernels."""
 
 from sglang.srt.platforms.cpu import CpuDeviceMixin  # pyright: ignore[reportMissingImports]
 from sglang.srt.platforms.device_mixin import PlatformEnum  # pyright: ignore[reportMissingImports]
@@ -7,7 +7,7 @@ from torch import device
 
 
 class PlainCpu(CpuDeviceMixin, SRTPlatform):
-    """Without Triton, without graphs, without pinned memory."""
+    """No Triton, no graphs, no pinned memory."""
 
     _enum = PlatformEnum.OOT
     device_name = "cpu"

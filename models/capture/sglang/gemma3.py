@@ -1,9 +1,9 @@
-"""Gemma 3 inside SGLang: makes its layers hand over their whole output. Runs in the scheduler, with the plugin.
+"""Patches Gemma 3 in SGLang so that its layers return their complete output.
 
 SGLang 0.5.23 captures what a decoder layer of Gemma 3 returns, but that layer leaves the last residual addition to the
-next layer's norm, whose CUDA kernel then works in place, on what was captured (sgl-project/sglang#39286). Llama and
-Qwen add before they capture. A draft reads the same features where it is trained and where it is served, so this holds
-for every engine that captures, be it for us or for its own draft.
+next layer's norm, whose CUDA kernel then overwrites the captured tensor in place (sgl-project/sglang#39286). Llama and
+Qwen add before they capture. A draft must read the same features in training and in service, so the patch applies to
+every engine that captures, including serving engines that capture for their own draft.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ MARK = "hands_over_its_whole_output"
 
 
 def mark_layers(_: None, model: Any, *_arguments: Any, **_named: Any) -> None:
-    """After a model was told to capture: an engine that does not is left as it is."""
+    """Hook after a model is told to capture; engines that do not capture stay unchanged."""
     for layer in model.model.layers:
         setattr(layer, MARK, True)
 
@@ -32,7 +32,7 @@ def whole_output(
     residual: Tensor | None = None,
     **named: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Around the layer: what it returns is its output `[T, H]`, and nothing is left to add."""
+    """Hook around a layer: returns its complete output `[T, H]` and a zero residual."""
     if not getattr(layer, MARK, False):
         return original(layer, *arguments, hidden_states=hidden_states, residual=residual, **named)
     if residual is not None:

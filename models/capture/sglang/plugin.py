@@ -1,13 +1,13 @@
-"""Capture inside SGLang: hands the hidden states of our requests to the transport. Runs in the scheduler processes.
+"""SGLang plugin that writes the hidden states of Draftsmith's requests to the transport, in the scheduler processes.
 
-An SGLang plugin (entry point group `sglang.srt.plugins`): a hook after `Scheduler.run_batch`, which sees what a forward
-computed before any reply leaves. `--enable-return-aux-hidden-states` makes the engine keep, for every row of a prefill,
+Its hook after `Scheduler.run_batch` (entry point group `sglang.srt.plugins`) runs before any reply is sent. With
+`--enable-return-aux-hidden-states` the engine keeps for every row of a prefill
 
     logits_output.hidden_states       [rows, K*H]   outputs of the chosen layers
     logits_output.last_hidden_states  [rows, H]     after the final norm
 
-A request is ours when `sampling_params.custom_params` holds an object's key under "draftsmith"; the answer's
-`meta_info` then holds a `CaptureReply` under the same name. All other requests pass untouched.
+A request is captured if `sampling_params.custom_params` has an object's key under "draftsmith"; the answer's
+`meta_info` then has a `CaptureReply` under the same name. Other requests are not touched.
 """
 
 import time
@@ -29,11 +29,11 @@ from models.targets.layout import HiddenStateLayout, SampleError
 from models.targets.model import HiddenStates
 
 NAME = "draftsmith"
-"""Of the request's parameter, and of the reply."""
+"""Name of the request parameter and of the reply."""
 
 
 class Capture:
-    """One scheduler's capture: chunks, copies, transport."""
+    """Captures the requests of one scheduler process."""
 
     def __init__(self, spec: CaptureSpec):
         self.layout = HiddenStateLayout(spec.aux_count, spec.hidden_size, DTYPES[spec.dtype])
@@ -42,7 +42,7 @@ class Capture:
         self.copier = HostCopier()
 
     def take(self, scheduler: Any, batch: Any, output: Any) -> list[dict[str, Any] | None]:
-        """Write the prompts that this prefill completed; a reply per request of the batch, None for those of others."""
+        """Write the prompts that this prefill completed. Returns one reply per request, None if not captured."""
         self.assembly.drop_finished()
         replies: list[dict[str, Any] | None] = []
         offset = 0
@@ -50,7 +50,7 @@ class Capture:
             rows = slice(offset, offset + count)
             offset += count
             key = (request.sampling_params.custom_params or {}).get(NAME)
-            # A retracted request comes back with its first answer tokens behind the prompt: it was captured before.
+            # A retracted request returns with answer tokens after its prompt: it was already captured.
             if key is None or request.output_ids:
                 replies.append(None)
                 continue
@@ -61,7 +61,7 @@ class Capture:
     def _take_one(
         self, scheduler: Any, request: Any, key: str, start: int, output: Any, rows: slice
     ) -> CaptureReply | None:
-        """None: more chunks to come. What goes wrong fails this request alone, never the engine."""
+        """The reply, or None before the last chunk. An error fails only this request, never the engine."""
         try:
             aux, last = output.hidden_states, output.last_hidden_states
             if aux is None or last is None:
@@ -82,7 +82,7 @@ class Capture:
 
 
 def _failure(error: Exception) -> CaptureReply:
-    """The reply for what went wrong: only a SampleError is the sample's fault."""
+    """The reply for an error: only a SampleError is the sample's fault."""
     if isinstance(error, SampleError):
         return CaptureReply(error=str(error), fault="sample")
     if isinstance(error, Refusal):
@@ -91,13 +91,13 @@ def _failure(error: Exception) -> CaptureReply:
 
 
 class HostCopier:
-    """Copies rows to the host: on CUDA to pinned memory on a stream of its own, behind the forward's."""
+    """Copies rows to the host: with CUDA to pinned memory, on a separate stream after the forward."""
 
     def __init__(self) -> None:
         self._stream: Any = None
 
     def host(self, rows: Tensor, scheduler: Any) -> Tensor:
-        """The rows on the CPU; when this returns they are there, and the engine may use its buffers again."""
+        """The rows on the CPU. The copy is complete on return, so the engine may reuse its buffers."""
         if not rows.is_cuda:
             return rows
         self._stream = self._stream or torch.cuda.Stream(rows.device)
@@ -111,14 +111,14 @@ class HostCopier:
 
 
 def after_run_batch(result: Any, scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
-    """The hook. Only extend batches of generation, and of each tensor-parallel group only one rank."""
+    """The hook: handles extend batches of generation, on one rank of each tensor-parallel group."""
     output = getattr(result, "logits_output", None)
     if output is None or not batch.forward_mode.is_extend() or not _is_writer():
         return
     if not any((request.sampling_params.custom_params or {}).get(NAME) for request in batch.reqs):
         return
     try:
-        replies = _this_process_s_capture().take(scheduler, batch, output)
+        replies = _process_capture().take(scheduler, batch, output)
     except Exception as error:  # noqa: BLE001 (as above: nothing that goes wrong here may end the engine)
         failed = _failure(error).model_dump(mode="json")
         replies = [failed for _ in batch.reqs]
@@ -126,22 +126,22 @@ def after_run_batch(result: Any, scheduler: Any, batch: Any, *_: Any, **__: Any)
 
 
 @cache
-def _this_process_s_capture() -> Capture:
-    """Made at the first request: plugins load in processes too that never capture."""
+def _process_capture() -> Capture:
+    """Created at the first request, because plugins are also loaded in processes that never capture."""
     spec = capture_spec()
     assert spec is not None, "registered without a capture specification"
     return Capture(spec)
 
 
 def _is_writer() -> bool:
-    """Rows are the same on all ranks of an attention group: its first one writes."""
+    """All ranks of an attention group have the same rows: the first one writes them."""
     from sglang.srt.runtime_context import get_parallel  # pyright: ignore[reportMissingImports]
 
     return get_parallel().attn_tp_rank == 0
 
 
 def register() -> None:
-    """Entry point. Without a capture specification it only mends what SGLang gives its own drafts."""
+    """Entry point. Without a capture specification only Gemma 3 is patched, for SGLang's own drafts."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
 
     HookRegistry.register(gemma3.CAPTURE, gemma3.mark_layers, HookType.AFTER)
