@@ -15,7 +15,7 @@ def benchmark_champion(draft: str, tracking_uri: str | None = None, run: str | N
     Args:
         draft: registered model, for instance draft-quickstart.
         tracking_uri: MLflow; default: $MLFLOW_TRACKING_URI, then runs/mlflow.db.
-        run: name of a run to go on with; a new one where empty.
+        run: name of a run to resume; if empty, a new run.
 
     Returns what was found, in words. Raises Refusal where the figure has moved by more than the recipe's gap.
     """

@@ -120,7 +120,7 @@ app.command()(down)
 
 
 def main() -> None:
-    """Run the command line: what a person has to mend becomes one message and exit status 2."""
+    """Run the command line: a Refusal becomes one message and exit status 2."""
     from infra.processes.process import ProcessFailedError
 
     try:

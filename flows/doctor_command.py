@@ -44,5 +44,5 @@ def _show(findings: list, problems: int) -> None:
     console = Console()
     console.print(table)
     notes = sum(finding.verdict == "note" for finding in findings)
-    verdict = f"{problems} problem{'s' * (problems != 1)} to mend first" if problems else "The quickstart can run here"
+    verdict = f"{problems} problem{'s' * (problems != 1)} to fix first" if problems else "The quickstart can run here"
     console.print(f"\n{verdict}; {notes} note{'s' * (notes != 1)}.", highlight=False)

@@ -26,7 +26,7 @@ def promote(
         ask: show the comparison and wait for "Resume"; without it whoever starts this has decided.
         reason: kept with the decision where nobody is asked.
         tracking_uri: MLflow; default: $MLFLOW_TRACKING_URI, then runs/mlflow.db.
-        run: name of a run to go on with; a new one where empty.
+        run: name of a run to resume; if empty, a new run.
 
     Returns what came of it, in words.
     """

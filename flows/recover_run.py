@@ -12,7 +12,7 @@ def recover(flow_run: str) -> str | None:
     Args:
         flow_run: id of the dead flow run, or its name in events ("prefect.flow-run.ID").
 
-    Returns the id of the flow run that goes on, if any.
+    Returns the id of the flow run that resumes it, if any.
     """
     dead = look_at(flow_run.rpartition(".")[2])
     return start_again(dead) if dead else None

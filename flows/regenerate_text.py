@@ -14,7 +14,7 @@ def regenerate(config: RunConfig, run: str | None = None) -> str:
 
     Args:
         config: the recipe; its `data.regeneration` says how.
-        run: name or folder of a run to go on with; a new one where None.
+        run: name or folder of a run to resume; if None, a new run.
 
     Returns the path of the text, one document a line.
     """

@@ -20,7 +20,7 @@ def retrain(config: RunConfig, run: str | None = None) -> str:
 
     Args:
         config: the recipe.
-        run: name or folder of a run to go on with; a new one where None.
+        run: name or folder of a run to resume; if None, a new run.
 
     Returns the run folder's path.
     """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 STATES = ("consumed", "taken", "ready", "leased", "pending", "quarantined")
 QUIET_S = 60.0
-"""A running trainer that has said nothing for so long is asked after."""
+"""A running trainer without a progress line for this long may be stuck."""
 REGISTRY_S = 5.0
 """MLflow is not waited for longer."""
 LISTED = 10

@@ -10,7 +10,7 @@ class Refusal(ValueError):
     ValueError included, is a fault of the program or of the machine: it keeps its traceback, and a supervised process
     is started again. It derives from ValueError because pydantic's validators report those.
 
-    The message is redacted here, because it goes on to terminals, logs and Prefect's server.
+    The message is redacted here, because it reaches terminals, logs and Prefect's server.
     """
 
     def __init__(self, message: str):

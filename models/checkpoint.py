@@ -56,7 +56,7 @@ class DraftDescription(Record):
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Everything besides the draft's weights that training goes on from."""
+    """Everything besides the draft's weights that training resumes from."""
 
     optimizer: dict[str, Any]
     scheduler: dict[str, Any]

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 Advance = Callable[[int], None]
 Bar = Callable[[str, int], Advance]
-"""Opens a bar of so many steps; what it returns is called with the steps just done."""
+"""Opens a bar with a total of steps; the result is called with the steps just done."""
 
 
 @contextmanager

@@ -100,7 +100,7 @@ def acquire_pools(provider: PoolProvider, specs: Sequence[PoolSpec], owner: Owne
 
 
 LEASE_S = 60.0
-"""A flow that was killed gives its turn back after so long."""
+"""The slots of a killed flow become free after this time."""
 
 
 @contextmanager

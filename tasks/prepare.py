@@ -62,7 +62,7 @@ def preflight(run: OpenRun) -> None:
 
 @side_effect("regenerate text")
 def regenerate_text(run: OpenRun, pool: Pool) -> RegeneratedRecord:
-    """The target's own answers to the recipe's prompts; a retry goes on where the last one died."""
+    """The target's own answers to the recipe's prompts; a retry continues where the last one died."""
     name = "models.regeneration.regenerate"
     run_main(run, pool, "regenerate", name, timeout_s=REGENERATION_TIMEOUT_S)
     return RegeneratedRecord.read(run.folder.regenerated)

@@ -173,7 +173,7 @@ def _status(kind: type[BaseException] | None) -> str:
 
 @side_effect("open tracking")
 def open_tracking(run: OpenRun) -> TrackedRun:
-    """Start the MLflow run with configuration, code, versions and hardware, or go on with the one there is.
+    """Start the MLflow run with configuration, code, versions and hardware, or continue the existing one.
 
     The flow run is given the run's name: all pages then speak of the same thing.
     """

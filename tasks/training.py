@@ -31,7 +31,7 @@ TRACKING_S = 15.0
 
 @side_effect("train", retries=0)
 def train(run: OpenRun, pool: Pool, generators: Generators, store: Sequence[KeptProcess]) -> TrainingResult:
-    """Train to the end; whichever process crashes is started again and goes on from the ledger.
+    """Train to the end; a crashed process is restarted and continues from the ledger.
 
     There is no time limit here: the trainer gives up by itself when no samples come (training.stall_s), and the watch
     gives up on a trainer that hangs.

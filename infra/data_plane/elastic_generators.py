@@ -26,9 +26,9 @@ from infra.refusal import Refusal
 LOOK_S = 2.0
 """Between looks at the trainer's metrics, and at a request for devices."""
 ASK_S = 300.0
-"""A request for one generator more is withdrawn after so long: a cluster that grows on demand needs minutes."""
+"""Timeout of a request for one more generator. A cluster that grows on demand needs minutes."""
 PLACES = 3
-"""A generator that never ran steadily is replaced so many times."""
+"""Replacements of a generator that never ran steadily."""
 
 Start = Callable[[Pool, int], KeptProcess]
 
@@ -57,7 +57,7 @@ class _Wanted:
 
 
 class ElasticGenerators(Generators):
-    """As many as the bottleneck wants, within the bounds. Whoever made it closes it."""
+    """As many generators as the bottleneck wants, within the bounds. Its creator closes it."""
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ from infra.data_plane.bottleneck import slow_side
 from infra.records.data_path import SideRates
 
 LOOKS = 3
-"""So many looks in a row must say the same, however far apart they are."""
+"""Consecutive measurements that must agree, however far apart they are."""
 ENOUGH = 1.2
 """One generator fewer must still give this multiple of what training takes, or it would soon be wanted again."""
 
@@ -19,7 +19,7 @@ class Elasticity:
     count: int
     max_count: int
     patience_s: float
-    """A side must be the slow one for so long."""
+    """How long a side must have been the slow one, in seconds."""
     leaning: Literal[-1, 0, 1] = 0
     since: float = 0.0
     """Time of the first of the looks in a row that lean so."""

@@ -33,14 +33,14 @@ class EndOfEpoch(Record):
 
 
 class Resume(Record):
-    """Where a trainer goes on."""
+    """Where a trainer resumes."""
 
     incarnation: int
     """Named by every write of this trainer."""
     checkpoint: CheckpointRecord | None
     """None: start from the beginning."""
     epoch: int
-    """The epoch to open (idempotent) and to go on with."""
+    """The epoch to open (idempotent) and to resume in."""
     dropped: tuple[CheckpointRecord, ...]
     """Newer checkpoints whose files do not verify; their rows are gone."""
     evicted: int

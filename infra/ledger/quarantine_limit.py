@@ -43,5 +43,5 @@ class QuarantineLimit:
         raise Refusal(
             f"{count} of {total} samples ({count / total:.1%}) are quarantined, and ledger.max_quarantined="
             f"{self._max_share:g} allows {allowed}. The first errors are: {'; '.join(errors)}. Change what they name "
-            "and start a new run, or go on without these samples by resuming with a higher ledger.max_quarantined"
+            "and start a new run, or resume with a higher ledger.max_quarantined to train without these samples"
         )

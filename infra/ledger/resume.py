@@ -82,7 +82,7 @@ class ResumeSide(TrainerSide):
             self._update_run(connection, training=False)
 
     def reopen(self) -> None:
-        """Training goes on: no generator ends before a trainer has finished again.
+        """Reopen a finished run: no generator ends before a trainer has finished again.
 
         Its newest checkpoint may turn out to be damaged, and generators that had ended by then would capture nothing.
         """
@@ -94,7 +94,7 @@ class ResumeSide(TrainerSide):
     ) -> None:
         """Write a lost ledger anew from a verified checkpoint and its manifest's epoch and ordinals.
 
-        The run must have been created and hold nothing. Incarnation and attempts go on from the database's clock in
+        The run must have been created and hold nothing. Incarnation and attempts continue from the database's clock in
         microseconds, above any number that a process of the lost ledger can hold. Raises Refusal where rows exist.
         """
         trained = set(consumed)
@@ -136,7 +136,7 @@ class ResumeSide(TrainerSide):
         place = f"at step {run.current_step}, which trains {named}" if named else "before its first step"
         raise RepeatedCrash(
             f"the trainer of run {self.run!r} crashed {crashes} times {place}. "
-            "Its log says why; once that is mended, resume the run"
+            "Its log says why. Fix that, then resume the run"
         )
 
     def _objects(self, connection: sa.Connection) -> list[tuple[int, int, ObjectRecord]]:

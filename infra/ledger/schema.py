@@ -195,7 +195,7 @@ def check_server(url: str) -> None:
     except OperationalError as error:
         raise Refusal(
             f"ledger.url: {address.render_as_string()} does not let us in: {str(error.orig).splitlines()[0]}. Start "
-            "the server, mend the URL, or set $PGPASSWORD; without one the ledger is a file in the run folder"
+            "the server, correct the URL, or set $PGPASSWORD; without one the ledger is a file in the run folder"
         ) from error
     except (SQLAlchemyError, ValueError) as error:
         raise Refusal(f"ledger.url {url!r} cannot be used: {error}. Correct it, or leave it out") from error

@@ -44,7 +44,7 @@ class Traffic(Record):
 def traffic(
     samples_per_s: float, tokens_per_sample: float, bytes_of_token: int, generators: int, ranks: int
 ) -> Traffic:
-    """What flows where, at so many samples per second."""
+    """Data rates of a run, from its samples per second."""
     wire = samples_per_s * tokens_per_sample * bytes_of_token
     return Traffic(
         samples_per_s=samples_per_s,

@@ -48,7 +48,7 @@ def headline(plan: Plan) -> str:
 
 
 def verdicts(plan: Plan) -> Iterator[str]:
-    """What a person wants to know first: whether it fits, how fast, what would be better, how long and how dear."""
+    """The main results: whether it fits, its speed, what would be better, duration and cost."""
     job, memory = plan.job, plan.memory
     if plan.longest_sample is not None:
         yield (

@@ -51,7 +51,7 @@ class Pool(Protocol):
 
 
 class PoolProvider(Protocol):
-    """Whoever has devices to lease."""
+    """A source of devices to lease."""
 
     @property
     def look_s(self) -> float:
@@ -75,7 +75,7 @@ class PoolProvider(Protocol):
 
 
 def cpu_threads(count: int) -> dict[str, str]:
-    """The environment of a process that computes with so many CPU threads.
+    """The environment of a process with this number of CPU threads.
 
     OpenMP's threads spin while they wait for each other. Where another program takes one's core, that costs ten times
     the time and more; threads that sleep cost small matrices up to 1.6 times, and large ones nothing.

@@ -115,7 +115,7 @@ class QueuedPools:
         self._asked: dict[str, _Asked] = {}
 
     def acquire(self, specs: Sequence[PoolSpec], owner: Owner) -> tuple[QueuedPool, ...]:
-        """Ask, or go on waiting. Raises Refusal or PoolBusyError, as the contract says."""
+        """Request devices, or keep waiting for them. Raises Refusal or PoolBusyError, as the contract says."""
         divided = divide(specs, self._config)
         asked = self._asked.get(owner.name)
         if asked is None:

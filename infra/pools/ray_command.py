@@ -20,7 +20,7 @@ from infra.processes.exit import run_main
 from infra.settings import data_plane_environment
 
 ANSWER_S = 60.0
-"""A machine that is silent for so long is lost: the starter starts the command again."""
+"""A machine that is silent for this long is lost, and its command is restarted."""
 
 
 def place(options: argparse.Namespace) -> Any:

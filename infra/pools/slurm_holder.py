@@ -73,7 +73,7 @@ def hold(request: Request, config: SlurmConfig) -> None:
             alive.touch()
             states = _states(job)
             if states is None:
-                continue  # slurmctld is being started again: jobs go on meanwhile
+                continue  # slurmctld is restarting; jobs keep running meanwhile
             if not states:
                 raise Refusal(f"the Slurm job {job} has ended: was it cancelled, or is pools.slurm.time_limit over?")
             if not granted and set(states) == {"RUNNING"}:

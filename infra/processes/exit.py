@@ -1,4 +1,4 @@
-"""How a process ends: with one clear message when a person has to act, when it is told to, and with its parent."""
+"""How a process ends: with one message if a person has to act, on signals, and with its parent."""
 
 import ctypes
 import os
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from infra.refusal import Refusal
 
 REFUSED = 2
-"""Exit status of a process that was given something a person has to mend: starting it again would not help."""
+"""Exit status after a Refusal: a restart would not help."""
 PR_SET_PDEATHSIG = 1
 
 

@@ -1,4 +1,4 @@
-"""Keeps data-plane commands running: what crashes is started again, with back-off, so many times.
+"""Restarts crashed data-plane commands with exponential back-off, up to a limit.
 
 The starter restarts, not the supervisor: a supervisor can be killed too, and then this is who notices.
 """
@@ -13,14 +13,14 @@ RESTARTS = 5
 BACKOFF_S = 1.0
 """Wait before the first restart; it doubles with each one."""
 STEADY_S = 600.0
-"""A command that ran for so long has earned its restarts back."""
+"""A command that ran for this long gets its full number of restarts again."""
 POLL_S = 0.2
 
 OnLine = Callable[[str], None]
 
 
 class KeptProcess:
-    """A command that is started again when it crashes. Whoever made it stops it."""
+    """A command that is restarted when it crashes. Its creator stops it."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class KeptProcess:
 
 
 class Generators:
-    """The generators that feed one trainer. One that fails for good is left out while others go on."""
+    """The generators of one trainer. One that fails for good is left out while others remain."""
 
     def __init__(self, going: Sequence[KeptProcess] = ()):
         self.going = list(going)
@@ -90,7 +90,7 @@ class Generators:
     def tend(self, on_line: OnLine, on_event: OnLine) -> None:
         """Start again what has crashed. Raises ProcessFailedError when the last one cannot be started any more.
 
-        `on_line` is told of what is as it should be, `on_event` of the rest.
+        `on_line` receives normal output; `on_event` receives crashes and restarts.
         """
         for generator in list(self.going):
             generator.tend(_nothing, on_event)

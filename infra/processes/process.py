@@ -46,7 +46,7 @@ class ProcessFailedError(Exception):
 
 
 class ProcessRefusedError(ProcessFailedError, Refusal):
-    """A data-plane process was given something a person has to mend; the message is the process's own."""
+    """A data-plane process ended with a Refusal; the message is its own."""
 
     def __str__(self) -> str:
         _, found, said = "\n".join(self.tail).rpartition("error: ")
@@ -67,7 +67,7 @@ class Owner:
 
 @dataclass
 class Process:
-    """A running command. Whoever started it stops it; if the starter dies, the supervisor does."""
+    """A running command. Its starter stops it; if the starter dies, the supervisor does."""
 
     role: str
     log: Path

@@ -72,7 +72,7 @@ class GoodputTable(Record):
         return {batch: self.best_at(batch).lookahead for batch in dict.fromkeys(row.batch for row in self.rows)}
 
     def best_at(self, batch: int) -> Goodput:
-        """The row of greatest goodput with so many texts, the smaller lookahead of equals."""
+        """The row with the greatest goodput at this load; of equals, the smaller lookahead."""
         return max((row for row in self.rows if row.batch == batch), key=lambda row: (row.tokens_per_s, -row.lookahead))
 
     def plain_at(self, batch: int) -> Goodput:
@@ -81,7 +81,7 @@ class GoodputTable(Record):
 
 
 class GoodputAtLoad(Record):
-    """What two drafts are expected to give with so many texts decoded at once, each at its own best lookahead."""
+    """Predicted goodput of two drafts at one load, each at its own best lookahead."""
 
     batch: int
     challenger: float

@@ -17,7 +17,7 @@ DAY_S = 86_400.0
 
 
 def old_runs(runs: Path, keep: int, unfinished_days: float) -> list[RunFolder]:
-    """Finished runs but for the newest `keep` of each recipe, and unfinished ones untouched for so many days."""
+    """Finished runs except the newest `keep` of each recipe, and unfinished ones unchanged for `unfinished_days`."""
     finished: dict[str, list[RunFolder]] = defaultdict(list)
     old: list[RunFolder] = []
     for config in runs.glob("*/config.json"):
@@ -45,7 +45,7 @@ def _touched(folder: RunFolder) -> float:
 def remove(folder: RunFolder) -> bool:
     """Remove a run's folder and its rows in a shared ledger; False where somebody runs it now.
 
-    The rows go first: interrupted in between, the folder is still there and the next clean-up goes on.
+    The rows go first: interrupted in between, the folder is still there and the next clean-up continues.
     """
     try:
         with hold(folder.run_lock), hold(folder.path / "processes.lock"):

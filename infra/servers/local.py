@@ -91,7 +91,7 @@ def start_prefect(
 ) -> Server:
     """Prefect's server; without `settings` over its home database, in which runs made without a server are, too.
 
-    Whoever may call its API can start commands through the deployments' work pools, so it answers only requests with
+    Its API can start commands through the deployments' work pools, so it answers only requests with
     `credential`, and no page of another origin may ask it (other users of the machine, a web page in a browser here).
     """
     address = f"http://{HOST}:{port}"

@@ -20,7 +20,7 @@ from infra.sglang.leftovers import Leftovers
 ANSWER_S = 5.0
 POLL_S = 0.3
 GRACE_S = 1.0
-"""Whoever stops a server has drained it; left to itself it waits some seconds more."""
+"""A server is drained before it is stopped; otherwise it would wait some more seconds."""
 LOG_LINES = 400
 """Of its end, in which the reason of a failed start is looked for: every process of the server prints its own."""
 
@@ -30,17 +30,17 @@ REFUSALS = (
         "this release of SGLang cannot capture hidden states of {0}: set generator.engine=transformers, or try a newer "
         "SGLang",
     ),
-    (r"sglang serve: error: (.*)", "SGLang does not know these arguments: {0}; mend generator.sglang"),
+    (r"sglang serve: error: (.*)", "SGLang does not know these arguments: {0}; correct generator.sglang"),
     (r"Repo id must be in the form .*: '(.*?)'", "SGLang finds no target at {0}"),
     (r"^(?:ValueError|NotImplementedError): (.+)", "SGLang refuses: {0}"),
 )
-"""What a person has to mend: starting again would not help."""
+"""Failures that a restart would not fix."""
 
 
 class SGLangServer:
-    """A server that is up once this is made. Whoever made it stops it; if that process dies, its supervisor does.
+    """A server that is up once this is made. Its creator stops it; if that process dies, the supervisor does.
 
-    Raises Refusal for what a person has to mend, ProcessFailedError when it died of something else, TimeoutError,
+    Raises Refusal for what a person has to correct, ProcessFailedError if it died of something else, TimeoutError,
     and ConnectionError where another program took its port: the next start takes another one.
     """
 

@@ -1,4 +1,4 @@
-"""A change of the version in service: the record of one under way, and what is told of one that took effect."""
+"""Changes of the champion: the record of one in progress, and the announcement of one that took effect."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class Change(Record):
 
 
 class Announcement(Record):
-    """A change that has taken effect: what the serving side is told. Repeated after a crash, with the same id."""
+    """The announcement of a change that took effect, for the serving side. Repeated after a crash, with the same id."""
 
     id: str
     """UUID."""

@@ -86,7 +86,7 @@ class ArenaTransport:
         return found
 
     def _check_that_it_is_there(self) -> None:
-        # A deleted file stays mapped: a process would go on with an arena that those started later do not see.
+        # A deleted file stays mapped: a process would keep using an arena that later processes do not see.
         if _identities(self.folder) != self._files:
             raise TransferError(f"the arena in {self.folder} was deleted while it was in use; a new one is made")
 

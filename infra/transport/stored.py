@@ -149,7 +149,7 @@ def local_folder(url: str) -> Path | None:
 
 
 def check_space(where: str, tokens: int, bytes_per_token: int) -> None:
-    """Raise Refusal where hidden states of so many tokens do not fit into a folder of this machine."""
+    """Raise Refusal if hidden states of `tokens` tokens do not fit into a folder of this machine."""
     folder = local_folder(where)
     if folder is None:
         return

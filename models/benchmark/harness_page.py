@@ -94,7 +94,7 @@ def _page(result: HarnessResult) -> Iterator[str]:
     if any(map(_served, result.cells)):
         yield ""
         yield (
-            "In SGLang: a server for the target alone and one for the draft, so many requests at a time; acceptance is "
+            "In SGLang: a server for the target alone and one for the draft, with concurrent requests; acceptance is "
             "what the engine emits step by step. Speed there is with the prefill, of prompts that it has seen before."
         )
     for suite in dict.fromkeys(cell.suite for cell in result.cells):

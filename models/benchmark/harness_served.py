@@ -26,7 +26,7 @@ class ServedHarness:
         self.engine = f"sglang {sglang_version()}"
 
     def measure(self) -> list[Cell]:
-        """Every cell. Raises Refusal for what a person has to mend."""
+        """Measure every cell. Raises Refusal for what a person has to correct."""
         found, chains = list[Cell](), [int(shape) for shape in self.plan.shapes if shape.isdigit()]
         with bars() as bar:
             with self.setup.serving(None, 0) as client:

@@ -32,7 +32,7 @@ class ServedMeasurement:
 
 
 def serve(run: PreparedRun) -> ServedResult:
-    """Measure both servers. Raises Refusal for what a person has to mend."""
+    """Measure both servers. Raises Refusal for what a person has to correct."""
     config = run.config.benchmark
     missing = whats_missing(run.folder.export, config.served_concurrency)
     if missing:

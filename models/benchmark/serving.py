@@ -105,7 +105,7 @@ def speculative_arguments(draft: Path, lookahead: int) -> list[str]:
 def ask_all(
     ask: Ask, prompts: Sequence[Sequence[int]], concurrency: int, done: Callable[[float], None] = lambda _: None
 ) -> list[Answer]:
-    """All prompts, so many at a time; `done` is told the seconds of each."""
+    """Send all prompts, several at a time; `done` receives the seconds of each."""
 
     def one(prompt: Sequence[int]) -> Answer:
         begun = time.perf_counter()

@@ -24,7 +24,7 @@ from models.targets.model import TargetModel
 LEAST_ROUNDS, MOST_ROUNDS = 4, 20
 """Every step is timed once in a round. Its least time counts: whatever disturbs a machine only adds to it."""
 BUDGET_S = 20.0
-"""No further round begins after so long, once there were the least."""
+"""No further round starts after this time, once the minimum number is done."""
 
 
 @dataclass(frozen=True)

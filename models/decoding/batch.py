@@ -1,7 +1,7 @@
 """Texts that one target forward verifies together: ragged lengths, ragged acceptance, trees.
 
 Every row of the key-value cache begins at column 0, and row r's first `lengths[r]` columns are its text. A step writes
-each row's tokens behind its own text. Accepted proposals of a chain are where they belong then; those of a tree move
+each row's tokens after its own text. Accepted proposals of a chain are then in place; those of a tree move
 there (realignment). What was rejected is seen no more, and overwritten.
 """
 
@@ -65,7 +65,7 @@ class TargetBatch:
     def place(self, last: Sequence[int], trees: Sequence[Tree]) -> tuple[Tensor, Placement | None]:
         """`[B, n + 1]` tokens of the next forward, the last emitted one of each row first, and where they stand.
 
-        None: every row goes on at the same column with a chain of the same length, as a plain forward does.
+        None: all rows have the same length and chains of the same length, as in a plain forward.
         """
         device, first = self.target.device, torch.tensor(last, device=self.target.device).unsqueeze(1)
         proposed = pad_sequence([tree.proposals.tokens for tree in trees], batch_first=True)

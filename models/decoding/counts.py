@@ -27,7 +27,7 @@ class AcceptedCounts:
         return sum(self.accepted) + len(self.accepted)
 
     def as_served(self, emitted: int) -> tuple[int, int]:
-        """(tokens, steps) as an engine counts a request that emitted so many tokens after the prefill token.
+        """(tokens, steps) as an engine counts a request that emitted `tokens` tokens after the prefill token.
 
         An engine counts the cut step too.
         """

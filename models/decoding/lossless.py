@@ -1,7 +1,7 @@
 """Whether speculative text is what the target writes alone: mismatches, and ties of the arithmetic.
 
-Both texts are compared up to their first divergence; plain decoding then goes on from the speculative prefix, and so on
-to the end. A divergence is a tie only if its token is within delta of the largest logit in a full float32 forward on
+Both texts are compared up to their first divergence; plain decoding then continues from the speculative prefix, and so
+on to the end. A divergence is a tie only if its token is within delta of the largest logit in a full float32 forward on
 the same prefix: 1e-3 for a float32 target, else twice the largest difference between the target's logits and the
 float32 ones at that position.
 """
@@ -68,7 +68,7 @@ class LosslessCheck:
         while (agreeing := _common(text[start:], own)) < max(len(text) - start, len(own)):
             place = start + agreeing
             if agreeing == min(len(text) - start, len(own)):
-                # One text stops where the other goes on: never a matter of arithmetic.
+                # One text stops where the other continues: never a matter of arithmetic.
                 token = text[place] if place < len(text) else None
                 divergences.append(Mismatch(place, token, float("inf"), 0.0, tie=False))
                 break

@@ -15,7 +15,7 @@ from models.targets.model import TargetModel
 
 @dataclass(frozen=True)
 class Prefill:
-    """The target after a prompt of P tokens; good for one decoding, which goes on writing to its cache."""
+    """The target after a prompt of P tokens; for one decoding only, which writes to its cache."""
 
     prompt: tuple[int, ...]
     cache: DynamicCache

@@ -21,7 +21,7 @@ class StepCosts(Protocol):
     """Seconds of a verification step."""
 
     def seconds(self, batch: int, lookahead: int) -> float:
-        """Of `batch` texts of which the longest chain has so many proposals; drafting included."""
+        """Time of a step of `batch` texts, drafting included, by the longest chain of proposals."""
         ...
 
 

@@ -3,7 +3,7 @@
 Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318): a token x drawn from q is accepted with
 probability min(1, p(x) / q(x)); the first rejected one is replaced by a draw from max(p - q, 0), normalised. In a tree
 (SpecInfer, arXiv 2305.09781; recursive rejection, arXiv 2402.14160) the next sibling is tried against what is left of p
-after a rejection, and the text goes on below the first one that is accepted.
+after a rejection, and the text continues below the first one that is accepted.
 """
 
 import torch

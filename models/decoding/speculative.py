@@ -27,7 +27,7 @@ from models.drafts.trees import ROOT, Tree, TreeShape
 from models.targets.model import TargetModel
 
 Lookahead = int | TreeShape | LookaheadPolicy
-"""Proposals per step: so many in a chain, a tree, or as many as a policy chooses."""
+"""Proposals per step: the length of a chain, a tree, or a policy that chooses the length."""
 
 
 @dataclass(frozen=True)

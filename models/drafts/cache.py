@@ -13,7 +13,7 @@ LEAST = 128
 class RaggedCache:
     """Keys and values of B texts in the first columns of their rows, position p in column p.
 
-    Whoever attends says how far a row is seen, so what was written for rejected proposals needs no removal: it is seen
+    The attention's mask limits what is seen of a row, so entries of rejected proposals need no removal: they are seen
     no more, and overwritten.
 
     Args:
@@ -39,7 +39,7 @@ class RaggedCache:
             stored[rows, :, places] = stored[rows, :, sources]
 
     def reserve(self, columns: int) -> None:
-        """Room for so many columns."""
+        """Make room for `columns` columns."""
         missing = columns - self.keys.shape[2]
         if missing > 0:
             more = (0, 0, 0, max(missing, self.keys.shape[2]))

@@ -45,7 +45,7 @@ class ContextShare:
     rank: int
     """In the group."""
     reach: int
-    """S: a row predicts the next token of each of the S positions behind it."""
+    """S: a row predicts the next token of each of the S positions after it."""
     group: dist.ProcessGroup | None = None
     """None: nothing is ever gathered."""
 

@@ -88,7 +88,7 @@ def draw_by(weights: Tensor, chances: Tensor) -> Tensor:
 
 
 def chances(samplings: Sequence[Sampling], counts: Sequence[int], device: torch.device) -> Tensor:
-    """`[B, max(counts)]` float64 in [0, 1): so many of each row drawn by its own generator, 0 behind them.
+    """`[B, max(counts)]` float64 in [0, 1): row i holds `counts[i]` draws from its own generator, zero-padded.
 
     What a row draws does not depend on the others, unless they share its generator.
     """

@@ -51,7 +51,7 @@ class StaticTree:
         return max(map(len, self.paths), default=0)
 
     def parents_at(self, depth: int) -> dict[tuple[int, ...], int]:
-        """Paths of so many ranks that have children, and how many."""
+        """Paths of length `depth` that have children, and how many."""
         children: dict[tuple[int, ...], int] = {}
         for path in sorted(self.paths):
             if len(path) == depth + 1:

@@ -132,7 +132,7 @@ def _serving(run: PreparedRun, settings: dict[str, Any]) -> Iterator[str]:
             yield (
                 "SGLang 0.5.23 leaves the residual stream out of what drafts of Gemma 3 read (its pull request 39286), "
                 "and most proposals are rejected. Install Draftsmith beside it (`pip install --no-deps`): its plugin "
-                "mends that."
+                "corrects that."
             )
     if "speculators_config" in settings:
         yield "vLLM, which reads the `speculators` part of `config.json` (Draftsmith itself has not served it there):"

@@ -165,7 +165,7 @@ def import_start(name: str, config: RunConfig, target: TargetRecord, folder: Pat
     except (ValueError, KeyError) as error:
         reason = f"its config.json lacks {error}" if isinstance(error, KeyError) else str(error)
         raise Refusal(
-            f"training.start_from={name} is no draft that this run could go on with: {reason}. Give another one, or "
+            f"training.start_from={name} cannot start this run: {reason}. Give another draft, or "
             "leave training.start_from out"
         ) from error
     # It cannot say for which revision of its target it was made: this one is taken at its word.

@@ -79,7 +79,7 @@ def _adaptive_arguments(adaptive: dict[str, Any], config: MethodConfig, preferre
 
 
 def sglang_adaptive(table: GoodputTable, config: MethodConfig) -> dict[str, Any] | None:
-    """SGLang's `--speculative-adaptive-config` (0.5.23): each key holds from so many texts at once to the next key.
+    """SGLang's `--speculative-adaptive-config` (0.5.23): a key is the smallest batch size that its entry applies to.
 
     None where SGLang cannot change the method's lookahead, or none is ever worth proposing.
     """

@@ -1,6 +1,6 @@
 """Acceptance on held-out text while a draft trains: the simulated walk over stored states.
 
-The averaged weights walk, which are those of the export. Nothing that training goes on from is touched: the walk draws
+The averaged weights walk, which are those of the export. Nothing that training depends on is touched: the walk draws
 nothing at random, takes no gradients, and the weights are back in place when it ends. Other ranks go on to the next
 step, and wait there.
 """

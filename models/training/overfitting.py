@@ -36,7 +36,7 @@ def look_of(metrics: Mapping[str, Any]) -> LossPoint:
 
 
 def read_history(metrics: Path) -> list[LossPoint]:
-    """All lines so far; a resumed run goes on from them."""
+    """All lines so far, also of a resumed run."""
     return [look_of(line) for line in read_objects(metrics)]
 
 

@@ -17,7 +17,7 @@ from models.training.overfitting import look_of, parting, read_history
 from models.training.stream import StepStream
 
 RATES_S = 60.0
-"""Captures of so many seconds are what the progress line calls the generators' rate."""
+"""The generators' rate in a progress line covers captures of this many seconds."""
 
 
 @dataclass

@@ -15,7 +15,7 @@ from models.targets.layout import HiddenStateLayout, as_bytes
 from models.targets.model import HiddenStates
 
 CHECKED = 16
-"""Of what arrives in a GPU's memory, one sample in so many is read back and compared with its checksums."""
+"""One sample in this many that arrive in GPU memory is read back and compared with its checksums."""
 GRAIN = 64 * 2**20
 
 

@@ -1,6 +1,6 @@
 """How ranks share a draft: every rank has all of it (DDP), or a part of it (FSDP2).
 
-Checkpoints hold whole tensors either way, so a run goes on with another number of ranks, and sharded or not.
+Checkpoints hold whole tensors either way, so a run can resume with another number of ranks, sharded or not.
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ def shard(draft: Draft, mesh: DeviceMesh) -> None:
 
 
 def sync_gradients(draft: Draft, wanted: bool) -> None:
-    """Whether the next backward pass reduces the gradients of a sharded draft. DDP is told by Lightning."""
+    """Whether the next backward pass reduces the gradients of a sharded draft. Lightning tells DDP."""
     if isinstance(next(draft.parameters()), DTensor):
         draft.set_requires_gradient_sync(wanted)  # type: ignore[operator]
 

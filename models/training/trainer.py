@@ -130,7 +130,7 @@ class DraftTrainer:
         self.progress.report(self.step, rate, self.module.draft.positions)
 
     def _resume(self) -> Resume:
-        """Rank 0 takes the run over; every rank learns what it goes on from."""
+        """Rank 0 takes over the run; every rank learns where it resumes."""
         is_first, transport = self.control.rank == 0, self.run.open_transport
         resume = self.control.decide(take_over(self.run, self.ledger, transport()) if is_first else None, Resume)
         assert resume is not None

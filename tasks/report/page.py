@@ -43,7 +43,7 @@ CAPTIONS = {
 
 
 class VerdictTile(NamedTuple):
-    """One tile at the top: what was judged, how it came out, and the figures behind it."""
+    """One tile at the top of the page: what was judged, the result, and its figures."""
 
     label: str
     value: str

@@ -40,7 +40,7 @@ def test_the_table_fits_and_shows_every_remedy(tmp_path: Path, columns: str) -> 
     assert max(map(len, lines)) <= int(columns)
     words = " ".join(ended.stdout.split())
     assert "-> unset MLFLOW_TRACKING_URI" in words
-    assert "mend first" in lines[-1]
+    assert "fix first" in lines[-1]
     for finding in json.loads(doctor(tmp_path, "--json", MLFLOW_TRACKING_URI="file:///old/mlruns").stdout):
         assert finding["name"] in words
         assert finding["remedy"].split(" ")[0] in words

@@ -22,7 +22,7 @@ START_S = 600.0
 """Touching hundreds of gigabytes takes a while."""
 POLL_S = 0.1
 CLIENT_TTL_S = 10
-"""A store that is silent for so long is dead, and its objects are gone."""
+"""A store that is silent for this long is dead, and its objects are gone."""
 PUT_S = 120
 """A write not finished by then is a killed writer's; its room is given back."""
 
@@ -33,7 +33,7 @@ def start_store(
 ) -> Iterator[list[KeptProcess]]:
     """A store that answers, with its memory in `folder`; its processes, to be kept running.
 
-    Raises Refusal for what a person has to mend, ProcessFailedError, TimeoutError.
+    Raises Refusal for what a person has to correct, ProcessFailedError, TimeoutError.
     """
     check_mooncake()
     with ExitStack() as stack:

@@ -43,7 +43,7 @@ class View:
 
 
 def views(blocks: Blocks, block_size: int, window: int | None) -> list[View]:
-    """What every block sees: with a window, nothing behind it and nothing ahead; without, all there is."""
+    """What every block sees: with a window, only the window's positions; without, everything."""
     found = []
     starts, positions = blocks.starts.tolist(), blocks.positions.tolist()
     for first, end in _together(starts, max(1, ROWS_AT_ONCE // block_size)):

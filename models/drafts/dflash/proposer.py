@@ -52,7 +52,7 @@ class DFlashProposer:
             cache.only(rows)
 
     def fill(self, turns: Mapping[int, Turn]) -> Tensor:
-        """Take in what is new; normed hidden states `[B, block - 1, H]` of the blocks behind it.
+        """Store new features; normed hidden states `[B, block - 1, H]` of the blocks after them.
 
         Rows without a turn fill a block of no meaning.
         """

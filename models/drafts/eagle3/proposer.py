@@ -92,7 +92,7 @@ class Eagle3Proposer:
 
         Args:
             tokens: `[B, T]` int64, what they embed.
-            hidden: `[B * T, H]`, what they go on from.
+            hidden: `[B * T, H]`, their previous outputs.
             positions: `[B, T]` int64.
             columns: more than any position.
 
@@ -107,7 +107,7 @@ class Eagle3Proposer:
         return self.draft.midlayer.finish(hidden, attended.flatten(0, 1))
 
     def project(self, tokens: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of rows `[n]` that embed `tokens` and go on from `hidden` `[n, H]`."""
+        """Queries, keys and values of rows `[n]` from `tokens` and previous outputs `hidden` `[n, H]`."""
         draft, layer = self.draft, self.draft.midlayer
         tables = rotary_tables(positions, draft.config.head_dim, draft.config.rope_theta)
         x = layer.attention_input(F.embedding(tokens, draft.embed_tokens.weight), hidden)

@@ -81,5 +81,5 @@ def test_unusable_urls_are_refused(url: str, message: str) -> None:
 
 
 def test_a_server_that_does_not_answer_is_refused_before_a_run() -> None:
-    with pytest.raises(ValueError, match=r"does not let us in: .*Start the server, mend the URL"):
+    with pytest.raises(ValueError, match=r"does not let us in: .*Start the server, correct the URL"):
         check_server(f"postgresql+psycopg://nobody@{HOST}:{any_free_port()}/none")

@@ -76,5 +76,5 @@ def test_a_card_says_what_the_engine_does_wrong(tmp_path):
     mends = []
     for model_type in ("qwen3", "gemma3_text"):
         (tmp_path / model_type).mkdir()
-        mends.append("its plugin mends that" in card(tmp_path / model_type, config, model_type, sglang={})[1])
+        mends.append("its plugin corrects that" in card(tmp_path / model_type, config, model_type, sglang={})[1])
     assert mends == [False, True]
