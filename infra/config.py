@@ -67,9 +67,7 @@ Seconds = Annotated[float, Field(gt=0, le=86_400)]
 class RayConfig(StrictConfig):
     """Pools on a Ray cluster."""
 
-    address: str = Field(
-        default="auto", description="HOST:PORT of the head; `auto`: $RAY_ADDRESS, or the cluster of this machine."
-    )
+    address: str = Field(default="auto", description="HOST:PORT; `auto`: $RAY_ADDRESS, or the local cluster.")
     autoscaling: bool = Field(
         default=False, description="Whether the cluster adds machines on demand: a pool that does not fit yet waits."
     )
@@ -82,9 +80,7 @@ class SlurmConfig(StrictConfig):
     account: str | None = Field(default=None, description="Account that the job is charged to; default: the user's.")
     qos: str | None = Field(default=None, description="Quality of service of the job; default: the cluster's.")
     time_limit: str = Field(default="1-00:00:00", description="Time limit as days-hours:minutes:seconds.")
-    memory_per_core: str | None = Field(
-        default=None, description="Memory per core, for instance 8G; default: the cluster's."
-    )
+    memory_per_core: str | None = Field(default=None, description="Memory per core, like 8G; default: the cluster's.")
     options: tuple[str, ...] = Field(default=(), description="More options for sbatch, such as --constraint=h100.")
 
 
@@ -94,17 +90,11 @@ class PoolsConfig(StrictConfig):
     kind: Literal["local", "ray", "slurm"] = Field(
         default="local", description="`local`: this machine. `ray`, `slurm`: wherever the cluster places them."
     )
-    inference_gpus: int = Field(default=0, ge=0, le=100_000, description="GPUs for generators; 0 runs them on the CPU.")
-    training_gpus: int = Field(
-        default=0, ge=0, le=100_000, description="GPUs for trainer ranks; 0 runs them on the CPU."
-    )
-    wait_hours: float = Field(
-        default=24.0, gt=0, le=100_000, description="Hours to wait for free GPUs before the run fails."
-    )
+    inference_gpus: int = Field(default=0, ge=0, le=100_000, description="GPUs for generators; 0: on the CPU.")
+    training_gpus: int = Field(default=0, ge=0, le=100_000, description="GPUs for trainer ranks; 0: on the CPU.")
+    wait_hours: float = Field(default=24.0, gt=0, le=100_000, description="Longest wait for free GPUs, in hours.")
     cores_per_gpu: Count = Field(default=4, description="Cores requested per GPU, with `ray` and `slurm`.")
-    cores: Count = Field(
-        default=4, description="Cores of a generator or of the trainer without GPUs, with `ray` and `slurm`."
-    )
+    cores: Count = Field(default=4, description="Cores of a process without GPUs, with `ray` and `slurm`.")
     ray: RayConfig = Field(default=RayConfig(), description="Settings of kind=ray.")
     slurm: SlurmConfig = Field(default=SlurmConfig(), description="Settings of kind=slurm.")
 

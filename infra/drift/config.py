@@ -16,9 +16,7 @@ class RequestLogConfig(StrictConfig):
         description="A folder or an s3:// URL; its .jsonl and .jsonl.gz files hold one request per line, with "
         "`messages` or `prompt` as in OpenAI's API."
     )
-    hours: float = Field(
-        default=168.0, gt=0, le=100_000, description="Only files that changed within the last hours are read."
-    )
+    hours: float = Field(default=168.0, gt=0, le=100_000, description="Maximum age of the files, in hours.")
     prompts: int = Field(
         default=2000,
         ge=1,
@@ -26,7 +24,7 @@ class RequestLogConfig(StrictConfig):
         description="Most requests that are kept; logs are read from the newest file until there are enough.",
     )
     longest_characters: int = Field(
-        default=20_000, ge=1, le=100_000_000, description="Longest request, in characters; longer ones are counted."
+        default=20_000, ge=1, le=100_000_000, description="Longest request, in characters; others are left out."
     )
     seed: Seed = Field(default=0, description="Seed of the random sample.")
 
@@ -46,7 +44,7 @@ class WatchConfig(StrictConfig):
         description="How most requests are decoded; chooses the benchmark's figure that is the reference.",
     )
     fall: float = Field(
-        default=0.10, gt=0, lt=0.5, description="Relative fall of the acceptance length that the test must detect."
+        default=0.10, gt=0, lt=0.5, description="Relative fall of acceptance that the test must detect."
     )
     average_run_length: float = Field(
         default=5000.0, ge=100, le=1_000_000_000, description="Mean number of windows between false alarms, at least."
@@ -57,9 +55,7 @@ class WatchConfig(StrictConfig):
         le=1_000_000_000,
         description="Verification steps of a window, at least; with little traffic it lasts longer.",
     )
-    keep_windows: int = Field(
-        default=5000, ge=100, le=1_000_000, description="Newest windows kept per serving version."
-    )
+    keep_windows: int = Field(default=5000, ge=100, le=1_000_000, description="Windows kept per serving version.")
     quiet_hours: float = Field(
         default=168.0,
         ge=0,

@@ -24,7 +24,7 @@ class PlanConfig(StrictConfig):
         description="Dense peak of one GPU (or CPU core) at the precision in use, in TFLOP/s.",
     )
     price_per_hour: float | None = Field(
-        default=None, ge=0, le=1_000_000, description="Price of one GPU hour, in US dollars."
+        default=None, ge=0, le=1_000_000, description="Price of a GPU hour, in dollars."
     )
     inference_share: float = Field(
         default=0.43,
@@ -54,6 +54,4 @@ class PlanConfig(StrictConfig):
     )
     mean_tokens: Tokens | None = Field(default=None, description="Mean length of a sample; default: an estimate.")
     supervised_share: float = Field(default=1.0, gt=0, le=1, description="Share of supervised tokens in a sample.")
-    target: TargetShape | None = Field(
-        default=None, description="Shape of the target; default: from its `config.json`."
-    )
+    target: TargetShape | None = Field(default=None, description="The target's shape; default: from its `config.json`.")

@@ -16,12 +16,8 @@ class SGLangConfig(StrictConfig):
     )
     data_parallel: Count = Field(default=1, description="Copies of the target behind one server.")
     quantization: str | None = Field(default=None, description="SGLang's name of a quantization, for instance fp8.")
-    memory_fraction: float | None = Field(
-        default=None, gt=0, lt=1, description="Share of the memory for weights and KV cache."
-    )
-    context_length: Tokens | None = Field(
-        default=None, description="Longest request, in tokens; default: the target's own limit."
-    )
+    memory_fraction: float | None = Field(default=None, gt=0, lt=1, description="Memory share of weights and KV cache.")
+    context_length: Tokens | None = Field(default=None, description="Longest request in tokens; default: the target's.")
     chunked_prefill_tokens: Tokens | None = Field(
         default=None, description="Chunk size of prefill, in tokens; longer prompts take several chunks."
     )

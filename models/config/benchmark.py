@@ -59,14 +59,10 @@ class PromotionConfig(StrictConfig):
     """The gate between challenger and champion."""
 
     margin: float = Field(
-        default=0.01, ge=0, le=10, description="Relative gain that the one-sided 97.5 % lower bound must exceed."
+        default=0.01, ge=0, le=10, description="Relative gain that the 97.5 % lower bound must exceed."
     )
-    resamples: int = Field(
-        default=10_000, ge=100, le=1_000_000, description="Bootstrap resamples behind each confidence bound."
-    )
-    max_gap: float = Field(
-        default=0.05, gt=0, le=100, description="Largest gap between simulated and reference acceptance length."
-    )
+    resamples: int = Field(default=10_000, ge=100, le=1_000_000, description="Resamples of the bootstrap.")
+    max_gap: float = Field(default=0.05, gt=0, le=100, description="Largest gap of simulated to reference acceptance.")
     max_goodput_loss: float = Field(
         default=0.05,
         ge=0,
@@ -82,7 +78,7 @@ class PromotionConfig(StrictConfig):
         "given under that name). Questions may have a `category`.",
     )
     suite_prompts: Prompts = Field(
-        default=160, description="Most prompts per suite of questions, spread evenly over its categories."
+        default=160, description="Most prompts per suite, spread evenly over its categories."
     )
     suite_prompt_tokens: int = Field(
         default=1024, ge=2, le=2**24, description="Longest question, in tokens; longer ones are skipped and counted."

@@ -52,9 +52,7 @@ class DataConfig(StrictConfig):
         "tokens with their own mask.",
     )
     max_tokens: int = Field(default=1024, ge=8, le=2**24, description="Longest sample, in tokens.")
-    min_tokens: int = Field(
-        default=8, ge=2, le=2**24, description="Shortest sample, in tokens; shorter ones are left out and counted."
-    )
+    min_tokens: int = Field(default=8, ge=2, le=2**24, description="Shortest sample, in tokens; others are left out.")
     overlong: Literal["drop", "truncate", "split"] = Field(
         default="truncate", description="What happens to longer samples, which are counted; `split` needs plain text."
     )
@@ -66,9 +64,5 @@ class DataConfig(StrictConfig):
     regeneration: RegenerationConfig | None = Field(
         default=None, description="Train on the target's own answers to these prompts; default: on the given answers."
     )
-    heldout_share: float = Field(
-        default=0.1, gt=0, lt=0.5, description="Share of documents held out: the last ones by content hash."
-    )
-    max_samples: AtLeastOne | None = Field(
-        default=None, description="Most training samples, the first by content hash; default: all."
-    )
+    heldout_share: float = Field(default=0.1, gt=0, lt=0.5, description="Share of documents that are held out.")
+    max_samples: AtLeastOne | None = Field(default=None, description="Most training samples; default: all.")

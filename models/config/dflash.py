@@ -53,9 +53,7 @@ class DFlashConfig(LayerShape):
         description="RMS norm per target feature before fusion, and one per layer on the fused features (SGLang's "
         "Laguna variant). Needed where the residual stream grows a lot (Gemma).",
     )
-    anchors: int = Field(
-        default=512, ge=1, le=1_000_000, description="Blocks trained per sample, each at a random position."
-    )
+    anchors: int = Field(default=512, ge=1, le=1_000_000, description="Blocks per sample, at random positions.")
     anchor_seed: Seed = Field(default=0, description="Seed of these positions.")
     position_weights: Literal["decay", "dpace"] = Field(
         default="decay",
@@ -65,9 +63,7 @@ class DFlashConfig(LayerShape):
     decay_gamma: float = Field(
         default=7.0, gt=0, le=10_000, description="Decay length in positions: 7 for a block of 16, 5 for 10, 4 for 8."
     )
-    dpace_alpha: float = Field(
-        default=0.5, gt=0, le=1, description="Smoothing of D-PACE's confidences; 1 ignores them."
-    )
+    dpace_alpha: float = Field(default=0.5, gt=0, le=1, description="Smoothing of D-PACE's confidences; 1: off.")
 
     @model_validator(mode="after")
     def _consistent(self) -> "DFlashConfig":

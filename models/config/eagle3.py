@@ -26,9 +26,7 @@ class Eagle3Config(LossChoice, VocabularyChoice, LayerShape):
     )
     norm_before_fc: bool = Field(default=False, description="One RMS norm over all target features before fusion.")
     norm_output: bool = Field(default=False, description="Feed back the normed output, not the raw one (EAGLE-3.1).")
-    shared_head: bool = Field(
-        default=False, description="Use the target's output head, frozen, instead of training one for the draft."
-    )
+    shared_head: bool = Field(default=False, description="Use the target's frozen output head instead of training one.")
     train_embeddings: bool = Field(
         default=False,
         description="Train a copy of the target's token embeddings with the draft. SGLang serves EAGLE-3 drafts with "

@@ -21,13 +21,9 @@ class GeneratorConfig(StrictConfig):
         description="Generators are added up to this number while inference is the bottleneck, each on its own "
         "devices, and removed again afterwards. Default: `count`.",
     )
-    patience_s: Seconds = Field(
-        default=120.0, description="Seconds of the same bottleneck before generators are added or removed."
-    )
+    patience_s: Seconds = Field(default=120.0, description="Seconds of one bottleneck before the number changes.")
     compute_dtype: Literal["float32", "bfloat16"] = Field(default="bfloat16", description="Data type of the target.")
-    stored_dtype: Literal["float32", "bfloat16"] = Field(
-        default="bfloat16", description="Data type of captured hidden states."
-    )
+    stored_dtype: Literal["float32", "bfloat16"] = Field(default="bfloat16", description="Data type of hidden states.")
     lease_samples: Count = Field(default=8, description="Samples leased per ledger transaction.")
     threads: Count | None = Field(default=None, description="CPU threads per generator; default: all cores.")
     sglang: SGLangConfig = Field(default=SGLangConfig(), description="Settings of the SGLang servers.")

@@ -26,23 +26,13 @@ class TrainingConfig(StrictConfig):
         default=1, ge=1, le=65_536, description="Micro-batches per rank and optimizer step (gradient accumulation)."
     )
     max_steps: AtLeastOne | None = Field(default=None, description="Most optimizer steps; default: all epochs.")
-    learning_rate: float = Field(
-        default=1e-3, gt=0, le=10, description="Peak learning rate, reached at the end of the warm-up."
-    )
-    min_learning_rate_share: Share = Field(
-        default=0.1, description="End of the cosine schedule, as a share of the peak learning rate."
-    )
-    warmup_steps: int = Field(
-        default=10, ge=0, le=1_000_000_000, description="Optimizer steps of the linear warm-up; 0: none."
-    )
+    learning_rate: float = Field(default=1e-3, gt=0, le=10, description="Peak learning rate, after the warm-up.")
+    min_learning_rate_share: Share = Field(default=0.1, description="Final learning rate as a share of the peak.")
+    warmup_steps: int = Field(default=10, ge=0, le=1_000_000_000, description="Steps of the linear warm-up; 0: none.")
     weight_decay: float = Field(default=0.0, ge=0, le=100, description="AdamW's weight decay; 0: off.")
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="AdamW's two moment decays, each in [0, 1).")
-    clip_norm: float = Field(
-        default=1.0, gt=0, le=1_000_000, description="Gradients are clipped to this global L2 norm."
-    )
-    ema_decay: float = Field(
-        default=0.99, ge=0, lt=1, description="Decay of the exponential moving average that is exported; 0: off."
-    )
+    clip_norm: float = Field(default=1.0, gt=0, le=1_000_000, description="Maximum L2 norm of all gradients.")
+    ema_decay: float = Field(default=0.99, ge=0, lt=1, description="Decay of the exported moving average; 0: off.")
     precision: Literal["float32", "bfloat16"] = Field(
         default="bfloat16", description="Data type of the arithmetic (autocast); master weights are float32."
     )

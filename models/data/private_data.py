@@ -10,17 +10,8 @@ from functools import cache
 
 import tldextract
 from presidio_analyzer import AnalyzerEngine, Pattern, PatternRecognizer, RecognizerRegistry
+from presidio_analyzer import predefined_recognizers as predefined
 from presidio_analyzer.nlp_engine import NoOpNlpEngine
-from presidio_analyzer.predefined_recognizers import (
-    CreditCardRecognizer,
-    CryptoRecognizer,
-    EmailRecognizer,
-    IbanRecognizer,
-    IpRecognizer,
-    MacAddressRecognizer,
-    PhoneRecognizer,
-    UsSsnRecognizer,
-)
 
 LANGUAGE = "en"
 MIN_SCORE = 0.3
@@ -49,7 +40,7 @@ _SUFFIXES = tldextract.TLDExtract(suffix_list_urls=(), cache_dir=None)
 """Uses the package's own list of domains, without a download."""
 
 
-class OfflineEmailRecognizer(EmailRecognizer):
+class OfflineEmailRecognizer(predefined.EmailRecognizer):
     """Presidio's own recognizer downloads the list of domains."""
 
     def validate_result(self, pattern_text: str) -> bool:
@@ -68,13 +59,13 @@ def _analyzer() -> AnalyzerEngine:
         recognizer(supported_language=LANGUAGE)
         for recognizer in (
             OfflineEmailRecognizer,
-            PhoneRecognizer,
-            CreditCardRecognizer,
-            IbanRecognizer,
-            IpRecognizer,
-            MacAddressRecognizer,
-            UsSsnRecognizer,
-            CryptoRecognizer,
+            predefined.PhoneRecognizer,
+            predefined.CreditCardRecognizer,
+            predefined.IbanRecognizer,
+            predefined.IpRecognizer,
+            predefined.MacAddressRecognizer,
+            predefined.UsSsnRecognizer,
+            predefined.CryptoRecognizer,
         )
     ]
     nothing = NoOpNlpEngine([{"lang_code": LANGUAGE, "model_name": "none"}])
