@@ -134,7 +134,7 @@ def recent_logs(config: RequestLogConfig, now: float) -> Iterator[Iterator[bytes
     if not fresh:
         raise Refusal(
             f"{config.folder} has {len(logs)} request logs ({' or '.join(SUFFIXES)}), none of the last "
-            f"{config.hours:g} hours: mend requests.folder or raise requests.hours"
+            f"{config.hours:g} hours: correct requests.folder or raise requests.hours"
         )
     for path in fresh:
         yield _lines(files, path)
