@@ -94,7 +94,7 @@ def _forget_crashes(config: "RunConfig", folder: Path) -> None:
 
 
 def _print_plan(config: "RunConfig") -> None:
-    """The recipe in full, the Slurm job if it is one, and what the run will take; nothing where it cannot run."""
+    """Print the full recipe, the Slurm job if it is one, and the plan; nothing but the refusal if it cannot run."""
     import yaml
 
     from flows.plan_command import checked_plan, print_plan

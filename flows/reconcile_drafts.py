@@ -9,7 +9,7 @@ from tasks.run import open_run
 from tasks.version_run import prepare_version, recipe_of
 
 TURN_S = 5.0
-"""A promotion that is being carried out keeps its turn for longer, and needs nobody to complete it."""
+"""How long to wait for a promotion in progress. One that takes longer needs no completion."""
 
 
 @flow(name="reconcile")

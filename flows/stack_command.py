@@ -87,7 +87,7 @@ def down() -> None:
 
 
 def _start_in_background(folder: Path, prefect_port: int | None, mlflow_port: int | None) -> None:
-    """Start `draftsmith up` in a session of its own, and wait until it says where everything is."""
+    """Start `draftsmith up` in its own session, and wait until it prints the addresses."""
     command = [sys.executable, "-c", "from flows.command_line import main; main()", "up"]
     for option, port in (("--prefect-port", prefect_port), ("--mlflow-port", mlflow_port)):
         command += [option, str(port)] if port else []

@@ -62,7 +62,7 @@ def status(
 
 
 def find_run(run: str | None) -> Path:
-    """The run's folder; raises Refusal where there is none."""
+    """The run's folder. Raises Refusal if there is none."""
     from infra.settings import runs_folder
 
     if run is None:
@@ -132,7 +132,7 @@ def _state(folder: "RunFolder", config: "RunConfig", stage: str, owned: bool) ->
 
 
 def _as_argument(folder: "RunFolder") -> str:
-    """The run's name where that is enough to find it, else its path."""
+    """The run's name if that is enough to find it, else its path."""
     from infra.settings import runs_folder
 
     return folder.name if folder.path == runs_folder() / folder.name else str(folder.path)

@@ -43,7 +43,7 @@ def benchmark_draft(run: OpenRun, pool: Pool, target: TargetRecord) -> Benchmark
 
 @side_effect("serving benchmark", retries=1)
 def benchmark_served(run: OpenRun, pool: Pool) -> None:
-    """The exported draft in the serving engine, where that is the run's engine; the benchmark joins its figures."""
+    """Measure the exported draft in the serving engine, if the run uses one; the benchmark includes the figures."""
     if run.config.generator.engine == "sglang" and run.config.benchmark.served_concurrency:
         run_main(run, pool, "serving-benchmark", "models.benchmark.served", timeout_s=TIMEOUT_S)
 
@@ -59,7 +59,7 @@ def _comparable(present: RegisteredDraft, target: TargetRecord) -> bool:
 
 @side_effect("note figures")
 def note_figures(run: OpenRun, draft: RegisteredDraft, result: BenchmarkResult) -> None:
-    """Log the figures with the version's model, where they make a line over the nights."""
+    """Log the figures with the version's model, as a curve over the nights."""
     at = result.conditions.lookahead
     figures = {
         "nightly/acceptance_length": result.simulated.length[at],

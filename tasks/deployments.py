@@ -28,7 +28,7 @@ PAGE = 200
 
 
 class Schedule(Record):
-    """When a deployment runs by itself."""
+    """A schedule of a deployment."""
 
     active: bool
     schedule: Mapping[str, Any]
@@ -42,7 +42,7 @@ class Settings(Record):
     collision: str | None
     parameters: Mapping[str, Any]
     schedules: Mapping[str, Schedule]
-    """By slug; an id where somebody added one without."""
+    """Schedules by slug, or by id if somebody added one without a slug."""
 
 
 class Deployed(Record):
@@ -69,7 +69,7 @@ def deploy(folder: Path) -> None:
 
 
 def _ensure_pool(client: SyncPrefectClient, name: str) -> None:
-    """Make a work pool where it is missing; one that is there keeps its limits."""
+    """Create a missing work pool; an existing one keeps its limits."""
     try:
         client.read_work_pool(name)
     except ObjectNotFound:

@@ -33,7 +33,7 @@ DRIFTED = "draftsmith.draft.drifted"
 DEGRADED = "draftsmith.draft.degraded"
 """The event that starts a rollback: a version serves worse than the one that it replaced."""
 UNKNOWN = "draftsmith.server.unknown_draft"
-"""The event that a server runs a draft that is no registered version; its resource is the registered model."""
+"""The event for a server with an unregistered draft; its resource is the registered model."""
 ENDED_WINDOWS = 200
 """Newest windows that are kept of a version that no server runs any more: what a later version is compared with."""
 SAMPLING_TIMEOUT_S = 2 * 3600.0
@@ -148,7 +148,7 @@ def _reference(config: WatchConfig, draft: RegisteredDraft, series: Series) -> R
 
 @side_effect("sample requests")
 def sample_requests(config: WatchConfig, logs: RequestLogConfig) -> PromptsRecord:
-    """Take fresh prompts from the request logs, without secrets and personal data, in a process of its own."""
+    """Sample fresh prompts from the request logs, without secrets and personal data, in a child process."""
     folder = runs_folder() / "drift" / config.draft
     settings = folder / "requests.json"
     write_atomically(settings, logs)

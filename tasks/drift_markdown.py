@@ -15,7 +15,7 @@ BAR = 20
 
 
 def in_words(finding: DriftFinding) -> str:
-    """One line: how a served version does, and what the test says of it."""
+    """One line on a served version and its test."""
     draft, series, test, verdict = finding.draft, finding.series, finding.test, finding.verdict
     subject = f"version {draft.version} of {draft.name}"
     if not series.windows:

@@ -18,12 +18,12 @@ from models.config.recipe import RunConfig, check_layers
 from models.config.target import TargetConfig, TinyRecipe
 
 READ_BYTES = 4 * 2**20
-"""Of a local .jsonl, to tell how long its lines are."""
+"""Bytes of a local .jsonl file that are read to estimate its line length."""
 PYTHON_DOCS = "python-docs"
 BYTES_OF_TOKEN = 4.0
-"""Of text with its JSON around it; a guess."""
+"""Bytes per token of text with its JSON. Assumed."""
 SAMPLES = 100_000
-"""Where nothing says how many there are."""
+"""Number of samples if it is unknown."""
 HUB_S = 2.0
 
 
@@ -106,7 +106,7 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
 
 
 def _shape(target: TargetConfig) -> TargetShape:
-    """From files at hand: no weights are read, and of the Hub only `config.json` is asked for."""
+    """The target's shape from local files, or from `config.json` of the Hub; no weights are read."""
     if target.source == "tiny":
         tiny = TinyRecipe()
         return target_shape(
@@ -169,7 +169,7 @@ def _device(config: RunConfig) -> tuple[Device, bool, str]:
 
 
 def _own_gpu() -> str | None:
-    """This machine's GPU by its name in the table, where it has a known one."""
+    """This machine's GPU by its name in the table, if it is known."""
     from infra.pools.gpus import read_gpus
 
     found = read_gpus()
@@ -178,7 +178,7 @@ def _own_gpu() -> str | None:
 
 
 def _own_memory(config: RunConfig) -> int:
-    """This machine's, where the trainer runs on it without GPUs."""
+    """This machine's memory, if the trainer runs on it without GPUs."""
     if config.pools.kind != "local":
         return 0
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

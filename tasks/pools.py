@@ -23,7 +23,7 @@ from tasks.run import OpenRun
 
 LOOK_AGAIN_S = 10.0
 PROMPT_S = 1.0
-"""Of a run that trains already: it does not wait for a place in the queue."""
+"""Timeout of a training run, which does not wait for a queue slot."""
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def single_pools(run: OpenRun) -> SinglePools:
 
 @contextmanager
 def _promptly_queued(pools: LocalPools, spec: PoolSpec) -> Iterator[None]:
-    """A place in this machine's queue, or PoolBusyError. A server that is away must not cost the training."""
+    """A slot of this machine's queue, or PoolBusyError. A server that is away must not stop the training."""
     place = ExitStack()
     try:
         place.enter_context(_queued(pools, [spec], PROMPT_S))

@@ -34,7 +34,7 @@ from tasks.pools import occupy
 from tasks.run import OpenRun
 
 EVENTS = {"promotion": "draftsmith.draft.promoted", "withdrawal": "draftsmith.draft.withdrawn"}
-"""By kind of change: the event that tells the serving side which version to load."""
+"""The event by kind of change; it tells the serving side which version to load."""
 APPROVAL = "promote/promote"
 """The deployment that asks a person."""
 TIMEOUT_S = 3600.0
@@ -73,7 +73,7 @@ def follow_decision(run: OpenRun, pool: Pool, draft: RegisteredDraft, gate: Gate
 
 @side_effect("put into service")
 def put_into_service(run: OpenRun, pool: Pool, draft: RegisteredDraft, by: str, reason: str) -> RegisteredDraft:
-    """Make it champion if it passes the smoke test; the version before serves again where it does not."""
+    """Promote it if it passes the smoke test; otherwise the previous champion returns."""
     return promotion.promote(
         run.tracking_uri,
         draft.name,
@@ -102,7 +102,7 @@ def registered_drafts(uri: str, draft: str | None) -> list[str]:
 
 @side_effect("reconcile")
 def reconcile(uri: str, draft: str) -> Change | None:
-    """Complete an interrupted change, or one made in MLflow's page; returns it where it waits for its smoke test."""
+    """Complete an interrupted change, or one made in MLflow's page; returns it if it needs a smoke test."""
     return promotion.reconcile(uri, draft, announce=announce)
 
 
@@ -175,7 +175,7 @@ class Approval(RunInput):
 
 @side_effect("find candidate")
 def find_candidate(uri: str, draft: str, version: int | None) -> RegisteredDraft:
-    """The version asked for, or the challenger. Raises Refusal where there is none, or where it serves already."""
+    """The requested version, or the challenger. Raises Refusal if there is none or it is champion already."""
     if version is not None:
         return registry.find_version(uri, draft, version)
     challengers = [one for one in registry.list_drafts(uri, draft) if registry.CHALLENGER in one.aliases]

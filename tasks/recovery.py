@@ -23,7 +23,7 @@ from tasks.run import folder_of_flow_run
 
 @dataclass(frozen=True)
 class DeadRun:
-    """A flow run that did not end by itself, and what it was asked for."""
+    """A flow run that died, and its parameters."""
 
     flow_run: UUID
     name: str
@@ -38,11 +38,11 @@ class DeadRun:
 
     @property
     def folder(self) -> RunFolder | None:
-        """Of its run, if it came so far as to make it."""
+        """Folder of its run, if it was created."""
         return folder_of_flow_run(str(self.flow_run), self.parameters.get("run"))
 
     def step(self) -> int:
-        """Of the newest checkpoint; 0 for a run that trains nothing."""
+        """Step of the newest checkpoint; 0 for a run without training."""
         folder = self.folder
         return newest_step(folder, read_config(folder.config).ledger.url) if folder else 0
 
@@ -55,7 +55,7 @@ ENTRYPOINTS = frozenset(
         "flows.benchmark_champion.benchmark_champion",
     }
 )
-"""Of the deployments whose runs can be resumed. A deployment is ours by one of these and the tag."""
+"""Entry points of the deployments whose runs can be resumed. A deployment is ours by entry point and tag."""
 TAG = "draftsmith"
 RESTART = "restart-"
 """Begins the tag of a flow run that was started again; the number of the restart follows."""

@@ -94,7 +94,7 @@ def register_draft(
 
 
 def why_unwatchable(counts: RequestCounts) -> str | None:
-    """Why the benchmark is too small for the drift test at its default settings; None where it is large enough."""
+    """Why the benchmark is too small for the drift test at its default settings; None if it is large enough."""
     defaults = WatchConfig.model_fields
     try:
         reference = Reference.of(counts.greedy[counts.conditions.lookahead])

@@ -25,7 +25,7 @@ def remove_old_runs(keep: int, unfinished_days: float) -> int:
 
 @side_effect("remove old runs from MLflow", retries=1)
 def remove_tracked_runs(keep_runs: int, keep_checkpoints: int, trash_days: float) -> int:
-    """How many runs were removed from MLflow; its trash is emptied where its database can be reached."""
+    """Remove old runs from MLflow and empty its trash if its database is reachable; the number of runs."""
     uri, database, logger = tracking_uri(), tracking_database(), get_run_logger()
     removed = remove_old_tracking(uri, keep_runs, keep_checkpoints)
     logger.info("removed from MLflow: %d runs, %d checkpoints", len(removed.runs), removed.checkpoints)
@@ -50,7 +50,7 @@ def remove_stale_files(cache_days: float, prompt_days: float, log_mib: int) -> i
 
 @side_effect("sweep shared memory", retries=1)
 def sweep_shared_memory() -> int:
-    """How many folders of dead runs were removed from this machine's shared memory."""
+    """Remove folders of dead runs from this machine's shared memory; their number."""
     gone = sweep(shared_memory_folder())
     for folder in gone:
         get_run_logger().info("removed %s, whose owner is gone", folder)

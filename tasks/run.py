@@ -80,7 +80,7 @@ def run_named(name: str) -> RunFolder:
 
 
 def folder_of_flow_run(flow_run: str, name: str | None) -> RunFolder | None:
-    """The folder of the run that a flow run was given by name, or made; None where it has made none."""
+    """The folder of a flow run's run, given by name or created; None if it created none."""
     if name:
         folder = run_named(name)
         return folder if folder.path.is_dir() else None

@@ -25,7 +25,7 @@ TIMEOUT_S = 6 * 3600.0
 
 @side_effect("find champion")
 def find_champion(uri: str | None, draft: str) -> RegisteredDraft:
-    """The version in service. Raises Refusal where there is none."""
+    """The champion. Raises Refusal if there is none."""
     found = registry.champion(uri or tracking_uri(), draft)
     if found is None:
         raise Refusal(f"{draft} has no champion: promote one with `draftsmith drafts promote`")
@@ -34,7 +34,7 @@ def find_champion(uri: str | None, draft: str) -> RegisteredDraft:
 
 @side_effect("read recipe")
 def recipe_of(uri: str | None, draft: RegisteredDraft, purpose: str) -> RunConfig:
-    """The recipe that a version was made with, for a run with a purpose of its own that captures and trains nothing."""
+    """The recipe of a version, for a run that captures and trains nothing."""
     uri = uri or tracking_uri()
     try:
         config = RunConfig.model_validate_json(registry.read_artifact(uri, draft, registry.CONFIG))
@@ -82,7 +82,7 @@ def fetch_export(run: OpenRun, draft: RegisteredDraft) -> None:
 
 @side_effect("measure again", retries=1)
 def measure_again(run: OpenRun, pool: Pool) -> BenchmarkResult:
-    """Benchmark the version's export as its run did, beside no other draft."""
+    """Benchmark the version's export as its run did, without an opponent."""
     run_main(run, pool, "benchmark", "models.benchmark.run", timeout_s=TIMEOUT_S)
     result = BenchmarkResult.read(run.folder.benchmark)
     get_run_logger().info(result.summary)

@@ -52,7 +52,7 @@ class _Wanted:
     why: str
     asked: float
     failure: ProcessFailedError | None = None
-    """Of the one that it replaces."""
+    """The failure of the generator that it replaces."""
     replaced: int = 0
 
 
@@ -68,7 +68,7 @@ class ElasticGenerators(Generators):
         elasticity: Elasticity,
         replaces: bool,
     ) -> None:
-        """`start` starts a generator on devices of its own; `replaces`: these may lie on another machine."""
+        """`start` starts a generator on its own devices; `replaces`: these may be on another machine."""
         super().__init__(started)
         self._folder, self._start, self._pools, self._elasticity = folder, start, pools, elasticity
         self._replaces = replaces

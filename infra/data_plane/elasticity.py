@@ -34,18 +34,18 @@ class Elasticity:
         return self.leaning if patient else 0
 
     def after(self, at: float, rates: SideRates, generators: int) -> Self:
-        """With one look more: `rates` as the trainer reported them last, while `generators` were there."""
+        """Add a measurement: the trainer's latest `rates`, with this number of generators."""
         leaning = self._lean(rates, generators)
         if leaning != self.leaning:
             return replace(self, leaning=leaning, since=at, until=at, looks=1)
         return replace(self, until=at, looks=self.looks + 1)
 
     def afresh(self) -> Self:
-        """With all looks forgotten: the number of generators has changed, or cannot change now."""
+        """Forget all measurements, because the number of generators has changed or cannot change now."""
         return replace(self, leaning=0, looks=0)
 
     def without_one(self) -> Self:
-        """With a lower bound on top: one cannot be kept running, and is not to be tried for ever."""
+        """Lower the upper bound: a generator that cannot be kept running is not tried forever."""
         return replace(self.afresh(), max_count=max(self.count, self.max_count - 1))
 
     def _lean(self, rates: SideRates, generators: int) -> Literal[-1, 0, 1]:

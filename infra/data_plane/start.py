@@ -16,7 +16,7 @@ def generator_role(index: int) -> str:
 def start_generator(
     pool: Pool, folder: RunFolder, index: int, sharing: int, threads: int | None, alone: bool = False
 ) -> KeptProcess:
-    """Start generator `index` on its share of a pool, among `sharing` processes; on all of it where it is `alone`."""
+    """Start generator `index` on its share of a pool among `sharing` processes, or, if `alone`, on all of it."""
     command = module("models.capture.generator", folder.path, "--index", str(index))
     share = None if alone else index
     return KeptProcess(

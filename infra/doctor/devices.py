@@ -51,7 +51,7 @@ def _judge_gpu(name: str, gpu: Gpu, driver: str) -> Finding:
 
 
 def _surroundings(gpu: Gpu) -> str:
-    """Where it sits and what is near."""
+    """PCI address, NUMA node and nearby devices."""
     places = [f"NUMA node {gpu.numa}"] if gpu.numa else []
     places += [f"RDMA by {', '.join(gpu.nics)}"] if gpu.nics else []
     for way in dict.fromkeys(filter(None, gpu.links)):

@@ -110,7 +110,7 @@ def _check_room(name: str, folder: Path, variable: str) -> list[Finding]:
 
 
 def _check_locks(folder: Path) -> list[Finding]:
-    """Whether `flock` excludes, and the file system's clock agrees with this machine's."""
+    """Whether `flock` excludes other processes, and the file system's clock agrees with the machine's."""
     name = "file locks"
     try:
         held = tempfile.NamedTemporaryFile(dir=folder, prefix=".draftsmith-doctor-")  # noqa: SIM115

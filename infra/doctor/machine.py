@@ -38,7 +38,7 @@ def check_cores(root: Path = Path("/"), affinity: int | None = None) -> list[Fin
 
 
 def check_memory(root: Path = Path("/")) -> list[Finding]:
-    """Memory of the machine, and of the control group where that is less."""
+    """Memory of the machine, or of the control group if that is less."""
     total, available = _memory_info(root)
     found = f"{gib(available)} available of {gib(total)}"
     limit = memory_limit(root)

@@ -12,7 +12,7 @@ LOOPBACK = ("127.0.0.1", "localhost")
 
 
 def check_prefect(url: str | None) -> list[Finding]:
-    """The server that flows report to, where one is set."""
+    """The Prefect server that flows report to, if one is set."""
     if not url:
         return [ok("Prefect server", f"none set: each run starts its own over {settings.prefect_home()}/prefect.db")]
     why = trouble(f"{url.rstrip('/')}/health", ANSWER_S)

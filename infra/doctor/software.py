@@ -25,7 +25,7 @@ class Clash:
     """Installed versions that do not work, or not together."""
 
     packages: Mapping[str, str]
-    """Package -> versions; the clash is there when every one of them is installed in such a version."""
+    """Versions by package; the clash exists if all of them are installed."""
     verdict: Literal["note", "problem"]
     why: str
     remedy: str
@@ -117,7 +117,7 @@ def check_requirements(versions: Versions, requirements: list[str]) -> list[Find
 
 
 def declared() -> list[str]:
-    """What the installed project declares. Raises Refusal where it is not installed."""
+    """The installed project's requirements. Raises Refusal if it is not installed."""
     try:
         return metadata.requires(THIS) or []
     except metadata.PackageNotFoundError as error:

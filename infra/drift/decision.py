@@ -29,7 +29,7 @@ RECENT = 10
 
 @dataclass(frozen=True)
 class DriftFinding:
-    """What a look at one version's traffic came to."""
+    """The result of testing one version's traffic."""
 
     draft: RegisteredDraft
     """The version that serves."""

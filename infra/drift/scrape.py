@@ -76,14 +76,14 @@ class Reading(Record):
 
     counters: Counters
     lookahead: int | None
-    """None: it has not decoded since its start, so it does not say yet."""
+    """None until the server has decoded after its start."""
     draft_tokens: int | None
     """Tokens verified at a time: lookahead + 1 for a chain, more for a tree."""
     draft: ServedDraft
 
     @property
     def is_tree(self) -> bool:
-        """Whether the server proposes a tree, of which a benchmark of chains says nothing."""
+        """Whether the server drafts trees, which the benchmark of chains does not cover."""
         return self.lookahead is not None and self.draft_tokens != self.lookahead + 1
 
 
@@ -91,7 +91,7 @@ class Scrape(Record):
     """What all servers reported at one time."""
 
     readings: Mapping[str, Reading]
-    """By address."""
+    """Readings by the server's address."""
     silent: Mapping[str, str] = {}
     """Why a server did not answer, by address."""
 
@@ -140,7 +140,7 @@ def read_server_info(info: Mapping[str, Any]) -> ServedDraft:
 
 
 def scrape(servers: Sequence[str], timeout_s: float) -> Scrape:
-    """Ask all servers. One that does not answer is left out and named; raises ConnectionError where none answers."""
+    """Ask all servers. Those without an answer are listed; raises ConnectionError if none answers."""
     readings: dict[str, Reading] = {}
     silent: dict[str, str] = {}
     key = sglang_api_key()

@@ -31,7 +31,7 @@ from infra.refusal import Refusal
 Z_BOUND = 1.959964
 """Normal quantile of the reference's one-sided 97.5 % lower bound."""
 LEAST_VARIANCE = 1e-9
-"""Of a window's tokens per verification step; less is rounding."""
+"""Smallest variance of a window's tokens per verification step; below it is rounding."""
 LEAST_REQUESTS = 20
 LEARNED_WINDOWS = 20
 """The first windows show how much the traffic varies, and are not tested."""
@@ -83,7 +83,7 @@ class Statistic(Record):
     """The test after some windows: all that it remembers of them."""
 
     log_value: float | None = None
-    """log R; None: before the first window, R = 0."""
+    """log R; None before the first window (R = 0)."""
     windows: int = 0
     """Learned from, in all."""
     squares: float = 0.0
@@ -91,7 +91,7 @@ class Statistic(Record):
     differences: int = 0
     """How many."""
     last: float | None = None
-    """The last standardised window; None: there is none of this version yet."""
+    """The last standardised window; None before the first one of this version."""
 
     @property
     def dispersion(self) -> float:
@@ -193,6 +193,6 @@ class DriftTest:
         return statistic.log_value is not None and statistic.log_value >= log(self.arl)
 
     def share(self, statistic: Statistic) -> float:
-        """How far the statistic has come to its threshold: log(1 + R) / log(1 + A), for people."""
+        """Progress of the statistic towards its threshold, for people: log(1 + R) / log(1 + A)."""
         value = 0.0 if statistic.log_value is None else exp(min(statistic.log_value, 700.0))
         return float(np.log1p(value) / np.log1p(self.arl))

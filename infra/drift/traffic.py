@@ -30,7 +30,7 @@ class ServerState(Record):
 
     start: str
     version: int | None
-    """None: its draft is not known."""
+    """None if its draft is unknown."""
     lookahead: int | None
     counters: Counters
     reported: bool = False
@@ -49,7 +49,7 @@ class TrafficRecord(Record):
 
     draft: str
     servers: Mapping[str, ServerState] = {}
-    """By address."""
+    """Servers by address."""
     series: tuple[Series, ...] = ()
     """Ordered by when they last had traffic, newest last."""
     leading: Leading | None = None
@@ -101,7 +101,7 @@ class TrafficRecord(Record):
         )
 
     def _counted(self, url: str, reading: Reading, state: ServerState) -> Counters:
-        """What a server has counted since the last look; nothing where it is seen for the first time."""
+        """Counts of a server since the previous scrape; zero at the first one."""
         before = self.servers.get(url)
         if before is None:
             return Counters()
@@ -170,7 +170,7 @@ class TrafficStore:
         self._local = "file" in self._files.protocol
 
     def read(self, draft: str) -> TrafficRecord:
-        """The draft's record; an empty one where there is none yet."""
+        """The draft's record; empty if there is none yet."""
         # Another process may have written since this one listed the folder.
         self._files.invalidate_cache()
         try:

@@ -41,7 +41,7 @@ class TrafficWindow(Record):
 
 
 def mean_length(windows: Sequence[TrafficWindow]) -> float:
-    """Acceptance length over all of them; raises ZeroDivisionError where there is none."""
+    """Acceptance length over all windows. Raises ZeroDivisionError if there are none."""
     return sum(window.tokens for window in windows) / sum(window.steps for window in windows)
 
 
@@ -101,7 +101,7 @@ class Series(Record):
         )
 
     def due(self, verdict: "DriftVerdict", quiet_s: float) -> TrafficWindow | None:
-        """The newest window whose alarm is to be announced; none in the quiet time after an announcement."""
+        """The newest window whose alarm has to be announced; None during the quiet time after an announcement."""
         after = max(self.announced) + quiet_s if self.announced else float("-inf")
         alarms = [self.windows[index] for index in verdict.alarms]
         return next((window for window in reversed(alarms) if window.ended > after), None)
@@ -113,10 +113,10 @@ class Series(Record):
 
 @dataclass(frozen=True)
 class DriftVerdict:
-    """What the test says of a series' windows."""
+    """The test's result on a series of windows."""
 
     statistics: Sequence[Statistic]
-    """After each window; after an alarm the next window begins anew."""
+    """The statistic after each window; it restarts after an alarm."""
     alarms: Sequence[int]
     """Indices of the windows that raised one."""
 

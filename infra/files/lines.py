@@ -13,7 +13,7 @@ from infra.files.atomic import write_atomically
 
 
 def read_objects(path: Path) -> list[dict[str, Any]]:
-    """The objects of the whole lines, up to the first one that is torn; none where there is no file."""
+    """The objects of all whole lines before the first torn one; empty without a file."""
     objects: list[dict[str, Any]] = []
     for line in _finished_lines(path):
         value = _object(line)
@@ -24,7 +24,7 @@ def read_objects(path: Path) -> list[dict[str, Any]]:
 
 
 def last_object(path: Path) -> dict[str, Any] | None:
-    """The object of the last whole line, without parsing those before it; None where there is none."""
+    """The object of the last whole line, without parsing earlier ones; None if there is none."""
     return next((value for line in reversed(_finished_lines(path)) if (value := _object(line)) is not None), None)
 
 

@@ -131,7 +131,7 @@ def _try(descriptor: int) -> bool:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether the path still names the open file: its folder may have been removed, and made anew by a new owner."""
+    """Whether the path still names the open file; its folder may have been removed and recreated by a new owner."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:

@@ -95,7 +95,7 @@ class RunFolder:
 
     @property
     def store(self) -> Path:
-        """Where the run's Mooncake store is, if it has one."""
+        """The record of the run's Mooncake store."""
         return self.path / "store.json"
 
     @property

@@ -7,7 +7,7 @@ from infra.refusal import Refusal
 
 
 class StaleIncarnation(Refusal):
-    """A newer trainer has resumed this run: whoever gets this must stop and write nothing more."""
+    """A newer trainer has resumed this run. The caller must stop and write nothing more."""
 
 
 class RepeatedCrash(Refusal):
@@ -38,7 +38,7 @@ class Resume(Record):
     incarnation: int
     """Named by every write of this trainer."""
     checkpoint: CheckpointRecord | None
-    """None: start from the beginning."""
+    """None to start from the beginning."""
     epoch: int
     """The epoch to open (idempotent) and to resume in."""
     dropped: tuple[CheckpointRecord, ...]

@@ -48,7 +48,7 @@ class Questions(Transactions):
         return CaptureRates(tokens=row[0], prefill_s=row[1], put_s=row[2], generators=row[3])
 
     def oldest(self) -> Oldest | None:
-        """The first sample that is still to be trained; None at the end of the last open epoch."""
+        """The first sample that is not trained yet; None at the end of the last open epoch."""
         held_s = database_now() - (samples.c.lease_expires - runs.c.lease_seconds)
         columns = (samples.c.epoch, samples.c.ordinal, samples.c.state, samples.c.owner, samples.c.tokens, held_s)
         query = (
@@ -63,7 +63,7 @@ class Questions(Transactions):
         return Oldest(*row) if row else None
 
     def since_last_capture(self) -> float | None:
-        """Seconds since a sample was last published; None where none was."""
+        """Seconds since the last sample was published; None before the first."""
         with self._read() as connection:
             return connection.execute(
                 sa.select(database_now() - sa.func.max(samples.c.published)).where(self._rows())

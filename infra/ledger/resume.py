@@ -77,7 +77,7 @@ class ResumeSide(TrainerSide):
             )
 
     def forget_crashes(self) -> None:
-        """Start counting trainer crashes anew. A run that no trainer has entered yet has none."""
+        """Reset the count of trainer crashes."""
         with self._engine.begin() as connection:
             self._update_run(connection, training=False)
 

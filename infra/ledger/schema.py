@@ -31,7 +31,7 @@ POSTGRESQL = {
     "keepalives_count": 3,
     "tcp_user_timeout": 30_000,
 }
-"""Of libpq: a server that has vanished without a word is given up within half a minute."""
+"""libpq's settings: a server that vanished is given up within half a minute."""
 
 SESSION = {
     # A client that freezes inside a transaction holds the run's row: its session is ended, and the lock with it.
@@ -44,7 +44,7 @@ SESSION = {
     "tcp_keepalives_interval": 5,
     "tcp_keepalives_count": 3,
 }
-"""Of every PostgreSQL session, in milliseconds where nothing else is said."""
+"""Settings of every PostgreSQL session, in milliseconds unless noted."""
 
 DRIVER = "postgresql+psycopg"
 SERVER_S = 30.0
@@ -251,7 +251,7 @@ def _sqlite_engine(address: sa.URL, file: Path) -> sa.Engine:
 
 
 def _check_sqlite(file: Path) -> None:
-    """Raise Refusal for a file that SQLite could not open, or that is no database of its own."""
+    """Raise Refusal for a file that SQLite cannot open or that is not a database."""
     if not file.parent.is_dir():
         raise Refusal(f"the ledger's folder {file.parent} does not exist: create it, or set ledger.url")
     if file.exists() and not file.is_file():

@@ -21,7 +21,7 @@ LISTEN = "0A"
 
 
 def is_free(port: int, host: str = HOST) -> bool:
-    """Whether nobody listens at a port of this machine."""
+    """Whether a port of this machine is free."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -47,7 +47,7 @@ def free_port(option: str, wanted: int | None, usual: int, taken: set[int]) -> t
 
 
 def any_free_port() -> int:
-    """For a server that binds at once."""
+    """A free port, for a server that binds at once."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
@@ -63,7 +63,7 @@ def lasting_ports(count: int) -> list[int]:
 
 
 def own_address(peer: str) -> str:
-    """This machine's address in the network in which `peer` (host:port) is. Nothing is sent."""
+    """This machine's address in the network of `peer` (host:port). Sends nothing."""
     host, _, port = peer.rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, int(port)))
@@ -96,7 +96,7 @@ def _open_files(process: int) -> set[str]:
 
 @contextmanager
 def reserved_port(host: str = HOST) -> Iterator[tuple[int, Lock]]:
-    """For a server that binds only after minutes of loading: a free port, and the lock that keeps ours off it."""
+    """A free port with a lock that keeps our other servers off it, for a server that binds after minutes of loading."""
     folder = Path(tempfile.gettempdir()) / "draftsmith-ports"
     for port in random.sample(LASTING, len(LASTING)):
         try:

@@ -37,6 +37,6 @@ def _nearness(one: Path, other: Path) -> tuple[int, bool]:
 
 
 def numa_node(device: Path) -> str:
-    """Of a device below /sys; empty where it says nothing."""
+    """NUMA node of a device below /sys; empty if unknown."""
     file = device / "numa_node"
     return file.read_text().strip() if file.is_file() else ""

@@ -10,7 +10,7 @@ BACKWARD = 3.0
 
 
 def prefill_flops(target: TargetShape, tokens: float) -> float:
-    """Of one sample through the target, without its head, which prefills for capture need for one token only."""
+    """FLOPs of one sample through the target, without its head, which a capture applies to one token only."""
     attention = 4 * target.attention_width * target.num_layers * tokens / 2
     return tokens * (2 * target.active_parameters + attention)
 

@@ -9,7 +9,7 @@ from infra.planner.shapes import TargetShape
 
 
 class PlanConfig(StrictConfig):
-    """Assumptions of `draftsmith retrain RECIPE --plan`; none of them changes a run."""
+    """Assumptions of `draftsmith retrain RECIPE --plan`. They do not change a run."""
 
     device: Literal["A100", "H100", "H200", "B200", "cpu"] | None = Field(
         default=None,

@@ -47,6 +47,6 @@ DEVICES = {
 
 
 def device_named(name: str) -> Device | None:
-    """The table's entry for a name such as NVML's `NVIDIA H200`; None where it has none."""
+    """The table's entry for a name such as NVML's `NVIDIA H200`, or None."""
     words = name.replace("-", " ").split()
     return next((device for device in DEVICES.values() if device.name in words), None)

@@ -10,7 +10,7 @@ from infra.records.data_path import SideRates
 
 
 def read_plan(file: Path) -> Plan | None:
-    """A run's plan; None where none was made."""
+    """A run's plan, or None."""
     return Plan.read(file) if file.is_file() else None
 
 

@@ -15,15 +15,15 @@ BLOCK_BYTES = {True: 8 * 2**20, False: 256 * 2**20}
 BLOCKS = 2
 """Arrays of a block that are alive at once: two temporaries; where logits are bfloat16, the block in float32 too."""
 RECOMPUTED_ROWS = 8192
-"""Rows of a step whose inner activations are alive at once where they are computed again (models/drafts/eagle3)."""
+"""Rows of a step whose inner activations exist at once when they are recomputed (models/drafts/eagle3)."""
 RESERVED = 1.5 * 2**30
-"""Of a GPU, that planning leaves alone: CUDA's context, NCCL's buffers, cuBLAS workspaces. Assumed."""
+"""Memory of a GPU that planning leaves to CUDA's context, NCCL's buffers and cuBLAS workspaces. Assumed."""
 FRAGMENTS = 0.92
 """Share of the rest that the caching allocator turns to use. Assumed."""
 
 
 class Setting(Record):
-    """What decides a rank's memory beside target and draft."""
+    """Settings that determine a rank's memory, besides target and draft."""
 
     aux_count: int
     stored: Precision
@@ -41,7 +41,7 @@ class Setting(Record):
     context: int = 1
     """Ranks that share every sample (training.context_parallel_size)."""
     on_device: bool = False
-    """Whether prefetched hidden states lie in the GPU's memory too (transport.receive)."""
+    """Whether prefetched hidden states are in GPU memory too (transport.receive)."""
     one_memory: bool
     """Whether what a GPU leaves to its host shares the memory that is planned: on a CPU."""
 
@@ -53,7 +53,7 @@ class RankMemory(Record):
     gradients: int
     optimizer: int
     averaged: int
-    """The averaged weights; with a GPU and not divided they lie in the host's memory, and this is 0."""
+    """The averaged weights; 0 if they are in host memory (with a GPU and not sharded)."""
     frozen_tables: int
     """The target's embeddings, its head's rows of the draft vocabulary, perhaps the whole head."""
     cast_weights: int
@@ -76,7 +76,7 @@ class RankMemory(Record):
 
 
 def rank_memory(draft: DraftShape, target: TargetShape, setting: Setting, lengths: tuple[int, ...]) -> RankMemory:
-    """Peak of an optimizer step (not the first) on packed samples of these lengths, every token supervised."""
+    """Peak of an optimizer step (not the first) on packed samples of these lengths, all tokens supervised."""
     exchanged = int(draft.kept.exchanged * sum(lengths)) if setting.context > 1 else 0
     lengths = tuple(-(-length // setting.context) for length in lengths)
     item, tokens = ITEM_BYTES[setting.precision], sum(lengths)
@@ -115,7 +115,7 @@ def _of_batch(draft: DraftShape, target: TargetShape, setting: Setting, lengths:
 
 
 def _loss(draft: DraftShape, target: TargetShape, setting: Setting, tokens: int, rows: int) -> tuple[int, int]:
-    """Hidden states, gradients and the dearest moment of a chunk beside them; and what of it the backward meets."""
+    """Hidden states, gradients and a chunk's peak, and the part of them that exists during the backward pass."""
     item, hidden, vocabulary = ITEM_BYTES[setting.precision], target.hidden_size, draft.vocab_size
     positions = rows if draft.target_per_row else tokens
     chunk = min(setting.chunk_tokens, positions)

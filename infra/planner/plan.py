@@ -25,13 +25,13 @@ class Job(Record):
     inference_precision: Precision
     device: Device
     inference_devices: int
-    """GPUs, or cores where there are none."""
+    """GPUs, or cores without GPUs."""
     training_devices: int
     generators: int
     devices_per_generator: int
     """Those that one generator uses."""
     ranks: int
-    """Those that train samples of their own; ranks that share samples count as one, with all of their devices."""
+    """Ranks with samples of their own; ranks that share samples count as one, with all their devices."""
     devices_per_rank: int = 1
     inference_share: float
     training_share: float
@@ -46,9 +46,9 @@ class Job(Record):
     generator_slots: int
     budget_bytes: int
     link_bytes_per_s: float | None
-    """Of a machine's network, where hidden states cross it; None: they stay on one machine."""
+    """Bandwidth of a machine's network if hidden states cross it; None if they stay on one machine."""
     memory_bytes: int
-    """Of one rank's device; 0: not known."""
+    """Memory of one rank's device; 0 if unknown."""
     assumptions: tuple[str, ...] = ()
 
     @property
@@ -71,17 +71,17 @@ class Job(Record):
 
 
 class Plan(Record):
-    """What a job comes to."""
+    """The planned speed, memory, duration and cost of a job."""
 
     job: Job
     prefill_flops: float
-    """Of a sample of mean length."""
+    """FLOPs of a sample of mean length."""
     draft_flops: float
     sides: Sides
     present: Split
     memory: RankMemory
     longest_sample: int | None
-    """Tokens of the longest one that a rank trains alone; None: the device's memory is not known."""
+    """Tokens of the longest sample that a rank can train; None if the device's memory is unknown."""
     target_bytes: int
     """The target's weights on the GPUs of one generator."""
     store_bytes: int
@@ -100,7 +100,7 @@ class Plan(Record):
 
     @property
     def seconds(self) -> float:
-        """Of capture and training: neither regeneration nor benchmark, nor starting up."""
+        """Duration of capture and training, without regeneration, benchmark and startup."""
         return self.trained_samples / self.present.samples_per_s
 
     @property
@@ -155,7 +155,7 @@ def _longest(job: Job) -> int | None:
 
 
 def corrected(plan: Plan, rates: SideRates) -> Plan | None:
-    """The plan with the rates that a run measured in place of the assumed ones; None before both sides were seen."""
+    """The plan with a run's measured rates instead of the assumed ones; None before both sides were measured."""
     job = plan.job
     found = measured_sides(rates, job.mean_tokens, plan.sides)
     if found is None:

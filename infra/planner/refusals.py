@@ -11,7 +11,7 @@ LEAST_CHUNK = 32
 
 
 class PlanObstacle(Record):
-    """One thing that is impossible, and overrides of the recipe that make it possible; () where none does."""
+    """One reason why the job cannot run, and overrides of the recipe that remove it, if any."""
 
     problem: str
     overrides: tuple[str, ...] = ()

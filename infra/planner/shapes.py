@@ -53,7 +53,7 @@ class Kept(Record):
     step: float = 0.0
     """Per row of one step, while that step is computed again."""
     inner: float = 0.0
-    """On top of it, for at most `RECOMPUTED_ROWS` of its rows."""
+    """Additional bytes per row, for at most `RECOMPUTED_ROWS` rows."""
 
 
 class DraftShape(Record):
@@ -74,7 +74,7 @@ class DraftShape(Record):
     """Weights of matrix products that every row passes."""
     rows_per_token: int
     most_anchors: int | None = None
-    """Tokens of a sample that have rows at all; None: every one."""
+    """Maximum number of tokens of a sample that have rows; None: all."""
     target_per_row: bool = False
     """Whether the target's logits are formed for every row; False: once per token, for all of its rows."""
     attention_width: int = 0
@@ -87,7 +87,7 @@ class DraftShape(Record):
 
 
 def read_target_shape(file: Path) -> TargetShape:
-    """The shape of the target whose `config.json` this is; Refusal where it says too little."""
+    """The shape in a target's `config.json`. Raises Refusal if it is incomplete."""
     if not file.is_file():
         raise Refusal(f"{file} is missing: give the target's shape by plan.target")
     try:

@@ -11,14 +11,14 @@ class Sides(Record):
 
     per_generator: float
     per_rank: float
-    """Of a rank that always has a sample to train."""
+    """Samples per second of a rank that never waits for a sample."""
     samples_per_step: int
     devices_per_generator: int = 1
     devices_per_rank: int = 1
     context: int = 1
     """Ranks that share every sample; together they are one rank here."""
     transport: float | None = None
-    """What the link between both sides carries; None: more than either could use."""
+    """Samples per second of the link between both sides; None if it is never the limit."""
 
 
 class Split(Record):
@@ -52,7 +52,7 @@ def busy_ranks(samples_per_step: int, ranks: int) -> float:
 
 
 def split(sides: Sides, inference_devices: int, training_devices: int) -> Split:
-    """What this division comes to."""
+    """Rates of this division of the devices."""
     return Split(
         inference_devices=inference_devices,
         training_devices=training_devices,
@@ -69,12 +69,12 @@ def all_splits(sides: Sides, devices: int) -> tuple[Split, ...]:
 
 
 def best_split(sides: Sides, devices: int) -> Split | None:
-    """The division with most samples per second, of equals the one that trains most; None: none is possible."""
+    """The division with the most samples per second (of equals, the most training devices), or None."""
     return max(all_splits(sides, devices), key=lambda one: (one.samples_per_s, one.training_devices), default=None)
 
 
 def measured_sides(rates: SideRates, mean_tokens: float, assumed: Sides) -> Sides | None:
-    """The same from what a run measured, in place of what was assumed; None before both sides were seen."""
+    """The sides as a run measured them; None before both were measured."""
     if not rates.inference or not rates.training or not rates.generators or mean_tokens <= 0:
         return None
     found = {

@@ -11,7 +11,7 @@ CHECKPOINT_BYTES_PER_PARAMETER = 16
 
 
 def bytes_per_token(aux_count: int, hidden_size: int, item_bytes: int) -> int:
-    """Of captured hidden states: K layer outputs, and the output after the final norm."""
+    """Bytes of captured hidden states: K layer outputs, and the output after the final norm."""
     return (aux_count + 1) * hidden_size * item_bytes
 
 
@@ -21,12 +21,12 @@ def stored_bytes_per_token(aux_count: int, hidden_size: int, dtype: Precision) -
 
 
 def samples_in_flight(samples_per_step: int, ranks: int, prefetch_steps: int, generator_slots: int) -> int:
-    """Samples between capture and training at most: every rank holds a step and the prefetched ones beside it."""
+    """Maximum number of samples between capture and training: every rank holds one step and the prefetched ones."""
     return max(ranks, samples_per_step) * (prefetch_steps + 1) + generator_slots
 
 
 class Traffic(Record):
-    """Of a whole run at one rate."""
+    """Data rates of a whole run."""
 
     samples_per_s: float
     tokens_per_s: float

@@ -160,7 +160,7 @@ def figure(value: float) -> str:
 
 
 def gib(size: float) -> str:
-    """Bytes in GiB; MiB where they are few."""
+    """Bytes in GiB, or in MiB if small."""
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
 
 

@@ -39,17 +39,17 @@ class Gpu:
     mig: bool = False
     uuid: str = ""
     pci: str = ""
-    """Where it sits, as the kernel writes it: `0000:18:00.0`."""
+    """PCI address as the kernel writes it: `0000:18:00.0`."""
     numa: str = ""
-    """Number of its NUMA node, where there are several."""
+    """NUMA node, if the machine has several."""
     nics: tuple[str, ...] = ()
     """The nearest RDMA devices that have a link."""
     links: tuple[str, ...] = ()
-    """How it reaches each GPU of this machine, in their order: NVLink, or what lies between; empty for itself."""
+    """Connection to each GPU of this machine, in their order: NVLink, or the PCIe path; empty for itself."""
 
     @property
     def held(self) -> str | None:
-        """Who else uses it, in words; None where it is idle."""
+        """Other processes that use it, as text; None if idle."""
         if self.others:
             return ", ".join(f"process {pid}" + (f" ({_gib(size)})" if size else "") for pid, size in self.others[:4])
         if self.total - self.free > UNSEEN_BYTES:
@@ -78,7 +78,7 @@ def _nvml() -> Iterator[list[Any]]:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """UUIDs of this machine's GPUs; empty where there is no driver, or none that works."""
+    """UUIDs of this machine's GPUs; empty without a working driver."""
     try:
         with _nvml() as handles:
             return tuple(str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles)
@@ -87,7 +87,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def pci_addresses(gpus: Sequence[str]) -> list[str]:
-    """Where GPUs (UUIDs) sit. Raises pynvml.NVMLError for one that is gone."""
+    """PCI addresses of GPUs (UUIDs). Raises pynvml.NVMLError for a lost one."""
     if not gpus:
         return []
     with _nvml():
@@ -95,7 +95,7 @@ def pci_addresses(gpus: Sequence[str]) -> list[str]:
 
 
 def read_gpus(root: Path = Path("/")) -> Gpus | None:
-    """The inventory; None where there is no driver."""
+    """The inventory; None without a driver."""
     try:
         with _nvml() as handles:
             driver, cuda = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion_v2() // 1000

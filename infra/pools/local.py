@@ -77,7 +77,7 @@ class LocalPools:
             )
 
     def acquire(self, specs: Sequence[PoolSpec], owner: Owner) -> tuple[LocalPool, ...]:
-        """Lock GPUs nobody else has locked. Raises Refusal or PoolBusyError, as the contract says."""
+        """Lock free GPUs. Raises Refusal or PoolBusyError, as the contract says."""
         assert owner.name not in self._held, f"{owner.name} already holds pools"
         self.check(specs)
         wanted = sum(spec.gpus for spec in specs)

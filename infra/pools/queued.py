@@ -24,9 +24,9 @@ GRANTED = "granted "
 LOOK_S = 20.0
 POLL_S = 0.1
 GRACE_S = 10.0
-"""For a command on the pool's machine."""
+"""Grace period of a command on the pool's machine."""
 STOP_S = GRACE_S + 20.0
-"""For the process that drives it from here, which waits for it."""
+"""Grace period of the local process that drives it and waits for it."""
 WITHDRAW_S = 120.0
 
 
@@ -54,7 +54,7 @@ class QueueingSystem(Protocol):
         ...
 
     def withdrawal(self, owner: str) -> list[str]:
-        """A process that takes away whatever stands in the owner's name."""
+        """A process that cancels everything under the owner's name."""
         ...
 
 

@@ -10,7 +10,7 @@ from infra.refusal import Refusal
 
 NAMESPACE = "draftsmith"
 STARTED_S = 300.0
-"""For a process on the machine of a part: with a Ray that is busy, or a bundle that moves to another machine."""
+"""Timeout for a process on a part's machine: Ray may be busy, or a bundle may move."""
 
 
 def connect(address: str) -> None:

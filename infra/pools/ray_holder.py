@@ -38,7 +38,7 @@ def _resources(part: Part) -> dict[str, float]:
 
 
 def machines() -> list[Machine]:
-    """What the cluster's machines have in all, whoever uses it now."""
+    """Total resources of the cluster's machines."""
     import ray
 
     found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -90,7 +90,7 @@ def _granted(anchor: Any, bundle: int) -> GrantedPart:
 
 
 def group_state(name: str) -> str | None:
-    """What Ray says of a placement group that is not removed."""
+    """Ray's state of a placement group that is not removed."""
     from ray.util import placement_group_table
 
     states = [one["state"] for one in placement_group_table().values() if one["name"] == name]

@@ -14,7 +14,7 @@ READ_S = 1.0
 
 
 class Anchor:
-    """Holds the GPUs of a bundle. Ray starts it again where it moves the bundle when a machine is lost."""
+    """Holds the GPUs of a bundle. Ray restarts it when it moves the bundle off a lost machine."""
 
     def machine(self) -> str:
         """A name of this machine."""

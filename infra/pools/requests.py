@@ -1,4 +1,4 @@
-"""What is asked of an engine with a queue of its own, and what it grants. Passes between the flow and its holder."""
+"""Requests to systems with their own queue, and their grants, exchanged between the flow and its holder."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -29,7 +29,7 @@ class Request(Record):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Of all pools."""
+        """The parts of all pools."""
         return tuple(part for parts in self.pools for part in parts)
 
     @property
@@ -39,7 +39,7 @@ class Request(Record):
 
 
 class GrantedPart(Record):
-    """Where a part is."""
+    """The place of a part."""
 
     machine: str
     gpus: tuple[str, ...]
@@ -57,14 +57,14 @@ class Grant(Record):
 
 
 class Machine(Record):
-    """What a machine of the cluster has when nobody uses it."""
+    """Total resources of a machine of the cluster."""
 
     gpus: int
     cores: int
 
 
 def divide(specs: Sequence[PoolSpec], config: PoolsConfig) -> tuple[tuple[Part, ...], ...]:
-    """The parts of each pool: its GPUs dealt out evenly. Where there are fewer GPUs than parts, parts share one."""
+    """The parts of each pool, with its GPUs divided evenly. With fewer GPUs than parts, parts share one."""
     pools = []
     for spec in specs:
         count = min(spec.parts, spec.gpus) or spec.parts
@@ -76,7 +76,7 @@ def divide(specs: Sequence[PoolSpec], config: PoolsConfig) -> tuple[tuple[Part, 
 
 
 def refuse_what_never_fits(request: Request, machines: Sequence[Machine], where: str) -> None:
-    """Raise Refusal, with the numbers, where the request would not fit even if nobody else were there."""
+    """Raise Refusal, with the numbers, if the request exceeds the empty cluster."""
     gpus, cores = sum(part.gpus for part in request.parts), sum(part.cores for part in request.parts)
     has = f"{where} has {len(machines)} machines with {_in_all(machines)}"
     for part in request.parts:
@@ -95,7 +95,7 @@ def refuse_what_never_fits(request: Request, machines: Sequence[Machine], where:
 
 
 def fit(parts: Sequence[Part], machines: Sequence[Machine]) -> bool:
-    """Whether the parts find places side by side where nobody else is."""
+    """Whether the parts fit into the empty cluster."""
     largest_first = sorted(((part.gpus, part.cores) for part in parts), reverse=True)
     return _fits(tuple(largest_first), tuple(sorted((one.gpus, one.cores) for one in machines)))
 

@@ -1,4 +1,4 @@
-"""Pools of one generator each: what a run leases while it trains, beside those that it began with."""
+"""Pools of one generator each, which a run leases while it trains."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -16,7 +16,7 @@ class SinglePools:
     spec: PoolSpec
     owner: Owner
     queue: Callable[[], AbstractContextManager[object]] = nullcontext
-    """What has to be held beside the devices; entering it raises PoolBusyError where that is not to be had now."""
+    """A queue slot that is held with the devices; entering raises PoolBusyError if there is none now."""
     _asked: dict[str, ExitStack] = field(default_factory=dict)
 
     def acquire(self, role: str) -> Pool:

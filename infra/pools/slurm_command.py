@@ -22,7 +22,7 @@ CHOOSE = 'CUDA_VISIBLE_DEVICES=$(echo "$CUDA_VISIBLE_DEVICES" | cut -d , -f "$0"
 
 EXIT_NOTICE = b": task 0: "
 LOST = b"Node failure"
-"""Of which srun says no more: its status is that of a step that ended well."""
+"""srun prints this when a machine is lost, and still exits as if the step had succeeded."""
 
 
 def srun(options: argparse.Namespace) -> list[str]:

@@ -22,7 +22,7 @@ from infra.settings import slurm_environment
 POLL_S = 1.0
 HELD_S = 10.0
 ANSWER_S = 60.0
-"""For slurmctld, which may be busy."""
+"""Timeout of slurmctld, which may be busy."""
 CANCELLED_S = 60.0
 
 
@@ -43,7 +43,7 @@ def ask(*command: str, text: str | None = None) -> str:
 
 
 def machines(partition: str | None) -> list[Machine]:
-    """What the partition's machines have in all, whoever uses it now; of all partitions where none is named."""
+    """Total resources of the partition's machines, or of all partitions if none is named."""
     chosen = [f"--partition={partition}"] if partition else []
     return slurm_job.machines(ask("sinfo", "--Node", "--noheader", "--format=%N|%c|%G", *chosen))
 
@@ -86,7 +86,7 @@ def hold(request: Request, config: SlurmConfig) -> None:
 
 
 def _states(job: str) -> dict[str, str] | None:
-    """The states of components that have not ended, with a reason; None where Slurm does not answer."""
+    """The states of running components, with a reason; None if Slurm does not answer."""
     try:
         lines = ask("squeue", "--noheader", f"--jobs={job}", "--format=%T|%r").splitlines()
     except SlurmError as error:

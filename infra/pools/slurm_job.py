@@ -92,7 +92,7 @@ def script(request: Request, parts: Sequence[Component], config: SlurmConfig) ->
 
 
 def machines(sinfo: str) -> list[Machine]:
-    """From `sinfo --Format=NodeList,CPUs,Gres`, a line for each machine."""
+    """The machines in the output of `sinfo --Format=NodeList,CPUs,Gres`."""
     found: dict[str, Machine] = {}
     for line in sinfo.splitlines():
         name, cores, gres = line.split("|")

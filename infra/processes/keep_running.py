@@ -105,7 +105,7 @@ class Generators:
 
 
 def _nothing(_line: str) -> None:
-    """Generators have logs of their own."""
+    """Generators have their own logs."""
 
 
 def follow(

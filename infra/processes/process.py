@@ -40,7 +40,7 @@ class ProcessFailedError(Exception):
 
     @property
     def cause(self) -> str:
-        """The exception that ended the process, as the end of its log names it; empty where it names none."""
+        """The exception named at the end of the process's log; empty if there is none."""
         raised = [line for line in self.tail if EXCEPTION.match(line)] if self.exit_code < 128 else []
         return raised[-1] if raised else ""
 
@@ -74,7 +74,7 @@ class Process:
     grace_s: float
     _supervisor: subprocess.Popen[bytes]
     _descriptor: int
-    """Of the supervisor's process (a pidfd), until it is reaped: it readies when the supervisor has ended."""
+    """pidfd of the supervisor; readable once the supervisor has ended."""
     _read: int
     """Bytes of the log that were already forwarded."""
     _partial: bytes = field(default=b"")

@@ -17,9 +17,9 @@ class Ground(Record):
     margin: float
     challenger: tuple[tuple[int, int], ...]
     champion: tuple[tuple[int, int], ...] | None
-    """The same conversations; None: there is no champion."""
+    """The same conversations with the champion; None without a champion."""
     categories: tuple[str, ...] = ()
-    """Of each conversation; empty: there are none."""
+    """Category of each conversation; empty without categories."""
     contexts: tuple[int, ...] = ()
     """Prompt tokens of each conversation; empty: not recorded."""
 
@@ -34,22 +34,22 @@ class GateEvidence(Record):
     max_gap: float
     min_distinct_token_share: float
     distinct_token_share: float
-    """Of the target's greedy text."""
+    """Distinct tokens / tokens of the target's greedy text."""
     mismatches: int
     """Between speculative text and the target's own."""
     gap: float
     """Relative, between simulated and reference acceptance length."""
     served_gap: float | None = None
-    """Relative, between served and simulated acceptance length; None: not served."""
+    """Relative difference of served and simulated acceptance length; None if not served."""
     category_tolerance: float = 0.05
     goodput: GoodputEvidence | None = None
-    """None: no loads were asked for."""
+    """None if `benchmark.loads` is empty."""
     grounds: tuple[Ground, ...]
     """The held-out prompts first, then the suites."""
 
 
 class GroundDecision(Record):
-    """What the comparison on one ground came to; `against` is what the challenger was held against last."""
+    """The decision on one ground; `against` is the last opponent."""
 
     ground: str
     passed: bool
@@ -107,11 +107,11 @@ class Acceptance(Record):
 
     conversations: int
     length: Mapping[int, float]
-    """By lookahead: tokens emitted after the prefill token / verification steps."""
+    """Acceptance length by lookahead: tokens emitted after the prefill token / verification steps."""
     steps: Mapping[int, int]
-    """By lookahead."""
+    """Verification steps by lookahead."""
     by_position: tuple[float | None, ...]
-    """At the largest lookahead: share of steps accepting token i, given 1..i-1; None: never offered."""
+    """At the largest lookahead: share of steps that accept token i, given 1..i-1; None if never proposed."""
 
 
 class Conditions(Record):
@@ -127,7 +127,7 @@ class Conditions(Record):
     thinking: bool
     """The target reasons in the texts that were measured."""
     temperature: float
-    """Of the main figures; the sampled ones name their own."""
+    """Temperature of the main figures; sampled figures carry their own."""
     sampled_temperature: float
     sampled_top_p: float = 1.0
     prompts: int
@@ -149,7 +149,7 @@ class GroupAcceptance(Record):
     group: str
     conversations: int
     length: float | None
-    """Acceptance length at one lookahead; None: no complete step."""
+    """Acceptance length at one lookahead; None without a complete step."""
     champion: float | None = None
     steps: int
 
@@ -162,7 +162,7 @@ class SuiteResult(Record):
     too_long: int = 0
     """Questions left out because of their length."""
     distinct_token_share: float
-    """Of the target's greedy text."""
+    """Distinct tokens / tokens of the target's greedy text."""
     whole: GroupAcceptance
     by_category: tuple[GroupAcceptance, ...] = ()
     by_context: tuple[GroupAcceptance, ...] = ()
@@ -177,7 +177,7 @@ class RequestCounts(Record):
 
     conditions: Conditions
     greedy: Mapping[int, tuple[tuple[int, int], ...]]
-    """By lookahead."""
+    """Counts by lookahead."""
     sampled: Mapping[int, tuple[tuple[int, int], ...]]
     """The same over text that the target sampled at `conditions.sampled_temperature` and top-p."""
 
@@ -208,7 +208,7 @@ class SpeedRecord(Record):
     acceptance_length: float
     plain_tokens_per_s: float
     speculative_tokens_per_s: float | None
-    """None where the figure is impossible and therefore not published."""
+    """None if the figure is impossible and therefore not published."""
     speedup: float | None
     flagged: bool
     note: str
@@ -224,7 +224,7 @@ class ServedSpeed(Record):
 
 
 class ServedResult(Record):
-    """`served.json`: what the serving engine does with the draft; empty where it cannot run."""
+    """`served.json`: figures of the draft in the serving engine; empty if it cannot be served."""
 
     lookahead: int
     acceptance: Acceptance | None = None
@@ -288,10 +288,10 @@ class BenchmarkResult(Record):
     prompt_lookup: Acceptance
     prompt_lookup_sampled: Acceptance
     token_recycling: Acceptance | None = None
-    """The other baseline; None: measured before there was one."""
+    """The second baseline; None in older results."""
     token_recycling_sampled: Acceptance | None = None
     served: ServedResult | None = None
-    """The serving engine's own figures; None: not asked for."""
+    """Figures of the serving engine; None if not measured."""
     goodput: MeasuredGoodput | None = None
     """Tokens per second that are expected of a served draft; None: no loads were asked for."""
     champion: Acceptance | None

@@ -48,11 +48,11 @@ class TargetRecord(Record):
 
 
 class Histogram(Record):
-    """How often values lie in bins of equal width."""
+    """Counts of values in bins of equal width."""
 
     width: int
     first: int
-    """Where the first bin begins."""
+    """Lower edge of the first bin."""
     counts: tuple[int, ...]
 
 
@@ -75,7 +75,7 @@ class SamplesRecord(Record):
     refused: int = 0
     """Conversations left out because the chat template cannot render them."""
     refusals: tuple[str, ...] = ()
-    """Place and reason of the first of these."""
+    """Place and reason of the first refused documents."""
     split: int = 0
     """Documents cut into several samples."""
     duplicates: int = 0
@@ -87,17 +87,17 @@ class SamplesRecord(Record):
     thinking: int = 0
     """Training samples of conversations with reasoning in them."""
     source_hash: str = ""
-    """Of what was read."""
+    """Hash of the source's files."""
     source_revision: str | None = None
     """The commit, where a dataset of the Hub was read."""
     tokenizer_hash: str = ""
-    """Of the files that decide how text becomes tokens."""
+    """Hash of the files that determine tokenization."""
     lengths: Histogram | None = None
     """Tokens of the training samples."""
     supervised: Histogram | None = None
     """Supervised tokens of each."""
     turns: Histogram | None = None
-    """Assistant's turns of each; None: plain text, or tokens."""
+    """Assistant turns of each sample; None for plain text or tokens."""
 
 
 class RegeneratedRecord(Record):
@@ -111,7 +111,7 @@ class RegeneratedRecord(Record):
     tokens: int
     """Generated ones."""
     cut: int
-    """Documents with an answer that came to the length limit."""
+    """Documents with an answer that reached the length limit."""
     engine: str
     settings: Mapping[str, float | int | str]
     wall_s: float
@@ -140,7 +140,7 @@ class PromptsRecord(Record):
     searched: int
     """Requests that were searched for private data."""
     dropped: Mapping[str, int]
-    """By reason; a request may count under several kinds of private data."""
+    """Requests dropped, by reason; one request may count under several kinds of private data."""
     sampled: str
     """When (ISO 8601)."""
 
@@ -157,11 +157,11 @@ class BufferRecord(Record):
     name: str
     nbytes: int
     xxh3: str
-    """Of each of its blocks (infra.transport.copying), one after the other."""
+    """Concatenated checksums of its blocks (infra.transport.copying)."""
 
 
 class ObjectRecord(Record):
-    """What a transport wrote: where an object lies and how to verify it."""
+    """Location and checksums of an object in a transport."""
 
     key: str
     """`run/epoch/ordinal/attempt`."""
@@ -182,7 +182,7 @@ class CaptureSpec(Record):
     aux_count: int
     hidden_size: int
     dtype: str
-    """Of the stored hidden states."""
+    """Data type of the stored hidden states."""
 
 
 class CaptureReply(Record):
@@ -255,7 +255,7 @@ class CheckpointRecord(Record):
 
 
 class SampleProgress(Record):
-    """Where the samples of a run are."""
+    """Number of a run's samples in each state."""
 
     pending: int = 0
     leased: int = 0
@@ -296,7 +296,7 @@ class CaptureRates(Record):
 
 
 class SideRates(Record):
-    """What each side of the data path could do by itself, in tokens per second; None: not seen yet."""
+    """Possible rate of each side of the data path, in tokens per second; None before it was measured."""
 
     inference: float | None
     transport: float | None
@@ -318,7 +318,7 @@ class GeneratorsChange(Record):
 
 
 def generators_changes(path: Path) -> tuple[GeneratorsChange, ...]:
-    """All of a run, in order; none where it has not trained yet."""
+    """All changes of a run, in order; empty before training."""
     lines = path.read_text().splitlines() if path.is_file() else []
     return tuple(GeneratorsChange.model_validate_json(line) for line in lines)
 
@@ -338,13 +338,13 @@ class TrainingResult(Record):
     final_loss: float
     acceptance_by_position: tuple[float, ...]
     vocabulary_coverage: float
-    """Share of supervised positions whose target argmax lies in the draft vocabulary."""
+    """Share of supervised positions whose target argmax is in the draft vocabulary."""
     token_coverage: float | None = None
     """Share of the samples' supervised tokens that the draft vocabulary holds."""
     checkpoint_stall_s: float
     """Seconds that training stood still for a checkpoint, on average since the trainer's last start."""
     peak_gpu_bytes: int | None = None
-    """Most that torch's allocator had given out on any rank's GPU since then; None: there are no GPUs."""
+    """Peak of torch's allocator over all ranks' GPUs since then; None without GPUs."""
     rates: SideRates
 
 
@@ -353,6 +353,6 @@ class ExportRecord(Record):
 
     path: str
     layouts: tuple[Literal["sglang", "speculators"], ...]
-    """All that the one folder is; none: no engine serves the method."""
+    """Formats of the export; empty if no engine serves the method."""
     sha256: Mapping[str, str]
-    """Of weights and configuration; the model card is written again with every benchmark."""
+    """Hash of weights and configuration, without the model card, which every benchmark rewrites."""

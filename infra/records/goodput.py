@@ -12,7 +12,7 @@ class StepTime(Record):
     batch: int
     """Texts."""
     tokens: int
-    """Of each text: those that the target verifies (lookahead + 1), or those that the draft proposes (lookahead)."""
+    """Tokens per sequence: verified by the target (lookahead + 1), or proposed by the draft (lookahead)."""
     seconds: float
 
 
@@ -51,9 +51,9 @@ class Goodput(Record):
     lookahead: int
     step_s: float
     tokens_per_step: float
-    """Of each text: the acceptance length."""
+    """Tokens per sequence and step: the acceptance length."""
     tokens_per_s: float
-    """Of all texts."""
+    """Tokens per second of all sequences."""
 
 
 class GoodputTable(Record):
@@ -64,7 +64,7 @@ class GoodputTable(Record):
     target: CostFit
     draft: CostFit
     rows: tuple[Goodput, ...]
-    """By batch, then lookahead."""
+    """Rows by batch size, then lookahead."""
 
     @property
     def best(self) -> dict[int, int]:
@@ -88,12 +88,12 @@ class GoodputAtLoad(Record):
     """Tokens per second."""
     challenger_lookahead: int
     champion: float | None
-    """None: there is no champion."""
+    """None without a champion."""
     champion_lookahead: int | None
 
     @property
     def loss(self) -> float:
-        """What the challenger gives less than the champion, relatively; below 0 where it gives more."""
+        """The challenger's relative loss against the champion; negative for a gain."""
         return 0.0 if self.champion is None else 1.0 - self.challenger / self.champion
 
 
@@ -116,14 +116,14 @@ class MeasuredGoodput(Record):
     draft: GoodputTable
     champion: GoodputTable | None
     target_times: tuple[StepTime, ...]
-    """Of verifying tokens."""
+    """Measured times of verification."""
     draft_times: tuple[StepTime, ...]
-    """Of proposing tokens."""
+    """Measured times of drafting."""
     hardware: str
 
     @property
     def best(self) -> Goodput:
-        """At the main load."""
+        """The best row at the main load."""
         return self.draft.best_at(self.main_load)
 
     @property

@@ -19,7 +19,7 @@ class Recovery(Record):
     flow_run: str
     """Who had died."""
     step: int
-    """Of the newest checkpoint then."""
+    """Step of the newest checkpoint at that time."""
 
 
 class Recoveries(Record):
@@ -29,7 +29,7 @@ class Recoveries(Record):
 
 
 def newest_step(folder: RunFolder, ledger_url: str | None) -> int:
-    """Step of the newest committed checkpoint; 0 where there is none."""
+    """Step of the newest committed checkpoint; 0 without one."""
     if ledger_url is None and not folder.ledger_file.exists():
         return 0
     with Ledger.open(ledger_url or folder.ledger_url, folder.name) as ledger:

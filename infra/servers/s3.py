@@ -94,7 +94,7 @@ class S3Server:
 
 
 def _access(folder: Path) -> S3Access:
-    """Of an earlier start, or new."""
+    """Credentials of an earlier start, or new ones."""
     file = folder / "access.json"
     if file.is_file():
         return S3Access.read(file)

@@ -32,7 +32,7 @@ WORKER = {
 
 @dataclass(frozen=True)
 class StackPorts:
-    """Of the pages that people open."""
+    """Ports of the web pages."""
 
     prefect: int
     mlflow: int
@@ -44,7 +44,7 @@ class Stack:
 
     kept: Mapping[str, KeptProcess]
     environment: Mapping[str, str]
-    """For whoever works with the stack: addresses and credentials."""
+    """Addresses and credentials, as environment variables."""
 
     def tend(self, say: Callable[[str], None]) -> None:
         """Start again what has died. Raises ProcessFailedError for a server that cannot be started any more."""

@@ -34,7 +34,7 @@ class Answer:
     meta: dict[str, Any]
     """SGLang's `meta_info`."""
     steps: tuple[int, ...] = ()
-    """Tokens that came with each step of the engine, the prefill's one first; empty where nobody asked."""
+    """Tokens emitted by each step of the engine, the prefill's one first; empty if not requested."""
 
 
 class SGLangClient:

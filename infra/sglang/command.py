@@ -17,7 +17,7 @@ class ServerSpec:
     """What a server serves, and on what."""
 
     python: Path
-    """Of the environment that SGLang lives in."""
+    """Interpreter of SGLang's environment."""
     target: Path
     dtype: str
     gpus: int
@@ -45,7 +45,7 @@ def capture_command(spec: ServerSpec, config: SGLangConfig, aux_layer_ids: Seque
 
 
 def serving_command(spec: ServerSpec, config: SGLangConfig, speculation: Sequence[str], port: int) -> list[str]:
-    """A server that generates; `speculation` is what its command line says of a draft, empty for the target alone."""
+    """Command line of a server that generates; `speculation` holds the draft's arguments, if there is one."""
     return [*_server(spec, config, port), *speculation, *config.arguments]
 
 

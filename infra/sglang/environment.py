@@ -19,6 +19,6 @@ def sglang_python() -> Path:
 
 
 def sglang_version() -> str:
-    """Of the SGLang in that environment. Raises Refusal, with the remedy, where it is missing."""
+    """Version of SGLang in that environment. Raises Refusal, with the remedy, if it is missing."""
     packages = sglang_python().parents[1].glob("lib/python3*/site-packages/sglang-*.dist-info")
     return next(packages).name.removeprefix("sglang-").removesuffix(".dist-info")

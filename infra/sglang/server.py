@@ -22,7 +22,7 @@ POLL_S = 0.3
 GRACE_S = 1.0
 """A server is drained before it is stopped; otherwise it would wait some more seconds."""
 LOG_LINES = 400
-"""Of its end, in which the reason of a failed start is looked for: every process of the server prints its own."""
+"""Lines at the end of the log in which the reason of a failed start is searched; every process prints its own."""
 
 REFUSALS = (
     (
@@ -68,7 +68,7 @@ class SGLangServer:
             self._stack = stack.pop_all()
 
     def _own_folder(self) -> dict[str, str]:
-        """A folder for its sockets; compiled kernels stay where they are found again."""
+        """A folder for its sockets; compiled kernels stay in their shared cache."""
         compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
         folder = Path(tempfile.mkdtemp(prefix="draftsmith-sglang-"))
         self._leftovers.add(folder)

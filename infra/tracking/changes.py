@@ -65,9 +65,9 @@ class Announcement(Record):
     by: str
     reason: str
     source: str
-    """Where the files of `version` are."""
+    """Address of the files of `version`."""
     now_source: str | None
-    """Where the files of `now` are."""
+    """Address of the files of `now`."""
 
 
 SmokeTest = Callable[[RegisteredDraft], SmokeResult]
@@ -75,7 +75,7 @@ Announce = Callable[[Announcement], None]
 
 
 def silent(_announcement: Announcement) -> None:
-    """Tell nobody."""
+    """Announce nothing."""
 
 
 @dataclass(frozen=True)

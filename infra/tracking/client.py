@@ -54,7 +54,7 @@ def connect(uri: str) -> MlflowClient:
 
 
 def _check(uri: str) -> None:
-    """Raise Refusal for a file that is no database, and for a server that does not answer."""
+    """Raise Refusal for a file that is not a database, and for a server that does not answer."""
     if uri.startswith(SQLITE):
         database = Path(uri.removeprefix(SQLITE))
         folder = next(parent for parent in database.absolute().parents if parent.exists())
@@ -82,7 +82,7 @@ def _first_line(error: Exception) -> str:
 
 
 def experiment_id(client: MlflowClient, name: str) -> str:
-    """The experiment's id; it is created where missing, a SQLite file's with its artifacts beside the file."""
+    """The experiment's id. A missing one is created, with its artifacts next to the file for SQLite."""
     found = client.get_experiment_by_name(name)
     if found:
         return str(found.experiment_id)

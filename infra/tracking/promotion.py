@@ -147,7 +147,7 @@ def notice(uri: str, name: str) -> Change | None:
 
 
 def resume(uri: str, name: str, *, smoke_test: SmokeTest | None = None, announce: Announce = silent) -> Change | None:
-    """Complete the change under way; returns it where it waits for a smoke test and none is given."""
+    """Complete the change in progress; returns it if it needs a smoke test and none is given."""
     client = connect(uri)
     first = State.read(client, name).change
     while first:
@@ -292,7 +292,7 @@ def _tested(uri: str, name: str, change: Change, outcome: SmokeResult) -> Change
 
 
 def _record(client: MlflowClient, name: str, change: Change | None, over: Change | None = None) -> None:
-    """Record the change under way, or that there is none. Leaves the record alone where it is not that of `over`."""
+    """Record the change in progress, or that there is none. A record other than `over` is left unchanged."""
     if over is not None:
         current = State.read(client, name).change
         if current is None or current.id != over.id:
@@ -319,7 +319,7 @@ def _now(client: MlflowClient, name: str) -> float:
 
 
 def _replaced(client: MlflowClient, name: str, version: int) -> int | None:
-    """The version that served before this one; None where none did, or where it was deleted."""
+    """The previous champion; None if there was none or it was deleted."""
     versions = {str(one.version): one for one in model_versions(client, name)}
     replaced = versions[str(version)].tags.get(REPLACES, "")
     return int(replaced) if replaced in versions else None

@@ -21,9 +21,9 @@ from infra.tracking.versions import find_model, get_model, model_versions, regis
 CHAMPION = "champion"
 CHALLENGER = "challenger"
 REPLACES = "replaces"
-"""Tag of the champion: the version that served before it, which a rollback brings back; empty where none did."""
+"""Tag of the champion: the version it replaced, which a rollback restores; empty if there was none."""
 MEASURED_AGAINST = "measured_against"
-"""Tag: the version that was champion when this one was benchmarked; empty where none was."""
+"""Tag: the champion at the time of this version's benchmark; empty if there was none."""
 SMOKE_TEST = "smoke_test"
 """Tag of a version that was put into service: the outcome of its smoke test."""
 REFUSED = "refused"
@@ -81,7 +81,7 @@ def _make_challenger(client: MlflowClient, name: str, version: int) -> None:
 
 
 def champion(uri: str, name: str) -> RegisteredDraft | None:
-    """The version in service, None where there is none."""
+    """The champion, or None."""
     client = connect(uri)
     model = get_model(client, name)
     if model is None or CHAMPION not in model.aliases:
@@ -90,12 +90,12 @@ def champion(uri: str, name: str) -> RegisteredDraft | None:
 
 
 def find_version(uri: str, name: str, version: int) -> RegisteredDraft:
-    """One version. Raises Refusal where there is none."""
+    """One version. Raises Refusal if it does not exist."""
     return _draft(connect(uri), name, version)
 
 
 def version_of_run(uri: str, name: str, run: str) -> RegisteredDraft | None:
-    """The version that this run registered, None where it has not."""
+    """The version that this run registered, or None."""
     client = connect(uri)
     version = _version_of_run(client, name, run)
     return _draft(client, name, int(version.version)) if version else None
@@ -133,7 +133,7 @@ def describe(uri: str, draft: RegisteredDraft) -> str:
 
 
 def read_request_counts(uri: str, draft: RegisteredDraft) -> RequestCounts:
-    """What every conversation of a version's benchmark came to. Raises Refusal for a version without it."""
+    """Counts of every conversation of a version's benchmark. Raises Refusal if the version has none."""
     return RequestCounts.model_validate_json(read_artifact(uri, draft, REQUEST_COUNTS))
 
 

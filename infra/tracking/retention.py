@@ -97,7 +97,7 @@ def _pages(search: Any, **query: Any) -> Iterator[Any]:
 
 
 def _remove_run(client: MlflowClient, uri: str, run: Run) -> None:
-    """Versions first, so that nobody finds one without its weights; the run last, so that an interruption is seen."""
+    """Remove versions first, so that none is left without weights; the run last, so that an interruption shows."""
     for version in _pages(client.search_model_versions, filter_string=f"run_id = '{run.info.run_id}'"):
         client.delete_model_version(str(version.name), str(version.version))
     for kind in ("checkpoint", "draft"):

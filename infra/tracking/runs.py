@@ -25,7 +25,7 @@ from infra.tracking.client import NOTE, connect, experiment_id
 BATCH = 500
 """MLflow takes at most 1,000 metrics and 100 parameters in a request."""
 WEIGHTS = ("*.safetensors", "*.json")
-"""Of a checkpoint; the optimizer's state stays in the run folder."""
+"""Files of a logged checkpoint; the optimizer's state stays in the run folder."""
 HEADLINES = ("loss", "learning_rate", HELDOUT_LENGTH)
 """Metrics outside any group: MLflow shows them first."""
 EXPERIMENT_NOTE = (
@@ -39,7 +39,7 @@ class TrackedRun(Record):
     """A run of MLflow, as the run folder remembers it."""
 
     uri: str
-    """Without a password; `connect` takes the environment's."""
+    """Address without a password; `connect` adds the environment's."""
     experiment_id: str
     run_id: str
     logged_step: int = 0
@@ -118,7 +118,7 @@ def _points(line: dict[str, Any]) -> Iterator[Metric]:
 
 
 def log_checkpoint(run: TrackedRun, folder: Path, step: int, metrics: Path) -> str:
-    """Log a committed checkpoint's weights as a logged model, with what `metrics` says of its step; return its id."""
+    """Log a committed checkpoint's weights as a logged model, with the metrics of its step; return its id."""
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".upload-") as upload:
         for file in (file for pattern in WEIGHTS for file in folder.glob(pattern)):
             _link(file, Path(upload) / file.name)

@@ -37,7 +37,7 @@ class S3Artifacts(ArtifactRepository):
             self.log_artifact(str(file), posixpath.normpath(posixpath.join(artifact_path or "", inside)))
 
     def list_artifacts(self, path: str | None = None) -> list[FileInfo]:
-        """What lies directly in a folder; nothing where `path` is a file."""
+        """The direct content of a folder; empty if `path` is a file."""
         at = self._at(path)
         self._files.invalidate_cache(at)
         if not self._files.isdir(at):

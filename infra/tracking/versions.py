@@ -12,7 +12,7 @@ PAGE = 100
 
 
 def find_model(client: MlflowClient, name: str) -> RegisteredModel:
-    """A registered model with its aliases and tags. Raises Refusal where there is none."""
+    """A registered model with its aliases and tags. Raises Refusal if it does not exist."""
     model = get_model(client, name)
     if model is None:
         raise Refusal(f"no draft {name} is registered: `draftsmith drafts list` shows what there is")
@@ -20,7 +20,7 @@ def find_model(client: MlflowClient, name: str) -> RegisteredModel:
 
 
 def get_model(client: MlflowClient, name: str) -> RegisteredModel | None:
-    """A registered model with its aliases and tags, None where there is none."""
+    """A registered model with its aliases and tags, or None."""
     try:
         return client.get_registered_model(name)
     except MlflowException as error:

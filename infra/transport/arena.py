@@ -91,7 +91,7 @@ class ArenaTransport:
             raise TransferError(f"the arena in {self.folder} was deleted while it was in use; a new one is made")
 
     def verify(self, record: ObjectRecord) -> bool:
-        """Compare the object's checksums where it lies."""
+        """Compare the object's checksums in place."""
         try:
             place = _ObjectPlace(self._bytes, self._find(record))
         except TransferError:
@@ -197,7 +197,7 @@ def _allocate(folder: Path, capacity: int) -> None:
 
 
 def _identities(folder: Path) -> tuple[tuple[int, int] | None, ...]:
-    """Device and inode of the arena and its extents; None for a file that is not there."""
+    """Device and inode of the arena and its extents; None for a missing file."""
     identities = []
     for name in ("arena", "extents"):
         try:

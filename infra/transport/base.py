@@ -36,18 +36,18 @@ class Block:
     buffer: BufferRecord
     xxh3: str
     start: int
-    """Where it begins in the object."""
+    """Offset in the object."""
     nbytes: int
     skipped: int
     """Bytes before the wanted ones."""
     into: memoryview
-    """Where the wanted ones go."""
+    """Destination of the wanted bytes."""
 
 
 def blocks(
     record: ObjectRecord, into: Mapping[str, memoryview], starts: Mapping[str, int] | None = None
 ) -> Iterator[Block]:
-    """The blocks that hold what `Transport.get` is asked for, as they lie. Raises TransferError for other sizes."""
+    """The blocks that contain the requested bytes, in their order. Raises TransferError for other sizes."""
     offset = 0
     for buffer in record.buffers:
         if starts is None or buffer.name in starts:
@@ -64,7 +64,7 @@ def blocks(
 
 
 def fill(record: ObjectRecord, into: Mapping[str, memoryview], starts: Mapping[str, int] | None, read: Read) -> None:
-    """What `Transport.get` does, by whole blocks in the order in which they lie, each of them verified."""
+    """Read the requested bytes by whole blocks in their order, each verified (see `Transport.get`)."""
     for block in blocks(record, into, starts):
         whole = block.into.nbytes == block.nbytes
         arrived = block.into if whole else memoryview(bytearray(block.nbytes))
@@ -80,7 +80,7 @@ def check_sum(record: ObjectRecord, buffer: BufferRecord, found: str, expected: 
 
 
 def reads_back(transport: "Transport", record: ObjectRecord) -> bool:
-    """Whether an object is whole, found by reading it into memory of its own. Raises StoreUnavailableError."""
+    """Whether an object is whole, by reading it into memory. Raises StoreUnavailableError."""
     try:
         transport.get(record, {buffer.name: memoryview(bytearray(buffer.nbytes)) for buffer in record.buffers})
     except StoreUnavailableError:

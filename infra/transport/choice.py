@@ -1,4 +1,4 @@
-"""Which transport a run uses, and where it keeps its objects. Every process of the run comes to the same answer."""
+"""Chooses a run's transport and the folder of its objects, identically in every process."""
 
 import os
 from pathlib import Path
@@ -22,7 +22,7 @@ SPARE = 16 * 2**20
 
 
 def run_memory_folder(run: RunFolder) -> Path:
-    """The run's folder in shared memory: `/dev/shm/draftsmith-<run>`; whoever owns the run removes it."""
+    """The run's folder in shared memory, `/dev/shm/draftsmith-<run>`; the run's owner removes it."""
     return shared_memory_folder() / f"draftsmith-{run.name}"
 
 
@@ -43,7 +43,7 @@ def objects_folder(config: TransportConfig, run: RunFolder) -> Path:
 
 
 def shortage(config: TransportConfig) -> str:
-    """How much room is missing for a run's objects, and the remedy; empty where there is enough."""
+    """The missing space for a run's objects, and the remedy; empty if there is enough."""
     memory = Path(config.folder) if config.folder and config.kind != "stored" else shared_memory_folder()
     there = next((path for path in (memory, *memory.absolute().parents) if path.is_dir()), None)
     if there is None or (config.folder is None and there != memory):

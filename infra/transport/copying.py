@@ -6,7 +6,7 @@ CHUNK = 256 * 2**10
 """Bytes copied, then hashed: they fit into the second-level cache."""
 
 BLOCK = 4 * 2**20
-"""Bytes of a buffer that have a checksum of their own: who wants a part of a buffer reads and verifies whole blocks."""
+"""Bytes per checksum. A reader of a part of a buffer reads and verifies whole blocks."""
 
 SUM = 32
 """Digits of a checksum."""
@@ -35,14 +35,14 @@ class BlockSums:
         self._left = BLOCK
 
     def hexdigest(self) -> str:
-        """All of them, one after the other; of an empty buffer that of no bytes."""
+        """Concatenated checksums; for an empty buffer the checksum of no bytes."""
         if self._left < BLOCK or not self._closed:
             self._close()
         return "".join(self._closed)
 
 
 def block_sums(view: memoryview) -> str:
-    """The checksums of a buffer's blocks, one after the other."""
+    """Checksums of a buffer's blocks, in order."""
     sums = BlockSums()
     sums.update(view)
     return sums.hexdigest()

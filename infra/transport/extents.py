@@ -49,7 +49,7 @@ class Extents:
         self._lock = threading.Lock()
 
     def allocate(self, key: str, nbytes: int, writer: str) -> tuple[Extent, ...] | None:
-        """Give free bytes to an object that `writer` is about to write; None where there are too few."""
+        """Give free bytes to an object that `writer` is about to write; None if there are too few."""
 
         def allocate(connection: sqlite3.Connection) -> tuple[Extent, ...] | None:
             taken: list[Extent] = []
@@ -77,7 +77,7 @@ class Extents:
             connection.execute("INSERT INTO extents VALUES (?, ?, NULL)", (start + length, whole - length))
 
     def finish(self, key: str) -> bool:
-        """The object is written. False where it was deleted meanwhile: its bytes are free now."""
+        """Mark the object as written. False if it was deleted meanwhile: its bytes are free now."""
 
         def finish(connection: sqlite3.Connection) -> bool:
             (doomed,) = connection.execute("SELECT doomed FROM objects WHERE key = ?", (key,)).fetchone()
@@ -90,7 +90,7 @@ class Extents:
         return self._change(finish)
 
     def find(self, key: str) -> tuple[Extent, ...]:
-        """Where an object lies; empty where there is none, or none that is whole."""
+        """The place of a whole object; empty if there is none."""
         with self._lock:
             return tuple(
                 self._connection.execute(
@@ -156,6 +156,6 @@ class Extents:
 
 
 def _is_full(error: Exception) -> bool:
-    """SQLite's shared index says IOERR where its log says FULL."""
+    """SQLite reports a full shared index as IOERR, a full log as FULL."""
     primary = getattr(error, "sqlite_errorcode", 0) & 0xFF
     return primary in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)

@@ -23,7 +23,7 @@ class FileTransport:
         folder.mkdir(parents=True, exist_ok=True)
 
     def put(self, key: str, buffers: Mapping[str, Buffer]) -> ObjectRecord:
-        """Write the buffers one after the other; the file appears under its name only when it is whole."""
+        """Write the buffers; the file appears under its name only when it is whole."""
         views, nbytes = flat(buffers, key)
         path = self._path(key)
         try:

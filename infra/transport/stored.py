@@ -36,7 +36,7 @@ class StoredTransport:
         self._reach(lambda: self._files.makedirs(self._root, exist_ok=True))
 
     def put(self, key: str, buffers: Mapping[str, Buffer]) -> ObjectRecord:
-        """Write the buffers one after the other, then the record: without it there is no object."""
+        """Write the buffers, then the record, which makes the object visible."""
         views, _ = flat(buffers, key)
         records = tuple(BufferRecord(name=n, nbytes=v.nbytes, xxh3=block_sums(v)) for n, v in views.items())
         record = ObjectRecord(key=key, location=key, buffers=records)
@@ -113,7 +113,7 @@ class StoredTransport:
         """Kept."""
 
     def keys(self) -> Iterator[str]:
-        """None that a sweeper may remove."""
+        """Empty: a sweeper may remove nothing."""
         return iter(())
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ def _write_durably(path: Path, views: list[memoryview]) -> None:
 
 
 def local_folder(url: str) -> Path | None:
-    """The folder that a URL names on this machine's disks, if it does."""
+    """The local folder of a URL, or None."""
     files, root = fsspec.core.url_to_fs(url)
     return Path(root) if "file" in files.protocol else None
 

@@ -4,7 +4,7 @@ from infra.ledger.ledger import Ledger
 from infra.transport.base import Transport
 
 CANARY = "/canary/"
-"""In the keys of objects that a generator writes, reads and deletes by itself."""
+"""Part of the keys of objects that a generator writes, reads and deletes as a test."""
 
 
 def sweep(transport: Transport, ledger: Ledger) -> None:

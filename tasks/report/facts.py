@@ -14,7 +14,7 @@ from models.config.recipe import RunConfig
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a finished run came to, as its tasks recorded it."""
+    """Results of a finished run, as its tasks recorded them."""
 
     run: str
     """Name of the run."""
@@ -30,19 +30,19 @@ class RunFacts:
     links: Sequence["Link"] = ()
     git_sha: str = "unknown"
     generators: Sequence[GeneratorsChange] = ()
-    """How many there were, one after the other."""
+    """Numbers of generators, in order."""
     plan: Plan | None = None
     """What the run was expected to take."""
 
     @property
     def planned(self) -> Sequence[tuple[str, str]]:
-        """Planned beside measured rates, and the split that would be better."""
+        """Planned and measured rates, and a better split if there is one."""
         return tuple(comparison(self.plan, self.trained.rates)) if self.plan else ()
 
 
 @dataclass(frozen=True)
 class Link:
-    """Where more is to be found: an address, or text that a person copies where there is none."""
+    """A link, or text to copy if there is no address."""
 
     name: str
     text: str
@@ -91,7 +91,7 @@ def acceptance_by_lookahead(result: BenchmarkResult) -> list[dict[str, int | str
 
 
 def goodput_rows(result: BenchmarkResult) -> list[dict[str, str]]:
-    """Predicted goodput at each load: the best lookahead, and what it gives; empty where it was not measured."""
+    """The best lookahead and its predicted goodput at each load; empty if not measured."""
     found = result.goodput
     if found is None:
         return []

@@ -232,7 +232,7 @@ def benchmark_prompts(samples: SamplesRecord) -> str:
 
 
 def sample_states(facts: RunFacts) -> str:
-    """Where every sample went, in one sentence."""
+    """One sentence on the final states of all samples."""
     progress = facts.progress
     rest = progress.total - progress.consumed - progress.quarantined
     words = [f"{count(progress.consumed)} of {plural(progress.total, 'sample')} trained on"]
@@ -258,5 +258,5 @@ def _text(value: Any) -> str:
 
 
 def sentence(words: str) -> str:
-    """With a capital letter and a full stop."""
+    """The text with a capital letter and a full stop."""
     return f"{words[:1].upper()}{words[1:].rstrip('.')}."

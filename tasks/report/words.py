@@ -129,7 +129,7 @@ def lossless_line(result: BenchmarkResult) -> str:
 
 
 def serving_line(result: BenchmarkResult) -> str | None:
-    """What the main load's goodput says of serving; None where it was not measured."""
+    """The main load's goodput in one sentence; None if not measured."""
     found = result.goodput
     if found is None:
         return None

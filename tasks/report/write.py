@@ -76,7 +76,7 @@ def write_files(run: OpenRun, facts: RunFacts) -> None:
 
 
 def links(run: OpenRun) -> Iterator[Link]:
-    """Where more about the run is to be found."""
+    """Links to pages with more about the run."""
     yield tracking_link(TrackedRun.read(run.tracking_record))
     prefect = flow_run_url()
     if prefect and not prefect_is_private():
@@ -138,7 +138,7 @@ def training_report(trained: TrainingResult, progress: SampleProgress) -> dict[s
 
 
 def benchmark_report(result: BenchmarkResult) -> dict[str, Any]:
-    """What the draft is worth: acceptance beside its baseline, lossless decoding, speed, the gate, the conditions."""
+    """The benchmark in a page: acceptance and its baselines, lossless decoding, speed, the gate, the conditions."""
     lookahead = result.conditions.lookahead
     return {
         "target": {

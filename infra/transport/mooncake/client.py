@@ -20,7 +20,7 @@ from infra.transport.mooncake.staging import Staging
 
 PIECE = 4 * 2**20
 WAIT_S = 60.0
-"""For room, for a master or a store that is started again, for an interface that comes back."""
+"""Timeout for space, for a master or store that restarts, and for an interface that comes back."""
 POLL_S = 0.02
 LIST_S = 10.0
 NO_ROOM, GONE, NO_TRANSFER, NO_MASTER = -200, -704, -800, -900

@@ -37,7 +37,7 @@ def master_program() -> Path:
 
 
 def choose_protocol(wanted: Literal["auto", "rdma", "tcp"], root: Path = Path("/")) -> Literal["rdma", "tcp"]:
-    """RDMA where a device of this machine has an active port. Raises Refusal where it is wanted in vain."""
+    """RDMA if a device of this machine has an active port. Raises Refusal if RDMA is required and missing."""
     there = bool(active_devices(root))
     if wanted == "rdma" and not there:
         raise Refusal(

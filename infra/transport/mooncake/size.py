@@ -3,7 +3,7 @@
 from infra.config import TransportConfig
 
 SLACK = 1.5
-"""Of the byte budget: pieces of different sizes leave holes."""
+"""Factor on the byte budget, because objects of different sizes leave gaps."""
 BEYOND_BUDGET = 64 * 2**20
 
 

@@ -22,7 +22,7 @@ class MooncakeTransport:
         self._staging = self._client.staging
 
     def put(self, key: str, buffers: Mapping[str, Buffer]) -> ObjectRecord:
-        """Write the buffers one after the other. Raises TransferError where the store stays full or away."""
+        """Write the buffers. Raises TransferError if the store stays full or unreachable."""
         views, nbytes = flat(buffers, key)
         with self._staging.take(nbytes) as staged:
             records, start = [], 0
@@ -63,7 +63,7 @@ class MooncakeTransport:
         self._client.get(record.key, address, record.nbytes)
 
     def register(self, address: int, nbytes: int) -> None:
-        """Have memory of this machine or of its GPUs written to by `read`. Raises Refusal where it cannot be."""
+        """Register memory of this machine or its GPUs as a destination of `read`. Raises Refusal if that fails."""
         self._client.register(address, nbytes)
 
     def unregister(self, address: int) -> None:
