@@ -45,7 +45,7 @@ class Manifest(Record):
 
 
 class DraftDescription(Record):
-    """What is needed, besides weights, to rebuild a draft: `draft.json` of a checkpoint."""
+    """`draft.json` of a checkpoint: what a draft is rebuilt from, besides its weights."""
 
     config: dict[str, Any]
     aux_layer_ids: tuple[int, ...]
@@ -127,7 +127,7 @@ def is_whole(folder: RunFolder, record: CheckpointRecord) -> bool:
 
 
 def record_of(folder: RunFolder, path: Path) -> CheckpointRecord | None:
-    """A checkpoint folder's record made anew from its manifest; None where the checkpoint is not whole."""
+    """The record of a checkpoint folder, recreated from its manifest; None if the checkpoint is not whole."""
     if not (path / MANIFEST).is_file():
         return None
     manifest = Manifest.read(path / MANIFEST)
@@ -151,7 +151,7 @@ def read_state(path: Path) -> TrainerState:
 
 
 def remove_uncommitted(folder: RunFolder, ledger: Ledger) -> None:
-    """Delete what lies among the checkpoints without a row in the ledger: it is not a checkpoint."""
+    """Delete checkpoint folders without a row in the ledger."""
     committed = {Path(record.path).name for record in ledger.checkpoints()}
     for path in folder.checkpoints.glob("*") if folder.checkpoints.is_dir() else []:
         if path.name not in committed:

@@ -19,7 +19,7 @@ Bar = Callable[[str, int], Advance]
 
 @contextmanager
 def bars() -> Iterator[Bar]:
-    """Bars, or lines at most every `LINE_S` seconds where nobody sees them move."""
+    """Progress bars on a terminal, elsewhere lines at most every `LINE_S` seconds."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _lines

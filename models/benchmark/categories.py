@@ -11,7 +11,7 @@ from infra.records.acceptance import CategoryDecision, GateEvidence, Ground, Gro
 from models.benchmark.bootstrap import Z_POWER, resampled
 
 LEAST_PROMPTS = 20
-"""Of a category that is judged by itself."""
+"""Minimum number of prompts of a category that is judged separately."""
 LEVEL = 0.05
 CONTEXT_BOUNDS = (128, 512, 2048, 8192)
 """Prompt tokens, each the largest of its range."""

@@ -22,7 +22,7 @@ class Contestants:
 
     target: TargetModel
     exact: Callable[[], TargetModel]
-    """The target in float32; the target itself where it is."""
+    """The target in float32; the target itself if it is float32."""
     draft: RolloutSource
     champion: RolloutSource | None
     eos_ids: frozenset[int]
@@ -45,7 +45,7 @@ class Sources:
 
     target: TargetModel
     exact: Callable[[], TargetModel]
-    """The target in float32; the target itself where it is."""
+    """The target in float32; the target itself if it is float32."""
     drafts: list[RolloutSource]
     vocabularies: list[DraftVocabulary]
     """The drafts'."""
@@ -53,7 +53,7 @@ class Sources:
 
 
 def load_sources(target: Path, folders: Sequence[Path], dtype: torch.dtype) -> Sources:
-    """Load a target and exported drafts, each of which may read target layers of its own."""
+    """Load a target and exported drafts, which may read different target layers."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     drafts = [load_draft(folder, target, dtype, device) for folder in folders]
     layers = sorted({layer for loaded in drafts for layer in loaded.aux_layer_ids}) or [0]

@@ -31,7 +31,7 @@ from models.drafts.trees import DynamicTree, TreeShape, parse_shape
 from models.progress_bars import Bar, bars
 
 LEAST_DISTINCT = 0.3
-"""Of a text; a text that repeats itself more is reported apart."""
+"""Minimum share of distinct tokens; a more repetitive text is reported separately."""
 RESAMPLES = 10_000
 
 
@@ -41,12 +41,12 @@ class Speed(Record):
     batch: int
     repeats: int
     acceptance_length: float
-    """Of the texts that were timed."""
+    """Acceptance length of the timed texts."""
     plain_tokens_per_s: float
     """The target alone, in the same loop."""
     plain_spread: tuple[float, float]
     tokens_per_s: float | None
-    """None where the figure is impossible and therefore not published."""
+    """None if the figure is impossible and therefore not published."""
     spread: tuple[float, float] | None
     speedup: float | None
     flagged: bool
@@ -62,21 +62,21 @@ class Cell(Record):
     """A lookahead, or a tree as on the command line."""
     conditions: Conditions
     length: float | None
-    """Acceptance length over texts that do not repeat themselves; None: there is no complete step."""
+    """Acceptance length over texts that are not repetitive; None without a complete step."""
     interval: tuple[float, float] | None
     """95 %, by bootstrap over conversations."""
     steps: int
     conversations: int
     by_position: tuple[float | None, ...]
-    """Of a chain."""
+    """Acceptance by position of a chain."""
     by_category: tuple[GroupAcceptance, ...]
     by_context: tuple[GroupAcceptance, ...]
     distinct_token_share: float
-    """Of all texts."""
+    """Share of distinct tokens over all texts."""
     repetitive: GroupAcceptance | None
     """Texts with a distinct-token share under `LEAST_DISTINCT`, which are in no other figure."""
     mismatches: int | None
-    """Between greedy text and the target's own; None: sampled."""
+    """Mismatches of greedy text with the target's own; None if sampled."""
     ties: int | None
     speeds: tuple[Speed, ...]
 
@@ -104,7 +104,7 @@ class Repeat:
 
 
 Speeds = Mapping[int, Sequence[Repeat]]
-"""By batch size."""
+"""Speeds by batch size."""
 
 
 class Place(NamedTuple):
@@ -124,7 +124,7 @@ class HarnessPlan:
     shapes: tuple[str, ...]
     temperatures: tuple[float, ...]
     batches: tuple[int, ...]
-    """Of the speed measurements; empty: none."""
+    """Batch sizes of the speed measurements."""
     repeats: int
     timed_prompts: int
     max_new_tokens: int

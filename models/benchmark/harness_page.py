@@ -24,7 +24,7 @@ def table(result: HarnessResult, suite: str) -> Table:
 
 
 def row(cell: Cell) -> list[str]:
-    """What the columns say of a cell."""
+    """A cell's row."""
     low, high = cell.interval or (0.0, 0.0)
     length = "no complete step" if cell.length is None else f"{cell.length:.2f} ({low:.2f} to {high:.2f})"
     speeds = "; ".join(_speed(each) for each in cell.speeds)
@@ -120,7 +120,7 @@ def _suite(result: HarnessResult, suite: str) -> Iterator[str]:
 
 
 def _groups(what: str, cells: Sequence[Cell], groups: Sequence[Sequence[GroupAcceptance]]) -> Iterator[str]:
-    """One column for each category or range, where there are several."""
+    """One column per category or range, if there are several."""
     names = list(dict.fromkeys(part.group for of in groups for part in of))
     if len(names) < 2:
         return

@@ -46,7 +46,7 @@ class Measurements:
     prompt_lookup_sampled: Walk
     token_recycling_sampled: Walk
     reference: dict[int, ReferenceRun]
-    """By lookahead."""
+    """Reference decoding by lookahead."""
     sampled_reference: tuple[Decoded, ...]
     vocabulary_mass: float
     """See `models.benchmark.coverage`."""

@@ -112,7 +112,7 @@ def plot_training(metrics: Path, path: Path) -> Path:
 
 
 def plot_heldout(metrics: Path, path: Path) -> Path | None:
-    """Acceptance length on held-out text beside the training's own; None where it was not measured."""
+    """Acceptance length on held-out text and of the training; None if not measured."""
     rows = read_objects(metrics)
     measured = [row for row in rows if HELDOUT_LENGTH in row]
     if not measured:
@@ -130,7 +130,7 @@ def plot_heldout(metrics: Path, path: Path) -> Path | None:
 
 
 def plot_samples(samples: SamplesRecord, path: Path) -> Path | None:
-    """How long the training samples are, how much of each is learned, and how many turns; None: not recorded."""
+    """Lengths of the training samples, their supervised share, and their turns; None if not recorded."""
     shown = {
         "tokens of a sample": samples.lengths,
         "supervised tokens": samples.supervised,

@@ -1,4 +1,4 @@
-"""From measurements to `BenchmarkResult`: figures, verdict of the gate, and what they mean in words."""
+"""Builds `BenchmarkResult` from measurements: figures, the gate's verdict, and a summary."""
 
 from collections.abc import Sequence
 from math import isfinite

@@ -50,7 +50,7 @@ def serve(run: PreparedRun) -> ServedResult:
 
 
 def served_acceptance(run: PreparedRun, draft: Path, prompts: Sequence[Sequence[int]]) -> Acceptance | None:
-    """Acceptance of a draft in the serving engine; None where that is not the run's engine or cannot run it here."""
+    """Acceptance of a draft in the serving engine; None if the run uses no serving engine or it cannot run here."""
     config = run.config.benchmark
     if run.config.generator.engine != "sglang" or not config.served_concurrency:
         return None

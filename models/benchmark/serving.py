@@ -42,7 +42,7 @@ def has_kernels() -> bool:
 
 
 def whats_missing(draft: Path, concurrency: Sequence[int]) -> str | None:
-    """Why SGLang cannot serve an exported draft here, for a person; None: it can."""
+    """Why SGLang cannot serve an exported draft here, for a person; None if it can."""
     description = read_description(draft)
     if not description.served:
         return NO_MODEL.format(description.config.title)
@@ -55,7 +55,7 @@ class Setup:
 
     target: Path
     generator: GeneratorConfig
-    """Of it, what SGLang is started with."""
+    """The generator's settings, for SGLang's arguments."""
     dtype: str
     prompt_tokens: int
     max_new_tokens: int
@@ -91,13 +91,13 @@ class Setup:
 
     @property
     def greedy(self) -> dict[str, Any]:
-        """What a request says of sampling."""
+        """Sampling settings of a greedy request."""
         ends = sorted(eos_ids(self.target))
         return {"temperature": 0.0, "max_new_tokens": self.max_new_tokens, "stop_token_ids": ends}
 
 
 def speculative_arguments(draft: Path, lookahead: int) -> list[str]:
-    """What SGLang's command line says of an exported draft."""
+    """SGLang's arguments for an exported draft."""
     path = ["--speculative-draft-model-path", str(draft)]
     return [*path, *read_description(draft).config.engine_arguments(lookahead)]
 

@@ -100,7 +100,7 @@ def bench(options: argparse.Namespace) -> HarnessResult:
 def serve(
     harness: Harness, target: TargetRecord, drafts: Mapping[str, Path], options: argparse.Namespace
 ) -> list[Cell]:
-    """Drafts in SGLang; none where there is no draft that it can serve."""
+    """Measure drafts in SGLang; empty if it can serve none of them."""
     if not drafts:
         return []
     with tempfile.TemporaryDirectory(prefix="draftsmith-serving-") as logs:
@@ -138,7 +138,7 @@ def _conditions(
     suites: Mapping[str, SuitePrompts],
     drafts: Mapping[str, Path | None],
 ) -> dict[tuple[str, str], Conditions]:
-    """By suite and source, whose draft is None where it is a baseline."""
+    """Conditions by suite and source; a baseline's draft is None."""
     config = BenchmarkConfig(
         prompts=options.num_prompts,
         prompt_tokens=options.prompt_tokens,

@@ -37,7 +37,7 @@ class Step:
 
 
 def measure_goodput(contestants: Contestants, found: Measurements, config: BenchmarkConfig) -> MeasuredGoodput:
-    """Goodput of the draft, and of the champion if there is one, at `config.loads`, of which there is at least one."""
+    """Goodput of the draft, and of the champion if there is one, at all of `config.loads` (at least one)."""
     sources, walks = [contestants.draft], [found.draft]
     if contestants.champion is not None:
         assert found.champion is not None

@@ -41,7 +41,7 @@ def against_baselines(lookahead: int, greedy: Lengths, sampled: Lengths, at: str
 
 
 def sampled_at(conditions: Conditions) -> str:
-    """Temperature and, where it leaves tokens out, top-p of the sampled figures."""
+    """Temperature of the sampled figures, and top-p unless it is 1."""
     top_p = f", top-p {conditions.sampled_top_p:g}" if conditions.sampled_top_p < 1 else ""
     return f"T={conditions.sampled_temperature:g}{top_p}"
 

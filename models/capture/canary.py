@@ -9,9 +9,9 @@ from models.targets.model import HiddenStates, TargetModel
 from models.targets.weights import TargetHead
 
 RELATIVE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
-"""By the target's compute data type."""
+"""Tolerance by the target's compute data type."""
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 4e-3}
-"""By the data type of stored hidden states."""
+"""Rounding by the data type of stored hidden states."""
 
 
 @torch.no_grad()

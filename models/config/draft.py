@@ -20,7 +20,7 @@ DraftConfig = Annotated[
 METHODS: dict[str, type[MethodConfig]] = {
     config.model_fields["method"].default: config for config in get_args(get_args(DraftConfig)[0])
 }
-"""By name, which is also the name of the method's folder."""
+"""Configurations by method; the name is also the method's folder."""
 
 
 def parse_draft_config(tree: Mapping[str, Any]) -> DraftConfig:

@@ -96,7 +96,7 @@ class Eagle3Config(LossChoice, VocabularyChoice, LayerShape):
         )
 
     def engine_arguments(self, lookahead: int) -> list[str]:
-        """For a chain; SGLang counts the last known token among the draft tokens."""
+        """SGLang's arguments for a chain. SGLang counts the last known token among the draft tokens."""
         command = ["--speculative-algorithm", "EAGLE3", "--speculative-eagle-topk", "1"]
         command += ["--speculative-num-steps", str(lookahead)]
         return [*command, "--speculative-num-draft-tokens", str(lookahead + 1)]

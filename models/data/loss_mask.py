@@ -27,7 +27,7 @@ Messages = Sequence[dict[str, Any]]
 Render = Callable[..., str]
 """Renders messages with the chat template; `add_generation_prompt=True` adds the prompt of an answer."""
 _PLACEHOLDER = "\ue000"
-"""Stands for an answer: a private-use character, which no template changes."""
+"""Placeholder of an answer: a private-use character, which no template changes."""
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -155,7 +155,7 @@ def _span_inside(render: Render, messages: Messages, turn: int, text: str) -> Sp
 
 
 def _opening(render: Render, asked: Messages, before: str) -> int | None:
-    """Where the target begins to generate in `before`, the text before an answer."""
+    """Position in `before`, the text before an answer, at which the target starts to generate."""
     prompt = render(asked, add_generation_prompt=True)
     shared = _shared(prompt, before)
     if shared == len(prompt):

@@ -1,4 +1,4 @@
-"""From documents to samples: tokens, loss mask, length limits, and which documents are held out."""
+"""Builds samples from documents: tokens, loss mask, length limits, and the held-out split."""
 
 import hashlib
 import json

@@ -20,7 +20,7 @@ _MULTI_TURN = ("writing", "roleplay", "reasoning", "math", "coding", "extraction
 
 @dataclass(frozen=True)
 class SuiteFormat:
-    """Where the records of a suite hold question and category."""
+    """Fields of a suite's records that hold question and category."""
 
     title: str
     address: str
@@ -28,7 +28,7 @@ class SuiteFormat:
     question_fields: tuple[str, ...]
     """The first of these fields that a record has is its question: a text, or turns of which the first is asked."""
     category: str | None = None
-    """The field of the category; None: there are no categories."""
+    """The field of the category; None without categories."""
     grouped: Mapping[str, str] = field(default_factory=dict)
     """Categories that the suite's publication reports as one."""
 

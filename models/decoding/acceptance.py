@@ -22,7 +22,7 @@ def acceptance_length(counts: Sequence[AcceptedCounts]) -> float:
 
 
 def by_position(counts: Sequence[AcceptedCounts], lookahead: int) -> tuple[float | None, ...]:
-    """Acceptance rate at positions 1..lookahead, each given that all before it were accepted; None: never offered."""
+    """Acceptance rate at positions 1..lookahead, given that all earlier ones were accepted; None if never proposed."""
     rates: list[float | None] = []
     for position in range(1, lookahead + 1):
         pairs = [count.at_position(position) for count in counts]

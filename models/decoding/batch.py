@@ -31,7 +31,7 @@ class Verification:
 
     trees: Sequence[Tree]
     tokens: list[list[int]]
-    """Of each text, padded."""
+    """Tokens of each text, padded."""
     aux: Sequence[Tensor]
     """`[n + 1, K*H]` target features of each text."""
     logits: Tensor

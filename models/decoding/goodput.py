@@ -74,9 +74,9 @@ class FittedCosts:
     """`models.decoding.policy.StepCosts` from fits."""
 
     target: CostFit
-    """By tokens that are verified."""
+    """Costs by verified tokens."""
     draft: CostFit
-    """By tokens that are proposed."""
+    """Costs by proposed tokens."""
 
     def seconds(self, batch: int, lookahead: int) -> float:
         """See `StepCosts.seconds`."""
@@ -85,7 +85,7 @@ class FittedCosts:
 
 
 def rates_of(acceptance: Acceptance) -> tuple[float, ...]:
-    """Acceptance by position as far as positions were offered."""
+    """Acceptance by position, up to the last position that was proposed."""
     rates = acceptance.by_position
     known = next((place for place, rate in enumerate(rates) if rate is None), len(rates))
     return tuple(rate for rate in rates[:known] if rate is not None)
@@ -107,7 +107,7 @@ def predict(costs: StepCosts, rates: Sequence[float], batch: int, lookahead: int
 def goodput_table(
     costs: FittedCosts, rates: Sequence[float], batches: Sequence[int], lookaheads: Sequence[int] | None = None
 ) -> GoodputTable:
-    """Every batch and every one of `lookaheads`, by default those from 0 to the number of `rates`."""
+    """Goodput of every batch size and every one of `lookaheads` (default: 0 to the number of `rates`)."""
     chosen = range(len(rates) + 1) if lookaheads is None else lookaheads
     rows = tuple(predict(costs, rates, batch, lookahead) for batch in batches for lookahead in chosen)
     return GoodputTable(rates=tuple(rates), target=costs.target, draft=costs.draft, rows=rows)

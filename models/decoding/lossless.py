@@ -25,7 +25,7 @@ class Mismatch:
     position: int
     """Index into the continuation."""
     token: int | None
-    """The speculative token; None where the speculative text ends and the plain one does not."""
+    """The speculative token; None if the speculative text ends and the plain one does not."""
     gap: float
     """Largest float32 logit minus the token's."""
     delta: float

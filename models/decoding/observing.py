@@ -17,6 +17,6 @@ def likeliest(logits: Tensor, count: int) -> Likeliest:
 
 
 def likeliest_after(target: TargetModel, last: Tensor, count: int) -> Likeliest:
-    """From `[n, H]` hidden states after the final norm."""
+    """The most likely tokens, from `[n, H]` hidden states after the final norm."""
     parts = [likeliest(target.logits(rows), count) for rows in last.split(ROWS)]
     return Likeliest(torch.cat([part.tokens for part in parts]), torch.cat([part.log_probabilities for part in parts]))

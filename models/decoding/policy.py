@@ -92,7 +92,7 @@ class LookaheadPolicy:
     all_memory: float = 0.998
     _all: Accepting = field(init=False)
     _costs: dict[int, list[float]] = field(init=False, default_factory=dict)
-    """By texts: seconds of every lookahead."""
+    """Seconds of every lookahead, by batch size."""
 
     def __post_init__(self) -> None:
         if not self.rates or not all(0 <= rate <= 1 for rate in self.rates):

@@ -26,7 +26,7 @@ def features(target: TargetModel, tokens: Sequence[int]) -> Tensor:
 
 
 def features_and_likeliest(target: TargetModel, tokens: Sequence[int], candidates: int) -> tuple[Tensor, Likeliest]:
-    """`features`, and what the target finds likely after each of these positions, from the same forward."""
+    """`features`, and the target's most likely tokens after each of these positions, from the same forward."""
     states = target.forward(torch.tensor([list(tokens[:-1])], device=target.device))
     return states.aux[0], likeliest_after(target, states.last[0], candidates)
 

@@ -37,11 +37,11 @@ class Decoded:
     tokens: tuple[int, ...]
     """The prefill token first; end of text included."""
     counts: AcceptedCounts
-    """In a tree, accepted tokens are those of the longest accepted path, and the lookahead is its depth."""
+    """In a tree, the accepted tokens are those of the longest accepted path, and the lookahead is the tree's depth."""
     forwards: int
     """Target forwards after the prefill, the one of a cut step included."""
     lookaheads: tuple[int, ...]
-    """Chosen for each of these forwards."""
+    """Lookahead of each of these forwards."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def speculate_together(
     sampling: Sampling = GREEDY,
     watch: Stopwatch | None = None,
 ) -> list[Decoded]:
-    """Continue all prompts at once, one target forward per verification step of all; each prefill runs by itself."""
+    """Continue all prompts at once, with one target forward per verification step of all; prefills run separately."""
     conversations = [
         Conversation(
             target, source, prefill(target, prompt, sampling), lookahead, max_new_tokens, eos_ids, sampling=sampling
@@ -233,7 +233,7 @@ class Conversation:
         return ended(self.tokens, self.max_new_tokens, self.eos_ids)
 
     def turn(self, shape: int | TreeShape) -> Turn | None:
-        """What is handed over for the next step's proposals; None where there shall be none."""
+        """The inputs for the next step's proposals; None for a step without proposals."""
         self.lookaheads.append(shape if isinstance(shape, int) else shape.depth)
         if shape == 0:
             return None
@@ -278,7 +278,7 @@ def _agree(step: Verification) -> list[StepDecision]:
 
 
 def _sample(step: Verification, samplings: Sequence[Sampling]) -> list[StepDecision]:
-    """Sampled steps, each row decided by itself; smaller trees are padded with nothing."""
+    """Sampled steps, decided row by row; smaller trees are padded with `NO_PROPOSAL`."""
     sizes, sampling = step.sizes, samplings[0]
     logits = pad_sequence(list(step.logits.split(sizes)), batch_first=True)
     vocabulary, size = logits.shape[-1], logits.shape[1] - 1

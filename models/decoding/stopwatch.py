@@ -18,9 +18,9 @@ class StepSeconds:
 
     texts: int
     tokens: int = 0
-    """Of each text that the target verified, padding included: 1 + the most proposals."""
+    """Tokens per text that the target verified, padding included: 1 + the largest number of proposals."""
     emitted: int = 0
-    """Of all texts, as far as the texts did not end."""
+    """Emitted tokens of all texts, without those after a text's end."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(get_args(Part), 0.0))
 
 

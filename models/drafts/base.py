@@ -13,7 +13,7 @@ from models.drafts.vocabulary import DraftVocabulary
 
 @dataclass(frozen=True)
 class PackedSamples:
-    """Captured samples, one behind the other. N is the sum of `lengths`."""
+    """Captured samples, concatenated without padding. N is the sum of `lengths`."""
 
     tokens: Tensor
     """`[N]` int64."""
@@ -35,7 +35,7 @@ class TargetProjection:
     rows: Tensor
     """`[Vd, H]` the head's rows of the draft vocabulary."""
     full: Tensor | None
-    """`[V, H]` the whole head, where supervision is decided by the target's argmax; None: by the text's own token."""
+    """`[V, H]` the whole head, if the target's argmax decides which positions count; None: the text's token does."""
     logit_scale: float
     soft_cap: float | None
 
@@ -83,7 +83,7 @@ class Draft(torch.nn.Module):
         raise NotImplementedError
 
     def engine_config(self) -> dict[str, Any] | None:
-        """What SGLang's `config.json` says of this draft; None where SGLang does not serve it."""
+        """This draft in SGLang's `config.json`; None if SGLang does not serve it."""
         raise NotImplementedError
 
     def speculators_config(self) -> dict[str, Any] | None:

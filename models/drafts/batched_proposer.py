@@ -116,7 +116,7 @@ class Choice:
         return self._tokens[-1]
 
     def chains(self) -> list[Tree]:
-        """Of every row, with what it was drawn from written over the target's vocabulary."""
+        """The chain of every row, with its distributions over the target's vocabulary."""
         parents, tokens = tuple(range(ROOT, self.longest - 1)), self.target_ids.new_empty(len(self.counts), 0)
         if self._tokens:
             tokens = torch.stack(self._tokens, dim=1)

@@ -90,7 +90,7 @@ def _last(batch: PackedSamples, positions: Tensor) -> Tensor:
 
 
 def _gathered(outputs: Iterable[Tensor], rows: Tensor) -> list[Tensor]:
-    """S times `[P, h]`: copies of each step's rows `[P, S]`, in autocast's dtype; the outputs themselves are let go."""
+    """S times `[P, h]`: copies of each step's rows `[P, S]`, in autocast's dtype, so that the outputs can be freed."""
     device = rows.device.type
     low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     return [(x if low is None else x.to(low))[rows[:, step]] for step, x in enumerate(outputs)]
@@ -104,7 +104,7 @@ def _known(batch: PackedSamples, positions: Tensor, target: TargetProjection, vo
 
 
 def _distribution(last: Tensor, target: TargetProjection, vocabulary: DraftVocabulary) -> TargetDistribution:
-    """By the whole head where that decides what counts: its logits hold the draft vocabulary's."""
+    """The target's distribution; from the whole head if that decides which positions count."""
     if vocabulary.whole or target.full is None:
         return TargetDistribution(last, target.rows, target.logit_scale, target.soft_cap)
     ids = vocabulary.target_ids.to(last.device)

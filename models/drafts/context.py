@@ -24,7 +24,7 @@ class RowRange(NamedTuple):
     start: int
     stop: int
     offset: int
-    """Where the sample begins among the packed rows."""
+    """Index of the sample's first token among the packed rows."""
 
     @property
     def rows(self) -> int:
@@ -40,14 +40,14 @@ class ContextShare:
     """What one rank of a group computes of packed samples."""
 
     lengths: tuple[int, ...]
-    """Of the whole samples, which are the same on all ranks of the group."""
+    """Lengths of the whole samples, identical on all ranks of the group."""
     size: int
     rank: int
-    """In the group."""
+    """Rank in the group."""
     reach: int
     """S: a row predicts the next token of each of the S positions after it."""
     group: dist.ProcessGroup | None = None
-    """None: nothing is ever gathered."""
+    """None if nothing is gathered."""
 
     @property
     def runs(self) -> tuple[RowRange, ...]:
@@ -56,7 +56,7 @@ class ContextShare:
 
     @property
     def states(self) -> tuple[RowRange, ...]:
-        """Positions whose next token this rank's rows predict: of these it needs the target's last states."""
+        """Positions whose next token this rank's rows predict; their last states are needed here."""
         reached = ((r, r.start + 1, min(r.stop + self.reach, self.lengths[r.sample])) for r in self.runs)
         return _joined(run._replace(start=start, stop=stop) for run, start, stop in reached if start < stop)
 
@@ -69,11 +69,11 @@ class ContextShare:
         return _numbers(self.runs, device, packed=False)
 
     def row_index(self, device: torch.device) -> Tensor:
-        """`[N]` where a packed row stands among this rank's; -1 for the others'."""
+        """`[N]` index of a packed row among this rank's rows; -1 for other ranks' rows."""
         return self._index(self.runs, device)
 
     def state_index(self, device: torch.device) -> Tensor:
-        """`[N]` where a packed position stands among those whose last state is here; -1 for the others."""
+        """`[N]` index of a packed position among those whose last state is here; -1 for others."""
         return self._index(self.states, device)
 
     def _index(self, runs: Sequence[RowRange], device: torch.device) -> Tensor:

@@ -29,7 +29,7 @@ class Proposals:
         return Proposals(self.tokens[:count], None if self.probabilities is None else self.probabilities[:count])
 
     def over(self, vocabulary: int) -> Tensor:
-        """`[k, V]` the distributions, written out where they are certain; every token is a real one."""
+        """`[k, V]` the distributions; one-hot for proposals with certainty. All tokens must be real ones."""
         if self.probabilities is None:
             certain = torch.zeros(len(self.tokens), vocabulary, device=self.tokens.device)
             return certain.scatter_(1, self.tokens.unsqueeze(-1), 1.0)

@@ -23,7 +23,7 @@ class Sampling:
     temperature: float = 0.0
     top_p: float = 1.0
     generator: torch.Generator | None = None
-    """Randomness, on the device of what is drawn from; None: torch's own."""
+    """Random generator on the device of the distributions; None: torch's own."""
 
     def __post_init__(self) -> None:
         if self.temperature < 0:

@@ -18,7 +18,7 @@ from models.drafts.proposals import NO_PROPOSAL, Proposals
 from models.drafts.sampling import Sampling
 
 ROOT = -1
-"""Stands for the last emitted token, from which a tree grows."""
+"""The last emitted token, from which a tree grows."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class StaticTree:
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """At each of `depth` steps the `topk` likeliest places grow `topk` children each; the `tokens` likeliest stay."""
+    """In each of `depth` steps the `topk` likeliest nodes get `topk` children each; the `tokens` likeliest are kept."""
 
     depth: int
     topk: int
@@ -93,16 +93,16 @@ def parse_shape(text: str) -> TreeShape:
 
 @dataclass(frozen=True)
 class Tree:
-    """n proposals, each after a parent that stands before it; siblings stand in the order in which they are tried."""
+    """n proposals. A parent precedes its children; siblings are in the order in which they are tried."""
 
     proposals: Proposals
     """Row i of its probabilities is what token i was drawn from, given its ancestors and the siblings before it."""
     parents: tuple[int, ...]
-    """Of each proposal; `ROOT` where it follows the last emitted token."""
+    """Parent of each proposal; `ROOT` if it follows the last emitted token."""
 
     @classmethod
     def chain(cls, proposals: Proposals) -> "Tree":
-        """Those before the first `NO_PROPOSAL`, one after the other."""
+        """A chain of the proposals before the first `NO_PROPOSAL`."""
         usable = proposals.usable()
         return cls(usable, tuple(range(ROOT, len(usable.tokens) - 1)))
 
@@ -141,7 +141,7 @@ class Candidates:
     scores: Tensor
     """`[m, w]` log-probabilities given the path; of no meaning where the tree is static."""
     drawn_from: Tensor | None = None
-    """`[m, w, V]` what each was drawn from, given those before it; None: proposed with certainty."""
+    """`[m, w, V]` the distribution of each draw, given the draws before it; None: proposed with certainty."""
 
 
 @dataclass
@@ -159,7 +159,7 @@ class Growing:
         return 0 if node == ROOT else 1 + self.depth(self.parents[node])
 
     def add(self, parent: int, candidates: Candidates, row: int, rank: int) -> int | None:
-        """Grow one child; None where there is no such candidate."""
+        """Add a child; None if there is no such candidate."""
         token = int(candidates.tokens[row, rank])
         if token == NO_PROPOSAL:
             return None
@@ -181,7 +181,7 @@ class Growing:
 
 
 Expand = Callable[[Growing, Sequence[int], int], Candidates]
-"""(what has grown, nodes of one depth or the root, width w) -> at most w candidates after each of these nodes."""
+"""(the tree so far, nodes of one depth or the root, width w) -> at most w candidates after each of these nodes."""
 
 
 def grow(shape: TreeShape, expand: Expand, device: torch.device) -> Tree:

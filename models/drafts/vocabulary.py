@@ -10,7 +10,7 @@ from infra.refusal import Refusal
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """`target_ids` `[Vd]` int64, ascending and distinct: draft id i stands for target id `target_ids[i]`."""
+    """`target_ids` `[Vd]` int64, ascending and distinct: draft id i is target id `target_ids[i]`."""
 
     target_ids: Tensor
     target_size: int
@@ -40,7 +40,7 @@ class DraftVocabulary:
 
     @classmethod
     def from_offsets(cls, d2t: Tensor, target_size: int) -> "DraftVocabulary":
-        """From the exported map: target id = draft id + `d2t[draft id]`."""
+        """The vocabulary of an exported map: target id = draft id + `d2t[draft id]`."""
         return cls(d2t.long() + torch.arange(len(d2t)), target_size)
 
     @property

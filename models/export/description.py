@@ -26,7 +26,7 @@ class ExportDescription:
     served: bool
     """Whether SGLang serves it."""
     vllm_method: str | None
-    """What vLLM, which reads the `speculators` part, calls the method; None: there is no such part."""
+    """vLLM's name of the method, from the `speculators` part; None if there is none."""
     target_revision: str | None
 
 

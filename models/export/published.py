@@ -88,7 +88,7 @@ def _check_target(found: PublishedDraft, target: TargetRecord) -> None:
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """By the names that they have here, floats in float32; what belongs to the target alone is left out."""
+    """Tensors by our names, floats in float32, without those that belong to the target."""
     if not list(folder.glob("*.safetensors")):
         raise Refusal("it has no safetensors files (nothing from outside is unpickled): convert its weights first")
     tensors: dict[str, Tensor] = {}
@@ -103,7 +103,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _vocabulary(found: PublishedDraft, tensors: Mapping[str, Tensor]) -> DraftVocabulary:
-    """From `d2t`; `t2d`, where there is one, has to agree."""
+    """The vocabulary of `d2t`; `t2d`, if present, must agree."""
     size = found.shape.get("vocab_size")
     if size is None:
         return DraftVocabulary(torch.arange(found.vocab_size), found.vocab_size)
@@ -121,7 +121,7 @@ def _vocabulary(found: PublishedDraft, tensors: Mapping[str, Tensor]) -> DraftVo
 
 
 def _method(found: PublishedDraft, config: DraftConfig, own_embeddings: bool) -> DraftConfig:
-    """Its shape, and what else the recipe says of training where that is of the same method."""
+    """The method with this shape, and the recipe's training settings if it names the same method."""
     shape = found.shape | ({"train_embeddings": own_embeddings} if found.method == "eagle3" else {})
     if config.method != found.method:
         raise Refusal(f"its method is {found.method}, the recipe's draft.method {config.method}")

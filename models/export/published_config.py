@@ -24,13 +24,13 @@ class PublishedDraft:
     shape: dict[str, Any]
     """Fields of the method's configuration that say what the draft is."""
     aux_layer_ids: tuple[int, ...] | None
-    """As ours are counted; None: it does not say, and its engine's default is meant."""
+    """Layer ids in our numbering; None: unspecified, so the engine's default is meant."""
     hidden_size: int
     target_hidden_size: int
     vocab_size: int
-    """Of the target."""
+    """Size of the target's vocabulary."""
     target: str | None
-    """What it was trained for, where it says so."""
+    """The target it was trained for, if specified."""
 
 
 def read_published(settings: Mapping[str, Any]) -> PublishedDraft:
@@ -138,7 +138,7 @@ def _published(
 
 
 def _attention(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """What a Llama or Qwen3 layer says of itself, with Hugging Face's defaults."""
+    """Attention settings of a Llama or Qwen3 layer, with Hugging Face's defaults."""
     _refuse(layer, {"attention_bias": False, "hidden_act": "silu"})
     rope = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))

@@ -27,7 +27,7 @@ acceptance alone, and costs that differ more than this would not be asked."""
 
 @dataclass(frozen=True)
 class Span:
-    """From `first` to `last` texts at once."""
+    """Batch sizes from `first` to `last`."""
 
     first: int
     last: int
@@ -72,7 +72,7 @@ def sglang(found: MeasuredGoodput, config: MethodConfig) -> dict[str, Any]:
 
 
 def _adaptive_arguments(adaptive: dict[str, Any], config: MethodConfig, preferred: int) -> list[str]:
-    """SGLang refuses to begin with a lookahead that is no candidate."""
+    """SGLang refuses to start with a lookahead that is not a candidate."""
     candidates = sorted({at for slot in adaptive.values() for at in slot["candidate_steps"] if at})
     start = preferred if preferred in candidates else candidates[0]
     return [*config.engine_arguments(start), "--speculative-adaptive"]
@@ -112,7 +112,7 @@ def _ranges(found: Sequence[Span]) -> list[list[int]]:
 
 
 def write_settings(export: Path, found: MeasuredGoodput) -> list[Path]:
-    """Write `serving/` of an exported draft, in place of what is there; engines only where they have its model."""
+    """Replace `serving/` of an exported draft; engines are included if they have its model."""
     description = read_description(export)
     files: dict[str, Any] = {GOODPUT: found.model_dump(mode="json")}
     if description.served:

@@ -11,7 +11,7 @@ from models.drafts.base import Draft
 from models.export.description import CONFIG
 
 VERSION = "0.9.0"
-"""Of the format."""
+"""Version of the format."""
 
 
 def speculators_settings(draft: Draft, target: Path, hub_id: str | None, lookahead: int) -> dict[str, Any] | None:

@@ -89,7 +89,7 @@ class Control:
 
 
 def _own_subgroup(size: int, backend: str | None) -> dist.ProcessGroup:
-    """Of every `size` ranks in a row, those that this one belongs to."""
+    """This rank's group, where every `size` consecutive ranks form one."""
     group, _ = dist.new_subgroups(size, backend=backend)
     assert isinstance(group, dist.ProcessGroup)
     return group

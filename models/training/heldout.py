@@ -50,7 +50,7 @@ class HeldoutWalk:
 
 @contextmanager
 def weights_of(draft: Draft, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """The draft has these weights meanwhile; its own ones stay where they are in memory."""
+    """Use these weights temporarily; the draft's own ones stay in memory."""
     own = {name: parameter.data for name, parameter in draft.named_parameters()}
     try:
         for name, parameter in draft.named_parameters():

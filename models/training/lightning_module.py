@@ -52,7 +52,7 @@ class DraftModule(lightning.LightningModule):
         return self.outcome.loss * settings.micro_batches * self.world
 
     def configure_model(self) -> None:
-        """Divide the draft among the ranks, where that is asked for; Lightning may ask again."""
+        """Shard the draft if requested; Lightning may call this twice."""
         mesh = data_mesh(self)
         if mesh is None or isinstance(next(self.draft.parameters()), DTensor):
             return
@@ -100,6 +100,6 @@ class DraftModule(lightning.LightningModule):
         return batch.to(device)
 
     def state(self, counters: dict[str, float]) -> TrainerState:
-        """What a checkpoint needs besides the weights. All ranks have to ask at the same time."""
+        """The part of a checkpoint besides the weights. A collective operation of all ranks."""
         scheduler: Any = self.lr_schedulers()
         return TrainerState(whole(self.trainer.optimizers[0].state_dict()), scheduler.state_dict(), counters)

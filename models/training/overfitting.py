@@ -26,11 +26,11 @@ class LossPoint:
     training: float
     """Accepted length as training counts it, the bonus token included."""
     heldout: float | None
-    """Acceptance length on held-out text, where it was measured."""
+    """Acceptance length on held-out text, if measured."""
 
 
 def look_of(metrics: Mapping[str, Any]) -> LossPoint:
-    """Of one line of the run's metrics."""
+    """The point of one line of the run's metrics."""
     training = 1.0 + sum(accumulate(metrics["acceptance_by_position"], mul))
     return LossPoint(int(metrics["step"]), training, metrics.get(HELDOUT_LENGTH))
 
@@ -40,8 +40,8 @@ def read_history(metrics: Path) -> list[LossPoint]:
     return [look_of(line) for line in read_objects(metrics)]
 
 
-def parting(history: Sequence[LossPoint]) -> str | None:
-    """The warning in one sentence; None where there is nothing to say (see above)."""
+def overfitting_warning(history: Sequence[LossPoint]) -> str | None:
+    """The warning in one sentence, or None (see above)."""
     measured = _measured(history)
     if len(measured) < 3:
         return None

@@ -13,7 +13,7 @@ from infra.ledger.ledger import Ledger
 from infra.records.data_path import HELDOUT_LENGTH, SideRates
 from models.drafts.base import DraftLoss
 from models.training.control import Control
-from models.training.overfitting import look_of, parting, read_history
+from models.training.overfitting import look_of, overfitting_warning, read_history
 from models.training.stream import StepStream
 
 RATES_S = 60.0
@@ -145,7 +145,7 @@ class ProgressReporter:
         self._history.append(look_of(metrics))
         if self.heldout_length is not None:
             self.heldout_length = None
-            warning = parting(self._history)
+            warning = overfitting_warning(self._history)
             if warning:
                 print(f"warning: {warning}", flush=True)
 
@@ -156,7 +156,7 @@ class ProgressReporter:
         return f", {seconds / 60:.0f} min left" if seconds > 90 else f", {seconds:.0f} s left"
 
     def rates(self) -> SideRates:
-        """Of the whole run so far; the fetching since this trainer started stands for all of it."""
+        """Rates of the whole run so far; fetching since this trainer's start represents all of it."""
         captured = self.ledger.capture_rates()
         return side_rates(
             captured,

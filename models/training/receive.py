@@ -39,10 +39,10 @@ class Receiver(Protocol):
 
 
 class HostReceiver:
-    """Into host memory, pinned where there is a GPU to copy from it; every byte is verified."""
+    """Receives into host memory, pinned if there is a GPU; every byte is verified."""
 
     def __init__(self, transport: Transport, layout: HiddenStateLayout, why: str = ""):
-        """`why` it is not the GPU's memory, where that was to be expected."""
+        """`why`: the reason why GPU memory is not used although it was expected."""
         self._transport, self._layout = transport, layout
         self._pinned = torch.cuda.is_available()
         self.words = f"into {'pinned ' if self._pinned else ''}host memory, every checksum verified{why and f'; {why}'}"
@@ -103,7 +103,7 @@ class DeviceReceiver:
             torch.cuda.current_stream(self._device).synchronize()  # the next sample lands in the same place
 
     def close(self) -> None:
-        """Take the landing place back from Mooncake, which would write to it whoever owned it next."""
+        """Unregister the buffer from Mooncake, which would otherwise write to its next owner's memory."""
         self._transport.unregister(self._landing.data_ptr())
 
     def _make(self, nbytes: int) -> Tensor:

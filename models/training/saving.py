@@ -15,7 +15,7 @@ from infra.ledger.ledger import Ledger
 from models import checkpoint as checkpoints
 
 SAVE_S = 1800.0
-"""For one checkpoint to be on the disk: a bound for disks that hang."""
+"""Timeout for writing one checkpoint, for disks that hang."""
 
 
 class CheckpointSaver:
@@ -71,6 +71,6 @@ class CheckpointSaver:
 
 
 def on_host(value: Any) -> Any:
-    """A copy of nested dicts, lists and tuples with every tensor on the CPU, in memory of its own."""
+    """A copy of nested dicts, lists and tuples with every tensor copied to the CPU."""
     # Not `.cpu().clone()`: that is two copies of what comes from a GPU.
     return checkpoints.each_tensor(lambda x: x.detach().cpu() if x.is_cuda else x.detach().clone(), value)

@@ -19,7 +19,7 @@ from models.drafts.base import Draft
 
 
 def strategy(settings: TrainingConfig, world: int) -> Strategy | str:
-    """Lightning's strategy. One rank has nobody to share with."""
+    """Lightning's strategy; a single rank shards nothing."""
     if world == 1:
         return "auto"
     if settings.sharded:
@@ -75,6 +75,6 @@ def part(tensor: Tensor) -> Tensor:
 
 
 def data_mesh(module: lightning.LightningModule) -> DeviceMesh | None:
-    """The ranks among which Lightning wants the module divided; None where each has all of it."""
+    """The ranks among which Lightning shards the module; None without sharding."""
     mesh = module.device_mesh
     return None if mesh is None else mesh["data_parallel"]

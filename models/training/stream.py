@@ -35,14 +35,14 @@ class MicroBatch:
     index: int
     last_of_step: bool
     samples: PackedSamples | None
-    """None: nothing to train here; the rank joins with weight 0."""
+    """None if there is nothing to train here; the rank then joins with weight 0."""
     total: int
     """Supervised positions of the whole step, over all ranks and micro-batches."""
     step_tokens: int
     """Tokens of the whole step."""
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """The same with its tensors on `device`, copied on a stream of its own beside what the GPU still computes."""
+        """The same with its tensors on `device`, copied on a separate stream while the GPU computes."""
         if self.samples is None or device.type == "cpu":
             return self
         copying, computing = _copy_stream(device), torch.cuda.current_stream(device)
@@ -109,7 +109,7 @@ class StepStream:
         return self._fetch(plan)
 
     def _plan(self) -> StepPlan | None:
-        """The next step's plan, opening epochs as they come; None at the end of the run."""
+        """The next step's plan, opening epochs as needed; None at the end of the run."""
         settings, deadline = self.settings, time.monotonic() + self.settings.stall_s
         if settings.max_steps is not None and self.step > settings.max_steps:
             return None

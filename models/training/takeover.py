@@ -1,4 +1,4 @@
-"""How a trainer takes its run over: from the ledger, or, where that was lost, from the newest checkpoint's manifest."""
+"""How a trainer takes over its run: from the ledger or, if that was lost, from the newest checkpoint's manifest."""
 
 from infra.ledger.answers import Resume
 from infra.ledger.ledger import Ledger
@@ -31,7 +31,7 @@ def epoch_slots(run: PreparedRun, epoch: int) -> list[SampleSlot]:
 
 
 def _rebuild_if_lost(run: PreparedRun, ledger: Ledger) -> None:
-    """An empty ledger beside a whole checkpoint is a lost one."""
+    """Rebuild the ledger if it is empty although a whole checkpoint exists."""
     if ledger.progress().total or ledger.checkpoints():
         return
     for path in reversed(run.folder.checkpoint_folders()):

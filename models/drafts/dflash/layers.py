@@ -35,9 +35,9 @@ class View:
     """Some blocks of one sample, and what their rows see."""
 
     rows: slice
-    """Of the blocks' rows."""
+    """Positions of the blocks' rows."""
     features: slice
-    """Of the packed features."""
+    """Positions of the packed features."""
     mask: Tensor
     """`[rows, features + rows]` bool: True is seen."""
 

@@ -79,12 +79,12 @@ class DFlashDraft(Draft):
 
     @property
     def windows(self) -> list[int | None]:
-        """Of every layer's attention; None: it sees all there is."""
+        """Attention window of every layer; None: no window."""
         config = self.config
         return [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
 
     def start_from(self, head: Tensor) -> None:
-        """Share the target's head: it is no part of the draft's own tensors."""
+        """Use the target's head, which is not exported."""
         assert head.shape == self.embedding.shape
         self.head = head.to(self.embedding)
 

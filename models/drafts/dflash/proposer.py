@@ -31,7 +31,7 @@ class DFlashProposer:
 
     @torch.no_grad()
     def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
-        """See `Proposer.propose`; beyond a block there is no proposal."""
+        """See `Proposer.propose`; nothing is proposed beyond a block."""
         logits = self.draft.logits(self.fill(turns))
         every, vocabulary = [turns.get(row) for row in range(len(self.lengths))], logits.shape[-1]
         ids = torch.arange(vocabulary, device=logits.device)
@@ -98,6 +98,6 @@ def _visible(own: Tensor, columns: int, window: int | None) -> Tensor:
 
 
 def _attend(cache: RaggedCache, own: Tensor, visible: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Blocks lie behind their texts in the cache, until what is verified next is written over them."""
+    """Store blocks after their texts in the cache; the next verified tokens overwrite them."""
     cache.write(own, keys.unflatten(0, own.shape), values.unflatten(0, own.shape))
     return cache.attend(queries.unflatten(0, own.shape), visible).flatten(0, 1)

@@ -46,14 +46,14 @@ class Kernel(Protocol):
 
 
 class Earlier(NamedTuple):
-    """What sequences that begin in the middle of a sample see of it besides themselves."""
+    """What sequences that begin in the middle of a sample see of its earlier part."""
 
     k: Tensor
     """`[M, kv_heads, d]` the first step's rotated keys, of all samples."""
     v: Tensor
     """`[M, kv_heads, d]`."""
     seen: tuple[slice, ...]
-    """For each sequence, which of those come before it; empty at the beginning of a sample."""
+    """Earlier sequences that each sequence sees; empty at the beginning of a sample."""
 
 
 def step_attention(
@@ -84,7 +84,7 @@ def step_attention(
 
 
 def fastest_kernel(q: Tensor) -> Kernel:
-    """FlashAttention has no float32 on CUDA, where the plain kernel stands in."""
+    """FlashAttention where it can run; on CUDA in float32 it cannot, so the plain kernel is used."""
     if q.device.type == "cpu":
         return CpuFlash()
     return CudaFlash() if q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256 else PlainKernel()
@@ -146,7 +146,7 @@ def _grouped(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
 
 
 def _merge(q: Tensor, own: Sequence[Tensor], out: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
-    """Attended values and log-sum-exp with the own columns `k1, v1, k2, v2 ..` beside what the kernel found."""
+    """Merge the own columns `k1, v1, k2, v2 ..` into the kernel's values and log-sum-exp."""
     kv_heads, dtype = own[0].shape[1], log_sum.dtype
     merged, total = torch.empty_like(out), torch.empty_like(log_sum)
     for start in range(0, len(q), ROWS):
@@ -323,7 +323,7 @@ def _ungrouped(x: Tensor) -> Tensor:
 
 
 class CudaFlash:
-    """FlashAttention on CUDA in half precision: all samples in one launch. (Not run where there is no GPU.)"""
+    """FlashAttention on CUDA in half precision: all samples in one launch. (Never run so far: no GPU.)"""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int] | None) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
@@ -363,7 +363,7 @@ class CudaFlash:
 
 
 def _bounds(q: Tensor, k: Tensor, lengths: Sequence[int] | None) -> tuple[Tensor, Tensor, int, int]:
-    """Where sequences of queries and of keys end, and how long the longest are."""
+    """Ends of the sequences of queries and of keys, and their maximum lengths."""
     of_both = ((len(q),), (len(k),)) if lengths is None else (lengths, lengths)
     ends = (torch.tensor(_ends(of_one), dtype=torch.int32, device=q.device) for of_one in of_both)
     return (*ends, *(max(of_one, default=0) for of_one in of_both))  # type: ignore[return-value]

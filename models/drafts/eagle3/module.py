@@ -297,7 +297,7 @@ class Eagle3Draft(Draft):
 
 
 def _pairs(*columns: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values that stand one after the other, as pairs."""
+    """Alternating keys and values as pairs."""
     return list(zip(columns[::2], columns[1::2], strict=True))
 
 

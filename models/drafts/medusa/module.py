@@ -112,7 +112,7 @@ class MedusaProposer:
 
     @torch.no_grad()
     def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
-        """See `Proposer.propose`; beyond the last head there is no proposal."""
+        """See `Proposer.propose`; nothing is proposed beyond the last head."""
         draft = self.draft
         choice = Choice(list(turns.values()), draft.target_ids, draft.vocabulary.target_size, draft.positions)
         newest = torch.stack([turn.aux[-1] for turn in turns.values()])
@@ -125,7 +125,7 @@ class MedusaProposer:
         raise AssertionError
 
     def only(self, rows: Sequence[int]) -> None:
-        """There is nothing to let go."""
+        """Nothing is stored per row."""
 
 
 DRAFT = MedusaDraft

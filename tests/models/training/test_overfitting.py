@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.records.data_path import HELDOUT_LENGTH
-from models.training.overfitting import FALL, LossPoint, look_of, parting, read_history
+from models.training.overfitting import FALL, LossPoint, look_of, overfitting_warning, read_history
 
 
 def history(*measured: tuple[float, float]) -> list[LossPoint]:
@@ -30,11 +30,11 @@ RISEN = [(1.5, 1.50), (1.8, 1.70)]
     ids=["once only", "recovered", "training fell with it", "within the margin", "both fall"],
 )
 def test_nothing_is_said_without_reason(after):
-    assert parting(history(*RISEN, *after)) is None
+    assert overfitting_warning(history(*RISEN, *after)) is None
 
 
 def test_the_warning_names_both_lengths_and_what_to_do():
-    said = parting(history(*RISEN, (2.0, 1.60), (2.2, 1.50)))
+    said = overfitting_warning(history(*RISEN, (2.0, 1.60), (2.2, 1.50)))
     assert said is not None
     assert "has fallen from 1.70 at step 200 to 1.50 at step 400" in said
     assert "rose from 1.80 to 2.20" in said
@@ -49,13 +49,13 @@ def test_trainings_length_is_the_mean_since_the_measurement_before():
         LossPoint(4, 2.1, 1.5),
         LossPoint(5, 1.0, None),
     ]
-    assert parting([*lines, LossPoint(6, 3.3, 1.5)]) is not None
-    assert parting([*lines, LossPoint(6, 2.9, 1.5)]) is None
+    assert overfitting_warning([*lines, LossPoint(6, 3.3, 1.5)]) is not None
+    assert overfitting_warning([*lines, LossPoint(6, 2.9, 1.5)]) is None
 
 
 @given(st.lists(st.tuples(st.floats(1, 8), st.floats(1, 8)), max_size=8))
 def test_a_warning_is_never_of_a_held_out_length_near_the_best(measured):
-    said = parting(history(*measured))
+    said = overfitting_warning(history(*measured))
     if said is not None:
         best = max(heldout for _, heldout in measured)
         assert all(heldout < best * (1 - FALL) for _, heldout in measured[-2:])
