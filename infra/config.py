@@ -41,7 +41,7 @@ def _checked_address(address: str) -> str:
     if PASSWORD.search(address):
         raise Refusal(
             f"{address} holds a password or token, and a recipe is kept with its runs and shown in pages: leave it out "
-            "and set it in the environment (write an @ of a path as %40). PostgreSQL's clients read $PGPASSWORD or "
+            "and give it by the environment (write an @ of a path as %40). PostgreSQL's clients read $PGPASSWORD or "
             "~/.pgpass, MLflow's $MLFLOW_TRACKING_USERNAME and $MLFLOW_TRACKING_PASSWORD, S3's $AWS_SECRET_ACCESS_KEY"
         )
     if not address.strip():
