@@ -13,7 +13,8 @@ from infra.records.data_path import SamplesRecord
 from models.benchmark.harness_page import page
 from models.benchmark.served import setup_of
 from models.benchmark.serving import counts_of, watch
-from models.benchmark.standalone import bench, parse
+from models.benchmark.standalone import bench
+from models.config.bench_arguments import bench_parser
 from models.data.sample_set import read_manifest, write_sample_set
 from models.data.samples import EncodedSample, Splits
 from models.decoding.counts import AcceptedCounts
@@ -117,7 +118,7 @@ def check_bench(run: PreparedRun, folder: Path) -> None:
     prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     options = ["--target", run.target.path, "--draft", str(run.folder.export), "--prompts", str(prompts)]
     options += ["--engines", "reference,sglang", "--baselines", "", "--batch", "", "--temperature", "0"]
-    result = bench(parse([*options, "--num-prompts", "2", "--max-new-tokens", "24"]))
+    result = bench(bench_parser().parse_args([*options, "--num-prompts", "2", "--max-new-tokens", "24"]))
     ours, engines = result.cells
     assert engines.conditions.engine.startswith("sglang 0.")
     assert (engines.length, engines.steps, engines.by_position) == (ours.length, ours.steps, ours.by_position)
