@@ -12,6 +12,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.concurrency.sync import concurrency
+from prefect.exceptions import ObjectAlreadyExists
 
 from infra.pools.base import Pool, PoolBusyError, PoolProvider, PoolSpec, Role
 from infra.pools.choice import generator_spec, pool_provider, pool_specs
@@ -105,12 +106,15 @@ LEASE_S = 60.0
 
 @contextmanager
 def occupy(limit: str, slots: int, of: int, wait_s: float) -> Iterator[None]:
-    """Hold `slots` of the `of` slots of a limit, which is made where there is none.
+    """Hold `slots` of the `of` slots of a limit, which is created if it does not exist.
 
-    Raises TimeoutError or ConcurrencySlotAcquisitionError where they do not come free within `wait_s` seconds.
+    Raises TimeoutError or ConcurrencySlotAcquisitionError if they do not become free within `wait_s` seconds.
     """
     with get_client(sync_client=True) as client:
-        client.upsert_global_concurrency_limit_by_name(limit, of)
+        try:
+            client.upsert_global_concurrency_limit_by_name(limit, of)
+        except ObjectAlreadyExists:  # another flow created it between the client's look and its own attempt
+            client.upsert_global_concurrency_limit_by_name(limit, of)
     # A server that is away for longer than a lease must not end the flow.
     with concurrency(
         limit, slots, timeout_seconds=wait_s, lease_duration=LEASE_S, strict=True, raise_on_lease_renewal_failure=False

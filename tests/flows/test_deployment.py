@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +28,12 @@ from infra.records.data_path import RegeneratedRecord, TargetRecord
 from infra.run.recovery import ATTEMPTS, Recoveries, Recovery, newest_step
 from infra.tracking.runs import TrackedRun
 from models.config.recipe import RunConfig, load_recipe
-from tasks.pools import only_training_of_its_draft
+from tasks.pools import occupy, only_training_of_its_draft
 from tasks.run import OpenRun
 
 ROOT = Path(__file__).parents[2]
 ROLLBACK = "roll a draft back that serves badly"
+FLOWS = 6
 STEPS, SAMPLES_PER_STEP = 160, 4
 SMALL = [
     "data.max_tokens=64",
@@ -225,6 +228,20 @@ def test_runs_share_no_gpu_and_wait_for_one(
     assert all(len({gpu for _, gpu in at_once}) == len(at_once) for at_once in held), held
     assert max(map(len, held)) == 2, held
     assert {name for at_once in held for name, _ in at_once} == set(names)
+
+
+def test_flows_that_create_a_limit_at_the_same_time_share_it(stack: Any) -> None:
+    together = threading.Barrier(FLOWS)
+
+    def enter(limit: str) -> None:
+        with temporary_settings({PREFECT_API_URL: stack.api}):
+            together.wait(60)
+            with occupy(limit, 1, FLOWS, 60.0):
+                pass
+
+    for round_ in range(5):
+        with ThreadPoolExecutor(FLOWS) as threads:
+            list(threads.map(enter, [f"shared-{round_}"] * FLOWS))
 
 
 def test_only_one_run_trains_a_draft_at_a_time(stack: Any, tmp_path: Path) -> None:
