@@ -16,11 +16,13 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_optio
 
 def bench(context: typer.Context) -> None:
     """Measure a draft beside baselines: acceptance by category and context length, speed by batch size."""
-    champion_of = bench_parser().parse_args(context.args).champion_of
+    options = bench_parser().parse_args(context.args)
+    if options.champion and options.champion_of:
+        raise Refusal("--champion and --champion-of both name what to compare with: leave one of them out")
     command = [sys.executable, "-m", "models.benchmark.standalone", *context.args]
     with TemporaryDirectory(prefix="draftsmith-bench-") as folder:
-        if champion_of:
-            command += ["--champion", str(_champion(champion_of, Path(folder)))]
+        if options.champion_of:
+            command += ["--champion", str(_champion(options.champion_of, Path(folder)))]
         raise typer.Exit(subprocess.run(command, check=False).returncode)
 
 

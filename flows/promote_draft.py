@@ -1,4 +1,4 @@
-"""The promote flow: a person approves a draft, and it goes into service. It may wait for weeks."""
+"""The promote flow: a person approves a draft, and it goes into service. There is no timeout."""
 
 from prefect import flow, suspend_flow_run
 

@@ -1,21 +1,11 @@
-"""What tasks with side effects share: their decorator, and processes of the data plane as child processes."""
+"""Runs processes of the data plane from tasks, with their output in the task's log."""
 
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
-
-from prefect import Task, get_run_logger, task
-from prefect.cache_policies import NO_CACHE
-from prefect.client.schemas.objects import State, TaskRun
+from prefect import get_run_logger
 
 from infra.pools.base import Pool
 from infra.pools.local import LocalPool
 from infra.processes.process import module
-from infra.refusal import Refusal
 from tasks.run import OpenRun
-
-P = ParamSpec("P")
-R = TypeVar("R")
-RETRY_DELAY_S = 5
 
 
 def run_main(run: OpenRun, pool: Pool, role: str, name: str, *arguments: str, timeout_s: float) -> None:
@@ -33,19 +23,3 @@ def run_main(run: OpenRun, pool: Pool, role: str, name: str, *arguments: str, ti
 def on_cpu(run: OpenRun) -> Pool:
     """This machine's cores, which need no lease."""
     return LocalPool(run.owner)
-
-
-def side_effect(name: str, retries: int = 2) -> Callable[[Callable[P, R]], Task[P, R]]:
-    """A Prefect task that changes something outside: never cached, retried unless a person has to act."""
-    return task(
-        name=name,
-        retries=retries,
-        retry_delay_seconds=RETRY_DELAY_S,
-        retry_condition_fn=_worth_retrying,
-        cache_policy=NO_CACHE,
-    )
-
-
-def _worth_retrying(_task: Task[Any, Any], _run: TaskRun, state: State) -> bool:
-    """Whether a retry may help; not where a person has to change something."""
-    return not isinstance(state.result(raise_on_failure=False), Refusal)

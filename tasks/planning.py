@@ -11,10 +11,10 @@ from infra.planner.refusals import refusals
 from infra.planner.words import headline, sections, verdicts
 from infra.records.data_path import SamplesRecord, TargetRecord
 from infra.refusal import Refusal
-from tasks.data_plane import side_effect
 from tasks.plan import plan_recipe
-from tasks.report.markdown import escaped, markdown_table
-from tasks.run import OpenRun, artifact_key
+from tasks.report.markdown import artifact_key, escaped, markdown_table
+from tasks.run import OpenRun
+from tasks.side_effects import side_effect
 
 
 @side_effect("plan run", retries=0)

@@ -12,8 +12,9 @@ from infra.records.data_path import RegeneratedRecord, SamplesRecord, TargetReco
 from infra.tracking.registry import champion, download, find_version
 from infra.transport.stored import check_space
 from models.config.recipe import RunConfig
-from tasks.data_plane import on_cpu, run_main, side_effect
+from tasks.data_plane import on_cpu, run_main
 from tasks.run import OpenRun
+from tasks.side_effects import side_effect
 
 TARGET_TIMEOUT_S = 4 * 3600.0
 """A large target is downloaded from the Hub."""

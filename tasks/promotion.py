@@ -29,9 +29,10 @@ from infra.settings import prefect_is_private
 from infra.tracking import promotion, registry
 from infra.tracking.changes import Announcement, Change
 from infra.tracking.gate_outcome import Step, follow_gate
-from tasks.data_plane import run_main, side_effect
+from tasks.data_plane import run_main
 from tasks.pools import occupy
 from tasks.run import OpenRun
+from tasks.side_effects import side_effect
 
 EVENTS = {"promotion": "draftsmith.draft.promoted", "withdrawal": "draftsmith.draft.withdrawn"}
 """The event by kind of change; it tells the serving side which version to load."""

@@ -17,8 +17,8 @@ from infra.files.run_folder import RunFolder
 from infra.refusal import Refusal
 from infra.run.recovery import ATTEMPTS, is_owned, newest_step, note_recovery
 from models.config.recipe import read_config
-from tasks.data_plane import side_effect
 from tasks.run import folder_of_flow_run
+from tasks.side_effects import side_effect
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,10 @@ from infra.tracking.runs import (
     logged_checkpoints,
     start_run,
 )
-from tasks.data_plane import side_effect
 from tasks.report.facts import sources
 from tasks.report.markdown import draft_markdown, version_markdown
 from tasks.run import OpenRun
+from tasks.side_effects import side_effect
 
 
 @side_effect("register draft")

@@ -7,7 +7,7 @@ from infra.files.stale_files import bound_logs, remove_old_prompts, remove_unuse
 from infra.run.retention import old_runs, remove, remove_rest
 from infra.settings import cache_folder, runs_folder, shared_memory_folder, tracking_database, tracking_uri
 from infra.tracking.retention import empty_trash, remove_old_tracking
-from tasks.data_plane import side_effect
+from tasks.side_effects import side_effect
 
 MIB = 2**20
 LOGS = ("*/logs/*.log", ".stack/logs/*.log", "drift/*/logs/*.log")

@@ -1,6 +1,5 @@
 """Opens a run: its folder, its locks, its place in shared memory."""
 
-import re
 import secrets
 import time
 from collections.abc import Iterator
@@ -108,8 +107,3 @@ def _remember(config: RunConfig, folder: RunFolder) -> None:
         if without_placement(before) != without_placement(config):
             raise Refusal(f"{folder.path} belongs to another configuration: resume it as it is, or start a new run")
     write_atomically(folder.config, config)
-
-
-def artifact_key(kind: str, name: str) -> str:
-    """Key of the artifact `kind` of a draft or recipe. Prefect accepts lower-case letters, digits and dashes."""
-    return f"{kind}-" + re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

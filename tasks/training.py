@@ -22,9 +22,11 @@ from infra.records.data_path import ExportRecord, TrainingResult
 from infra.tracking.runs import log_new_metrics
 from infra.transport.choice import objects_folder
 from infra.transport.mooncake.services import start_store
-from tasks.data_plane import on_cpu, run_main, side_effect
+from tasks.data_plane import on_cpu, run_main
 from tasks.pools import single_pools
-from tasks.run import OpenRun, artifact_key
+from tasks.report.markdown import artifact_key
+from tasks.run import OpenRun
+from tasks.side_effects import side_effect
 
 TRACKING_S = 15.0
 

@@ -15,10 +15,11 @@ from infra.refusal import Refusal
 from infra.settings import tracking_uri
 from infra.tracking import registry
 from models.config.recipe import RunConfig
-from tasks.data_plane import run_main, side_effect
+from tasks.data_plane import run_main
 from tasks.pools import lease
 from tasks.prepare import prepare_samples, prepare_target, regenerate_text
 from tasks.run import OpenRun
+from tasks.side_effects import side_effect
 
 TIMEOUT_S = 6 * 3600.0
 

@@ -238,11 +238,13 @@ def processes() -> Iterator[Start]:
         started.append(process)
         return process
 
-    yield launch
-    for process in started:
-        if process.poll() is None:
-            process.kill()
-            print(*process.args[2:], "was still there:", process.communicate(timeout=30)[0])
+    try:
+        yield launch
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+                print(*process.args[2:], "was still there:", process.communicate(timeout=30)[0])
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The plots of a benchmark, and of the samples behind it."""
+"""Plots of a benchmark, of training progress and of the training samples."""
 
 from itertools import accumulate
 from operator import mul

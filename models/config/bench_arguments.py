@@ -13,7 +13,7 @@ USAGE = "draftsmith bench --target TARGET --draft FOLDER (--suite NAME[=SOURCE] 
 
 def bench_parser() -> argparse.ArgumentParser:
     """The parser; lists stay text."""
-    parser = argparse.ArgumentParser("draftsmith bench", usage=USAGE, description=DESCRIPTION)
+    parser = argparse.ArgumentParser("draftsmith bench", usage=USAGE, description=DESCRIPTION, allow_abbrev=False)
 
     def add(name: str, *, help: str, **settings: Any) -> None:
         shown = f"{help} (default: {settings['default']})" if settings.get("default") else help

@@ -24,7 +24,7 @@ GRACE_S = 5.0
 def run_ranks(command: Sequence[str], ranks: int) -> int:
     """Run `command` once per rank; return 0 when all have ended well, else the status of the first that did not.
 
-    The status is 128 + n after signal n. When a rank fails, or this process gets a signal, the others are stopped.
+    The status is 128 + n after signal n. A failed rank, or a signal to this process, stops all ranks.
     """
     store = os.memfd_create("ranks")
     started: list[subprocess.Popen[bytes]] = []

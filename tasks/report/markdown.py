@@ -161,3 +161,8 @@ def _prose(words: str) -> str:
     """Escaped, but for the commands between backticks."""
     parts = words.split("`")
     return "`".join(part if at % 2 else SPECIAL.sub(r"\\\1", part) for at, part in enumerate(parts))
+
+
+def artifact_key(kind: str, name: str) -> str:
+    """Key of the artifact `kind` of a draft or recipe. Prefect accepts lower-case letters, digits and dashes."""
+    return f"{kind}-" + re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

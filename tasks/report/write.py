@@ -20,11 +20,11 @@ from infra.records.data_path import SampleProgress, SamplesRecord, TargetRecord,
 from infra.redaction import redacted
 from infra.settings import prefect_is_private
 from infra.tracking.runs import TrackedRun, describe_run
-from tasks.data_plane import side_effect
 from tasks.report.facts import Link, RunFacts, acceptance_by_lookahead
-from tasks.report.markdown import run_note, run_page, version_line
+from tasks.report.markdown import artifact_key, run_note, run_page, version_line
 from tasks.report.page import render
-from tasks.run import OpenRun, artifact_key
+from tasks.run import OpenRun
+from tasks.side_effects import side_effect
 
 
 @side_effect("write report", retries=1)

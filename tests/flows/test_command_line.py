@@ -188,6 +188,22 @@ def test_a_bench_that_cannot_start_ends_with_its_status(home: Path) -> None:
     assert "error:" in ended.stderr
 
 
+def test_a_bench_has_one_opponent(home: Path) -> None:
+    arguments = ["--target", "any", "--draft", str(home), "--champion", str(home), "--champion-of", "draft-none"]
+    ended = draftsmith(home, "bench", *arguments)
+    assert ended.returncode == 2
+    assert "leave one of them out" in ended.stderr
+
+
+def test_a_bench_explains_its_options(home: Path) -> None:
+    shown = draftsmith(home, "bench", "--help")
+    assert shown.returncode == 0
+    assert "--champion-of MODEL" in shown.stdout
+    wrong = draftsmith(home, "bench", "--target", "any", "--draft", str(home), "--repeats", "1")
+    assert wrong.returncode == 2
+    assert "--repeats: 1 is less than 3" in wrong.stderr
+
+
 def test_a_bench_against_a_champion_that_there_is_not_is_refused(home: Path) -> None:
     arguments = ["--target", "any", "--draft", str(home), "--suite", "gsm8k", "--champion-of", "draft-none"]
     ended = draftsmith(home, "bench", *arguments)
