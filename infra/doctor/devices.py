@@ -5,8 +5,9 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.doctor.finding import Finding, gib, note, ok, problem
+from infra.doctor.finding import Finding, note, ok, problem
 from infra.pools.gpus import NVLINK, Gpu, Gpus
+from infra.quantities import byte_size
 
 GET_TORCH = "see https://pytorch.org/get-started"
 
@@ -40,7 +41,7 @@ def check_gpus(found: Gpus | None, root: Path = Path("/")) -> list[Finding]:
 
 
 def _judge_gpu(name: str, gpu: Gpu, driver: str) -> Finding:
-    shown = f"{gpu.name}, {gib(gpu.free)} free of {gib(gpu.total)}, {driver}{_surroundings(gpu)}"
+    shown = f"{gpu.name}, {byte_size(gpu.free)} free of {byte_size(gpu.total)}, {driver}{_surroundings(gpu)}"
     if gpu.mig:
         remedy = "a run leases whole GPUs: leave this one out, or switch MIG off (`nvidia-smi -mig 0`)"
         return note(name, f"{shown}; MIG is on, so that CUDA sees a slice of it at most", remedy)

@@ -30,8 +30,3 @@ def note(name: str, found: str, remedy: str) -> Finding:
 def problem(name: str, found: str, remedy: str) -> Finding:
     """The quickstart does not run on this machine, or not safely."""
     return Finding(name=name, verdict="problem", found=found, remedy=remedy)
-
-
-def gib(size: float) -> str:
-    """Bytes in GiB, for people: `23.5 GiB`."""
-    return f"{size / GIB:.1f} GiB"

@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 
 from infra.config import TransportConfig
-from infra.doctor.finding import GIB, Finding, gib, note, ok, problem
+from infra.doctor.finding import GIB, Finding, note, ok, problem
 from infra.ledger.schema import refuse_network_file_system
+from infra.quantities import byte_size
 from infra.refusal import Refusal
 
 LEAST_DISK = 1 * GIB
@@ -28,7 +29,7 @@ def check_shared_memory(folder: Path, budget_mib: int = TransportConfig().budget
         return [note(name, f"{folder} does not exist", f"none needed: {fallback}; or set DRAFTSMITH_SHM")]
     room = os.statvfs(folder)
     total, free = room.f_frsize * room.f_blocks, room.f_frsize * room.f_bavail
-    found = f"{folder}: {gib(free)} free of {gib(total)}"
+    found = f"{folder}: {byte_size(free)} free of {byte_size(total)}"
     if not os.access(folder, os.W_OK | os.X_OK):
         return [problem(name, f"{found}, not writable", "make it writable, or set DRAFTSMITH_SHM to a tmpfs of yours")]
     if total < 2 * budget:
@@ -57,7 +58,7 @@ def check_leftovers(folder: Path) -> list[Finding]:
         return [ok("run folders in memory", f"{running}, none left over")]
     size = sum(file.stat().st_size for path in dead for file in path.rglob("*") if file.is_file())
     names = ", ".join(path.name for path in dead[:3]) + (f" and {len(dead) - 3} more" if len(dead) > 3 else "")
-    found = f"{running}, {len(dead)} left over by dead runs ({gib(size)}): {names}"
+    found = f"{running}, {len(dead)} left over by dead runs ({byte_size(size)}): {names}"
     return [note("run folders in memory", found, "nothing to do: the next run removes them")]
 
 
@@ -99,11 +100,11 @@ def _check_room(name: str, folder: Path, variable: str) -> list[Finding]:
     place = _existing(folder)
     room = os.statvfs(place)
     free = room.f_frsize * room.f_bavail
-    found = f"{folder}: {gib(free)} free" + ("" if place == folder else ", made by the first run")
+    found = f"{folder}: {byte_size(free)} free" + ("" if place == folder else ", made by the first run")
     if not os.access(place, os.W_OK | os.X_OK):
         return [problem(name, f"{found}; {place} is not writable", f"set {variable} to a folder of yours")]
     if free < LEAST_DISK:
-        return [problem(name, found, f"free {gib(LEAST_DISK)}, or set {variable} to a larger disk")]
+        return [problem(name, found, f"free {byte_size(LEAST_DISK)}, or set {variable} to a larger disk")]
     if free < GOOD_DISK:
         return [note(name, found, f"enough for the quickstart; larger targets want more: set {variable}")]
     return [ok(name, found)]

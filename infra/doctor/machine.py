@@ -7,8 +7,9 @@ import resource
 import sys
 from pathlib import Path
 
-from infra.doctor.finding import GIB, Finding, gib, note, ok, problem
+from infra.doctor.finding import GIB, Finding, note, ok, problem
 from infra.pools.local import cores as visible_cores
+from infra.quantities import byte_size
 
 PYTHONS = ((3, 11), (3, 13))
 LEAST_MEMORY = 2 * GIB
@@ -40,17 +41,19 @@ def check_cores(root: Path = Path("/"), affinity: int | None = None) -> list[Fin
 def check_memory(root: Path = Path("/")) -> list[Finding]:
     """Memory of the machine, or of the control group if that is less."""
     total, available = _memory_info(root)
-    found = f"{gib(available)} available of {gib(total)}"
+    found = f"{byte_size(available)} available of {byte_size(total)}"
     limit = memory_limit(root)
     if limit is not None and limit[0] < total:
         # Page cache counts as used here although it is given back: the figure errs on the careful side.
         left = max(0, limit[0] - limit[1])
-        found = f"{gib(left)} left of the control group's {gib(limit[0])} (the machine has {gib(total)})"
+        found = (
+            f"{byte_size(left)} left of the control group's {byte_size(limit[0])} (the machine has {byte_size(total)})"
+        )
         available = min(available, left)
     if available < LEAST_MEMORY:
-        return [problem("memory", found, f"free some: the quickstart needs at least {gib(LEAST_MEMORY)}")]
+        return [problem("memory", found, f"free some: the quickstart needs at least {byte_size(LEAST_MEMORY)}")]
     if available < GOOD_MEMORY:
-        return [note("memory", found, f"{gib(GOOD_MEMORY)} are comfortable; close what you do not need")]
+        return [note("memory", found, f"{byte_size(GOOD_MEMORY)} are comfortable; close what you do not need")]
     return [ok("memory", found)]
 
 

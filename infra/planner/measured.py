@@ -5,7 +5,7 @@ from pathlib import Path
 
 from infra.planner.plan import Plan, corrected
 from infra.planner.split import advice
-from infra.planner.words import figure
+from infra.quantities import figure
 from infra.records.data_path import SideRates
 
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from infra.planner.plan import Plan
 from infra.planner.shapes import Precision
 from infra.planner.split import Split, advice, all_splits
+from infra.quantities import byte_size, duration, figure, plural, si
 from infra.records.data_path import Record
 
-GIB = 2**30
 SHOWN_SPLITS = 9
 LEDGER_MEASURED = 500
 """Transactions per second that SQLite and PostgreSQL reached on two cores (benchmarks/results/ledger.json)."""
@@ -37,10 +37,7 @@ class Section(Record):
 def headline(plan: Plan) -> str:
     """What is planned."""
     job = plan.job
-    if job.device.is_gpu:
-        where = f"{job.devices} x {job.device.name}"
-    else:
-        where = f"{job.devices} CPU {plural(job.devices, 'core')}"
+    where = f"{job.devices} x {job.device.name}" if job.device.is_gpu else plural(job.devices, "CPU core")
     return (
         f"{job.name}: {job.draft.title} with {millions(job.draft.parameters)} trained weights, on {where}, "
         f"{job.inference_devices} inference + {job.training_devices} training"
@@ -52,8 +49,8 @@ def verdicts(plan: Plan) -> Iterator[str]:
     job, memory = plan.job, plan.memory
     if plan.longest_sample is not None:
         yield (
-            f"Memory: {gib(memory.total)} of {gib(job.memory_bytes)} per rank; the longest sample that fits has "
-            f"{plan.longest_sample:,} tokens, the recipe allows {job.longest_tokens:,}"
+            f"Memory: {byte_size(memory.total)} of {byte_size(job.memory_bytes)} per rank; the longest sample that "
+            f"fits has {plan.longest_sample:,} tokens, the recipe allows {job.longest_tokens:,}"
         )
     present = plan.present
     yield (
@@ -99,7 +96,7 @@ def _compute(plan: Plan) -> Section:
 
     def row(name: str, flops: float, precision: Precision, share: float, devices: int, rate: float) -> tuple[str, ...]:
         peak = f"{share:.1%} of {si(job.device.peak[precision], 'FLOP/s')} ({precision})"
-        return name, si(flops, "FLOP"), peak, f"{devices} {plural(devices, job.unit)}", f"{figure(rate)}/s"
+        return name, si(flops, "FLOP"), peak, plural(devices, job.unit), f"{figure(rate)}/s"
 
     prefill = (plan.prefill_flops, job.inference_precision, job.inference_share, job.inference_devices)
     draft = (plan.draft_flops, job.setting.precision, job.training_share, job.training_devices)
@@ -115,8 +112,8 @@ def _compute(plan: Plan) -> Section:
 
 def _memory(plan: Plan) -> Section:
     job, memory = plan.job, plan.memory
-    rows = [(COMPONENTS[name], gib(size)) for name in COMPONENTS if (size := getattr(memory, name))]
-    rows.append(("peak of a rank", gib(memory.total)))
+    rows = [(COMPONENTS[name], byte_size(size)) for name in COMPONENTS if (size := getattr(memory, name))]
+    rows.append(("peak of a rank", byte_size(memory.total)))
     count = len(job.micro_batch)
     others = f" and {count - 1} of {job.mean_tokens:,}" if count > 1 else ""
     return Section(
@@ -130,16 +127,16 @@ def _memory(plan: Plan) -> Section:
 def _traffic(plan: Plan) -> Section:
     job, flow = plan.job, plan.traffic
     rows = [
-        ("hidden states, a token", si_bytes(job.bytes_per_token)),
-        ("hidden states, a sample", f"{si_bytes(job.bytes_per_token * job.mean_tokens)} (mean), "
-         f"{si_bytes(job.bytes_per_token * job.longest_tokens)} (longest)"),
-        ("out of each generator", f"{si_bytes(flow.generator_bytes_per_s)}/s"),
-        ("into each rank", f"{si_bytes(flow.rank_bytes_per_s)}/s"),
-        ("generators to ranks, in all", f"{si_bytes(flow.wire_bytes_per_s)}/s" + _of_link(plan)),
-        ("store, at most", f"{si_bytes(plan.store_bytes)} of {si_bytes(job.budget_bytes)} (transport.budget_mib)"),
+        ("hidden states, a token", byte_size(job.bytes_per_token)),
+        ("hidden states, a sample", f"{byte_size(job.bytes_per_token * job.mean_tokens)} (mean), "
+         f"{byte_size(job.bytes_per_token * job.longest_tokens)} (longest)"),
+        ("out of each generator", f"{byte_size(flow.generator_bytes_per_s)}/s"),
+        ("into each rank", f"{byte_size(flow.rank_bytes_per_s)}/s"),
+        ("generators to ranks, in all", f"{byte_size(flow.wire_bytes_per_s)}/s" + _of_link(plan)),
+        ("store, at most", f"{byte_size(plan.store_bytes)} of {byte_size(job.budget_bytes)} (transport.budget_mib)"),
         ("ledger", f"{figure(flow.ledger_transactions_per_s)} transactions/s{_of_ledger(plan)}"),
-        ("a checkpoint on disk", si_bytes(plan.checkpoint_bytes)),
-        ("the target's weights", f"{si_bytes(plan.target_bytes)} per generator"),
+        ("a checkpoint on disk", byte_size(plan.checkpoint_bytes)),
+        ("the target's weights", f"{byte_size(plan.target_bytes)} per generator"),
     ]  # fmt: skip
     return Section(title="What flows and what is kept", columns=("what", "how much"), rows=tuple(rows))
 
@@ -154,50 +151,5 @@ def _of_ledger(plan: Plan) -> str:
     return f": more than the {LEDGER_MEASURED} measured on two cores" if over else ""
 
 
-def figure(value: float) -> str:
-    """Three figures."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def gib(size: float) -> str:
-    """Bytes in GiB, or in MiB if small."""
-    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
-
-
-def si_bytes(size: float) -> str:
-    """Bytes by the largest fitting unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:,.3g} TiB"
-
-
-def si(value: float, unit: str) -> str:
-    """A quantity by the largest fitting prefix."""
-    for prefix in ("", "k", "M", "G", "T"):
-        if value < 1000:
-            return f"{value:.3g} {prefix}{unit}"
-        value /= 1000
-    return f"{value:,.3g} P{unit}"
-
-
 def millions(count: int) -> str:
     return f"{count / 1e6:,.0f} million" if count >= 10**7 else f"{count / 1e6:,.2f} million"
-
-
-def plural(count: int, noun: str) -> str:
-    return noun if count == 1 else f"{noun}s"
-
-
-def duration(seconds: float) -> str:
-    """Two units at most."""
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes = round(seconds / 60)
-    if minutes < 60:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 48:
-        return f"{hours} h {minutes} min"
-    return f"{hours // 24} days {hours % 24} h"

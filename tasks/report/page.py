@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from infra.data_plane.bottleneck import in_words
-from infra.planner.words import gib
+from infra.quantities import byte_size
 from infra.records.data_path import SamplesRecord
 from infra.redaction import redacted
 from tasks.report.facts import (
@@ -181,7 +181,7 @@ def training(facts: RunFacts) -> Facts:
         ("Speed", f"{speed} tokens/s"),
         ("Waiting for data", f"{duration(trained.data_wait_s)} ({share(wait)})"),
         ("Pause for a checkpoint", f"{1000 * trained.checkpoint_stall_s:.0f} ms"),
-        *([("GPU memory of a rank, at most", gib(trained.peak_gpu_bytes))] if trained.peak_gpu_bytes else []),
+        *([("GPU memory of a rank, at most", byte_size(trained.peak_gpu_bytes))] if trained.peak_gpu_bytes else []),
         ("Processes", f"{generators_in_words(facts)}, {plural(trained.rates.ranks, 'rank')}"),
         ("Final loss", f"{trained.final_loss:.2f}"),
         ("Acceptance by position", by_position),

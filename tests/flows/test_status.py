@@ -13,7 +13,7 @@ from flows.command_line import app
 from infra.files.locks import hold
 from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
-from infra.planner.words import figure
+from infra.quantities import figure
 from infra.records.data_path import BufferRecord, CheckpointRecord, GeneratorsChange, ObjectRecord, SampleSlot
 from infra.refusal import Refusal
 from models.config.recipe import read_config

@@ -6,7 +6,7 @@ import pytest
 
 from infra.planner.measured import comparison, read_plan
 from infra.planner.plan import Plan, corrected
-from infra.planner.words import duration, figure, si, si_bytes
+from infra.quantities import byte_size, duration, figure, si
 from infra.records.data_path import SamplesRecord, SideRates
 from models.config.recipe import load_recipe
 from tasks.plan import plan_recipe
@@ -92,11 +92,12 @@ def test_nothing_is_compared_before_both_sides_are_seen(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("shown", "expected"),
     [
-        (si_bytes(32 * 1024), "32 KiB"),
-        (si_bytes(5 * 2**40), "5 TiB"),
+        (byte_size(32 * 1024), "32 KiB"),
+        (byte_size(5 * 2**40), "5 TiB"),
         (si(45e12, "FLOP"), "45 TFLOP"),
         (figure(1234.5), "1,234"),
         (figure(0.1234), "0.123"),
+        (byte_size(1000 * 2**20), "1,000 MiB"),
         (duration(45), "45 s"),
         (duration(3600 * 3 + 61), "3 h 1 min"),
         (duration(3600 * 24 * 5), "5 days 0 h"),

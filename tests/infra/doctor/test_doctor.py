@@ -226,7 +226,7 @@ H100 = Gpu("H100", 80 * GIB, 79 * GIB)
 @pytest.mark.parametrize(
     ("gpu", "verdict", "said"),
     [
-        (H100, "ok", "79.0 GiB free of 80.0 GiB, driver 580.1"),
+        (H100, "ok", "79 GiB free of 80 GiB, driver 580.1"),
         (Gpu("H100", 80 * GIB, 40 * GIB, ((7, 39 * GIB),)), "note", "process 7 (39.0 GiB)"),
         (Gpu("H100", 80 * GIB, 79 * GIB, ((7, 0),)), "note", "in use by process 7"),
         (Gpu("H100", 80 * GIB, 40 * GIB), "note", "cannot be seen from here"),
