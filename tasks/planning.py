@@ -6,13 +6,14 @@ from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
 
 from infra.files.atomic import write_atomically
+from infra.markdown import escaped, markdown_table
 from infra.planner.plan import Plan
 from infra.planner.refusals import refusals
 from infra.planner.words import headline, sections, verdicts
 from infra.records.data_path import SamplesRecord, TargetRecord
 from infra.refusal import Refusal
 from tasks.plan import plan_recipe
-from tasks.report.markdown import artifact_key, escaped, markdown_table
+from tasks.report.markdown import artifact_key
 from tasks.run import OpenRun
 from tasks.side_effects import side_effect
 

@@ -14,6 +14,7 @@ from infra.drift.config import WatchConfig
 from infra.drift.sequential import DriftTest, Reference
 from infra.provenance import git_sha, hardware, versions
 from infra.records.acceptance import BenchmarkResult, RegisteredDraft, RequestCounts
+from infra.records.benchmark_text import sources
 from infra.records.data_path import ExportRecord, SamplesRecord, TargetRecord, TrainingResult
 from infra.refusal import Refusal
 from infra.tracking import registry
@@ -29,7 +30,6 @@ from infra.tracking.runs import (
     logged_checkpoints,
     start_run,
 )
-from tasks.report.facts import sources
 from tasks.report.markdown import draft_markdown, version_markdown
 from tasks.run import OpenRun
 from tasks.side_effects import side_effect

@@ -13,10 +13,11 @@ from infra.records.acceptance import (
     ServedResult,
     SuiteResult,
 )
+from infra.records.benchmark_text import sampling
 from infra.records.goodput import MeasuredGoodput
 from models.benchmark.gate import decide
 from models.benchmark.measure import Measurements, Texts, Walk
-from models.benchmark.words import Lengths, against_baselines, sampled_at
+from models.benchmark.words import Lengths, against_baselines
 from models.config.benchmark import BenchmarkConfig
 from models.decoding.acceptance import distinct_token_share, summarise
 from models.decoding.lossless import Comparison, total
@@ -75,7 +76,7 @@ def build_result(
             Lengths(
                 draft_sampled.length[at], lookup_sampled.length[at], recycling_sampled.length[at], distinct_sampled
             ),
-            sampled_at(conditions),
+            sampling(conditions),
         ),
         wall_s=wall_s,
     )

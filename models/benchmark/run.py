@@ -21,7 +21,7 @@ from models.benchmark.measure import measure, measure_suite
 from models.benchmark.plots import plot_by_position, plot_goodput, plot_heldout, plot_samples, plot_training
 from models.benchmark.result import build_result, request_counts
 from models.benchmark.step_costs import measure_goodput
-from models.benchmark.words import lines, table
+from models.benchmark.words import lines, tables
 from models.data.prompts import heldout_prompts, suite_prompts
 from models.decoding.acceptance import distinct_token_share
 from models.dtypes import DTYPES
@@ -96,8 +96,8 @@ def _suite(run: PreparedRun, contestants: Contestants, name: str) -> tuple[Groun
 
 
 def show(result: BenchmarkResult) -> None:
-    """Print the table, and below it what it does not show; the last line is the summary figure."""
-    Console().print(table(result))
+    """Print the tables, then what they do not show; the last line is the main figure."""
+    Console().print(*tables(result))
     print("\n".join(lines(result)), flush=True)
 
 

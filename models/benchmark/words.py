@@ -1,11 +1,12 @@
-"""A benchmark as text: its table, and the comparison with baselines that need no training."""
+"""A benchmark on the terminal: its tables, and the comparison with baselines that need no training."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rich.table import Table
 
-from infra.records.acceptance import Acceptance, BenchmarkResult, Conditions, DivergenceRecord, GroupAcceptance
+from infra.records.acceptance import BenchmarkResult
+from infra.records.benchmark_text import acceptance_rows, findings, goodput_rows, suite_findings
 
 
 @dataclass(frozen=True)
@@ -40,121 +41,27 @@ def against_baselines(lookahead: int, greedy: Lengths, sampled: Lengths, at: str
     return f"{text}; over text sampled at {at}, {sampled.draft:.2f} against {against}"
 
 
-def sampled_at(conditions: Conditions) -> str:
-    """Temperature of the sampled figures, and top-p unless it is 1."""
-    top_p = f", top-p {conditions.sampled_top_p:g}" if conditions.sampled_top_p < 1 else ""
-    return f"T={conditions.sampled_temperature:g}{top_p}"
-
-
-def table(result: BenchmarkResult) -> Table:
-    """Acceptance length by lookahead, one row per source."""
-    shown = Table(title=f"Acceptance length by lookahead, {result.conditions.target}")
-    shown.add_column("")
-    for lookahead in result.simulated.length:
-        shown.add_column(str(lookahead), justify="right")
-    sampled = sampled_at(result.conditions)
-    rows = {
-        "draft, simulated": result.simulated,
-        "draft, reference": result.reference,
-        "draft, served": result.served and result.served.acceptance,
-        "champion, simulated": result.champion,
-        **result.baselines,
-        f"draft, {sampled}, greedy proposals": result.sampled,
-        f"draft, {sampled}, sampled proposals": result.sampled_reference,
-        **{f"{name}, {sampled}": acceptance for name, acceptance in result.baselines_sampled.items()},
-    }
-    for name, acceptance in rows.items():
-        if acceptance is not None:
-            shown.add_row(name, *_cells(acceptance, result))
-    return shown
-
-
-def _cells(acceptance: Acceptance, result: BenchmarkResult) -> list[str]:
-    lengths = acceptance.length
-    return [f"{lengths[at]:.2f}" if at in lengths else "" for at in result.simulated.length]
+def tables(result: BenchmarkResult) -> Iterator[Table]:
+    """Acceptance length by lookahead, and predicted goodput by load if it was measured."""
+    titled = {f"Draft for {result.conditions.target}": acceptance_rows(result)}
+    titled["Predicted goodput"] = goodput_rows(result)
+    for title, rows in titled.items():
+        if rows:
+            shown = Table(title=title)
+            for at, name in enumerate(rows[0]):
+                shown.add_column(name, justify="right" if at else "left")
+            for row in rows:
+                shown.add_row(*row.values())
+            yield shown
 
 
 def lines(result: BenchmarkResult) -> list[str]:
-    """What the table does not show, one fact a line; the last one is the summary."""
-    lossless, speed, at = result.lossless, result.speed, result.conditions.lookahead
-    faster = f"{speed.speculative_tokens_per_s:.1f}" if speed.speculative_tokens_per_s else "not published"
-    same = "identical" if result.counts_identical else "NOT identical"
-    found = [
-        f"lossless: {lossless.tokens} tokens, {lossless.mismatches} mismatches, {lossless.ties} ties",
-        f"simulated and reference counts {same} in {result.counts_compared} conversations, gap {result.gap:+.2%}",
-        f"tokens/s at batch 1: {speed.plain_tokens_per_s:.1f} plain, {faster} speculative ({speed.note})",
-        *([result.served.summary] if result.served else []),
-        *_goodput(result),
-        f"distinct-token share of the target: {result.target_distinct_token_share:.2f} greedy, "
-        f"{result.sampled_distinct_token_share:.2f} sampled",
-        *_vocabulary(result),
-        *_sampled_reference(result),
-        *_suites(result),
-        *_categories(result),
-        f"gate: {'passed' if result.gate.passed else 'not passed'}, {result.gate.reason} (smallest detectable "
-        f"{result.gate.smallest_detectable:.1%})",
-        result.summary,
-    ]
-    found += [f"  tie at token {tie.position}: gap {tie.gap:.2e}, delta {tie.delta:.2e}" for tie in _ties(result)]
-    return [*found, f"acceptance length {result.simulated.length[at]:.2f} at lookahead {at} in {result.wall_s:.0f} s"]
-
-
-def _suites(result: BenchmarkResult) -> Iterator[str]:
-    """Acceptance length of every suite, category and range of prompt tokens at the benchmark's lookahead."""
-    for suite in result.suites:
-        left_out = f", {suite.too_long} questions too long" if suite.too_long else ""
-        yield f"{suite.name}: {_group(suite.whole)}{left_out}, distinct-token share {suite.distinct_token_share:.2f}"
-        for what, parts in (("by category", suite.by_category), ("by prompt tokens", suite.by_context)):
-            if len(parts) > 1:
-                yield f"  {what}: " + "; ".join(f"{part.group} {_group(part)}" for part in parts)
-
-
-def _group(part: GroupAcceptance) -> str:
-    length = "no complete step" if part.length is None else f"{part.length:.2f}"
-    champion = "" if part.champion is None else f", champion {part.champion:.2f}"
-    return f"{length}{champion} ({part.conversations})"
-
-
-def _categories(result: BenchmarkResult) -> Iterator[str]:
-    """What each category can show against the champion."""
-    for each in result.gate.categories:
-        said = (
-            "too few prompts to judge"
-            if each.p is None
-            else f"p = {each.p:.2g} (Holm), smallest detectable worsening {each.smallest_detectable:.1%}"
-        )
-        verdict = ", BLOCKS" if each.blocks else ""
-        yield f"  {each.ground}, {each.category}: {each.difference:+.1%} on {each.prompts} prompts, {said}{verdict}"
-
-
-def _goodput(result: BenchmarkResult) -> list[str]:
-    found = result.goodput
-    if found is None:
-        return []
-    best = [found.draft.best_at(batch) for batch in found.draft.best]
-    loads = ", ".join(
-        f"{row.batch} at once: lookahead {row.lookahead}, {row.tokens_per_s:.1f} tokens/s "
-        f"({row.tokens_per_s / found.draft.plain_at(row.batch).tokens_per_s:.2f}x the target alone)"
-        for row in best
-    )
-    return [f"best predicted goodput with {loads}"]
-
-
-def _vocabulary(result: BenchmarkResult) -> list[str]:
-    mass = result.vocabulary_mass
-    return [] if mass is None else [f"the draft vocabulary holds {mass:.1%} of the target's probability"]
-
-
-def _sampled_reference(result: BenchmarkResult) -> list[str]:
-    real, at = result.sampled_reference, result.conditions.lookahead
-    if real is None:
-        return []
+    """What the tables do not show, one fact per line."""
+    at = result.conditions.lookahead
+    ties = [divergence for divergence in result.lossless.divergences if divergence.tie]
     return [
-        f"at {sampled_at(result.conditions)} and lookahead {at}: {real.length[at]:.2f} where the draft samples its "
-        f"proposals (real decoding, {real.steps[at]} steps), {result.sampled.length[at]:.2f} where it proposes "
-        f"greedily (simulated, {result.sampled.steps[at]} steps); two decoders, so the figures need not agree"
+        *(f"{topic}: {text}" for topic, text in (findings(result) | suite_findings(result)).items()),
+        *(f"Tie at token {tie.position}: gap {tie.gap:.2e}, delta {tie.delta:.2e}" for tie in ties),
+        result.summary,
+        f"acceptance length {result.simulated.length[at]:.2f} at lookahead {at} in {result.wall_s:.0f} s",
     ]
-
-
-def _ties(result: BenchmarkResult) -> list[DivergenceRecord]:
-    return [divergence for divergence in result.lossless.divergences if divergence.tie]

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from infra.files.atomic import sha256_file, write_atomically
+from infra.markdown import markdown_table
 from infra.provenance import git_sha
-from infra.records.acceptance import Acceptance, BenchmarkResult, Conditions
+from infra.records.acceptance import BenchmarkResult, Conditions
+from infra.records.benchmark_text import acceptance_rows, findings
 from models.export.description import BLOCK, CONFIG
 from models.export.serving_settings import SERVING
 from models.run import PreparedRun
@@ -83,31 +85,13 @@ def _training(run: PreparedRun, block: dict[str, Any]) -> Iterator[str]:
 
 def _acceptance(result: BenchmarkResult) -> list[str]:
     at = result.conditions.lookahead
-    rows = {
-        "draft": result.simulated,
-        "draft, real decoding": result.reference,
-        "draft, served": result.served and result.served.acceptance,
-        f"draft, temperature {result.conditions.sampled_temperature:g}": result.sampled,
-        **result.baselines,
-    }
-    lookaheads = sorted(result.simulated.length)
-    lines = [["tokens per verification step, by lookahead", *map(str, lookaheads)]]
-    lines += [[name, *_lengths(acceptance, lookaheads)] for name, acceptance in rows.items() if acceptance]
-    lines.insert(1, [":---", *["---:"] * len(lookaheads)])
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    lossless = result.lossless
     return [
         f"**{result.simulated.length[at]:.2f} tokens per verification step at lookahead {at}**, the bonus token "
         "included (1.0: nothing accepted).",
-        table,
-        f"Greedy speculative text compared with the target's own: {lossless.tokens:,} tokens, {lossless.mismatches} "
-        f"mismatches, {lossless.ties} ties.",
+        markdown_table(acceptance_rows(result)),
+        f"Lossless: {findings(result)['Lossless']}.",
         f"Conditions: {_conditions(result.conditions)}. Other conditions give other figures.",
     ]
-
-
-def _lengths(acceptance: Acceptance, lookaheads: list[int]) -> list[str]:
-    return [f"{acceptance.length[at]:.2f}" if at in acceptance.length else "" for at in lookaheads]
 
 
 def _conditions(held: Conditions) -> str:

@@ -1,23 +1,18 @@
 """The report as Markdown, for Prefect's page and MLflow's descriptions."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from infra.data_plane.bottleneck import in_words
+from infra.markdown import SPECIAL, escaped, markdown_table
+from infra.quantities import plural, signed
 from infra.records.acceptance import BenchmarkResult
+from infra.records.benchmark_text import acceptance_rows, findings, goodput_rows
 from infra.records.data_path import TargetRecord
-from tasks.report.facts import Link, RunFacts, acceptance_rows, goodput_rows, length, plural, signed
-from tasks.report.page import embedded, sample_states, sentence
-from tasks.report.words import agreement_line, compared, gate_line, how_good, lossless_line, meaning, serving_line
-
-SPECIAL = re.compile(r"([\\`*_\[\]<>|~])")
-
-
-def escaped(text: str) -> str:
-    """Text that Markdown shows as it is: no markup, no table cell that ends early."""
-    return SPECIAL.sub(r"\\\1", " ".join(text.split()))
-
+from tasks.report.facts import Link, RunFacts
+from tasks.report.page import embedded, sample_states
+from tasks.report.words import compared, how_good, meaning
 
 GAP = "&emsp;"
 """MLflow shows a table without any space between its cells."""
@@ -43,22 +38,22 @@ def _top(facts: RunFacts, gap: str = "") -> list[str]:
         "### Acceptance length by lookahead",
         markdown_table(acceptance_rows(facts.result), gap),
         *_serving(facts.result, gap),
-        _list(_findings(facts)),
+        _topics(_findings(facts)),
     ]
 
 
 def _serving(result: BenchmarkResult, gap: str) -> list[str]:
     """What to serve the draft with."""
-    line, rows = serving_line(result), goodput_rows(result)
-    return ["### Goodput by load", markdown_table(rows, gap), escaped(sentence(line))] if line else []
+    rows = goodput_rows(result)
+    return ["### Goodput by load", markdown_table(rows, gap)] if rows else []
 
 
 def headline(facts: RunFacts) -> str:
     """The verdict in one line."""
     result, at = facts.result, facts.result.conditions.lookahead
     return escaped(
-        f"Acceptance length {length(result.simulated.length[at])} (prompt lookup "
-        f"{length(result.prompt_lookup.length[at])}), gate {'passed' if result.gate.passed else 'not passed'}, version "
+        f"Acceptance length {result.simulated.length[at]:.2f} (prompt lookup "
+        f"{result.prompt_lookup.length[at]:.2f}), gate {'passed' if result.gate.passed else 'not passed'}, version "
         f"{facts.draft.version} of {facts.draft.name} ({', '.join(facts.draft.aliases) or 'no alias'})"
     )
 
@@ -72,10 +67,7 @@ def version_markdown(target: TargetRecord, result: BenchmarkResult) -> str:
             _prose(compared(result)),
             markdown_table(acceptance_rows(result), GAP),
             *_serving(result, GAP),
-            _list(
-                escaped(sentence(words))
-                for words in (gate_line(result.gate), lossless_line(result), agreement_line(result))
-            ),
+            _topics(findings(result)),
             _conditions(result),
         ]
     )
@@ -94,8 +86,8 @@ def version_line(result: BenchmarkResult) -> str:
     """One line for lists of versions."""
     at, gate = result.conditions.lookahead, result.gate
     return (
-        f"{length(result.simulated.length[at])} tokens per step, gate {'passed' if gate.passed else 'not passed'} "
-        f"against {gate.against} ({signed(gate.difference)}), prompt lookup {length(result.prompt_lookup.length[at])}"
+        f"{result.simulated.length[at]:.2f} tokens per step, gate {'passed' if gate.passed else 'not passed'} "
+        f"against {gate.against} ({signed(gate.difference)}), prompt lookup {result.prompt_lookup.length[at]:.2f}"
     )
 
 
@@ -110,17 +102,14 @@ def _conditions(result: BenchmarkResult) -> str:
     )
 
 
-def _findings(facts: RunFacts) -> list[str]:
+def _findings(facts: RunFacts) -> dict[str, str]:
     trained = f"{plural(facts.trained.steps, 'step')} on {plural(facts.trained.tokens, 'token')}"
-    lines = (
-        gate_line(facts.result.gate),
-        lossless_line(facts.result),
-        agreement_line(facts.result),
-        f"trained {trained}; {in_words(facts.trained.rates)}",
-        *(f"plan, {name}: {text}" for name, text in facts.planned),
-        sample_states(facts),
-    )
-    return [escaped(sentence(line)) for line in lines]
+    return {
+        **findings(facts.result),
+        "Trained": f"{trained}; {in_words(facts.trained.rates)}",
+        **{f"Plan, {name}": text for name, text in facts.planned},
+        "Samples": sample_states(facts),
+    }
 
 
 def _quarantined(facts: RunFacts) -> list[str]:
@@ -134,17 +123,12 @@ def _quarantined(facts: RunFacts) -> list[str]:
     return ["### Quarantined samples", markdown_table(rows), *([f"and {rest} more in report.html"] if rest > 0 else [])]
 
 
-def markdown_table(rows: Sequence[dict[str, str]], gap: str = "") -> str:
-    """Rows of equal keys, the first column to the left and the others, after a `gap`, to the right."""
-    names = list(rows[0])
-    cells = [[escaped(name) for name in names], *([escaped(cell) for cell in row.values()] for row in rows)]
-    spaced = [[first, *(f"{gap}{cell}" for cell in others)] for first, *others in cells]
-    lines = [spaced[0], [":---", *["---:"] * (len(names) - 1)], *spaced[1:]]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def _list(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
+
+
+def _topics(facts: Mapping[str, str]) -> str:
+    return _list(f"{escaped(topic)}: {escaped(text)}" for topic, text in facts.items())
 
 
 def _more(facts: RunFacts) -> list[str]:

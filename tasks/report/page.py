@@ -11,24 +11,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from infra.data_plane.bottleneck import in_words
-from infra.quantities import byte_size
+from infra.quantities import byte_size, duration, figure, plural, signed
+from infra.records.benchmark_text import acceptance_rows, findings, goodput_rows, sources, suite_findings
 from infra.records.data_path import SamplesRecord
 from infra.redaction import redacted
-from tasks.report.facts import (
-    RunFacts,
-    acceptance_rows,
-    count,
-    duration,
-    generators_in_words,
-    goodput_rows,
-    length,
-    plural,
-    rate,
-    share,
-    signed,
-    sources,
-)
-from tasks.report.words import agreement_line, gate_line, lossless_line, meaning, serving_line
+from tasks.report.facts import RunFacts, generators_in_words
+from tasks.report.words import meaning
 
 TEMPLATE = "report_page.html.jinja"
 CAPTIONS = {
@@ -75,11 +63,10 @@ def render(facts: RunFacts, plots: Path) -> str:
         meaning=[_prose(words) for words in meaning(facts.target.name, facts.result, facts.draft)],
         table=acceptance_table(facts),
         goodput=goodput_rows(facts.result),
-        serving=sentence(serving_line(facts.result) or ""),
+        findings=findings(facts.result) | suite_findings(facts.result),
         lookaheads=sorted(facts.result.simulated.length),
         plots=by_name,
         further_plots=[plot for name, plot in by_name.items() if name not in CAPTIONS],
-        proof=proof(facts),
         training=training(facts),
         bottleneck=sentence(in_words(facts.trained.rates)),
         data=data(facts),
@@ -120,10 +107,10 @@ def verdicts(facts: RunFacts) -> Iterator[VerdictTile]:
     result, draft, gate = facts.result, facts.draft, facts.result.gate
     at = result.conditions.lookahead
     ours = result.simulated.length[at]
-    yield VerdictTile("Acceptance length", length(ours), f"tokens per verification step at lookahead {at}")
+    yield VerdictTile("Acceptance length", f"{ours:.2f}", f"tokens per verification step at lookahead {at}")
     for name, baseline in result.baselines.items():
         wins = name not in result.unbeaten
-        note = f"{length(ours)} against {length(baseline.length[at])} on the same texts"
+        note = f"{ours:.2f} against {baseline.length[at]:.2f} on the same texts"
         yield VerdictTile(
             name[0].upper() + name[1:], "beaten" if wins else "not beaten", note, "good" if wins else "bad"
         )
@@ -135,51 +122,27 @@ def verdicts(facts: RunFacts) -> Iterator[VerdictTile]:
 
 def acceptance_table(facts: RunFacts) -> list[dict[str, Any]]:
     """One row per source: its name, its acceptance lengths in the order of lookaheads, and how much was measured."""
-    rows = acceptance_rows(facts.result)
     at, table = facts.result.conditions.lookahead, []
-    for row, acceptance in zip(rows, sources(facts.result).values(), strict=True):
+    for row, acceptance in zip(acceptance_rows(facts.result), sources(facts.result).values(), strict=True):
         name, *lengths = row.values()
-        steps = acceptance.steps.get(at)
-        measured = count(steps) if steps is not None else ""
-        table.append({"name": name, "lengths": lengths, "steps": measured, "texts": acceptance.conversations})
+        steps = f"{acceptance.steps[at]:,}" if at in acceptance.steps else ""
+        table.append({"name": name, "lengths": lengths, "steps": steps, "texts": acceptance.conversations})
     return table
-
-
-def proof(facts: RunFacts) -> Facts:
-    """What stands behind the acceptance length."""
-    result = facts.result
-    speed = result.speed
-    faster = "not published" if speed.speedup is None else f"{speed.speedup:.2f}×"
-    return [
-        ("Lossless", sentence(lossless_line(result))),
-        ("Simulated = decoded", sentence(agreement_line(result))),
-        ("Gate", sentence(gate_line(result.gate))),
-        (
-            "Speed",
-            f"{rate(speed.plain_tokens_per_s)} tokens/s plain, {rate(speed.speculative_tokens_per_s)} speculative, "
-            f"speed-up {faster} at acceptance length {length(speed.acceptance_length)} ({speed.note})",
-        ),
-        (
-            "Target's text",
-            f"{share(result.target_distinct_token_share)} distinct tokens when greedy, "
-            f"{share(result.sampled_distinct_token_share)} when sampled: the fewer, the better prompt lookup does",
-        ),
-    ]
 
 
 def training(facts: RunFacts) -> Facts:
     """What was trained."""
     trained = facts.trained
     wait = trained.data_wait_s / trained.step_s if trained.step_s else 0.0
-    speed = rate(trained.tokens / trained.step_s) if trained.step_s else "unknown"
+    speed = figure(trained.tokens / trained.step_s) if trained.step_s else "unknown"
     by_position = ", ".join(f"{value:.2f}" for value in trained.acceptance_by_position)
     return [
-        ("Tokens trained on", count(trained.tokens)),
-        ("Optimizer steps", count(trained.steps)),
-        ("Epochs", count(facts.config.training.epochs)),
+        ("Tokens trained on", f"{trained.tokens:,}"),
+        ("Optimizer steps", f"{trained.steps:,}"),
+        ("Epochs", f"{facts.config.training.epochs:,}"),
         ("Time", duration(trained.wall_s)),
         ("Speed", f"{speed} tokens/s"),
-        ("Waiting for data", f"{duration(trained.data_wait_s)} ({share(wait)})"),
+        ("Waiting for data", f"{duration(trained.data_wait_s)} ({wait:.1%})"),
         ("Pause for a checkpoint", f"{1000 * trained.checkpoint_stall_s:.0f} ms"),
         *([("GPU memory of a rank, at most", byte_size(trained.peak_gpu_bytes))] if trained.peak_gpu_bytes else []),
         ("Processes", f"{generators_in_words(facts)}, {plural(trained.rates.ranks, 'rank')}"),
@@ -197,7 +160,7 @@ def vocabulary(facts: RunFacts) -> str:
         "of the positions trained on": facts.trained.vocabulary_coverage,
         "of the target's probability": facts.result.vocabulary_mass,
     }
-    return ", ".join(f"{share(value)} {of}" for of, value in shares.items() if value is not None)
+    return ", ".join(f"{value:.1%} {of}" for of, value in shares.items() if value is not None)
 
 
 def data(facts: RunFacts) -> Facts:
@@ -205,17 +168,17 @@ def data(facts: RunFacts) -> Facts:
     samples = facts.samples
     return [
         ("Source", redacted(facts.config.data.source)),
-        ("Training samples", count(samples.train_samples)),
-        ("Training tokens", f"{count(samples.train_tokens)} per epoch"),
-        ("Held-out samples", count(samples.heldout_samples)),
+        ("Training samples", f"{samples.train_samples:,}"),
+        ("Training tokens", f"{samples.train_tokens:,} per epoch"),
+        ("Held-out samples", f"{samples.heldout_samples:,}"),
         ("Longest sample", plural(samples.longest, "token")),
-        ("Supervised", f"{share(samples.supervised_share)} of the tokens"),
-        ("Too short or too long", count(samples.dropped)),
-        ("Truncated", count(samples.truncated)),
-        ("Documents split", count(samples.split)),
-        ("Duplicates left out", count(samples.duplicates)),
-        ("Nothing supervised", count(samples.unusable)),
-        ("Refused by the chat template", count(samples.refused)),
+        ("Supervised", f"{samples.supervised_share:.1%} of the tokens"),
+        ("Too short or too long", f"{samples.dropped:,}"),
+        ("Truncated", f"{samples.truncated:,}"),
+        ("Documents split", f"{samples.split:,}"),
+        ("Duplicates left out", f"{samples.duplicates:,}"),
+        ("Nothing supervised", f"{samples.unusable:,}"),
+        ("Refused by the chat template", f"{samples.refused:,}"),
         ("Benchmark prompts", benchmark_prompts(samples)),
         ("Reasoning", f"in {plural(samples.thinking, 'sample')}, data.thinking={facts.config.data.thinking}"),
         ("Source's revision", samples.source_revision or "none, it is no dataset of the Hub"),
@@ -228,19 +191,19 @@ def benchmark_prompts(samples: SamplesRecord) -> str:
     if not samples.compared_prompts:
         return "none were given to look for"
     found = plural(samples.benchmark_prompts, "document")
-    return f"{found} left out that hold one of {count(samples.compared_prompts)}, exactly or nearly"
+    return f"{found} left out that hold one of {samples.compared_prompts:,}, exactly or nearly"
 
 
 def sample_states(facts: RunFacts) -> str:
     """One sentence on the final states of all samples."""
     progress = facts.progress
     rest = progress.total - progress.consumed - progress.quarantined
-    words = [f"{count(progress.consumed)} of {plural(progress.total, 'sample')} trained on"]
-    words.append(f"{count(progress.quarantined) if progress.quarantined else 'none'} quarantined")
+    words = [f"{progress.consumed:,} of {plural(progress.total, 'sample')} trained on"]
+    words.append(f"{progress.quarantined or 'none'} quarantined")
     if progress.attempts:
         words.append(plural(progress.attempts, "capture failure"))
     if rest:
-        words.append(f"{count(rest)} not reached")
+        words.append(f"{rest:,} not reached")
     return f"{', '.join(words)}."
 
 

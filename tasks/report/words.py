@@ -1,8 +1,9 @@
 """Three sentences about a run: how good the draft is, compared with what, and what happens next."""
 
+from infra.quantities import signed
 from infra.records.acceptance import BenchmarkResult, GateDecision, RegisteredDraft
+from infra.records.benchmark_text import tokens_per_s
 from infra.tracking.registry import CHALLENGER, CHAMPION, REFUSED, SMOKE_TEST
-from tasks.report.facts import length, rate, share, signed
 
 NO_DRAFT = "no draft"
 
@@ -17,7 +18,7 @@ def how_good(target: str, result: BenchmarkResult) -> str:
     at = result.conditions.lookahead
     return (
         f"On {result.conditions.prompts} held-out prompts the draft lets {target} emit "
-        f"{length(result.simulated.length[at])} tokens per verification step at lookahead {at} (1.00 would mean that "
+        f"{result.simulated.length[at]:.2f} tokens per verification step at lookahead {at} (1.00 would mean that "
         f"nothing it proposes is accepted), and {_speed(result)}."
     )
 
@@ -26,7 +27,8 @@ def _speed(result: BenchmarkResult) -> str:
     speed = result.speed
     if speed.speedup is None:
         return f"no speed-up is published, because the timing was implausible ({speed.note.rstrip('.')})"
-    how = f"{rate(speed.speculative_tokens_per_s)} instead of {rate(speed.plain_tokens_per_s)} tokens per second"
+    fast, slow = tokens_per_s(speed.speculative_tokens_per_s), tokens_per_s(speed.plain_tokens_per_s)
+    how = f"{fast} instead of {slow} tokens per second"
     if speed.speedup < 1:
         return f"decoding at batch 1 became slower with it, {how}"
     return f"decoding at batch 1 was {speed.speedup:.2f} times as fast with it, {how}"
@@ -35,7 +37,7 @@ def _speed(result: BenchmarkResult) -> str:
 def compared(result: BenchmarkResult) -> str:
     """What needs no training first (it costs nothing), then the draft that was in service."""
     at = result.conditions.lookahead
-    reached = {name: f"{name} ({length(of.length[at])})" for name, of in result.baselines.items()}
+    reached = {name: f"{name} ({of.length[at]:.2f})" for name, of in result.baselines.items()}
     beaten = [reached[name] for name in reached if name not in result.unbeaten]
     said = [f"It beats {' and '.join(beaten)}"] if beaten else []
     if result.unbeaten:
@@ -54,7 +56,7 @@ def _against(result: BenchmarkResult) -> str:
         return "there was no draft in service to compare it with"
     champion = result.champion.length[at]
     difference = result.simulated.length[at] / champion - 1
-    words = f"against the draft in service, which reaches {length(champion)}, the difference is {signed(difference)}"
+    words = f"against the draft in service, which reaches {champion:.2f}, the difference is {signed(difference)}"
     if gate.against == NO_DRAFT:
         return words
     return f"{words} (at least {signed(gate.lower_bound)} with 97.5 % confidence)"
@@ -95,63 +97,3 @@ def _stays(draft: RegisteredDraft) -> str:
     if CHAMPION in draft.aliases:
         return "is the champion only because somebody promoted it"
     return "waits as the challenger" if draft.aliases else "is registered and does not serve"
-
-
-def gate_line(gate: GateDecision) -> str:
-    """The gate's decision with its figures."""
-    return (
-        f"gate {'passed' if gate.passed else 'not passed'} ({gate.reason.rstrip('.')}); the smallest difference that "
-        f"these prompts can show is {share(gate.smallest_detectable)}{_by_category(gate)}"
-    )
-
-
-def _by_category(gate: GateDecision) -> str:
-    """Every category against the champion, and what its prompts could have shown."""
-    said = [
-        f"{each.category} of {each.ground} {signed(each.difference)} "
-        + (
-            "(too few prompts to judge)"
-            if each.p is None or each.smallest_detectable is None
-            else f"(p = {each.p:.2g}, a worsening by {share(each.smallest_detectable)} would show)"
-        )
-        for each in gate.categories
-    ]
-    return f"; by category: {', '.join(said)}" if said else ""
-
-
-def lossless_line(result: BenchmarkResult) -> str:
-    """Whether speculative decoding changed the text."""
-    lossless = result.lossless
-    differ = f"{_of(lossless.mismatches, 'mismatch', 'mismatches')} and {_of(lossless.ties, 'tie', 'ties')}"
-    if lossless.mismatches:
-        return f"NOT lossless: {differ} in {lossless.tokens:,} tokens compared with the target's own text"
-    return f"lossless: {lossless.tokens:,} tokens equal the target's own text, with {differ}"
-
-
-def serving_line(result: BenchmarkResult) -> str | None:
-    """The main load's goodput in one sentence; None if not measured."""
-    found = result.goodput
-    if found is None:
-        return None
-    best, loads = found.best, f"{found.main_load} text{'s' if found.main_load > 1 else ''} at once"
-    gain = best.tokens_per_s / found.draft.plain_at(found.main_load).tokens_per_s
-    advice = (
-        f"propose {best.lookahead} tokens ({gain:.2f} times the target alone)" if best.lookahead else "propose none"
-    )
-    served = result.served
-    measured = f"; the engine's own figures are of lookahead {served.lookahead}" if served and served.acceptance else ""
-    return f"predicted from step costs on {found.hardware}, in transformers: with {loads} {advice}{measured}"
-
-
-def _of(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
-
-
-def agreement_line(result: BenchmarkResult) -> str:
-    """Whether simulated acceptance is what real decoding accepts."""
-    same = "identical" if result.counts_identical else "NOT identical"
-    served = f"; {result.served.summary}" if result.served else ""
-    return (
-        f"simulated and really decoded counts are {same} step by step in {result.counts_compared} conversations, their "
-        f"acceptance lengths differ by {share(abs(result.gap))}{served}"
-    )

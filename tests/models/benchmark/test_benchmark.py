@@ -28,7 +28,7 @@ from models.benchmark.served import serve, served_acceptance
 from models.benchmark.serving import speculative_arguments
 from models.benchmark.standalone import bench
 from models.benchmark.step_costs import time_steps
-from models.benchmark.words import lines, table
+from models.benchmark.words import lines, tables
 from models.checkpoint import AVERAGED, DRAFT, VOCABULARY, DraftDescription
 from models.config.bench_arguments import bench_parser
 from models.config.eagle3 import Eagle3Config
@@ -168,8 +168,8 @@ def test_benchmark_of_a_run(run: PreparedRun, target: Path, tmp_path: Path):
     assert 1.0 <= result.sampled_reference.length[4] < 2.0
     assert (result.conditions.sampled_temperature, result.conditions.sampled_top_p) == (0.8, 0.95)
     shown = Console(width=120, file=StringIO())
-    shown.print(table(result))
-    assert "draft, T=0.8, top-p 0.95, sampled proposals" in shown.file.getvalue()
+    shown.print(*tables(result))
+    assert "draft, temperature 0.8, top-p 0.95, sampled proposals" in shown.file.getvalue()
     assert any("samples its proposals" in line for line in lines(result))
     assert result.champion is not None
     assert 1.0 <= result.simulated.length[4] < 1.2, "an untrained draft has nothing accepted"
@@ -180,7 +180,7 @@ def test_benchmark_of_a_run(run: PreparedRun, target: Path, tmp_path: Path):
     assert recycling is not None
     assert result.beats_token_recycling == (result.simulated.length[4] > recycling.length[4])
     assert recycling.conversations == 12
-    assert "Token Recycling, T=0.8, top-p 0.95" in shown.file.getvalue()
+    assert "Token Recycling, temperature 0.8, top-p 0.95" in shown.file.getvalue()
     assert f"Token Recycling ({recycling.length[4]:.2f})" in result.summary
     assert result.conditions.dataset_hash == run.samples.dataset_hash
     assert result.conditions.prompts == result.simulated.conversations == 12
@@ -195,7 +195,7 @@ def test_benchmark_of_a_run(run: PreparedRun, target: Path, tmp_path: Path):
     assert result.speed.tokens >= 40
     assert result.vocabulary_mass is not None
     assert 0.5 < result.vocabulary_mass < 1.0, "60 of 80 tokens of a random target"
-    assert any("the draft vocabulary holds" in line for line in lines(result))
+    assert any("Draft vocabulary: holds" in line for line in lines(result))
     assert not result.conditions.thinking
     check_goodput(result, run)
     for plot in ("acceptance_by_position.png", "goodput.png", "heldout.png", "samples.png", "training.png"):
@@ -240,8 +240,8 @@ def judged_by_category(result: BenchmarkResult) -> None:
     assert (many.category, many.prompts, few.category, few.p) == ("many", 22, "few", None)
     assert many.p is not None
     said = "\n".join(lines(result))
-    assert "asked, many" in said
-    assert "smallest detectable worsening" in said
+    assert "many of asked" in said
+    assert "would show" in said
     assert "by category: few" in said
 
 

@@ -12,6 +12,8 @@ from prefect.client.orchestration import get_client
 from prefect.testing.utilities import prefect_test_harness
 
 from infra.ledger.answers import Quarantined
+from infra.markdown import escaped, markdown_table
+from infra.quantities import duration, signed
 from infra.records.acceptance import (
     Acceptance,
     BenchmarkResult,
@@ -20,6 +22,7 @@ from infra.records.acceptance import (
     RegisteredDraft,
     ServedResult,
 )
+from infra.records.benchmark_text import acceptance_rows, findings, goodput_rows
 from infra.records.data_path import (
     ExportRecord,
     SampleProgress,
@@ -31,9 +34,8 @@ from infra.records.data_path import (
 from infra.tracking.client import NOTE, connect
 from infra.tracking.runs import TrackedRun
 from tasks.registry import open_tracking, register_draft
-from tasks.report.facts import acceptance_by_lookahead, acceptance_rows, duration, goodput_rows, signed
-from tasks.report.markdown import escaped, markdown_table
-from tasks.report.words import compared, gate_line, how_good, serving_line, what_next
+from tasks.report.facts import acceptance_by_lookahead
+from tasks.report.words import compared, how_good, what_next
 from tasks.report.write import benchmark_report, tracking_link, training_report, write_report
 from tasks.run import OpenRun
 
@@ -113,9 +115,9 @@ def lose_a_sample(run: OpenRun, error: str) -> None:
 
 def test_the_table_has_a_row_per_source(result: BenchmarkResult) -> None:
     rows = acceptance_rows(result)
-    assert rows[0] == {"": "draft, simulated", "1": "1.50", "4": "3.50"}
-    assert rows[1] == {"": "draft, real decoding", "1": "", "4": "3.50"}
-    assert [row[""] for row in rows[2:]] == [
+    assert rows[0] == {"acceptance length by lookahead": "draft, simulated", "1": "1.50", "4": "3.50"}
+    assert rows[1] == {"acceptance length by lookahead": "draft, real decoding", "1": "", "4": "3.50"}
+    assert [next(iter(row.values())) for row in rows[2:]] == [
         "prompt lookup",
         "Token Recycling",
         "draft, temperature 1, greedy proposals",
@@ -123,7 +125,11 @@ def test_the_table_has_a_row_per_source(result: BenchmarkResult) -> None:
         "Token Recycling, temperature 1",
     ]
     both = acceptance_rows(result.model_copy(update={"sampled_reference": result.reference}))
-    assert both[-3] == {"": "draft, temperature 1, sampled proposals", "1": "", "4": "3.50"}
+    assert both[-3] == {
+        "acceptance length by lookahead": "draft, temperature 1, sampled proposals",
+        "1": "",
+        "4": "3.50",
+    }
 
 
 def test_goodput_has_a_row_per_load(result: BenchmarkResult) -> None:
@@ -132,9 +138,9 @@ def test_goodput_has_a_row_per_load(result: BenchmarkResult) -> None:
         "texts at once": "1", "best lookahead": "3", "tokens/s": "250", "target alone": "100", "gain": "+150.0%"
     }  # fmt: skip
     assert (many["best lookahead"], many["gain"]) == ("0", "+0.0%")
-    assert "with 1 text at once propose 3 tokens (2.50 times the target alone)" in str(serving_line(result))
+    assert "with 1 text at once propose 3 tokens (2.50 times the target alone)" in findings(result)["Goodput"]
     served = ServedResult(lookahead=4, acceptance=result.reference, note="")
-    assert "own figures are of lookahead 4" in str(serving_line(result.model_copy(update={"served": served})))
+    assert "own figures are of lookahead 4" in findings(result.model_copy(update={"served": served}))["Goodput"]
     found = result.goodput
     assert found is not None
     rows = tuple(row.model_copy(update={"tokens_per_s": 1.1 * row.tokens_per_s}) for row in found.draft.rows)
@@ -184,7 +190,7 @@ def test_a_speed_is_told_as_it_was(result: BenchmarkResult) -> None:
         speed = result.speed.model_copy(update={"speedup": speedup, "speculative_tokens_per_s": faster})
         told = how_good("tiny", result.model_copy(update={"speed": speed}))
         assert words in told
-        assert f"{faster} instead of 50.0 tokens per second" in told
+        assert f"{faster:g} instead of 50 tokens per second" in told
 
 
 @pytest.mark.parametrize(
@@ -209,16 +215,17 @@ def test_what_comes_next_is_what_the_registry_says(
     assert expected in what_next(gate.model_copy(update={"passed": passed}), draft)
 
 
-def test_the_gate_line_says_what_each_category_could_show(gate: GateDecision) -> None:
+def test_the_gate_says_what_each_category_could_show(result: BenchmarkResult) -> None:
     code = CategoryDecision(
         ground="gsm8k", category="code", prompts=30, challenger=2.0, champion=2.5, difference=-0.2, p=0.01,
         smallest_detectable=0.125, blocks=True,
     )  # fmt: skip
     few = code.model_copy(update={"category": "few", "p": None, "smallest_detectable": None, "blocks": False})
-    assert "by category" not in gate_line(gate)
-    line = gate_line(gate.model_copy(update={"categories": (code, few)}))
-    assert "code of gsm8k −20.0% (p = 0.01, a worsening by 12.5% would show)" in line
-    assert "few of gsm8k −20.0% (too few prompts to judge)" in line
+    assert "by category" not in findings(result)["Gate"]
+    gate = result.gate.model_copy(update={"categories": (code, few)})
+    line = findings(result.model_copy(update={"gate": gate}))["Gate"]
+    assert "code of gsm8k −20.0% on 30 prompts (p = 0.01 by Holm, a worsening by 12.5% would show, BLOCKS)" in line
+    assert "few of gsm8k −20.0% on 30 prompts (too few prompts to judge)" in line
 
 
 @pytest.fixture

@@ -112,8 +112,8 @@ def test_every_figure_is_there(facts: RunFacts, run: OpenRun) -> None:
     text = page(facts, run).text
     shown = [
         "tiny-1", "EAGLE-3 draft for tiny", "2026-01-02 03:04 UTC", "version 3", "draft-tiny, champion",
-        "3.50", "2.50", "2.10", "1.20", "1.50", "50.0 tokens/s plain, not published speculative",
-        "Lossless: 1,000 tokens equal the target's own text, with 0 mismatches and 1 tie",
+        "3.50", "2.50", "2.10", "1.20", "1.50", "50 tokens/s plain at batch 1, not published speculative",
+        "Lossless yes, 1,000 tokens equal the target's own text, with 0 mismatches and 1 tie",
         "identical step by step in 4 conversations", "+250.0% against no draft, at least +200.0%", "10.0%",
         "40.0% distinct tokens when greedy, 70.0% when sampled",
         "1,000", "20", "12 min 34 s", "100 tokens/s", "0.5 s (5.0%)", "1.25", "0.51, 0.32", "91.2%", "2 generators",
@@ -142,7 +142,7 @@ def test_what_was_not_measured_is_not_shown(facts: RunFacts, run: OpenRun) -> No
 def test_memory_of_gpus_is_shown_where_there_are_some(facts: RunFacts, run: OpenRun) -> None:
     assert "GPU memory" not in page(facts, run).text
     with_gpus = facts.trained.model_copy(update={"peak_gpu_bytes": 67 * 2**30})
-    assert "GPU memory of a rank, at most 67.0 GiB" in page(replace(facts, trained=with_gpus), run).text
+    assert "GPU memory of a rank, at most 67 GiB" in page(replace(facts, trained=with_gpus), run).text
 
 
 def test_it_says_how_many_generators_there_were_at_a_time(facts: RunFacts, run: OpenRun) -> None:
@@ -244,5 +244,5 @@ def test_what_is_not_lossless_is_shown_in_full(facts: RunFacts, run: OpenRun) ->
     )
     lossless = LosslessRecord(tokens=1000, mismatches=1, ties=1, divergences=places)
     text = page(replace(facts, result=facts.result.model_copy(update={"lossless": lossless})), run).text
-    assert "NOT lossless: 1 mismatch and 1 tie in 1,000 tokens" in text
+    assert "Lossless NO, 1 mismatch and 1 tie in 1,000 tokens" in text
     assert "tie 31 2.00e-04 1.00e-03 mismatch 77 one text ends 1.00e-03" in text

@@ -1,0 +1,182 @@
+"""A benchmark for people: the tables and findings that terminal, report, MLflow and model card show alike."""
+
+from infra.quantities import figure, plural, signed
+from infra.records.acceptance import (
+    Acceptance,
+    BenchmarkResult,
+    CategoryDecision,
+    Conditions,
+    GroupAcceptance,
+    SuiteResult,
+)
+
+
+def sampling(conditions: Conditions) -> str:
+    """How the sampled texts were drawn: temperature, and top-p unless it is 1."""
+    top_p = f", top-p {conditions.sampled_top_p:g}" if conditions.sampled_top_p < 1 else ""
+    return f"temperature {conditions.sampled_temperature:g}{top_p}"
+
+
+def sources(result: BenchmarkResult) -> dict[str, Acceptance]:
+    """Every source of proposals that was measured, the draft first."""
+    sampled = sampling(result.conditions)
+    measured: dict[str, Acceptance | None] = {
+        "draft, simulated": result.simulated,
+        "draft, real decoding": result.reference,
+        "draft, served": result.served and result.served.acceptance,
+        "champion": result.champion,
+        **result.baselines,
+        f"draft, {sampled}, greedy proposals": result.sampled,
+        f"draft, {sampled}, sampled proposals": result.sampled_reference,
+        **{f"{name}, {sampled}": acceptance for name, acceptance in result.baselines_sampled.items()},
+    }
+    return {name: acceptance for name, acceptance in measured.items() if acceptance}
+
+
+def acceptance_rows(result: BenchmarkResult) -> list[dict[str, str]]:
+    """Acceptance length by lookahead: one row per source, one column per lookahead; empty where not measured."""
+    return [
+        {"acceptance length by lookahead": name}
+        | {str(at): f"{of.length[at]:.2f}" if at in of.length else "" for at in sorted(result.simulated.length)}
+        for name, of in sources(result).items()
+    ]
+
+
+def goodput_rows(result: BenchmarkResult) -> list[dict[str, str]]:
+    """The best lookahead and its predicted goodput at each load; empty if not measured."""
+    rows, measured = [], result.goodput
+    if measured is None:
+        return []
+    for load in measured.by_load:
+        plain = measured.draft.plain_at(load.batch).tokens_per_s
+        row = {
+            "texts at once": str(load.batch),
+            "best lookahead": str(load.challenger_lookahead),
+            "tokens/s": figure(load.challenger),
+            "target alone": figure(plain),
+            "gain": signed(load.challenger / plain - 1),
+        }
+        if load.champion is not None:
+            row |= {"champion": figure(load.champion), "its lookahead": str(load.champion_lookahead)}
+        rows.append(row)
+    return rows
+
+
+def findings(result: BenchmarkResult) -> dict[str, str]:
+    """What the tables do not show, by topic."""
+    found = {
+        "Gate": _gate(result),
+        "Lossless": _lossless(result),
+        "Simulated = decoded": _agreement(result),
+        "Served": result.served and result.served.summary.removeprefix("served: "),
+        "Goodput": _goodput(result),
+        "Speed": _speed(result),
+        "Target's text": f"{result.target_distinct_token_share:.1%} distinct tokens when greedy, "
+        f"{result.sampled_distinct_token_share:.1%} when sampled: the fewer, the better prompt lookup does",
+        "Draft vocabulary": result.vocabulary_mass
+        and f"holds {result.vocabulary_mass:.1%} of the target's probability",
+        "Sampled proposals": _sampled_proposals(result),
+    }
+    return {topic: text for topic, text in found.items() if text}
+
+
+def _gate(result: BenchmarkResult) -> str:
+    gate = result.gate
+    categories = f"; by category: {', '.join(map(_category, gate.categories))}" if gate.categories else ""
+    return (
+        f"{'passed' if gate.passed else 'not passed'} ({gate.reason.rstrip('.')}); the smallest difference that these "
+        f"prompts can show is {gate.smallest_detectable:.1%}{categories}"
+    )
+
+
+def _category(each: CategoryDecision) -> str:
+    """A category against the champion, and what its prompts could have shown."""
+    power = (
+        "too few prompts to judge"
+        if each.p is None or each.smallest_detectable is None
+        else f"p = {each.p:.2g} by Holm, a worsening by {each.smallest_detectable:.1%} would show"
+    )
+    blocks = ", BLOCKS" if each.blocks else ""
+    on = plural(each.prompts, "prompt")
+    return f"{each.category} of {each.ground} {signed(each.difference)} on {on} ({power}{blocks})"
+
+
+def _lossless(result: BenchmarkResult) -> str:
+    lossless = result.lossless
+    mismatches = "1 mismatch" if lossless.mismatches == 1 else f"{lossless.mismatches:,} mismatches"
+    differ = f"{mismatches} and {plural(lossless.ties, 'tie')}"
+    if lossless.mismatches:
+        return f"NO, {differ} in {lossless.tokens:,} tokens compared with the target's own text"
+    return f"yes, {lossless.tokens:,} tokens equal the target's own text, with {differ}"
+
+
+def _agreement(result: BenchmarkResult) -> str:
+    same = "identical" if result.counts_identical else "NOT identical"
+    return (
+        f"counts are {same} step by step in {plural(result.counts_compared, 'conversation')}, acceptance lengths "
+        f"differ by {abs(result.gap):.1%}"
+    )
+
+
+def _goodput(result: BenchmarkResult) -> str | None:
+    """The main load's goodput."""
+    measured = result.goodput
+    if measured is None:
+        return None
+    best = measured.best
+    gain = best.tokens_per_s / measured.draft.plain_at(measured.main_load).tokens_per_s
+    advice = (
+        f"propose {plural(best.lookahead, 'token')} ({gain:.2f} times the target alone)"
+        if best.lookahead
+        else ("propose none")
+    )
+    served = result.served
+    engine = f"; the engine's own figures are of lookahead {served.lookahead}" if served and served.acceptance else ""
+    return (
+        f"predicted from step costs on {measured.hardware}, in transformers: with "
+        f"{plural(measured.main_load, 'text')} at once {advice}{engine}"
+    )
+
+
+def tokens_per_s(value: float | None) -> str:
+    """A speed; an impossible one was not published."""
+    return "not published" if value is None else figure(value)
+
+
+def _speed(result: BenchmarkResult) -> str:
+    speed = result.speed
+    faster = "not published" if speed.speedup is None else f"{speed.speedup:.2f}×"
+    return (
+        f"{tokens_per_s(speed.plain_tokens_per_s)} tokens/s plain at batch 1, "
+        f"{tokens_per_s(speed.speculative_tokens_per_s)} speculative, speed-up {faster} at acceptance length "
+        f"{speed.acceptance_length:.2f} ({speed.note})"
+    )
+
+
+def _sampled_proposals(result: BenchmarkResult) -> str | None:
+    real, greedy, at = result.sampled_reference, result.sampled, result.conditions.lookahead
+    return real and (
+        f"at {sampling(result.conditions)} and lookahead {at}, {real.length[at]:.2f} where the draft samples its "
+        f"proposals (real decoding, {plural(real.steps[at], 'step')}), {greedy.length[at]:.2f} where it proposes "
+        f"greedily (simulated, {plural(greedy.steps[at], 'step')}); two decoders, so the figures need not agree"
+    )
+
+
+def suite_findings(result: BenchmarkResult) -> dict[str, str]:
+    """Acceptance length on every suite, by category and by prompt tokens, at the benchmark's lookahead."""
+    return {f"Suite {suite.name}": _suite(suite) for suite in result.suites}
+
+
+def _suite(suite: SuiteResult) -> str:
+    too_long = f"; {plural(suite.too_long, 'question')} too long" if suite.too_long else ""
+    text = f"{_group(suite.whole)}{too_long}; distinct-token share {suite.distinct_token_share:.2f}"
+    for parts, groups in (("category", suite.by_category), ("prompt tokens", suite.by_context)):
+        if len(groups) > 1:
+            text += f"; by {parts}: " + ", ".join(f"{group.group} {_group(group)}" for group in groups)
+    return text
+
+
+def _group(part: GroupAcceptance) -> str:
+    length = "no complete step" if part.length is None else f"{part.length:.2f}"
+    champion = "" if part.champion is None else f", champion {part.champion:.2f}"
+    return f"{length} ({plural(part.conversations, 'text')}{champion})"
