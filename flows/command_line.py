@@ -102,8 +102,8 @@ def _print_plan(config: "RunConfig") -> None:
     plan = checked_plan(config)
     print(yaml.safe_dump(redacted(config.model_dump(mode="json")), sort_keys=False, width=110), end="")
     if config.pools.kind == "slurm":
-        from infra.pools.choice import pool_specs
-        from infra.pools.slurm_pools import dry_run
+        from infra.pools.run_pools import pool_specs
+        from infra.pools.slurm_engine import dry_run
 
         print("---")
         print(dry_run(config.name, pool_specs(config.pools, config.generator.count), config.pools), end="")

@@ -15,9 +15,8 @@ from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectAlreadyExists
 
 from infra.pools.base import Pool, PoolBusyError, PoolProvider, PoolSpec, Role
-from infra.pools.choice import generator_spec, pool_provider, pool_specs
 from infra.pools.local import LocalPools
-from infra.pools.single import SinglePools
+from infra.pools.run_pools import SinglePools, generator_spec, pool_provider, pool_specs
 from infra.processes.process import Owner
 from infra.settings import prefect_is_private
 from tasks.run import OpenRun

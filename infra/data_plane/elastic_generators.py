@@ -16,7 +16,7 @@ from infra.files.atomic import write_atomically
 from infra.files.lines import last_object
 from infra.files.run_folder import RunFolder
 from infra.pools.base import Pool, PoolBusyError
-from infra.pools.single import SinglePools
+from infra.pools.run_pools import SinglePools
 from infra.processes.exit import REFUSED
 from infra.processes.keep_running import STEADY_S, Generators, KeptProcess, OnLine
 from infra.processes.process import ProcessFailedError

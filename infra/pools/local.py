@@ -8,16 +8,16 @@ import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 from pynvml import NVMLError
 
 from infra.files.locks import LockHeldError, hold_among_users
-from infra.pools.base import PoolBusyError, PoolSpec, cpu_threads
+from infra.pools.base import LocalCommand, Pool, PoolBusyError, PoolSpec, in_words
 from infra.pools.gpus import read_gpus, visible_gpus
-from infra.processes.process import Owner, Process, start
+from infra.processes.process import Owner
 from infra.refusal import Refusal
 from infra.settings import permitted_gpus
 
@@ -27,34 +27,14 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-@dataclass
-class LocalPool:
+class LocalPool(Pool):
     """GPUs of this machine, or none of them, and its cores."""
 
-    owner: Owner
-    gpus: tuple[str, ...] = ()
-    started: list[Process] = field(default_factory=list)
-
-    def launch(
-        self,
-        role: str,
-        command: Sequence[str],
-        *,
-        threads: int | None = None,
-        processes: int = 1,
-        index: int | None = None,
-    ) -> Process:
-        """Start a command bound to the pool's GPUs (`index`: to its share of them) and to a number of CPU threads."""
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(self._share(processes, index))}
-        environment |= cpu_threads(threads or max(1, cores() // processes))
-        process = start(role, command, self.owner, environment)
-        self.started.append(process)
-        return process
-
-    def _share(self, processes: int, index: int | None) -> tuple[str, ...]:
-        if index is None or not self.gpus:
-            return self.gpus
-        return self.gpus[index::processes] or (self.gpus[index % len(self.gpus)],)
+    def _place(self, command: Sequence[str], processes: int, index: int | None) -> LocalCommand:
+        gpus = self.gpus
+        if gpus and index is not None:
+            gpus = gpus[index::processes] or (gpus[index % len(gpus)],)
+        return LocalCommand(command, max(1, cores() // processes), gpus)
 
 
 class LocalPools:
@@ -72,7 +52,7 @@ class LocalPools:
         if sum(spec.gpus for spec in specs) > len(self.gpus):
             settings = " and ".join(f"pools.{spec.role}_gpus" for spec in specs)
             raise Refusal(
-                f"{_in_words(specs)} and this machine has {len(self.gpus)}: lower {settings}, or run where there are "
+                f"{in_words(specs)} and this machine has {len(self.gpus)}: lower {settings}, or run where there are "
                 "more"
             )
 
@@ -88,15 +68,16 @@ class LocalPools:
                 runs = len(self.gpus) - len(locked) - len(foreign)
                 strangers = "".join(f"; {gpu} is in use by {who}, stop them" for gpu, who in foreign.items())
                 raise PoolBusyError(
-                    f"{_in_words(specs)}; of this machine's {len(self.gpus)}, {runs} are held by other runs "
+                    f"{in_words(specs)}; of this machine's {len(self.gpus)}, {runs} are held by other runs "
                     f"now{strangers}"
                 )
-            left = iter(locked.items())
-            pools = tuple(_pool(owner, dict(islice(left, spec.gpus))) for spec in specs)
-            for pool in pools:
-                stack.callback(_stop_all, pool.started)
+            left, pools = iter(locked.items()), []
+            for spec in specs:
+                mine = dict(islice(left, spec.gpus))
+                pools.append(LocalPool(replace(owner, locks=(*owner.locks, *mine.values())), tuple(mine)))
+                stack.callback(pools[-1].stop)
             self._held[owner.name] = stack.pop_all()
-        return pools
+        return tuple(pools)
 
     def _lock(self, count: int, stack: ExitStack, foreign: dict[str, str]) -> dict[str, int]:
         """Up to `count` GPUs, with the descriptors of their locks; GPUs that runs hold leave `foreign`."""
@@ -126,10 +107,6 @@ class LocalPools:
             stack.close()
 
 
-def _in_words(specs: Sequence[PoolSpec]) -> str:
-    return " and ".join(f"the {spec.role} pool wants {spec.gpus} GPUs" for spec in specs)
-
-
 def _foreign() -> dict[str, str]:
     """GPUs that somebody uses, and who: a run that holds their locks, or a stranger. Raises Refusal."""
     try:
@@ -137,13 +114,3 @@ def _foreign() -> dict[str, str]:
     except NVMLError as error:
         raise Refusal(f"this machine's GPUs do not answer ({error}): see what nvidia-smi says of them") from error
     return {gpu.uuid: gpu.held for gpu in found.gpus if gpu.held} if found else {}
-
-
-def _pool(owner: Owner, locked: dict[str, int]) -> LocalPool:
-    return LocalPool(replace(owner, locks=(*owner.locks, *locked.values())), tuple(locked))
-
-
-def _stop_all(processes: list[Process]) -> None:
-    with ExitStack() as stack:
-        for process in processes:
-            stack.callback(process.stop)

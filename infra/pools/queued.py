@@ -1,100 +1,67 @@
-"""Pools of an engine with a queue of its own: what Ray and Slurm have in common.
+"""Pools of an engine with a queue of its own: Ray's or Slurm's.
 
 A supervised process on this machine, the holder, asks the engine and keeps what it grants for as long as it lives. A
 command on a pool is a supervised process on this machine too: it drives the one on the pool's machine. So whatever ends
 the flow ends both, and they end what they drive.
 """
 
+import json
 import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import cache
-from typing import Protocol
+from dataclasses import dataclass
 
 from infra.config import PoolsConfig
-from infra.pools.base import PoolBusyError, PoolSpec, cpu_threads
-from infra.pools.requests import Grant, Part, Request, divide
-from infra.processes.process import Owner, Process, start
+from infra.pools.base import LocalCommand, Pool, PoolBusyError, PoolSpec, in_words
+from infra.pools.engine import GRACE_S, GRANTED, PREFIX, Grant, Part, Request
+from infra.processes.process import Owner, Process, module, start
 
 HOLDER = "pools-"
 """Before the owner's name it is the role of the holder, whose log is `pools-OWNER.log`."""
-GRANTED = "granted "
 LOOK_S = 20.0
 POLL_S = 0.1
-GRACE_S = 10.0
-"""Grace period of a command on the pool's machine."""
 STOP_S = GRACE_S + 20.0
-"""Grace period of the local process that drives it and waits for it."""
+"""Grace period of the local process that drives a command and waits for it."""
 WITHDRAW_S = 120.0
 
 
-@cache
-def say(why: str) -> None:
-    """What a holder waits for: printed once."""
-    print(why, flush=True)
+def divide(specs: Sequence[PoolSpec], config: PoolsConfig) -> tuple[tuple[Part, ...], ...]:
+    """The parts of each pool, with its GPUs divided evenly. With fewer GPUs than parts, parts share one."""
+    pools = []
+    for spec in specs:
+        count = min(spec.parts, spec.gpus) or spec.parts
+        shares = [len(range(index, spec.gpus, count)) for index in range(count)]
+        pools.append(
+            tuple(Part(role=spec.role, gpus=n, cores=n * config.cores_per_gpu or config.cores) for n in shares)
+        )
+    return tuple(pools)
 
 
-class QueueingSystem(Protocol):
-    """What differs from engine to engine: three command lines."""
-
-    def holder(self, request: Request) -> list[str]:
-        """A process that asks for the parts, prints why it waits, and then GRANTED with the Grant as JSON.
-
-        It holds them until SIGTERM, and ends with REFUSED and a message where they can never fit.
-        """
-        ...
-
-    def command(self, grant: Grant, part: int, command: Sequence[str]) -> list[str]:
-        """A process that runs a command on a part, prints what it prints, and ends with its status.
-
-        SIGTERM, or its death, stops the command and all that it started within GRACE_S.
-        """
-        ...
-
-    def withdrawal(self, owner: str) -> list[str]:
-        """A process that cancels everything under the owner's name."""
-        ...
+def engine_task(config: PoolsConfig, *task: str) -> list[str]:
+    """The command line of a process that talks to the recipe's engine. The flow itself never imports Ray: its driver
+    would take over the flow's signals.
+    """
+    return module(f"infra.pools.{config.kind}_engine", config.model_dump_json(), *task)
 
 
-@dataclass
-class QueuedPool:
+class QueuedPool(Pool):
     """Devices of one or several machines, one part for each of the commands that share it."""
 
-    engine: QueueingSystem
-    owner: Owner
-    grant: Grant
-    first: int
-    """Index of its first part in the grant."""
-    parts: tuple[Part, ...]
-    started: list[Process] = field(default_factory=list)
+    def __init__(self, config: PoolsConfig, owner: Owner, grant: Grant, first: int, parts: Sequence[Part]) -> None:
+        """`first`: index of its first part in the grant. GPUs are named with their machines."""
+        self._granted = grant.parts[first : first + len(parts)]
+        super().__init__(owner, tuple(f"{part.machine}:{gpu}" for part in self._granted for gpu in part.gpus))
+        self._config, self._allocation, self._parts = config, grant.allocation, parts
 
-    @property
-    def gpus(self) -> tuple[str, ...]:
-        """Names of the leased GPUs, with their machines'."""
-        mine = self.grant.parts[self.first : self.first + len(self.parts)]
-        return tuple(f"{part.machine}:{gpu}" for part in mine for gpu in part.gpus)
-
-    def launch(
-        self,
-        role: str,
-        command: Sequence[str],
-        *,
-        threads: int | None = None,
-        processes: int = 1,
-        index: int | None = None,
-    ) -> Process:
-        """Start a command on a part of the pool: on the first one where no `index` is given."""
-        part = (index or 0) % len(self.parts)
-        sharing = processes if index is None else -(-processes // len(self.parts))
-        # The engine sets what the command sees; what this process sees means nothing there.
-        environment = {"CUDA_VISIBLE_DEVICES": ""}
-        environment |= cpu_threads(threads or max(1, self.parts[part].cores // sharing))
-        driving = self.engine.command(self.grant, self.first + part, command)
-        process = start(role, driving, self.owner, environment, STOP_S)
-        self.started.append(process)
-        return process
+    def _place(self, command: Sequence[str], processes: int, index: int | None) -> LocalCommand:
+        """On a part of the pool, the first one where no `index` is given."""
+        part = (index or 0) % len(self._parts)
+        sharing = processes if index is None else -(-processes // len(self._parts))
+        place = json.dumps(self._granted[part].place)
+        driving = engine_task(self._config, "drive", self._allocation, place, *command)
+        # The engine sets which GPUs the command sees; what this process sees means nothing there.
+        return LocalCommand(driving, max(1, self._parts[part].cores // sharing), grace_s=STOP_S)
 
 
 @dataclass
@@ -110,8 +77,8 @@ class _Asked:
 class QueuedPools:
     """Leases devices from an engine that admits."""
 
-    def __init__(self, engine: QueueingSystem, config: PoolsConfig, look_s: float = LOOK_S) -> None:
-        self._engine, self._config, self.look_s = engine, config, look_s
+    def __init__(self, config: PoolsConfig, look_s: float = LOOK_S) -> None:
+        self._config, self.look_s = config, look_s
         self._asked: dict[str, _Asked] = {}
 
     def acquire(self, specs: Sequence[PoolSpec], owner: Owner) -> tuple[QueuedPool, ...]:
@@ -120,14 +87,15 @@ class QueuedPools:
         asked = self._asked.get(owner.name)
         if asked is None:
             request = Request(owner=owner.name, folder=str(owner.logs.absolute()), pools=divided)
-            holder = start(HOLDER + owner.name, self._engine.holder(request), owner, grace_s=STOP_S)
+            holding = engine_task(self._config, "hold", request.model_dump_json())
+            holder = start(HOLDER + owner.name, holding, owner, grace_s=STOP_S)
             asked = self._asked[owner.name] = _Asked(tuple(specs), holder)
         assert asked.specs == tuple(specs), f"{owner.name} asked for something else before"
         assert not asked.pools, f"{owner.name} already holds pools"
         grant = self._wait(asked, owner.name)
         first = 0
         for parts in divided:
-            asked.pools += (QueuedPool(self._engine, owner, grant, first, parts),)
+            asked.pools += (QueuedPool(self._config, owner, grant, first, parts),)
             first += len(parts)
         return asked.pools
 
@@ -144,8 +112,7 @@ class QueuedPools:
                 asked.holder.check()
                 raise PoolBusyError(f"the request was taken away: {asked.waits}")
             time.sleep(POLL_S)
-        wanted = " and ".join(f"the {spec.role} pool wants {spec.gpus} GPUs" for spec in asked.specs)
-        raise PoolBusyError(f"{wanted}; {asked.waits}")
+        raise PoolBusyError(f"{in_words(asked.specs)}; {asked.waits}")
 
     def release(self, owner: str) -> None:
         """Stop the owner's commands, wherever they run, and give its devices back; take its request out of the queue.
@@ -154,16 +121,11 @@ class QueuedPools:
         does not answer.
         """
         asked = self._asked.pop(owner, None)
-        if asked is None:
-            self._withdraw(owner)
-            return
         with ExitStack() as stack:
-            stack.callback(asked.holder.stop)
-            for pool in asked.pools:
-                for process in pool.started:
-                    stack.callback(process.stop)
-        if asked.holder.poll():
-            self._withdraw(owner)
-
-    def _withdraw(self, owner: str) -> None:
-        subprocess.run(self._engine.withdrawal(owner), check=True, timeout=WITHDRAW_S)
+            if asked:
+                stack.callback(asked.holder.stop)
+                for pool in asked.pools:
+                    stack.callback(pool.stop)
+        if asked is None or asked.holder.poll():
+            withdrawing = engine_task(self._config, "withdraw", PREFIX + owner)
+            subprocess.run(withdrawing, check=True, timeout=WITHDRAW_S)

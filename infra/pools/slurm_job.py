@@ -12,7 +12,7 @@ from pathlib import Path
 import jinja2
 
 from infra.config import SlurmConfig
-from infra.pools.requests import GrantedPart, Machine, Part, Request, fit, refuse_what_never_fits
+from infra.pools.engine import GrantedPart, Machine, Part, Request, fit, refuse_what_never_fits
 from infra.records.data_path import Record
 from infra.refusal import Refusal
 
@@ -42,12 +42,8 @@ class Node(Record):
 def components(request: Request, machines: Sequence[Machine]) -> tuple[Component, ...]:
     """The job's components. Raises Refusal, with the numbers, for what can never fit."""
     refuse_what_never_fits(request, machines, "the Slurm partition")
-    whole = Part(
-        role=request.parts[0].role,
-        gpus=sum(part.gpus for part in request.parts),
-        cores=sum(part.cores for part in request.parts),
-    )
-    if fit([whole], machines):
+    gpus, cores = sum(part.gpus for part in request.parts), sum(part.cores for part in request.parts)
+    if any(machine.gpus >= gpus and machine.cores >= cores for machine in machines):
         return (Component(parts=request.parts),)
     _refuse_what_shares_a_machine(request, machines)
     return components_apart(request)
@@ -134,7 +130,10 @@ def _names(text: str) -> list[str]:
 
 
 def assign(component: Component, got: Sequence[Node], step: Sequence[str]) -> list[GrantedPart]:
-    """Each part's machine and GPUs out of what its component got; `step` is what all its steps are told."""
+    """Each part's machine and GPUs out of what its component got; `step`: options of srun for all its steps.
+
+    A part's place: the positions, from 1, of its GPUs among those of its component on the machine, then srun's options.
+    """
     left = {node.name: node.cores for node in got}
     taken = dict.fromkeys(left, 0)
     granted = []
@@ -143,9 +142,8 @@ def assign(component: Component, got: Sequence[Node], step: Sequence[str]) -> li
         mine = range(taken[node.name], taken[node.name] + part.gpus)
         left[node.name] -= part.cores
         taken[node.name] += part.gpus
-        where = [*step, "--node", node.name, "--cores", str(node.cores), "--gpus", str(len(node.gpus))]
-        if mine:
-            where += ["--mine", ",".join(str(index + 1) for index in mine)]
+        place = [",".join(str(index + 1) for index in mine), *step, f"--nodelist={node.name}"]
+        place += [f"--cpus-per-task={node.cores}", f"--gres=gpu:{len(node.gpus)}" if mine else "--gres=none"]
         gpus = tuple(node.gpus[index] for index in mine)
-        granted.append(GrantedPart(machine=node.name, gpus=gpus, place=tuple(where)))
+        granted.append(GrantedPart(machine=node.name, gpus=gpus, place=tuple(place)))
     return granted

@@ -176,14 +176,11 @@ def start(
     """Start `command` under a supervisor with its output appended to `<logs>/<role>.log`."""
     owner.logs.mkdir(parents=True, exist_ok=True)
     log = owner.logs / f"{role}.log"
-    # By path and isolated: as a module it would import the package, and site, before it could guard anything.
-    guard = [sys.executable, "-I", "-S", str(Path(supervisor.__file__)), "--grace", str(grace_s)]
-    for folder in owner.folders:
-        guard += ["--owns", str(folder)]
+    owned = [f"--owns={folder}" for folder in owner.folders]
     with log.open("ab") as output:
         already = output.tell()
         process = subprocess.Popen(
-            [*guard, "--", *command],
+            [*guard(grace_s), *owned, "--", *command],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -192,6 +189,12 @@ def start(
             pass_fds=owner.locks,
         )
     return Process(role, log, grace_s, process, os.pidfd_open(process.pid), already)
+
+
+def guard(grace_s: float) -> list[str]:
+    """The command line of a supervisor; its other options, `--` and the command follow."""
+    # By path and isolated: as a module it would import the package, and site, before it could guard anything.
+    return [sys.executable, "-I", "-S", str(Path(supervisor.__file__)), "--grace", str(grace_s)]
 
 
 def module(name: str, *arguments: str | Path) -> list[str]:

@@ -21,7 +21,7 @@ from infra.ledger.ledger import Ledger
 from infra.ledger.schema import samples
 from infra.pools.base import PoolSpec
 from infra.pools.local import LocalPool, LocalPools
-from infra.pools.single import SinglePools
+from infra.pools.run_pools import SinglePools
 from infra.processes.keep_running import KeptProcess, follow
 from infra.processes.process import Owner
 from infra.records.data_path import SampleProgress, TrainingResult, generators_changes

@@ -21,9 +21,7 @@ from infra.config import PoolsConfig
 from infra.network.ports import any_free_port
 from infra.pools.base import Pool, PoolBusyError, PoolProvider, PoolSpec
 from infra.pools.local import LocalPools
-from infra.pools.queued import QueuedPools, QueueingSystem
-from infra.pools.ray_pools import RayEngine
-from infra.pools.slurm_pools import SlurmEngine
+from infra.pools.queued import QueuedPools
 from infra.processes.process import Owner, Process, start
 
 MACHINES, GPUS = 2, 4
@@ -62,7 +60,7 @@ provider = LocalPools({gpus!r}, Path({locks!r}))
 """
 QUEUED = """
 from infra.config import PoolsConfig
-from infra.pools.choice import pool_provider
+from infra.pools.run_pools import pool_provider
 provider = pool_provider(PoolsConfig.model_validate_json({config!r}))
 """
 
@@ -114,20 +112,18 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 def ray_place(ray_address: str) -> Place:
     """A Ray cluster."""
     settings = {"kind": "ray", "ray": {"address": ray_address}, "cores_per_gpu": 1, "cores": 2}
-    config = PoolsConfig.model_validate(settings)
-    return queued_place(config, RayEngine(config.ray))
+    return queued_place(PoolsConfig.model_validate(settings))
 
 
-def queued_place(config: PoolsConfig, engine: QueueingSystem) -> Place:
+def queued_place(config: PoolsConfig) -> Place:
     code = QUEUED.format(config=config.model_dump_json())
-    return Place(config.kind, MACHINES, lambda: QueuedPools(engine, config, LOOK_S), code)
+    return Place(config.kind, MACHINES, lambda: QueuedPools(config, LOOK_S), code)
 
 
 @pytest.fixture
 def slurm_place(slurm_cluster: None) -> Place:
     """A Slurm cluster."""
-    config = PoolsConfig.model_validate({"kind": "slurm", "cores_per_gpu": 1, "cores": 2})
-    return queued_place(config, SlurmEngine(config.slurm))
+    return queued_place(PoolsConfig(kind="slurm", cores_per_gpu=1, cores=2))
 
 
 SLURM = """

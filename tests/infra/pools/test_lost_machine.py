@@ -15,7 +15,7 @@ from infra.data_plane.elasticity import Elasticity
 from infra.files.run_folder import RunFolder
 from infra.pools.base import Pool, PoolBusyError, PoolSpec
 from infra.pools.local import LocalPool, LocalPools
-from infra.pools.single import SinglePools
+from infra.pools.run_pools import SinglePools
 from infra.processes.keep_running import Generators, KeptProcess, follow
 from infra.processes.process import Owner, ProcessFailedError
 from infra.records.data_path import generators_changes
@@ -89,7 +89,7 @@ def test_a_lost_lease_in_ray(ray_place, tmp_path: Path, running) -> None:
         begin = partial(ElasticGenerators, folder, started, start, own, Elasticity(2, 2, 1.0), replaces=True)
 
         def lose() -> None:
-            for process in running("infra.pools.ray_holder"):
+            for process in running("hold"):
                 with suppress(psutil.NoSuchProcess):  # of another group, which has just ended
                     if any("ray-lost-generator-1" in argument for argument in process.cmdline()):
                         process.kill()

@@ -7,9 +7,10 @@ import pytest
 from infra.config import PoolsConfig, SlurmConfig
 from infra.pools import slurm_job
 from infra.pools.base import PoolSpec
-from infra.pools.requests import Machine, Request, divide, fit, refuse_what_never_fits
+from infra.pools.engine import Machine, Request, fit, refuse_what_never_fits
+from infra.pools.queued import divide
+from infra.pools.slurm_engine import dry_run
 from infra.pools.slurm_job import Node
-from infra.pools.slurm_pools import dry_run
 
 CONFIG = PoolsConfig(kind="slurm", cores_per_gpu=2, cores=3)
 BIG, SMALL = Machine(gpus=8, cores=64), Machine(gpus=2, cores=8)
@@ -96,7 +97,7 @@ def test_parts_are_told_which_of_the_steps_gpus_are_theirs() -> None:
     (component,) = slurm_job.components(request(PoolSpec("inference", 2, parts=2), PoolSpec("training", 2)), [BIG])
     granted = slurm_job.assign(component, [Node(name="n1", cores=8, gpus=("1", "4", "5", "7"))], [])
     assert [part.gpus for part in granted] == [("1",), ("4",), ("5", "7")]
-    assert granted[2].place[-2:] == ("--mine", "3,4")
+    assert granted[2].place == ("3,4", "--nodelist=n1", "--cpus-per-task=8", "--gres=gpu:4")
 
 
 def test_the_template_is_part_of_the_package() -> None:

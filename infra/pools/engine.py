@@ -1,14 +1,27 @@
-"""Requests to systems with their own queue, and their grants, exchanged between the flow and its holder."""
+"""The contract of engines that have a queue of their own: requests, grants, and the processes that talk to the engine.
 
+These run on the flow's machine, under supervisors, one per lease and one per command: `python -m MODULE POOLS TASK ...`
+with the recipe's pools as JSON, where TASK is `hold REQUEST`, `drive ALLOCATION PLACE COMMAND...` or `withdraw NAME`.
+"""
+
+import json
+import sys
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache
 
 from infra.config import PoolsConfig
-from infra.pools.base import PoolSpec, Role
+from infra.pools.base import Role
 from infra.records.data_path import Record
 from infra.refusal import Refusal
 
 PREFIX = "draftsmith-"
+GRANTED = "granted "
+POLL_S = 1.0
+GRACE_S = 10.0
+"""Grace period of a command on the pool's machine."""
+GONE_S = 60.0
 
 
 class Part(Record):
@@ -45,7 +58,7 @@ class GrantedPart(Record):
     gpus: tuple[str, ...]
     """Names of its GPUs on that machine."""
     place: tuple[str, ...]
-    """What a command that is to run there is told."""
+    """What `Engine.drive` is told of it."""
 
 
 class Grant(Record):
@@ -63,24 +76,79 @@ class Machine(Record):
     cores: int
 
 
-def divide(specs: Sequence[PoolSpec], config: PoolsConfig) -> tuple[tuple[Part, ...], ...]:
-    """The parts of each pool, with its GPUs divided evenly. With fewer GPUs than parts, parts share one."""
-    pools = []
-    for spec in specs:
-        count = min(spec.parts, spec.gpus) or spec.parts
-        shares = [len(range(index, spec.gpus, count)) for index in range(count)]
-        pools.append(
-            tuple(Part(role=spec.role, gpus=n, cores=n * config.cores_per_gpu or config.cores) for n in shares)
-        )
-    return tuple(pools)
+@cache
+def say(why: str) -> None:
+    """What a holder waits for: printed once."""
+    print(why, flush=True)
+
+
+class Engine(ABC):
+    """What differs from engine to engine."""
+
+    def __init__(self, config: PoolsConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def hold(self, request: Request) -> None:
+        """Ask for the parts, print why it waits, then what was granted; hold it until SIGTERM.
+
+        Raises Refusal for what can never fit, and for what was taken away.
+        """
+
+    @abstractmethod
+    def drive(self, allocation: str, place: Sequence[str], command: Sequence[str]) -> int:
+        """Run a command on a part, print what it prints, and return its status.
+
+        SIGTERM, or this process's death, stops the command and all that it started within GRACE_S.
+        """
+
+    @abstractmethod
+    def holds(self, name: str) -> bool:
+        """Whether the engine has anything under a name, asked for or granted."""
+
+    @abstractmethod
+    def cancel(self, name: str) -> None:
+        """Begin to take it away."""
+
+    def withdraw(self, name: str) -> None:
+        """Cancel what is under a name, and wait until it is gone. Raises TimeoutError."""
+        deadline = time.monotonic() + GONE_S
+        while self.holds(name):
+            self.cancel(name)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{name} was not cancelled within {GONE_S:g} s")
+            time.sleep(POLL_S / 2)
+
+    def wait_for_name(self, name: str) -> None:
+        """Wait until nobody holds pools under a name."""
+        while self.holds(name):
+            say(f"{name} holds pools already: it ends, or somebody releases it")
+            time.sleep(POLL_S)
+
+
+def run_task(engine: type[Engine]) -> None:
+    """Do what this process's arguments say."""
+    config, task, *arguments = sys.argv[1:]
+    chosen = engine(PoolsConfig.model_validate_json(config))
+    if task == "hold":
+        chosen.hold(Request.model_validate_json(arguments[0]))
+    elif task == "withdraw":
+        chosen.withdraw(arguments[0])
+    else:
+        allocation, place, *command = arguments
+        raise SystemExit(chosen.drive(allocation, json.loads(place), command))
 
 
 def refuse_what_never_fits(request: Request, machines: Sequence[Machine], where: str) -> None:
     """Raise Refusal, with the numbers, if the request exceeds the empty cluster."""
     gpus, cores = sum(part.gpus for part in request.parts), sum(part.cores for part in request.parts)
-    has = f"{where} has {len(machines)} machines with {_in_all(machines)}"
+    has = (
+        f"{where} has {len(machines)} machines with {sum(one.gpus for one in machines)} GPUs and "
+        f"{sum(one.cores for one in machines)} cores in all, at most {max((one.gpus for one in machines), default=0)} "
+        f"GPUs and {max((one.cores for one in machines), default=0)} cores in one"
+    )
     for part in request.parts:
-        if not any(_room(machine, part) for machine in machines):
+        if not fit([part], machines):
             wants = f"{part.gpus} GPUs and {part.cores} cores" if part.gpus else f"{part.cores} cores"
             raise Refusal(
                 f"the {part.role} pool wants {wants} on one machine, and none has as much: {has}; lower "
@@ -98,16 +166,6 @@ def fit(parts: Sequence[Part], machines: Sequence[Machine]) -> bool:
     """Whether the parts fit into the empty cluster."""
     largest_first = sorted(((part.gpus, part.cores) for part in parts), reverse=True)
     return _fits(tuple(largest_first), tuple(sorted((one.gpus, one.cores) for one in machines)))
-
-
-def _room(machine: Machine, part: Part) -> bool:
-    return machine.gpus >= part.gpus and machine.cores >= part.cores
-
-
-def _in_all(machines: Sequence[Machine]) -> str:
-    most = max((one.gpus for one in machines), default=0)
-    in_all = f"{sum(one.gpus for one in machines)} GPUs and {sum(one.cores for one in machines)} cores in all"
-    return f"{in_all}, at most {most} GPUs and {max((one.cores for one in machines), default=0)} cores in one"
 
 
 @cache

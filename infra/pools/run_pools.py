@@ -1,11 +1,45 @@
-"""Pools of one generator each, which a run leases while it trains."""
+"""The pools of a run: its recipe's provider and specs, and pools of one generator each that come and go."""
 
+import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 
+from infra.config import PoolsConfig
 from infra.pools.base import Pool, PoolProvider, PoolSpec
+from infra.pools.local import LocalPools
+from infra.pools.queued import LOOK_S, QueuedPools
 from infra.processes.process import Owner
+from infra.refusal import Refusal
+
+
+def pool_specs(config: PoolsConfig, generators: int) -> tuple[PoolSpec, PoolSpec]:
+    """What a run wants: a part for each generator, and one for the trainer, whose ranks share a machine."""
+    inference = PoolSpec("inference", config.inference_gpus, parts=generators)
+    return inference, PoolSpec("training", config.training_gpus)
+
+
+def generator_spec(config: PoolsConfig, generators: int) -> PoolSpec:
+    """What one generator more wants: as much as the largest share of those that the run begins with."""
+    return PoolSpec("inference", -(-config.inference_gpus // generators))
+
+
+def pool_provider(config: PoolsConfig, look_s: float = LOOK_S) -> PoolProvider:
+    """The provider that the recipe asks for. Raises Refusal where its engine is not installed here.
+
+    `look_s`: how long one `acquire` may wait for an engine's answer.
+    """
+    if config.kind == "local":
+        return LocalPools()
+    if config.kind == "ray" and find_spec("ray") is None:
+        raise Refusal("pools.kind=ray: Ray is not installed: pip install 'draftsmith[ray]'")
+    if config.kind == "slurm" and shutil.which("sbatch") is None:
+        raise Refusal(
+            "pools.kind=slurm: there is no sbatch on this machine: start the run on a machine from which jobs are "
+            "submitted (Debian: apt install slurm-client)"
+        )
+    return QueuedPools(config, look_s)
 
 
 @dataclass

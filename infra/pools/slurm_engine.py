@@ -1,0 +1,167 @@
+"""Pools that are a Slurm job: its components are the gang, every command is a step in it."""
+
+import getpass
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+
+from infra.config import PoolsConfig
+from infra.pools import slurm_job
+from infra.pools.base import PoolSpec
+from infra.pools.engine import GRACE_S, GRANTED, POLL_S, Engine, Grant, Machine, Request, run_task, say
+from infra.pools.queued import divide
+from infra.processes.exit import run_main
+from infra.processes.process import guard
+from infra.refusal import Refusal
+from infra.settings import slurm_environment
+
+HELD_S = 10.0
+ANSWER_S = 60.0
+"""Timeout of slurmctld, which may be busy."""
+
+TOGETHER = 'exec "$@" 2>&1'
+"""So that all that srun prints to its own standard error is srun's."""
+CHOOSE = 'CUDA_VISIBLE_DEVICES=$(echo "$CUDA_VISIBLE_DEVICES" | cut -d , -f "$0") exec "$@" 2>&1'
+"""A step sees what its component has on the machine; its part of that is told by position, whatever Slurm numbers."""
+
+EXIT_NOTICE = b": task 0: "
+LOST = b"Node failure"
+"""srun prints this when a machine is lost, and still exits as if the step had succeeded."""
+
+
+class SlurmError(Exception):
+    """A command of Slurm's failed; the message is its own."""
+
+
+def ask(*command: str, text: str | None = None) -> str:
+    """What a command of Slurm's prints. Raises SlurmError."""
+    options = {"input": text, "capture_output": True, "text": True, "timeout": ANSWER_S, "env": slurm_environment()}
+    try:
+        done = subprocess.run(command, check=False, **options)
+    except subprocess.TimeoutExpired as error:
+        raise SlurmError(f"{command[0]} had no answer within {ANSWER_S:g} s") from error
+    if done.returncode:
+        raise SlurmError(done.stderr.strip())
+    return done.stdout
+
+
+def ask_machines(partition: str | None) -> list[Machine]:
+    """Total resources of the partition's machines, or of all partitions if none is named."""
+    chosen = [f"--partition={partition}"] if partition else []
+    return slurm_job.machines(ask("sinfo", "--Node", "--noheader", "--format=%N|%c|%G", *chosen))
+
+
+def dry_run(name: str, specs: Sequence[PoolSpec], config: PoolsConfig) -> str:
+    """The job's script for a run of that recipe; where no Slurm answers, as for machines too small for both pools.
+
+    Raises Refusal, with the numbers, for what can never fit.
+    """
+    request = Request(owner=f"{name}-TIME", folder=f"runs/{name}-TIME/logs", pools=divide(specs, config))
+    try:
+        parts = slurm_job.components(request, ask_machines(config.slurm.partition))
+    except (SlurmError, FileNotFoundError):
+        parts = slurm_job.components_apart(request)
+    return slurm_job.script(request, parts, config.slurm)
+
+
+class SlurmEngine(Engine):
+    """Slurm admits a job when all its components fit."""
+
+    def hold(self, request: Request) -> None:
+        """Submit the job, show it that the run lives, and cancel it in the end."""
+        parts = slurm_job.components(request, ask_machines(self.config.slurm.partition))
+        alive = slurm_job.alive_file(request)
+        alive.touch()
+        self.wait_for_name(request.name)
+        stop = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: stop.set())
+        try:
+            job = ask("sbatch", "--parsable", text=slurm_job.script(request, parts, self.config.slurm))
+        except SlurmError as error:
+            raise Refusal(f"Slurm refuses the job: {error}; see pools.slurm in the recipe") from error
+        job = job.strip().split(";")[0]
+        try:
+            granted = False
+            while not stop.wait(HELD_S if granted else POLL_S):
+                alive.touch()
+                states = _states(job)
+                if states is None:
+                    continue  # slurmctld is restarting; jobs keep running meanwhile
+                if not states:
+                    raise Refusal(
+                        f"the Slurm job {job} has ended: was it cancelled, or is pools.slurm.time_limit over?"
+                    )
+                if not granted and set(states) == {"RUNNING"}:
+                    granted = True
+                    print(GRANTED + _grant(job, request, parts).model_dump_json(), flush=True)
+                elif not granted:
+                    say(f"Slurm's job {job} waits: {', '.join(sorted(set(states.values())))}")
+        finally:
+            self.withdraw(request.name)
+
+    def drive(self, allocation: str, place: Sequence[str], command: Sequence[str]) -> int:
+        """Run the command as a step, under our supervisor.
+
+        The supervisor's pipe from its starter is srun's standard input, held open here: SIGTERM closes it. When this
+        process dies, so does srun, and Slurm ends the step.
+        """
+        positions, *options = place
+        step = ["srun", f"--jobid={allocation}", "--overlap", "--export=ALL", "--unbuffered", "--quiet"]
+        step += ["--nodes=1", "--ntasks=1", *options, *guard(GRACE_S), "--"]
+        step += ["sh", "-c", CHOOSE, positions] if positions else ["sh", "-c", TOGETHER, "sh"]
+        # In a group of its own: the signal that ends this process would have srun kill the step at once.
+        running = subprocess.Popen(
+            [*step, *command],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=slurm_environment(),
+            process_group=0,
+        )
+        assert running.stdin is not None
+        assert running.stderr is not None
+        signal.signal(signal.SIGTERM, lambda *_: running.stdin and running.stdin.close())
+        lost = False
+        for line in running.stderr:
+            lost = lost or LOST in line
+            if EXIT_NOTICE not in line:  # the last words of a command that refuses are to be its own
+                sys.stderr.buffer.write(line)
+                sys.stderr.flush()
+        status = running.wait() or int(lost)
+        return 128 - status if status < 0 else status
+
+    def holds(self, name: str) -> bool:
+        """Whether a job of this user and that name has not ended."""
+        return bool(ask("squeue", *_mine(name), "--noheader", "--format=%i").split())
+
+    def cancel(self, name: str) -> None:
+        """Cancel this user's jobs of that name."""
+        ask("scancel", *_mine(name))
+
+
+def _mine(name: str) -> tuple[str, str]:
+    return f"--user={getpass.getuser()}", f"--name={name}"
+
+
+def _states(job: str) -> dict[str, str] | None:
+    """The states of running components, with a reason; None if Slurm does not answer."""
+    try:
+        lines = ask("squeue", "--noheader", f"--jobs={job}", "--format=%T|%r").splitlines()
+    except SlurmError as error:
+        say(str(error))
+        return None
+    return {state: reason for state, _, reason in (line.partition("|") for line in lines)}
+
+
+def _grant(job: str, request: Request, parts: tuple[slurm_job.Component, ...]) -> Grant:
+    granted = {}
+    for index, got in enumerate(slurm_job.nodes(ask("scontrol", "--details", "show", "job", job))):
+        step = [f"--het-group={index}"] if len(parts) > 1 else []
+        granted[parts[index].parts] = slurm_job.assign(parts[index], got, step)
+    pools = request.pools if len(parts) > 1 else (request.parts,)
+    return Grant(allocation=job, parts=tuple(part for pool in pools for part in granted[pool]))
+
+
+if __name__ == "__main__":
+    run_main(lambda: run_task(SlurmEngine))
