@@ -39,7 +39,7 @@ from models.data.benchmark_prompts import read_excluded_prompts
 from models.data.conversations import read_documents
 from models.data.samples import SampleEncoder
 from models.data.suites import OWN_SUITE, read_questions
-from models.export.published_config import read_published
+from models.export.published import read_published
 
 LIMIT_S = 10
 DEEPEST = 40

@@ -1,4 +1,7 @@
-"""Reads an exported draft's `config.json`; the block `draftsmith` is ours."""
+"""An exported draft's `config.json`: our block `draftsmith`, and what vLLM and `speculators` (0.9.0) read of it.
+
+The same folder, with the same weights, is SGLang's: all name tensors alike, and none minds the others' settings.
+"""
 
 import json
 from dataclasses import dataclass
@@ -9,11 +12,14 @@ from pydantic import ValidationError
 
 from infra.refusal import Refusal
 from models.config.draft import DraftConfig, parse_draft_config
+from models.drafts.base import Draft
 
 CONFIG = "config.json"
 BLOCK = "draftsmith"
 SGLANG: Literal["sglang"] = "sglang"
 SPECULATORS: Literal["speculators"] = "speculators"
+SPECULATORS_VERSION = "0.9.0"
+"""Version of the format."""
 
 
 @dataclass(frozen=True)
@@ -65,3 +71,27 @@ def read_description(folder: Path) -> ExportDescription:
         vllm_method=settings.get("speculators_model_type"),
         target_revision=block.get("target_revision"),
     )
+
+
+def speculators_settings(draft: Draft, target: Path, hub_id: str | None, lookahead: int) -> dict[str, Any] | None:
+    """The part of `config.json` that vLLM and `speculators` read; None for a draft that they have no layout for.
+
+    Args:
+        draft: what is exported.
+        target: the target's Hugging Face folder.
+        hub_id: where others find the target; None where it is not on the Hub (a path of this machine is no use there).
+        lookahead: tokens that vLLM proposes per step, unless told otherwise.
+    """
+    settings = draft.speculators_config()
+    if settings is None:
+        return None
+    architectures = json.loads((target / CONFIG).read_text()).get("architectures") or []
+    return settings | {
+        "speculators_version": SPECULATORS_VERSION,
+        "speculators_config": {
+            "algorithm": settings["speculators_model_type"],
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": lookahead}],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": hub_id, "architectures": architectures},
+        },
+    }

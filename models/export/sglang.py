@@ -35,8 +35,8 @@ from models.export.description import (
     ExportDescription,
     block_of,
     read_description,
+    speculators_settings,
 )
-from models.export.speculators import speculators_settings
 from models.run import PreparedRun
 from models.targets.weights import read_target_head
 
@@ -104,14 +104,17 @@ def load_draft(folder: Path, target: Path, dtype: torch.dtype, device: str | tor
         )
     draft = build_draft(description.config, head.embedding, vocabulary, description.aux_layer_ids)
     draft.start_from(head.head)
-    weights = {name: tensor for name, tensor in tensors.items() if name not in MAPS}
-    expected = {name: tensor.shape for name, tensor in draft.state_dict().items()}
-    found = {name: tensor.shape for name, tensor in weights.items()}
-    if found != expected:
-        wrong = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
-        raise Refusal(f"{folder}/{WEIGHTS} has missing, unknown or misshapen tensors: {', '.join(wrong)}")
-    draft.load_state_dict(weights)
+    fill(draft, {name: tensor for name, tensor in tensors.items() if name not in MAPS}, f"{folder}/{WEIGHTS}")
     return draft.to(device, dtype).eval()
+
+
+def fill(draft: Draft, tensors: dict[str, Tensor], source: str) -> None:
+    """Load the draft's parameters. Raises Refusal, naming the tensors, unless they are exactly the draft's."""
+    given, own = ({(name, each.shape) for name, each in part.items()} for part in (tensors, draft.state_dict()))
+    if given != own:
+        wrong = sorted({name for name, _ in given ^ own})
+        raise Refusal(f"{source} has missing, unknown or misshapen tensors: {', '.join(wrong)}")
+    draft.load_state_dict(tensors)
 
 
 def current_name(name: str) -> str:

@@ -25,8 +25,7 @@ from models.config.recipe import RunConfig
 from models.drafts.eagle3.module import Eagle3Draft
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.description import read_description
-from models.export.published import import_start, load_published, main
-from models.export.published_config import default_layers, read_published
+from models.export.published import default_layers, import_start, load_published, main, read_published
 from models.export.sglang import load_draft
 
 HIDDEN, VOCABULARY, DRAFT_VOCABULARY, TARGET_LAYERS, LENGTH = 24, 60, 32, 8, 15

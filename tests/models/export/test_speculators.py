@@ -19,8 +19,8 @@ from models.drafts.dflash.module import DFlashDraft
 from models.drafts.eagle3.module import Eagle3Draft
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
+from models.export.description import speculators_settings
 from models.export.sglang import WEIGHTS, write_export
-from models.export.speculators import speculators_settings
 from models.targets.weights import read_target_head
 
 HIDDEN, VOCABULARY, LENGTH, STEPS, LAYERS = 24, 60, 19, 3, 5
