@@ -55,7 +55,11 @@ def find_source(source: str) -> ResolvedSource:
         _check_any(source, names)
         files = tuple(SourceFile(path / name, str(path / name)) for name in names)
         return ResolvedSource(files, _hash((name, sha256_file(path / name)) for name in names))
-    _check_kind(source, path)
+    if path.suffix not in KINDS:
+        raise Refusal(
+            f"data.source {source!r} is of no known kind: use a .jsonl, .json or .parquet file of conversations, a "
+            ".txt file with blank lines between documents, a folder of them, hf://datasets/OWNER/NAME or 'python-docs'"
+        )
     if not path.is_file():
         raise Refusal(f"data.source {source!r}: there is no such file (looked in {Path.cwd()}): check the path")
     content = hashlib.sha256(f"{path.suffix} {sha256_file(path)}".encode()).hexdigest()
@@ -70,18 +74,20 @@ def one_kind(names: Iterable[str]) -> list[str]:
 
 
 def _on_the_hub(source: str) -> ResolvedSource:
-    dataset = hub.fetch(source, one_kind)
-    _check_any(source, dataset.names)
-    files = tuple(SourceFile(dataset.folder / name, f"{source}: {name}") for name in dataset.names)
-    return ResolvedSource(files, _hash([dataset.repository, dataset.revision, *dataset.names]), dataset.revision)
+    wanted = hub.parse(source)
+    folder, names = hub.fetch(wanted, one_kind)
+    _check_any(source, names)
+    files = tuple(SourceFile(folder / name, f"{source}: {name}") for name in names)
+    return ResolvedSource(files, _hash([wanted.repository, folder.name, *names]), folder.name)
 
 
 def _at_address(url: str) -> ResolvedSource:
     """Cached copies of the files at an fsspec address such as s3://, copied again when they change."""
+    single = Path(url).suffix in KINDS
     try:
         files, root = fsspec.core.url_to_fs(url)
         files.invalidate_cache()
-        versions = _versions(files, root, single=Path(url).suffix in KINDS)
+        versions = {Path(root).name: str(files.ukey(root))} if single else _versions(files, root)
     except Refusal:
         raise
     except FAULTS as error:
@@ -96,22 +102,18 @@ def _at_address(url: str) -> ResolvedSource:
         for name in versions:
             (aside / name).parent.mkdir(parents=True, exist_ok=True)
             try:
-                files.get_file(f"{root}/{name}" if Path(url).suffix not in KINDS else root, str(aside / name))
+                files.get_file(root if single else f"{root}/{name}", str(aside / name))
             except FAULTS as error:
                 raise Refusal(f"data.source {url!r}: {name} cannot be copied ({error}): try again") from error
 
     build_once(folder, copy)
-    single = len(versions) == 1 and Path(url).suffix in KINDS
-    copies = tuple(
-        SourceFile(folder / name, url if single else f"{url.rstrip('/')}/{name}") for name in sorted(versions)
-    )
+    places = {name: url if single else f"{url.rstrip('/')}/{name}" for name in sorted(versions)}
+    copies = tuple(SourceFile(folder / name, place) for name, place in places.items())
     return ResolvedSource(copies, _hash((file.path.suffix, sha256_file(file.path)) for file in copies))
 
 
-def _versions(files: Any, root: str, *, single: bool) -> dict[str, str]:
+def _versions(files: Any, root: str) -> dict[str, str]:
     """Names below `root`, each with a text that changes when the file does."""
-    if single:
-        return {Path(root).name: str(files.ukey(root))}
     listed: dict[str, dict[str, Any]] = files.find(root, detail=True)
     below = {path.removeprefix(root).lstrip("/"): str(sorted(info.items(), key=str)) for path, info in listed.items()}
     chosen = one_kind(below)
@@ -125,14 +127,6 @@ def _check_inside(root: str, name: str) -> None:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\0" in name or any(len(p.encode()) > 255 for p in path.parts):
         raise Refusal(f"data.source: {root} holds the object {name!r:.200}, whose name is no path below it: rename it")
-
-
-def _check_kind(source: str, path: Path) -> None:
-    if path.suffix not in KINDS:
-        raise Refusal(
-            f"data.source {source!r} is of no known kind: use a .jsonl, .json or .parquet file of conversations, a "
-            ".txt file with blank lines between documents, a folder of them, hf://datasets/OWNER/NAME or 'python-docs'"
-        )
 
 
 def _check_any(source: str, names: Iterable[str]) -> None:

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -25,6 +23,7 @@ from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
 from models.config.draft import DraftConfig, parse_draft_config
 from models.config.recipe import RunConfig, read_config
+from models.data.hub import model_folder
 from models.drafts.base import Draft
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
@@ -174,21 +173,8 @@ def _refuse(settings: Settings, expected: Settings) -> None:
 
 def fetch_published(name: str) -> Path:
     """The folder `name`, or the Hub's snapshot of OWNER/NAME or OWNER/NAME@REVISION. Raises Refusal for neither."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    hub_id, _, revision = name.partition("@")
-    try:
-        return Path(snapshot_download(hub_id, revision=revision or None, allow_patterns=HUB_FILES))
-    except LocalEntryNotFoundError as error:
-        raise Refusal(
-            f"training.start_from={name} is no folder (looked in {Path.cwd()}), and the Hub cannot be reached: check "
-            "the network, or give a local folder"
-        ) from error
-    except (HfHubHTTPError, HFValidationError) as error:
-        raise Refusal(
-            f"training.start_from={name} is no folder (looked in {Path.cwd()}), and no model of the Hub: {error}"
-        ) from error
+    hub_id, revision = (name, "") if Path(name).expanduser().is_dir() else name.partition("@")[::2]
+    return model_folder("training.start_from", hub_id, revision or None, HUB_FILES)
 
 
 def load_published(folder: Path, config: DraftConfig, target: TargetRecord) -> Draft:

@@ -6,8 +6,6 @@ import sys
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from infra.files.atomic import sha256_file, write_atomically
@@ -17,11 +15,11 @@ from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
 from models.config.recipe import check_layers, read_config
 from models.config.target import TargetConfig
+from models.data.hub import model_folder
 from models.targets.gguf_package import converted_package
 from models.targets.tiny import trained_tiny
 from models.targets.weights import tensor_files
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_COMMIT = re.compile(r"[0-9a-f]{40}")
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model", "*.jinja", "LICENSE*"]
 
@@ -32,12 +30,15 @@ def prepare_target(config: TargetConfig) -> TargetRecord:
     Raises:
         Refusal: a missing folder, package or Hub id, no network, or an unsupported architecture.
     """
+    revision = None
     if config.source == "tiny":
-        folder, revision = trained_tiny(config.name), None
+        folder = trained_tiny(config.name)
     elif config.source == "gguf-package":
-        folder, revision = converted_package(config.name), None
+        folder = converted_package(config.name)
     else:
-        folder, revision = _hugging_face(config)
+        folder = model_folder("target.name", config.name, config.revision, _HUB_FILES)
+        if not Path(config.name).expanduser().is_dir() and _HUB_COMMIT.fullmatch(folder.name):
+            revision = folder.name
     text = _checked(folder, config.aux_layer_ids)
     return TargetRecord(
         name=config.name,
@@ -49,28 +50,6 @@ def prepare_target(config: TargetConfig) -> TargetRecord:
         vocab_size=text.vocab_size,
         licence=config.licence,
     )
-
-
-def _hugging_face(config: TargetConfig) -> tuple[Path, str | None]:
-    """A local folder, or the Hub's snapshot and its commit."""
-    folder = Path(config.name).expanduser()
-    if folder.is_dir():
-        return folder.absolute(), None
-    if not _HUB_ID.fullmatch(config.name):
-        raise Refusal(f"target.name: there is no folder {config.name} (looked in {Path.cwd()})")
-    try:
-        snapshot = Path(snapshot_download(config.name, revision=config.revision, allow_patterns=_HUB_FILES))
-    except LocalEntryNotFoundError as error:
-        raise Refusal(
-            f"target.name: {config.name} is neither a folder here nor in the Hugging Face cache, and the Hub cannot be "
-            "reached: check the network, or give a local folder"
-        ) from error
-    except HfHubHTTPError as error:
-        raise Refusal(
-            f"target.name: the Hub refused {config.name} at revision {config.revision or 'main'}: {error}. Check name "
-            "and revision; for a gated model accept its licence and run `hf auth login`"
-        ) from error
-    return snapshot, snapshot.name if _HUB_COMMIT.fullmatch(snapshot.name) else None
 
 
 def _checked(folder: Path, aux_layer_ids: tuple[int, ...]) -> PretrainedConfig:

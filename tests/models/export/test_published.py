@@ -199,7 +199,7 @@ def test_what_is_no_draft_is_refused_with_the_setting_that_named_it(authors, tar
         load_published(authors, medusa, target)
     recipe = {"name": "r", "target": {"name": target.path, "aux_layer_ids": [0]}, "draft": EAGLE3.model_dump()}
     config = RunConfig.model_validate(recipe)
-    with pytest.raises(ValueError, match=r"training\.start_from=.*/no-folder is no folder"):
+    with pytest.raises(ValueError, match=r"training\.start_from: there is no folder .*/no-folder"):
         import_start(str(tmp_path / "no-folder"), config, target, tmp_path / "start")
     (authors / "model.safetensors").rename(authors / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"training\.start_from=.*no safetensors files"):
