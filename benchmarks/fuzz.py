@@ -37,8 +37,8 @@ from models.config.data import DataConfig
 from models.config.recipe import load_recipe
 from models.data.benchmark_prompts import read_excluded_prompts
 from models.data.conversations import read_documents
+from models.data.prompts import OWN_SUITE, read_questions
 from models.data.samples import SampleEncoder
-from models.data.suites import OWN_SUITE, read_questions
 from models.export.published import read_published
 
 LIMIT_S = 10

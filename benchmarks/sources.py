@@ -13,8 +13,7 @@ from models.benchmark.contestants import Sources, draft_of, load_sources
 from models.benchmark.standalone import baselines, find_target
 from models.config.benchmark import BenchmarkConfig
 from models.data.conversations import source_hash
-from models.data.prompts import read_prompts
-from models.data.suites import SUITES, SuitePrompts, question_prompts
+from models.data.prompts import SUITES, SuitePrompts, question_prompts, read_prompts
 from models.drafts.batched_proposer import ProposalSource
 from models.dtypes import DTYPES
 

@@ -19,7 +19,7 @@ from models.benchmark.bootstrap import length_interval
 from models.benchmark.categories import suite_result
 from models.benchmark.contestants import Sources
 from models.benchmark.speed import TOLERANCE
-from models.data.suites import SuitePrompts
+from models.data.prompts import SuitePrompts
 from models.decoding.acceptance import by_position, distinct_token_share
 from models.decoding.lossless import Comparison, LosslessCheck, total
 from models.decoding.prompt_lookup import PromptLookup

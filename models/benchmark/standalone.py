@@ -34,8 +34,7 @@ from models.config.benchmark import BenchmarkConfig
 from models.config.generator import GeneratorConfig
 from models.config.target import TargetConfig
 from models.data.conversations import source_hash
-from models.data.prompts import read_prompts
-from models.data.suites import SuitePrompts, find_suite_format, question_prompts
+from models.data.prompts import SuitePrompts, find_suite_format, question_prompts, read_prompts
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.token_recycling import TokenRecycling
 from models.drafts.batched_proposer import ProposalSource

@@ -38,8 +38,8 @@ class Dialogue:
             self.turns.append(given[len(self.turns)])
         return len(self.turns) < len(given) or self.turns[-1].role != "assistant"
 
-    def finished(self) -> Document:
-        """The document with the target's answers."""
+    def so_far(self) -> Document:
+        """The document up to here, with the target's answers."""
         return replace(self.document, messages=tuple(self.turns))
 
 
@@ -70,18 +70,18 @@ class Prompter:
             chat_template(tokenizer)
         self._prefix = text_prefix(tokenizer, add_bos)
 
-    def prompt(self, dialogue: Dialogue) -> list[int]:
-        """Token ids that the target continues."""
-        if dialogue.document.plain:
-            ids = self._tokenizer(dialogue.document.text, add_special_tokens=False, verbose=False)["input_ids"]
+    def prompt(self, document: Document) -> list[int]:
+        """Token ids that the target continues after the turns of `document`."""
+        if document.plain:
+            ids = self._tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"]
             return [*self._prefix, *ids[: self._settings.prompt_tokens]]
         if not self._templated:
             raise Refusal(
-                f"{dialogue.document.place}: a conversation needs the target's chat template to be regenerated: set "
+                f"{document.place}: a conversation needs the target's chat template to be regenerated: set "
                 "data.chat_template=tokenizer, or give plain text"
             )
-        turns = [message.as_dict() for message in dialogue.turns]
-        tools = list(dialogue.document.tools) or None
+        turns = [message.as_dict() for message in document.messages]
+        tools = list(document.tools) or None
         text = self._tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, add_generation_prompt=True)
         ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids if not self._prefix or ids[:1] == self._prefix else [*self._prefix, *ids]

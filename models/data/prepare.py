@@ -23,10 +23,9 @@ from models.config.data import DataConfig
 from models.config.recipe import RunConfig, read_config
 from models.data.benchmark_prompts import BenchmarkPrompts, read_excluded_prompts
 from models.data.conversations import read_documents, source_hash, source_revision
-from models.data.prompts import heldout_prompts
+from models.data.prompts import heldout_prompts, suite_address
 from models.data.sample_set import SampleSet, read_manifest, write_sample_set
 from models.data.samples import SampleEncoder, Splits, divide, template_hash
-from models.data.suites import suite_address
 from models.progress_bars import counting
 
 FORMAT = 2

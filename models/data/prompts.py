@@ -1,9 +1,10 @@
-"""Benchmark prompts from held-out samples, files and suites."""
+"""Benchmark prompts from held-out samples, files, and suites of questions with categories."""
 
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,17 +13,182 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
 from models.config.benchmark import BenchmarkConfig
-from models.config.data import DataConfig
+from models.config.data import DataConfig, RegenerationConfig
 from models.config.recipe import RunConfig
-from models.data.conversations import read_documents, source_hash
+from models.data.conversations import Document, Message, read_documents, read_records, source_hash
+from models.data.dialogue import Prompter
+from models.data.reading import converted, whole
 from models.data.sample_set import SampleSet
 from models.data.samples import SampleEncoder, template_hash
-from models.data.suites import SuitePrompts, find_suite_format, question_prompts
 
 Template = Literal["auto", "tokenizer", "none"]
 LEAST_TOKENS = 2
 SAMPLES_PER_PROMPT = 4
 """Samples read per prompt: some give none, or one that was seen before."""
+_MULTI_TURN = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+
+
+@dataclass(frozen=True)
+class SuiteFormat:
+    """Fields of a suite's records that hold question and category."""
+
+    title: str
+    address: str
+    """Address of the suite, as in `data.source`."""
+    question_fields: tuple[str, ...]
+    """The first of these fields that a record has is its question: a text, or turns of which the first is asked."""
+    category: str | None = None
+    """The field of the category; None without categories."""
+    grouped: Mapping[str, str] = field(default_factory=dict)
+    """Categories that the suite's publication reports as one."""
+
+
+SUITES: Mapping[str, SuiteFormat] = {
+    "spec-bench": SuiteFormat(
+        "Spec-Bench (arXiv 2401.07851)",
+        "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
+        ("turns",),
+        "category",
+        dict.fromkeys(_MULTI_TURN, "mt_bench"),
+    ),
+    "mt-bench": SuiteFormat(
+        "MT-Bench (arXiv 2306.05685)", "hf://datasets/HuggingFaceH4/mt_bench_prompts", ("turns", "prompt"), "category"
+    ),
+    "gsm8k": SuiteFormat(
+        "GSM8K (arXiv 2110.14168)", "hf://datasets/openai/gsm8k?config=main&split=test", ("question",)
+    ),
+    "humaneval": SuiteFormat(
+        "HumanEval (arXiv 2107.03374)", "hf://datasets/openai/openai_humaneval?split=test", ("prompt",)
+    ),
+    "math500": SuiteFormat(
+        "MATH-500 (arXiv 2305.20050)", "hf://datasets/HuggingFaceH4/MATH-500?split=test", ("problem",), "subject"
+    ),
+}
+OWN_SUITE = SuiteFormat("a suite of questions", "", ("turns", "question", "problem", "prompt"), "category")
+"""A user's file, in which `category` is optional."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """The first question of a record."""
+
+    place: str
+    text: str
+    category: str | None
+
+
+@dataclass(frozen=True)
+class SuitePrompts:
+    """Token ids of a suite's prompts and their categories."""
+
+    prompts: list[list[int]]
+    categories: tuple[str, ...]
+    """Category of each prompt; empty: no categories."""
+    dataset_hash: str
+    template_hash: str
+    too_long: int = 0
+    """Questions that were left out because of their length."""
+
+
+def suite_address(source: str) -> str:
+    """The address of a suite with a well-known name, otherwise the source itself."""
+    return SUITES[source].address if source in SUITES else source
+
+
+def find_suite_format(name: str, source: str) -> SuiteFormat | None:
+    """The format of a well-known suite, or by the first record; None: conversations or text."""
+    known = SUITES.get(source) or SUITES.get(name)
+    if known is not None:
+        return known
+    _, record = next(iter(read_records(source)))
+    record = whole(record)
+    is_question = isinstance(record, dict) and any(record.get(key) for key in OWN_SUITE.question_fields)
+    return OWN_SUITE if is_question else None
+
+
+def read_questions(source: str, suite: SuiteFormat) -> Iterator[Question]:
+    """Every question in order. Raises Refusal for an unreadable source, and with its line for an unusable record."""
+    yield from converted(read_records(suite_address(source)), lambda place, record: _question(place, record, suite))
+
+
+def _question(place: str, record: Any, suite: SuiteFormat) -> Question:
+    if not isinstance(record, dict):
+        kind = type(record).__name__
+        raise Refusal(f"{place}: write a JSON object with {' or '.join(suite.question_fields)} in place of this {kind}")
+    value = next((record[key] for key in suite.question_fields if record.get(key)), None)
+    text = value[0] if isinstance(value, list) and value else value
+    if not isinstance(text, str) or not text.strip():
+        raise Refusal(
+            f"{place}: no {' or '.join(suite.question_fields)} (a text, or turns) in this record of {suite.title}; its "
+            f"keys are {sorted(record)}. Correct the record, or give a suite of conversations or text another name"
+        )
+    return Question(place, text, _category(place, record, suite))
+
+
+def _category(place: str, record: Mapping[str, Any], suite: SuiteFormat) -> str | None:
+    if suite.category is None or (suite is OWN_SUITE and record.get(suite.category) is None):
+        return None
+    category = record.get(suite.category)
+    if not isinstance(category, str) or not category.strip():
+        raise Refusal(
+            f"{place}: {suite.category!r} has to be the category of this record of {suite.title}, and is "
+            f"{category!r:.40}: correct the record, or fetch the suite from {suite.address or 'its source'}"
+        )
+    return suite.grouped.get(category, category)
+
+
+def question_prompts(
+    source: str, suite: SuiteFormat, target: Path, *, count: int, prompt_tokens: int, templated: bool, add_bos: bool
+) -> SuitePrompts:
+    """At most `count` different prompts, spread evenly over the categories.
+
+    With a chat template a prompt is a rendered question, without one its text. Prompts of more than `prompt_tokens`
+    tokens are left out, because a truncated question is another question.
+
+    Raises:
+        Refusal: an unreadable source, no chat template, or fewer than two prompts.
+    """
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target)
+    # One token more than is kept shows which plain texts are too long.
+    prompter = Prompter(
+        tokenizer, RegenerationConfig(prompt_tokens=prompt_tokens + 1), templated=templated, add_bos=add_bos
+    )
+    questions = list(read_questions(source, suite))
+    prompts: dict[tuple[int, ...], Question] = {}
+    too_long = 0
+    for question in _round_robin(questions):
+        prompt = _tokens(prompter, question, templated)
+        if len(prompt) > prompt_tokens:
+            too_long += 1
+        elif len(prompt) > 1:
+            prompts.setdefault(tuple(prompt), question)
+        if len(prompts) == count:
+            break
+    if len(prompts) < 2:
+        raise Refusal(
+            f"{len(prompts)} of {len(questions)} questions give a prompt of 2 to {prompt_tokens} tokens: raise the "
+            "longest prompt, or give another suite"
+        )
+    categories = tuple(question.category or "" for question in prompts.values())
+    template = template_hash(tokenizer) if templated else "none"
+    content = source_hash(suite_address(source))
+    # The only category of a suite would repeat the suite's own figure.
+    several = len(set(categories)) > 1
+    return SuitePrompts(list(map(list, prompts)), categories if several else (), content, template, too_long)
+
+
+def _round_robin(questions: Iterable[Question]) -> Iterator[Question]:
+    """One of each category, then the next of each."""
+    by_category: dict[str | None, list[Question]] = {}
+    for question in questions:
+        by_category.setdefault(question.category, []).append(question)
+    for row in zip_longest(*by_category.values()):
+        yield from (question for question in row if question is not None)
+
+
+def _tokens(prompter: Prompter, question: Question, templated: bool) -> list[int]:
+    message = Message("user" if templated else "text", question.text)
+    return prompter.prompt(Document(question.place, (message,), plain=not templated))
 
 
 def heldout_prompts(samples: SampleSet, config: BenchmarkConfig) -> list[list[int]]:

@@ -147,13 +147,13 @@ def _in_rounds(
         active += [dialogue for dialogue in islice(waiting, engine.batch_size - len(active)) if dialogue.advance()]
         if not active:
             return
-        prompts = [prompter.prompt(dialogue) for dialogue in active]
+        prompts = [prompter.prompt(dialogue.so_far()) for dialogue in active]
         for dialogue, prompt, tokens in zip(active, prompts, engine.generate(prompts), strict=True):
             prompter.answer(dialogue, prompt, tokens)
         finished = [dialogue for dialogue in active if dialogue.document.plain or not dialogue.advance()]
         active = [dialogue for dialogue in active if dialogue not in finished]
         for dialogue in finished:
-            yield Answered(dialogue.asked, dialogue.tokens, dialogue.cut, _as_record(dialogue.finished()))
+            yield Answered(dialogue.asked, dialogue.tokens, dialogue.cut, _as_record(dialogue.so_far()))
         advance(len(finished))
 
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from models.data.hub import parse
-from models.data.suites import OWN_SUITE, SUITES, find_suite_format, question_prompts, read_questions, suite_address
+from models.data.prompts import OWN_SUITE, SUITES, find_suite_format, question_prompts, read_questions, suite_address
 
 TEMPLATE = "{% for m in messages %}<u> {{ m.content }} {% endfor %}{% if add_generation_prompt %}<a> {% endif %}"
 RECORDS = {

@@ -130,8 +130,8 @@ def test_thinking(chat_target: TargetRecord, thinking: str, expected: str) -> No
     dialogue = Dialogue(Document("here", (Message("user", "two and two?"),), plain=False))
     assert dialogue.advance()
     said = tokenizer("<think>hm</think> four", add_special_tokens=False)["input_ids"]
-    prompter.answer(dialogue, prompter.prompt(dialogue), [*said, 1])
-    assert dialogue.finished().messages[-1] == Message("assistant", expected)
+    prompter.answer(dialogue, prompter.prompt(dialogue.so_far()), [*said, 1])
+    assert dialogue.so_far().messages[-1] == Message("assistant", expected)
     assert not dialogue.advance()
 
 
