@@ -5,10 +5,11 @@ never replace what its successor has written.
 """
 
 import shutil
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,15 +22,15 @@ from infra.ledger.ledger import Ledger
 from infra.ledger.planning import pack_ordinals
 from infra.records.data_path import CheckpointRecord, Record
 
-WEIGHTS, AVERAGED, STATE, DRAFT, MANIFEST = (
-    "draft.safetensors",
-    "averaged.safetensors",
-    "state.pt",
-    "draft.json",
-    "manifest.json",
-)
+WEIGHTS, AVERAGED, STATE = "draft.safetensors", "averaged.safetensors", "state.pt"
+DRAFT, MANIFEST = "draft.json", "manifest.json"
 VOCABULARY = "target_ids"
 """Tensor of the weight files: target ids of the draft vocabulary."""
+SAVE_S = 1800.0
+"""Timeout for writing one checkpoint, for disks that hang."""
+
+Tensors = Mapping[str, Mapping[str, Tensor]]
+"""Tensors of each weight file, by the file's name."""
 
 
 class Manifest(Record):
@@ -54,8 +55,7 @@ class DraftDescription(Record):
     target_vocab_size: int
 
 
-@dataclass(frozen=True)
-class TrainerState:
+class TrainerState(TypedDict):
     """Everything besides the draft's weights that training resumes from."""
 
     optimizer: dict[str, Any]
@@ -63,47 +63,73 @@ class TrainerState:
     counters: dict[str, float]
 
 
-def write_checkpoint(
-    folder: RunFolder,
-    ledger: Ledger,
-    *,
-    incarnation: int,
-    step: int,
-    tensors: dict[str, dict[str, Tensor]],
-    state: TrainerState,
-    description: DraftDescription,
-) -> CheckpointRecord:
-    """Write the checkpoint of `step` durably; the caller commits the returned record.
+class CheckpointSaver:
+    """Saves beside training: copies at once; a thread writes and commits. A checkpoint exists once it has its row.
 
-    `tensors` maps file names (`draft.safetensors`, `averaged.safetensors`) to their contents.
+    One save at a time, in order; the next one waits for the last, whose error it raises.
     """
-    final = folder.checkpoint(step, incarnation)
-    aside = final.with_name(f".{final.name}.tmp")
-    aside.mkdir(parents=True)
-    for name, content in tensors.items():
-        save_file({key: value.detach().cpu().contiguous() for key, value in content.items()}, aside / name)
-    torch.save({"optimizer": state.optimizer, "scheduler": state.scheduler, "counters": state.counters}, aside / STATE)
-    write_atomically(aside / DRAFT, description)
-    for file in aside.iterdir():
-        sync_file(file)
-    epoch, ordinals = ledger.consumed_ordinals(step)
-    manifest = Manifest(
-        run=folder.name,
-        incarnation=incarnation,
-        step=step,
-        epoch=epoch,
-        consumed=pack_ordinals(ordinals),
-        sha256={file.name: sha256_file(file) for file in sorted(aside.iterdir())},
-    )
-    write_atomically(aside / MANIFEST, manifest)
-    aside.rename(final)
-    sync_folder(folder.checkpoints)
-    return CheckpointRecord(
-        step=step,
-        path=str(final.relative_to(folder.path)),
-        manifest_hash=sha256_file(final / MANIFEST),
-        incarnation=incarnation,
-    )
+
+    def __init__(self, folder: RunFolder, ledger: Ledger, incarnation: int, keep: int):
+        self._folder, self._ledger, self._incarnation, self._keep = folder, ledger, incarnation, keep
+        self._worker = ThreadPoolExecutor(1, "checkpoint")
+        self._last: Future[None] | None = None
+        self.saves = 0
+        self.stall_s = 0.0
+        """Seconds that training stood still for all saves: for the copies, and for saves before them."""
+
+    def save(self, step: int, tensors: Tensors, state: TrainerState, description: DraftDescription) -> None:
+        """Begin to save the checkpoint of `step`; what is given may change once this returns."""
+        started = time.monotonic()
+        self.wait()
+        self._last = self._worker.submit(self._save, step, on_host(tensors), on_host(state), description)
+        self.saves += 1
+        self.stall_s += time.monotonic() - started
+
+    def wait(self) -> None:
+        """Until nothing is being saved. Raises what the last save raised, TimeoutError for a disk that hangs."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.result(timeout=SAVE_S)
+
+    def _save(self, step: int, tensors: Tensors, state: TrainerState, description: DraftDescription) -> None:
+        self._ledger.commit(self._incarnation, self.write(step, tensors, state, description))
+        # Only committed ones: a folder without a row may be a successor's that is about to be committed.
+        for record in self._ledger.checkpoints()[: -self._keep]:
+            if (self._folder.path / record.path).is_dir():
+                shutil.rmtree(self._folder.path / record.path)
+
+    def write(
+        self, step: int, tensors: Tensors, state: TrainerState, description: DraftDescription
+    ) -> CheckpointRecord:
+        """Write the checkpoint of `step` durably; it is not committed yet."""
+        folder, final = self._folder, self._folder.checkpoint(step, self._incarnation)
+        aside = final.with_name(f".{final.name}.tmp")
+        aside.mkdir(parents=True)
+        for name, content in tensors.items():
+            save_file({key: value.detach().cpu().contiguous() for key, value in content.items()}, aside / name)
+        torch.save(state, aside / STATE)
+        write_atomically(aside / DRAFT, description)
+        for file in aside.iterdir():
+            sync_file(file)
+        epoch, ordinals = self._ledger.consumed_ordinals(step)
+        manifest = Manifest(
+            run=folder.name,
+            incarnation=self._incarnation,
+            step=step,
+            epoch=epoch,
+            consumed=pack_ordinals(ordinals),
+            sha256={file.name: sha256_file(file) for file in sorted(aside.iterdir())},
+        )
+        write_atomically(aside / MANIFEST, manifest)
+        aside.rename(final)
+        sync_folder(folder.checkpoints)
+        return _record(folder, final, manifest)
+
+
+def on_host(value: Any) -> Any:
+    """A copy of nested dicts, lists and tuples with every tensor copied to the CPU."""
+    # Not `.cpu().clone()`: that is two copies of what comes from a GPU.
+    return each_tensor(lambda x: x.detach().cpu() if x.is_cuda else x.detach().clone(), value)
 
 
 def each_tensor(change: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -126,28 +152,36 @@ def is_whole(folder: RunFolder, record: CheckpointRecord) -> bool:
     return all((path / n).is_file() and sha256_file(path / n) == digest for n, digest in manifest.sha256.items())
 
 
-def record_of(folder: RunFolder, path: Path) -> CheckpointRecord | None:
-    """The record of a checkpoint folder, recreated from its manifest; None if the checkpoint is not whole."""
-    if not (path / MANIFEST).is_file():
-        return None
-    manifest = Manifest.read(path / MANIFEST)
-    record = CheckpointRecord(
+def _record(folder: RunFolder, path: Path, manifest: Manifest) -> CheckpointRecord:
+    return CheckpointRecord(
         step=manifest.step,
         path=str(path.relative_to(folder.path)),
         manifest_hash=sha256_file(path / MANIFEST),
         incarnation=manifest.incarnation,
     )
-    return record if is_whole(folder, record) else None
 
 
-def read_tensors(path: Path, name: str) -> dict[str, Tensor]:
-    """One of a checkpoint's tensor files."""
-    return load_file(path / name)
+def newest_whole(folder: RunFolder) -> tuple[CheckpointRecord, Manifest] | None:
+    """The newest checkpoint folder that is whole, with its record as its manifest gives it."""
+    for path in reversed(folder.checkpoint_folders()):
+        if (path / MANIFEST).is_file():
+            manifest = Manifest.read(path / MANIFEST)
+            record = _record(folder, path, manifest)
+            if is_whole(folder, record):
+                return record, manifest
+    return None
 
 
-def read_state(path: Path) -> TrainerState:
-    """Optimizer, schedule and counters; nothing is unpickled but tensors and plain values."""
-    return TrainerState(**torch.load(path / STATE, weights_only=True, map_location="cpu"))
+class Restored(NamedTuple):
+    """What training resumes from besides the draft's weights."""
+
+    averaged: dict[str, Tensor]
+    state: TrainerState
+
+
+def read_restored(path: Path) -> Restored:
+    """Nothing is unpickled but tensors and plain values."""
+    return Restored(load_file(path / AVERAGED), torch.load(path / STATE, weights_only=True, map_location="cpu"))
 
 
 def remove_uncommitted(folder: RunFolder, ledger: Ledger) -> None:
@@ -155,17 +189,6 @@ def remove_uncommitted(folder: RunFolder, ledger: Ledger) -> None:
     committed = {Path(record.path).name for record in ledger.checkpoints()}
     for path in folder.checkpoints.glob("*") if folder.checkpoints.is_dir() else []:
         if path.name not in committed:
-            shutil.rmtree(path)
-
-
-def remove_older(folder: RunFolder, ledger: Ledger, keep: int) -> None:
-    """Keep the folders of the newest `keep` committed checkpoints.
-
-    Only committed ones are removed: one without a row may be a successor's that is about to be committed.
-    """
-    for record in ledger.checkpoints()[:-keep]:
-        path = folder.path / record.path
-        if path.is_dir():
             shutil.rmtree(path)
 
 

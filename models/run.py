@@ -1,6 +1,5 @@
 """One run as the processes of the data plane open it: recipe, target, samples, ledger, transport."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import torch
 
 from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
-from infra.records.data_path import SamplesRecord, TargetRecord
+from infra.records.data_path import SampleSlot, SamplesRecord, TargetRecord
 from infra.refusal import Refusal
 from infra.transport.base import Transport
 from infra.transport.choice import open_transport
@@ -40,12 +39,8 @@ class PreparedRun(RunWithTarget):
         for file in (folder.config, folder.target, folder.samples):
             if not file.is_file():
                 raise Refusal(f"{file} is missing: prepare the run with `draftsmith retrain`")
-        return cls(
-            folder,
-            read_config(folder.config),
-            TargetRecord.read(folder.target),
-            SamplesRecord.read(folder.samples),
-        )
+        records = TargetRecord.read(folder.target), SamplesRecord.read(folder.samples)
+        return cls(folder, read_config(folder.config), *records)
 
     @property
     def layout(self) -> HiddenStateLayout:
@@ -55,6 +50,12 @@ class PreparedRun(RunWithTarget):
 
     def open_samples(self, split: Split = "train") -> SampleSet:
         return SampleSet.open(Path(self.samples.path), split)
+
+    def epoch_slots(self, epoch: int) -> list[SampleSlot]:
+        """Every training sample of an epoch in its order."""
+        lengths = self.open_samples().lengths.tolist()
+        order = epoch_order(self.config.seed, epoch, len(lengths))
+        return [SampleSlot(ordinal=o, sample=s, tokens=lengths[s]) for o, s in enumerate(order)]
 
     def open_transport(self) -> Transport:
         return open_transport(self.config.transport, self.folder)
@@ -73,7 +74,7 @@ class PreparedRun(RunWithTarget):
         return ledger
 
 
-def epoch_order(seed: int, epoch: int, count: int) -> Sequence[int]:
+def epoch_order(seed: int, epoch: int, count: int) -> list[int]:
     """The order of one epoch: a permutation of `count` samples that depends only on its arguments."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     return torch.randperm(count, generator=generator).tolist()

@@ -21,7 +21,7 @@ from infra.files.atomic import sha256_file, write_atomically
 from infra.processes.exit import run_main
 from infra.records.data_path import ExportRecord, TrainingResult
 from infra.refusal import Refusal
-from models.checkpoint import AVERAGED, DRAFT, VOCABULARY, DraftDescription, read_tensors
+from models.checkpoint import AVERAGED, DRAFT, VOCABULARY, DraftDescription
 from models.config.draft import parse_draft_config
 from models.drafts.base import Draft
 from models.drafts.registry import build_draft
@@ -53,7 +53,7 @@ def export_checkpoint(
     (see `speculators_settings`). Raises Refusal where the export would not load: other tensor names or shapes.
     """
     description: DraftDescription = DraftDescription.read(checkpoint / DRAFT)
-    tensors = read_tensors(checkpoint, AVERAGED)
+    tensors = load_file(checkpoint / AVERAGED)
     vocabulary = DraftVocabulary(tensors.pop(VOCABULARY), description.target_vocab_size)
     head = read_target_head(target, torch.float32)
     config = parse_draft_config(description.config)

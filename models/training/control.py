@@ -14,7 +14,6 @@ from infra.records.data_path import Record
 from infra.settings import rank_from_environment, ranks_store
 
 R = TypeVar("R", bound=Record)
-TIMEOUT_S = 1800
 
 
 class Control:
@@ -39,7 +38,7 @@ class Control:
             # A file, because a TCP store has no authentication.
             store = f"file://{ranks_store()}"
             dist.init_process_group(backend, init_method=store, rank=self.rank, world_size=self.world)
-            self._decisions, self._sums = _gloo_group(), _gloo_group()
+            self._decisions, self._sums = _own_subgroup(self.world, "gloo"), _own_subgroup(self.world, "gloo")
         if context_parallel_size > 1:
             self.context, self._fetched = (_own_subgroup(context_parallel_size, how) for how in (None, "gloo"))
 
@@ -52,9 +51,7 @@ class Control:
         dist.broadcast(size, src=0, group=self._decisions)
         if not int(size):
             return None
-        data = (
-            torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(int(size), dtype=torch.uint8)
-        )
+        data = torch.frombuffer(bytearray(text or int(size)), dtype=torch.uint8)
         dist.broadcast(data, src=0, group=self._decisions)
         return kind.model_validate_json(data.numpy().tobytes())
 
@@ -67,11 +64,10 @@ class Control:
 
     def greatest(self, value: int) -> int:
         """Over all ranks."""
-        if self._sums is None:
-            return value
-        found = torch.tensor([value])
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._sums)
-        return int(found)
+        values = torch.tensor([value])
+        if self._sums is not None:
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._sums)
+        return int(values)
 
     def wait_for_all(self) -> None:
         """Return when every rank is here."""
@@ -91,11 +87,5 @@ class Control:
 def _own_subgroup(size: int, backend: str | None) -> dist.ProcessGroup:
     """This rank's group, where every `size` consecutive ranks form one."""
     group, _ = dist.new_subgroups(size, backend=backend)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
-
-
-def _gloo_group() -> dist.ProcessGroup:
-    group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     return group

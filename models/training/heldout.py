@@ -1,23 +1,32 @@
-"""Acceptance on held-out text while a draft trains: the simulated walk over stored states.
+"""Acceptance on held-out text while a draft trains: the simulated walk over stored states, and its warning.
 
 The averaged weights walk, which are those of the export. Nothing that training depends on is touched: the walk draws
 nothing at random, takes no gradients, and the weights are back in place when it ends. Other ranks go on to the next
 step, and wait there.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from infra.files.lines import read_objects
+from infra.records.data_path import HELDOUT_LENGTH
 from models.capture.engine import Continued
 from models.capture.heldout import read_heldout
 from models.decoding.acceptance import acceptance_length
 from models.decoding.simulated import simulate
 from models.drafts.base import Draft
 from models.run import PreparedRun
+
+FALL = 0.03
+"""Relative fall of the held-out length that is warned of."""
 
 
 class HeldoutWalk:
@@ -59,3 +68,53 @@ def weights_of(draft: Draft, weights: Mapping[str, Tensor]) -> Iterator[None]:
     finally:
         for name, parameter in draft.named_parameters():
             parameter.data = own[name]
+
+
+class LossPoint(NamedTuple):
+    """One progress line."""
+
+    step: int
+    training: float
+    """Accepted length as training counts it, the bonus token included."""
+    heldout: float | None
+    """Acceptance length on held-out text, if measured."""
+
+
+def look_of(metrics: Mapping[str, Any]) -> LossPoint:
+    """The point of one line of the run's metrics."""
+    training = 1.0 + sum(accumulate(metrics["acceptance_by_position"], mul))
+    return LossPoint(int(metrics["step"]), training, metrics.get(HELDOUT_LENGTH))
+
+
+def read_history(metrics: Path) -> list[LossPoint]:
+    """All lines so far, also of a resumed run."""
+    return [look_of(line) for line in read_objects(metrics)]
+
+
+def overfitting_warning(history: Sequence[LossPoint]) -> str | None:
+    """The draft gets better at its training text and worse at other text: the warning in one sentence, or None.
+
+    It warns when the two latest held-out lengths both lie more than `FALL` below the best one, and training's mean
+    length since the measurement before each lies above that of the best. Two in a row, because a measurement is of a
+    few hundred steps.
+    """
+    measured: list[tuple[int, float, float]] = []
+    since: list[float] = []
+    for step, training, heldout in history:
+        since.append(training)
+        if heldout is not None:
+            measured.append((step, sum(since) / len(since), heldout))
+            since = []
+    if len(measured) < 3:
+        return None
+    *before, last_but_one, last = measured
+    best_step, best_training, best_heldout = max(before, key=lambda point: point[2])
+    for _, training, heldout in (last_but_one, last):
+        if heldout >= best_heldout * (1 - FALL) or training <= best_training:
+            return None
+    step, training, heldout = last
+    return (
+        f"acceptance on held-out prompts has fallen from {best_heldout:.2f} at step {best_step} to {heldout:.2f} at "
+        f"step {step}, while on the training text it rose from {best_training:.2f} to {training:.2f}: the draft learns "
+        "its text by heart, so give more text or fewer epochs (or take the checkpoint before)"
+    )

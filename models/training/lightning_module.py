@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from models.checkpoint import TrainerState
+from models.checkpoint import Restored, TrainerState
 from models.config.training import TrainingConfig
 from models.drafts.base import Draft, DraftLoss, TargetProjection
 from models.training.sharding import data_mesh, divided_as, optimizer_state_as, part, shard, sync_gradients, whole
@@ -25,13 +25,16 @@ class DraftModule(lightning.LightningModule):
         settings: TrainingConfig,
         total_steps: int,
         world: int = 1,
-        resumed: TrainerState | None = None,
+        resumed: Restored | None = None,
     ):
         super().__init__()
         self.draft, self.target, self.settings = draft, target, settings
         draft.recompute = settings.recompute
         self.total_steps, self.world, self.resumed = total_steps, world, resumed
-        self.averaged = {name: p.detach().clone() for name, p in draft.named_parameters()}
+        self.averaged = {
+            name: p.detach().clone() if resumed is None else resumed.averaged[name]
+            for name, p in draft.named_parameters()
+        }
         self.outcome: DraftLoss | None = None
         """Counts of the micro-batch just trained; None where there was nothing to train."""
 
@@ -69,8 +72,8 @@ class DraftModule(lightning.LightningModule):
         )
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._schedule)
         if self.resumed is not None:
-            optimizer.load_state_dict(optimizer_state_as(parameters, self.resumed.optimizer))
-            scheduler.load_state_dict(self.resumed.scheduler)
+            optimizer.load_state_dict(optimizer_state_as(parameters, self.resumed.state["optimizer"]))
+            scheduler.load_state_dict(self.resumed.state["scheduler"])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def configure_gradient_clipping(
@@ -102,4 +105,5 @@ class DraftModule(lightning.LightningModule):
     def state(self, counters: dict[str, float]) -> TrainerState:
         """The part of a checkpoint besides the weights. A collective operation of all ranks."""
         scheduler: Any = self.lr_schedulers()
-        return TrainerState(whole(self.trainer.optimizers[0].state_dict()), scheduler.state_dict(), counters)
+        optimizer = whole(self.trainer.optimizers[0].state_dict())
+        return TrainerState(optimizer=optimizer, scheduler=scheduler.state_dict(), counters=counters)

@@ -1,18 +1,26 @@
-"""How a trainer rank receives samples: through host memory, or straight into GPU memory (GPUDirect)."""
+"""How a trainer rank receives its samples: through host memory, or straight into GPU memory (GPUDirect)."""
 
+import time
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from infra.config import TransportConfig
-from infra.records.data_path import ObjectRecord
+from infra.ledger.ledger import Ledger
+from infra.records.data_path import ObjectRecord, PlannedSample, StepPlan
 from infra.refusal import Refusal
 from infra.transport.base import TransferError, Transport, check_sum
 from infra.transport.copying import block_sums
 from infra.transport.mooncake.transport import MooncakeTransport
+from models.drafts.base import PackedSamples
+from models.drafts.context import ContextShare
+from models.run import PreparedRun
 from models.targets.layout import HiddenStateLayout, as_bytes
 from models.targets.model import HiddenStates
+from models.training.control import Control
+from models.training.progress import StreamTimes
 
 CHECKED = 16
 """One sample in this many that arrive in GPU memory is read back and compared with its checksums."""
@@ -47,15 +55,12 @@ class HostReceiver:
         self._pinned = torch.cuda.is_available()
         self.words = f"into {'pinned ' if self._pinned else ''}host memory, every checksum verified{why and f'; {why}'}"
 
-    def empty(self, tokens: int) -> HiddenStates:
-        return self._layout.empty(tokens, pinned=self._pinned)
+    def empty(self, tokens: int, last: int | None = None) -> HiddenStates:
+        """See `Receiver.empty`; with another number of positions of `last`."""
+        return self._layout.empty(tokens, last, pinned=self._pinned)
 
     def receive(self, record: ObjectRecord, into: HiddenStates) -> None:
         self._transport.get(record, self._layout.views(into))
-
-    def empty_parts(self, aux: int, last: int) -> HiddenStates:
-        """Room for parts of samples: `aux` rows `[aux, K*H]` and others of `last` `[last, H]`."""
-        return self._layout.empty(aux, last, pinned=self._pinned)
 
     def receive_part(self, record: ObjectRecord, name: str, first: int, into: Tensor) -> None:
         """Fill contiguous rows `[R, width]` of `aux` or `last` with a sample's, from position `first` on.
@@ -129,3 +134,70 @@ def open_receiver(transport: Transport, config: TransportConfig, layout: HiddenS
             "(`draftsmith doctor` lists them): set transport.receive=auto"
         )
     return HostReceiver(transport, layout)
+
+
+class Fetcher:
+    """A rank's part of a planned step: copied out of the transport into packed samples, and freed there.
+
+    Args:
+        run: the run.
+        control: this rank's place.
+        ledger: where samples are released.
+        incarnation: of this trainer.
+        reach: positions after a row of which it needs the target's last states; asked where ranks share samples.
+    """
+
+    def __init__(self, run: PreparedRun, control: Control, ledger: Ledger, incarnation: int, reach: int):
+        self._control, self._ledger, self._incarnation, self._reach = control, ledger, incarnation, reach
+        self._transport, self.samples = run.open_transport(), run.open_samples()
+        self._parts = HostReceiver(self._transport, run.layout) if control.context_size > 1 else None
+        self._receiver = self._parts or open_receiver(self._transport, run.config.transport, run.layout)
+        shared = f", a part on each of {control.context_size} ranks" if self._parts else ""
+        self.words = self._receiver.words + shared
+        self.close = self._receiver.close
+
+    def fetch(self, plan: StepPlan, micro_batch: int, times: StreamTimes) -> PackedSamples | None:
+        """This rank's samples of a micro-batch, or its part of those that its group shares. None: there are none."""
+        control = self._control
+        planned = plan.of(control.group, micro_batch)
+        if not planned:
+            return None
+        lengths = tuple(p.tokens for p in planned)
+        share = None
+        if control.context_size > 1:
+            share = ContextShare(lengths, control.context_size, control.context_rank, self._reach, control.context)
+        started = time.monotonic()
+        hidden = self._whole(planned) if share is None else self._part(planned, share)
+        times.fetch_s += time.monotonic() - started
+        control.wait_for_fetched()
+        if control.context_rank == 0:
+            for p in planned:
+                self._transport.delete(p.object.key)
+            self._ledger.release(self._incarnation, plan.epoch, *(p.ordinal for p in planned))
+        texts = [self.samples[p.sample] for p in planned]
+        return PackedSamples(
+            tokens=torch.cat([t.tokens for t in texts]),
+            loss_mask=torch.cat([t.loss_mask for t in texts]),
+            aux=hidden.aux,
+            last=hidden.last,
+            lengths=lengths,
+            share=share,
+        )
+
+    def _whole(self, planned: Sequence[PlannedSample]) -> HiddenStates:
+        hidden, start = self._receiver.empty(sum(p.tokens for p in planned)), 0
+        for p in planned:
+            rows = slice(start, start + p.tokens)
+            self._receiver.receive(p.object, HiddenStates(hidden.aux[rows], hidden.last[rows]))
+            start += p.tokens
+        return hidden
+
+    def _part(self, planned: Sequence[PlannedSample], share: ContextShare) -> HiddenStates:
+        assert self._parts is not None
+        hidden = self._parts.empty(*(sum(run.rows for run in runs) for runs in (share.runs, share.states)))
+        for name, runs, into in (("aux", share.runs, hidden.aux), ("last", share.states, hidden.last)):
+            start = 0
+            for run in runs:
+                self._parts.receive_part(planned[run.sample].object, name, run.start, into[start : start + run.rows])
+                start += run.rows
+        return hidden

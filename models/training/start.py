@@ -1,50 +1,116 @@
-"""A warm start: training begins with another draft's weights and draft vocabulary.
-
-The export of a registered version, or what a published draft was made into, lies in RUN/start. The vocabulary is kept
-as it is: other tokens would be other rows of the draft's head.
-"""
+"""How a trainer starts: it takes over its run, builds the draft, and restores the newest checkpoint."""
 
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
+from infra.ledger.answers import Resume
+from infra.ledger.ledger import Ledger
+from infra.ledger.planning import unpack_ordinals
 from infra.refusal import Refusal
-from models.drafts.base import Draft
+from infra.transport.sweep import sweep
+from models import checkpoint as checkpoints
+from models.drafts.base import Draft, TargetProjection
+from models.drafts.registry import build_draft
+from models.drafts.vocabulary import DraftVocabulary
+from models.dtypes import DTYPES
 from models.export.description import read_description
 from models.export.sglang import load_draft
-from models.run import RunWithTarget
+from models.run import PreparedRun, RunWithTarget
+from models.targets.weights import TargetHead
+
+
+def take_over(run: PreparedRun, ledger: Ledger) -> Resume:
+    """Take the run over, and remove what no row of the ledger knows: objects, checkpoints, metrics of undone steps.
+
+    A lost ledger is rebuilt from the newest whole checkpoint.
+    """
+    folder, transport = run.folder, run.open_transport()
+    if not ledger.progress().total and not ledger.checkpoints() and (newest := checkpoints.newest_whole(folder)):
+        record, manifest = newest
+        ledger.rebuild(record, manifest.epoch, run.epoch_slots(manifest.epoch), unpack_ordinals(manifest.consumed))
+        print(f"the ledger was lost; it is rebuilt from the checkpoint of step {record.step}", flush=True)
+    resume = ledger.resume(lambda record: checkpoints.is_whole(folder, record), transport.verify)
+    for record in resume.dropped:
+        print(f"checkpoint of step {record.step} ({record.path}) does not verify and is dropped", flush=True)
+    sweep(transport, ledger)
+    checkpoints.remove_uncommitted(folder, ledger)
+    checkpoints.rewind_metrics(folder, resume.checkpoint.step if resume.checkpoint else 0)
+    return resume
+
+
+def first_draft(run: PreparedRun, head: TargetHead) -> tuple[Draft, float]:
+    """The draft before its first step, and the share of supervised tokens that its vocabulary covers."""
+    torch.manual_seed(run.config.seed)
+    samples, config = run.open_samples(), run.config.draft
+    supervised = samples.tokens[samples.loss_mask.bool()].long()
+    counts = torch.bincount(supervised, minlength=len(head.embedding))
+    if len(counts) > len(head.embedding):
+        raise Refusal(
+            f"the samples hold token {len(counts) - 1}, the target knows {len(head.embedding)}: they were made for "
+            "another tokenizer; prepare them again"
+        )
+    if run.folder.start.is_dir():
+        draft = load_start(run)
+    else:
+        vocabulary = DraftVocabulary.by_frequency(counts, config.vocabulary_size(len(counts)))
+        draft = build_draft(config, head.embedding, vocabulary, run.config.target.aux_layer_ids)
+        draft.start_from(head.head)
+    return draft, float(counts[draft.vocabulary.target_ids].sum() / counts.sum())
 
 
 def load_start(run: RunWithTarget) -> Draft:
-    """The draft that training begins with. Raises Refusal for one of another target or shape."""
-    folder = run.folder.start
-    _check(run, folder)
+    """A warm start: the draft of another training in RUN/start, with its vocabulary, whose tokens its head's rows are.
+
+    Raises Refusal for one of another target or shape.
+    """
+    folder, named = run.folder.start, f"training.start_from={run.config.training.start_from}"
+    # A draft of another target loads wherever its sizes agree, and knows nothing.
+    revision = read_description(folder).target_revision
+    if revision != run.target.revision:
+        raise Refusal(
+            f"{named}: that draft was trained for revision {str(revision)[:12]} of its target, this run's target is "
+            f"{run.target.name} {run.target.revision[:12]}: leave training.start_from out"
+        )
     draft = load_draft(folder, Path(run.target.path), torch.float32)
-    trained = set(run.config.draft.training_only)
-    wanted, found = (config.model_dump(exclude=trained) for config in (run.config.draft, draft.config))
+    wanted, given = (c.model_dump(exclude=set(c.training_only)) for c in (run.config.draft, draft.config))
     differing = [
-        f"draft.{name} is {found.get(name)}, the recipe's {wanted.get(name)}"
-        for name in {**wanted, **found}
-        if found.get(name) != wanted.get(name)
+        f"draft.{name} is {given.get(name)}, the recipe's {wanted.get(name)}"
+        for name in {**wanted, **given}
+        if given.get(name) != wanted.get(name)
     ]
     layers = run.config.target.aux_layer_ids
     if tuple(draft.aux_layer_ids) != tuple(layers):
         differing.append(f"target.aux_layer_ids are {list(draft.aux_layer_ids)}, the recipe's {list(layers)}")
     if differing:
         raise Refusal(
-            f"training.start_from={run.config.training.start_from}: that draft has another shape ("
-            f"{'; '.join(differing)}): take its settings over, or leave training.start_from out"
+            f"{named}: that draft has another shape ({'; '.join(differing)}): take its settings over, or leave "
+            "training.start_from out"
         )
     draft.config = run.config.draft
     return draft.train()
 
 
-def _check(run: RunWithTarget, folder: Path) -> None:
-    """A draft of another target loads wherever its sizes agree, and knows nothing."""
-    revision = read_description(folder).target_revision
-    if revision != run.target.revision:
-        raise Refusal(
-            f"training.start_from={run.config.training.start_from}: that draft was trained for revision "
-            f"{str(revision)[:12]} of its target, this run's target is {run.target.name} {run.target.revision[:12]}: "
-            "leave training.start_from out"
-        )
+def restore(path: Path, draft: Draft) -> checkpoints.Restored:
+    """Load a checkpoint's weights into `draft`, and read what else training resumes from."""
+    weights = load_file(path / checkpoints.WEIGHTS)
+    if not torch.equal(weights.pop(checkpoints.VOCABULARY), draft.vocabulary.target_ids):
+        raise Refusal(f"{path} has another draft vocabulary than the samples now give: start a new run")
+    draft.load_state_dict(weights)
+    return checkpoints.read_restored(path)
+
+
+def target_projection(run: PreparedRun, head: TargetHead, draft: Draft) -> TargetProjection:
+    """The target's head on this rank's device, in the precision of the arithmetic."""
+    settings, device = (
+        run.config.training,
+        f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu",
+    )
+    weight = head.head.to(device, DTYPES[settings.precision])
+    return TargetProjection(
+        rows=weight[draft.vocabulary.target_ids.to(device)],
+        full=weight if settings.out_of_vocabulary == "argmax" else None,
+        logit_scale=head.logit_scale,
+        soft_cap=head.soft_cap,
+    )

@@ -15,14 +15,14 @@ from functools import cache
 import torch
 
 from infra.data_plane.bottleneck import StallError, blame
-from infra.ledger.answers import EndOfEpoch, Resume, Wait
+from infra.ledger.answers import EndOfEpoch, Resume
 from infra.ledger.ledger import Ledger
 from infra.records.data_path import StepPlan
 from models.drafts.base import PackedSamples, supervised_positions
 from models.run import PreparedRun
 from models.training.control import Control
-from models.training.fetch import Fetcher
-from models.training.takeover import epoch_slots
+from models.training.progress import StreamTimes
+from models.training.receive import Fetcher
 
 POLL_S = 0.02
 
@@ -66,17 +66,13 @@ class StepStream:
     `reach`: see Fetcher.
     """
 
-    def __init__(self, run: PreparedRun, control: Control, ledger: Ledger, resume: Resume, first_step: int, reach: int):
-        self.run, self.control, self.ledger = run, control, ledger
+    def __init__(self, run: PreparedRun, control: Control, ledger: Ledger, resume: Resume, reach: int):
+        self.run, self.control, self.ledger, self.settings = run, control, ledger, run.config.training
         self.incarnation, self.epoch = resume.incarnation, resume.epoch
-        self.settings = run.config.training
-        self.samples = run.open_samples()
         self.fetcher = Fetcher(run, control, ledger, resume.incarnation, reach)
-        self.step = first_step
-        self.training_step = first_step
-        """The step that the optimizer works on while later ones are planned."""
-        self.waited_s = 0.0
-        """Seconds in which the optimizer waited for a step."""
+        self.step = self.training_step = 1 + (resume.checkpoint.step if resume.checkpoint else 0)
+        """The step to plan next, and the one that the optimizer works on meanwhile."""
+        self.times = StreamTimes()
         self._opened: set[int] = set()
         self._stop = threading.Event()
 
@@ -98,7 +94,7 @@ class StepStream:
         started = time.monotonic()
         # The worker gives up after stall_s and says why; this bound is for a worker that hangs.
         batches = future.result(timeout=2 * self.settings.stall_s)
-        self.waited_s += time.monotonic() - started
+        self.times.waited_s += time.monotonic() - started
         return batches
 
     def _next_step(self) -> list[MicroBatch] | None:
@@ -106,7 +102,19 @@ class StepStream:
         if plan is None:
             return None
         self.step = plan.step + 1
-        return self._fetch(plan)
+        masks = [self.fetcher.samples[planned.sample].loss_mask for planned in plan.samples]
+        total = sum(len(supervised_positions(mask, (len(mask),))) for mask in masks)
+        return [
+            MicroBatch(
+                step=plan.step,
+                index=index,
+                last_of_step=index == plan.micro_batches - 1,
+                samples=self.fetcher.fetch(plan, index, self.times),
+                total=max(total, 1),
+                step_tokens=sum(planned.tokens for planned in plan.samples),
+            )
+            for index in range(plan.micro_batches)
+        ]
 
     def _plan(self) -> StepPlan | None:
         """The next step's plan, opening epochs as needed; None at the end of the run."""
@@ -114,7 +122,9 @@ class StepStream:
         if settings.max_steps is not None and self.step > settings.max_steps:
             return None
         while not self._stop.is_set() and self.epoch < settings.epochs:
-            self._open_epoch()
+            if self.epoch not in self._opened:
+                self.ledger.open_epoch(self.incarnation, self.epoch, self.run.epoch_slots(self.epoch))
+                self._opened.add(self.epoch)
             answer = self.ledger.plan(
                 self.incarnation,
                 self.epoch,
@@ -129,36 +139,8 @@ class StepStream:
             if isinstance(answer, EndOfEpoch):
                 self.epoch += 1
             elif time.monotonic() > deadline:
-                raise StallError(self._explain_stall(answer))
+                needs = f"step {answer.step} needs {answer.needed} samples and has {answer.ready}"
+                raise StallError(f"no progress for {settings.stall_s:g} s: {needs}; {blame(self.ledger)}")
             else:
                 time.sleep(POLL_S)
         return None
-
-    def _explain_stall(self, wait: Wait) -> str:
-        needs = f"step {wait.step} needs {wait.needed} samples and has {wait.ready}"
-        return f"no progress for {self.settings.stall_s:g} s: {needs}; {blame(self.ledger)}"
-
-    def _open_epoch(self) -> None:
-        if self.epoch in self._opened:
-            return
-        self.ledger.open_epoch(self.incarnation, self.epoch, epoch_slots(self.run, self.epoch))
-        self._opened.add(self.epoch)
-
-    def _fetch(self, plan: StepPlan) -> list[MicroBatch]:
-        total = sum(self._supervised(planned.sample) for planned in plan.samples)
-        step_tokens = sum(planned.tokens for planned in plan.samples)
-        return [
-            MicroBatch(
-                step=plan.step,
-                index=index,
-                last_of_step=index == plan.micro_batches - 1,
-                samples=self.fetcher.fetch(plan, index),
-                total=max(total, 1),
-                step_tokens=step_tokens,
-            )
-            for index in range(plan.micro_batches)
-        ]
-
-    def _supervised(self, sample: int) -> int:
-        mask = self.samples[sample].loss_mask
-        return len(supervised_positions(mask, (len(mask),)))

@@ -8,6 +8,7 @@ import argparse
 import logging
 import time
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,74 +27,78 @@ from infra.records.data_path import TrainingResult
 from infra.refusal import Refusal
 from infra.transport.base import TransferError
 from models import checkpoint as checkpoints
-from models.drafts.base import Draft, TargetProjection
-from models.drafts.registry import build_draft
-from models.drafts.vocabulary import DraftVocabulary
-from models.dtypes import DTYPES
 from models.run import PreparedRun
-from models.targets.weights import TargetHead, read_target_head
+from models.targets.weights import read_target_head
 from models.training.control import Control
 from models.training.heldout import HeldoutWalk
 from models.training.lightning_module import DraftModule
 from models.training.progress import ProgressReporter
-from models.training.saving import CheckpointSaver
 from models.training.sharding import strategy, whole
-from models.training.start import load_start
+from models.training.start import first_draft, restore, take_over, target_projection
 from models.training.stream import MicroBatch, StepStream
-from models.training.takeover import take_over
 
 MACHINE_FAULTS = (DBAPIError, OSError, StallError, TransferError)
 """What ends a trainer without being the fault of the step that it trains, so that `RepeatedCrash` does not count it.
 Restarts are bounded all the same (infra.processes.keep_running)."""
 
 
-class StepEnd(Callback):
-    """After each optimizer step: average the weights, report, and write a checkpoint when one is due."""
+def open_trainer(run: PreparedRun, control: Control) -> "DraftTrainer":
+    """Assemble this rank's trainer. Rank 0 takes over the run; every rank learns where it resumes."""
+    settings, ledger = run.config.training, run.open_ledger()
+    resume = control.decide(take_over(run, ledger) if control.rank == 0 else None, Resume)
+    assert resume is not None
+    total_steps = settings.total_steps(run.samples.train_samples)
+    head = read_target_head(Path(run.target.path), torch.float32)
+    draft, token_coverage = first_draft(run, head)
+    resumed = restore(run.folder.path / resume.checkpoint.path, draft) if resume.checkpoint else None
+    projection = target_projection(run, head, draft)
+    module = DraftModule(draft, projection, settings, total_steps, control.world, resumed)
+    stream = StepStream(run, control, ledger, resume, draft.positions)
+    return DraftTrainer(
+        run=run,
+        control=control,
+        ledger=ledger,
+        resume=resume,
+        module=module,
+        stream=stream,
+        progress=ProgressReporter(run, ledger, control, stream.times, resumed.state["counters"] if resumed else None),
+        heldout=HeldoutWalk(run, draft, divided=settings.sharded and control.world > 1),
+        saver=checkpoints.CheckpointSaver(run.folder, ledger, resume.incarnation, settings.keep_checkpoints),
+        token_coverage=token_coverage,
+    )
 
-    def __init__(self, trainer: "DraftTrainer"):
-        self.owner = trainer
 
-    def on_train_batch_end(
-        self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: MicroBatch, batch_idx: int
-    ) -> None:
-        self.owner.micro_batch_done(batch)
+@dataclass(eq=False)
+class DraftTrainer(Callback):
+    """One rank's training loop; Lightning calls it after every micro-batch."""
 
+    run: PreparedRun
+    control: Control
+    ledger: Ledger
+    resume: Resume
+    module: DraftModule
+    stream: StepStream
+    progress: ProgressReporter
+    heldout: HeldoutWalk
+    saver: checkpoints.CheckpointSaver
+    token_coverage: float
+    """Share of the supervised tokens that the draft vocabulary covers."""
 
-class DraftTrainer:
-    """One rank's training of one run."""
-
-    def __init__(self, run: PreparedRun, control: Control):
-        self.run, self.control, self.settings = run, control, run.config.training
-        self.ledger: Ledger = run.open_ledger()
-        self.resume = self._resume()
+    def __post_init__(self) -> None:
         self.step = self.committed = self.resume.checkpoint.step if self.resume.checkpoint else 0
-        self.saver = CheckpointSaver(run.folder, self.ledger, self.resume.incarnation, self.settings.keep_checkpoints)
-        self.total_steps = self.settings.total_steps(run.samples.train_samples)
-        head = read_target_head(Path(run.target.path), torch.float32)
-        draft = self._build(head)
-        resumed = self._restore(draft)
-        projection = self._projection(head, draft)
-        self.module = DraftModule(draft, projection, self.settings, self.total_steps, control.world, resumed)
-        if resumed is not None:
-            averaged = checkpoints.read_tensors(self._checkpoint_path(), checkpoints.AVERAGED)
-            self.module.averaged = {name: averaged[name] for name in self.module.averaged}
-        self.stream = StepStream(run, control, self.ledger, self.resume, self.step + 1, draft.positions)
-        self.progress = ProgressReporter(run.folder, self.ledger, control, self.stream, self.total_steps)
-        self.heldout = HeldoutWalk(run, draft, self.settings.sharded and control.world > 1)
-        if resumed is not None:
-            self.progress.restore(resumed.counters)
 
     def fit(self) -> TrainingResult:
         """Train to the end of the last epoch, or `max_steps`; the final checkpoint is committed."""
+        settings, world = self.run.config.training, self.control.world
         trainer = lightning.Trainer(
             accelerator="gpu" if torch.cuda.is_available() else "cpu",
-            devices=self.control.world,
-            strategy=strategy(self.settings, self.control.world),
+            devices=world,
+            strategy=strategy(settings, world),
             plugins=[LightningEnvironment()],  # named, because inside a Slurm job Lightning would take Slurm's
             max_epochs=1,  # a stream of unknown length never ends without it
-            accumulate_grad_batches=self.settings.micro_batches,
-            precision="bf16-mixed" if self.settings.precision == "bfloat16" else "32-true",
-            callbacks=[StepEnd(self)],
+            accumulate_grad_batches=settings.micro_batches,
+            precision="bf16-mixed" if settings.precision == "bfloat16" else "32-true",
+            callbacks=[self],
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -109,76 +114,28 @@ class DraftTrainer:
         self.control.wait_for_all()
         return self._finish()
 
-    def micro_batch_done(self, batch: MicroBatch) -> None:
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: MicroBatch, batch_idx: int
+    ) -> None:
+        """After each optimizer step, average the weights; report, measure and write a checkpoint when due."""
         self.progress.add(self.module.outcome)
         if not batch.last_of_step:
             return
-        self.step = batch.step
+        self.step, settings = batch.step, self.run.config.training
         self.module.average(self.step)
         self.progress.step_done(batch.step_tokens)
         if self.heldout.due(self.step):
             averaged = whole(self.module.averaged)
             if self.control.rank == 0:
                 self.progress.heldout_length = self.heldout.measure(averaged, self.module.device)
-        if self.step % self.settings.log_steps == 0:
+        if self.step % settings.log_steps == 0:
             self._report()
-        if self.step % self.settings.checkpoint_steps == 0:
+        if self.step % settings.checkpoint_steps == 0:
             self._commit()
 
     def _report(self) -> None:
         rate = self.module.trainer.optimizers[0].param_groups[0]["lr"]
         self.progress.report(self.step, rate, self.module.draft.positions)
-
-    def _resume(self) -> Resume:
-        """Rank 0 takes over the run; every rank learns where it resumes."""
-        is_first, transport = self.control.rank == 0, self.run.open_transport
-        resume = self.control.decide(take_over(self.run, self.ledger, transport()) if is_first else None, Resume)
-        assert resume is not None
-        return resume
-
-    def _build(self, head: TargetHead) -> Draft:
-        torch.manual_seed(self.run.config.seed)
-        samples = self.run.open_samples()
-        supervised = samples.tokens[samples.loss_mask.bool()].long()
-        counts = torch.bincount(supervised, minlength=len(head.embedding))
-        if len(counts) > len(head.embedding):
-            raise Refusal(
-                f"the samples hold token {len(counts) - 1}, the target knows {len(head.embedding)}: they were made for "
-                "another tokenizer; prepare them again"
-            )
-        config = self.run.config.draft
-        if self.run.folder.start.is_dir():
-            draft = load_start(self.run)
-        else:
-            vocabulary = DraftVocabulary.by_frequency(counts, config.vocabulary_size(len(counts)))
-            draft = build_draft(config, head.embedding, vocabulary, self.run.config.target.aux_layer_ids)
-            draft.start_from(head.head)
-        self.token_coverage = float(counts[draft.vocabulary.target_ids].sum() / counts.sum())
-        return draft
-
-    def _restore(self, draft: Draft) -> checkpoints.TrainerState | None:
-        if self.resume.checkpoint is None:
-            return None
-        path = self._checkpoint_path()
-        tensors = checkpoints.read_tensors(path, checkpoints.WEIGHTS)
-        if not torch.equal(tensors.pop(checkpoints.VOCABULARY), draft.vocabulary.target_ids):
-            raise Refusal(f"{path} has another draft vocabulary than the samples now give: start a new run")
-        draft.load_state_dict(tensors)
-        return checkpoints.read_state(path)
-
-    def _checkpoint_path(self) -> Path:
-        assert self.resume.checkpoint is not None
-        return self.run.folder.path / self.resume.checkpoint.path
-
-    def _projection(self, head: TargetHead, draft: Draft) -> TargetProjection:
-        device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
-        weight = head.head.to(device, DTYPES[self.settings.precision])
-        return TargetProjection(
-            rows=weight[draft.vocabulary.target_ids.to(device)],
-            full=weight if self.settings.out_of_vocabulary == "argmax" else None,
-            logit_scale=head.logit_scale,
-            soft_cap=head.soft_cap,
-        )
 
     def _commit(self) -> None:
         """Begin to save and commit the checkpoint of the present step; all ranks put together what they divide."""
@@ -205,20 +162,21 @@ class DraftTrainer:
         )
 
     def _finish(self) -> TrainingResult:
+        progress, totals = self.progress, self.progress.totals
         result = TrainingResult(
             steps=self.step,
-            tokens=self.progress.tokens,
-            wall_s=self.progress.trained_s,
-            data_wait_s=self.progress.waited_s,
-            step_s=self.progress.trained_s,
+            tokens=int(totals["tokens"]),
+            wall_s=totals["trained_s"],
+            data_wait_s=totals["waited_s"],
+            step_s=totals["trained_s"],
             checkpoint=self.ledger.checkpoints()[-1].path,
-            final_loss=self.progress.loss,
-            acceptance_by_position=tuple(self.progress.acceptance),
-            vocabulary_coverage=self.progress.covered / max(1, self.progress.supervised),
+            final_loss=progress.loss,
+            acceptance_by_position=tuple(progress.acceptance),
+            vocabulary_coverage=totals["covered"] / max(1, totals["supervised"]),
             token_coverage=self.token_coverage,
             checkpoint_stall_s=self.saver.stall_s / max(1, self.saver.saves),
             peak_gpu_bytes=self.control.greatest(torch.cuda.max_memory_allocated()) or None,
-            rates=self.progress.rates(),
+            rates=progress.rates(),
         )
         if self.control.rank == 0:
             write_atomically(self.run.folder.training, result)
@@ -239,9 +197,9 @@ def main() -> None:
         torch.set_num_threads(run.config.training.threads)
     control = Control(run.config.training.context_parallel_size)
     started = time.monotonic()
-    trainer = DraftTrainer(run, control)
+    trainer = open_trainer(run, control)
     if control.rank == 0:
-        print(f"trainer ready after {time.monotonic() - started:.1f} s: {trainer.total_steps} steps", flush=True)
+        print(f"trainer ready after {time.monotonic() - started:.1f} s: {trainer.module.total_steps} steps", flush=True)
         print(f"samples arrive {trainer.stream.fetcher.words}", flush=True)
     try:
         result = trainer.fit()

@@ -13,7 +13,6 @@ import pytest
 from infra.files.run_folder import RunFolder
 from infra.records.data_path import SampleProgress
 from models.run import PreparedRun
-from models.training.takeover import epoch_slots
 
 SAMPLES = 500
 MOUNT = 'mount -t tmpfs -o size=96m none "$0" && exec "$@"'
@@ -61,7 +60,7 @@ def test_a_full_file_system_quarantines_no_sample(
     with filler.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, room.f_frsize * room.f_bavail - 2**19)
     ledger = run.open_ledger()
-    ledger.open_epoch(None, 0, epoch_slots(run, 0))
+    ledger.open_epoch(None, 0, run.epoch_slots(0))
     said = next(line for line in generator.stdout if "sample" in line or "full" in line)
     assert "waiting up to 60 s: no room" in said
     assert f"the file system of {folder}" in said

@@ -17,7 +17,6 @@ from models.capture.generator import Generator
 from models.capture.plain_engine import PlainEngine
 from models.run import PreparedRun
 from models.targets.model import HiddenStates
-from models.training.takeover import epoch_slots
 
 SMALL = ("data.max_samples=12", "data.max_tokens=64", "training.samples_per_step=4")
 MakeRun = Callable[..., RunFolder]
@@ -32,7 +31,7 @@ def run(make_run: MakeRun) -> PreparedRun:
 def opened(folder: RunFolder) -> PreparedRun:
     run = PreparedRun.open(folder.path)
     with run.open_ledger() as ledger:
-        ledger.open_epoch(None, 0, epoch_slots(run, 0))
+        ledger.open_epoch(None, 0, run.epoch_slots(0))
     return run
 
 
@@ -125,7 +124,7 @@ def test_a_broken_engine_beside_a_healthy_one_costs_no_sample(
 
 
 def first_sample(run: PreparedRun) -> int:
-    return epoch_slots(run, 0)[0].sample
+    return run.epoch_slots(0)[0].sample
 
 
 def test_a_lone_generator_quarantines_a_sample_after_two_attempts_with_a_passing_canary_each(run: PreparedRun) -> None:

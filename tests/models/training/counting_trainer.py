@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from models.run import PreparedRun
 from models.training.control import Control
-from models.training.trainer import DraftTrainer
+from models.training.trainer import open_trainer
 
 reduced = 0
 
@@ -38,7 +38,7 @@ if __name__ == "__main__":
 
     ddp.DistributedDataParallel = Counting  # pyright: ignore[reportPrivateImportUsage]
     control = Control()
-    DraftTrainer(PreparedRun.open(Path(sys.argv[1])), control).fit()
+    open_trainer(PreparedRun.open(Path(sys.argv[1])), control).fit()
     if control.rank == 0:
         Path(sys.argv[2]).write_text(str(reduced))
     control.close()

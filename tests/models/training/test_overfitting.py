@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.records.data_path import HELDOUT_LENGTH
-from models.training.overfitting import FALL, LossPoint, look_of, overfitting_warning, read_history
+from models.training.heldout import FALL, LossPoint, look_of, overfitting_warning, read_history
 
 
 def history(*measured: tuple[float, float]) -> list[LossPoint]:

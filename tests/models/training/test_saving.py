@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from infra.files.run_folder import RunFolder
 from infra.ledger.answers import StaleIncarnation
 from infra.ledger.ledger import Ledger
 from infra.records.data_path import CheckpointRecord
 from models import checkpoint as checkpoints
-from models.training.saving import CheckpointSaver, on_host
+from models.checkpoint import CheckpointSaver, on_host
 
 DESCRIPTION = checkpoints.DraftDescription(
     config={}, aux_layer_ids=(1,), target_path="target", target_revision="1", target_vocab_size=8
@@ -33,7 +34,7 @@ def ledger(folder: RunFolder) -> Ledger:
 
 def save(saver: CheckpointSaver, step: int, weight: torch.Tensor) -> None:
     state = checkpoints.TrainerState(optimizer={"state": {0: {"exp_avg": weight}}}, scheduler={}, counters={})
-    saver.save(step, {checkpoints.WEIGHTS: {"weight": weight}}, state, DESCRIPTION)
+    saver.save(step, {checkpoints.WEIGHTS: {"weight": weight}, checkpoints.AVERAGED: {}}, state, DESCRIPTION)
 
 
 def test_training_may_go_on_while_a_checkpoint_is_written(folder: RunFolder, ledger: Ledger) -> None:
@@ -49,8 +50,8 @@ def test_training_may_go_on_while_a_checkpoint_is_written(folder: RunFolder, led
     for record in ledger.checkpoints()[-2:]:
         assert checkpoints.is_whole(folder, record)
         path = folder.path / record.path
-        assert set(checkpoints.read_tensors(path, checkpoints.WEIGHTS)["weight"].tolist()) == {record.step}
-        assert set(checkpoints.read_state(path).optimizer["state"][0]["exp_avg"].tolist()) == {record.step}
+        assert set(load_file(path / checkpoints.WEIGHTS)["weight"].tolist()) == {record.step}
+        assert set(checkpoints.read_restored(path).state["optimizer"]["state"][0]["exp_avg"].tolist()) == {record.step}
 
 
 def test_what_a_save_raised_is_raised_by_the_next_wait(folder: RunFolder, ledger: Ledger) -> None:
@@ -75,15 +76,9 @@ def test_copies_share_no_memory() -> None:
 
 
 def write(folder: RunFolder, ledger: Ledger, incarnation: int, step: int, value: float) -> CheckpointRecord:
-    return checkpoints.write_checkpoint(
-        folder,
-        ledger,
-        incarnation=incarnation,
-        step=step,
-        tensors={checkpoints.WEIGHTS: {"weight": torch.full((4,), value)}},
-        state=checkpoints.TrainerState(optimizer={}, scheduler={}, counters={}),
-        description=DESCRIPTION,
-    )
+    saver = CheckpointSaver(folder, ledger, incarnation, keep=1)
+    state = checkpoints.TrainerState(optimizer={}, scheduler={}, counters={})
+    return saver.write(step, {checkpoints.WEIGHTS: {"weight": torch.full((4,), value)}}, state, DESCRIPTION)
 
 
 def test_a_trainer_whose_run_was_taken_over_replaces_nothing(folder: RunFolder, ledger: Ledger) -> None:
@@ -95,7 +90,7 @@ def test_a_trainer_whose_run_was_taken_over_replaces_nothing(folder: RunFolder, 
     with pytest.raises(StaleIncarnation):
         ledger.commit(old.incarnation, late)
     assert checkpoints.is_whole(folder, record)
-    assert checkpoints.read_tensors(folder.path / record.path, checkpoints.WEIGHTS)["weight"].tolist() == [1.0] * 4
+    assert load_file(folder.path / record.path / checkpoints.WEIGHTS)["weight"].tolist() == [1.0] * 4
     checkpoints.remove_uncommitted(folder, ledger)
     assert list(folder.checkpoints.iterdir()) == [folder.path / record.path]
 

@@ -22,7 +22,6 @@ from models.run import PreparedRun, epoch_order
 from models.targets.model import TargetModel
 from models.targets.weights import read_target_head
 from models.training.lightning_module import DraftModule
-from models.training.takeover import epoch_slots
 
 SMALL = ["data.max_samples=36", "data.max_tokens=64", "training.samples_per_step=4", "training.log_steps=1"]
 
@@ -241,7 +240,7 @@ def with_its_first_epoch(folder):
     """The run's ledger, in which generators find work before any trainer is there."""
     run = PreparedRun.open(folder.path)
     ledger = run.open_ledger()
-    ledger.open_epoch(None, 0, epoch_slots(run, 0))
+    ledger.open_epoch(None, 0, run.epoch_slots(0))
     return ledger
 
 
