@@ -13,9 +13,8 @@ from infra.refusal import Refusal
 from infra.tracking.registry import champion, download, version_of_run
 from infra.tracking.runs import log_model_figures
 from tasks.data_plane import run_main
-from tasks.report.markdown import artifact_key
 from tasks.run import OpenRun
-from tasks.side_effects import side_effect
+from tasks.side_effects import artifact_key, side_effect
 
 TIMEOUT_S = 6 * 3600.0
 

@@ -25,8 +25,7 @@ from infra.refusal import Refusal
 from infra.settings import runs_folder, tracking_uri
 from infra.tracking.registry import CHAMPION, RUN, list_drafts, read_request_counts
 from tasks.drift_markdown import in_words, traffic_markdown
-from tasks.report.markdown import artifact_key
-from tasks.side_effects import side_effect
+from tasks.side_effects import artifact_key, side_effect
 
 DRIFTED = "draftsmith.draft.drifted"
 """The event that starts retraining; its resource is the registered model."""

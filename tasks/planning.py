@@ -13,9 +13,8 @@ from infra.planner.words import headline, sections, verdicts
 from infra.records.data_path import SamplesRecord, TargetRecord
 from infra.refusal import Refusal
 from tasks.plan import plan_recipe
-from tasks.report.markdown import artifact_key
 from tasks.run import OpenRun
-from tasks.side_effects import side_effect
+from tasks.side_effects import artifact_key, side_effect
 
 
 @side_effect("plan run", retries=0)

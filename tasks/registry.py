@@ -12,6 +12,7 @@ from prefect.utilities.urls import url_for
 
 from infra.drift.config import WatchConfig
 from infra.drift.sequential import DriftTest, Reference
+from infra.markdown import escaped
 from infra.provenance import git_sha, hardware, versions
 from infra.records.acceptance import BenchmarkResult, RegisteredDraft, RequestCounts
 from infra.records.benchmark_text import sources
@@ -30,9 +31,15 @@ from infra.tracking.runs import (
     logged_checkpoints,
     start_run,
 )
-from tasks.report.markdown import draft_markdown, version_markdown
+from tasks.report.page import version_markdown
 from tasks.run import OpenRun
 from tasks.side_effects import side_effect
+
+ABOUT = (
+    "Drafts for speculative decoding of **{target}**, made by Draftsmith. The alias `champion` is the version that "
+    "serving takes; `challenger` is the newest that has not earned that. Each version's description says what it "
+    "accepts, under which conditions, and what the gate decided."
+)
 
 
 @side_effect("register draft")
@@ -84,7 +91,7 @@ def register_draft(
         model_id,
         tracking.run_id,
         tags,
-        about=draft_markdown(target),
+        about=ABOUT.format(target=escaped(target.name)),
         description=version_markdown(target, result),
     )
     get_run_logger().info("registered version %s of %s", draft.version, draft.name)

@@ -1,5 +1,6 @@
-"""The decorator of tasks that change something outside their process."""
+"""The decorator of tasks that change something outside their process, and the keys of what they show in Prefect."""
 
+import re
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -27,3 +28,8 @@ def side_effect(name: str, retries: int = 2) -> Callable[[Callable[P, R]], Task[
 
 def _worth_retrying(_task: Task[Any, Any], _run: TaskRun, state: State) -> bool:
     return not isinstance(state.result(raise_on_failure=False), Refusal)
+
+
+def artifact_key(kind: str, name: str) -> str:
+    """Key of the artifact `kind` of a draft or recipe. Prefect accepts lower-case letters, digits and dashes."""
+    return f"{kind}-" + re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

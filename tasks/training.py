@@ -24,9 +24,8 @@ from infra.transport.choice import objects_folder
 from infra.transport.mooncake.services import start_store
 from tasks.data_plane import on_cpu, run_main
 from tasks.pools import single_pools
-from tasks.report.markdown import artifact_key
 from tasks.run import OpenRun
-from tasks.side_effects import side_effect
+from tasks.side_effects import artifact_key, side_effect
 
 TRACKING_S = 15.0
 

@@ -347,6 +347,15 @@ class TrainingResult(Record):
     """Peak of torch's allocator over all ranks' GPUs since then; None without GPUs."""
     rates: SideRates
 
+    @property
+    def data_wait_share(self) -> float:
+        """Share of the training time spent waiting for data."""
+        return self.data_wait_s / self.step_s if self.step_s else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.step_s if self.step_s else 0.0
+
 
 class ExportRecord(Record):
     """An exported draft: a Hugging Face folder in serving engines' layouts."""

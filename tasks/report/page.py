@@ -1,24 +1,28 @@
-"""Renders `report.html`, one self-contained file without JavaScript."""
+"""A run's results as pages: `report.html`, and Markdown for Prefect and MLflow."""
 
 import base64
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
-from markupsafe import Markup, escape
 
 from infra.data_plane.bottleneck import in_words
-from infra.quantities import byte_size, duration, figure, plural, signed
+from infra.ledger.answers import Quarantined
+from infra.planner.measured import comparison
+from infra.planner.plan import Plan
+from infra.quantities import plural, signed
+from infra.records.acceptance import BenchmarkResult, RegisteredDraft
 from infra.records.benchmark_text import acceptance_rows, findings, goodput_rows, sources, suite_findings
-from infra.records.data_path import SamplesRecord
+from infra.records.data_path import GeneratorsChange, SampleProgress, SamplesRecord, TargetRecord, TrainingResult
 from infra.redaction import redacted
-from tasks.report.facts import RunFacts, generators_in_words
-from tasks.report.words import meaning
+from infra.templates import render
+from models.config.recipe import RunConfig
+from tasks.report.meaning import compared, how_good, meaning
 
-TEMPLATE = "report_page.html.jinja"
+FOLDER = Path(__file__).parent
 CAPTIONS = {
     "acceptance_by_position": "Acceptance rate at each position of the proposed tokens, given that all before it "
     "were accepted. Where a curve ends, fewer than 20 tokens were offered.",
@@ -28,16 +32,25 @@ CAPTIONS = {
     "samples": "Training samples by length, by supervised tokens and, of conversations, by the assistant's turns.",
     "training": "Loss and acceptance rate at each position during training, over the tokens trained on.",
 }
+GAP = "&emsp;"
+"""MLflow shows a table without any space between its cells."""
+LISTED = 50
+"""Quarantined samples shown in Prefect; the rest are in report.html."""
 
 
-class VerdictTile(NamedTuple):
-    """One tile at the top of the page: what was judged, the result, and its figures."""
+@dataclass(frozen=True)
+class Link:
+    """A link, or text to copy if there is no address."""
 
-    label: str
-    value: str
-    note: str
-    state: str = "plain"
-    """`good`, `bad` or `plain`."""
+    name: str
+    text: str
+    href: str | None = None
+    """An http(s) address, or a path relative to the run folder."""
+
+    @property
+    def is_anywhere(self) -> bool:
+        """Whether it is of use outside the run folder."""
+        return self.href is None or self.href.startswith(("http://", "https://"))
 
 
 class Plot(NamedTuple):
@@ -48,50 +61,178 @@ class Plot(NamedTuple):
     uri: str
 
 
-Facts = list[tuple[str, str]]
+@dataclass(frozen=True)
+class RunFacts:
+    """Results of a finished run, as its tasks recorded them."""
+
+    run: str
+    """Name of the run."""
+    config: RunConfig
+    target: TargetRecord
+    samples: SamplesRecord
+    trained: TrainingResult
+    result: BenchmarkResult
+    draft: RegisteredDraft
+    progress: SampleProgress
+    quarantined: Sequence[Quarantined]
+    written: datetime
+    links: Sequence[Link] = ()
+    git_sha: str = "unknown"
+    generators: Sequence[GeneratorsChange] = ()
+    """Numbers of generators, in order."""
+    plan: Plan | None = None
+    """What the run was expected to take."""
+
+    @property
+    def planned(self) -> Mapping[str, str]:
+        """Planned and measured rates, and a better split if there is one."""
+        return dict(comparison(self.plan, self.trained.rates)) if self.plan else {}
+
+    @property
+    def bottleneck(self) -> str:
+        return in_words(self.trained.rates)
+
+    @property
+    def processes(self) -> str:
+        """Generators at a time, and ranks."""
+        numbers = [change.generators for change in self.generators] or [self.trained.rates.generators]
+        least = f"{min(numbers)} to " if min(numbers) < max(numbers) else ""
+        return f"{least}{plural(max(numbers), 'generator')}, {plural(self.trained.rates.ranks, 'rank')}"
+
+    @property
+    def by_position(self) -> str:
+        """Acceptance rates while training."""
+        return ", ".join(f"{rate:.2f}" for rate in self.trained.acceptance_by_position)
+
+    @property
+    def vocabulary(self) -> str:
+        """How much of the text, of the target's own choices and of its probability a draft can express."""
+        shares = {
+            "of the supervised tokens": self.trained.token_coverage,
+            "of the positions trained on": self.trained.vocabulary_coverage,
+            "of the target's probability": self.result.vocabulary_mass,
+        }
+        return ", ".join(f"{share:.1%} {whole}" for whole, share in shares.items() if share is not None)
+
+    @property
+    def sample_states(self) -> str:
+        """The final states of all samples."""
+        progress = self.progress
+        rest = progress.total - progress.consumed - progress.quarantined
+        failures = f", {plural(progress.attempts, 'capture failure')}" if progress.attempts else ""
+        return (
+            f"{progress.consumed:,} of {plural(progress.total, 'sample')} trained on, "
+            f"{progress.quarantined or 'none'} quarantined{failures}{f', {rest:,} not reached' if rest else ''}"
+        )
+
+    @property
+    def findings(self) -> Mapping[str, str]:
+        """What the tables do not show, by topic."""
+        steps, tokens = plural(self.trained.steps, "step"), plural(self.trained.tokens, "token")
+        return {
+            **findings(self.result),
+            "Trained": f"{steps} on {tokens}; {self.bottleneck}",
+            **{f"Plan, {name}": text for name, text in self.planned.items()},
+            "Samples": self.sample_states,
+        }
 
 
-def render(facts: RunFacts, plots: Path) -> str:
-    """The whole page; `plots` is the folder whose PNG files are put into it."""
-    recipe = yaml.safe_dump(_settings(facts), sort_keys=False, width=100, allow_unicode=True)
-    by_name = {plot.name: plot for plot in embedded(plots)}
-    return _template().render(
+def run_html(facts: RunFacts, plots: Path) -> str:
+    """`report.html`, without JavaScript; the PNG files in the folder `plots` are put into it."""
+    result, at = facts.result, facts.result.conditions.lookahead
+    pictures = {plot.name: plot for plot in embedded(plots)}
+    measured = [
+        {"texts": str(of.conversations), "steps": f"{of.steps[at]:,}" if at in of.steps else ""}
+        for of in sources(result).values()
+    ]
+    return render(
+        FOLDER / "run_page.html.jinja",
         facts=facts,
-        method=facts.config.draft.title,
         written=f"{facts.written:%Y-%m-%d %H:%M %Z}".strip(),
-        verdicts=list(verdicts(facts)),
-        meaning=[_prose(words) for words in meaning(facts.target.name, facts.result, facts.draft)],
-        table=acceptance_table(facts),
-        goodput=goodput_rows(facts.result),
-        findings=findings(facts.result) | suite_findings(facts.result),
-        lookaheads=sorted(facts.result.simulated.length),
-        plots=by_name,
-        further_plots=[plot for name, plot in by_name.items() if name not in CAPTIONS],
-        training=training(facts),
-        bottleneck=sentence(in_words(facts.trained.rates)),
-        data=data(facts),
-        sample_states=sample_states(facts),
-        conditions=conditions(facts),
-        recipe=recipe,
+        meaning=meaning(facts.target.name, result, facts.draft),
+        acceptance=[row | more for row, more in zip(acceptance_rows(result), measured, strict=True)],
+        findings=findings(result) | suite_findings(result),
+        differences=[
+            {
+                "kind": "tie" if place.tie else "mismatch",
+                "token": str(place.position),
+                "gap of logits": "one text ends" if place.gap is None else f"{place.gap:.2e}",
+                "allowed for a tie": f"{place.delta:.2e}",
+            }
+            for place in result.lossless.divergences
+        ],
+        goodput=goodput_rows(result),
+        plots=pictures,
+        further_plots=[plot for name, plot in pictures.items() if name not in CAPTIONS],
+        quarantined=_quarantined(facts.quarantined),
+        source=redacted(facts.config.data.source),
+        recipe=yaml.safe_dump(
+            redacted(facts.config.model_dump(mode="json")), sort_keys=False, width=100, allow_unicode=True
+        ),
     )
 
 
-@cache
-def _template() -> Template:
-    loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.lstrip_blocks = True
-    return environment.get_template(TEMPLATE)
+def run_markdown(facts: RunFacts, plots: Path | None = None) -> str:
+    """The run in a page: for Prefect with the PNG files of `plots` inside it, or the note that MLflow shows.
+
+    The note has neither pictures nor quarantined samples, because MLflow keeps 8,000 characters.
+    """
+    is_note = plots is None
+    return render(
+        FOLDER / "run_page.md.jinja",
+        facts=facts,
+        is_note=is_note,
+        headline=headline(facts),
+        meaning=meaning(facts.target.name, facts.result, facts.draft),
+        findings=facts.findings,
+        plots=[] if is_note else list(embedded(plots)),
+        quarantined=[] if is_note else _quarantined(facts.quarantined[:LISTED]),
+        unlisted=max(0, len(facts.quarantined) - LISTED),
+        **_tables(facts.result, GAP if is_note else ""),
+    )
 
 
-def _settings(facts: RunFacts) -> dict[str, Any]:
-    return redacted(facts.config.model_dump(mode="json"))
+def _tables(result: BenchmarkResult, gap: str) -> dict[str, Any]:
+    return {"acceptance": acceptance_rows(result), "goodput": goodput_rows(result), "gap": gap}
 
 
-def _prose(words: str) -> Markup:
-    """Escaped, with the commands between backticks set as code."""
-    parts = [escape(part) for part in words.split("`")]
-    return Markup("").join(Markup("<code>{}</code>").format(part) if at % 2 else part for at, part in enumerate(parts))
+def _quarantined(samples: Sequence[Quarantined]) -> list[dict[str, str]]:
+    return [
+        {"epoch": str(lost.epoch), "ordinal": str(lost.ordinal), "sample": str(lost.sample), "last error": lost.error}
+        for lost in samples
+    ]
+
+
+def version_markdown(target: TargetRecord, result: BenchmarkResult) -> str:
+    """What a registered version is worth, whatever its alias may be later."""
+    return render(
+        FOLDER / "version.md.jinja",
+        version_line=version_line(result),
+        how_good=how_good(target.name, result),
+        compared=compared(result),
+        findings=findings(result),
+        **_tables(result, GAP),
+        held=result.conditions,
+    )
+
+
+def headline(facts: RunFacts) -> str:
+    """The verdict in one line."""
+    result, at = facts.result, facts.result.conditions.lookahead
+    return (
+        f"Acceptance length {result.simulated.length[at]:.2f} (prompt lookup {result.prompt_lookup.length[at]:.2f}), "
+        f"gate {'passed' if result.gate.passed else 'not passed'}, version {facts.draft.version} of {facts.draft.name} "
+        f"({', '.join(facts.draft.aliases) or 'no alias'})"
+    )
+
+
+def version_line(result: BenchmarkResult) -> str:
+    """One line for lists of versions."""
+    at, gate = result.conditions.lookahead, result.gate
+    return (
+        f"{result.simulated.length[at]:.2f} tokens per step, gate {'passed' if gate.passed else 'not passed'} against "
+        f"{gate.against} ({signed(gate.difference)}), prompt lookup {result.prompt_lookup.length[at]:.2f}"
+    )
 
 
 def embedded(plots: Path) -> Iterator[Plot]:
@@ -100,126 +241,3 @@ def embedded(plots: Path) -> Iterator[Plot]:
         caption = CAPTIONS.get(file.stem, file.stem.replace("_", " "))
         uri = f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}"
         yield Plot(file.stem, caption, uri)
-
-
-def verdicts(facts: RunFacts) -> Iterator[VerdictTile]:
-    """The run at a glance."""
-    result, draft, gate = facts.result, facts.draft, facts.result.gate
-    at = result.conditions.lookahead
-    ours = result.simulated.length[at]
-    yield VerdictTile("Acceptance length", f"{ours:.2f}", f"tokens per verification step at lookahead {at}")
-    for name, baseline in result.baselines.items():
-        wins = name not in result.unbeaten
-        note = f"{ours:.2f} against {baseline.length[at]:.2f} on the same texts"
-        yield VerdictTile(
-            name[0].upper() + name[1:], "beaten" if wins else "not beaten", note, "good" if wins else "bad"
-        )
-    note = f"{signed(gate.difference)} against {gate.against}, at least {signed(gate.lower_bound)}"
-    state = "good" if gate.passed else "bad"
-    yield VerdictTile("Gate", "passed" if gate.passed else "not passed", note, state)
-    yield VerdictTile("Registry", f"version {draft.version}", f"{draft.name}, {', '.join(draft.aliases) or 'no alias'}")
-
-
-def acceptance_table(facts: RunFacts) -> list[dict[str, Any]]:
-    """One row per source: its name, its acceptance lengths in the order of lookaheads, and how much was measured."""
-    at, table = facts.result.conditions.lookahead, []
-    for row, acceptance in zip(acceptance_rows(facts.result), sources(facts.result).values(), strict=True):
-        name, *lengths = row.values()
-        steps = f"{acceptance.steps[at]:,}" if at in acceptance.steps else ""
-        table.append({"name": name, "lengths": lengths, "steps": steps, "texts": acceptance.conversations})
-    return table
-
-
-def training(facts: RunFacts) -> Facts:
-    """What was trained."""
-    trained = facts.trained
-    wait = trained.data_wait_s / trained.step_s if trained.step_s else 0.0
-    speed = figure(trained.tokens / trained.step_s) if trained.step_s else "unknown"
-    by_position = ", ".join(f"{value:.2f}" for value in trained.acceptance_by_position)
-    return [
-        ("Tokens trained on", f"{trained.tokens:,}"),
-        ("Optimizer steps", f"{trained.steps:,}"),
-        ("Epochs", f"{facts.config.training.epochs:,}"),
-        ("Time", duration(trained.wall_s)),
-        ("Speed", f"{speed} tokens/s"),
-        ("Waiting for data", f"{duration(trained.data_wait_s)} ({wait:.1%})"),
-        ("Pause for a checkpoint", f"{1000 * trained.checkpoint_stall_s:.0f} ms"),
-        *([("GPU memory of a rank, at most", byte_size(trained.peak_gpu_bytes))] if trained.peak_gpu_bytes else []),
-        ("Processes", f"{generators_in_words(facts)}, {plural(trained.rates.ranks, 'rank')}"),
-        ("Final loss", f"{trained.final_loss:.2f}"),
-        ("Acceptance by position", by_position),
-        ("Draft vocabulary holds", vocabulary(facts)),
-        *((f"Plan, {name}", sentence(text)) for name, text in facts.planned),
-    ]
-
-
-def vocabulary(facts: RunFacts) -> str:
-    """How much of the text, of the target's own choices and of its probability a draft can express."""
-    shares = {
-        "of the supervised tokens": facts.trained.token_coverage,
-        "of the positions trained on": facts.trained.vocabulary_coverage,
-        "of the target's probability": facts.result.vocabulary_mass,
-    }
-    return ", ".join(f"{value:.1%} {of}" for of, value in shares.items() if value is not None)
-
-
-def data(facts: RunFacts) -> Facts:
-    """What it was trained on."""
-    samples = facts.samples
-    return [
-        ("Source", redacted(facts.config.data.source)),
-        ("Training samples", f"{samples.train_samples:,}"),
-        ("Training tokens", f"{samples.train_tokens:,} per epoch"),
-        ("Held-out samples", f"{samples.heldout_samples:,}"),
-        ("Longest sample", plural(samples.longest, "token")),
-        ("Supervised", f"{samples.supervised_share:.1%} of the tokens"),
-        ("Too short or too long", f"{samples.dropped:,}"),
-        ("Truncated", f"{samples.truncated:,}"),
-        ("Documents split", f"{samples.split:,}"),
-        ("Duplicates left out", f"{samples.duplicates:,}"),
-        ("Nothing supervised", f"{samples.unusable:,}"),
-        ("Refused by the chat template", f"{samples.refused:,}"),
-        ("Benchmark prompts", benchmark_prompts(samples)),
-        ("Reasoning", f"in {plural(samples.thinking, 'sample')}, data.thinking={facts.config.data.thinking}"),
-        ("Source's revision", samples.source_revision or "none, it is no dataset of the Hub"),
-        ("Dataset hash", samples.dataset_hash),
-    ]
-
-
-def benchmark_prompts(samples: SamplesRecord) -> str:
-    """What was left out because a benchmark asks it."""
-    if not samples.compared_prompts:
-        return "none were given to look for"
-    found = plural(samples.benchmark_prompts, "document")
-    return f"{found} left out that hold one of {samples.compared_prompts:,}, exactly or nearly"
-
-
-def sample_states(facts: RunFacts) -> str:
-    """One sentence on the final states of all samples."""
-    progress = facts.progress
-    rest = progress.total - progress.consumed - progress.quarantined
-    words = [f"{progress.consumed:,} of {plural(progress.total, 'sample')} trained on"]
-    words.append(f"{progress.quarantined or 'none'} quarantined")
-    if progress.attempts:
-        words.append(plural(progress.attempts, "capture failure"))
-    if rest:
-        words.append(f"{rest:,} not reached")
-    return f"{', '.join(words)}."
-
-
-def conditions(facts: RunFacts) -> Facts:
-    """Everything that the acceptance numbers depend on."""
-    return [(name.replace("_", " "), _text(value)) for name, value in facts.result.conditions.model_dump().items()]
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {version}" for key, version in value.items())
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def sentence(words: str) -> str:
-    """The text with a capital letter and a full stop."""
-    return f"{words[:1].upper()}{words[1:].rstrip('.')}."

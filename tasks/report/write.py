@@ -15,16 +15,15 @@ from infra.data_plane.bottleneck import in_words, slow_side
 from infra.files.atomic import write_atomically
 from infra.planner.measured import read_plan
 from infra.provenance import git_sha
-from infra.records.acceptance import Acceptance, BenchmarkResult, RegisteredDraft
+from infra.records.acceptance import BenchmarkResult, RegisteredDraft
+from infra.records.benchmark_text import sources
 from infra.records.data_path import SampleProgress, SamplesRecord, TargetRecord, TrainingResult, generators_changes
 from infra.redaction import redacted
 from infra.settings import prefect_is_private
 from infra.tracking.runs import TrackedRun, describe_run
-from tasks.report.facts import Link, RunFacts, acceptance_by_lookahead
-from tasks.report.markdown import artifact_key, run_note, run_page, version_line
-from tasks.report.page import render
+from tasks.report.page import Link, RunFacts, run_html, run_markdown, version_line
 from tasks.run import OpenRun
-from tasks.side_effects import side_effect
+from tasks.side_effects import artifact_key, side_effect
 
 
 @side_effect("write report", retries=1)
@@ -48,14 +47,24 @@ def write_report(
     write_files(run, facts)
     tracking = TrackedRun.read(run.tracking_record)
     tags = {"gate": "passed" if result.gate.passed else "not passed", "version": f"{draft.name} {draft.version}"}
-    describe_run(tracking, run_note(facts), tags, [run.folder.report, run.folder.report_page])
-    table: list[dict[str, Any]] = [{**row} for row in acceptance_by_lookahead(result)]
+    describe_run(tracking, run_markdown(facts), tags, [run.folder.report, run.folder.report_page])
     create_table_artifact(
-        table, key=artifact_key("acceptance-length", run.config.name), description="Acceptance length by lookahead"
+        acceptance_by_lookahead(result),
+        key=artifact_key("acceptance-length", run.config.name),
+        description="Acceptance length by lookahead",
     )
-    page = run_page(facts, run.folder.plots)
+    page = run_markdown(facts, run.folder.plots)
     create_markdown_artifact(page, key=artifact_key("report", run.config.name), description=version_line(result))
     get_run_logger().info("%s\nreport: %s", result.summary, run.folder.report_page)
+
+
+def acceptance_by_lookahead(result: BenchmarkResult) -> list[dict[str, Any]]:
+    """Acceptance length, one row per lookahead, for Prefect, whose page needs named columns."""
+    return [
+        {"lookahead": at}
+        | {name: f"{of.length[at]:.2f}" if at in of.length else "" for name, of in sources(result).items()}
+        for at in sorted(result.simulated.length)
+    ]
 
 
 def write_files(run: OpenRun, facts: RunFacts) -> None:
@@ -66,13 +75,18 @@ def write_files(run: OpenRun, facts: RunFacts) -> None:
         "data": facts.samples.model_dump(exclude={"path"}),
         **training_report(facts.trained, facts.progress),
         "generators": [change.model_dump() for change in facts.generators],
-        "plan": dict(facts.planned),
+        "plan": facts.planned,
         **benchmark_report(facts.result),
-        "draft": {"name": draft.name, "version": draft.version, "alias": _alias(draft), "model_id": draft.model_id},
+        "draft": {
+            "name": draft.name,
+            "version": draft.version,
+            "alias": ", ".join(draft.aliases) or None,
+            "model_id": draft.model_id,
+        },
     }
     report["target"] |= facts.target.model_dump(include={"name", "revision", "licence"})
     write_atomically(run.folder.report, json.dumps(report, indent=2) + "\n")
-    write_atomically(run.folder.report_page, render(facts, run.folder.plots))
+    write_atomically(run.folder.report_page, run_html(facts, run.folder.plots))
 
 
 def links(run: OpenRun) -> Iterator[Link]:
@@ -106,12 +120,11 @@ def flow_run_url() -> str | None:
     return url_for("flow-run", obj_id=flow_run.id) if flow_run.id else None
 
 
-def _alias(draft: RegisteredDraft) -> str | None:
-    return ", ".join(draft.aliases) or None
-
-
 def training_report(trained: TrainingResult, progress: SampleProgress) -> dict[str, Any]:
     """What was trained: samples, tokens, time."""
+    shown = trained.model_dump(mode="json", exclude_none=True)
+    told = ("steps", "wall_s", "checkpoint_stall_s", "peak_gpu_bytes", "final_loss", "acceptance_by_position",
+            "vocabulary_coverage")  # fmt: skip
     return {
         "samples": {
             "total": progress.total,
@@ -121,16 +134,10 @@ def training_report(trained: TrainingResult, progress: SampleProgress) -> dict[s
         },
         "tokens": trained.tokens,
         "train": {
-            "steps": trained.steps,
-            "wall_s": trained.wall_s,
-            "data_wait_share": trained.data_wait_s / trained.step_s if trained.step_s else 0.0,
-            "tokens_per_s": trained.tokens / trained.step_s if trained.step_s else 0.0,
-            "checkpoint_stall_s": trained.checkpoint_stall_s,
-            **({"peak_gpu_bytes": trained.peak_gpu_bytes} if trained.peak_gpu_bytes else {}),
-            "final_loss": trained.final_loss,
-            "acceptance_by_position": trained.acceptance_by_position,
-            "vocabulary_coverage": trained.vocabulary_coverage,
+            **{name: shown[name] for name in told if name in shown},
             "token_coverage": trained.token_coverage,
+            "data_wait_share": trained.data_wait_share,
+            "tokens_per_s": trained.tokens_per_s,
             "slow_side": slow_side(trained.rates),
             "bottleneck": in_words(trained.rates),
         },
@@ -139,40 +146,28 @@ def training_report(trained: TrainingResult, progress: SampleProgress) -> dict[s
 
 def benchmark_report(result: BenchmarkResult) -> dict[str, Any]:
     """The benchmark in a page: acceptance and its baselines, lossless decoding, speed, the gate, the conditions."""
-    lookahead = result.conditions.lookahead
+    at, recycling, sampled = result.conditions.lookahead, result.token_recycling, result.token_recycling_sampled
+    shown = result.model_dump(mode="json")
+    lengths = ("simulated", "reference", "sampled", "sampled_reference")
     return {
         "target": {
             "distinct_token_share": result.target_distinct_token_share,
             "sampled_distinct_token_share": result.sampled_distinct_token_share,
         },
         "acceptance": {
-            "simulated": _lengths(result.simulated),
-            "reference": _lengths(result.reference),
-            "sampled": _lengths(result.sampled),
-            "sampled_reference": result.sampled_reference and _lengths(result.sampled_reference),
-            "served": result.served and result.served.model_dump(mode="json"),
-            "gap": result.gap,
-            "counts_identical": result.counts_identical,
-        },
+            name: shown[name] and {part: shown[name][part] for part in ("length", "by_position")} for name in lengths
+        }
+        | {name: shown[name] for name in ("served", "gap", "counts_identical")},
         "baseline": {
-            "prompt_lookup": result.prompt_lookup.length[lookahead],
-            "prompt_lookup_length": dict(result.prompt_lookup.length),
-            "prompt_lookup_sampled": result.prompt_lookup_sampled.length[lookahead],
+            "prompt_lookup": result.prompt_lookup.length[at],
+            "prompt_lookup_length": shown["prompt_lookup"]["length"],
+            "prompt_lookup_sampled": result.prompt_lookup_sampled.length[at],
             "beats_prompt_lookup": result.beats_prompt_lookup,
-            "token_recycling": result.token_recycling and result.token_recycling.length[lookahead],
-            "token_recycling_sampled": result.token_recycling_sampled
-            and result.token_recycling_sampled.length[lookahead],
+            "token_recycling": recycling and recycling.length[at],
+            "token_recycling_sampled": sampled and sampled.length[at],
             "beats_token_recycling": result.beats_token_recycling,
         },
-        "vocabulary_mass": result.vocabulary_mass,
-        "lossless": result.lossless.model_dump(mode="json", include={"tokens", "mismatches", "ties"}),
-        "speed": result.speed.model_dump(mode="json"),
+        "lossless": {name: shown["lossless"][name] for name in ("tokens", "mismatches", "ties")},
         "goodput": result.goodput and [load.model_dump(mode="json") for load in result.goodput.by_load],
-        "gate": result.gate.model_dump(mode="json"),
-        "conditions": result.conditions.model_dump(mode="json"),
-        "summary": result.summary,
+        **{name: shown[name] for name in ("vocabulary_mass", "speed", "gate", "conditions", "summary")},
     }
-
-
-def _lengths(acceptance: Acceptance) -> dict[str, Any]:
-    return {"length": dict(acceptance.length), "by_position": list(acceptance.by_position)}

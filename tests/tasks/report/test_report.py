@@ -34,9 +34,14 @@ from infra.records.data_path import (
 from infra.tracking.client import NOTE, connect
 from infra.tracking.runs import TrackedRun
 from tasks.registry import open_tracking, register_draft
-from tasks.report.facts import acceptance_by_lookahead
-from tasks.report.words import compared, how_good, what_next
-from tasks.report.write import benchmark_report, tracking_link, training_report, write_report
+from tasks.report.meaning import compared, how_good, what_next
+from tasks.report.write import (
+    acceptance_by_lookahead,
+    benchmark_report,
+    tracking_link,
+    training_report,
+    write_report,
+)
 from tasks.run import OpenRun
 
 
@@ -47,8 +52,8 @@ def test_the_report_holds_what_was_promised(result: BenchmarkResult, trained: Tr
     expected = {"steps": 20, "wall_s": 754.0, "data_wait_share": 0.05, "tokens_per_s": 100.0, "slow_side": "training"}
     assert expected.items() <= shown["train"].items()
     report = benchmark_report(result)
-    assert report["acceptance"]["simulated"] == {"length": {1: 1.5, 4: 3.5}, "by_position": [0.9, 0.5, None]}
-    assert report["acceptance"]["reference"]["length"] == {4: 3.5}
+    assert report["acceptance"]["simulated"] == {"length": {"1": 1.5, "4": 3.5}, "by_position": [0.9, 0.5, None]}
+    assert report["acceptance"]["reference"]["length"] == {"4": 3.5}
     assert report["baseline"]["prompt_lookup"] == 2.1
     assert report["target"]["distinct_token_share"] == 0.4
     assert report["lossless"] == {"tokens": 1000, "mismatches": 0, "ties": 1}

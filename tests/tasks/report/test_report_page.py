@@ -17,9 +17,7 @@ from infra.records.acceptance import BenchmarkResult, DivergenceRecord, Lossless
 from infra.records.data_path import GeneratorsChange, SampleProgress, SamplesRecord, TargetRecord, TrainingResult
 from models.config.recipe import RunConfig, load_recipe
 from tasks.plan import plan_recipe
-from tasks.report.facts import Link, RunFacts
-from tasks.report.markdown import run_note
-from tasks.report.page import render
+from tasks.report.page import Link, RunFacts, run_html, run_markdown
 from tasks.run import OpenRun
 
 ROOT = Path(__file__).parents[3]
@@ -86,7 +84,7 @@ def facts(target: TargetRecord, samples: SamplesRecord, trained: TrainingResult,
 
 
 def page(facts: RunFacts, run: OpenRun) -> Page:
-    return Page(render(facts, run.folder.plots))
+    return Page(run_html(facts, run.folder.plots))
 
 
 def test_it_needs_nothing_but_itself(facts: RunFacts, run: OpenRun) -> None:
@@ -162,7 +160,7 @@ def test_the_plan_is_held_against_what_was_measured(facts: RunFacts, run: OpenRu
     text = page(planned, run).text
     assert "Plan, inference" in text
     assert "No other one of 2 cores is better than 1 + 1" in text
-    assert "plan, split: no other one of 2 cores" in run_note(planned).lower()
+    assert "plan, split: no other one of 2 cores" in run_markdown(planned).lower()
 
 
 def test_all_conditions_are_listed(facts: RunFacts, run: OpenRun) -> None:
