@@ -34,8 +34,7 @@ from models.benchmark.serving import Setup, counts_of, whats_missing
 from models.config.recipe import RunConfig, load_recipe
 from models.data.conversations import source_hash
 from models.data.prompts import read_prompts
-from models.decoding.acceptance import acceptance_length, distinct_token_share
-from models.decoding.counts import AcceptedCounts
+from models.decoding.acceptance import AcceptedCounts, acceptance_length, distinct_token_share
 from models.decoding.plain import continue_batch
 from models.decoding.simulated import features, simulate
 from models.decoding.speculative import speculate
@@ -103,7 +102,7 @@ def measure(options: argparse.Namespace, config: RunConfig, draft: Path) -> Agre
     """All sets."""
     begun, commit = time.perf_counter(), git_sha()
     settings, target = config.benchmark, prepare_target(config.target)
-    loaded = load_contestants(Path(target.path), draft, None, torch.float32)
+    loaded = load_contestants(Path(target.path), [draft], torch.float32)
     missing = whats_missing(draft, (options.concurrency,))
     if missing:
         raise ValueError(missing)

@@ -17,9 +17,11 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
+from online_policy import AdaptiveText, LookaheadPolicy
 from prepared import trained_export
 from rich.console import Console
 from rich.table import Table
@@ -32,17 +34,16 @@ from infra.records.acceptance import Conditions
 from infra.records.data_path import Record
 from infra.records.goodput import GoodputTable, StepTime
 from models.benchmark.conditions import conditions
-from models.benchmark.contestants import load_sources
+from models.benchmark.contestants import load_contestants
 from models.config.benchmark import BenchmarkConfig
 from models.config.recipe import load_recipe
 from models.data.conversations import source_hash
 from models.data.prompts import read_prompts
-from models.decoding.acceptance import by_position
-from models.decoding.goodput import FittedCosts, fit, goodput_table, shown
+from models.decoding.acceptance import AcceptedCounts, by_position
+from models.decoding.goodput import FittedCosts, fit, goodput_table
 from models.decoding.plain import Prefill, prefill
-from models.decoding.policy import LookaheadPolicy
 from models.decoding.prompt_lookup import PromptLookup
-from models.decoding.speculative import Conversation, Decoded, Lookahead, decode_together
+from models.decoding.speculative import Conversation, decode_together
 from models.decoding.stopwatch import StepSeconds, Stopwatch
 from models.drafts.batched_proposer import ProposalSource
 from models.drafts.sampling import GREEDY
@@ -124,16 +125,18 @@ class Setup:
     clock: Callable[[], float]
 
     def decode(
-        self, prompts: Sequence[Prefill], lookahead: Lookahead, watch: Stopwatch | None = None
-    ) -> tuple[float, list[Decoded]]:
+        self, prompts: Sequence[Prefill], lookahead: int | LookaheadPolicy, watch: Stopwatch | None = None
+    ) -> tuple[float, list[Conversation]]:
         """Seconds after the prefills; no text ends early."""
         begun, never = self.clock(), frozenset[int]()
+        adaptive = isinstance(lookahead, LookaheadPolicy)
+        begin = partial(AdaptiveText, lookahead) if adaptive else partial(Conversation, shape=lookahead)
         texts = [
-            Conversation(self.target, self.source, prompt, lookahead, self.new_tokens, never, sampling=GREEDY)
+            begin(self.target, self.source, prompt, max_new_tokens=self.new_tokens, eos_ids=never, sampling=GREEDY)
             for prompt in prompts
         ]
-        decode_together(texts, watch=watch)
-        return self.clock() - begun, [text.decoded() for text in texts]
+        decode_together(texts, watch=watch, choose=lookahead.step if adaptive else None)
+        return self.clock() - begun, texts
 
 
 def calibrate(
@@ -141,18 +144,18 @@ def calibrate(
 ) -> tuple[FittedCosts, list[float], tuple[StepParts, ...]]:
     """The cost model, acceptance by position, and parts of the steps in which all texts were still going."""
     steps: list[StepSeconds] = []
-    counted: list[Decoded] = []
+    counted: list[AcceptedCounts] = []
     setup.decode(setup.calibration[: max(batches)], setup.most)  # warms up
     for _ in range(repeats):
         for batch in batches:
             for lookahead in sorted({0, 1, setup.most // 2, setup.most}):
                 watch = Stopwatch(setup.target.device, clock=setup.clock)
-                _, decoded = setup.decode(setup.calibration[:batch], lookahead, watch)
+                _, texts = setup.decode(setup.calibration[:batch], lookahead, watch)
                 steps += [each for each in watch.steps if (each.texts, each.tokens) == (batch, lookahead + 1)]
-                counted += decoded if lookahead == setup.most else []
+                counted += [text.decoded().counts for text in texts] if lookahead == setup.most else []
     verifying = [(step.texts, step.tokens, sum(step.seconds.values()) - step.seconds["draft"]) for step in steps]
     drafting = [(step.texts, step.tokens - 1, step.seconds["draft"]) for step in steps if step.tokens > 1]
-    rates = [rate or 0.0 for rate in by_position([each.counts for each in counted], setup.most)]
+    rates = [rate or 0.0 for rate in by_position(counted, setup.most)]
     return FittedCosts(fit(medians(verifying)), fit(medians(drafting))), rates, step_parts(steps)
 
 
@@ -207,20 +210,32 @@ def measure_load(
     speeds: dict[str, list[float]] = {}
     chosen: dict[int, list[int]] = {}
     for _ in range(repeats):
-        contenders: dict[str, Lookahead] = {str(at): at for at in range(setup.most + 1)}
+        contenders: dict[str, int | LookaheadPolicy] = {str(at): at for at in range(setup.most + 1)}
         contenders[POLICY] = LookaheadPolicy(costs, rates)
         seconds = dict.fromkeys(contenders, 0.0)
         # Contenders take turns in every group, so that a disturbance of the machine meets all of them.
         for group in groups:
             for name, lookahead in contenders.items():
-                spent, decoded = setup.decode(group, lookahead)
+                spent, texts = setup.decode(group, lookahead)
                 seconds[name] += spent
-                if name == POLICY:
-                    chosen.setdefault(len(group), []).extend(at for each in decoded for at in each.lookaheads)
+                adaptive = [text for text in texts if isinstance(text, AdaptiveText)]
+                chosen.setdefault(len(group), []).extend(at for text in adaptive for at in text.lookaheads)
         for name, spent in seconds.items():
             speeds.setdefault(name, []).append(tokens / spent)
     under_load = {name: statistics.median(of) for name, of in speeds.items()}
     return under_load, tokens, {load: statistics.fmean(of) for load, of in sorted(chosen.items())}
+
+
+def shown(found: GoodputTable) -> Table:
+    """Tokens per second, one row per batch, one column per lookahead; the best of each row is marked."""
+    table = Table(title="Predicted tokens/s by lookahead")
+    table.add_column("texts at once", justify="right")
+    for lookahead in sorted({row.lookahead for row in found.rows}):
+        table.add_column(str(lookahead), justify="right")
+    for batch, best in found.best.items():
+        row = {each.lookahead: each.tokens_per_s for each in found.rows if each.batch == batch}
+        table.add_row(str(batch), *(f"{'*' if at == best else ''}{row[at]:.1f}" for at in sorted(row)))
+    return table
 
 
 def measure(options: argparse.Namespace, draft: Path) -> GoodputResult:
@@ -260,7 +275,7 @@ def prepare(options: argparse.Namespace, draft: Path, config: BenchmarkConfig) -
     recipe = load_recipe(options.recipe)
     target = prepare_target(recipe.target)
     prompts, template_hash = read_prompts(recipe.data.source, target, config, "none", recipe.target.add_bos)
-    loaded = load_sources(Path(target.path), [draft], torch.float32)
+    loaded = load_contestants(Path(target.path), [draft], torch.float32)
     read = [prefill(loaded.target, prompt) for prompt in prompts]
     setup = Setup(
         loaded.target, loaded.drafts[0], read[::2], read[1::2], options.most, options.max_new_tokens,

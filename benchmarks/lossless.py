@@ -22,7 +22,6 @@ from infra.processes.exit import run_main
 from infra.provenance import git_sha
 from infra.records.acceptance import Conditions, LosslessRecord
 from infra.records.data_path import Record
-from models.benchmark.result import lossless_record
 from models.decoding.acceptance import acceptance_length, distinct_token_share
 from models.decoding.lossless import LosslessCheck, total
 from models.decoding.plain import continue_batch, continue_greedily
@@ -164,7 +163,7 @@ def decode(
         source=cell.name,
         lookahead=cell.lookahead,
         batch=cell.batch,
-        lossless=lossless_record(total(compared)),
+        lossless=total(compared),
         acceptance_length=acceptance_length([result.counts for result in decoded]),
         wall_s=time.perf_counter() - begun,
     )

@@ -49,7 +49,7 @@ from infra.records.data_path import TargetRecord
 from infra.settings import cache_folder
 from models.benchmark.bootstrap import length_interval
 from models.benchmark.conditions import conditions
-from models.benchmark.contestants import load_sources
+from models.benchmark.contestants import load_contestants
 from models.config.recipe import RunConfig, load_recipe
 from models.data import python_docs
 from models.data.conversations import source_hash
@@ -241,7 +241,7 @@ def measure(
     """Decode one set of prompts with one source of proposals, and keep its figures."""
     begun, settings = time.perf_counter(), comparison.config.benchmark
     folders = [export] if export else []
-    loaded = load_sources(Path(comparison.target.path), folders, DTYPES[settings.compute_dtype])
+    loaded = load_contestants(Path(comparison.target.path), folders, DTYPES[settings.compute_dtype])
     assert (baseline is None) == bool(folders)
     source: ProposalSource = baseline() if baseline else loaded.drafts[0]
     decoded = decode(loaded.target, source, prompts.tokens, temperature, comparison.options, loaded.eos_ids)

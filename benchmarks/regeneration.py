@@ -37,8 +37,7 @@ from models.data.conversations import Document, read_documents, source_hash
 from models.data.prepare import prepare_samples
 from models.data.prompts import read_prompts
 from models.data.sample_set import SampleSet
-from models.decoding.acceptance import summarise
-from models.decoding.counts import AcceptedCounts
+from models.decoding.acceptance import AcceptedCounts, summarise
 from models.decoding.plain import continue_batch
 from models.decoding.simulated import features, simulate
 from models.drafts.batched_proposer import RolloutSource
@@ -157,7 +156,7 @@ def measure(trained: dict[str, Trained], config: RunConfig, prompts: Path) -> di
     template = config.data.chat_template
     tokens, template_hash = read_prompts(str(prompts), target, settings, template, config.target.add_bos)
     contestants = load_contestants(
-        Path(target.path), trained[REGENERATED].export, trained[GIVEN].export, DTYPES[settings.compute_dtype]
+        Path(target.path), [trained[REGENERATED].export, trained[GIVEN].export], DTYPES[settings.compute_dtype]
     )
     greedy, *greedy_walks = walks(contestants, config, tokens, 0.0, 1.0)
     _, *sampled_walks = walks(contestants, config, tokens, settings.sampled_temperature, settings.sampled_top_p)

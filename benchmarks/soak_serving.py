@@ -113,7 +113,7 @@ def _count(target: Path, export: Path, prompts: Path, out: Path) -> None:
     import torch
 
     from models.benchmark.contestants import load_contestants
-    from models.benchmark.measure import at, measure_suite
+    from models.benchmark.measure import DRAFT, at, measure_suite
     from models.benchmark.standalone import find_target
     from models.config.benchmark import BenchmarkConfig
     from models.data.prompts import read_prompts
@@ -122,9 +122,10 @@ def _count(target: Path, export: Path, prompts: Path, out: Path) -> None:
     config = BenchmarkConfig(prompts=PROMPTS, prompt_tokens=PROMPT_TOKENS, max_new_tokens=NEW_TOKENS)
     record = find_target(str(target), read_description(export).aux_layer_ids)
     read, _ = read_prompts(str(prompts), record, config, "none", bos=False)
-    walks = measure_suite(load_contestants(target, export, None, torch.float32), config, "traffic", read)
+    walks = measure_suite(load_contestants(target, [export], torch.float32), config, "traffic", read)
     rows = [
-        counts.as_served(len(text) - 1) for counts, text in zip(at(walks.draft, LOOKAHEAD), walks.texts, strict=True)
+        counts.as_served(len(text) - 1)
+        for counts, text in zip(at(walks.walks[DRAFT], LOOKAHEAD), walks.texts, strict=True)
     ]
     out.write_text(json.dumps([row for row in rows if row[1]]))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from infra.records.acceptance import Conditions
 from infra.records.data_path import TargetRecord
 from models.benchmark.conditions import conditions
-from models.benchmark.contestants import Sources, draft_of, load_sources
+from models.benchmark.contestants import Contestants, draft_of, load_contestants
 from models.benchmark.standalone import baselines, find_target
 from models.config.benchmark import BenchmarkConfig
 from models.data.conversations import source_hash
@@ -25,7 +25,7 @@ QUESTION_TOKENS = 256
 class Ground:
     """All that is decoded with, and what."""
 
-    loaded: Sources
+    loaded: Contestants
     sources: dict[str, ProposalSource]
     """By the name that is written down."""
     prompts: list[list[int]]
@@ -76,7 +76,7 @@ def load(options: argparse.Namespace, prompts: int, lookahead: int) -> Ground:
     )
     target = find_target(options.target, (0,))
     texts, template_hash = read_prompts(str(options.prompts), target, config, options.chat_template, options.add_bos)
-    loaded = load_sources(Path(target.path), options.draft, DTYPES[options.dtype])
+    loaded = load_contestants(Path(target.path), options.draft, DTYPES[options.dtype])
     under = conditions(
         config,
         loaded.target,
@@ -89,7 +89,7 @@ def load(options: argparse.Namespace, prompts: int, lookahead: int) -> Ground:
     return Ground(loaded, _named(loaded, options.draft, options.baselines), texts, under)
 
 
-def _named(loaded: Sources, folders: Sequence[Path], names: str) -> dict[str, ProposalSource]:
+def _named(loaded: Contestants, folders: Sequence[Path], names: str) -> dict[str, ProposalSource]:
     named: dict[str, ProposalSource] = {}
     for folder, source in zip(folders, loaded.drafts, strict=True):
         named[f"{draft_of(source).config.method} {'/'.join(folder.absolute().parts[-2:])}"] = source

@@ -125,7 +125,7 @@ def replay(version: Annotated[int, typer.Argument(min=1)], name: Name = None) ->
     with TemporaryDirectory(prefix="draftsmith-") as folder:
         evidence = Path(folder) / "gate.json"
         evidence.write_text(registry.read_artifact(tracking_uri(), draft, registry.EVIDENCE))
-        command = [sys.executable, "-m", "models.benchmark.replay", str(evidence)]
+        command = [sys.executable, "-m", "models.benchmark.gate", str(evidence)]
         printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     decision, then = GateDecision.model_validate_json(printed), draft.tags.get("gate", "")
     now = "passed" if decision.passed else "not passed"

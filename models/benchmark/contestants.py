@@ -1,4 +1,4 @@
-"""Loads what is compared: the target once, a draft, perhaps a champion."""
+"""Loads what is compared: the target once, and any number of drafts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,48 +11,31 @@ from torch import Tensor
 from models.drafts.base import Draft
 from models.drafts.batched_proposer import Proposer, RolloutSource, Turn
 from models.drafts.trees import Tree
-from models.drafts.vocabulary import DraftVocabulary
 from models.export.sglang import load_draft
 from models.targets.model import TargetModel, eos_ids
 
 
 @dataclass(frozen=True)
 class Contestants:
-    """Target and sources of proposals on one device in one data type."""
+    """Target and drafts on one device in one data type."""
 
     target: TargetModel
     exact: Callable[[], TargetModel]
     """The target in float32; the target itself if it is float32."""
-    draft: RolloutSource
-    champion: RolloutSource | None
-    eos_ids: frozenset[int]
-    vocabulary: DraftVocabulary
-    """The draft's."""
-
-
-def load_contestants(target: Path, draft: Path, champion: Path | None, dtype: torch.dtype) -> Contestants:
-    """Load everything; a champion may read other target layers than the draft does."""
-    loaded = load_sources(target, [folder for folder in (draft, champion) if folder is not None], dtype)
-    first, *others = loaded.drafts
-    return Contestants(
-        loaded.target, loaded.exact, first, others[0] if others else None, loaded.eos_ids, loaded.vocabularies[0]
-    )
-
-
-@dataclass(frozen=True)
-class Sources:
-    """Target and any number of drafts on one device in one data type."""
-
-    target: TargetModel
-    exact: Callable[[], TargetModel]
-    """The target in float32; the target itself if it is float32."""
-    drafts: list[RolloutSource]
-    vocabularies: list[DraftVocabulary]
-    """The drafts'."""
+    drafts: Sequence[RolloutSource]
+    """The draft, then the champion if there is one."""
     eos_ids: frozenset[int]
 
+    @property
+    def draft(self) -> RolloutSource:
+        return self.drafts[0]
 
-def load_sources(target: Path, folders: Sequence[Path], dtype: torch.dtype) -> Sources:
+    @property
+    def champion(self) -> RolloutSource | None:
+        return self.drafts[1] if len(self.drafts) > 1 else None
+
+
+def load_contestants(target: Path, folders: Sequence[Path], dtype: torch.dtype) -> Contestants:
     """Load a target and exported drafts, which may read different target layers."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     drafts = [load_draft(folder, target, dtype, device) for folder in folders]
@@ -63,8 +46,7 @@ def load_sources(target: Path, folders: Sequence[Path], dtype: torch.dtype) -> S
     def exact() -> TargetModel:
         return model if dtype == torch.float32 else TargetModel.load(target, layers, torch.float32, device)
 
-    sources = [_reading_its_own(loaded, layers) for loaded in drafts]
-    return Sources(model, exact, sources, [loaded.vocabulary for loaded in drafts], eos_ids(target))
+    return Contestants(model, exact, [_reading_its_own(loaded, layers) for loaded in drafts], eos_ids(target))
 
 
 def _reading_its_own(draft: Draft, layers: Sequence[int]) -> RolloutSource:

@@ -1,12 +1,15 @@
 """Whether a challenger earns promotion: better than no draft and than the champion, on every ground.
 
-The decision follows from the evidence alone.
+The decision follows from the evidence alone: `python -m models.benchmark.gate EVIDENCE` prints it again, as JSON.
 """
 
+import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
+from infra.processes.exit import run_main
 from infra.records.acceptance import CategoryDecision, GateDecision, GateEvidence, Ground, GroundDecision
 from infra.records.goodput import GoodputEvidence
 from models.benchmark.bootstrap import paired_difference
@@ -119,3 +122,13 @@ def _in_words(judged: GroundDecision, grounds: tuple[GroundDecision, ...]) -> st
         f"against {judged.against}{where}: {judged.difference:+.1%}, lower bound {judged.lower_bound:+.1%}, which "
         f"{verdict} the margin {judged.margin:.1%}"
     )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("evidence", type=Path)
+    print(decide(GateEvidence.read(parser.parse_args().evidence)).model_dump_json())
+
+
+if __name__ == "__main__":
+    run_main(main)

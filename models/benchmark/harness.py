@@ -12,16 +12,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from infra.records.acceptance import Conditions, Ground, GroupAcceptance
+from infra.records.acceptance import Conditions, Ground, GroupAcceptance, LosslessRecord
 from infra.records.data_path import Record
 from infra.refusal import Refusal
 from models.benchmark.bootstrap import length_interval
 from models.benchmark.categories import suite_result
-from models.benchmark.contestants import Sources
-from models.benchmark.speed import TOLERANCE
+from models.benchmark.contestants import Contestants
+from models.benchmark.reference import TOLERANCE
 from models.data.prompts import SuitePrompts
 from models.decoding.acceptance import by_position, distinct_token_share
-from models.decoding.lossless import Comparison, LosslessCheck, total
+from models.decoding.lossless import LosslessCheck, total
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.speculative import Decoded, speculate_together
 from models.decoding.stopwatch import Stopwatch
@@ -164,7 +164,7 @@ class Harness:
 
     def __init__(
         self,
-        loaded: Sources,
+        loaded: Contestants,
         sources: Mapping[str, ProposalSource],
         plan: HarnessPlan,
         under: Mapping[tuple[str, str], Conditions],
@@ -258,7 +258,7 @@ class Harness:
             )  # fmt: skip
         return found
 
-    def _compare(self, suite: str, decoded: Sequence[Decoded]) -> Comparison:
+    def _compare(self, suite: str, decoded: Sequence[Decoded]) -> LosslessRecord:
         check = LosslessCheck(self.loaded.target, self.loaded.exact, self.plan.max_new_tokens, self.loaded.eos_ids)
         pairs = zip(self.plan.suites[suite].prompts, decoded, self.own(suite), strict=True)
         return total([check.compare(prompt, each.tokens, alone.tokens) for prompt, each, alone in pairs])

@@ -62,8 +62,7 @@ class ServedHarness:
 
 
 def _decoded(answer: Answer, lookahead: int) -> Decoded:
-    steps = len(answer.steps) - 1
-    return Decoded(tuple(answer.tokens), counts_of(answer, lookahead), steps, (lookahead,) * steps)
+    return Decoded(tuple(answer.tokens), counts_of(answer, lookahead))
 
 
 def _repeat(answers: Sequence[Answer], seconds: float) -> Repeat:

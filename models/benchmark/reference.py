@@ -2,55 +2,39 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from infra.records.acceptance import SpeedRecord
+from infra.records.acceptance import LosslessRecord, SpeedRecord
 from models.benchmark.contestants import Contestants
-from models.benchmark.speed import speed_record
 from models.config.benchmark import BenchmarkConfig
 from models.decoding.acceptance import acceptance_length
-from models.decoding.lossless import Comparison, LosslessCheck, total
+from models.decoding.lossless import LosslessCheck, total
 from models.decoding.plain import decode, prefill
-from models.decoding.speculative import Decoded, decode_speculatively, speculate
-from models.drafts.sampling import Sampling
+from models.decoding.speculative import Conversation, Decoded, decode_together, speculate
+from models.drafts.sampling import GREEDY, Sampling
+
+TOLERANCE = 1.03
+"""A speed-up can exceed the acceptance length by measurement noise only, this much at most."""
 
 
 @dataclass(frozen=True)
 class ReferenceRun:
-    """Conversations 0..n-1 decoded for real at one lookahead."""
+    """Conversations 0..n-1 decoded for real at `config.lookahead`."""
 
     decoded: tuple[Decoded, ...]
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[LosslessRecord, ...]
     speed: SpeedRecord
 
     @property
-    def lossless(self) -> Comparison:
+    def lossless(self) -> LosslessRecord:
         return total(self.comparisons)
-
-
-@dataclass(frozen=True)
-class _Timing:
-    tokens: int = 0
-    plain_s: float = 0.0
-    speculative_s: float = 0.0
-    conversations: int = 0
-
-    def add(self, tokens: int, plain_s: float, speculative_s: float) -> "_Timing":
-        return replace(
-            self,
-            tokens=self.tokens + tokens,
-            plain_s=self.plain_s + plain_s,
-            speculative_s=self.speculative_s + speculative_s,
-            conversations=self.conversations + 1,
-        )
 
 
 def decode_reference(
     contestants: Contestants,
     config: BenchmarkConfig,
-    lookahead: int,
     prompts: Sequence[Sequence[int]],
     texts: Sequence[Sequence[int]],
     advance: Callable[[int], None],
@@ -62,31 +46,64 @@ def decode_reference(
 
     Args:
         contestants: target and draft.
-        config: how many tokens.
-        lookahead: tokens proposed per step.
+        config: how many tokens, and the lookahead.
         prompts: token ids.
         texts: greedy continuation of each prompt by the target alone.
         advance: called with the number of tokens decoded.
     """
-    check = LosslessCheck(contestants.target, contestants.exact, config.max_new_tokens, contestants.eos_ids)
+    target, most, eos_ids = contestants.target, config.max_new_tokens, contestants.eos_ids
+    check = LosslessCheck(target, contestants.exact, most, eos_ids)
     decoded: list[Decoded] = []
-    comparisons: list[Comparison] = []
-    timing, done = _Timing(), 0
+    comparisons: list[LosslessRecord] = []
+    timed, tokens, plain_s, speculative_s = 0, 0, 0.0, 0.0
     for prompt, text in zip(prompts, texts, strict=True):
-        if done >= config.reference_tokens:
+        if sum(len(each.tokens) for each in decoded) >= config.reference_tokens:
             break
-        timed = timing.tokens < config.timed_tokens
-        plain, plain_s = _plainly(contestants, config, prompt) if timed else (text, 0.0)
-        result, speculative_s = _speculatively(contestants, config, lookahead, prompt)
-        decoded.append(result)
-        comparisons.append(check.compare(prompt, result.tokens, plain))
-        if timed:
-            timing = timing.add(len(result.tokens) - 1, plain_s, speculative_s)
-        done += len(result.tokens)
-        advance(len(result.tokens))
-    length = acceptance_length([result.counts for result in decoded[: timing.conversations]])
-    speed = speed_record(timing.tokens, timing.plain_s, timing.speculative_s, length)
+        is_timed, plain = tokens < config.timed_tokens, text
+        if is_timed:
+            start, begun = prefill(target, prompt), time.perf_counter()
+            plain = decode(target, start, most, eos_ids)
+            plain_s += time.perf_counter() - begun
+        start, begun = prefill(target, prompt), time.perf_counter()
+        conversation = Conversation(target, contestants.draft, start, config.lookahead, most, eos_ids, sampling=GREEDY)
+        decode_together([conversation])
+        if is_timed:
+            speculative_s += time.perf_counter() - begun
+            timed, tokens = timed + 1, tokens + len(conversation.tokens) - 1
+        decoded.append(conversation.decoded())
+        comparisons.append(check.compare(prompt, conversation.tokens, plain))
+        advance(len(conversation.tokens))
+    length = acceptance_length([each.counts for each in decoded[:timed]])
+    speed = speed_record(tokens, plain_s, speculative_s, length)
     return ReferenceRun(tuple(decoded), tuple(comparisons), speed)
+
+
+def speed_record(tokens: int, plain_s: float, speculative_s: float, acceptance_length: float) -> SpeedRecord:
+    """Judge one measurement.
+
+    Args:
+        tokens: emitted after the prefill tokens, the same text both ways.
+        plain_s: seconds of the target alone for them.
+        speculative_s: seconds of speculative decoding for them.
+        acceptance_length: of the same conversations.
+    """
+    speedup = plain_s / speculative_s
+    possible = speedup <= TOLERANCE * acceptance_length
+    note = f"{tokens} tokens after the prefill, batch 1, after warm-up"
+    if not possible:
+        note = (
+            f"not published: a measured speed-up of {speedup:.2f} cannot come from an acceptance length of "
+            f"{acceptance_length:.2f}; measure again on an idle machine, with more benchmark.timed_tokens"
+        )
+    return SpeedRecord(
+        tokens=tokens,
+        acceptance_length=acceptance_length,
+        plain_tokens_per_s=tokens / plain_s,
+        speculative_tokens_per_s=tokens / speculative_s if possible else None,
+        speedup=speedup if possible else None,
+        flagged=not possible,
+        note=note,
+    )
 
 
 def decode_sampled(
@@ -100,38 +117,13 @@ def decode_sampled(
     generator = torch.Generator(contestants.target.device).manual_seed(seed)
     sampling = Sampling(config.sampled_temperature, config.sampled_top_p, generator)
     decoded: list[Decoded] = []
-    done = 0
     for prompt in prompts:
-        if done >= config.sampled_reference_tokens:
+        if sum(len(each.tokens) for each in decoded) >= config.sampled_reference_tokens:
             break
         result = speculate(
-            contestants.target,
-            contestants.draft,
-            prompt,
-            config.lookahead,
-            config.max_new_tokens,
-            contestants.eos_ids,
-            sampling=sampling,
-        )
+            contestants.target, contestants.draft, prompt, config.lookahead, config.max_new_tokens,
+            contestants.eos_ids, sampling=sampling,
+        )  # fmt: skip
         decoded.append(result)
-        done += len(result.tokens)
         advance(len(result.tokens))
     return tuple(decoded)
-
-
-def _plainly(contestants: Contestants, config: BenchmarkConfig, prompt: Sequence[int]) -> tuple[list[int], float]:
-    start = prefill(contestants.target, prompt)
-    begun = time.perf_counter()
-    text = decode(contestants.target, start, config.max_new_tokens, contestants.eos_ids)
-    return text, time.perf_counter() - begun
-
-
-def _speculatively(
-    contestants: Contestants, config: BenchmarkConfig, lookahead: int, prompt: Sequence[int]
-) -> tuple[Decoded, float]:
-    start = prefill(contestants.target, prompt)
-    begun = time.perf_counter()
-    result = decode_speculatively(
-        contestants.target, contestants.draft, start, lookahead, config.max_new_tokens, contestants.eos_ids
-    )
-    return result, time.perf_counter() - begun

@@ -1,26 +1,94 @@
-"""Builds `BenchmarkResult` from measurements: figures, the gate's verdict, and a summary."""
+"""Builds the gate's evidence and `BenchmarkResult` from measurements: figures, verdict, and a summary."""
 
 from collections.abc import Sequence
-from math import isfinite
 
 from infra.records.acceptance import (
     BenchmarkResult,
     Conditions,
-    DivergenceRecord,
     GateEvidence,
-    LosslessRecord,
+    Ground,
     RequestCounts,
     ServedResult,
     SuiteResult,
 )
 from infra.records.benchmark_text import sampling
-from infra.records.goodput import MeasuredGoodput
+from infra.records.goodput import GoodputEvidence, MeasuredGoodput
 from models.benchmark.gate import decide
-from models.benchmark.measure import Measurements, Texts, Walk
+from models.benchmark.measure import (
+    CHAMPION,
+    DRAFT,
+    PROMPT_LOOKUP,
+    TOKEN_RECYCLING,
+    Measurements,
+    Walk,
+    WalkedTexts,
+    at,
+)
 from models.benchmark.words import Lengths, against_baselines
-from models.config.benchmark import BenchmarkConfig
-from models.decoding.acceptance import distinct_token_share, summarise
-from models.decoding.lossless import Comparison, total
+from models.config.benchmark import BenchmarkConfig, PromotionConfig
+from models.decoding.acceptance import acceptance_length, distinct_token_share, summarise
+
+HELD_OUT = "held-out prompts"
+
+
+def gather(
+    found: Measurements,
+    suites: Sequence[Ground],
+    config: BenchmarkConfig,
+    promotion: PromotionConfig,
+    *,
+    dataset_hash: str,
+    champion_label: str,
+    served: ServedResult | None,
+    goodput: MeasuredGoodput | None,
+) -> GateEvidence:
+    """What the gate decides on at `config.lookahead`: counts on every ground, and what else can block a draft."""
+    lookahead = config.lookahead
+    simulated = acceptance_length(at(found.greedy.walks[DRAFT], lookahead))
+    return GateEvidence(
+        champion_label=champion_label,
+        resamples=promotion.resamples,
+        max_gap=promotion.max_gap,
+        min_distinct_token_share=config.min_distinct_token_share,
+        distinct_token_share=distinct_token_share(found.greedy.texts),
+        mismatches=found.reference.lossless.mismatches,
+        gap=found.gap(lookahead),
+        served_gap=served.length / simulated - 1 if served and served.length else None,
+        category_tolerance=promotion.category_tolerance,
+        goodput=goodput and GoodputEvidence(max_loss=promotion.max_goodput_loss, loads=goodput.by_load),
+        grounds=(ground(HELD_OUT, dataset_hash, promotion.margin, found.greedy, lookahead), *suites),
+    )
+
+
+def ground(
+    name: str,
+    dataset_hash: str,
+    margin: float,
+    walked: WalkedTexts,
+    lookahead: int,
+    *,
+    categories: tuple[str, ...] = (),
+    contexts: tuple[int, ...] = (),
+) -> Ground:
+    """Both sides' counts of the same conversations at one lookahead, steps that the text's end cut left out.
+
+    `categories` and `contexts` (prompt tokens) are of each conversation, or empty.
+    """
+
+    def sums(walk: Walk) -> tuple[tuple[int, int], ...]:
+        return tuple((counts.tokens, counts.steps) for counts in at(walk, lookahead))
+
+    champion = walked.walks.get(CHAMPION)
+    acceptance_length(at(walked.walks[DRAFT], lookahead))  # refuses conversations without a complete step
+    return Ground(
+        name=name,
+        dataset_hash=dataset_hash,
+        margin=margin,
+        challenger=sums(walked.walks[DRAFT]),
+        champion=None if champion is None else sums(champion),
+        categories=categories,
+        contexts=contexts,
+    )
 
 
 def build_result(
@@ -30,54 +98,48 @@ def build_result(
     evidence: GateEvidence,
     *,
     wall_s: float,
-    served: ServedResult | None = None,
-    suites: Sequence[SuiteResult] = (),
-    goodput: MeasuredGoodput | None = None,
+    served: ServedResult | None,
+    suites: Sequence[SuiteResult],
+    goodput: MeasuredGoodput | None,
 ) -> BenchmarkResult:
     """Put everything together."""
-    at = config.lookahead
-    draft, lookup, recycling = map(summarise, (found.draft, found.prompt_lookup, found.token_recycling))
-    draft_sampled, lookup_sampled, recycling_sampled = map(
-        summarise, (found.draft_sampled, found.prompt_lookup_sampled, found.token_recycling_sampled)
+    at, real = config.lookahead, found.reference.decoded
+    greedy, sampled = (
+        {name: summarise(walk) for name, walk in walked.walks.items()} for walked in (found.greedy, found.sampled)
     )
-    lossless = total([comparison for run in found.reference.values() for comparison in run.comparisons])
-    distinct, distinct_sampled = distinct_token_share(found.greedy), distinct_token_share(found.sampled)
+    distinct, sampled_distinct = map(distinct_token_share, (found.greedy.texts, found.sampled.texts))
     identical, compared = found.identical(at)
-    sampled = [(decoded.counts,) for decoded in found.sampled_reference]
-    runs = [found.reference[lookahead] for lookahead in sorted(found.reference)]
+    sampled_real = [(decoded.counts,) for decoded in found.sampled_reference]
+    lengths, sampled_lengths = (
+        Lengths(of[DRAFT].length[at], of[PROMPT_LOOKUP].length[at], of[TOKEN_RECYCLING].length[at], share)
+        for of, share in ((greedy, distinct), (sampled, sampled_distinct))
+    )
     return BenchmarkResult(
         conditions=conditions,
         target_distinct_token_share=distinct,
-        sampled_distinct_token_share=distinct_sampled,
-        simulated=draft,
-        reference=summarise([tuple(d.counts for d in of) for of in zip(*(run.decoded for run in runs), strict=False)]),
+        sampled_distinct_token_share=sampled_distinct,
+        simulated=greedy[DRAFT],
+        reference=summarise([(decoded.counts,) for decoded in real]),
         gap=found.gap(at),
         counts_identical=identical,
         counts_compared=compared,
-        sampled=draft_sampled,
-        sampled_reference=summarise(sampled) if sampled else None,
-        prompt_lookup=lookup,
-        prompt_lookup_sampled=lookup_sampled,
-        token_recycling=recycling,
-        token_recycling_sampled=recycling_sampled,
+        sampled=sampled[DRAFT],
+        sampled_reference=summarise(sampled_real) if sampled_real else None,
+        prompt_lookup=greedy[PROMPT_LOOKUP],
+        prompt_lookup_sampled=sampled[PROMPT_LOOKUP],
+        token_recycling=greedy[TOKEN_RECYCLING],
+        token_recycling_sampled=sampled[TOKEN_RECYCLING],
         served=served,
         goodput=goodput,
-        champion=None if found.champion is None else summarise(found.champion),
-        beats_prompt_lookup=draft.length[at] > lookup.length[at],
+        champion=greedy.get(CHAMPION),
+        beats_prompt_lookup=lengths.draft > lengths.prompt_lookup,
         vocabulary_mass=found.vocabulary_mass,
-        beats_token_recycling=draft.length[at] > recycling.length[at],
+        beats_token_recycling=lengths.draft > lengths.token_recycling,
         suites=tuple(suites),
-        lossless=lossless_record(lossless),
-        speed=found.reference[at].speed,
+        lossless=found.reference.lossless,
+        speed=found.reference.speed,
         gate=decide(evidence),
-        summary=against_baselines(
-            at,
-            Lengths(draft.length[at], lookup.length[at], recycling.length[at], distinct),
-            Lengths(
-                draft_sampled.length[at], lookup_sampled.length[at], recycling_sampled.length[at], distinct_sampled
-            ),
-            sampling(conditions),
-        ),
+        summary=against_baselines(at, lengths, sampled_lengths, sampling(conditions)),
         wall_s=wall_s,
     )
 
@@ -85,34 +147,15 @@ def build_result(
 def request_counts(found: Measurements, conditions: Conditions) -> RequestCounts:
     """Every conversation's counts at every lookahead, for tests that resample requests."""
 
-    def by_lookahead(walk: Walk, texts: Texts) -> dict[int, tuple[tuple[int, int], ...]]:
+    def by_lookahead(walked: WalkedTexts) -> dict[int, tuple[tuple[int, int], ...]]:
         rows: dict[int, list[tuple[int, int]]] = {}
-        for conversation, text in zip(walk, texts, strict=True):
+        for conversation, text in zip(walked.walks[DRAFT], walked.texts, strict=True):
             for counts in conversation:
                 rows.setdefault(counts.lookahead, []).append(counts.as_served(len(text) - 1))
         return {lookahead: tuple(of) for lookahead, of in rows.items()}
 
     return RequestCounts(
         conditions=conditions,
-        greedy=by_lookahead(found.draft, found.greedy),
-        sampled=by_lookahead(found.draft_sampled, found.sampled),
-    )
-
-
-def lossless_record(comparison: Comparison) -> LosslessRecord:
-    """The verdict as it is written down."""
-    return LosslessRecord(
-        tokens=comparison.tokens,
-        mismatches=comparison.mismatches,
-        ties=comparison.ties,
-        divergences=tuple(
-            DivergenceRecord(
-                position=found.position,
-                token=found.token,
-                gap=found.gap if isfinite(found.gap) else None,
-                delta=found.delta,
-                tie=found.tie,
-            )
-            for found in comparison.divergences
-        ),
+        greedy=by_lookahead(found.greedy),
+        sampled=by_lookahead(found.sampled),
     )

@@ -16,10 +16,9 @@ from infra.records.acceptance import BenchmarkResult, Ground, ServedResult, Suit
 from models.benchmark.categories import suite_result
 from models.benchmark.conditions import conditions
 from models.benchmark.contestants import Contestants, load_contestants
-from models.benchmark.evidence import gather, ground
 from models.benchmark.measure import measure, measure_suite
 from models.benchmark.plots import plot_by_position, plot_goodput, plot_heldout, plot_samples, plot_training
-from models.benchmark.result import build_result, request_counts
+from models.benchmark.result import build_result, gather, ground, request_counts
 from models.benchmark.step_costs import measure_goodput
 from models.benchmark.words import lines, tables
 from models.data.prompts import heldout_prompts, suite_prompts
@@ -35,8 +34,9 @@ def benchmark_run(run: PreparedRun, champion: Path | None, champion_label: str) 
     begun = time.perf_counter()
     config, promotion = run.config.benchmark, run.config.promotion
     prompts = heldout_prompts(run.open_samples("heldout"), run.config.benchmark)
-    contestants = load_contestants(Path(run.target.path), run.folder.export, champion, DTYPES[config.compute_dtype])
-    found = measure(contestants, config, [config.lookahead], prompts, run.config.seed)
+    folders = [run.folder.export, champion] if champion else [run.folder.export]
+    contestants = load_contestants(Path(run.target.path), folders, DTYPES[config.compute_dtype])
+    found = measure(contestants, config, prompts, run.config.seed)
     goodput = measure_goodput(contestants, found, config) if config.loads else None
     suites = [_suite(run, contestants, name) for name in promotion.suites]
     under = conditions(
@@ -47,7 +47,7 @@ def benchmark_run(run: PreparedRun, champion: Path | None, champion_label: str) 
         dataset_hash=run.samples.dataset_hash,
         template_hash=run.samples.template_hash,
         prompts=len(prompts),
-        texts=zip(prompts, found.greedy, strict=True),
+        texts=zip(prompts, found.greedy.texts, strict=True),
     )
     served = ServedResult.read(run.folder.served) if run.folder.served.is_file() else None
     evidence = gather(
@@ -86,8 +86,7 @@ def _suite(run: PreparedRun, contestants: Contestants, name: str) -> tuple[Groun
         name,
         suite.dataset_hash,
         run.config.promotion.suite_margin,
-        walks.draft,
-        walks.champion,
+        walks,
         config.lookahead,
         categories=suite.categories,
         contexts=tuple(map(len, suite.prompts)),

@@ -16,7 +16,7 @@ from infra.sglang.client import Answer, SGLangClient
 from infra.sglang.command import serving_command
 from infra.sglang.server import SGLangServer
 from models.config.generator import GeneratorConfig
-from models.decoding.counts import AcceptedCounts
+from models.decoding.acceptance import AcceptedCounts
 from models.export.description import read_description
 from models.targets.model import eos_ids
 from models.targets.served import server_environment, server_spec

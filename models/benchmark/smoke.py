@@ -14,7 +14,7 @@ from infra.processes.exit import run_main
 from infra.records.acceptance import RequestCounts, SmokeResult
 from infra.refusal import Refusal
 from models.benchmark.contestants import load_contestants
-from models.benchmark.measure import at, measure_suite
+from models.benchmark.measure import DRAFT, at, measure_suite
 from models.benchmark.reference import decode_reference
 from models.benchmark.served import served_acceptance
 from models.data.prompts import heldout_prompts
@@ -37,13 +37,13 @@ def smoke_test(run: PreparedRun, export: Path, benchmarked: RequestCounts) -> Sm
         )
     config, lookahead = run.config.benchmark, run.config.benchmark.lookahead
     prompts = heldout_prompts(run.open_samples("heldout"), run.config.benchmark)[: run.config.promotion.smoke_prompts]
-    contestants = load_contestants(Path(run.target.path), export, None, DTYPES[config.compute_dtype])
+    contestants = load_contestants(Path(run.target.path), [export], DTYPES[config.compute_dtype])
     walked = measure_suite(contestants, config, "smoke test", prompts)
     some = config.model_copy(update={"reference_tokens": DECODED * config.max_new_tokens})
     with bars() as bar:
         advance = bar("smoke test, decoding", some.reference_tokens)
-        decoded = decode_reference(contestants, some, lookahead, prompts, walked.texts, advance)
-    counts = at(walked.draft, lookahead)
+        decoded = decode_reference(contestants, some, prompts, walked.texts, advance)
+    counts = at(walked.walks[DRAFT], lookahead)
     here = [of.as_served(len(text) - 1) for of, text in zip(counts, walked.texts, strict=True)]
     served = served_acceptance(run, export, prompts)
     return judge(

@@ -24,7 +24,7 @@ from infra.records.acceptance import Conditions
 from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
 from models.benchmark.conditions import conditions
-from models.benchmark.contestants import Sources, load_sources
+from models.benchmark.contestants import Contestants, load_contestants
 from models.benchmark.harness import Cell, Harness, HarnessPlan, HarnessResult, branches, shape_of
 from models.benchmark.harness_page import lines, page, table
 from models.benchmark.harness_served import ServedHarness
@@ -69,7 +69,7 @@ def bench(options: argparse.Namespace) -> HarnessResult:
     aux_layer_ids = read_description(options.draft).aux_layer_ids
     target = find_target(options.target, aux_layer_ids)
     suites = {name: _suite(name, source, target, options) for name, source in map(_named, _asked(options))}
-    loaded = load_sources(Path(target.path), list(folders.values()), DTYPES[options.dtype])
+    loaded = load_contestants(Path(target.path), list(folders.values()), DTYPES[options.dtype])
     sources: dict[str, ProposalSource] = dict(zip(folders, loaded.drafts, strict=True))
     sources |= baselines(_listed(options.baselines, str))
     under = _conditions(options, target, loaded, suites, {name: folders.get(name) for name in sources})
@@ -133,7 +133,7 @@ def baselines(names: Sequence[str]) -> dict[str, ProposalSource]:
 def _conditions(
     options: argparse.Namespace,
     target: TargetRecord,
-    loaded: Sources,
+    loaded: Contestants,
     suites: Mapping[str, SuitePrompts],
     drafts: Mapping[str, Path | None],
 ) -> dict[tuple[str, str], Conditions]:

@@ -12,7 +12,7 @@ import torch
 from infra.provenance import hardware
 from infra.records.goodput import GoodputTable, MeasuredGoodput, StepTime
 from models.benchmark.contestants import Contestants, draft_of, same_build
-from models.benchmark.measure import Measurements, Walk
+from models.benchmark.measure import CHAMPION, DRAFT, Measurements, Walk
 from models.config.benchmark import BenchmarkConfig
 from models.decoding.acceptance import summarise
 from models.decoding.goodput import FittedCosts, fit, goodput_table, rates_of
@@ -38,10 +38,8 @@ class Step:
 
 def measure_goodput(contestants: Contestants, found: Measurements, config: BenchmarkConfig) -> MeasuredGoodput:
     """Goodput of the draft, and of the champion if there is one, at all of `config.loads` (at least one)."""
-    sources, walks = [contestants.draft], [found.draft]
-    if contestants.champion is not None:
-        assert found.champion is not None
-        sources, walks = [*sources, contestants.champion], [*walks, found.champion]
+    sources, walked = contestants.drafts, found.greedy.walks
+    walks = [walked[name] for name in (DRAFT, CHAMPION) if name in walked]
     target_times, draft_times = time_steps(contestants.target, sources, config)
     target_fit = fit(target_times)
 

@@ -1,10 +1,47 @@
-"""Acceptance figures from counts: ratios of sums over conversations."""
+"""What happened in verification steps, and acceptance figures from it: ratios of sums over conversations."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from infra.records.acceptance import Acceptance
 from infra.refusal import Refusal
-from models.decoding.counts import AcceptedCounts
+
+
+@dataclass(frozen=True)
+class AcceptedCounts:
+    """Accepted draft tokens of every complete verification step, in order.
+
+    A step is *cut* when the text (end of text or maximum length) ends before the token that would close the step,
+    the correction or bonus token. Cut steps are left out of every figure.
+    """
+
+    lookahead: int
+    accepted: tuple[int, ...]
+    """Per complete step, 0..lookahead."""
+    cut: int = 0
+    """Steps left out: 0 or 1 per conversation."""
+
+    @property
+    def steps(self) -> int:
+        return len(self.accepted)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens emitted by the complete steps, correction and bonus tokens included."""
+        return sum(self.accepted) + len(self.accepted)
+
+    def as_served(self, emitted: int) -> tuple[int, int]:
+        """(tokens, steps) as an engine counts a request that emitted `tokens` tokens after the prefill token.
+
+        An engine counts the cut step too.
+        """
+        return emitted, self.steps + self.cut
+
+    def at_position(self, position: int) -> tuple[int, int]:
+        """(steps in which draft token `position` (from 1) was accepted, steps in which all before it were)."""
+        accepted = sum(count >= position for count in self.accepted)
+        offered = sum(count >= position - 1 for count in self.accepted)
+        return accepted, offered
 
 
 def acceptance_length(counts: Sequence[AcceptedCounts]) -> float:

@@ -9,13 +9,11 @@ from itertools import accumulate, combinations
 from operator import mul
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from infra.records.acceptance import Acceptance
 from infra.records.goodput import CostFit, Goodput, GoodputTable, StepTime
 from infra.refusal import Refusal
-from models.decoding.policy import StepCosts
 
 TERMS = ("constant", "per_text", "per_token", "per_token_beyond", "several", "several_per_text", "per_position")
 """Amounts of `CostFit`, in the order of `_terms`."""
@@ -71,7 +69,7 @@ def _non_negative(terms: Tensor) -> list[tuple[Tensor, float]]:
 
 @dataclass(frozen=True)
 class FittedCosts:
-    """`models.decoding.policy.StepCosts` from fits."""
+    """Seconds of a verification step, from fits."""
 
     target: CostFit
     """Costs by verified tokens."""
@@ -79,7 +77,7 @@ class FittedCosts:
     """Costs by proposed tokens."""
 
     def seconds(self, batch: int, lookahead: int) -> float:
-        """See `StepCosts.seconds`."""
+        """Time of a step of `batch` texts, drafting included."""
         drafting = self.draft.seconds(batch, lookahead) if lookahead else 0.0
         return self.target.seconds(batch, lookahead + 1) + drafting
 
@@ -91,7 +89,7 @@ def rates_of(acceptance: Acceptance) -> tuple[float, ...]:
     return tuple(rate for rate in rates[:known] if rate is not None)
 
 
-def predict(costs: StepCosts, rates: Sequence[float], batch: int, lookahead: int) -> Goodput:
+def predict(costs: FittedCosts, rates: Sequence[float], batch: int, lookahead: int) -> Goodput:
     """Goodput of `batch` texts that all have this lookahead; of positions beyond `rates` nothing is accepted."""
     emitted = 1.0 + sum(accumulate(rates[:lookahead], mul))
     seconds = costs.seconds(batch, lookahead)
@@ -111,15 +109,3 @@ def goodput_table(
     chosen = range(len(rates) + 1) if lookaheads is None else lookaheads
     rows = tuple(predict(costs, rates, batch, lookahead) for batch in batches for lookahead in chosen)
     return GoodputTable(rates=tuple(rates), target=costs.target, draft=costs.draft, rows=rows)
-
-
-def shown(found: GoodputTable) -> Table:
-    """Tokens per second, one row per batch, one column per lookahead; the best of each row is marked."""
-    table = Table(title="Predicted tokens/s by lookahead")
-    table.add_column("texts at once", justify="right")
-    for lookahead in sorted({row.lookahead for row in found.rows}):
-        table.add_column(str(lookahead), justify="right")
-    for batch, best in found.best.items():
-        row = {each.lookahead: each.tokens_per_s for each in found.rows if each.batch == batch}
-        table.add_row(str(batch), *(f"{'*' if at == best else ''}{row[at]:.1f}" for at in sorted(row)))
-    return table

@@ -1,4 +1,4 @@
-"""The target alone: greedy decoding at batch 1, and continuations of many prompts at once."""
+"""The target alone: greedy decoding at batch 1, continuations of many prompts at once, its most likely tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,9 +8,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from infra.refusal import Refusal
-from models.decoding.counts import ended
+from models.drafts.proposals import Likeliest
 from models.drafts.sampling import GREEDY, Sampling
 from models.targets.model import TargetModel
+
+ROWS = 64
+"""Positions whose logits are alive at once: 67 MB for 262,144 tokens."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,19 @@ class Prefill:
     """The first token of the continuation."""
     last: Tensor
     """`[P, H]` the prompt's hidden states after the final norm."""
+
+
+def ended(tokens: list[int], max_new_tokens: int, eos_ids: frozenset[int]) -> bool:
+    """Whether a continuation is over: at its maximum length, or at the end of the text."""
+    return len(tokens) >= max_new_tokens or (bool(tokens) and tokens[-1] in eos_ids)
+
+
+def end_of(tokens: list[int], eos_ids: frozenset[int]) -> list[int]:
+    """`tokens` up to and including the first end-of-text token."""
+    for index, token in enumerate(tokens):
+        if token in eos_ids:
+            return tokens[: index + 1]
+    return tokens
 
 
 def prefill(target: TargetModel, prompt: Sequence[int], sampling: Sampling = GREEDY) -> Prefill:
@@ -131,3 +147,15 @@ class _Batch:
 
 def _row(target: TargetModel, tokens: Sequence[int]) -> Tensor:
     return torch.tensor([list(tokens)], device=target.device)
+
+
+def likeliest(logits: Tensor, count: int) -> Likeliest:
+    """The `count` greatest of each row of `[n, V]` logits; fewer where the vocabulary is smaller."""
+    best = logits.topk(min(count, logits.shape[-1]), dim=-1)
+    return Likeliest(best.indices, best.values - logits.logsumexp(-1, keepdim=True))
+
+
+def likeliest_after(target: TargetModel, last: Tensor, count: int) -> Likeliest:
+    """The most likely tokens, from `[n, H]` hidden states after the final norm."""
+    parts = [likeliest(target.logits(rows), count) for rows in last.split(ROWS)]
+    return Likeliest(torch.cat([part.tokens for part in parts]), torch.cat([part.log_probabilities for part in parts]))

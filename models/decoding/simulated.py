@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from models.decoding.counts import AcceptedCounts
-from models.decoding.observing import likeliest_after
+from models.decoding.acceptance import AcceptedCounts
+from models.decoding.plain import likeliest_after
 from models.drafts.batched_proposer import ProposalSource, RolloutSource, Turn
 from models.drafts.proposals import NO_PROPOSAL, Likeliest
 from models.drafts.sampling import GREEDY

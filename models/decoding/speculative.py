@@ -5,7 +5,7 @@ the target's distribution after temperature and top-p (see `models.decoding.reje
 sampling from its own distribution after the same temperature and top-p.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +13,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from infra.refusal import Refusal
+from models.decoding.acceptance import AcceptedCounts
 from models.decoding.batch import TargetBatch, Verification
-from models.decoding.counts import AcceptedCounts, end_of, ended
-from models.decoding.observing import likeliest, likeliest_after
-from models.decoding.plain import Prefill, prefill
-from models.decoding.policy import LookaheadPolicy
+from models.decoding.plain import Prefill, end_of, ended, likeliest, likeliest_after, prefill
 from models.decoding.rejection import accept
 from models.decoding.stopwatch import StepSeconds, Stopwatch, part_of
 from models.drafts.batched_proposer import ProposalSource, Proposer, Turn
@@ -26,8 +24,8 @@ from models.drafts.sampling import GREEDY, Sampling, chances
 from models.drafts.trees import ROOT, Tree, TreeShape
 from models.targets.model import TargetModel
 
-Lookahead = int | TreeShape | LookaheadPolicy
-"""Proposals per step: the length of a chain, a tree, or a policy that chooses the length."""
+Shape = int | TreeShape
+"""Proposals per step: the length of a chain, 0 for none, or a tree."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +36,6 @@ class Decoded:
     """The prefill token first; end of text included."""
     counts: AcceptedCounts
     """In a tree, the accepted tokens are those of the longest accepted path, and the lookahead is the tree's depth."""
-    forwards: int
-    """Target forwards after the prefill, the one of a cut step included."""
-    lookaheads: tuple[int, ...]
-    """Lookahead of each of these forwards."""
 
 
 @dataclass(frozen=True)
@@ -61,22 +55,21 @@ def speculate(
     target: TargetModel,
     source: ProposalSource,
     prompt: Sequence[int],
-    lookahead: Lookahead,
+    shape: Shape,
     max_new_tokens: int,
     eos_ids: frozenset[int],
     *,
     sampling: Sampling = GREEDY,
 ) -> Decoded:
     """Continue `prompt` by at most `max_new_tokens` tokens, exactly as the target alone would."""
-    start = prefill(target, prompt, sampling)
-    return decode_speculatively(target, source, start, lookahead, max_new_tokens, eos_ids, sampling=sampling)
+    return speculate_together(target, source, [prompt], shape, max_new_tokens, eos_ids, sampling=sampling)[0]
 
 
 def speculate_together(
     target: TargetModel,
     source: ProposalSource,
     prompts: Sequence[Sequence[int]],
-    lookahead: Lookahead,
+    shape: Shape,
     max_new_tokens: int,
     eos_ids: frozenset[int],
     *,
@@ -84,38 +77,25 @@ def speculate_together(
     watch: Stopwatch | None = None,
 ) -> list[Decoded]:
     """Continue all prompts at once, with one target forward per verification step of all; prefills run separately."""
+    starts = [prefill(target, prompt, sampling) for prompt in prompts]
     conversations = [
-        Conversation(
-            target, source, prefill(target, prompt, sampling), lookahead, max_new_tokens, eos_ids, sampling=sampling
-        )
-        for prompt in prompts
+        Conversation(target, source, start, shape, max_new_tokens, eos_ids, sampling=sampling) for start in starts
     ]
     decode_together(conversations, watch=watch)
     return [conversation.decoded() for conversation in conversations]
 
 
-def decode_speculatively(
-    target: TargetModel,
-    source: ProposalSource,
-    start: Prefill,
-    lookahead: Lookahead,
-    max_new_tokens: int,
-    eos_ids: frozenset[int],
-    *,
-    sampling: Sampling = GREEDY,
-) -> Decoded:
-    """One target forward per verification step; `start`'s token was chosen by the same `sampling`."""
-    conversation = Conversation(target, source, start, lookahead, max_new_tokens, eos_ids, sampling=sampling)
-    decode_together([conversation])
-    return conversation.decoded()
-
-
 @torch.no_grad()
-def decode_together(conversations: Sequence["Conversation"], *, watch: Stopwatch | None = None) -> None:
+def decode_together(
+    conversations: Sequence["Conversation"],
+    *,
+    watch: Stopwatch | None = None,
+    choose: Callable[[Sequence["Conversation"]], int] | None = None,
+) -> None:
     """Decode to the end: one target forward verifies a step of every conversation that is not over.
 
-    All have the same target, source, temperature and top-p, and a policy that chooses for one chooses for all. Each
-    draws by its own generator.
+    All have the same target, source, temperature and top-p. Each draws by its own generator. `choose`, where given,
+    names the lookahead of the next step of those that are going, instead of their own shapes.
 
     Raises:
         Refusal: for a tree of a source that proposes chains only.
@@ -130,7 +110,7 @@ def decode_together(conversations: Sequence["Conversation"], *, watch: Stopwatch
         if watch is not None:
             watch.steps.append(StepSeconds(len(going)))
         with part_of(watch, "draft"):
-            trees = _propose(going, proposers)
+            trees = _propose(going, proposers, None if choose is None else choose(going))
         with part_of(watch, "realign"):
             tokens, placement = batch.place([conversation.tokens[-1] for conversation in going], trees)
         with part_of(watch, "target"):
@@ -170,25 +150,14 @@ def _proposers(going: Sequence["Conversation"]) -> Proposer:
     return found
 
 
-def _propose(going: Sequence["Conversation"], proposers: Proposer) -> list[Tree]:
-    """What the next step verifies of every text."""
-    turns = {}
-    for row, (conversation, shape) in enumerate(zip(going, _choose(going), strict=True)):
-        turn = conversation.turn(shape)
-        if turn is not None:
-            turns[row] = turn
+def _propose(going: Sequence["Conversation"], proposers: Proposer, lookahead: int | None) -> list[Tree]:
+    """What the next step verifies of every text; `lookahead` None: each text's own shape."""
+    shapes = [conversation.shape if lookahead is None else lookahead for conversation in going]
+    # A step without proposals leaves its features for the next step that has some.
+    turns = {row: going[row].turn(shape) for row, shape in enumerate(shapes) if shape != 0}
     found = proposers.propose(turns) if turns else {}
     nothing = Tree(Proposals(torch.empty(0, dtype=torch.long, device=going[0].target.device), None), ())
     return [found.get(row, nothing) for row in range(len(going))]
-
-
-def _choose(going: Sequence["Conversation"]) -> Sequence[int | TreeShape]:
-    policy = going[0].policy
-    assert all(conversation.policy is policy for conversation in going)
-    if policy is None:
-        return [conversation.shape for conversation in going]
-    estimates = [conversation.accepting for conversation in going if conversation.accepting is not None]
-    return [policy.choose(estimates)] * len(going)
 
 
 def _observe(proposers: Proposer, step: Verification, decisions: Sequence[StepDecision]) -> None:
@@ -212,32 +181,25 @@ class Conversation:
         target: TargetModel,
         source: ProposalSource,
         start: Prefill,
-        lookahead: Lookahead,
+        shape: Shape,
         max_new_tokens: int,
         eos_ids: frozenset[int],
         *,
         sampling: Sampling,
     ):
-        if isinstance(lookahead, int) and lookahead < 0:
-            raise Refusal(f"lookahead {lookahead}: 0 proposes nothing, 4 four tokens per step")
+        if isinstance(shape, int) and shape < 0:
+            raise Refusal(f"lookahead {shape}: 0 proposes nothing, 4 four tokens per step")
         self.target, self.source, self.start, self.sampling = target, source, start, sampling
-        self.policy = lookahead if isinstance(lookahead, LookaheadPolicy) else None
-        self.shape: int | TreeShape = lookahead.max_lookahead if isinstance(lookahead, LookaheadPolicy) else lookahead
-        self.accepting = self.policy.request() if self.policy else None
-        self.max_new_tokens, self.eos_ids = max_new_tokens, eos_ids
-        self.tokens, self.accepted, self.lookaheads, self.cut = [start.token], [], [], 0
+        self.shape, self.max_new_tokens, self.eos_ids = shape, max_new_tokens, eos_ids
+        self.tokens, self.accepted, self.cut = [start.token], list[int](), 0
         self._text, self._unread = [*start.prompt, start.token], [start.aux]
 
     @property
     def over(self) -> bool:
         return ended(self.tokens, self.max_new_tokens, self.eos_ids)
 
-    def turn(self, shape: int | TreeShape) -> Turn | None:
-        """The inputs for the next step's proposals; None for a step without proposals."""
-        self.lookaheads.append(shape if isinstance(shape, int) else shape.depth)
-        if shape == 0:
-            return None
-        # Steps without proposals leave their features for the next step that has some.
+    def turn(self, shape: Shape) -> Turn:
+        """The inputs for the next step's proposals."""
         aux, self._unread = self._unread[0] if len(self._unread) == 1 else torch.cat(self._unread), []
         return Turn(self._text, aux, shape, self.sampling)
 
@@ -245,8 +207,6 @@ class Conversation:
         """Go on with what a verification step decided of its `tokens`, whose features are `aux` `[n + 1, K*H]`."""
         kept, accepted = decision.kept, len(decision.path)
         self._unread.append(aux[: len(kept)] if kept[-1] == accepted else aux[list(kept)])
-        if self.accepting is not None:
-            self.accepting.learn(self.lookaheads[-1], accepted)
         emitted = [*(tokens[node] for node in kept[1:]), decision.closing]
         written = end_of(emitted[: self.max_new_tokens - len(self.tokens)], self.eos_ids)
         self.tokens += written
@@ -258,8 +218,7 @@ class Conversation:
 
     def decoded(self) -> Decoded:
         deepest = self.shape if isinstance(self.shape, int) else self.shape.depth
-        counts = AcceptedCounts(deepest, tuple(self.accepted), self.cut)
-        return Decoded(tuple(self.tokens), counts, counts.steps + counts.cut, tuple(self.lookaheads))
+        return Decoded(tuple(self.tokens), AcceptedCounts(deepest, tuple(self.accepted), self.cut))
 
 
 def _agree(step: Verification) -> list[StepDecision]:

@@ -20,7 +20,7 @@ from infra.transport.sweep import CANARY
 from models.capture.canary import check_capture, check_next_token
 from models.capture.engine import Captured, Continued, EngineError
 from models.capture.sglang.plugin import NAME
-from models.decoding.counts import end_of
+from models.decoding.plain import end_of
 from models.dtypes import DTYPES
 from models.run import PreparedRun
 from models.targets.layout import SampleError

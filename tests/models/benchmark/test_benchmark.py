@@ -296,8 +296,8 @@ def test_bench_refuses_in_words(run: PreparedRun, target: Path, text: Path, tmp_
 def test_drafts_that_read_other_layers_share_one_target(run: PreparedRun, target: Path, tmp_path: Path):
     """A draft decodes the same whether its layers are all that the target captures, or some of them."""
     other = export(target, tmp_path / "other", (1, 2), seed=2)
-    alone = load_contestants(target, other, None, torch.float32)
-    together = load_contestants(target, run.folder.export, other, torch.float32)
+    alone = load_contestants(target, [other], torch.float32)
+    together = load_contestants(target, [run.folder.export, other], torch.float32)
     assert isinstance(together.champion, SelectedLayers)
     assert together.target.aux_layer_ids == (0, 1, 2)
     assert together.eos_ids == {1}
@@ -319,7 +319,7 @@ def test_drafts_that_read_other_layers_share_one_target(run: PreparedRun, target
 def test_drafts_of_one_build_are_timed_once(run: PreparedRun, target: Path, tmp_path: Path):
     """So that noise of timings does not decide between a draft and its successor."""
     twin, other = export(target, tmp_path / "twin", (0, 2), seed=2), export(target, tmp_path / "other", (1,), seed=3)
-    first, again = (load_contestants(target, run.folder.export, each, torch.float32) for each in (twin, other))
+    first, again = (load_contestants(target, [run.folder.export, each], torch.float32) for each in (twin, other))
     config = run.config.benchmark.model_copy(update={"loads": (2,), "prompt_tokens": 8})
     assert same_build(first.draft, first.champion)
     assert not same_build(again.draft, again.champion)
@@ -346,5 +346,5 @@ def test_a_draft_that_sglang_has_no_model_for_is_not_served_and_says_so(
 
 def test_the_sampled_reference_can_be_left_out(run: PreparedRun):
     config = run.config.benchmark.model_copy(update={"sampled_reference_tokens": 0})
-    loaded = load_contestants(Path(run.target.path), run.folder.export, None, torch.float32)
+    loaded = load_contestants(Path(run.target.path), [run.folder.export], torch.float32)
     assert decode_sampled(loaded, config, [[5, 9, 30]], 0, lambda _: None) == ()

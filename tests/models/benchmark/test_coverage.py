@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from infra.records.data_path import TargetRecord
 from models.benchmark.conditions import conditions
-from models.benchmark.coverage import POSITIONS, vocabulary_mass
+from models.benchmark.measure import POSITIONS, vocabulary_mass
 from models.config.benchmark import BenchmarkConfig
 from models.drafts.vocabulary import DraftVocabulary
 from models.targets.model import TargetModel

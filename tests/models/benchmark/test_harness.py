@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.benchmark.harness import Repeat, shape_of, speed, topk_of
-from models.benchmark.speed import TOLERANCE
+from models.benchmark.reference import TOLERANCE
 from models.drafts.trees import DynamicTree, StaticTree
 
 

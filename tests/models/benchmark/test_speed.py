@@ -1,4 +1,4 @@
-from models.benchmark.speed import speed_record
+from models.benchmark.reference import speed_record
 
 
 def test_a_possible_speed_is_published():

@@ -1,7 +1,6 @@
 import pytest
 
-from models.decoding.acceptance import acceptance_length, by_position, distinct_token_share, summarise
-from models.decoding.counts import AcceptedCounts
+from models.decoding.acceptance import AcceptedCounts, acceptance_length, by_position, distinct_token_share, summarise
 
 
 def test_ratio_of_sums_by_hand():

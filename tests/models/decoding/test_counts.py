@@ -1,7 +1,7 @@
 import torch
 from text_by_text import TextByText
 
-from models.decoding.counts import AcceptedCounts
+from models.decoding.acceptance import AcceptedCounts
 from models.decoding.simulated import simulate
 
 

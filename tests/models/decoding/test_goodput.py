@@ -1,15 +1,12 @@
 """The cost model recovers known costs, and goodput by hand."""
 
-from io import StringIO
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from infra.records.acceptance import Acceptance
 from infra.records.goodput import CostFit, StepTime
-from models.decoding.goodput import FittedCosts, fit, goodput_table, predict, rates_of, shown
+from models.decoding.goodput import FittedCosts, fit, goodput_table, predict, rates_of
 
 GRID = [(batch, tokens) for batch in (1, 2, 4, 8, 16, 32) for tokens in (1, 2, 3, 5, 8)]
 amount = st.floats(1e-4, 1.0)
@@ -78,9 +75,6 @@ def test_the_table_turns_from_many_proposals_to_none():
     )
     assert found.best == {1: 3, 4: 3, 8: 1, 32: 0}
     assert len(found.rows) == 16
-    text = Console(width=100, file=StringIO())
-    text.print(shown(found))
-    assert "*" in text.file.getvalue()
 
 
 def test_rates_end_where_nothing_was_offered():

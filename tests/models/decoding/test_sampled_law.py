@@ -1,7 +1,7 @@
 """Sampled speculative text follows the target: three tokens' joint distribution against exact enumeration.
 
-What is drawn is the decoder's own text: `Conversation` and `decode_together` are all that `decode_speculatively`
-consists of, run with thousands of conversations where that has one. The target is a real one whose forwards were
+What is drawn is the decoder's own text: `Conversation` and `decode_together` are all that `speculate` consists of
+after the prefills, run with thousands of conversations where that has one. The target is a real one whose forwards were
 computed in advance for every text that can occur. It reads those texts out of the decoder's own cache and masks, so
 rows that are realigned wrongly would write something else; the last tests run the same draws with the real target.
 """

@@ -17,7 +17,7 @@ from models.benchmark.standalone import bench
 from models.config.bench_arguments import bench_parser
 from models.data.sample_set import read_manifest, write_sample_set
 from models.data.samples import EncodedSample, Splits
-from models.decoding.counts import AcceptedCounts
+from models.decoding.acceptance import AcceptedCounts
 from models.decoding.plain import continue_greedily
 from models.decoding.speculative import speculate
 from models.export.sglang import load_draft

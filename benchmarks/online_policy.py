@@ -3,16 +3,20 @@
 Goodput (SmartSpec, arXiv 2406.14066) is tokens emitted per second under the present load. Proposals that are likely
 to be accepted are worth their time while few texts are decoded together and the target has time to spare; under a
 high load they are not, and then nothing is proposed. What a step costs has been measured before; how many tokens
-it will emit follows from a running estimate of acceptance at each position.
+it will emit follows from a running estimate of acceptance at each position. The reference decoder asks it before every
+step (`decode_together(conversations, choose=policy.step)`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import truediv
-from typing import Protocol
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from infra.refusal import Refusal
+from models.decoding.speculative import Conversation, StepDecision
 
 LARGEST_UNIT = 1e100
 
@@ -107,6 +111,14 @@ class LookaheadPolicy:
         """The estimate of a new request."""
         return Accepting(self._all, self.request_weight, self.request_memory)
 
+    def step(self, going: Sequence[Conversation]) -> int:
+        """Lookahead of the next step of these texts."""
+        texts = [text for text in going if isinstance(text, AdaptiveText)]
+        lookahead = self.choose([text.accepting for text in texts])
+        for text in texts:
+            text.lookaheads.append(lookahead)
+        return lookahead
+
     def choose(self, requests: Sequence[Accepting]) -> int:
         """Lookahead of the next step: the target verifies as many tokens of every text, so one serves all."""
         batch = len(requests)
@@ -125,3 +137,18 @@ class LookaheadPolicy:
                 chance *= rate
                 reached[place] += chance
         return reached
+
+
+class AdaptiveText(Conversation):
+    """A text whose estimate learns from its steps; the arguments after `policy` are those of `Conversation`."""
+
+    def __init__(self, policy: LookaheadPolicy, *arguments: Any, **named: Any):
+        super().__init__(*arguments, shape=policy.max_lookahead, **named)
+        self.accepting = policy.request()
+        self.lookaheads: list[int] = []
+        """Of every step."""
+
+    def take(self, tokens: Sequence[int], aux: Tensor, decision: StepDecision) -> None:
+        """See `Conversation.take`."""
+        self.accepting.learn(self.lookaheads[-1], len(decision.path))
+        super().take(tokens, aux, decision)

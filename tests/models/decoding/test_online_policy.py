@@ -1,7 +1,9 @@
 """The online policy: exact choices in small cases, estimates by hand, lossless, and better than any fixed lookahead."""
 
+import sys
 from collections.abc import Sequence
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,9 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from text_by_text import TextByText
 
-from models.decoding.plain import continue_greedily
-from models.decoding.policy import Accepting, LookaheadPolicy
-from models.decoding.speculative import speculate, speculate_together
+from models.decoding.plain import continue_greedily, prefill
+from models.decoding.speculative import decode_together
+from models.drafts.sampling import GREEDY
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+
+from online_policy import Accepting, AdaptiveText, LookaheadPolicy
 
 NEVER = frozenset()
 rate = st.floats(0.0, 1.0)
@@ -138,17 +144,17 @@ def test_decoding_with_a_policy_is_lossless(llama, oracle, batch):
         costs = Costs(free=4 * batch, per_token=0.15 / batch, draft=0.12)
         policy = LookaheadPolicy(costs, [0.7] * 4, request_weight=1.0, all_weight=2.0)
         source = Attentive(oracle(target, error_share, 1))
-        if batch == 1:
-            found = [speculate(target, source, prompts[0], policy, 40, NEVER)]
-        else:
-            found = speculate_together(target, source, prompts, policy, 40, NEVER)
-        for prompt, decoded in zip(prompts, found, strict=True):
-            assert list(decoded.tokens) == continue_greedily(target, prompt, 40, NEVER)
-            assert len(decoded.lookaheads) == decoded.forwards
-            assert all(
-                accepted <= at for accepted, at in zip(decoded.counts.accepted, decoded.lookaheads, strict=False)
-            )
-            chosen.append(decoded.lookaheads)
+        starts = [prefill(target, prompt) for prompt in prompts]
+        texts = [
+            AdaptiveText(policy, target, source, start, max_new_tokens=40, eos_ids=NEVER, sampling=GREEDY)
+            for start in starts
+        ]
+        decode_together(texts, choose=policy.step)
+        for prompt, text in zip(prompts, texts, strict=True):
+            assert text.tokens == continue_greedily(target, prompt, 40, NEVER)
+            assert len(text.lookaheads) == len(text.accepted) + text.cut
+            assert all(accepted <= at for accepted, at in zip(text.accepted, text.lookaheads, strict=False))
+            chosen.append(text.lookaheads)
     assert {0, 3} <= {at for each in chosen for at in each}
     assert sum(chosen[0]) / len(chosen[0]) > sum(chosen[-1]) / len(chosen[-1])
 
