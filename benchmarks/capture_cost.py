@@ -25,11 +25,10 @@ from infra.processes.exit import run_main
 from infra.processes.process import Owner
 from infra.provenance import git_sha, hardware
 from infra.sglang.client import SGLangClient
-from infra.sglang.command import serving_command
+from infra.sglang.command import ServerSpec, server_environment, serving_command
 from infra.sglang.server import SGLangServer
 from models.capture.sglang.engine import SGLangEngine
 from models.run import PreparedRun
-from models.targets.served import server_environment, server_spec
 
 RESULT = Path(__file__).parent / "results" / "capture_cost.json"
 ROOT = Path(__file__).parents[1]
@@ -40,14 +39,14 @@ def plain_server(run: PreparedRun) -> Iterator[SGLangServer]:
     """The same server without capture; without a prefix cache too, or it would not prefill twice."""
     config = run.config.generator
     settings = config.sglang.model_copy(update={"arguments": ("--disable-radix-cache",)})
-    spec = server_spec(
+    spec = ServerSpec(
         Path(run.target.path), config.compute_dtype, run.samples.longest + 1, config.sglang.requests_in_flight
     )
     server = SGLangServer(
         lambda port: serving_command(spec, settings, (), port),
         "sglang-plain",
         Owner(run.folder.name, run.folder.logs),
-        server_environment(config, 1),
+        server_environment(settings, config.threads),
         settings.start_timeout_s,
     )
     try:

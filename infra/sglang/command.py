@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from infra.network.ports import HOST
+from infra.settings import leased_gpus
 from infra.sglang.config import SGLangConfig
+from infra.sglang.environment import sglang_python
 
 CPU_MEMORY_FRACTION = 0.5
 CPU_KV_TOKENS = 4096
@@ -16,15 +18,16 @@ CPU_KV_TOKENS = 4096
 class ServerSpec:
     """What a server serves, and on what."""
 
-    python: Path
-    """Interpreter of SGLang's environment."""
     target: Path
     dtype: str
-    gpus: int
-    """0 runs on the CPU."""
     longest: int
     """Tokens of the longest request, its answer included."""
     in_flight: int
+    """Concurrent requests."""
+    python: Path = field(default_factory=sglang_python)
+    """Interpreter of SGLang's environment; raises Refusal without one."""
+    gpus: int = field(default_factory=lambda: len(leased_gpus()))
+    """0 runs on the CPU."""
 
 
 def capture_command(spec: ServerSpec, config: SGLangConfig, aux_layer_ids: Sequence[int], port: int) -> list[str]:
@@ -82,12 +85,14 @@ def _cpu_options(spec: ServerSpec, config: SGLangConfig) -> dict[str, object]:
     }
 
 
-def on_cpu(config: SGLangConfig, threads: int) -> dict[str, str]:
-    """The environment of a server on the CPU.
+def server_environment(config: SGLangConfig, threads: int | None, servers: int = 1) -> dict[str, str]:
+    """Variables to add for a server on the CPU; `servers` share this process's cores, unless `threads` are given.
 
-    Several ranks share this process's cores: left to itself SGLang wants a NUMA node for each.
+    So do several ranks of a server: left to itself SGLang wants a NUMA node for each.
     """
-    environment = {"OMP_NUM_THREADS": str(threads)}
+    if leased_gpus():
+        return {}
+    environment = {"OMP_NUM_THREADS": str(threads or max(1, len(os.sched_getaffinity(0)) // servers))}
     ranks = (config.tensor_parallel or 1) * config.data_parallel
     if ranks > 1:
         cores = sorted(os.sched_getaffinity(0))

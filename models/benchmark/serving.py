@@ -13,13 +13,12 @@ from infra.processes.process import Owner
 from infra.refusal import Refusal
 from infra.settings import leased_gpus, sglang_platform
 from infra.sglang.client import Answer, SGLangClient
-from infra.sglang.command import serving_command
+from infra.sglang.command import ServerSpec, server_environment, serving_command
 from infra.sglang.server import SGLangServer
 from models.config.generator import GeneratorConfig
 from models.decoding.acceptance import AcceptedCounts
 from models.export.description import read_description
 from models.targets.model import eos_ids
-from models.targets.served import server_environment, server_spec
 
 NO_MODEL = (
     "not served: SGLang has no model for {0} drafts that are configured like this one; its acceptance and speed are "
@@ -68,12 +67,12 @@ class Setup:
         """A server that is up, and stopped again; without a draft the target alone."""
         settings, longest = self.generator.sglang, self.prompt_tokens + self.max_new_tokens + lookahead + 1
         speculation = [] if draft is None else speculative_arguments(draft, lookahead)
-        spec = server_spec(self.target, self.dtype, longest, max(self.concurrency))
+        spec = ServerSpec(self.target, self.dtype, longest, max(self.concurrency))
         server = SGLangServer(
             lambda port: serving_command(spec, settings, speculation, port),
             "sglang-serving" if draft is None else "sglang-serving-draft",
             self.owner,
-            server_environment(self.generator, 1),
+            server_environment(settings, self.generator.threads),
             settings.start_timeout_s,
         )
         try:

@@ -15,7 +15,7 @@ from infra.processes.exit import run_main
 from infra.records.data_path import Lease
 from infra.refusal import Refusal
 from infra.transport.sweep import sweep
-from models.capture.engine import Captured, CaptureEngine, EngineError
+from models.capture.engine import Captured, CaptureEngine, EngineError, StoredEngine
 from models.capture.heldout import make_heldout
 from models.run import PreparedRun
 from models.targets.layout import SampleError
@@ -133,11 +133,7 @@ def start_engine(run: PreparedRun, index: int) -> CaptureEngine:
         from models.capture.plain_engine import PlainEngine
 
         engine = PlainEngine(run)
-    if run.config.transport.kind != "stored":
-        return engine
-    from models.capture.stored_engine import StoredEngine
-
-    return StoredEngine(run, engine)
+    return StoredEngine(run, engine) if run.config.transport.kind == "stored" else engine
 
 
 def main() -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from models.capture.canary import check_capture
-from models.capture.engine import Captured, Continued
+from models.capture.engine import Captured, Continued, check_capture
 from models.decoding.plain import continue_batch
 from models.decoding.simulated import features
 from models.dtypes import DTYPES

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 from infra.refusal import Refusal
 from models.config.data import RegenerationConfig
 from models.data.conversations import Document, Message
+from models.data.loss_mask import without_thinking
 from models.data.samples import chat_template, text_prefix
-from models.data.thinking import without_thinking
 
 
 @dataclass

@@ -1,4 +1,8 @@
-"""Which tokens of a conversation the target would have generated."""
+"""Which tokens of a conversation the target would have generated, and which of them are reasoning.
+
+Reasoning is `<think>...</think>` in an assistant's text. A template may open the block in the prompt; the text then
+begins inside it and only contains its end.
+"""
 
 import re
 from collections.abc import Callable, Sequence
@@ -12,7 +16,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from infra.refusal import Refusal
 from models.data.conversations import Document, Message
-from models.data.thinking import Span, thinking_spans, without_thinking
 
 
 class UnrenderableError(Refusal):
@@ -28,6 +31,12 @@ Render = Callable[..., str]
 """Renders messages with the chat template; `add_generation_prompt=True` adds the prompt of an answer."""
 _PLACEHOLDER = "\ue000"
 """Placeholder of an answer: a private-use character, which no template changes."""
+Span = tuple[int, int]
+"""First character, and one past the last."""
+OPENED, CLOSED = "<think>", "</think>"
+_BLOCK = re.compile(r"<think>.*?(?:</think>\s*|\Z)", re.DOTALL)
+"""A block without an end extends to the end of the text."""
+_BEGUN = re.compile(r"<think>\s*(?!\s|</think>)\S")
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -213,3 +222,33 @@ def _verify(
 
 def _squeezed(text: str) -> str:
     return "".join(text.split())
+
+
+def without_thinking(text: str) -> str:
+    """The answer without reasoning."""
+    return _BLOCK.sub("", text[_opened_before(text, 0, len(text)) :])
+
+
+def thinks(text: str) -> bool:
+    """Whether a text contains reasoning; templates may write empty blocks, which do not count."""
+    inside = text[: _opened_before(text, 0, len(text))].rstrip().removesuffix(CLOSED)
+    return bool(inside.strip()) or _BEGUN.search(text) is not None
+
+
+def thinking_spans(text: str, span: Span) -> list[Span]:
+    """The blocks inside a span of `text`, in order, with their tags and the white space after them."""
+    start, end = span
+    closed = _opened_before(text, start, end)
+    opened_before = [(start, closed)] if closed > start else []
+    return [*opened_before, *(match.span() for match in _BLOCK.finditer(text, closed, end))]
+
+
+def _opened_before(text: str, start: int, end: int) -> int:
+    """The end of a block that was open at `start`; `start` if there was none."""
+    closed = text.find(CLOSED, start, end)
+    if closed < 0 or text.find(OPENED, start, closed) >= 0:
+        return start
+    after = closed + len(CLOSED)
+    while after < end and text[after].isspace():
+        after += 1
+    return after

@@ -15,8 +15,7 @@ from infra.refusal import Refusal
 from models.config.data import DataConfig
 from models.data.benchmark_prompts import BenchmarkPrompts
 from models.data.conversations import Document, Tokens
-from models.data.loss_mask import UnrenderableError, tokenize_conversation
-from models.data.thinking import thinks, without_thinking
+from models.data.loss_mask import UnrenderableError, thinks, tokenize_conversation, without_thinking
 
 ENCODE_BATCH_DOCUMENTS = 256
 SHOWN_REFUSALS = 3

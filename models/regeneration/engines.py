@@ -10,14 +10,13 @@ import torch
 from infra.processes.process import Owner
 from infra.refusal import Refusal
 from infra.sglang.client import SGLangClient
-from infra.sglang.command import serving_command
+from infra.sglang.command import ServerSpec, server_environment, serving_command
 from infra.sglang.server import SGLangServer
 from models.config.data import RegenerationConfig
 from models.decoding.plain import continue_batch
 from models.dtypes import DTYPES
 from models.run import RunWithTarget
 from models.targets.model import TargetModel, eos_ids
-from models.targets.served import server_environment, server_spec
 
 ROUNDS = 8
 """Prompts per call in multiples of the server's concurrency: each call waits for its slowest prompt."""
@@ -85,12 +84,12 @@ class SGLangTextEngine:
         self._in_flight = config.sglang.requests_in_flight
         self.batch_size = ROUNDS * self._in_flight
         longest = run.config.data.max_tokens + settings.max_new_tokens
-        spec = server_spec(path, config.compute_dtype, longest, self._in_flight)
+        spec = ServerSpec(path, config.compute_dtype, longest, self._in_flight)
         self._server = SGLangServer(
             lambda port: serving_command(spec, config.sglang, (), port),
             "sglang-regenerate",
             Owner(run.folder.name, run.folder.logs),
-            server_environment(config, 1),
+            server_environment(config.sglang, config.threads),
             config.sglang.start_timeout_s,
         )
         self._client = SGLangClient(self._server, config.sglang.request_timeout_s)

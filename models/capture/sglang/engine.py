@@ -14,18 +14,16 @@ from infra.records.data_path import CaptureReply, CaptureSpec
 from infra.refusal import Refusal
 from infra.settings import CAPTURE, sglang_environment
 from infra.sglang.client import PromptRefusedError, ServerError, SGLangClient
-from infra.sglang.command import capture_command
+from infra.sglang.command import ServerSpec, capture_command, server_environment
 from infra.sglang.server import SGLangServer
 from infra.transport.sweep import CANARY
-from models.capture.canary import check_capture, check_next_token
-from models.capture.engine import Captured, Continued, EngineError
+from models.capture.engine import Captured, Continued, EngineError, check_capture, check_next_token
 from models.capture.sglang.plugin import NAME
 from models.decoding.plain import end_of
 from models.dtypes import DTYPES
 from models.run import PreparedRun
 from models.targets.layout import SampleError
 from models.targets.model import HiddenStates, TargetModel, eos_ids
-from models.targets.served import server_environment, server_spec
 from models.targets.weights import read_target_head, tensor_files
 
 FAULTS = {"sample": SampleError, "engine": EngineError, "setting": Refusal}
@@ -52,20 +50,20 @@ class SGLangEngine:
     def _command(self, port: int) -> list[str]:
         config = self.run.config
         longest = self.run.samples.longest + 1
-        spec = server_spec(Path(self.run.target.path), config.generator.compute_dtype, longest, self.in_flight)
+        spec = ServerSpec(Path(self.run.target.path), config.generator.compute_dtype, longest, self.in_flight)
         return capture_command(spec, self.settings, config.target.aux_layer_ids, port)
 
     def _environment(self) -> dict[str, str]:
         """Environment of the server, with the plugin's capture specification."""
-        config = self.run.config
+        config = self.run.config.generator
         spec = CaptureSpec(
-            transport=config.transport,
+            transport=self.run.config.transport,
             run=self.run.folder.path,
             aux_count=self.layout.aux_count,
             hidden_size=self.layout.hidden_size,
-            dtype=config.generator.stored_dtype,
+            dtype=config.stored_dtype,
         )
-        return server_environment(config.generator, config.generator.count) | {CAPTURE: spec.model_dump_json()}
+        return server_environment(self.settings, config.threads, config.count) | {CAPTURE: spec.model_dump_json()}
 
     def capture(self, key: str, tokens: Tensor) -> Captured:
         return self._ask(key, tokens)[0]

@@ -8,9 +8,16 @@ Its hook after `Scheduler.run_batch` (entry point group `sglang.srt.plugins`) ru
 
 A request is captured if `sampling_params.custom_params` has an object's key under "draftsmith"; the answer's
 `meta_info` then has a `CaptureReply` under the same name. Other requests are not touched.
+
+Gemma 3 is patched so that its layers return their complete output. SGLang 0.5.23 captures what a decoder layer of it
+returns, but that layer leaves the last residual addition to the next layer's norm, whose CUDA kernel then overwrites
+the captured tensor in place (sgl-project/sglang#39286). Llama and Qwen add before they capture. A draft must read the
+same features in training and in service, so the patch applies to every engine that captures, also for its own draft.
 """
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -22,14 +29,75 @@ from infra.records.data_path import CaptureReply, CaptureSpec
 from infra.refusal import Refusal
 from infra.settings import capture_spec
 from infra.transport.choice import open_transport
-from models.capture.sglang import gemma3
-from models.capture.sglang.assembly import Assembly
 from models.dtypes import DTYPES
 from models.targets.layout import HiddenStateLayout, SampleError
 from models.targets.model import HiddenStates
 
 NAME = "draftsmith"
 """Name of the request parameter and of the reply."""
+RUN_BATCH = "sglang.srt.managers.scheduler.Scheduler.run_batch"
+GEMMA3 = "sglang.srt.models.gemma3_causal."
+GEMMA3_LAYER = GEMMA3 + "Gemma3DecoderLayer.forward"
+GEMMA3_CAPTURE = GEMMA3 + "Gemma3ForCausalLM.set_eagle3_layers_to_capture"
+MARK = "hands_over_its_whole_output"
+
+
+@dataclass
+class _UnfinishedPrompt:
+    request: Any
+    chunks: list[HiddenStates] = field(default_factory=list)
+    rows: int = 0
+    error: Exception | None = None
+
+
+class Assembly:
+    """Rows of unfinished prompts by request. A prompt that is prefilled in one chunk is not copied."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, _UnfinishedPrompt] = {}
+
+    def add(self, request: Any, start: int, rows: HiddenStates) -> HiddenStates | None:
+        """Add the rows from position `start`; returns the whole prompt's, `[T, K*H]` and `[T, H]`, once complete.
+
+        `request` is SGLang's `Req`. A prompt that restarts (retracted, or sent again after an abort) drops its earlier
+        rows. Raises Refusal if rows before `start` are missing, and the error that was passed to `fail`.
+        """
+        total, count = len(request.origin_input_ids), len(rows.last)
+        if start == 0:
+            self._parts.pop(request.rid, None)
+            if count == total:
+                return rows
+        part = self._parts.setdefault(request.rid, _UnfinishedPrompt(request))
+        if start + count == total:
+            del self._parts[request.rid]
+        if part.error is not None:
+            raise part.error
+        if part.rows != start:
+            raise Refusal(
+                f"rows {part.rows}..{start - 1} of the prompt were not computed, but taken from a cache: start the "
+                "server with --disable-radix-cache"
+            )
+        # The engine reuses its buffers for the next chunk.
+        part.chunks.append(HiddenStates(aux=rows.aux.clone(), last=rows.last.clone()))
+        part.rows += count
+        if part.rows < total:
+            return None
+        return HiddenStates(
+            aux=torch.cat([chunk.aux for chunk in part.chunks]), last=torch.cat([chunk.last for chunk in part.chunks])
+        )
+
+    def fail(self, request: Any, error: Exception) -> None:
+        """Keep the error of an earlier chunk, because the engine only sends the last chunk's reply."""
+        if request.rid in self._parts:
+            self._parts[request.rid].error = error
+
+    def drop_finished(self) -> None:
+        """Drop prompts of requests that were aborted before their last chunk."""
+        for rid in [rid for rid, part in self._parts.items() if part.request.finished()]:
+            del self._parts[rid]
+
+    def __len__(self) -> int:
+        return len(self._parts)
 
 
 class Capture:
@@ -140,11 +208,35 @@ def _is_writer() -> bool:
     return get_parallel().attn_tp_rank == 0
 
 
+def mark_layers(_: None, model: Any, *_arguments: Any, **_named: Any) -> None:
+    """Hook after a model is told to capture; engines that do not capture stay unchanged."""
+    for layer in model.model.layers:
+        setattr(layer, MARK, True)
+
+
+def whole_output(
+    original: Callable[..., tuple[Tensor, Tensor]],
+    layer: Any,
+    *arguments: Any,
+    hidden_states: Tensor,
+    residual: Tensor | None = None,
+    **named: Any,
+) -> tuple[Tensor, Tensor]:
+    """Hook around a layer: returns its complete output `[T, H]` and a zero residual."""
+    if not getattr(layer, MARK, False):
+        return original(layer, *arguments, hidden_states=hidden_states, residual=residual, **named)
+    if residual is not None:
+        hidden_states = hidden_states.clone()
+    output, residual = original(layer, *arguments, hidden_states=hidden_states, residual=residual, **named)
+    whole = output + residual
+    return whole, torch.zeros_like(whole)
+
+
 def register() -> None:
     """Entry point. Without a capture specification only Gemma 3 is patched, for SGLang's own drafts."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
 
-    HookRegistry.register(gemma3.CAPTURE, gemma3.mark_layers, HookType.AFTER)
-    HookRegistry.register(gemma3.LAYER, gemma3.whole_output, HookType.AROUND)
+    HookRegistry.register(GEMMA3_CAPTURE, mark_layers, HookType.AFTER)
+    HookRegistry.register(GEMMA3_LAYER, whole_output, HookType.AROUND)
     if capture_spec() is not None:
-        HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.run_batch", after_run_batch, HookType.AFTER)
+        HookRegistry.register(RUN_BATCH, after_run_batch, HookType.AFTER)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.refusal import Refusal
-from models.capture.sglang.assembly import Assembly
+from models.capture.sglang.plugin import Assembly
 from models.targets.model import HiddenStates
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.capture.canary import check_capture
+from models.capture.engine import check_capture
 from models.targets.layout import HiddenStateLayout, as_bytes
 from models.targets.model import HiddenStates, TargetModel
 
