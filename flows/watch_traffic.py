@@ -3,15 +3,7 @@
 from prefect import flow
 
 from infra.drift.config import WatchConfig
-from tasks.drift import (
-    announce_degradation,
-    announce_drift,
-    judge_traffic,
-    observe_traffic,
-    report_unknown,
-    sample_requests,
-    show_traffic,
-)
+from tasks.drift import announce, judge_traffic, observe_traffic, report_unknown, sample_requests, show_traffic
 
 
 @flow(name="watch-traffic")
@@ -23,12 +15,9 @@ def watch_traffic(config: WatchConfig) -> str:
 
     Returns a summary of each version.
     """
-    look = report_unknown(config, observe_traffic(config))
-    look, findings, refusals = judge_traffic(config, look)
-    for finding in findings:
-        if finding.event == "degraded":
-            look = announce_degradation(config, look, finding)
-        elif finding.event == "drifted":
-            prompts = sample_requests(config, config.requests) if config.requests else None
-            look = announce_drift(config, look, finding, prompts)
-    return show_traffic(config, look, findings, refusals)
+    look = judge_traffic(report_unknown(observe_traffic(config)))
+    for finding in look.findings:
+        if finding.event is not None:
+            fresh = finding.event == "drifted" and config.requests
+            look = announce(look, finding, sample_requests(config.draft, fresh) if fresh else None)
+    return show_traffic(look)

@@ -1,8 +1,9 @@
-"""Watches served traffic: windows per version, the drift test, fresh prompts, events."""
+"""Watches served traffic: windows per version, the drift test, fresh prompts, events, and the page of all that."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 from prefect import get_run_logger
@@ -13,9 +14,8 @@ from infra.drift.config import RequestLogConfig, WatchConfig
 from infra.drift.decision import RECENT, DriftFinding, assess
 from infra.drift.identity import identify_all
 from infra.drift.scrape import scrape
-from infra.drift.sequential import DriftTest, Reference
-from infra.drift.traffic import TrafficRecord, TrafficStore
-from infra.drift.windows import Series, mean_length
+from infra.drift.sequential import LEARNED_WINDOWS, DriftTest, Reference, Statistic
+from infra.drift.traffic import Series, TrafficRecord, TrafficStore, TrafficWindow, mean_length
 from infra.files.atomic import write_atomically
 from infra.network.health import public
 from infra.processes.process import Owner, module, start
@@ -23,8 +23,8 @@ from infra.records.acceptance import RegisteredDraft
 from infra.records.data_path import PromptsRecord
 from infra.refusal import Refusal
 from infra.settings import runs_folder, tracking_uri
+from infra.templates import render
 from infra.tracking.registry import CHAMPION, RUN, list_drafts, read_request_counts
-from tasks.drift_markdown import in_words, traffic_markdown
 from tasks.side_effects import artifact_key, side_effect
 
 DRIFTED = "draftsmith.draft.drifted"
@@ -36,42 +36,56 @@ UNKNOWN = "draftsmith.server.unknown_draft"
 ENDED_WINDOWS = 200
 """Newest windows that are kept of a version that no server runs any more: what a later version is compared with."""
 SAMPLING_TIMEOUT_S = 2 * 3600.0
+PAGE = Path(__file__).with_name("drift_page.md.jinja")
+SHOWN_WINDOWS = 40
+BAR = 20
 
 
 @dataclass(frozen=True)
 class TrafficScan:
     """One look at the servers."""
 
+    config: WatchConfig
     versions: Mapping[int, RegisteredDraft]
     """All registered versions, by number."""
     champion: RegisteredDraft
     traffic: TrafficRecord
     unknown: Mapping[str, str]
     """Servers that run none of the versions as they were benchmarked, and why."""
+    findings: Sequence[DriftFinding] = ()
+    """One for each served version that was tested."""
+    refusals: Sequence[Refusal] = ()
+    """Why a version cannot be tested."""
+
+    @property
+    def resource(self) -> dict[str, str]:
+        """What its events are about."""
+        return {"prefect.resource.id": self.config.draft, "prefect.resource.name": self.config.draft}
+
+    def recording(self, traffic: TrafficRecord) -> "TrafficScan":
+        """The look with this record, which is stored."""
+        if traffic != self.traffic:
+            _store(self.config).write(traffic)
+        return replace(self, traffic=traffic)
+
+
+def _store(config: WatchConfig) -> TrafficStore:
+    return TrafficStore(config.folder or str(runs_folder() / "drift"))
 
 
 @side_effect("observe traffic")
 def observe_traffic(config: WatchConfig) -> TrafficScan:
     """Scrape the servers, find out which version each runs, and append windows to the record."""
-    logger = get_run_logger()
     drafts = list_drafts(config.tracking_uri or tracking_uri(), config.draft)
     champion = next((draft for draft in drafts if CHAMPION in draft.aliases), None)
     if champion is None:
         raise Refusal(f"{config.draft} has no champion to watch: promote one with `draftsmith drafts promote`")
     seen = scrape(config.servers, config.timeout_s)
     for url, why in seen.silent.items():
-        logger.warning("%s does not answer: %s", public(url), why)
-    store = _store(config)
-    before = store.read(config.draft)
+        get_run_logger().warning("%s does not answer: %s", public(url), why)
+    before = _store(config).read(config.draft)
     found = identify_all(before, seen, drafts)
-    after = before.observe(
-        seen,
-        {url: identity.version for url, identity in found.items()},
-        config.traffic,
-        time.time(),
-        config.window_steps,
-    )
-    store.write(after)
+    versions = {url: identity.version for url, identity in found.items()}
     unknown = {url: identity.reason for url, identity in found.items() if identity.version is None}
     for url, reading in seen.readings.items():
         if url not in unknown and reading.is_tree:
@@ -79,11 +93,12 @@ def observe_traffic(config: WatchConfig) -> TrafficScan:
                 f"it verifies {reading.draft_tokens} tokens at a lookahead of {reading.lookahead}, a tree; the "
                 "benchmark's figure is of chains, so serve with --speculative-eagle-topk 1"
             )
-    return TrafficScan({draft.version: draft for draft in drafts}, champion, after, unknown)
+    look = TrafficScan(config, {draft.version: draft for draft in drafts}, champion, before, unknown)
+    return look.recording(before.observe(seen, versions, config.traffic, time.time(), config.window_steps))
 
 
 @side_effect("report unknown drafts")
-def report_unknown(config: WatchConfig, look: TrafficScan) -> TrafficScan:
+def report_unknown(look: TrafficScan) -> TrafficScan:
     """Warn of servers that run no registered version, and emit an event about each, once per start."""
     new: set[str] = set()
     for url, why in look.unknown.items():
@@ -91,23 +106,15 @@ def report_unknown(config: WatchConfig, look: TrafficScan) -> TrafficScan:
         state = look.traffic.servers[url]
         if not state.reported:
             new.add(url)
-            payload = {"draft": config.draft, "server": public(url), "reason": why}
-            emit_event(UNKNOWN, _resource(config), payload=payload, id=look.traffic.event_id("unknown", state.start))
-    if not new:
-        return look
-    traffic = look.traffic.with_reported(new)
-    _store(config).write(traffic)
-    return replace(look, traffic=traffic)
+            payload = {"draft": look.config.draft, "server": public(url), "reason": why}
+            emit_event(UNKNOWN, look.resource, payload=payload, id=look.traffic.event_id("unknown", state.start))
+    return look.recording(look.traffic.with_reported(new))
 
 
 @side_effect("test for drift")
-def judge_traffic(config: WatchConfig, look: TrafficScan) -> tuple[TrafficScan, list[DriftFinding], list[Refusal]]:
-    """Test each served version's windows against its own benchmark.
-
-    Returns the look with trimmed windows, a finding for each version, and why a version cannot be tested.
-    """
-    findings: list[DriftFinding] = []
-    refusals: list[Refusal] = []
+def judge_traffic(look: TrafficScan) -> TrafficScan:
+    """Trim each served version's windows, and test them against its own benchmark."""
+    config, findings, refusals = look.config, [], []
     traffic, live = look.traffic, [series.served for series in look.traffic.live]
     for series in look.traffic.series:
         draft = look.versions.get(series.served.version)
@@ -116,19 +123,15 @@ def judge_traffic(config: WatchConfig, look: TrafficScan) -> tuple[TrafficScan, 
         try:
             test = DriftTest(_reference(config, draft, series), config.fall, config.average_run_length)
         except Refusal as refusal:
+            get_run_logger().warning(str(refusal))
             refusals.append(refusal)
             continue
         kept = series.trimmed(config.keep_windows if series.served in live else ENDED_WINDOWS, test)
         traffic = traffic.with_series(kept)
         if series.served in live:
             findings.append(assess(traffic, kept, draft, look.champion, test, config))
-    if traffic != look.traffic:
-        _store(config).write(traffic)
-    for finding in findings:
-        get_run_logger().info(in_words(finding))
-    for refusal in refusals:
-        get_run_logger().warning(str(refusal))
-    return replace(look, traffic=traffic), findings, refusals
+            get_run_logger().info(in_words(findings[-1]))
+    return replace(look.recording(traffic), findings=findings, refusals=refusals)
 
 
 def _reference(config: WatchConfig, draft: RegisteredDraft, series: Series) -> Reference:
@@ -146,9 +149,9 @@ def _reference(config: WatchConfig, draft: RegisteredDraft, series: Series) -> R
 
 
 @side_effect("sample requests")
-def sample_requests(config: WatchConfig, logs: RequestLogConfig) -> PromptsRecord:
+def sample_requests(draft: str, logs: RequestLogConfig) -> PromptsRecord:
     """Sample fresh prompts from the request logs, without secrets and personal data, in a child process."""
-    folder = runs_folder() / "drift" / config.draft
+    folder = runs_folder() / "drift" / draft
     settings = folder / "requests.json"
     write_atomically(settings, logs)
     command = module("models.data.request_log", settings, folder)
@@ -160,70 +163,99 @@ def sample_requests(config: WatchConfig, logs: RequestLogConfig) -> PromptsRecor
     return PromptsRecord.read(folder / "prompts.json")
 
 
-@side_effect("announce drift")
-def announce_drift(
-    config: WatchConfig, look: TrafficScan, finding: DriftFinding, prompts: PromptsRecord | None
-) -> TrafficScan:
-    """Emit the event that starts retraining, and note that it was: each alarm is announced once."""
-    series = finding.series
-    payload = {
-        "draft": config.draft,
-        "version": finding.draft.version,
-        "run": finding.draft.tags.get(RUN, ""),
-        "summary": in_words(finding),
-        "lookahead": series.served.lookahead,
-        "traffic": series.served.traffic,
-        "acceptance_length_benchmark": round(finding.test.reference.length, 4),
-        "acceptance_length_served": round(mean_length(series.windows[-RECENT:]), 4),
-        "windows": series.num_windows,
-        "average_run_length": config.average_run_length,
-        "dataset": prompts.path if prompts else "",
-        "dataset_sha256": prompts.sha256 if prompts else "",
-        "prompts": prompts.prompts if prompts else 0,
-    }
-    return _announce(config, look, finding, DRIFTED, payload)
-
-
-@side_effect("announce degradation")
-def announce_degradation(config: WatchConfig, look: TrafficScan, finding: DriftFinding) -> TrafficScan:
-    """Emit the event that starts a rollback, once."""
-    before, now = mean_length(finding.replaced), mean_length(finding.series.windows[-RECENT:])
-    reason = f"{in_words(finding)}; the version that it replaced reached {before:.2f}, it reaches {now:.2f}"
-    payload = {"draft": config.draft, "version": finding.draft.version, "reason": reason}
-    return _announce(config, look, finding, DEGRADED, payload)
-
-
-def _announce(
-    config: WatchConfig, look: TrafficScan, finding: DriftFinding, event: str, payload: Mapping[str, object]
-) -> TrafficScan:
+@side_effect("announce alarm")
+def announce(look: TrafficScan, finding: DriftFinding, prompts: PromptsRecord | None = None) -> TrafficScan:
+    """Emit the event that starts retraining, or a rollback, and note that it was: each alarm is announced once."""
     assert finding.due
+    series, summary, served = finding.series, in_words(finding), mean_length(finding.series.windows[-RECENT:])
+    payload: dict[str, object] = {"draft": look.config.draft, "version": finding.draft.version}
+    if finding.event == "degraded":
+        event, before = DEGRADED, mean_length(finding.replaced)
+        summary += f"; the version that it replaced reached {before:.2f}, it reaches {served:.2f}"
+        payload["reason"] = summary
+    else:
+        event = DRIFTED
+        payload |= {
+            "run": finding.draft.tags.get(RUN, ""),
+            "summary": summary,
+            "lookahead": series.served.lookahead,
+            "traffic": series.served.traffic,
+            "acceptance_length_benchmark": round(finding.test.reference.length, 4),
+            "acceptance_length_served": round(served, 4),
+            "windows": series.num_windows,
+            "average_run_length": look.config.average_run_length,
+            "dataset": prompts.path if prompts else "",
+            "dataset_sha256": prompts.sha256 if prompts else "",
+            "prompts": prompts.prompts if prompts else 0,
+        }
     event_id = look.traffic.event_id(finding.draft.version, finding.due.ended)
-    emit_event(event, _resource(config), payload=dict(payload), id=event_id)
-    traffic = look.traffic.with_series(finding.series.with_announced(finding.due))
-    _store(config).write(traffic)
-    get_run_logger().warning("announced as %s: %s", event, payload.get("summary") or payload.get("reason"))
-    return replace(look, traffic=traffic)
+    emit_event(event, look.resource, payload=payload, id=event_id)
+    get_run_logger().warning("announced as %s: %s", event, summary)
+    return look.recording(look.traffic.with_series(series.with_announced(finding.due)))
 
 
 @side_effect("show traffic")
-def show_traffic(config: WatchConfig, look: TrafficScan, findings: list[DriftFinding], refusals: list[Refusal]) -> str:
+def show_traffic(look: TrafficScan) -> str:
     """What each server runs, the last windows and the statistics, as a Markdown artifact; returns a summary."""
-    text = traffic_markdown(config.draft, look.champion, look.traffic, look.unknown, findings)
+    draft = look.config.draft
     create_markdown_artifact(
-        text, key=artifact_key("traffic", config.draft), description=f"Served traffic of {config.draft}"
+        traffic_markdown(look), key=artifact_key("traffic", draft), description=f"Served traffic of {draft}"
     )
-    said = [in_words(finding) for finding in findings]
+    said = [in_words(finding) for finding in look.findings]
     said += [f"{public(url)}: {why}" for url, why in look.unknown.items()]
-    if not findings and refusals:
-        raise refusals[0]
-    if not findings and look.unknown:
-        raise Refusal(f"no server runs a registered version of {config.draft}: {'; '.join(said)}")
-    return "; ".join([*said, *map(str, refusals)]) or "the servers have not decoded since their start"
+    if not look.findings and look.refusals:
+        raise look.refusals[0]
+    if not look.findings and look.unknown:
+        raise Refusal(f"no server runs a registered version of {draft}: {'; '.join(said)}")
+    return "; ".join([*said, *map(str, look.refusals)]) or "the servers have not decoded since their start"
 
 
-def _resource(config: WatchConfig) -> dict[str, str]:
-    return {"prefect.resource.id": config.draft, "prefect.resource.name": config.draft}
+def in_words(finding: DriftFinding) -> str:
+    """One line on a served version and its test."""
+    draft, series, test, verdict = finding.draft, finding.series, finding.test, finding.verdict
+    subject = f"version {draft.version} of {draft.name}"
+    if not series.windows:
+        return f"{subject}: no window yet, {series.open.steps} verification steps so far"
+    windows, length = series.windows, test.reference.length
+    recent = windows[-RECENT:]
+    served = mean_length(recent)
+    figures = (
+        f"{subject}: acceptance length {served:.2f} over the last {len(recent)} windows, {served / length - 1:+.1%} "
+        f"against its benchmark's {length:.2f}"
+    )
+    last = verdict.statistics[-1]
+    if verdict.alarms and verdict.alarms[-1] == len(windows) - 1:
+        said = "the test says that it has fallen"
+    elif verdict.alarms:
+        when = _time(windows[verdict.alarms[-1]].ended)
+        said = f"it had fallen at {when}; the test began anew and stands at {test.share(last):.0%} of its threshold"
+    elif last.windows <= LEARNED_WINDOWS:
+        said = f"the test is learning how much this traffic varies ({last.windows} of {LEARNED_WINDOWS} windows)"
+    else:
+        said = f"no fall; the test stands at {test.share(last):.0%} of its threshold"
+    return f"{figures}; {said}" + (f" ({finding.held})" if finding.held else "")
 
 
-def _store(config: WatchConfig) -> TrafficStore:
-    return TrafficStore(config.folder or str(Path(runs_folder()) / "drift"))
+def traffic_markdown(look: TrafficScan) -> str:
+    """What each server runs, and for every served version its figures, what they mean, and the last windows."""
+    servers = []
+    for url, state in sorted(look.traffic.servers.items()):
+        why = look.unknown.get(url, "")
+        runs = f"unknown: {why}" if state.version is None else why or f"version {state.version}"
+        servers.append((public(url), runs))
+    return render(PAGE, look=look, servers=servers, in_words=in_words, time=_time, bar=_bar, rows=_rows)
+
+
+def _rows(finding: DriftFinding) -> list[tuple[TrafficWindow, Statistic, bool]]:
+    """The last windows, each with the statistic after it and whether it raised an alarm."""
+    verdict = finding.verdict
+    alarms = [index in verdict.alarms for index in range(len(verdict.statistics))]
+    return list(zip(finding.series.windows, verdict.statistics, alarms, strict=True))[-SHOWN_WINDOWS:]
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
+
+
+def _bar(share: float) -> str:
+    return "█" * max(0, min(BAR, round(BAR * share))) or "·"

@@ -13,13 +13,12 @@ Windows of different versions are never pooled: each has a reference of its own.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from infra.drift.config import WatchConfig
 from infra.drift.sequential import DriftTest
-from infra.drift.traffic import TrafficRecord
-from infra.drift.windows import DriftVerdict, Series, TrafficWindow, judge, mean_length
+from infra.drift.traffic import DriftVerdict, Series, TrafficRecord, TrafficWindow, judge, mean_length
 from infra.records.acceptance import RegisteredDraft
 from infra.tracking.registry import REPLACES
 
@@ -66,21 +65,20 @@ def assess(
     """
     verdict = judge(series, test)
     alarm = series.due(verdict, config.quiet_hours * 3600)
-    before = draft.tags.get(REPLACES)
+    before, leading = draft.tags.get(REPLACES), record.leading
     replaced = record.before_version(int(before), series.served)[-RECENT:] if before else ()
     finding = DriftFinding(draft, series, test, verdict, replaced=replaced)
     if alarm is None:
         return finding
     if draft.version != champion.version:
-        return _held(finding, f"version {champion.version} is champion: finish its rollout")
+        return replace(finding, held=f"version {champion.version} is champion: finish its rollout")
     if is_the_versions_fault(finding, config.probation_windows):
-        return DriftFinding(draft, series, test, verdict, alarm, "degraded", replaced=replaced)
-    leading = record.leading
+        return replace(finding, due=alarm, event="degraded")
     if leading is None or leading.version != draft.version:
-        return _held(finding, "most servers run another version: retraining waits for the rollout")
+        return replace(finding, held="most servers run another version: retraining waits for the rollout")
     if alarm.ended <= leading.since:
-        return _held(finding, "the alarm came while most servers ran another version")
-    return DriftFinding(draft, series, test, verdict, alarm, "drifted", replaced=replaced)
+        return replace(finding, held="the alarm came while most servers ran another version")
+    return replace(finding, due=alarm, event="drifted")
 
 
 def is_the_versions_fault(finding: DriftFinding, probation_windows: int) -> bool:
@@ -89,9 +87,3 @@ def is_the_versions_fault(finding: DriftFinding, probation_windows: int) -> bool
         return False
     least = (1 - finding.test.fall / 2) * mean_length(finding.replaced)
     return mean_length(finding.series.windows[-RECENT:]) < least
-
-
-def _held(finding: DriftFinding, why: str) -> DriftFinding:
-    return DriftFinding(
-        finding.draft, finding.series, finding.test, finding.verdict, held=why, replaced=finding.replaced
-    )

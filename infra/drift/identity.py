@@ -37,7 +37,7 @@ class Identity:
 
 def identify_all(record: TrafficRecord, seen: Scrape, versions: Sequence[RegisteredDraft]) -> dict[str, Identity]:
     """The version that each server runs: found at the first look after its start, kept until the next start."""
-    by_draft: list[tuple[ServedDraft, Identity]] = []
+    by_draft: dict[ServedDraft, Identity] = {}
     found: dict[str, Identity] = {}
     for url, reading in seen.readings.items():
         known = record.version_of(url, reading)
@@ -46,9 +46,9 @@ def identify_all(record: TrafficRecord, seen: Scrape, versions: Sequence[Registe
             continue
         # Several servers often load the same folder, whose weights are hashed once.
         asked = reading.draft.model_copy(update={"start": ""})
-        same = next((identity for draft, identity in by_draft if draft == asked), None)
-        found[url] = same or identify(asked, record.draft, versions)
-        by_draft.append((asked, found[url]))
+        if asked not in by_draft:
+            by_draft[asked] = identify(asked, record.draft, versions)
+        found[url] = by_draft[asked]
     return found
 
 

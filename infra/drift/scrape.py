@@ -10,11 +10,10 @@ took. Those durations are measured once per start, which makes them a name of th
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
-from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from infra.network.health import public
@@ -38,21 +37,12 @@ class Counters(Record):
 
     def since(self, before: "Counters") -> "Counters":
         """The increase since `before`. Counters that have become smaller belong to a server that was restarted."""
-        if self.generated < before.generated or self.requests < before.requests or self.steps < before.steps:
-            return self
-        return Counters(
-            generated=self.generated - before.generated,
-            requests=self.requests - before.requests,
-            steps=self.steps - before.steps,
-        )
+        increase = {name: count - getattr(before, name) for name, count in self}
+        return self if min(increase.values()) < 0 else Counters(**increase)
 
     def plus(self, other: "Counters") -> "Counters":
         """The sum of both."""
-        return Counters(
-            generated=self.generated + other.generated,
-            requests=self.requests + other.requests,
-            steps=self.steps + other.steps,
-        )
+        return Counters(**{name: count + getattr(other, name) for name, count in self})
 
     @property
     def tokens(self) -> int:
@@ -98,27 +88,26 @@ class Scrape(Record):
 
 def read_metrics(text: str, server: str, draft: ServedDraft) -> Reading:
     """Read Prometheus text; sums over all labels. Raises Refusal for a page without SGLang's metrics."""
-    sums = _sums(text_string_to_metric_families(text))
+    sums = _sums(text)
     if not any(name.startswith("sglang:") for name in sums):
         raise Refusal(
             f"{server}/metrics shows no metrics of SGLang: start the server with --enable-metrics, and give its own "
             "address, not a gateway's"
         )
-    lookahead, draft_tokens = sums.get(LOOKAHEAD), sums.get(DRAFT_TOKENS)
+    names = (GENERATED, REQUESTS, STEPS, LOOKAHEAD, DRAFT_TOKENS)
+    generated, requests, steps, lookahead, draft_tokens = (int(sums.get(name, 0)) for name in names)
     return Reading(
-        counters=Counters(
-            generated=int(sums.get(GENERATED, 0)), requests=int(sums.get(REQUESTS, 0)), steps=int(sums.get(STEPS, 0))
-        ),
-        lookahead=int(lookahead) if lookahead else None,
-        draft_tokens=int(draft_tokens) if draft_tokens else None,
+        counters=Counters(generated=generated, requests=requests, steps=steps),
+        lookahead=lookahead or None,
+        draft_tokens=draft_tokens or None,
         draft=draft,
     )
 
 
-def _sums(families: Iterable[Metric]) -> dict[str, float]:
+def _sums(page: str) -> dict[str, float]:
     """Counters summed over their labels; of each gauge, whose labels agree, the largest value."""
     sums: dict[str, float] = {}
-    for family in families:
+    for family in text_string_to_metric_families(page):
         for sample in family.samples:
             if family.type == "gauge":
                 sums[sample.name] = max(sums.get(sample.name, 0.0), sample.value)
@@ -147,26 +136,22 @@ def scrape(servers: Sequence[str], timeout_s: float) -> Scrape:
     with httpx.Client(timeout=timeout_s, headers={"Authorization": f"Bearer {key}"} if key else {}) as client:
         for server in servers:
             try:
-                reading = _ask(client, server)
-            except (httpx.HTTPError, json.JSONDecodeError) as error:
+                readings[server] = _ask(client, server.rstrip("/"), public(server))
+            except (httpx.HTTPError, json.JSONDecodeError, ConnectionResetError) as error:
                 silent[server] = str(error) or type(error).__name__
-                continue
-            if reading is None:
-                silent[server] = "it was restarted while it was read"
-            else:
-                readings[server] = reading
     if not readings:
         raise ConnectionError("; ".join(f"{public(server)}: {why}" for server, why in silent.items()))
     return Scrape(readings=readings, silent=silent)
 
 
-def _ask(client: httpx.Client, server: str) -> Reading | None:
-    """One server's reading; None where it was restarted in between, so that counters and draft may not belong together.
+def _ask(client: httpx.Client, url: str, shown: str) -> Reading:
+    """One server's reading. Its draft is asked for before and after the counters: a restart may fall in between.
 
-    The draft is asked for before and after the counters, because a restart may fall between two requests.
+    Raises ConnectionResetError for such a restart: counters and draft may not belong together.
     """
-    url = server.rstrip("/")
     before = read_server_info(client.get(f"{url}/server_info").raise_for_status().json())
     page = client.get(f"{url}/metrics").raise_for_status().text
     after = read_server_info(client.get(f"{url}/server_info").raise_for_status().json())
-    return read_metrics(page, public(server), after) if before == after else None
+    if before != after:
+        raise ConnectionResetError("it was restarted while it was read")
+    return read_metrics(page, shown, after)

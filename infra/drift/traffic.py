@@ -5,24 +5,154 @@ One JSON file per draft, in a folder or on S3, written whole: a reader sees the 
 Counters are differenced per server and start. A server that was restarted counts from zero, and all that it counts
 since belongs to the draft it runs now; what it counted between the last look and its restart is lost, because nobody
 saw it. So traffic never counts for a version that did not serve it, in a slow rollout and with canaries alike.
+
+The drift test's state is a function of a series alone, so a restart of the watch changes nothing.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from uuid import NAMESPACE_URL, UUID, uuid5
 
 import fsspec
 
 from infra.drift.scrape import Counters, Reading, Scrape
-from infra.drift.sequential import LEARNED_WINDOWS
-from infra.drift.windows import Series, ServedSeries, TrafficWindow
+from infra.drift.sequential import LEARNED_WINDOWS, DriftTest, Statistic
 from infra.files.atomic import write_atomically
 from infra.records.data_path import Record
 
 KEEP_SERIES = 10
 """The versions that served last keep their series."""
 PRIVATE = 0o600
+
+
+class ServedSeries(Record):
+    """What must be the same for two windows to be comparable."""
+
+    version: int
+    lookahead: int
+    traffic: str
+
+    def has_conditions_of(self, other: "ServedSeries") -> bool:
+        """Whether only the version differs, if anything."""
+        return self.model_copy(update={"version": other.version}) == other
+
+
+class TrafficWindow(Record):
+    """The requests that were finished in a stretch of time."""
+
+    began: float
+    ended: float
+    """Seconds since 1970, like `began`."""
+    tokens: int
+    """Emitted by verification steps."""
+    steps: int
+    requests: int
+
+    @property
+    def length(self) -> float:
+        """Acceptance length."""
+        return self.tokens / self.steps
+
+
+def mean_length(windows: Sequence[TrafficWindow]) -> float:
+    """Acceptance length over all windows. Raises ZeroDivisionError if there are none."""
+    return sum(window.tokens for window in windows) / sum(window.steps for window in windows)
+
+
+class Series(Record):
+    """The traffic of one version under the same conditions, summed over the servers that run it."""
+
+    served: ServedSeries
+    opened: float
+    """When the open window began."""
+    open: Counters = Counters()
+    """What the open window holds so far."""
+    windows: tuple[TrafficWindow, ...] = ()
+    """Oldest first."""
+    dropped: int = 0
+    """Older windows that are not kept."""
+    learned: tuple[TrafficWindow, ...] = ()
+    """Windows of another version, from just before this one began to serve: they tell how much the traffic varies."""
+    before: Statistic = Statistic()
+    """The test before the first window that is kept, where windows were dropped."""
+    announced: tuple[float, ...] = ()
+    """Ends of the windows whose alarms were made known."""
+
+    @property
+    def num_windows(self) -> int:
+        """All windows so far, dropped ones included."""
+        return self.dropped + len(self.windows)
+
+    def counting(self, added: Counters, now: float, least_steps: int) -> "Series":
+        """The series with more traffic; the open window is closed once it holds `least_steps` verification steps."""
+        counted = self.open.plus(added)
+        if counted.steps < least_steps:
+            return self.model_copy(update={"open": counted})
+        window = TrafficWindow(
+            began=self.opened, ended=now, tokens=counted.tokens, steps=counted.steps, requests=counted.requests
+        )
+        return self.model_copy(update={"windows": (*self.windows, window), "open": Counters(), "opened": now})
+
+    def paused(self, now: float) -> "Series":
+        """No server runs the version: its open window is given up, for it must not span the time until one does."""
+        return self.model_copy(update={"open": Counters(), "opened": now})
+
+    def trimmed(self, keep: int, test: DriftTest) -> "Series":
+        """The newest `keep` windows; what the test made of the dropped ones is kept."""
+        surplus = len(self.windows) - keep
+        if surplus <= 0:
+            return self
+        before = judge(self, test).statistics[surplus - 1]
+        return self.model_copy(
+            update={
+                "windows": self.windows[surplus:],
+                "dropped": self.dropped + surplus,
+                "learned": (),
+                "before": before.anew() if test.alarms(before) else before,
+                "announced": tuple(end for end in self.announced if end >= self.windows[surplus].began)
+                or self.announced[-1:],
+            }
+        )
+
+    def due(self, verdict: "DriftVerdict", quiet_s: float) -> TrafficWindow | None:
+        """The newest window whose alarm has to be announced; None during the quiet time after an announcement."""
+        after = max(self.announced) + quiet_s if self.announced else float("-inf")
+        alarms = [self.windows[index] for index in verdict.alarms]
+        return next((window for window in reversed(alarms) if window.ended > after), None)
+
+    def with_announced(self, window: TrafficWindow) -> "Series":
+        """The series in which the alarm of this window was made known."""
+        return self.model_copy(update={"announced": (*self.announced, window.ended)})
+
+
+@dataclass(frozen=True)
+class DriftVerdict:
+    """The test's result on a series of windows."""
+
+    statistics: Sequence[Statistic]
+    """The statistic after each window; it restarts after an alarm."""
+    alarms: Sequence[int]
+    """Indices of the windows that raised one."""
+
+
+def judge(series: Series, test: DriftTest) -> DriftVerdict:
+    """Run the test over a series."""
+    statistic = series.before
+    for window in series.learned:
+        statistic = test.after(statistic, window.tokens, window.steps)
+    if series.learned:
+        statistic = statistic.of_next_version()
+    statistics: list[Statistic] = []
+    alarms: list[int] = []
+    for index, window in enumerate(series.windows):
+        statistic = test.after(statistic, window.tokens, window.steps)
+        statistics.append(statistic)
+        if test.alarms(statistic):
+            alarms.append(index)
+            statistic = statistic.anew()
+    return DriftVerdict(statistics, alarms)
 
 
 class ServerState(Record):
@@ -86,18 +216,19 @@ class TrafficRecord(Record):
         for served, counters in added.items():
             one = series.pop(served, None) or Series(served=served, opened=now, learned=self._learned(served))
             series[served] = one.counting(counters, now, least_steps)
-        update = {"servers": servers, "series": tuple(series.values())[-KEEP_SERIES:]}
-        return self.model_copy(update={**update, "leading": self._leading(servers, now)})
+        kept = tuple(series.values())[-KEEP_SERIES:]
+        return self.model_copy(update={"servers": servers, "series": kept, "leading": self._leading(servers, now)})
 
     def _state(self, url: str, reading: Reading, version: int | None) -> ServerState:
         before = self.servers.get(url)
-        same = before is not None and before.start == reading.draft.start
+        if before and before.start != reading.draft.start:
+            before = None
         return ServerState(
             start=reading.draft.start,
             version=version,
-            lookahead=reading.lookahead or (before.lookahead if before and same else None),
+            lookahead=reading.lookahead or (before.lookahead if before else None),
             counters=reading.counters,
-            reported=before.reported if before and same else False,
+            reported=before is not None and before.reported,
         )
 
     def _counted(self, url: str, reading: Reading, state: ServerState) -> Counters:
@@ -118,11 +249,10 @@ class TrafficRecord(Record):
 
     def _leading(self, servers: Mapping[str, ServerState], now: float) -> Leading | None:
         run = [state.version for state in servers.values()]
-        for version in set(run) - {None}:
-            if version is not None and 2 * run.count(version) > len(run):
-                same = self.leading and self.leading.version == version
-                return self.leading if same else Leading(version=version, since=now)
-        return None
+        version = next((one for one in run if one is not None and 2 * run.count(one) > len(run)), None)
+        if version is None:
+            return None
+        return self.leading if self.leading and self.leading.version == version else Leading(version=version, since=now)
 
     @property
     def live(self) -> tuple[Series, ...]:
@@ -132,17 +262,13 @@ class TrafficRecord(Record):
 
     def with_series(self, series: Series) -> "TrafficRecord":
         """The record with one series in place of that of the same version and conditions."""
-        return self.model_copy(
-            update={"series": tuple(series if one.served == series.served else one for one in self.series)}
-        )
+        replaced = tuple(series if one.served == series.served else one for one in self.series)
+        return self.model_copy(update={"series": replaced})
 
     def with_reported(self, servers: set[str]) -> "TrafficRecord":
         """The record in which these servers were reported to run an unknown draft."""
-        states = {
-            url: state.model_copy(update={"reported": True}) if url in servers else state
-            for url, state in self.servers.items()
-        }
-        return self.model_copy(update={"servers": states})
+        reported = {url: self.servers[url].model_copy(update={"reported": True}) for url in servers}
+        return self.model_copy(update={"servers": {**self.servers, **reported}})
 
     def before_version(self, version: int, served: ServedSeries) -> tuple[TrafficWindow, ...]:
         """What a version is compared with: the windows of the version that it replaced, under the same conditions.

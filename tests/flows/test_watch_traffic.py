@@ -16,8 +16,7 @@ import yaml
 
 from infra.drift.config import RequestLogConfig, WatchConfig
 from infra.drift.scrape import Counters
-from infra.drift.traffic import TrafficRecord, TrafficStore
-from infra.drift.windows import Series, ServedSeries, TrafficWindow
+from infra.drift.traffic import Series, ServedSeries, TrafficRecord, TrafficStore, TrafficWindow
 from infra.files.atomic import sha256_file, write_atomically
 from infra.records.acceptance import Conditions, RequestCounts
 from infra.tracking import promotion, registry, runs

@@ -4,11 +4,10 @@ import pytest
 
 from infra.drift.config import WatchConfig
 from infra.drift.decision import DriftFinding, assess
-from infra.drift.traffic import Leading, TrafficRecord
-from infra.drift.windows import Series, ServedSeries, TrafficWindow
+from infra.drift.traffic import Leading, Series, ServedSeries, TrafficRecord, TrafficWindow
 from infra.records.acceptance import RegisteredDraft
 from infra.tracking.registry import REPLACES
-from tests.infra.drift.test_windows import TEST
+from tests.infra.drift.test_series import TEST
 
 CONFIG = WatchConfig(draft="d", servers=("http://a",))
 

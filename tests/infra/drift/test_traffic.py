@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from infra.drift.scrape import Counters, Reading, Scrape, ServedDraft
 from infra.drift.sequential import LEARNED_WINDOWS
-from infra.drift.traffic import KEEP_SERIES, TrafficRecord, TrafficStore
-from infra.drift.windows import judge
-from tests.infra.drift.test_windows import TEST, counted
+from infra.drift.traffic import KEEP_SERIES, TrafficRecord, TrafficStore, judge
+from tests.infra.drift.test_series import TEST, counted
 
 A, B, C = "http://a:30000", "http://b:30000", "http://c:30000"
 

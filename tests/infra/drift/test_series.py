@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from infra.drift.scrape import Counters
 from infra.drift.sequential import DriftTest, Reference
-from infra.drift.windows import Series, ServedSeries, judge
+from infra.drift.traffic import Series, ServedSeries, judge
 
 SERVED = ServedSeries(version=3, lookahead=4, traffic="greedy")
 REQUESTS = [(24 + i % 7 - 3, 10) for i in range(200)]
