@@ -15,8 +15,8 @@ import time
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from infra.data_plane.bottleneck import StallWatch
 from infra.data_plane.start import start_generator, start_trainer
+from infra.data_plane.watch import RunWatch
 from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
 from infra.pools.local import LocalPool
@@ -59,7 +59,14 @@ def drive(folder: RunFolder, config: RunConfig, with_generators: bool, resumes: 
         training = config.training
         trainer = stack.enter_context(closing(start_trainer(pool, folder, training.ranks, training.threads)))
         ledger = stack.enter_context(Ledger.open(config.ledger.url or folder.ledger_url, folder.name))
-        follow(trainer, Generators(generators), print, print, [StallWatch(ledger, STALL_S).check], store)
+        follow(
+            trainer,
+            Generators(generators),
+            print,
+            print,
+            [RunWatch(ledger, STALL_S, config.ledger.max_quarantined).check],
+            store,
+        )
 
 
 def prepare(owner: Owner, folder: RunFolder) -> None:
@@ -71,7 +78,7 @@ def prepare(owner: Owner, folder: RunFolder) -> None:
 def freeze_in_transaction(folder: RunFolder, config: RunConfig) -> None:
     """Hold the lock that every write to the run's rows takes, and stop as by SIGSTOP."""
     with Ledger.open(config.ledger.url or folder.ledger_url, folder.name) as ledger:
-        with ledger._write():  # pyright: ignore[reportPrivateUsage]
+        with ledger.write():
             print(READY, flush=True)
             os.kill(os.getpid(), signal.SIGSTOP)
 

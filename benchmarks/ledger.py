@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from infra.files.atomic import write_atomically
-from infra.ledger.answers import Wait
 from infra.ledger.ledger import Ledger
+from infra.ledger.trainers import Wait, plan_step, resume_run
 from infra.processes.exit import run_main
 from infra.processes.process import Owner
 from infra.provenance import git_sha, hardware
@@ -44,10 +44,10 @@ def generate(url: str, owner: str) -> None:
 
 def train(ledger: Ledger, samples: int) -> float:
     """Take every sample; seconds of it."""
-    incarnation = ledger.resume(lambda _: True, lambda _: True).incarnation
+    incarnation = resume_run(ledger, lambda _: True, lambda _: True).incarnation
     begun, step = time.perf_counter(), 1
     while samples:
-        plan = ledger.plan(incarnation, 0, step, ranks=1, micro_batches=1, samples_per_step=SAMPLES_PER_STEP)
+        plan = plan_step(ledger, incarnation, 0, step, ranks=1, micro_batches=1, samples_per_step=SAMPLES_PER_STEP)
         if isinstance(plan, Wait):
             assert time.perf_counter() - begun < WAIT_S, plan
             continue

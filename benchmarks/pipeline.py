@@ -101,8 +101,8 @@ def capture_seconds(run: PreparedRun, first: Moment, last: Moment) -> float:
     query = sa.select(sa.func.sum(samples.c.prefill_s + samples.c.put_s)).where(
         samples.c.published.between(first.at, last.at)
     )
-    with run.open_ledger()._read() as connection:
-        return connection.execute(query).scalar() or 0.0
+    with run.open_ledger().read() as rows:
+        return rows.scalar(query) or 0.0
 
 
 def measure(run: PreparedRun) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def describe(folder: "RunFolder", config: "RunConfig") -> Iterator[tuple[str, st
             yield from _training(folder, config, metrics)
             yield from _generators(folder, config)
             if owned and stage == "training" and (quiet := _quiet_s(folder, ledger)) > QUIET_S:
-                from infra.data_plane.bottleneck import blame
+                from infra.data_plane.watch import blame
 
                 yield "stalled?", f"nothing moved for {quiet:.0f} s: {blame(ledger)}"
     yield "files", str(folder.path)

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from infra.files.run_folder import RunFolder
-from infra.ledger.schema import check_server
+from infra.ledger.database import check_server
 from infra.planner.traffic import CHECKPOINT_BYTES_PER_PARAMETER
 from infra.processes.exit import run_main
 from infra.records.data_path import TargetRecord

@@ -10,12 +10,11 @@ from mlflow.exceptions import MlflowException
 from prefect import get_run_logger
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 
-from infra.data_plane.bottleneck import StallWatch
+from infra.data_plane.bottleneck import Elasticity
 from infra.data_plane.elastic_generators import ElasticGenerators
-from infra.data_plane.elasticity import Elasticity
 from infra.data_plane.start import start_generator, start_trainer
+from infra.data_plane.watch import RunWatch, check_quarantined
 from infra.files.lines import last_object
-from infra.ledger.quarantine_limit import QuarantineLimit
 from infra.pools.base import Pool
 from infra.processes.keep_running import Generators, KeptProcess, follow
 from infra.records.data_path import ExportRecord, TrainingResult
@@ -40,11 +39,10 @@ def train(run: OpenRun, pool: Pool, generators: Generators, store: Sequence[Kept
     settings, logger = run.config.training, get_run_logger()
     trainer = start_trainer(pool, run.folder, settings.ranks, settings.threads)
     with closing(trainer), run.open_ledger() as ledger:
-        watch, shown = StallWatch(ledger, 2 * settings.stall_s), _Shown(run)
-        quarantined = QuarantineLimit(ledger, run.config.ledger.max_quarantined)
-        checks = [watch.check, quarantined.look, shown.catch_up]
+        max_quarantined, shown = run.config.ledger.max_quarantined, _Shown(run)
+        checks = [RunWatch(ledger, 2 * settings.stall_s, max_quarantined).check, shown.catch_up]
         follow(trainer, generators, logger.info, logger.warning, checks, store)
-        quarantined.check()  # a short run ends before anybody has looked
+        check_quarantined(ledger, max_quarantined)  # a short run ends before anybody has looked
         shown.catch_up(at_once=True)
     return TrainingResult.read(run.folder.training)
 

@@ -1,11 +1,8 @@
-"""Which side of the data path is the slow one, and who is to blame when nothing moves, in words."""
+"""Which side of the data path is the slow one, and when a run therefore wants more or fewer generators."""
 
-import time
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
-from sqlalchemy.exc import DBAPIError
-
-from infra.ledger.ledger import Ledger
-from infra.ledger.schema import LEASED, PENDING
 from infra.records.data_path import CaptureRates, SideRates
 
 WAITING = 0.05
@@ -15,6 +12,11 @@ HINTS = {
     "transport": "a faster transport or more generators writing at once would help",
     "training": "more ranks (training.ranks, pools.training_gpus) would help",
 }
+
+LOOKS = 3
+"""Consecutive measurements that must agree, however far apart they are."""
+ENOUGH = 1.2
+"""One generator fewer must still give this multiple of what training takes, or it would soon be wanted again."""
 
 
 def side_rates(
@@ -64,57 +66,52 @@ def _rate(tokens_per_s: float | None) -> str:
     return "an unknown number of tokens/s" if tokens_per_s is None else f"{tokens_per_s:,.0f} tokens/s"
 
 
-def blame(ledger: Ledger) -> str:
-    """Who is to blame for a run that does not move, in one sentence."""
-    oldest, states = ledger.oldest(), ledger.progress()
-    if oldest is None:
-        return "training is to blame: every sample is captured and taken; see logs/trainer.log"
-    place = f"epoch {oldest.epoch} ordinal {oldest.ordinal} ({oldest.tokens} tokens)"
-    if oldest.state == LEASED:
-        held = f" for {oldest.held_s:.0f} s" if oldest.held_s else ""
-        return (
-            f"inference is to blame: {oldest.owner} has held {place}{held} without publishing it; "
-            f"see logs/{oldest.owner}.log"
-        )
-    if oldest.state == PENDING:
-        return (
-            f"inference is to blame: nobody captures {place}, {states.pending} samples are pending; "
-            "see logs/generator-*.log"
-        )
-    return (
-        f"training is to blame: {place} and {states.ready} samples in all are ready and not taken; see logs/trainer.log"
-    )
+@dataclass(frozen=True)
+class Elasticity:
+    """What the looks so far speak for."""
 
+    count: int
+    max_count: int
+    patience_s: float
+    """How long a side must have been the slow one, in seconds."""
+    leaning: Literal[-1, 0, 1] = 0
+    since: float = 0.0
+    """Time of the first of the looks in a row that lean so."""
+    until: float = 0.0
+    """Time of the last one."""
+    looks: int = 0
 
-class StallError(RuntimeError):
-    """Nothing moved for too long; the message names the guilty side."""
+    @property
+    def change(self) -> Literal[-1, 0, 1]:
+        """1: one generator more is wanted; -1: the last one that was added may go."""
+        patient = self.looks >= LOOKS and self.until - self.since >= self.patience_s
+        return self.leaning if patient else 0
 
+    def after(self, at: float, rates: SideRates, generators: int) -> Self:
+        """Add a measurement: the trainer's latest `rates`, with this number of generators."""
+        leaning = self._lean(rates, generators)
+        if leaning != self.leaning:
+            return replace(self, leaning=leaning, since=at, until=at, looks=1)
+        return replace(self, until=at, looks=self.looks + 1)
 
-class StallWatch:
-    """Looks whether a run moves, once its first sample is captured (a large target loads for long)."""
+    def afresh(self) -> Self:
+        """Forget all measurements, because the number of generators has changed or cannot change now."""
+        return replace(self, leaning=0, looks=0)
 
-    def __init__(self, ledger: Ledger, stall_s: float):
-        self._ledger, self._stall_s = ledger, stall_s
-        self._seen: object = None
-        self._since = self._looked = time.monotonic()
+    def without_one(self) -> Self:
+        """Lower the upper bound: a generator that cannot be kept running is not tried forever."""
+        return replace(self.afresh(), max_count=max(self.count, self.max_count - 1))
 
-    def check(self) -> None:
-        """Raise StallError when neither a sample was captured nor one trained for `stall_s` seconds.
-
-        A database that is away for less is none of this watch's business: the run's processes come back to it.
-        """
-        now = time.monotonic()
-        if now - self._looked < min(5.0, self._stall_s / 4):
-            return
-        self._looked = now
-        try:
-            captured = self._ledger.capture_rates().tokens
-            seen = (self._ledger.progress(), captured)
-        except DBAPIError as error:
-            if now - self._since > self._stall_s:
-                raise StallError(f"the ledger has not answered for {now - self._since:.0f} s: {error.orig}") from error
-            return
-        if seen != self._seen or not captured:
-            self._seen, self._since = seen, now
-        elif now - self._since > self._stall_s:
-            raise StallError(f"no progress for {now - self._since:.0f} s: {blame(self._ledger)}")
+    def _lean(self, rates: SideRates, generators: int) -> Literal[-1, 0, 1]:
+        if rates.inference is None or rates.transport is None or rates.training is None:
+            return 0
+        side = slow_side(rates)
+        # While one that was added still loads its target, inference is slow whatever it will come to.
+        if side == "inference" and generators < self.max_count and rates.generators >= generators:
+            return 1
+        if side == "training" and generators > self.count:
+            # Prefills and transfers take turns in the slowest generator; that is how all are reckoned here.
+            supply = 1 / (1 / rates.inference + 1 / rates.transport)
+            if supply * (generators - 1) / rates.generators >= ENOUGH * rates.training:
+                return -1
+        return 0

@@ -9,9 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from infra.data_plane.bottleneck import in_words
-from infra.data_plane.elasticity import Elasticity
-from infra.data_plane.start import generator_role
+from infra.data_plane.bottleneck import Elasticity, in_words
 from infra.files.atomic import write_atomically
 from infra.files.lines import last_object
 from infra.files.run_folder import RunFolder
@@ -31,6 +29,11 @@ PLACES = 3
 """Replacements of a generator that never ran steadily."""
 
 Start = Callable[[Pool, int], KeptProcess]
+
+
+def generator_role(index: int) -> str:
+    """Name of generator `index`: of its log, and of its leases in the ledger."""
+    return f"generator-{index}"
 
 
 @dataclass

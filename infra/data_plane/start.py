@@ -2,15 +2,11 @@
 
 from functools import partial
 
+from infra.data_plane.elastic_generators import generator_role
 from infra.files.run_folder import RunFolder
 from infra.pools.base import Pool
 from infra.processes.keep_running import KeptProcess
 from infra.processes.process import module
-
-
-def generator_role(index: int) -> str:
-    """Name of generator `index`: of its log, and of its leases in the ledger."""
-    return f"generator-{index}"
 
 
 def start_generator(

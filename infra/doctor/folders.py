@@ -11,7 +11,7 @@ from pathlib import Path
 
 from infra.config import TransportConfig
 from infra.doctor.finding import GIB, Finding, note, ok, problem
-from infra.ledger.schema import refuse_network_file_system
+from infra.ledger.database import refuse_network_file_system
 from infra.quantities import byte_size
 from infra.refusal import Refusal
 

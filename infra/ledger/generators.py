@@ -14,7 +14,7 @@ holds after every transaction:
 * Fail, expiry and give-back turn a holder into at most a hole; publish changes nothing; plan, release, commit and
   quarantine only make terms vanish.
 * Resume can break I: rows trained after the surviving checkpoint come back as holes whose bytes were given away long
-  ago. It therefore evicts holders from the top until I holds again (infra.ledger.resume), or those rows would wait for
+  ago. It therefore evicts holders from the top until I holds again (`evict`), or those rows would wait for
   ever for bytes that later rows hold, and the later rows for the trainer.
 
 Let the trainer wait for the step made of the first n remaining rows. Ranks copy out and release what is already taken
@@ -37,156 +37,58 @@ row and those ready ones are at most n rows, which fit; so it is leased. I is no
 
 import sqlalchemy as sa
 
-from infra.ledger.schema import HOLDS_BYTES, LEASED, PENDING, QUARANTINED, READY, database_now, runs, samples
-from infra.ledger.transactions import NOTHING_HELD, Transactions
-from infra.records.data_path import Lease, ObjectRecord
+from infra.ledger.schema import HOLDS_BYTES, LEASED, PENDING, REMAINING, Rows, database_now, samples
+from infra.records.data_path import Lease
+
+PLACE = (samples.c.epoch, samples.c.ordinal)
+"""The order in which samples are leased."""
 
 
-def object_key(run: str, epoch: int, ordinal: int, attempt: int) -> str:
-    """An object's key. No two leases of a run ever have the same one."""
-    return f"{run}/{epoch}/{ordinal}/{attempt}"
-
-
-class GeneratorSide(Transactions):
-    """What generators, and the sweeper of objects, ask of the ledger. `owner` names one generator process."""
-
-    def key(self, lease: Lease) -> str:
-        """Key of the object that this lease may write."""
-        return object_key(self.run, lease.epoch, lease.ordinal, lease.attempt)
-
-    def lease(self, owner: str, limit: int, has_others: bool = False) -> list[Lease]:
-        """Lease up to `limit` samples, lowest (epoch, ordinal) first, as far as the budget goes.
-
-        Expired leases are given back first, and no lease lasts longer than a new one would: one that was granted
-        before the database's clock jumped back would otherwise outlive its owner by the jump. Empty when nothing is
-        pending, when the next sample does not fit now, or when the run is finished. With `has_others` (other
-        generators may capture for this run) also empty when the next sample failed under this owner less than
-        `lease_seconds` ago: somebody else is to try it. No sample is ever skipped.
-        """
-        with self._write() as (connection, run):
-            if run.finished:
-                return []
-            now = connection.execute(sa.select(database_now())).scalar_one()
-            latest = now + run.lease_seconds
-            self._to_pending(connection, samples.c.state == LEASED, samples.c.lease_expires < now)
-            too_long = self._rows(samples.c.state == LEASED, samples.c.lease_expires > latest)
-            connection.execute(sa.update(samples).where(too_long).values(lease_expires=latest))
-            free = run.budget_bytes - self._held(connection)
-            order = (samples.c.epoch, samples.c.ordinal)
-            waiting = sa.select(samples).where(self._rows(samples.c.state == PENDING)).order_by(*order).limit(limit)
-            leases: list[Lease] = []
-            for row in connection.execute(waiting):
-                nbytes = row.tokens * run.bytes_per_token
-                if nbytes > free or (has_others and row.owner == owner and now < row.lease_expires <= latest):
-                    break
-                free -= nbytes
-                leases.append(
-                    Lease(
-                        epoch=row.epoch,
-                        ordinal=row.ordinal,
-                        sample=row.sample,
-                        tokens=row.tokens,
-                        attempt=row.attempt + 1,
-                        nbytes=nbytes,
-                    )
-                )
-            if leases:
-                self._write_leases(connection, owner, run.lease_seconds, leases)
-            return leases
-
-    def publish(self, lease: Lease, record: ObjectRecord, prefill_s: float = 0.0, put_s: float = 0.0) -> bool:
-        """Offer a captured object to the trainer, with the seconds that its prefill and its writing took.
-
-        False when the lease was lost meanwhile: then the caller deletes its own object. Raises ValueError for an
-        object of another key or larger than the lease.
-        """
-        if record.key != self.key(lease) or record.nbytes > lease.nbytes:
-            raise ValueError(
-                f"object {record.key} of {record.nbytes} bytes does not belong to the lease of {self.key(lease)}, "
-                f"{lease.nbytes} bytes: a sample's object is tokens x bytes_per_token under the lease's own key"
-            )
-        published = {
-            "state": READY,
-            "object": record.model_dump_json(),
-            "lease_expires": None,
-            "prefill_s": prefill_s,
-            "put_s": put_s,
-            "published": database_now(),
-        }
-        with self._write() as (connection, _):
-            change = sa.update(samples).where(self._held_by(lease)).values(**published)
-            return connection.execute(change).rowcount == 1
-
-    def fail(self, lease: Lease, error: str) -> None:
-        """Record that a sound engine could not capture a sample: it is pending again, or quarantined after
-        `max_attempts` failures.
-
-        The row keeps its owner, and until `lease_seconds` have passed `lease` leaves it to others. A lease that was
-        lost meanwhile counts for nothing.
-        """
-        with self._write() as (connection, run):
-            failures = samples.c.failures + 1
-            failed = NOTHING_HELD | {
-                "state": sa.case((failures >= run.max_attempts, QUARANTINED), else_=PENDING),
-                "failures": failures,
-                "error": error,
-                "owner": samples.c.owner,
-                "lease_expires": database_now() + run.lease_seconds,
-            }
-            connection.execute(sa.update(samples).where(self._held_by(lease)).values(**failed))
-
-    def renew(self, owner: str) -> int:
-        """Extend all leases that `owner` still has; their number."""
-        with self._write() as (connection, run):
-            change = sa.update(samples).where(self._rows(samples.c.state == LEASED, samples.c.owner == owner))
-            return connection.execute(change.values(lease_expires=database_now() + run.lease_seconds)).rowcount
-
-    def give_back(self, owner: str) -> int:
-        """Give all leases of `owner` back, at a clean shutdown or by its successor; their number."""
-        with self._write() as (connection, _):
-            return self._to_pending(connection, samples.c.state == LEASED, samples.c.owner == owner)
-
-    def finished(self) -> bool:
-        """Whether the trainer has committed its last checkpoint, so that a generator may stop."""
-        with self._read() as connection:
-            return bool(connection.execute(sa.select(runs.c.finished).where(runs.c.name == self.run)).scalar())
-
-    def held_keys(self) -> set[str]:
-        """Keys that a row holds, with an object or a lease that may still write one.
-
-        The sweeper deletes every other object. It must list the transport's keys *before* it asks here, or it deletes
-        what was leased and written in between.
-        """
-        query = sa.select(samples.c.epoch, samples.c.ordinal, samples.c.attempt).where(self._rows(), HOLDS_BYTES)
-        with self._read() as connection:
-            return {object_key(self.run, *row) for row in connection.execute(query)}
-
-    def _held_by(self, lease: Lease) -> sa.ColumnElement[bool]:
-        return self._rows(
-            samples.c.epoch == lease.epoch,
-            samples.c.ordinal == lease.ordinal,
-            samples.c.state == LEASED,
-            samples.c.attempt == lease.attempt,
+def lease(rows: Rows, run: sa.Row, owner: str, limit: int, has_others: bool) -> list[Lease]:
+    """Lease the first pending samples that fit (see `Ledger.lease`)."""
+    now = rows.scalar(sa.select(database_now()))
+    latest = now + run.lease_seconds
+    rows.give_back(samples.c.state == LEASED, samples.c.lease_expires < now)
+    rows.update(samples.c.state == LEASED, samples.c.lease_expires > latest, lease_expires=latest)
+    held = rows.scalar(rows.select(sa.func.sum(samples.c.bytes_held)).where(HOLDS_BYTES))
+    free = run.budget_bytes - int(held or 0)
+    leases: list[Lease] = []
+    for row in rows.all(rows.select(samples).where(samples.c.state == PENDING).order_by(*PLACE).limit(limit)):
+        nbytes = row.tokens * run.bytes_per_token
+        if nbytes > free or (has_others and row.owner == owner and now < row.lease_expires <= latest):
+            break
+        free -= nbytes
+        place = {"epoch": row.epoch, "ordinal": row.ordinal, "sample": row.sample, "tokens": row.tokens}
+        leases.append(Lease(**place, attempt=row.attempt + 1, nbytes=nbytes))
+    if leases:
+        rows.update(
+            samples.c.state == PENDING,
+            # None was skipped: these are all that are pending up to the last one.
+            sa.tuple_(*PLACE) <= sa.tuple_(sa.literal(leases[-1].epoch), sa.literal(leases[-1].ordinal)),
+            state=LEASED,
+            attempt=samples.c.attempt + 1,
+            bytes_held=sa.cast(samples.c.tokens, sa.BigInteger) * run.bytes_per_token,
+            owner=owner,
+            lease_expires=database_now() + run.lease_seconds,
         )
+    return leases
 
-    def _write_leases(self, connection: sa.Connection, owner: str, seconds: float, leases: list[Lease]) -> None:
-        change = (
-            sa.update(samples)
-            .where(
-                samples.c.run == self.run,
-                samples.c.epoch == sa.bindparam("at_epoch"),
-                samples.c.ordinal == sa.bindparam("at_ordinal"),
-            )
-            .values(
-                state=LEASED,
-                attempt=sa.bindparam("new_attempt"),
-                bytes_held=sa.bindparam("new_bytes"),
-                owner=owner,
-                lease_expires=database_now() + seconds,
-            )
-        )
-        rows = [
-            {"at_epoch": x.epoch, "at_ordinal": x.ordinal, "new_attempt": x.attempt, "new_bytes": x.nbytes}
-            for x in leases
-        ]
-        connection.execute(change, rows)
+
+def evict(rows: Rows, run: sa.Row) -> int:
+    """Make invariant I true again; the number of rows evicted.
+
+    What holds bytes beyond the point at which all remaining samples up to it exceed the budget goes back.
+    """
+    upto = sa.func.sum(samples.c.tokens).over(order_by=PLACE).label("upto")
+    remaining = rows.select(*PLACE, upto).where(samples.c.state.in_(REMAINING)).subquery()
+    beyond = sa.select(remaining.c.epoch, remaining.c.ordinal).where(
+        remaining.c.upto * run.bytes_per_token > run.budget_bytes
+    )
+    return rows.give_back(HOLDS_BYTES, sa.tuple_(*PLACE).in_(beyond))
+
+
+def held_by(lease: Lease) -> tuple[sa.ColumnElement[bool], ...]:
+    """Conditions of the row that this lease still holds."""
+    columns = (samples.c.epoch, samples.c.ordinal, samples.c.attempt, samples.c.state)
+    values = (lease.epoch, lease.ordinal, lease.attempt, LEASED)
+    return tuple(column == value for column, value in zip(columns, values, strict=True))

@@ -1,24 +1,71 @@
 """The ledger of a run: the durable record of every sample's state. Opened once by every process of the run.
 
 `pending -> leased -> ready -> taken -> consumed`, or `quarantined`. The flow creates the run, the trainer opens epochs,
-plans and commits, generators lease and publish, and anybody may ask for progress.
+plans and commits, generators lease and publish, and anybody may ask for progress. A trainer names its incarnation in
+each write, which raises StaleIncarnation once another trainer has resumed the run.
 """
 
-from collections.abc import Sequence
-from typing import Literal, Self
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, Self
 
 import sqlalchemy as sa
 
-from infra.ledger.generators import GeneratorSide
-from infra.ledger.questions import Questions
-from infra.ledger.resume import ResumeSide
-from infra.ledger.schema import PENDING, QUARANTINED, checkpoints, lock_schema, open_engine, runs, samples
-from infra.records.data_path import SampleSlot
+from infra.ledger import generators
+from infra.ledger.database import lock_schema, open_engine
+from infra.ledger.planning import check_slots
+from infra.ledger.schema import (
+    CONSUMED,
+    HOLDS_BYTES,
+    LEASED,
+    NO_STEP,
+    NOTHING_HELD,
+    PENDING,
+    QUARANTINED,
+    READY,
+    REMAINING,
+    TAKEN,
+    Rows,
+    checkpoints,
+    database_now,
+    runs,
+    samples,
+)
+from infra.records.data_path import CaptureRates, CheckpointRecord, Lease, ObjectRecord, SampleProgress, SampleSlot
 from infra.refusal import Refusal
 
 
-class Ledger(GeneratorSide, ResumeSide, Questions):
+class StaleIncarnation(Refusal):
+    """A newer trainer has resumed this run. The caller must stop and write nothing more."""
+
+
+class Quarantined(NamedTuple):
+    """A sample that could not be captured."""
+
+    epoch: int
+    ordinal: int
+    sample: int
+    error: str
+
+
+class Oldest(NamedTuple):
+    """The first sample that is still to be trained."""
+
+    epoch: int
+    ordinal: int
+    state: str
+    owner: str | None
+    tokens: int
+    held_s: float | None
+    """Seconds since its lease was last renewed."""
+
+
+class Ledger:
     """One process's connection to one run's ledger. Threads may share it; a forked child may not."""
+
+    def __init__(self, engine: sa.Engine, run: str) -> None:
+        self._engine, self.run = engine, run
+        self._reader = engine.execution_options(reads=True)
 
     @classmethod
     def open(cls, url: str, run: str) -> Self:
@@ -39,6 +86,31 @@ class Ledger(GeneratorSide, ResumeSide, Questions):
     def close(self) -> None:
         """Close the connections to the database."""
         self._engine.dispose()
+
+    @contextmanager
+    def write(self, incarnation: int | None = None) -> Iterator[tuple[Rows, sa.Row[Any]]]:
+        """A transaction that holds the run's row: writers of a run take turns, so sums over its rows are exact.
+
+        A trainer names its incarnation; raises StaleIncarnation when another trainer has resumed since.
+        """
+        with self._engine.begin() as connection:
+            query = sa.select(runs).where(runs.c.name == self.run).with_for_update()
+            row = connection.execute(query).one_or_none()
+            if row is None:
+                raise Refusal(f"the ledger holds no run {self.run!r}: it is made by create_run when the run starts")
+            if incarnation is not None and incarnation != row.incarnation:
+                raise StaleIncarnation(
+                    f"run {self.run!r} belongs to trainer incarnation {row.incarnation}; this is {incarnation}"
+                )
+            yield Rows(connection, self.run), row
+
+    @contextmanager
+    def read(self) -> Iterator[Rows]:
+        """One consistent snapshot; never waits for writers."""
+        with self._reader.begin() as connection:
+            yield Rows(connection, self.run)
+
+    # Runs and epochs ------------------------------------------------------------------------------------------------
 
     def create_run(
         self,
@@ -79,10 +151,9 @@ class Ledger(GeneratorSide, ResumeSide, Questions):
         """Remove the run with all its rows, for a run whose folder goes; the number of sample rows. Idempotent."""
         with self._engine.begin() as connection:
             # The run's row last: the others refer to it.
-            count = connection.execute(sa.delete(samples).where(samples.c.run == self.run)).rowcount
-            connection.execute(sa.delete(checkpoints).where(checkpoints.c.run == self.run))
-            connection.execute(sa.delete(runs).where(runs.c.name == self.run))
-            return count
+            columns = (samples.c.run, checkpoints.c.run, runs.c.name)
+            counts = [connection.execute(sa.delete(name.table).where(name == self.run)).rowcount for name in columns]
+            return counts[0]
 
     def open_epoch(self, incarnation: int | None, epoch: int, slots: Sequence[SampleSlot]) -> None:
         """Enter one row per sample; those already there stay as they are.
@@ -91,52 +162,238 @@ class Ledger(GeneratorSide, ResumeSide, Questions):
         that was quarantined in another epoch is quarantined in this one too. Raises Refusal for a sample larger than
         the budget, for slots that differ from the rows that are there, and for an epoch before one already open.
         """
-        with self._write(incarnation) as (connection, run):
-            _refuse_slots(slots, run.budget_bytes, run.bytes_per_token)
-            missing = self._missing(connection, epoch, slots)
-            bad = self._quarantined_samples(connection)
-            rows = [
+        with self.write(incarnation) as (rows, run):
+            check_slots(slots, run.budget_bytes, run.bytes_per_token)
+            missing = _missing(rows, epoch, slots)
+            quarantined = rows.select(samples.c.sample, samples.c.error).where(samples.c.state == QUARANTINED)
+            errors = {row.sample: row.error for row in rows.all(quarantined)}
+            rows.insert(
                 {
-                    "run": self.run,
                     "epoch": epoch,
                     "attempt": run.attempt_floor,
-                    "state": QUARANTINED if slot.sample in bad else PENDING,
-                    "error": bad.get(slot.sample),
+                    "state": QUARANTINED if slot.sample in errors else PENDING,
+                    "error": errors.get(slot.sample),
+                    **slot.model_dump(),
                 }
-                | slot.model_dump()
                 for slot in missing
-            ]
-            if rows:
-                connection.execute(sa.insert(samples), rows)
-
-    def _missing(self, connection: sa.Connection, epoch: int, slots: Sequence[SampleSlot]) -> list[SampleSlot]:
-        columns = (samples.c.ordinal, samples.c.sample, samples.c.tokens)
-        query = sa.select(*columns).where(self._rows(samples.c.epoch == epoch))
-        there = {row.ordinal: SampleSlot(**row._asdict()) for row in connection.execute(query)}
-        wanted = {slot.ordinal: slot for slot in slots}
-        if len(wanted) != len(slots) or any(wanted.get(ordinal) != slot for ordinal, slot in there.items()):
-            raise Refusal(
-                f"epoch {epoch} of run {self.run!r} is in the ledger with other samples: the sample set or its "
-                "order has changed; resume with the run's own recipe and data, or start a run of another name"
             )
-        missing = [slot for slot in slots if slot.ordinal not in there]
-        later = self._rows(samples.c.epoch > epoch, samples.c.state != QUARANTINED)
-        if missing and connection.execute(sa.select(samples.c.epoch).where(later).limit(1)).first():
-            raise Refusal(f"epoch {epoch} of run {self.run!r} cannot be opened after a later one: open them in turn")
-        return missing
 
-    def _quarantined_samples(self, connection: sa.Connection) -> dict[int, str]:
-        query = sa.select(samples.c.sample, samples.c.error).where(self._rows(samples.c.state == QUARANTINED))
-        return {row.sample: row.error for row in connection.execute(query)}
+    # What generators ask: `owner` names one of their processes ------------------------------------------------------
 
+    def key(self, lease: Lease) -> str:
+        """Key of the object that this lease may write. No two leases of a run ever have the same one."""
+        return self._key(lease.epoch, lease.ordinal, lease.attempt)
 
-def _refuse_slots(slots: Sequence[SampleSlot], budget_bytes: int, bytes_per_token: int) -> None:
-    for slot in slots:
-        if slot.tokens < 1:
-            raise Refusal(f"sample {slot.sample} has no tokens: leave it out of the sample set")
-        if slot.tokens * bytes_per_token > budget_bytes:
-            raise Refusal(
-                f"sample {slot.sample} needs {slot.tokens} tokens x {bytes_per_token} bytes = "
-                f"{slot.tokens * bytes_per_token} bytes, more than the budget of {budget_bytes}: raise "
-                "transport.budget_mib or lower data.max_tokens"
+    def _key(self, epoch: int, ordinal: int, attempt: int) -> str:
+        return f"{self.run}/{epoch}/{ordinal}/{attempt}"
+
+    def lease(self, owner: str, limit: int, has_others: bool = False) -> list[Lease]:
+        """Lease up to `limit` samples, lowest (epoch, ordinal) first, as far as the budget goes.
+
+        Expired leases are given back first, and no lease lasts longer than a new one would: one that was granted
+        before the database's clock jumped back would otherwise outlive its owner by the jump. Empty when nothing is
+        pending, when the next sample does not fit now, or when the run is finished. With `has_others` (other
+        generators may capture for this run) also empty when the next sample failed under this owner less than
+        `lease_seconds` ago: somebody else is to try it. No sample is ever skipped.
+        """
+        with self.write() as (rows, run):
+            return [] if run.finished else generators.lease(rows, run, owner, limit, has_others)
+
+    def publish(self, lease: Lease, record: ObjectRecord, prefill_s: float = 0.0, put_s: float = 0.0) -> bool:
+        """Offer a captured object to the trainer, with the seconds that its prefill and its writing took.
+
+        False when the lease was lost meanwhile: then the caller deletes its own object. Raises ValueError for an
+        object of another key or larger than the lease.
+        """
+        if record.key != self.key(lease) or record.nbytes > lease.nbytes:
+            raise ValueError(
+                f"object {record.key} of {record.nbytes} bytes does not belong to the lease of {self.key(lease)}, "
+                f"{lease.nbytes} bytes: a sample's object is tokens x bytes_per_token under the lease's own key"
             )
+        with self.write() as (rows, _):
+            return (
+                rows.update(
+                    *generators.held_by(lease),
+                    state=READY,
+                    object=record.model_dump_json(),
+                    lease_expires=None,
+                    prefill_s=prefill_s,
+                    put_s=put_s,
+                    published=database_now(),
+                )
+                == 1
+            )
+
+    def fail(self, lease: Lease, error: str) -> None:
+        """Record that a sound engine could not capture a sample: it is pending again, or quarantined after
+        `max_attempts` failures.
+
+        The row keeps its owner, and until `lease_seconds` have passed `lease` leaves it to others. A lease that was
+        lost meanwhile counts for nothing.
+        """
+        with self.write() as (rows, run):
+            failures = samples.c.failures + 1
+            failed = NOTHING_HELD | {
+                "state": sa.case((failures >= run.max_attempts, QUARANTINED), else_=PENDING),
+                "failures": failures,
+                "error": error,
+                "owner": samples.c.owner,
+                "lease_expires": database_now() + run.lease_seconds,
+            }
+            rows.update(*generators.held_by(lease), **failed)
+
+    def renew(self, owner: str) -> int:
+        """Extend all leases that `owner` still has; their number."""
+        with self.write() as (rows, run):
+            expires = database_now() + run.lease_seconds
+            return rows.update(samples.c.state == LEASED, samples.c.owner == owner, lease_expires=expires)
+
+    def give_back(self, owner: str) -> int:
+        """Give all leases of `owner` back, at a clean shutdown or by its successor; their number."""
+        with self.write() as (rows, _):
+            return rows.give_back(samples.c.state == LEASED, samples.c.owner == owner)
+
+    def finished(self) -> bool:
+        """Whether the trainer has committed its last checkpoint, so that a generator may stop."""
+        with self.read() as rows:
+            return bool(rows.scalar(sa.select(runs.c.finished).where(runs.c.name == self.run)))
+
+    def held_keys(self) -> set[str]:
+        """Keys that a row holds, with an object or a lease that may still write one.
+
+        The sweeper deletes every other object. It must list the transport's keys *before* it asks here, or it deletes
+        what was leased and written in between.
+        """
+        with self.read() as rows:
+            query = rows.select(samples.c.epoch, samples.c.ordinal, samples.c.attempt).where(HOLDS_BYTES)
+            return {self._key(*row) for row in rows.all(query)}
+
+    # What a trainer writes, beside resuming and planning (infra.ledger.trainers) ------------------------------------
+
+    def forget_crashes(self) -> None:
+        """Reset the count of trainer crashes; nothing happens where the run was never created."""
+        with self._engine.begin() as connection:
+            Rows(connection, self.run).update_run(training=False)
+
+    def reopen(self) -> None:
+        """Reopen a finished run: no generator ends before a trainer has finished again.
+
+        Its newest checkpoint may turn out to be damaged, and generators that had ended by then would capture nothing.
+        """
+        with self._engine.begin() as connection:
+            Rows(connection, self.run).update_run(finished=False)
+
+    def release(self, incarnation: int, epoch: int, *ordinals: int) -> None:
+        """Free the bytes of samples whose objects this rank has copied out **and deleted**. Their state stays."""
+        there = (samples.c.epoch == epoch, samples.c.ordinal.in_(ordinals), samples.c.state.in_((TAKEN, CONSUMED)))
+        with self.write(incarnation) as (rows, _):
+            released = rows.update(*there, bytes_held=0, object=None)
+            assert released == len(set(ordinals)), f"release of samples that were not taken: {epoch}, {ordinals}"
+
+    def consumed_ordinals(self, step: int) -> tuple[int, list[int]]:
+        """(epoch, ordinals, ascending) for the manifest of a checkpoint at `step`, before it is committed.
+
+        The epoch is the newest one that the checkpoint's weights have seen (0 when they have seen none).
+        """
+        seen = (samples.c.state.in_((TAKEN, CONSUMED)), samples.c.step <= step)
+        with self.read() as rows:
+            epoch = rows.scalar(rows.select(sa.func.max(samples.c.epoch)).where(*seen)) or 0
+            query = rows.select(samples.c.ordinal).where(*seen, samples.c.epoch == epoch).order_by(samples.c.ordinal)
+            return epoch, [row.ordinal for row in rows.all(query)]
+
+    def commit(self, incarnation: int, record: CheckpointRecord) -> int:
+        """The commit point of a checkpoint whose files are all durable; the number of samples it consumed.
+
+        Committing the same step again replaces its row.
+        """
+        assert record.incarnation == incarnation, "a trainer commits only its own checkpoints"
+        with self.write(incarnation) as (rows, _):
+            rows.delete_checkpoints(checkpoints.c.step == record.step)
+            rows.insert_checkpoint(record)
+            rows.update_run(crashes=0, crash_step=NO_STEP)
+            return rows.update(samples.c.state == TAKEN, samples.c.step <= record.step, state=CONSUMED)
+
+    def excuse(self, incarnation: int) -> None:
+        """The trainer ends because of a fault of the machine: `resume` does not count this end as a crash."""
+        with self.write(incarnation) as (rows, _):
+            rows.update_run(training=False)
+
+    def finish(self, incarnation: int) -> None:
+        """The last checkpoint is committed: generators may stop."""
+        with self.write(incarnation) as (rows, _):
+            rows.update_run(finished=True, training=False)
+
+    # What anybody asks; no reader waits for a writer ----------------------------------------------------------------
+
+    def checkpoints(self) -> list[CheckpointRecord]:
+        """All committed checkpoints, oldest first. A checkpoint folder that is not among them is not a checkpoint."""
+        with self.read() as rows:
+            return rows.checkpoints()
+
+    def progress(self, epoch: int | None = None) -> SampleProgress:
+        """Samples per state, bytes held and capture failures so far (`attempts`), of one epoch or of all."""
+        sums = [sa.func.sum(column) for column in (samples.c.bytes_held, samples.c.failures)]
+        with self.read() as rows:
+            query = rows.select(samples.c.state, sa.func.count(), *sums).group_by(samples.c.state)
+            if epoch is not None:
+                query = query.where(samples.c.epoch == epoch)
+            found = [tuple(row) for row in rows.all(query)]
+        counts = {state: count for state, count, _, _ in found}
+        held, failures = (sum(int(row[column]) for row in found) for column in (2, 3))
+        return SampleProgress(**counts, bytes_held=held, attempts=failures)
+
+    def quarantined(self) -> list[Quarantined]:
+        """Every quarantined sample with its last error, by epoch and ordinal."""
+        columns = (samples.c[name] for name in Quarantined._fields)
+        with self.read() as rows:
+            query = rows.select(*columns).where(samples.c.state == QUARANTINED)
+            return [Quarantined(*row) for row in rows.all(query.order_by(*generators.PLACE))]
+
+    def quarantined_samples(self) -> tuple[int, int]:
+        """How many of the run's samples are quarantined, and how many samples it has; each counted once."""
+        with self.read() as rows:
+            count = rows.select(sa.func.count(sa.distinct(samples.c.sample)))
+            return rows.scalar(count.where(samples.c.state == QUARANTINED)), rows.scalar(count)
+
+    def capture_rates(self, window_s: float | None = None) -> CaptureRates:
+        """What the generators captured in the last `window_s` seconds, or in the whole run, and how long it took."""
+        sums = [sa.func.coalesce(sa.func.sum(samples.c[name]), 0) for name in ("tokens", "prefill_s", "put_s")]
+        with self.read() as rows:
+            query = rows.select(*sums, sa.func.count(sa.distinct(samples.c.owner))).where(
+                samples.c.prefill_s > 0, samples.c.state.not_in((PENDING, LEASED, QUARANTINED))
+            )
+            if window_s is not None:
+                query = query.where(samples.c.published > database_now() - window_s)
+            ((tokens, prefill_s, put_s, owners),) = rows.all(query)
+        return CaptureRates(tokens=tokens, prefill_s=prefill_s, put_s=put_s, generators=owners)
+
+    def oldest(self) -> Oldest | None:
+        """The first sample that is not trained yet; None at the end of the last open epoch."""
+        held_s = database_now() - (samples.c.lease_expires - runs.c.lease_seconds)
+        columns = (samples.c[name] for name in Oldest._fields if name != "held_s")
+        with self.read() as rows:
+            query = rows.select(*columns, held_s).join(runs, runs.c.name == samples.c.run)
+            found = rows.all(query.where(samples.c.state.in_(REMAINING)).order_by(*generators.PLACE).limit(1))
+        return Oldest(*found[0]) if found else None
+
+    def since_last_capture(self) -> float | None:
+        """Seconds since the last sample was published; None before the first."""
+        with self.read() as rows:
+            return rows.scalar(rows.select(database_now() - sa.func.max(samples.c.published)))
+
+
+def _missing(rows: Rows, epoch: int, slots: Sequence[SampleSlot]) -> list[SampleSlot]:
+    """The slots of an epoch that have no row yet. Raises Refusal for slots that cannot be added to those rows."""
+    query = rows.select(samples.c.ordinal, samples.c.sample, samples.c.tokens).where(samples.c.epoch == epoch)
+    there = {row.ordinal: SampleSlot(**row._asdict()) for row in rows.all(query)}
+    wanted = {slot.ordinal: slot for slot in slots}
+    if len(wanted) != len(slots) or any(wanted.get(ordinal) != slot for ordinal, slot in there.items()):
+        raise Refusal(
+            f"epoch {epoch} of run {rows.run!r} is in the ledger with other samples: the sample set or its "
+            "order has changed; resume with the run's own recipe and data, or start a run of another name"
+        )
+    missing = [slot for slot in slots if slot.ordinal not in there]
+    later = rows.select(samples.c.epoch).where(samples.c.epoch > epoch, samples.c.state != QUARANTINED)
+    if missing and rows.all(later.limit(1)):
+        raise Refusal(f"epoch {epoch} of run {rows.run!r} cannot be opened after a later one: open them in turn")
+    return missing

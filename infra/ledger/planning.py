@@ -5,6 +5,7 @@ import heapq
 from collections.abc import Collection, Sequence
 
 from infra.planner.traffic import samples_in_flight
+from infra.records.data_path import SampleSlot
 from infra.refusal import Refusal
 
 
@@ -54,6 +55,19 @@ def check_budget(
         f"which is {_mib(needed)}. Set transport.budget_mib={-(-needed // 2**20)} or more, or lower data.max_tokens, "
         "training.samples_per_step, training.prefetch_steps or generator.lease_samples"
     )
+
+
+def check_slots(slots: Sequence[SampleSlot], budget_bytes: int, bytes_per_token: int) -> None:
+    """Refuse a sample without tokens, and one that is larger than the budget."""
+    for slot in slots:
+        if slot.tokens < 1:
+            raise Refusal(f"sample {slot.sample} has no tokens: leave it out of the sample set")
+        if slot.tokens * bytes_per_token > budget_bytes:
+            raise Refusal(
+                f"sample {slot.sample} needs {slot.tokens} tokens x {bytes_per_token} bytes = "
+                f"{slot.tokens * bytes_per_token} bytes, more than the budget of {budget_bytes}: raise "
+                "transport.budget_mib or lower data.max_tokens"
+            )
 
 
 def _mib(size: int) -> str:

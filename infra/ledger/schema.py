@@ -1,55 +1,17 @@
-"""The ledger's tables, its database's clock and its engine. Imported by every process that opens the ledger.
+"""The ledger's tables, its database's clock, and one run's rows.
 
 `runs` holds one row per run: its fixed values, the trainer's incarnation, and the row that every write locks.
 `samples` holds one row per (run, epoch, ordinal); `checkpoints` one row per committed checkpoint.
 """
 
-import sqlite3
-import time
-from contextlib import closing
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy import event
-from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
-from infra.files.locks import hold
-from infra.refusal import Refusal
-
-BUSY_TIMEOUT_S = 60
-"""How long SQLite waits for another process's transaction."""
-LOCKED_S = 600.0
-"""How long a process waits for a SQLite file that another program keeps locked, a backup for instance."""
-
-POSTGRESQL = {
-    "connect_timeout": 10,
-    "keepalives_idle": 10,
-    "keepalives_interval": 5,
-    "keepalives_count": 3,
-    "tcp_user_timeout": 30_000,
-}
-"""libpq's settings: a server that vanished is given up within half a minute."""
-
-SESSION = {
-    # A client that freezes inside a transaction holds the run's row: its session is ended, and the lock with it.
-    "idle_in_transaction_session_timeout": 30_000,
-    # Longer than that, or those who wait for a frozen client would give up before it is gone.
-    "lock_timeout": 120_000,
-    "statement_timeout": 300_000,
-    # In seconds: a client whose machine has vanished is given up too.
-    "tcp_keepalives_idle": 10,
-    "tcp_keepalives_interval": 5,
-    "tcp_keepalives_count": 3,
-}
-"""Settings of every PostgreSQL session, in milliseconds unless noted."""
-
-DRIVER = "postgresql+psycopg"
-SERVER_S = 30.0
-"""How long a server that does not answer is waited for: it may be restarting."""
-POLL_S = 0.2
+from infra.records.data_path import CheckpointRecord
 
 PENDING, LEASED, READY = "pending", "leased", "ready"
 TAKEN, CONSUMED, QUARANTINED = "taken", "consumed", "quarantined"
@@ -128,8 +90,8 @@ checkpoints = sa.Table(
     sa.Column("incarnation", sa.BigInteger, nullable=False),
 )
 
-
-SQLITE_HEADER = b"SQLite format 3\x00"
+NOTHING_HELD = dict.fromkeys(("owner", "lease_expires", "object", "step", "rank", "micro_batch")) | {"bytes_held": 0}
+"""Values of a row that holds no object and belongs to no step."""
 
 
 class database_now(FunctionElement[float]):
@@ -149,180 +111,50 @@ def _now_postgresql(element: database_now, compiler: Any, **options: Any) -> str
     return "CAST(extract(epoch FROM clock_timestamp()) AS double precision)"
 
 
-def _database(url: str) -> sa.URL:
-    """The address of a ledger. Raises Refusal for one of another database, or of none."""
-    remedy = "write sqlite:////absolute/path.sqlite or postgresql://user@host/database"
-    try:
-        address = sa.make_url(url)
-        backend = address.get_backend_name()
-    except (ArgumentError, ValueError) as error:
-        raise Refusal(f"ledger.url {url!r} is no database URL: {remedy}") from error
-    if backend == "postgresql":
-        return address.set(drivername=DRIVER)
-    if backend == "sqlite" and address.database not in (None, "", ":memory:"):
-        if address.get_driver_name() != "pysqlite" or address.query:
-            raise Refusal(f"ledger.url {url!r} asks for a driver or options that the ledger does not use: {remedy}")
-        return address
-    raise Refusal(f"ledger.url {url!r} must name a SQLite file or PostgreSQL: {remedy}")
+Condition = sa.ColumnElement[bool] | sa.TextClause
 
 
-def open_engine(url: str) -> sa.Engine:
-    """Connect to a ledger's database, making its tables where they are missing.
+class Rows:
+    """One run's rows inside an open transaction."""
 
-    Raises Refusal for a URL of another database, for a missing folder, for a SQLite file on a network file system,
-    and for a file that is no database. Connections that carry the execution option `reads=True` take no write lock.
-    """
-    address = _database(url)
-    if address.get_backend_name() == "postgresql":
-        engine = _postgresql_engine(address)
-    else:
-        engine = _sqlite_engine(address, Path(str(address.database)))
-    with engine.begin() as connection:
-        lock_schema(connection)
-        metadata.create_all(connection)
-    return engine
+    def __init__(self, connection: sa.Connection, run: str) -> None:
+        self.connection, self.run = connection, run
 
+    def select(self, *columns: Any) -> sa.Select[Any]:
+        """A query of the run's samples, to be narrowed and passed to `all` or `scalar`."""
+        return sa.select(*columns).where(samples.c.run == self.run)
 
-def check_server(url: str) -> None:
-    """Raise Refusal, with the reason, where `url` names no database that a ledger could be in."""
-    address = _database(url)
-    if address.get_backend_name() == "sqlite":
-        file = Path(str(address.database))
-        _check_sqlite(file)
-        return
-    try:
-        sa.create_engine(address, connect_args=POSTGRESQL, poolclass=sa.NullPool).connect().close()
-    except OperationalError as error:
-        raise Refusal(
-            f"ledger.url: {address.render_as_string()} does not let us in: {str(error.orig).splitlines()[0]}. Start "
-            "the server, correct the URL, or set $PGPASSWORD; without one the ledger is a file in the run folder"
-        ) from error
-    except (SQLAlchemyError, ValueError) as error:
-        raise Refusal(f"ledger.url {url!r} cannot be used: {error}. Correct it, or leave it out") from error
+    def all(self, query: sa.Select[Any]) -> list[sa.Row[Any]]:
+        return list(self.connection.execute(query))
 
+    def scalar(self, query: sa.Select[Any]) -> Any:
+        """The first column of the first row; None without a row."""
+        return self.connection.execute(query).scalar()
 
-def _postgresql_engine(address: sa.URL) -> sa.Engine:
-    # A connection that was lost is noticed, and made anew, before a transaction begins on it.
-    engine = sa.create_engine(address, pool_pre_ping=True, connect_args=POSTGRESQL)
-    event.listen(engine, "do_connect", _connect_when_there)
-    event.listen(engine, "connect", _set_up_postgresql)
-    return engine
+    def insert(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        if values := [{"run": self.run, **row} for row in rows]:
+            self.connection.execute(sa.insert(samples), values)
 
+    def update(self, *where: Condition, **values: Any) -> int:
+        """Change the samples for which all of `where` hold; their number."""
+        change = sa.update(samples).where(samples.c.run == self.run, *where).values(**values)
+        return self.connection.execute(change).rowcount
 
-def _connect_when_there(dialect: Any, _record: Any, arguments: Any, options: Any) -> Any:
-    """A connection to a server that may be restarting. Raises the driver's OperationalError when it does not come."""
-    deadline, is_waiting = time.monotonic() + SERVER_S, False
-    while True:
-        try:
-            return dialect.connect(*arguments, **options)
-        except dialect.loaded_dbapi.OperationalError as error:
-            if time.monotonic() > deadline:
-                raise
-            reason = str(error).splitlines()[0]
-        if not is_waiting:
-            where = f"{options.get('host', 'localhost')}:{options.get('port', 5432)}"
-            print(
-                f"the ledger's database at {where} does not answer; waiting up to {SERVER_S:g} s: {reason}", flush=True
-            )
-        is_waiting = True
-        time.sleep(POLL_S)
+    def give_back(self, *where: Condition) -> int:
+        """Make these samples pending; their number."""
+        return self.update(*where, state=PENDING, **NOTHING_HELD)
 
+    def update_run(self, **values: Any) -> None:
+        self.connection.execute(sa.update(runs).where(runs.c.name == self.run).values(**values))
 
-def _set_up_postgresql(connection: Any, _record: Any) -> None:
-    with connection.cursor() as cursor:
-        for name, value in SESSION.items():
-            cursor.execute(f"SET {name} = {value}")
-    connection.commit()
+    def insert_checkpoint(self, record: CheckpointRecord) -> None:
+        self.connection.execute(sa.insert(checkpoints).values(run=self.run, **record.model_dump()))
 
+    def delete_checkpoints(self, where: sa.ColumnElement[bool]) -> None:
+        self.connection.execute(sa.delete(checkpoints).where(checkpoints.c.run == self.run, where))
 
-def lock_schema(connection: sa.Connection) -> None:
-    """Let one process at a time make tables or runs (on SQLite every write transaction already is alone)."""
-    if connection.dialect.name == "postgresql":
-        connection.execute(sa.text("SELECT pg_advisory_xact_lock(710251)"))
-
-
-def _sqlite_engine(address: sa.URL, file: Path) -> sa.Engine:
-    _check_sqlite(file)
-    _write_ahead(file)
-    engine = sa.create_engine(address, connect_args={"timeout": BUSY_TIMEOUT_S})
-    event.listen(engine, "connect", _set_up_sqlite)
-    event.listen(engine, "begin", _begin_sqlite)
-    return engine
-
-
-def _check_sqlite(file: Path) -> None:
-    """Raise Refusal for a file that SQLite cannot open or that is not a database."""
-    if not file.parent.is_dir():
-        raise Refusal(f"the ledger's folder {file.parent} does not exist: create it, or set ledger.url")
-    if file.exists() and not file.is_file():
-        raise Refusal(f"the ledger {file} is no file: remove it, or set ledger.url")
-    if file.is_file():
-        with file.open("rb") as opened:
-            head = opened.read(len(SQLITE_HEADER))
-        if head and head != SQLITE_HEADER:
-            raise Refusal(f"the ledger {file} is damaged, no SQLite database: restore it, or move it away")
-    refuse_network_file_system(file)
-
-
-def _write_ahead(file: Path) -> None:
-    """Switch a new file to the write-ahead log for good; of two that try at once SQLite refuses one without waiting."""
-    with hold(file.with_name(f"{file.name}.lock"), wait_s=BUSY_TIMEOUT_S):
-        with closing(sqlite3.connect(file, timeout=BUSY_TIMEOUT_S)) as connection:
-            connection.execute("PRAGMA journal_mode=WAL")
-
-
-def _set_up_sqlite(connection: Any, record: Any) -> None:
-    connection.isolation_level = None  # the driver would start transactions itself, and too late
-    connection.execute("PRAGMA synchronous=FULL")
-    connection.execute("PRAGMA foreign_keys=ON")
-
-
-def _begin_sqlite(connection: sa.Connection) -> None:
-    if connection.get_execution_options().get("reads", False):
-        connection.exec_driver_sql("BEGIN")
-        return
-    deadline, is_waiting = time.monotonic() + LOCKED_S, False
-    while True:
-        try:
-            connection.exec_driver_sql("BEGIN IMMEDIATE")
-            return
-        except OperationalError as error:
-            # Nothing has begun, so nothing is lost by asking again.
-            if getattr(error.orig, "sqlite_errorcode", None) != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
-                raise
-        if not is_waiting:
-            print(
-                f"the ledger {connection.engine.url.database} is locked by another program; waiting up to "
-                f"{LOCKED_S:g} s",
-                flush=True,
-            )
-        is_waiting = True
-
-
-# fmt: off
-NETWORK_FILE_SYSTEMS = frozenset({
-    "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "wekafs",
-    "fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.s3fs", "fuse.rclone", "fuse.gcsfuse", "fuse.juicefs",
-})
-# fmt: on
-
-
-def refuse_network_file_system(file: Path, mounts: Path = Path("/proc/mounts")) -> None:
-    """Raise Refusal when `file` would lie on a network file system; silent where `mounts` does not exist.
-
-    SQLite's write-ahead log needs memory and locks that all processes share, which such file systems do not give.
-    """
-    if not mounts.exists():
-        return
-    folder = file.parent.resolve()
-    found, kind = Path(), ""
-    for line in mounts.read_text().splitlines():
-        _, point, fs_type, *_ = line.split(" ")
-        place = Path(point.encode().decode("unicode_escape"))
-        if folder.is_relative_to(place) and len(place.parts) >= len(found.parts):
-            found, kind = place, fs_type
-    if kind in NETWORK_FILE_SYSTEMS:
-        raise Refusal(
-            f"the SQLite ledger {file} lies on a network file system ({kind} at {found}), where SQLite is not safe: "
-            "put the run folder on a local disk, or set ledger.url to a PostgreSQL database"
-        )
+    def checkpoints(self) -> list[CheckpointRecord]:
+        """All committed checkpoints, oldest first."""
+        columns = (checkpoints.c[name] for name in CheckpointRecord.model_fields)
+        query = sa.select(*columns).where(checkpoints.c.run == self.run).order_by(checkpoints.c.step)
+        return [CheckpointRecord(**row._asdict()) for row in self.connection.execute(query)]

@@ -1,150 +1,122 @@
-"""The trainer's side of the ledger: plan, release, commit, finish. Rank 0 plans and commits; every rank releases.
+"""The trainer's side of the ledger: how it takes a run over from its predecessor, and how it plans a step."""
 
-Each write names the trainer's incarnation and raises StaleIncarnation once another trainer has resumed the run.
-"""
-
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from functools import cache
+from typing import Any, cast
 
 import sqlalchemy as sa
 
-from infra.ledger.answers import EndOfEpoch, Wait
+from infra.ledger.generators import evict
+from infra.ledger.ledger import Ledger
 from infra.ledger.planning import balance
-from infra.ledger.schema import CONSUMED, NO_STEP, READY, REMAINING, TAKEN, checkpoints, samples
-from infra.ledger.transactions import Transactions
-from infra.records.data_path import CheckpointRecord, ObjectRecord, PlannedSample, StepPlan
+from infra.ledger.schema import (
+    CONSUMED,
+    HOLDS_BYTES,
+    NO_STEP,
+    PENDING,
+    QUARANTINED,
+    READY,
+    REMAINING,
+    TAKEN,
+    Rows,
+    checkpoints,
+    database_now,
+    samples,
+)
+from infra.records.data_path import CheckpointRecord, ObjectRecord, PlannedSample, Record, SampleSlot, StepPlan
+from infra.refusal import Refusal
+
+MAX_CRASHES = 3
+"""Trainer crashes at one step, with no checkpoint between them, that stop a run."""
 
 
-class TrainerSide(Transactions):
-    """What a trainer that has resumed asks of the ledger."""
-
-    def plan(
-        self,
-        incarnation: int,
-        epoch: int,
-        step: int,
-        *,
-        ranks: int,
-        micro_batches: int,
-        samples_per_step: int,
-        current_step: int | None = None,
-    ) -> StepPlan | Wait | EndOfEpoch:
-        """Take the samples of optimizer step `step`; steps count up over all epochs.
-
-        Order `strict`: the first `samples_per_step` remaining samples by ordinal, once all of them are ready. Order
-        `any`: the first that are ready. Either way the epoch's last step may be short, and a step is never short while
-        other samples may still come. `current_step` is the step that is being trained while this one is planned
-        ahead (default: `step` itself); a crash is counted there. Call it even at the end of the epoch to tell.
-        """
-        with self._write(incarnation) as (connection, run):
-            current = step if current_step is None else current_step
-            if current != run.current_step:
-                self._update_run(connection, current_step=current)
-            remaining = self._first_remaining(connection, epoch, samples_per_step)
-            if not remaining:
-                return EndOfEpoch(epoch=epoch)
-            ready = [row for row in remaining if row.state == READY]
-            if run.plan_order == "any" and len(ready) < len(remaining):
-                ready = self._first(connection, epoch, READY, samples_per_step)
-            if len(ready) < len(remaining):
-                missing = next((row.ordinal for row in remaining if row.state != READY), None)
-                strict = run.plan_order == "strict"
-                return Wait(
-                    step=step, needed=len(remaining), ready=len(ready), first_missing=missing if strict else None
-                )
-            plan = _plan_of(ready, epoch, step, ranks, micro_batches)
-            self._take(connection, plan)
-            return plan
-
-    def release(self, incarnation: int, epoch: int, *ordinals: int) -> None:
-        """Free the bytes of samples whose objects this rank has copied out **and deleted**. Their state stays."""
-        with self._write(incarnation) as (connection, _):
-            change = sa.update(samples).where(
-                self._rows(
-                    samples.c.epoch == epoch,
-                    samples.c.ordinal.in_(ordinals),
-                    samples.c.state.in_((TAKEN, CONSUMED)),
-                )
-            )
-            released = connection.execute(change.values(bytes_held=0, object=None)).rowcount
-            assert released == len(set(ordinals)), f"release of samples that were not taken: {epoch}, {ordinals}"
-
-    def consumed_ordinals(self, step: int) -> tuple[int, list[int]]:
-        """(epoch, ordinals, ascending) for the manifest of a checkpoint at `step`, before it is committed.
-
-        The epoch is the newest one that the checkpoint's weights have seen (0 when they have seen none).
-        """
-        seen = self._rows(samples.c.state.in_((TAKEN, CONSUMED)), samples.c.step <= step)
-        with self._read() as connection:
-            epoch = connection.execute(sa.select(sa.func.max(samples.c.epoch)).where(seen)).scalar() or 0
-            query = sa.select(samples.c.ordinal).where(seen, samples.c.epoch == epoch).order_by(samples.c.ordinal)
-            return epoch, list(connection.execute(query).scalars())
-
-    def commit(self, incarnation: int, record: CheckpointRecord) -> int:
-        """The commit point of a checkpoint whose files are all durable; the number of samples it consumed.
-
-        Committing the same step again replaces its row.
-        """
-        assert record.incarnation == incarnation, "a trainer commits only its own checkpoints"
-        with self._write(incarnation) as (connection, _):
-            place = (checkpoints.c.run == self.run, checkpoints.c.step == record.step)
-            connection.execute(sa.delete(checkpoints).where(*place))
-            connection.execute(sa.insert(checkpoints).values(run=self.run, **record.model_dump()))
-            trained = self._rows(samples.c.state == TAKEN, samples.c.step <= record.step)
-            consumed = connection.execute(sa.update(samples).where(trained).values(state=CONSUMED)).rowcount
-            self._update_run(connection, crashes=0, crash_step=NO_STEP)
-            return consumed
-
-    def excuse(self, incarnation: int) -> None:
-        """The trainer ends because of a fault of the machine: `resume` does not count this end as a crash."""
-        with self._write(incarnation) as (connection, _):
-            self._update_run(connection, training=False)
-
-    def finish(self, incarnation: int) -> None:
-        """The last checkpoint is committed: generators may stop."""
-        with self._write(incarnation) as (connection, _):
-            self._update_run(connection, finished=True, training=False)
-
-    def checkpoints(self) -> list[CheckpointRecord]:
-        """All committed checkpoints, oldest first. A checkpoint folder that is not among them is not a checkpoint."""
-        with self._read() as connection:
-            return self._checkpoints(connection)
-
-    def _checkpoints(self, connection: sa.Connection) -> list[CheckpointRecord]:
-        query = sa.select(checkpoints).where(checkpoints.c.run == self.run).order_by(checkpoints.c.step)
-        return [
-            CheckpointRecord(step=row.step, path=row.path, manifest_hash=row.manifest_hash, incarnation=row.incarnation)
-            for row in connection.execute(query)
-        ]
-
-    def _first(self, connection: sa.Connection, epoch: int, state: str, limit: int) -> list[sa.Row[Any]]:
-        here = self._rows(samples.c.state == state, samples.c.epoch == epoch)
-        query = sa.select(samples).where(here).order_by(samples.c.ordinal).limit(limit)
-        return list(connection.execute(query))
-
-    def _first_remaining(self, connection: sa.Connection, epoch: int, limit: int) -> list[sa.Row[Any]]:
-        """The first `limit` samples by ordinal that are pending, leased or ready (one index walk per state)."""
-        rows = [row for state in REMAINING for row in self._first(connection, epoch, state, limit)]
-        return sorted(rows, key=lambda row: row.ordinal)[:limit]
-
-    def _take(self, connection: sa.Connection, plan: StepPlan) -> None:
-        latest = connection.execute(sa.select(sa.func.max(samples.c.step)).where(self._rows())).scalar()
-        assert latest is None or latest < plan.step, f"step {plan.step} planned after step {latest}"
-        change = (
-            sa.update(samples)
-            .where(self._rows(samples.c.epoch == plan.epoch, samples.c.ordinal == sa.bindparam("at_ordinal")))
-            .values(
-                state=TAKEN,
-                step=plan.step,
-                rank=sa.bindparam("new_rank"),
-                micro_batch=sa.bindparam("new_micro_batch"),
-            )
-        )
-        rows = [{"at_ordinal": s.ordinal, "new_rank": s.rank, "new_micro_batch": s.micro_batch} for s in plan.samples]
-        connection.execute(change, rows)
+class RepeatedCrash(Refusal):
+    """The trainer crashed again and again at the same step; the message names that step's samples."""
 
 
-def _plan_of(rows: list[sa.Row[Any]], epoch: int, step: int, ranks: int, micro_batches: int) -> StepPlan:
-    places = balance([row.tokens for row in rows], ranks, micro_batches)
+class Wait(Record):
+    """The next step cannot be planned yet."""
+
+    step: int
+    needed: int
+    """Samples of that step."""
+    ready: int
+    """Those of them that are ready."""
+    first_missing: int | None
+    """Strict order: lowest ordinal of the step that is not ready."""
+
+
+class EndOfEpoch(Record):
+    """Every sample of the epoch is taken, consumed or quarantined."""
+
+    epoch: int
+
+
+class Resume(Record):
+    """Where a trainer resumes."""
+
+    incarnation: int
+    """Named by every write of this trainer."""
+    checkpoint: CheckpointRecord | None
+    """None to start from the beginning."""
+    epoch: int
+    """The epoch to open (idempotent) and to resume in."""
+    dropped: tuple[CheckpointRecord, ...]
+    """Newer checkpoints whose files do not verify; their rows are gone."""
+    evicted: int
+    """Captured or leased samples given up because the samples before them need their bytes first."""
+
+
+# Planning -----------------------------------------------------------------------------------------------------------
+
+
+def plan_step(
+    ledger: Ledger,
+    incarnation: int,
+    epoch: int,
+    step: int,
+    *,
+    ranks: int,
+    micro_batches: int,
+    samples_per_step: int,
+    current_step: int | None = None,
+) -> StepPlan | Wait | EndOfEpoch:
+    """Take the samples of optimizer step `step`; steps count up over all epochs.
+
+    Order `strict`: the first `samples_per_step` remaining samples by ordinal, once all of them are ready. Order
+    `any`: the first that are ready. Either way the epoch's last step may be short, and a step is never short while
+    other samples may still come. `current_step` is the step that is being trained while this one is planned
+    ahead (default: `step` itself); a crash is counted there. Call it even at the end of the epoch to tell.
+    """
+    with ledger.write(incarnation) as (rows, run):
+        current = step if current_step is None else current_step
+        if current != run.current_step:
+            rows.update_run(current_step=current)
+        # One index walk per state.
+        found = (row for state in REMAINING for row in _first(rows, epoch, state, samples_per_step))
+        remaining = sorted(found, key=lambda row: row.ordinal)[:samples_per_step]
+        if not remaining:
+            return EndOfEpoch(epoch=epoch)
+        ready = [row for row in remaining if row.state == READY]
+        if run.plan_order == "any" and len(ready) < len(remaining):
+            ready = _first(rows, epoch, READY, samples_per_step)
+        if len(ready) < len(remaining):
+            missing = next((row.ordinal for row in remaining if row.state != READY), None)
+            first_missing = missing if run.plan_order == "strict" else None
+            return Wait(step=step, needed=len(remaining), ready=len(ready), first_missing=first_missing)
+        return _take(rows, ready, epoch, step, ranks, micro_batches)
+
+
+def _first(rows: Rows, epoch: int, state: str, limit: int) -> list[sa.Row[Any]]:
+    here = rows.select(samples).where(samples.c.state == state, samples.c.epoch == epoch)
+    return rows.all(here.order_by(samples.c.ordinal).limit(limit))
+
+
+def _take(rows: Rows, chosen: Sequence[sa.Row[Any]], epoch: int, step: int, ranks: int, micro_batches: int) -> StepPlan:
+    """Spread samples over ranks and micro-batches, and mark them as taken."""
+    latest = rows.scalar(rows.select(sa.func.max(samples.c.step)))
+    assert latest is None or latest < step, f"step {step} planned after step {latest}"
+    places = balance([row.tokens for row in chosen], ranks, micro_batches)
     planned = tuple(
         PlannedSample(
             epoch=epoch,
@@ -155,6 +127,146 @@ def _plan_of(rows: list[sa.Row[Any]], epoch: int, step: int, ranks: int, micro_b
             micro_batch=micro_batch,
             object=ObjectRecord.model_validate_json(row.object),
         )
-        for row, (rank, micro_batch) in zip(rows, places, strict=True)
+        for row, (rank, micro_batch) in zip(chosen, places, strict=True)
     )
+    # Many rows in one round trip.
+    change = sa.update(samples).where(
+        samples.c.run == rows.run, samples.c.epoch == epoch, samples.c.ordinal == sa.bindparam("at")
+    )
+    change = change.values(state=TAKEN, step=step, rank=sa.bindparam("to_rank"), micro_batch=sa.bindparam("to_batch"))
+    rows.connection.execute(change, [{"at": s.ordinal, "to_rank": s.rank, "to_batch": s.micro_batch} for s in planned])
     return StepPlan(step=step, epoch=epoch, micro_batches=micro_batches, samples=planned)
+
+
+# Resuming -----------------------------------------------------------------------------------------------------------
+
+
+def resume_run(
+    ledger: Ledger,
+    verify_checkpoint: Callable[[CheckpointRecord], bool],
+    verify_object: Callable[[ObjectRecord], bool],
+) -> Resume:
+    """Take the run over in one transaction; every older trainer's writes fail from here on.
+
+    The newest checkpoint that verifies survives. Samples trained after it are pending again; samples taken or
+    ready are ready if their object still verifies, else pending; epochs after the surviving one are closed (their
+    quarantined samples stay listed). Verifying happens before the lock is taken, except for what changed since.
+    Raises RepeatedCrash, changing nothing, at the third crash of a trainer at the same step.
+    """
+    # Each record is verified once. Frozen models are hashable, which type checkers do not see.
+    checkpoint_is_whole = cast(Callable[[CheckpointRecord], bool], cache(verify_checkpoint))
+    object_is_whole = cast(Callable[[ObjectRecord], bool], cache(verify_object))
+    with ledger.read() as rows:
+        committed, objects = rows.checkpoints(), _objects(rows)
+    _newest(committed, checkpoint_is_whole)
+    for _, _, record in objects:
+        object_is_whole(record)
+    with ledger.write() as (rows, run):
+        return _take_over(rows, run, checkpoint_is_whole, object_is_whole)
+
+
+def _newest(
+    committed: Sequence[CheckpointRecord], is_whole: Callable[[CheckpointRecord], bool]
+) -> CheckpointRecord | None:
+    return next((record for record in reversed(committed) if is_whole(record)), None)
+
+
+def _objects(rows: Rows) -> list[tuple[int, int, ObjectRecord]]:
+    """(epoch, ordinal, object) of every sample that still has one."""
+    query = rows.select(samples.c.epoch, samples.c.ordinal, samples.c.object)
+    held = query.where(samples.c.state.in_((READY, TAKEN)), samples.c.object.is_not(None))
+    return [(row.epoch, row.ordinal, ObjectRecord.model_validate_json(row.object)) for row in rows.all(held)]
+
+
+def _take_over(
+    rows: Rows,
+    run: sa.Row[Any],
+    checkpoint_is_whole: Callable[[CheckpointRecord], bool],
+    object_is_whole: Callable[[ObjectRecord], bool],
+) -> Resume:
+    crashes, crash_step = _count_crash(rows, run)
+    committed = rows.checkpoints()
+    survivor = _newest(committed, checkpoint_is_whole)
+    step = survivor.step if survivor else NO_STEP
+    rows.delete_checkpoints(checkpoints.c.step > step)
+    rows.give_back(samples.c.state == CONSUMED, samples.c.step > step)
+    epoch = rows.scalar(rows.select(sa.func.max(samples.c.epoch)).where(samples.c.state == CONSUMED)) or 0
+    floor = _close_later_epochs(rows, epoch)
+    _return_taken(rows, object_is_whole)
+    evicted = evict(rows, run) if run.plan_order == "strict" else 0
+    rows.update_run(
+        incarnation=run.incarnation + 1,
+        attempt_floor=max(floor, run.attempt_floor),
+        training=True,
+        finished=False,
+        current_step=NO_STEP,
+        crashes=crashes,
+        crash_step=crash_step,
+    )
+    dropped = tuple(record for record in committed if record.step > step)
+    return Resume(incarnation=run.incarnation + 1, checkpoint=survivor, epoch=epoch, dropped=dropped, evicted=evicted)
+
+
+def _count_crash(rows: Rows, run: sa.Row[Any]) -> tuple[int, int]:
+    """(crashes, step) with the last trainer's end counted, unless it finished or there was none."""
+    if not run.training:
+        return 0, NO_STEP
+    crashes = run.crashes + 1 if run.current_step == run.crash_step else 1
+    if crashes < MAX_CRASHES:
+        return crashes, run.current_step
+    named = ", ".join(
+        f"epoch {row.epoch} ordinal {row.ordinal} (sample {row.sample}, {row.tokens} tokens)"
+        for row in rows.all(rows.select(samples).where(samples.c.step == run.current_step).order_by(samples.c.ordinal))
+    )
+    place = f"at step {run.current_step}, which trains {named}" if named else "before its first step"
+    raise RepeatedCrash(
+        f"the trainer of run {rows.run!r} crashed {crashes} times {place}. "
+        "Its log says why. Fix that, then resume the run"
+    )
+
+
+def _close_later_epochs(rows: Rows, epoch: int) -> int:
+    """Remove the epochs after `epoch`; the highest attempt that their rows had.
+
+    Their samples must not reuse those attempts when the epoch opens again: a late publish of a removed row would
+    pass for the new one's.
+    """
+    later = (samples.c.run == rows.run, samples.c.epoch > epoch)
+    highest = rows.scalar(sa.select(sa.func.max(samples.c.attempt)).where(*later)) or 0
+    rows.connection.execute(sa.delete(samples).where(*later, samples.c.state != QUARANTINED))
+    return highest
+
+
+def _return_taken(rows: Rows, object_is_whole: Callable[[ObjectRecord], bool]) -> None:
+    """Taken and ready rows become ready or pending; no consumed row holds bytes (the sweeper deletes those)."""
+    rows.update(samples.c.state == CONSUMED, HOLDS_BYTES, bytes_held=0, object=None)
+    rows.give_back(samples.c.state == TAKEN, samples.c.object.is_(None))
+    for epoch, ordinal, record in _objects(rows):
+        if not object_is_whole(record):
+            rows.give_back(samples.c.epoch == epoch, samples.c.ordinal == ordinal)
+    rows.update(samples.c.state == TAKEN, state=READY, step=None, rank=None, micro_batch=None)
+
+
+def rebuild_run(
+    ledger: Ledger, checkpoint: CheckpointRecord, epoch: int, slots: Sequence[SampleSlot], consumed: Collection[int]
+) -> None:
+    """Write a lost ledger anew from a verified checkpoint and its manifest's epoch and ordinals.
+
+    The run must have been created and hold nothing. Incarnation and attempts continue from the database's clock in
+    microseconds, above any number that a process of the lost ledger can hold. Raises Refusal where rows exist.
+    """
+    trained = set(consumed)
+    unknown = trained - {slot.ordinal for slot in slots}
+    if unknown:
+        raise Refusal(f"the manifest of {checkpoint.path} names ordinals {sorted(unknown)} beyond its epoch")
+    with ledger.write() as (rows, _):
+        if rows.scalar(rows.select(sa.func.count())) or rows.checkpoints():
+            raise Refusal(f"the ledger of run {rows.run!r} is not empty: resume it instead of rebuilding it")
+        floor = int(rows.scalar(sa.select(database_now())) * 1e6)
+        done, left = {"state": CONSUMED, "step": checkpoint.step}, {"state": PENDING, "step": None}
+        rows.insert(
+            {"epoch": epoch, "attempt": floor, **slot.model_dump(), **(done if slot.ordinal in trained else left)}
+            for slot in slots
+        )
+        rows.insert_checkpoint(checkpoint)
+        rows.update_run(incarnation=max(floor, checkpoint.incarnation), attempt_floor=floor)

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from infra.config import TransportConfig
 from infra.files.locks import Lock, LockHeldError, hold, own_folder, sweep
 from infra.files.run_folder import RunFolder
-from infra.ledger.damage import set_aside_if_damaged
+from infra.ledger.database import set_aside_if_damaged
 from infra.processes.process import Owner
 from infra.refusal import Refusal
 from infra.settings import shared_memory_folder

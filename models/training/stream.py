@@ -14,9 +14,9 @@ from functools import cache
 
 import torch
 
-from infra.data_plane.bottleneck import StallError, blame
-from infra.ledger.answers import EndOfEpoch, Resume
+from infra.data_plane.watch import StallError, blame
 from infra.ledger.ledger import Ledger
+from infra.ledger.trainers import EndOfEpoch, Resume, plan_step
 from infra.records.data_path import StepPlan
 from models.drafts.base import PackedSamples, supervised_positions
 from models.run import PreparedRun
@@ -125,7 +125,8 @@ class StepStream:
             if self.epoch not in self._opened:
                 self.ledger.open_epoch(self.incarnation, self.epoch, self.run.epoch_slots(self.epoch))
                 self._opened.add(self.epoch)
-            answer = self.ledger.plan(
+            answer = plan_step(
+                self.ledger,
                 self.incarnation,
                 self.epoch,
                 self.step,

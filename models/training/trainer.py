@@ -18,10 +18,10 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import Callback
 from sqlalchemy.exc import DBAPIError
 
-from infra.data_plane.bottleneck import StallError
+from infra.data_plane.watch import StallError
 from infra.files.atomic import write_atomically
-from infra.ledger.answers import Resume
 from infra.ledger.ledger import Ledger
+from infra.ledger.trainers import Resume
 from infra.processes.exit import die_with_parent, run_main
 from infra.records.data_path import TrainingResult
 from infra.refusal import Refusal

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from infra.data_plane.bottleneck import in_words
-from infra.ledger.answers import Quarantined
+from infra.ledger.ledger import Quarantined
 from infra.planner.measured import comparison
 from infra.planner.plan import Plan
 from infra.quantities import plural, signed

@@ -13,8 +13,8 @@ from flows.command_line import app
 from infra.files.atomic import write_atomically
 from infra.files.locks import hold
 from infra.files.run_folder import RunFolder
-from infra.ledger.answers import RepeatedCrash
 from infra.ledger.ledger import Ledger
+from infra.ledger.trainers import RepeatedCrash, resume_run
 from infra.settings import tracking_uri
 from infra.tracking import registry, runs
 from models.config.recipe import RunConfig, load_recipe
@@ -132,11 +132,11 @@ def test_resuming_a_run_that_another_process_owns_changes_nothing(home: Path) ->
     with Ledger.open(folder.ledger_url, folder.name) as ledger:
         ledger.create_run(budget_bytes=100, bytes_per_token=10, lease_seconds=60, max_attempts=2, order="strict")
         for _ in range(3):
-            ledger.resume(lambda _: True, lambda _: True)
+            resume_run(ledger, lambda _: True, lambda _: True)
         with hold(folder.run_lock):
             assert "run tiny-live is owned by another process" in refusal(home, "retrain", "--resume", "tiny-live")
         with pytest.raises(RepeatedCrash):
-            ledger.resume(lambda _: True, lambda _: True)
+            resume_run(ledger, lambda _: True, lambda _: True)
 
 
 def test_drafts_are_listed_promoted_and_rolled_back(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

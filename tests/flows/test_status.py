@@ -13,6 +13,7 @@ from flows.command_line import app
 from infra.files.locks import hold
 from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
+from infra.ledger.trainers import plan_step, resume_run
 from infra.quantities import figure
 from infra.records.data_path import BufferRecord, CheckpointRecord, GeneratorsChange, ObjectRecord, SampleSlot
 from infra.refusal import Refusal
@@ -28,7 +29,7 @@ def run(make_run: Callable[..., RunFolder], tmp_path: Path, monkeypatch: pytest.
     with Ledger.open(folder.ledger_url, folder.name) as ledger:
         ledger.create_run(budget_bytes=2**26, bytes_per_token=1024, lease_seconds=60, max_attempts=1, order="strict")
         slots = [SampleSlot(ordinal=i, sample=i, tokens=8) for i in range(10)]
-        taken = ledger.resume(lambda _: True, lambda _: True)
+        taken = resume_run(ledger, lambda _: True, lambda _: True)
         ledger.open_epoch(taken.incarnation, 0, slots)
         for lease in ledger.lease("generator-0-77", 6):
             if lease.ordinal == 2:
@@ -38,7 +39,7 @@ def run(make_run: Callable[..., RunFolder], tmp_path: Path, monkeypatch: pytest.
                 record = ObjectRecord(key=ledger.key(lease), location="nowhere", buffers=(buffer,))
                 assert ledger.publish(lease, record, prefill_s=0.5, put_s=0.01)
         for step in (1, 2, 3):
-            ledger.plan(taken.incarnation, 0, step, ranks=1, micro_batches=1, samples_per_step=1)
+            plan_step(ledger, taken.incarnation, 0, step, ranks=1, micro_batches=1, samples_per_step=1)
         record = CheckpointRecord(step=2, path="checkpoints/step-000002-1", manifest_hash="x", incarnation=1)
         ledger.commit(taken.incarnation, record)
     return folder

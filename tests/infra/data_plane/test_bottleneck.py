@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.data_plane.bottleneck import StallError, StallWatch, blame, in_words, side_rates, slow_side
+from infra.data_plane.bottleneck import in_words, side_rates, slow_side
+from infra.data_plane.watch import RunWatch, StallError, blame
 from infra.ledger.ledger import Ledger
+from infra.ledger.trainers import plan_step, resume_run
 from infra.records.data_path import BufferRecord, CaptureRates, Lease, ObjectRecord, SampleSlot, SideRates
 from infra.servers.postgres import PostgresServer
 
@@ -47,9 +49,9 @@ def test_a_trainer_that_hangs(ledger: Ledger) -> None:
     assert "training is to blame: epoch 0 ordinal 0 (10 tokens) and 3 samples in all are ready" in blame(ledger)
     for lease in ledger.lease("generator-0", 3):
         publish(ledger, lease)
-    resumed = ledger.resume(lambda _: True, lambda _: True)
+    resumed = resume_run(ledger, lambda _: True, lambda _: True)
     for step in range(1, 5):
-        ledger.plan(resumed.incarnation, 0, step, ranks=1, micro_batches=1, samples_per_step=1)
+        plan_step(ledger, resumed.incarnation, 0, step, ranks=1, micro_batches=1, samples_per_step=1)
     assert "training is to blame: every sample is captured and taken" in blame(ledger)
 
 
@@ -68,7 +70,7 @@ def test_rates_of_what_was_captured(ledger: Ledger) -> None:
 
 
 def test_a_watch_waits_for_the_first_sample_and_then_for_the_next(ledger: Ledger) -> None:
-    watch = StallWatch(ledger, 0.0)
+    watch = RunWatch(ledger, 0.0, 1.0)
     watch.check()
     watch.check()  # a target that is still loading is no stall
     publish(ledger, ledger.lease("generator-0", 1)[0])
@@ -79,7 +81,7 @@ def test_a_watch_waits_for_the_first_sample_and_then_for_the_next(ledger: Ledger
 
 def test_a_database_that_is_away_is_waited_for(postgres: PostgresServer) -> None:
     with Ledger.open(postgres.make_database("away"), "run") as ledger:
-        hasty, patient = StallWatch(ledger, 0.0), StallWatch(ledger, 1e6)
+        hasty, patient = RunWatch(ledger, 0.0, 1.0), RunWatch(ledger, 1e6, 1.0)
         patient._looked = float("-inf")
         postgres.kill()
         patient.check()

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from infra.data_plane import elastic_generators
+from infra.data_plane.bottleneck import Elasticity
 from infra.data_plane.elastic_generators import ElasticGenerators
-from infra.data_plane.elasticity import Elasticity
 from infra.data_plane.start import start_generator, start_trainer
 from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
@@ -82,8 +82,8 @@ def final_weights(folder: RunFolder) -> dict[str, torch.Tensor]:
 def captured_by(folder: RunFolder) -> set[str]:
     """Names of the generators whose samples were taken."""
     taken = sa.select(samples.c.owner).where(samples.c.step.is_not(None)).distinct()
-    with Ledger.open(folder.ledger_url, folder.name) as ledger, ledger._read() as connection:
-        return set(connection.execute(taken).scalars())
+    with Ledger.open(folder.ledger_url, folder.name) as ledger, ledger.read() as rows:
+        return set(rows.connection.execute(taken).scalars())
 
 
 @pytest.mark.slow

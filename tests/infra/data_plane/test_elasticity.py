@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.data_plane.elasticity import LOOKS, Elasticity
+from infra.data_plane.bottleneck import LOOKS, Elasticity
 from infra.records.data_path import SideRates
 
 PATIENCE_S = 60.0

@@ -10,10 +10,10 @@ import pytest
 import sqlalchemy as sa
 from ledger_model import Model, Place, Row, Saved, Trainer
 
-from infra.ledger.answers import EndOfEpoch, RepeatedCrash, Resume, Wait
 from infra.ledger.ledger import Ledger
 from infra.ledger.planning import pack_ordinals, unpack_ordinals
 from infra.ledger.schema import samples
+from infra.ledger.trainers import EndOfEpoch, RepeatedCrash, Resume, Wait, plan_step, rebuild_run, resume_run
 from infra.records.data_path import (
     BufferRecord,
     CheckpointRecord,
@@ -147,8 +147,8 @@ class World:
         self.model.rows[place].expired = True
 
     def resume(self) -> Resume:
-        return self.ledger.resume(
-            lambda record: record.path in self.files, lambda record: self.store.get(record.key) == record
+        return resume_run(
+            self.ledger, lambda record: record.path in self.files, lambda record: self.store.get(record.key) == record
         )
 
     def go_on(self, trainer: Trainer, ranks: int) -> None:
@@ -164,7 +164,8 @@ class World:
     def plan(self, trainer: Trainer, ranks: int) -> Wait | EndOfEpoch | StepPlan:
         step, expected = trainer.planned + 1, self.model.plan(trainer.epoch, self.size)
         self.model.current = trainer.trained + 1
-        answer = self.ledger.plan(
+        answer = plan_step(
+            self.ledger,
             trainer.incarnation,
             trainer.epoch,
             step,
@@ -279,7 +280,7 @@ class World:
         self.model = Model(self.model.strict, self.model.budget, committed=[saved.record])
         self.open_ledger(f"rebuilt-{len(self.incarnations)}-{next(self.serial)}")
         consumed = unpack_ordinals(saved.bitmap)
-        self.ledger.rebuild(saved.record, saved.epoch, self.slots, consumed)
+        rebuild_run(self.ledger, saved.record, saved.epoch, self.slots, consumed)
         for slot in self.slots:
             row = Row(sample=slot.sample, size=slot.tokens * BYTES_PER_TOKEN)
             if slot.ordinal in consumed:

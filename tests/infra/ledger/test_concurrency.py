@@ -11,8 +11,8 @@ from typing import Literal
 
 import pytest
 
-from infra.ledger.answers import Wait
 from infra.ledger.ledger import Ledger
+from infra.ledger.trainers import Wait, plan_step, resume_run
 from infra.records.data_path import CheckpointRecord, Lease, SampleSlot, StepPlan
 
 SAMPLES = 40
@@ -47,7 +47,7 @@ def generators(url: str, folder: Path, count: int) -> Iterator[list[subprocess.P
 def next_step(ledger: Ledger, incarnation: int, epoch: int, step: int):
     deadline = time.monotonic() + 90
     while isinstance(
-        answer := ledger.plan(incarnation, epoch, step, ranks=2, micro_batches=2, samples_per_step=4), Wait
+        answer := plan_step(ledger, incarnation, epoch, step, ranks=2, micro_batches=2, samples_per_step=4), Wait
     ):
         assert time.monotonic() < deadline, answer
         time.sleep(0.005)
@@ -81,7 +81,7 @@ def test_generator_processes_of_which_one_is_killed(url: str, tmp_path: Path, or
         ledger.create_run(budget_bytes=250, bytes_per_token=10, lease_seconds=1, max_attempts=3, order=order)
         ledger.open_epoch(None, 0, SLOTS)
         ledger.lease("never heard of again", 3)
-        incarnation = ledger.resume(lambda _: True, lambda _: True).incarnation
+        incarnation = resume_run(ledger, lambda _: True, lambda _: True).incarnation
         with generators(url, folder, 3) as processes:
             step = train_epoch(ledger, incarnation, 0, 0, trained)
             processes[0].kill()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.ledger.damage import set_aside_if_damaged
+from infra.ledger.database import set_aside_if_damaged
 from infra.ledger.ledger import Ledger
 from infra.records.data_path import SampleProgress, SampleSlot
 

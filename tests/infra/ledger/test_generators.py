@@ -5,6 +5,7 @@ import sqlalchemy as sa
 
 from infra.ledger.ledger import Ledger
 from infra.ledger.schema import samples
+from infra.ledger.trainers import resume_run
 from infra.records.data_path import Lease, ObjectRecord, SampleSlot
 
 Slots = Callable[..., list[SampleSlot]]
@@ -174,7 +175,7 @@ def test_publish_refuses_what_the_lease_does_not_cover(ledger: Ledger, slots: Sl
 
 def test_a_finished_run_leases_nothing(ledger: Ledger, slots: Slots) -> None:
     ledger.open_epoch(None, 0, slots(1))
-    incarnation = ledger.resume(lambda _: True, lambda _: True).incarnation
+    incarnation = resume_run(ledger, lambda _: True, lambda _: True).incarnation
     assert not ledger.finished()
     ledger.finish(incarnation)
     assert ledger.finished()

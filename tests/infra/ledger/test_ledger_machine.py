@@ -9,15 +9,15 @@ from collections import Counter
 from typing import ClassVar
 
 import pytest
-import sqlalchemy as sa
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from ledger_model import Model, Place, Trainer
 from ledger_world import BYTES_PER_TOKEN, EPOCHS, MAX_ATTEMPTS, World
 
-from infra.ledger.answers import StaleIncarnation
+from infra.ledger.ledger import StaleIncarnation
 from infra.ledger.schema import samples
+from infra.ledger.trainers import plan_step
 from infra.records.data_path import CheckpointRecord, SampleSlot
 from infra.servers.postgres import PostgresServer
 
@@ -119,7 +119,7 @@ class LedgerMachine(World, RuleBasedStateMachine):
         old = self.incarnations[pick % (len(self.incarnations) - 1)]
         record = CheckpointRecord(step=1, path="stale", manifest_hash="stale", incarnation=old)
         writes = (
-            lambda: self.ledger.plan(old, 0, 99, ranks=1, micro_batches=1, samples_per_step=self.size),
+            lambda: plan_step(self.ledger, old, 0, 99, ranks=1, micro_batches=1, samples_per_step=self.size),
             lambda: self.ledger.release(old, 0, 0),
             lambda: self.ledger.commit(old, record),
             lambda: self.ledger.finish(old),
@@ -133,8 +133,8 @@ class LedgerMachine(World, RuleBasedStateMachine):
     @invariant()
     def the_ledger_is_the_model(self) -> None:
         columns = (samples.c.state, samples.c.failures, samples.c.bytes_held, samples.c.step)
-        with self.ledger._read() as connection:
-            table = connection.execute(sa.select(samples.c.epoch, samples.c.ordinal, *columns))
+        with self.ledger.read() as rows:
+            table = rows.all(rows.select(samples.c.epoch, samples.c.ordinal, *columns))
             there = {(row.epoch, row.ordinal): tuple(row)[2:] for row in table}
         assert there == {p: (r.state, r.failures, r.held, r.step) for p, r in self.model.rows.items()}
         assert self.ledger.checkpoints() == sorted(self.model.committed, key=lambda record: record.step)

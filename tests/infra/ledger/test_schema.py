@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
+from infra.ledger.database import check_server, refuse_network_file_system
 from infra.ledger.ledger import Ledger
-from infra.ledger.schema import check_server, refuse_network_file_system
 from infra.network.ports import HOST, any_free_port
 from infra.records.data_path import SampleProgress
 from infra.servers.postgres import PostgresServer
@@ -23,10 +23,10 @@ def check_locks(ledger: Ledger, url: str) -> None:
         assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 2
         assert connection.exec_driver_sql("PRAGMA busy_timeout").scalar() == 60_000
     with sqlite3.connect(url.removeprefix("sqlite:///"), timeout=0) as other:
-        with ledger._write():
+        with ledger.write():
             with pytest.raises(sqlite3.OperationalError, match="locked"):
                 other.execute("BEGIN IMMEDIATE")
-        with ledger._read():
+        with ledger.read():
             other.execute("BEGIN IMMEDIATE")
             other.rollback()
     other.close()

@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.ledger.answers import EndOfEpoch, RepeatedCrash, StaleIncarnation, Wait
-from infra.ledger.ledger import Ledger
+from infra.ledger.ledger import Ledger, StaleIncarnation
 from infra.ledger.planning import pack_ordinals, unpack_ordinals
+from infra.ledger.trainers import EndOfEpoch, RepeatedCrash, Wait, plan_step, rebuild_run, resume_run
 from infra.records.data_path import CheckpointRecord, Lease, ObjectRecord, SampleSlot, StepPlan
 
 Slots = Callable[..., list[SampleSlot]]
@@ -13,7 +13,7 @@ Captured = Callable[[Ledger, Lease], ObjectRecord]
 
 
 def start(ledger: Ledger) -> int:
-    return ledger.resume(lambda _: True, lambda _: True).incarnation
+    return resume_run(ledger, lambda _: True, lambda _: True).incarnation
 
 
 def capture(ledger: Ledger, captured: Captured, limit: int = 99) -> list[Lease]:
@@ -24,7 +24,7 @@ def capture(ledger: Ledger, captured: Captured, limit: int = 99) -> list[Lease]:
 
 def plan(ledger: Ledger, incarnation: int, step: int, size: int = 2, **extra: int) -> StepPlan | Wait | EndOfEpoch:
     epoch = extra.pop("epoch", 0)
-    return ledger.plan(incarnation, epoch, step, ranks=1, micro_batches=1, samples_per_step=size, **extra)
+    return plan_step(ledger, incarnation, epoch, step, ranks=1, micro_batches=1, samples_per_step=size, **extra)
 
 
 def planned(answer: StepPlan | Wait | EndOfEpoch) -> list[int]:
@@ -50,7 +50,7 @@ def test_strict_waits_for_the_first_and_ends_short(ledger: Ledger, slots: Slots,
         ledger.publish(lease, captured(ledger, lease))
     assert plan(ledger, incarnation, 1) == Wait(step=1, needed=2, ready=1, first_missing=0)
     ledger.publish(first, captured(ledger, first))
-    answer = ledger.plan(incarnation, 0, 1, ranks=2, micro_batches=1, samples_per_step=2)
+    answer = plan_step(ledger, incarnation, 0, 1, ranks=2, micro_batches=1, samples_per_step=2)
     assert planned(answer) == [0, 1]
     assert isinstance(answer, StepPlan)
     assert [sample.rank for sample in answer.samples] == [0, 1]
@@ -151,7 +151,7 @@ def test_resume_goes_back_to_the_newest_whole_checkpoint(ledger: Ledger, slots: 
     assert planned(plan(ledger, one, 4, size=1)) == [6]
     ledger.open_epoch(one, 1, slots(1))
     lost = "run/0/7/1"
-    resume = ledger.resume(lambda c: c.step == 1, lambda o: o.key != lost)
+    resume = resume_run(ledger, lambda c: c.step == 1, lambda o: o.key != lost)
     assert resume.checkpoint == checkpoint(1, one)
     assert resume.dropped == (checkpoint(2, one), checkpoint(3, one))
     assert (resume.incarnation, resume.epoch, resume.evicted) == (one + 1, 0, 0)
@@ -172,7 +172,7 @@ def test_resume_without_any_whole_checkpoint_starts_over(ledger: Ledger, slots: 
     train(ledger, captured, one, 1)
     ledger.commit(one, checkpoint(1, one))
     ledger.finish(one)
-    resume = ledger.resume(lambda _: False, lambda _: True)
+    resume = resume_run(ledger, lambda _: False, lambda _: True)
     assert (resume.checkpoint, resume.dropped) == (None, (checkpoint(1, one),))
     assert ledger.progress().pending == 2
     assert not ledger.finished()
@@ -212,7 +212,7 @@ def test_resume_evicts_what_would_block_the_samples_before(ledger: Ledger, slots
     train(ledger, captured, one, 1)
     capture(ledger, captured)
     assert ledger.progress().bytes_held == 100
-    resume = ledger.resume(lambda _: True, lambda _: True)
+    resume = resume_run(ledger, lambda _: True, lambda _: True)
     assert resume.evicted == 2
     assert [lease.ordinal for lease in capture(ledger, captured)] == [0, 1]
     assert planned(plan(ledger, resume.incarnation, 1)) == [0, 1]
@@ -233,7 +233,7 @@ def test_an_object_published_while_resume_verifies_is_verified_too(
             assert ledger.publish(second, captured(ledger, second))
         return record.key == "run/0/0/1"
 
-    ledger.resume(lambda _: True, verify)
+    resume_run(ledger, lambda _: True, verify)
     assert asked == ["run/0/0/1", "run/0/1/1"]
     assert ledger.progress().model_dump(exclude_defaults=True) == {"ready": 1, "pending": 1, "bytes_held": 10}
 
@@ -289,11 +289,11 @@ def test_a_lost_ledger_is_rebuilt(ledger: Ledger, slots: Slots, captured: Captur
     with Ledger.open(f"sqlite:///{tmp_path / 'new.sqlite'}", "run") as new:
         new.create_run(budget_bytes=100, bytes_per_token=10, lease_seconds=60, max_attempts=2, order="strict")
         with pytest.raises(ValueError, match=r"\[9\] beyond its epoch"):
-            new.rebuild(checkpoint(1, one), epoch, slots(1, 1, 1, 1), [9])
-        new.rebuild(checkpoint(1, one), epoch, slots(1, 1, 1, 1), unpack_ordinals(manifest))
+            rebuild_run(new, checkpoint(1, one), epoch, slots(1, 1, 1, 1), [9])
+        rebuild_run(new, checkpoint(1, one), epoch, slots(1, 1, 1, 1), unpack_ordinals(manifest))
         with pytest.raises(ValueError, match="not empty"):
-            new.rebuild(checkpoint(1, one), epoch, slots(1, 1, 1, 1), [])
-        resume = new.resume(lambda _: True, lambda _: True)
+            rebuild_run(new, checkpoint(1, one), epoch, slots(1, 1, 1, 1), [])
+        resume = resume_run(new, lambda _: True, lambda _: True)
         assert (resume.checkpoint, resume.epoch) == (checkpoint(1, one), 0)
         (again,) = new.lease("fast", 1)
         assert again.ordinal == late.ordinal

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from infra.data_plane.bottleneck import Elasticity
 from infra.data_plane.elastic_generators import ElasticGenerators
-from infra.data_plane.elasticity import Elasticity
 from infra.files.run_folder import RunFolder
 from infra.pools.base import Pool, PoolBusyError, PoolSpec
 from infra.pools.local import LocalPool, LocalPools

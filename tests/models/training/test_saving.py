@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from infra.files.run_folder import RunFolder
-from infra.ledger.answers import StaleIncarnation
-from infra.ledger.ledger import Ledger
+from infra.ledger.ledger import Ledger, StaleIncarnation
+from infra.ledger.trainers import resume_run
 from infra.records.data_path import CheckpointRecord
 from models import checkpoint as checkpoints
 from models.checkpoint import CheckpointSaver, on_host
@@ -38,7 +38,7 @@ def save(saver: CheckpointSaver, step: int, weight: torch.Tensor) -> None:
 
 
 def test_training_may_go_on_while_a_checkpoint_is_written(folder: RunFolder, ledger: Ledger) -> None:
-    resume = ledger.resume(lambda _: True, lambda _: True)
+    resume = resume_run(ledger, lambda _: True, lambda _: True)
     saver, weight = CheckpointSaver(folder, ledger, resume.incarnation, keep=2), torch.zeros(50_000)
     for step in range(1, 5):
         weight.fill_(step)
@@ -55,7 +55,7 @@ def test_training_may_go_on_while_a_checkpoint_is_written(folder: RunFolder, led
 
 
 def test_what_a_save_raised_is_raised_by_the_next_wait(folder: RunFolder, ledger: Ledger) -> None:
-    resume = ledger.resume(lambda _: True, lambda _: True)
+    resume = resume_run(ledger, lambda _: True, lambda _: True)
     saver = CheckpointSaver(folder, ledger, resume.incarnation, keep=2)
     folder.checkpoints.write_text("in the way")
     save(saver, 1, torch.zeros(2))
@@ -82,8 +82,8 @@ def write(folder: RunFolder, ledger: Ledger, incarnation: int, step: int, value:
 
 
 def test_a_trainer_whose_run_was_taken_over_replaces_nothing(folder: RunFolder, ledger: Ledger) -> None:
-    old = ledger.resume(lambda _: True, lambda _: True)
-    new = ledger.resume(lambda _: True, lambda _: True)
+    old = resume_run(ledger, lambda _: True, lambda _: True)
+    new = resume_run(ledger, lambda _: True, lambda _: True)
     record = write(folder, ledger, new.incarnation, 5, 1.0)
     ledger.commit(new.incarnation, record)
     late = write(folder, ledger, old.incarnation, 5, -1.0)
@@ -97,7 +97,7 @@ def test_a_trainer_whose_run_was_taken_over_replaces_nothing(folder: RunFolder, 
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_the_newest_checkpoints_are_kept_when_steps_gain_a_digit(folder: RunFolder, ledger: Ledger, keep: int) -> None:
-    resume = ledger.resume(lambda _: True, lambda _: True)
+    resume = resume_run(ledger, lambda _: True, lambda _: True)
     saver = CheckpointSaver(folder, ledger, resume.incarnation, keep)
     steps = (999_998, 999_999, 1_000_000)
     for step in steps:
@@ -116,8 +116,8 @@ def test_checkpoint_folders_are_in_the_order_of_their_steps(folder: RunFolder) -
 
 
 def test_an_uncommitted_checkpoint_is_not_counted_among_those_to_keep(folder: RunFolder, ledger: Ledger) -> None:
-    old = ledger.resume(lambda _: True, lambda _: True)
-    new = ledger.resume(lambda _: True, lambda _: True)
+    old = resume_run(ledger, lambda _: True, lambda _: True)
+    new = resume_run(ledger, lambda _: True, lambda _: True)
     late = write(folder, ledger, old.incarnation, 9, -1.0)
     saver = CheckpointSaver(folder, ledger, new.incarnation, keep=1)
     for step in (4, 5):

@@ -246,8 +246,8 @@ def with_its_first_epoch(folder):
 
 def last_object(ledger) -> ObjectRecord:
     query = sa.select(samples.c.object).where(samples.c.ordinal == 35)
-    with ledger._read() as connection:
-        return ObjectRecord.model_validate_json(connection.execute(query).scalar_one())
+    with ledger.read() as rows:
+        return ObjectRecord.model_validate_json(rows.scalar(query))
 
 
 def damage(folder, record: ObjectRecord, cut: bool) -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from infra.data_plane.watch import RunWatch, check_quarantined
 from infra.ledger.ledger import Ledger
-from infra.ledger.quarantine_limit import QuarantineLimit
 from infra.records.data_path import SampleSlot
 from infra.refusal import Refusal
 
@@ -36,13 +36,13 @@ def open_ledger(tmp_path: Path) -> Iterator[Callable[[int, int], Ledger]]:
     ("total", "bad", "share"), [(36, 1, 0.01), (99, 1, 0.01), (300, 3, 0.01), (10, 5, 0.5), (10, 10, 1.0), (10, 0, 0.0)]
 )
 def test_as_many_as_the_limit_allows(open_ledger: Callable[[int, int], Ledger], total, bad, share) -> None:
-    QuarantineLimit(open_ledger(total, bad), share).check()
+    check_quarantined(open_ledger(total, bad), share)
 
 
 @pytest.mark.parametrize(("total", "bad", "share"), [(36, 2, 0.01), (300, 4, 0.01), (10, 6, 0.5), (10, 1, 0.0)])
 def test_more_than_the_limit_stop_the_run(open_ledger: Callable[[int, int], Ledger], total, bad, share) -> None:
     with pytest.raises(Refusal) as refused:
-        QuarantineLimit(open_ledger(total, bad), share).look()
+        RunWatch(open_ledger(total, bad), 0.0, share).check()
     message = str(refused.value)
     assert message.startswith(f"{bad} of {total} samples ({bad / total:.1%}) are quarantined")
     assert f"ledger.max_quarantined={share:g}" in message
