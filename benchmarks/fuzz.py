@@ -29,7 +29,6 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from flows.command_line import app
-from flows.plan_command import checked_plan
 from infra.files.run_folder import RunFolder
 from infra.provenance import git_sha
 from infra.refusal import Refusal
@@ -40,6 +39,7 @@ from models.data.conversations import read_documents
 from models.data.prompts import OWN_SUITE, read_questions
 from models.data.samples import SampleEncoder
 from models.export.published import read_published
+from tasks.plan import checked_plan
 
 LIMIT_S = 10
 DEEPEST = 40

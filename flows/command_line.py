@@ -52,7 +52,9 @@ def retrain(
     else:
         folder, config = None, load_recipe(recipe, overrides)
     if plan:
-        _print_plan(config)
+        from flows.plan_command import print_plan
+
+        print_plan(config)
         return
     if folder is not None:
         _forget_crashes(config, folder)
@@ -91,24 +93,6 @@ def _forget_crashes(config: "RunConfig", folder: Path) -> None:
         if run.ledger_file.is_file() or config.ledger.url:
             with Ledger.open(config.ledger.url or run.ledger_url, run.name) as ledger:
                 ledger.forget_crashes()
-
-
-def _print_plan(config: "RunConfig") -> None:
-    """Print the full recipe, the Slurm job if it is one, and the plan; nothing but the refusal if it cannot run."""
-    import yaml
-
-    from flows.plan_command import checked_plan, print_plan
-
-    plan = checked_plan(config)
-    print(yaml.safe_dump(redacted(config.model_dump(mode="json")), sort_keys=False, width=110), end="")
-    if config.pools.kind == "slurm":
-        from infra.pools.run_pools import pool_specs
-        from infra.pools.slurm_engine import dry_run
-
-        print("---")
-        print(dry_run(config.name, pool_specs(config.pools, config.generator.count), config.pools), end="")
-    print("---", flush=True)
-    print_plan(plan)
 
 
 app.command(context_settings=PASS_ON)(bench)

@@ -58,9 +58,9 @@ def _ready_for_flows() -> Iterator[None]:
 
 def _refuse_clashes() -> None:
     """Versions that are known to break a run break it here, with the remedy."""
-    from infra.doctor.software import check_clashes, installed
+    from infra.doctor.software import clashes, installed
 
-    for finding in check_clashes(installed()):
+    for finding in clashes(installed()):
         if finding.verdict == "problem":
             raise Refusal(f"{finding.found}. Mend it with: {finding.remedy}")
 

@@ -4,9 +4,8 @@ from prefect import flow
 
 from models.config.recipe import RunConfig
 from tasks.benchmark import benchmark_draft, benchmark_served
-from tasks.planning import plan_run
 from tasks.pools import lease, only_training_of_its_draft
-from tasks.prepare import fetch_start, preflight, prepare_samples, prepare_target, regenerate_text
+from tasks.prepare import fetch_start, plan_run, preflight, prepare_samples, prepare_target, regenerate_text
 from tasks.promotion import promote_or_refuse
 from tasks.registry import register_draft, track_samples, track_training, tracked
 from tasks.report.write import write_report

@@ -190,7 +190,7 @@ def _bar(states: "SampleProgress") -> str:
 
 def _training(folder: "RunFolder", config: "RunConfig", last: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
     from infra.data_plane.bottleneck import in_words
-    from infra.planner.measured import comparison, read_plan
+    from infra.planner.plan import comparison, read_plan
     from infra.records.data_path import SamplesRecord, SideRates
 
     if last is None:
@@ -208,7 +208,7 @@ def _training(folder: "RunFolder", config: "RunConfig", last: dict[str, Any] | N
     rates = SideRates.model_validate(last["rates"])
     yield "bottleneck", in_words(rates)
     if plan := read_plan(folder.plan):
-        for name, text in comparison(plan, rates):
+        for name, text in comparison(plan, rates).items():
             yield f"plan, {name}", text
 
 

@@ -4,12 +4,12 @@ No Prefect and no torch: `draftsmith retrain RECIPE --plan` answers at once.
 """
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from infra.planner.devices import CPU, DEVICES, Device, device_named
 from infra.planner.memory import Setting
 from infra.planner.plan import Job, Plan, make_plan
+from infra.planner.refusals import refusals
 from infra.planner.shapes import TargetShape, read_target_shape, target_shape
 from infra.records.data_path import SamplesRecord, TargetRecord
 from infra.refusal import Refusal
@@ -39,28 +39,34 @@ def plan_recipe(config: RunConfig, target: TargetRecord | None = None, samples: 
     return make_plan(_job(config, shape, samples))
 
 
-def check_recipe(config: RunConfig, target: TargetShape) -> None:
-    """Raise Refusal for what a recipe alone shows to be impossible, given its target's shape."""
+def checked_plan(config: RunConfig) -> Plan:
+    """The recipe's plan. Raises Refusal for what is impossible, with the nearest recipe that is possible."""
+    plan = plan_recipe(config)
+    target = plan.job.target
     check_layers(config.target.aux_layer_ids, target.num_layers)
     size = config.draft.vocabulary_size(target.vocab_size)
     if size > target.vocab_size:
         raise Refusal(f"draft.vocab_size {size} exceeds the target's vocabulary: set it to at most {target.vocab_size}")
+    if obstacles := refusals(plan):
+        raise Refusal("this recipe cannot run:\n" + "\n".join(f"  {obstacle}" for obstacle in obstacles))
+    return plan
 
 
 def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) -> Job:
     plan, training, generator, pools = config.plan, config.training, config.generator, config.pools
-    device, gpus, note = _device(config)
-    lengths = _lengths(config, samples)
-    notes = [note, *lengths.notes] if note else list(lengths.notes)
-    devices = _devices(config, device)
-    if devices.note:
-        notes.append(devices.note)
-    notes.append(
+    assumed: list[str] = []
+    device = _device(config, assumed)
+    num_samples, mean, longest = _lengths(config, samples, assumed)
+    inference, train, per_generator = _devices(config, device, assumed)
+    assumed.append(
         f"prefill reaches {plan.inference_share:.0%} and draft steps {plan.training_share:.0%} of the peak (plan."
         "inference_share, plan.training_share): published for other software, and replaced by what a run measures"
     )
+    # Without GPUs, this machine's memory if the trainer runs on it.
+    own_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if pools.kind == "local" else 0
     aux = len(config.target.aux_layer_ids)
-    crossing = pools.kind != "local" and (devices.inference + devices.training > plan.gpus_per_machine or not gpus)
+    has_gpus = bool(pools.inference_gpus or pools.training_gpus)
+    crossing = pools.kind != "local" and (inference + train > plan.gpus_per_machine or not has_gpus)
     return Job(
         name=config.name,
         target=target,
@@ -81,27 +87,27 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
         ),
         inference_precision=generator.compute_dtype,
         device=device,
-        inference_devices=devices.inference,
-        training_devices=devices.training,
+        inference_devices=inference,
+        training_devices=train,
         generators=generator.count,
-        devices_per_generator=devices.per_generator,
+        devices_per_generator=per_generator,
         ranks=training.data_parallel_size,
-        devices_per_rank=max(1, devices.training // training.data_parallel_size),
+        devices_per_rank=max(1, train // training.data_parallel_size),
         inference_share=plan.inference_share,
         training_share=plan.training_share,
-        samples=lengths.samples,
+        samples=num_samples,
         epochs=training.epochs,
         max_steps=training.max_steps,
-        mean_tokens=lengths.mean,
-        longest_tokens=lengths.longest,
+        mean_tokens=mean,
+        longest_tokens=longest,
         supervised_share=samples.supervised_share if samples else plan.supervised_share,
         samples_per_step=training.samples_per_step,
         micro_batches=training.micro_batches,
         generator_slots=generator.slots,
         budget_bytes=config.transport.budget_mib * 2**20,
         link_bytes_per_s=plan.link_gbit * 1e9 / 8 if crossing else None,
-        memory_bytes=device.memory_bytes or _own_memory(config),
-        assumptions=tuple(notes),
+        memory_bytes=device.memory_bytes or own_memory,
+        assumptions=tuple(assumed),
     )
 
 
@@ -147,17 +153,17 @@ def _from_hub(target: TargetConfig) -> Path:
         ) from error
 
 
-def _device(config: RunConfig) -> tuple[Device, bool, str]:
-    """The device whose figures are used, whether the pools have GPUs, and what was assumed of it."""
+def _device(config: RunConfig, assumed: list[str]) -> Device:
+    """The device whose figures are used."""
     plan, pools = config.plan, config.pools
-    gpus = bool(pools.inference_gpus or pools.training_gpus)
-    name, note = plan.device, ""
-    if name is None and not gpus:
-        name, note = CPU, "no GPUs: 60 GFLOP/s per core are a guess (plan.peak_tflops)"
+    name = plan.device
+    if name is None and not (pools.inference_gpus or pools.training_gpus):
+        name = CPU
+        assumed.append("no GPUs: 60 GFLOP/s per core are a guess (plan.peak_tflops)")
     elif name is None:
-        found = _own_gpu()
-        name = found or "H100"
-        note = f"the GPUs are {name}: " + ("this machine's" if found else "assumed (plan.device)")
+        own = _own_gpu()
+        name = own or "H100"
+        assumed.append(f"the GPUs are {name}: " + ("this machine's" if own else "assumed (plan.device)"))
     device, changes = DEVICES[name], {}
     if plan.memory_gb:
         changes["memory_bytes"] = int(plan.memory_gb * 10**9)
@@ -165,76 +171,58 @@ def _device(config: RunConfig) -> tuple[Device, bool, str]:
         changes["peak"] = dict.fromkeys(device.peak, plan.peak_tflops * 1e12)
     if plan.price_per_hour is not None:
         changes["price_per_hour"] = plan.price_per_hour
-    return device.model_copy(update=changes), gpus, note
+    return device.model_copy(update=changes)
 
 
 def _own_gpu() -> str | None:
     """This machine's GPU by its name in the table, if it is known."""
     from infra.pools.gpus import read_gpus
 
-    found = read_gpus()
-    device = device_named(found.gpus[0].name) if found and found.gpus else None
+    inventory = read_gpus()
+    device = device_named(inventory.gpus[0].name) if inventory and inventory.gpus else None
     return device.name if device else None
 
 
-def _own_memory(config: RunConfig) -> int:
-    """This machine's memory, if the trainer runs on it without GPUs."""
-    if config.pools.kind != "local":
-        return 0
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def _devices(config: RunConfig, device: Device, assumed: list[str]) -> tuple[int, int, int]:
+    """GPUs of inference, of training and of one generator, or cores.
 
-
-@dataclass(frozen=True)
-class _Devices:
-    inference: int
-    training: int
-    per_generator: int
-    note: str = ""
-
-
-def _devices(config: RunConfig, device: Device) -> _Devices:
-    """GPUs of each side, or cores; a generator in transformers uses one GPU, SGLang all that it is given."""
+    A generator in transformers uses one GPU, SGLang all that it is given.
+    """
     generator, pools, training = config.generator, config.pools, config.training
     if device.is_gpu and (pools.inference_gpus or pools.training_gpus):
         given = max(1, pools.inference_gpus // generator.count)
         used = given if generator.engine == "sglang" else 1
-        note = f"a generator leases {given} GPUs and uses one (generator.engine=transformers)" if used < given else ""
-        return _Devices(max(1, pools.inference_gpus), max(1, pools.training_gpus), used, note)
-    half, note = max(1, (os.cpu_count() or 2) // 2), ""
+        if used < given:
+            assumed.append(f"a generator leases {given} GPUs and uses one (generator.engine=transformers)")
+        return max(1, pools.inference_gpus), max(1, pools.training_gpus), used
+    half = max(1, (os.cpu_count() or 2) // 2)
     if generator.threads is None or training.threads is None:
-        note = f"cores are divided evenly ({half} each side) where generator.threads or training.threads say nothing"
-    capture, train = generator.threads or half, training.threads or half
-    return _Devices(capture * generator.count, train * training.ranks, capture, note)
+        assumed.append(
+            f"cores are divided evenly ({half} each side) where generator.threads or training.threads say nothing"
+        )
+    capture = generator.threads or half
+    return capture * generator.count, (training.threads or half) * training.ranks, capture
 
 
-@dataclass(frozen=True)
-class _Lengths:
-    samples: int
-    mean: int
-    longest: int
-    notes: tuple[str, ...] = ()
-
-
-def _lengths(config: RunConfig, record: SamplesRecord | None) -> _Lengths:
-    """How many samples there are and how long: of prepared ones known, of others estimated."""
+def _lengths(config: RunConfig, record: SamplesRecord | None, assumed: list[str]) -> tuple[int, int, int]:
+    """Number of samples, and tokens of a mean one and of the longest: known if prepared, otherwise estimated."""
     plan, data = config.plan, config.data
     if record:
-        mean = max(1, round(record.train_tokens / max(1, record.train_samples)))
-        return _Lengths(record.train_samples, mean, record.longest)
+        return record.train_samples, max(1, round(record.train_tokens / max(1, record.train_samples))), record.longest
     lines, tokens = _look_into(data.source)
-    missing = data.source != PYTHON_DOCS and "://" not in data.source and not Path(data.source).expanduser().exists()
     samples = plan.samples or data.max_samples or (lines and max(1, int(lines * (1 - data.heldout_share)))) or SAMPLES
     likely = data.max_tokens if data.overlong == "split" else tokens or data.max_tokens // 2
     mean = min(plan.mean_tokens or likely, data.max_tokens)
-    notes = []
-    if missing:
-        notes.append(f"data.source {data.source} is not here (looked in {Path.cwd()}): a run needs it")
+    if data.source != PYTHON_DOCS and "://" not in data.source and not Path(data.source).expanduser().exists():
+        assumed.append(f"data.source {data.source} is not here (looked in {Path.cwd()}): a run needs it")
     if not plan.samples and not data.max_samples:
-        notes.append(f"{samples:,} samples: " + (f"the lines of {data.source}" if lines else "assumed (plan.samples)"))
+        assumed.append(
+            f"{samples:,} samples: " + (f"the lines of {data.source}" if lines else "assumed (plan.samples)")
+        )
     if not plan.mean_tokens:
         how = f"the bytes of {data.source}" if tokens and data.overlong != "split" else "data.max_tokens"
-        notes.append(f"samples of {mean:,} tokens: estimated from {how} (plan.mean_tokens)")
-    return _Lengths(samples, mean, data.max_tokens, tuple(notes))
+        assumed.append(f"samples of {mean:,} tokens: estimated from {how} (plan.mean_tokens)")
+    return samples, mean, data.max_tokens
 
 
 def _look_into(source: str) -> tuple[int, int]:

@@ -1,20 +1,27 @@
-"""Prepares target and samples. Both are cached by content hash."""
+"""Prepares target and samples, both cached by content hash, and plans the run before any GPU is leased."""
 
 import shutil
 
 from prefect import get_run_logger
+from prefect.artifacts import create_markdown_artifact
 
+from infra.files.atomic import write_atomically
 from infra.ledger.planning import check_budget
+from infra.markdown import escaped
+from infra.planner.page import headline, plan_page, verdicts
+from infra.planner.refusals import refusals
 from infra.planner.traffic import stored_bytes_per_token
 from infra.pools.base import Pool
 from infra.records.acceptance import RegisteredDraft
 from infra.records.data_path import RegeneratedRecord, SamplesRecord, TargetRecord
+from infra.refusal import Refusal
 from infra.tracking.registry import champion, download, find_version
 from infra.transport.stored import check_space
 from models.config.recipe import RunConfig
 from tasks.data_plane import on_cpu, run_main
+from tasks.plan import plan_recipe
 from tasks.run import OpenRun
-from tasks.side_effects import side_effect
+from tasks.side_effects import artifact_key, side_effect
 
 TARGET_TIMEOUT_S = 4 * 3600.0
 """A large target is downloaded from the Hub."""
@@ -95,3 +102,21 @@ def refuse_small_stores(config: RunConfig, target: TargetRecord, samples: Sample
     )
     if settings.kind == "stored" and settings.folder:
         check_space(settings.folder, samples.train_tokens, bytes_per_token)
+
+
+@side_effect("plan run", retries=0)
+def plan_run(run: OpenRun, target: TargetRecord, samples: SamplesRecord) -> None:
+    """Write `plan.json` and show it. An estimate stops no run: `--plan` refuses, here it is a warning."""
+    logger = get_run_logger()
+    try:
+        plan = plan_recipe(run.config, target, samples)
+    except Refusal as error:
+        logger.warning("no plan: %s", error)
+        return
+    write_atomically(run.folder.plan, plan)
+    for name, verdict in verdicts(plan).items():
+        logger.info("plan: %s: %s", name, verdict)
+    for obstacle in refusals(plan):
+        logger.warning("plan: %s", obstacle)
+    key = artifact_key("plan", run.config.name)
+    create_markdown_artifact(plan_page(plan), key=key, description=escaped(headline(plan)))

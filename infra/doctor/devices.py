@@ -1,54 +1,32 @@
-"""Checks of GPUs by NVML and of RDMA devices; reading and judging are separate."""
+"""Probes of GPUs by NVML and of RDMA devices; reading and judging are separate."""
 
 import re
 import resource
-from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
-from infra.doctor.finding import Finding, note, ok, problem
+from infra.doctor.finding import Finding, judge
 from infra.pools.gpus import NVLINK, Gpu, Gpus
-from infra.quantities import byte_size
-
-GET_TORCH = "see https://pytorch.org/get-started"
+from infra.quantities import byte_size, plural
 
 
-@dataclass(frozen=True)
-class TorchBuild:
-    """What the installed torch was built for, read from its files."""
-
-    version: str
-    cuda: int | None
-    """Major version of CUDA; None = CPU only."""
-    rocm: bool = False
-
-
-def read_torch(file: Path, version: str) -> TorchBuild:
-    """The build written down in torch's `version.py`, without importing torch."""
-    text = file.read_text()
-    cuda = re.search(r"^cuda\b[^=]*= *'(\d+)", text, re.MULTILINE)
-    rocm = re.search(r"^hip\b[^=]*= *'", text, re.MULTILINE)
-    return TorchBuild(version, int(cuda[1]) if cuda else None, bool(rocm))
-
-
-def check_gpus(found: Gpus | None, root: Path = Path("/")) -> list[Finding]:
+def gpus(inventory: Gpus | None, root: Path = Path("/")) -> list[Finding]:
     """One finding for each GPU, or one that says that there is none."""
-    if found is None or not found.gpus:
-        if _nvidia_cards(root):
-            return [note("GPUs", "an NVIDIA card, but no driver", "install NVIDIA's driver: the CPU is used")]
-        return [ok("GPUs", "none by NVML: generators and trainer use the CPU")]
-    driver = f"driver {found.driver}, CUDA up to {found.cuda}"
-    return [_judge_gpu(f"GPU {index}", gpu, driver) for index, gpu in enumerate(found.gpus)]
+    if inventory is None or not inventory.gpus:
+        if _has_nvidia_card(root):
+            return [judge("an NVIDIA card, but no driver: the CPU is used", note=True)]
+        return [judge("none by NVML: generators and trainer use the CPU")]
+    driver = f"driver {inventory.driver}, CUDA up to {inventory.cuda}"
+    return [_judge_gpu(f"GPU {index}", gpu, driver) for index, gpu in enumerate(inventory.gpus)]
 
 
 def _judge_gpu(name: str, gpu: Gpu, driver: str) -> Finding:
-    shown = f"{gpu.name}, {byte_size(gpu.free)} free of {byte_size(gpu.total)}, {driver}{_surroundings(gpu)}"
+    found = f"{gpu.name}, {byte_size(gpu.free)} free of {byte_size(gpu.total)}, {driver}{_surroundings(gpu)}"
     if gpu.mig:
-        remedy = "a run leases whole GPUs: leave this one out, or switch MIG off (`nvidia-smi -mig 0`)"
-        return note(name, f"{shown}; MIG is on, so that CUDA sees a slice of it at most", remedy)
-    if gpu.held:
-        remedy = "stop them (outside of this container, where they cannot be seen): until then no run leases this GPU"
-        return note(name, f"{shown}; in use by {gpu.held}", remedy)
-    return ok(name, shown)
+        found += "; MIG is on, so that CUDA sees a slice of it at most"
+    elif gpu.held:
+        found += f"; in use by {gpu.held}"
+    return judge(found, note=gpu.mig or bool(gpu.held), name=name)
 
 
 def _surroundings(gpu: Gpu) -> str:
@@ -61,63 +39,73 @@ def _surroundings(gpu: Gpu) -> str:
     return "".join(f", {place}" for place in places)
 
 
-def _nvidia_cards(root: Path) -> bool:
-    for vendor in (root / "sys/bus/pci/devices").glob("*/vendor"):
-        display = (vendor.parent / "class").read_text().startswith("0x03")
-        if display and vendor.read_text().strip() == "0x10de":
-            return True
-    return False
+def _has_nvidia_card(root: Path) -> bool:
+    vendors = (root / "sys/bus/pci/devices").glob("*/vendor")
+    return any(
+        vendor.read_text().strip() == "0x10de" and (vendor.parent / "class").read_text().startswith("0x03")
+        for vendor in vendors
+    )
 
 
-def check_torch(build: TorchBuild, found: Gpus | None) -> list[Finding]:
-    """Whether torch's build fits the GPUs (its version is another check's)."""
-    kind = f"CUDA {build.cuda}" if build.cuda else "ROCm" if build.rocm else "CPU only"
-    shown, gpus = f"{build.version}, {kind}", len(found.gpus) if found else 0
-    if found and gpus and build.cuda is None:
-        remedy = f"install a CUDA build: {GET_TORCH}"
-        return [problem("torch build", f"{shown}, and this machine has {gpus} GPUs", remedy)]
-    if found and gpus and build.cuda is not None and build.cuda > found.cuda:
-        remedy = f"update the driver, or install a build for CUDA {found.cuda}: {GET_TORCH}"
-        return [problem("torch build", f"{shown}, and the driver supports CUDA up to {found.cuda}", remedy)]
-    if build.cuda is not None and not gpus:
-        remedy = f"none needed; the CPU build is gigabytes smaller: {GET_TORCH}"
-        return [note("torch build", f"{shown}, on a machine without GPUs", remedy)]
-    return [ok("torch build", shown)]
+def torch_build(version: str | None, inventory: Gpus | None, file: Path | None = None) -> Finding | list[Finding]:
+    """Whether torch's build fits the GPUs, by its `version.py`, without importing torch (packages: another check)."""
+    spec = find_spec("torch")
+    if version is None or spec is None or spec.origin is None:
+        return []  # the check of packages says that it is missing
+    text = (file or Path(spec.origin).with_name("version.py")).read_text()
+    built = re.search(r"^cuda\b[^=]*= *'(\d+)", text, re.MULTILINE)
+    cuda, num_gpus = int(built[1]) if built else None, len(inventory.gpus) if inventory else 0
+    rocm = re.search(r"^hip\b[^=]*= *'", text, re.MULTILINE)
+    found = f"{version}, {f'CUDA {cuda}' if cuda else 'ROCm' if rocm else 'CPU only'}"
+    if cuda is None and num_gpus:
+        return judge(f"{found}, and this machine has {plural(num_gpus, 'GPU')}", problem=True)
+    if cuda is not None and inventory and num_gpus and cuda > inventory.cuda:
+        return judge(f"{found}, and the driver supports CUDA up to {inventory.cuda}", problem=True)
+    if cuda is not None and not num_gpus:
+        return judge(f"{found}, on a machine without GPUs: the CPU build is gigabytes smaller", note=True)
+    return judge(found)
 
 
-def check_rdma(root: Path = Path("/"), memlock: int | None = None) -> list[Finding]:
-    """RDMA devices with their ports, and whether memory may be pinned for them."""
-    devices = sorted((root / "sys/class/infiniband").glob("*"))
-    if not devices:
-        return [ok("RDMA", "no device: hidden states go through shared memory or TCP")]
-    findings = [_judge_rdma(device) for device in devices]
-    if not list((root / "dev/infiniband").glob("uverbs*")):
-        remedy = "pass the devices into the container (`--device=/dev/infiniband`), or load ib_uverbs"
-        findings.append(note("RDMA access", "no /dev/infiniband/uverbs*: programs cannot open the devices", remedy))
-    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if memlock is None else memlock
-    if soft == resource.RLIM_INFINITY:
-        findings.append(ok("locked memory", "unlimited"))
-    else:
-        remedy = "`ulimit -l unlimited` (limits.conf: memlock; systemd: LimitMEMLOCK; Docker: --ulimit memlock=-1)"
-        findings.append(note("locked memory", f"at most {soft // 1024} KiB, too little to register buffers", remedy))
-    if (root / "proc/driver/nvidia").is_dir():
-        findings.append(_judge_gpudirect(root))
-    return findings
+def rdma(root: Path = Path("/")) -> list[Finding]:
+    """RDMA devices with their ports."""
+    findings = [_judge_rdma(device) for device in _rdma_devices(root)]
+    return findings or [judge("no device: hidden states go through shared memory or TCP")]
 
 
-def _judge_gpudirect(root: Path) -> Finding:
-    if (root / "sys/module/nvidia_peermem").is_dir():
-        return ok("GPUDirect", "nvidia-peermem is loaded: samples may arrive in the GPU's own memory")
-    return note("GPUDirect", "samples arrive in host memory", "`modprobe nvidia-peermem` lets them arrive in the GPU's")
+def _rdma_devices(root: Path) -> list[Path]:
+    return sorted((root / "sys/class/infiniband").glob("*"))
 
 
 def _judge_rdma(device: Path) -> Finding:
     ports = []
-    for port in sorted((device / "ports").glob("*")):
-        state = (port / "state").read_text().strip().rpartition(": ")[2]
-        layer, rate = (port / "link_layer").read_text().strip(), (port / "rate").read_text().strip()
-        ports.append((state, f"port {port.name} {state} ({layer}, {rate})"))
-    found = "; ".join(text for _, text in ports) or "no ports"
-    if any(state == "ACTIVE" for state, _ in ports):
-        return ok(f"RDMA {device.name}", found)
-    return note(f"RDMA {device.name}", found, "no port is active: check cable, switch and subnet manager")
+    for port in sorted(device.glob("ports/*")):
+        state, layer, rate = ((port / name).read_text().strip() for name in ("state", "link_layer", "rate"))
+        ports.append(f"port {port.name} {state.rpartition(': ')[2]} ({layer}, {rate})")
+    active = any(" ACTIVE (" in port for port in ports)
+    return judge("; ".join(ports) or "no ports", note=not active, name=f"RDMA {device.name}")
+
+
+def rdma_access(root: Path = Path("/")) -> Finding | list[Finding]:
+    """Whether programs can open the RDMA devices, if there are any."""
+    if not _rdma_devices(root) or list((root / "dev/infiniband").glob("uverbs*")):
+        return []
+    return judge("no /dev/infiniband/uverbs*: programs cannot open the devices", note=True)
+
+
+def locked_memory(root: Path = Path("/"), limit: int | None = None) -> Finding | list[Finding]:
+    """Whether memory may be pinned for RDMA devices, if there are any."""
+    if not _rdma_devices(root):
+        return []
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
+    if soft == resource.RLIM_INFINITY:
+        return judge("unlimited")
+    return judge(f"at most {byte_size(soft)}, too little to register buffers", note=True)
+
+
+def gpudirect(root: Path = Path("/")) -> Finding | list[Finding]:
+    """Where samples arrive, if there are RDMA devices and NVIDIA GPUs."""
+    if not _rdma_devices(root) or not (root / "proc/driver/nvidia").is_dir():
+        return []
+    if (root / "sys/module/nvidia_peermem").is_dir():
+        return judge("nvidia-peermem is loaded: samples may arrive in the GPU's own memory")
+    return judge("samples arrive in host memory", note=True)

@@ -1,70 +1,153 @@
-"""Checks of interpreter, cores, memory and limits.
+"""Probes of interpreter, cores, memory, limits, and of the folders that runs live in.
 
-`root` stands for `/` everywhere: `/proc` and `/sys` are read below it.
+`root` stands for `/`: `/proc` and `/sys` are read below it. Nothing is left behind: probes are temporary files, and a
+dead run's folder is reported, never removed.
 """
 
+import fcntl
+import os
 import resource
+import shutil
 import sys
+import tempfile
+import time
 from pathlib import Path
 
-from infra.doctor.finding import GIB, Finding, note, ok, problem
+from infra.config import TransportConfig
+from infra.doctor.finding import Finding, judge
+from infra.ledger.database import refuse_network_file_system
 from infra.pools.local import cores as visible_cores
 from infra.quantities import byte_size
+from infra.refusal import Refusal
 
 PYTHONS = ((3, 11), (3, 13))
+GIB = 2**30
 LEAST_MEMORY = 2 * GIB
 """Flow, target, trainer and servers of the quickstart hold about this much; an estimate, on the low side."""
 GOOD_MEMORY = 4 * GIB
 FEW_FILES = 1024
+LEAST_DISK = 1 * GIB
+"""The quickstart's converted target takes 0.6 GiB in the cache, its run folder 0.4 GiB."""
+GOOD_DISK = 10 * GIB
+CLOCK_TOLERANCE_S = 5.0
 
 
-def check_python(version: tuple[int, int] = sys.version_info[:2]) -> list[Finding]:
+def python(version: tuple[int, int] = sys.version_info[:2]) -> Finding:
     """Whether Draftsmith runs on this interpreter."""
     found = f"{'.'.join(map(str, version))} at {sys.executable}"
-    if PYTHONS[0] <= version <= PYTHONS[1]:
-        return [ok("Python", found)]
-    return [problem("Python", found, "make the environment anew with Python 3.11, 3.12 or 3.13")]
+    return judge(found, problem=not PYTHONS[0] <= version <= PYTHONS[1])
 
 
-def check_cores(root: Path = Path("/"), affinity: int | None = None) -> list[Finding]:
+def cores(root: Path = Path("/"), affinity: int | None = None) -> Finding:
     """Cores by affinity and by the control group's quota."""
-    seen = visible_cores() if affinity is None else affinity
-    quota = cpu_quota(root)
-    if quota is not None and quota < seen:
-        whole = max(1, int(quota))
-        remedy = f"start under `taskset -c 0-{whole - 1}`: otherwise {seen} threads share what {whole} could do"
-        return [note("cores", f"{seen} visible, but the control group's quota allows {quota:g}", remedy)]
-    limited = "" if quota is None else f" (the control group's quota: {quota:g})"
-    return [ok("cores", f"{seen}{limited}")]
+    seen, quota = visible_cores() if affinity is None else affinity, cpu_quota(root)
+    limited = "" if quota is None else f" visible, and the control group's quota allows {quota:g}"
+    return judge(f"{seen}{limited}", note=quota is not None and quota < seen)
 
 
-def check_memory(root: Path = Path("/")) -> list[Finding]:
+def memory(root: Path = Path("/")) -> Finding:
     """Memory of the machine, or of the control group if that is less."""
-    total, available = _memory_info(root)
+    lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
+    sizes = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines}
+    total, available = sizes["MemTotal"], sizes["MemAvailable"]
     found = f"{byte_size(available)} available of {byte_size(total)}"
-    limit = memory_limit(root)
-    if limit is not None and limit[0] < total:
+    limit, used = memory_limit(root) or (total, 0)
+    if limit < total:
         # Page cache counts as used here although it is given back: the figure errs on the careful side.
-        left = max(0, limit[0] - limit[1])
-        found = (
-            f"{byte_size(left)} left of the control group's {byte_size(limit[0])} (the machine has {byte_size(total)})"
-        )
+        left = max(0, limit - used)
+        found = f"{byte_size(left)} left of the control group's {byte_size(limit)}; {found} in the machine"
         available = min(available, left)
-    if available < LEAST_MEMORY:
-        return [problem("memory", found, f"free some: the quickstart needs at least {byte_size(LEAST_MEMORY)}")]
-    if available < GOOD_MEMORY:
-        return [note("memory", found, f"{byte_size(GOOD_MEMORY)} are comfortable; close what you do not need")]
-    return [ok("memory", found)]
+    return judge(found, problem=available < LEAST_MEMORY, note=available < GOOD_MEMORY)
 
 
-def check_open_files(limits: tuple[int, int] | None = None) -> list[Finding]:
-    """The limit on open files; `limits` is (soft, hard)."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE) if limits is None else limits
-    found = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
-    if soft != resource.RLIM_INFINITY and soft < FEW_FILES:
-        reach = FEW_FILES if hard == resource.RLIM_INFINITY else min(FEW_FILES, hard)
-        return [note("open files", f"at most {found} for each process", f"`ulimit -n {reach}` before you start")]
-    return [ok("open files", f"at most {found} for each process")]
+def open_files(limit: int | None = None) -> Finding:
+    """The (soft) limit on open files."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
+    unlimited = soft == resource.RLIM_INFINITY
+    shown = "unlimited" if unlimited else f"at most {soft}"
+    return judge(f"{shown} for each process", note=not unlimited and soft < FEW_FILES)
+
+
+def shared_memory(folder: Path, budget_mib: int = TransportConfig().budget_mib) -> Finding:
+    """Whether hidden states fit into shared memory, as infra/transport/choice.py will decide."""
+    if not folder.is_dir():
+        return judge(f"{folder} does not exist", note=True)
+    room, budget, writable = shutil.disk_usage(folder), budget_mib * 2**20, _is_writable(folder)
+    found = f"{folder}: {byte_size(room.free)} free of {byte_size(room.total)}" + ("" if writable else ", not writable")
+    small = room.total < 2 * budget
+    if small or room.free < budget:
+        found += f", {'less than twice' if small else 'less than'} the usual budget of {budget_mib} MiB"
+    return judge(found, problem=not writable or (not small and room.free < budget), note=small)
+
+
+def leftovers(folder: Path) -> Finding:
+    """Folders in shared memory whose owner is gone."""
+    paths = [
+        path for path in sorted(folder.glob("draftsmith-*")) if path.is_dir() and path.stat().st_uid == os.getuid()
+    ]
+    dead = [path for path in paths if not _is_locked(path / "lock")]
+    found = f"{len(paths) - len(dead)} in use, {len(dead)} left over by dead runs"
+    if dead:
+        size = sum(file.stat().st_size for path in dead for file in path.rglob("*") if file.is_file())
+        names = ", ".join(path.name for path in dead[:3]) + (f" and {len(dead) - 3} more" if len(dead) > 3 else "")
+        found += f" ({byte_size(size)}): {names}"
+    return judge(found, note=bool(dead))
+
+
+def run_folder(folder: Path, mounts: Path = Path("/proc/mounts")) -> Finding:
+    """Room and file system of the folder that runs are written to."""
+    try:
+        refuse_network_file_system(folder / "run" / "ledger.sqlite", mounts)
+    except Refusal as error:
+        return judge(f"{folder} is on a network file system", problem=True, remedy=str(error))
+    return disk(folder)
+
+
+def disk(folder: Path) -> Finding:
+    """Room for run folders, converted targets, tokenized samples."""
+    place = _existing(folder)
+    free, writable = shutil.disk_usage(place).free, _is_writable(place)
+    found = f"{folder}: {byte_size(free)} free" + ("" if place == folder else ", made by the first run")
+    found += "" if writable else f"; {place} is not writable"
+    return judge(found, problem=not writable or free < LEAST_DISK, note=free < GOOD_DISK)
+
+
+def file_locks(folder: Path) -> Finding:
+    """Whether `flock` excludes other processes, and the file system's clock agrees with the machine's."""
+    place = _existing(folder)
+    try:
+        held = tempfile.NamedTemporaryFile(dir=place, prefix=".draftsmith-doctor-")  # noqa: SIM115
+    except OSError as error:
+        return judge(f"no file can be made in {place}: {error.strerror}", problem=True)
+    with held as file:
+        ahead_s = Path(file.name).stat().st_mtime - time.time()
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        excludes = _is_locked(Path(file.name))
+    if not excludes:
+        return judge(f"`flock` on {place} does not exclude a second holder", problem=True)
+    if abs(ahead_s) > CLOCK_TOLERANCE_S:
+        return judge(f"held on {place}, whose clock is {ahead_s:+.0f} s from this machine's", note=True)
+    return judge(f"held on {place}, and its clock agrees with this machine's")
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or what exists above it."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+
+
+def _is_writable(folder: Path) -> bool:
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+def _is_locked(lock: Path) -> bool:
+    if not lock.is_file():
+        return False
+    with lock.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
@@ -105,10 +188,3 @@ def _groups(root: Path, controller: str) -> list[Path]:
         # In a container the path may be the host's: then only the top exists.
         folders += [folder for folder in (inner, *inner.parents) if folder.is_relative_to(top) and folder.is_dir()]
     return folders
-
-
-def _memory_info(root: Path) -> tuple[int, int]:
-    """(total, available) bytes."""
-    lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
-    sizes = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines}
-    return sizes["MemTotal"], sizes["MemAvailable"]

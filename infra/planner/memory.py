@@ -3,8 +3,10 @@
 Calibrated against the allocator (benchmarks/planner.py measures what is predicted here, component by component).
 """
 
+from pydantic import Field
+
 from infra.planner.shapes import ITEM_BYTES, DraftShape, Precision, TargetShape
-from infra.planner.traffic import bytes_per_token
+from infra.planner.traffic import stored_bytes_per_token
 from infra.records.data_path import Record
 
 FLOAT = 4
@@ -49,21 +51,21 @@ class Setting(Record):
 class RankMemory(Record):
     """Bytes of one rank, by component; they add up to the predicted peak."""
 
-    weights: int
-    gradients: int
-    optimizer: int
-    averaged: int
-    """The averaged weights; 0 if they are in host memory (with a GPU and not sharded)."""
-    frozen_tables: int
-    """The target's embeddings, its head's rows of the draft vocabulary, perhaps the whole head."""
-    cast_weights: int
-    """Weights in bfloat16, as autocast keeps them during a micro-batch."""
-    features: int
-    """Captured hidden states of the micro-batch; without a GPU the prefetched ones too."""
-    activations: int
-    """What the draft's rows keep for the backward, over all steps of the training-time test."""
-    loss: int
-    """The loss's own: gradients formed in the forward, and the chunk whose logits are alive."""
+    weights: int = Field(description="weights, float32")
+    gradients: int = Field(description="gradients, float32")
+    optimizer: int = Field(description="AdamW's moments, float32")
+    # 0 if they are in host memory (with a GPU and not sharded).
+    averaged: int = Field(description="averaged weights, float32")
+    # Embeddings, the head's rows of the draft vocabulary, perhaps the whole head.
+    frozen_tables: int = Field(description="frozen tables of the target")
+    # As autocast keeps them during a micro-batch.
+    cast_weights: int = Field(description="weights cast to bfloat16")
+    # Those of the micro-batch; without a GPU the prefetched ones too.
+    features: int = Field(description="hidden states")
+    # What the draft's rows keep for the backward, over all steps of the training-time test.
+    activations: int = Field(description="activations, all steps")
+    # Gradients formed in the forward, and the chunk whose logits are alive.
+    loss: int = Field(description="loss and its gradients")
 
     @property
     def total(self) -> int:
@@ -85,7 +87,7 @@ def rank_memory(draft: DraftShape, target: TargetShape, setting: Setting, length
     heads = table * draft.vocab_size + (table * target.vocab_size if setting.full_argmax else 0)
     copies = setting.prefetch_steps + 2 if setting.one_memory or setting.on_device else 1
     activations, loss = _of_batch(draft, target, setting, lengths)
-    captured = bytes_per_token(setting.aux_count, target.hidden_size, ITEM_BYTES[setting.stored])
+    captured = stored_bytes_per_token(setting.aux_count, target.hidden_size, setting.stored)
     share = -(-draft.parameters // setting.divided) * FLOAT
     # Divided, a draft is still put together for every micro-batch, and its gradients before they are reduced.
     gathered = draft.parameters * FLOAT if setting.divided > 1 else 0

@@ -1,10 +1,11 @@
 """The plan of a run: what it moves, holds, computes, takes and costs, from shapes and assumed rates. Pure."""
 
-from infra.planner.compute import draft_flops, prefill_flops
+from pathlib import Path
+
 from infra.planner.devices import Device
 from infra.planner.memory import RankMemory, Setting, longest_sample, rank_memory, usable
-from infra.planner.shapes import ITEM_BYTES, DraftShape, Precision, TargetShape
-from infra.planner.split import Sides, Split, best_split, measured_sides, split
+from infra.planner.shapes import ITEM_BYTES, DraftShape, Precision, TargetShape, draft_flops, prefill_flops
+from infra.planner.split import Sides, Split, advice, best_split, measured_sides, split
 from infra.planner.traffic import (
     CHECKPOINT_BYTES_PER_PARAMETER,
     Traffic,
@@ -12,6 +13,7 @@ from infra.planner.traffic import (
     stored_bytes_per_token,
     traffic,
 )
+from infra.quantities import figure
 from infra.records.data_path import Record, SideRates
 
 
@@ -166,6 +168,27 @@ def corrected(plan: Plan, rates: SideRates) -> Plan | None:
         "training_share": found.per_rank * plan.draft_flops / (training_peak * job.devices_per_rank),
     }
     return _with_sides(job.model_copy(update=shares), found, plan.prefill_flops, plan.draft_flops)
+
+
+def comparison(plan: Plan, rates: SideRates) -> dict[str, str]:
+    """Planned and measured rates of both sides, and the best split by the measured ones; empty before there are any."""
+    now = corrected(plan, rates)
+    if now is None:
+        return {}
+    return {
+        **{
+            side: f"{figure(getattr(now.present, side))} samples/s measured, {figure(getattr(plan.present, side))} "
+            f"planned: {getattr(now.job, f'{side}_share'):.1%} of the peak in place of "
+            f"{getattr(plan.job, f'{side}_share'):.0%}"
+            for side in ("inference", "training")
+        },
+        "split": advice(now.sides, now.present, now.job.unit),
+    }
+
+
+def read_plan(file: Path) -> Plan | None:
+    """A run's plan, or None."""
+    return Plan.read(file) if file.is_file() else None
 
 
 def memory_left(job: Job, memory: RankMemory) -> int:

@@ -1,4 +1,4 @@
-"""What a plan has to know of a target and of a draft: sizes, no weights.
+"""What a plan has to know of a target and of a draft: sizes, and the floating-point operations that follow from them.
 
 A target's shape comes from the `config.json` of its Hugging Face folder; a draft's from its method's configuration.
 """
@@ -15,6 +15,8 @@ from infra.refusal import Refusal
 
 Precision = Literal["float32", "bfloat16"]
 ITEM_BYTES: dict[Precision, int] = {"float32": 4, "bfloat16": 2}
+BACKWARD = 3.0
+"""Forward and backward of a matrix product against its forward: gradients of inputs and of weights."""
 
 
 class TargetShape(Record):
@@ -155,3 +157,37 @@ def _feed_forward(text: Mapping[str, Any], hidden: int, layers: int) -> tuple[in
     stored = (3 * hidden * (experts * wide + shared) + router) * (layers - first)
     active = (3 * hidden * (text["num_experts_per_tok"] * wide + shared) + router) * (layers - first)
     return dense + stored, dense + active
+
+
+def prefill_flops(target: TargetShape, tokens: float) -> float:
+    """FLOPs of one sample through the target, without its head, which a capture applies to one token only.
+
+    Two per multiply-add, without padding and norms; a causal mask leaves T / 2 keys on average.
+    """
+    attention = 4 * target.attention_width * target.num_layers * tokens / 2
+    return tokens * (2 * target.active_parameters + attention)
+
+
+def draft_flops(
+    draft: DraftShape,
+    target: TargetShape,
+    tokens: int,
+    supervised_share: float,
+    full_argmax: bool,
+    recompute: bool = False,
+) -> float:
+    """Of one sample's forward, loss and backward.
+
+    `full_argmax`: which positions count is judged by the target's argmax over its whole vocabulary, whose logits hold
+    the draft vocabulary's (training.out_of_vocabulary).
+    """
+    rows = draft.rows(tokens)
+    attention = 4 * draft.attention_width * tokens / 2
+    again = 1 if recompute and draft.kept.carried is not None else 0
+    body = (BACKWARD + again) * (2 * draft.token_parameters * tokens + rows * (2 * draft.row_parameters + attention))
+    product = 2.0 * target.hidden_size * draft.vocab_size
+    predicted = rows * supervised_share
+    loss = predicted * product * (3 if draft.trains_head else 2)
+    judged = full_argmax and not draft.whole_vocabulary
+    of_target = 2.0 * target.hidden_size * (target.vocab_size if judged else draft.vocab_size)
+    return body + loss + of_target * (predicted if draft.target_per_row else tokens * supervised_share)

@@ -11,8 +11,7 @@ import yaml
 
 from infra.data_plane.bottleneck import in_words
 from infra.ledger.ledger import Quarantined
-from infra.planner.measured import comparison
-from infra.planner.plan import Plan
+from infra.planner.plan import Plan, comparison
 from infra.quantities import plural, signed
 from infra.records.acceptance import BenchmarkResult, RegisteredDraft
 from infra.records.benchmark_text import acceptance_rows, findings, goodput_rows, sources, suite_findings
@@ -86,7 +85,7 @@ class RunFacts:
     @property
     def planned(self) -> Mapping[str, str]:
         """Planned and measured rates, and a better split if there is one."""
-        return dict(comparison(self.plan, self.trained.rates)) if self.plan else {}
+        return comparison(self.plan, self.trained.rates) if self.plan else {}
 
     @property
     def bottleneck(self) -> str:

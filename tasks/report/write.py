@@ -13,7 +13,7 @@ from prefect.utilities.urls import url_for
 
 from infra.data_plane.bottleneck import in_words, slow_side
 from infra.files.atomic import write_atomically
-from infra.planner.measured import read_plan
+from infra.planner.plan import read_plan
 from infra.provenance import git_sha
 from infra.records.acceptance import BenchmarkResult, RegisteredDraft
 from infra.records.benchmark_text import sources

@@ -67,7 +67,7 @@ def test_plan_prints_every_recipe_in_full(tmp_path: Path, recipe: Path) -> None:
     assert printed == load_recipe(recipe, ["training.learning_rate=0.5"])
     assert "stall_s" in ended.stdout
     assert f"{printed.name}: " in plan
-    assert all(f"  {name}  " in plan for name in ("Memory", "Speed", "Split", "Time"))
+    assert all(f"{name}: " in plan for name in ("Memory", "Speed", "Split", "Time"))
     assert not (tmp_path / "runs").exists()
 
 

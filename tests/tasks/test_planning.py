@@ -4,13 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from infra.planner.measured import comparison, read_plan
-from infra.planner.plan import Plan, corrected
+from infra.planner.page import plan_page
+from infra.planner.plan import Plan, comparison, corrected, read_plan
 from infra.quantities import byte_size, duration, figure, si
 from infra.records.data_path import SamplesRecord, SideRates
 from models.config.recipe import load_recipe
 from tasks.plan import plan_recipe
-from tasks.planning import plan_page
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -76,7 +75,7 @@ def test_measured_rates_correct_the_plan(plan: Plan, tmp_path: Path) -> None:
     assert now.present.inference == pytest.approx(2 * plan.present.inference)
     assert now.job.training_share == pytest.approx(plan.job.training_share / 2)
     assert now.seconds < plan.seconds  # inference was the slow side
-    told = dict(comparison(plan, rates))
+    told = comparison(plan, rates)
     assert "86.0% of the peak in place of 43%" in told["inference"]
     assert told["split"].startswith("2 + 6 GPUs (inference + training) would give")
     (tmp_path / "plan.json").write_text(plan.model_dump_json())
@@ -86,7 +85,7 @@ def test_measured_rates_correct_the_plan(plan: Plan, tmp_path: Path) -> None:
 
 def test_nothing_is_compared_before_both_sides_are_seen(plan: Plan) -> None:
     unseen = SideRates(inference=None, transport=None, training=5.0, data_wait_share=0.0, generators=0, ranks=7)
-    assert not dict(comparison(plan, unseen))
+    assert not comparison(plan, unseen)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 import fcntl
 import http.server
-import os
 import resource
+import shutil
 import socket
 import threading
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ import pynvml
 import pytest
 
 from infra import settings
-from infra.doctor import devices, folders, machine, network, software
-from infra.doctor.devices import TorchBuild
-from infra.doctor.examination import examine, made
-from infra.doctor.finding import GIB, Finding
+from infra.doctor import devices, machine, network, software
+from infra.doctor.checks import Check, Probe, examine, run_check
+from infra.doctor.finding import Finding
 from infra.network.health import public, trouble
 from infra.pools.gpus import Gpu, Gpus, read_gpus
 
+GIB = 2**30
 NO_MEMORY_LIMIT = "9223372036854771712"
 
 
@@ -33,9 +33,15 @@ def tree(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def only(findings: list[Finding]) -> Finding:
+def only(findings: Finding | list[Finding]) -> Finding:
+    if isinstance(findings, Finding):
+        return findings
     assert len(findings) == 1, findings
     return findings[0]
+
+
+def made(name: str, probe: Probe) -> list[Finding]:
+    return run_check(Check(name, probe, "the remedy"))
 
 
 def judged(findings: list[Finding]) -> dict[str, str]:
@@ -50,7 +56,7 @@ def test_every_finding_but_a_good_one_has_a_remedy_and_names_are_said_once() -> 
 
 
 def test_a_check_that_cannot_be_made_says_so_and_ends_no_other(tmp_path: Path) -> None:
-    finding = only(made("memory", lambda: machine.check_memory(tmp_path)))
+    finding = only(made("memory", lambda: machine.memory(tmp_path)))
     assert finding.verdict == "note"
     assert "could not be checked" in finding.found
     assert "meminfo" in finding.found
@@ -62,7 +68,7 @@ def test_a_check_that_cannot_be_made_says_so_and_ends_no_other(tmp_path: Path) -
     ("version", "verdict"), [((3, 10), "problem"), ((3, 11), "ok"), ((3, 13), "ok"), ((3, 14), "problem")]
 )
 def test_pythons(version: tuple[int, int], verdict: str) -> None:
-    assert only(machine.check_python(version)).verdict == verdict
+    assert machine.python(version).verdict == verdict
 
 
 # Control groups: version 2, version 1, both at once, a parent's limit, and a container's path that is the host's.
@@ -105,9 +111,9 @@ def test_quotas_are_read(tmp_path: Path, name: str) -> None:
 
 def test_a_quota_below_the_visible_cores_is_a_note(tmp_path: Path) -> None:
     root = tree(tmp_path, GROUPS["v2 parent"][0])
-    finding = only(machine.check_cores(root, affinity=16))
-    assert (finding.verdict, "taskset -c 0-1`" in finding.remedy) == ("note", True)
-    assert only(machine.check_cores(root, affinity=2)).verdict == "ok"
+    finding = machine.cores(root, affinity=16)
+    assert (finding.verdict, "quota allows 2" in finding.found) == ("note", True)
+    assert machine.cores(root, affinity=2).verdict == "ok"
 
 
 @pytest.mark.parametrize(
@@ -123,7 +129,7 @@ def test_memory(tmp_path: Path, available_gib: int, limit_gib: int | None, used_
         "sys/fs/cgroup/a/memory.max": limit + "\n",
         "sys/fs/cgroup/a/memory.current": f"{used_gib * GIB}\n",
     }
-    finding = only(machine.check_memory(tree(tmp_path, files)))
+    finding = machine.memory(tree(tmp_path, files))
     assert finding.verdict == verdict
     assert ("control group" in finding.found) == (limit_gib is not None)
 
@@ -135,22 +141,22 @@ def test_the_old_way_of_saying_no_memory_limit(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory/x/memory.limit_in_bytes": NO_MEMORY_LIMIT,
         "sys/fs/cgroup/memory/x/memory.usage_in_bytes": "5",
     }
-    assert "control group" not in only(machine.check_memory(tree(tmp_path, files))).found
+    assert "control group" not in machine.memory(tree(tmp_path, files)).found
 
 
 @pytest.mark.parametrize(
-    ("soft", "hard", "verdict"), [(256, 512, "note"), (1024, 4096, "ok"), (resource.RLIM_INFINITY,) * 2 + ("ok",)]
+    ("limit", "verdict", "said"),
+    [(256, "note", "at most 256"), (1024, "ok", "1024"), (resource.RLIM_INFINITY, "ok", "unlimited")],
 )
-def test_open_files(soft: int, hard: int, verdict: str) -> None:
-    finding = only(machine.check_open_files((soft, hard)))
-    assert finding.verdict == verdict
-    assert verdict == "ok" or "ulimit -n 512" in finding.remedy
+def test_open_files(limit: int, verdict: str, said: str) -> None:
+    finding = machine.open_files(limit)
+    assert (finding.verdict, said in finding.found) == (verdict, True)
 
 
 def disk(monkeypatch: pytest.MonkeyPatch, total: float, free: float) -> None:
     """Every file system has these sizes, in GiB, from now on."""
-    room = SimpleNamespace(f_frsize=GIB // 16, f_blocks=int(total * 16), f_bavail=int(free * 16))
-    monkeypatch.setattr(os, "statvfs", lambda _: room)
+    room = SimpleNamespace(total=total * GIB, free=free * GIB)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: room)
 
 
 @pytest.mark.parametrize(
@@ -158,41 +164,38 @@ def disk(monkeypatch: pytest.MonkeyPatch, total: float, free: float) -> None:
     [
         (24, 24, "ok", ""),
         (1, 0.625, "ok", ""),
-        (0.0625, 0.0625, "note", "run folder"),
-        (0.5, 0.5, "note", "run folder"),
-        (24, 0.25, "problem", "budget_mib"),
+        (0.0625, 0.0625, "note", "less than twice the usual budget of 512 MiB"),
+        (0.5, 0.5, "note", "less than twice"),
+        (24, 0.25, "problem", "less than the usual budget"),
     ],
 )
 def test_shared_memory_is_measured_against_the_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total: float, free: float, verdict: str, said: str
 ) -> None:
     disk(monkeypatch, total, free)
-    finding = only(folders.check_shared_memory(tmp_path, 512))
-    assert (finding.verdict, said in finding.remedy) == (verdict, True)
+    finding = machine.shared_memory(tmp_path, 512)
+    assert (finding.verdict, said in finding.found) == (verdict, True)
 
 
 def test_shared_memory_that_is_not_there_is_a_note(tmp_path: Path) -> None:
-    finding = only(folders.check_shared_memory(tmp_path / "no"))
-    assert (finding.verdict, "run folder" in finding.remedy) == ("note", True)
+    assert machine.shared_memory(tmp_path / "no").verdict == "note"
 
 
 @pytest.mark.parametrize(("free", "verdict"), [(0.5, "problem"), (5, "note"), (50, "ok")])
 def test_free_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: float, verdict: str) -> None:
     disk(monkeypatch, 100, free)
-    finding = only(folders.check_cache_folder(tmp_path))
-    assert finding.verdict == verdict
-    assert verdict == "ok" or "DRAFTSMITH_CACHE" in finding.remedy
+    assert machine.disk(tmp_path).verdict == verdict
 
 
 def test_folders_of_dead_runs_are_told_from_those_in_use_and_left_alone(tmp_path: Path) -> None:
-    assert "none left over" in only(folders.check_leftovers(tmp_path)).found
+    assert "0 left over" in machine.leftovers(tmp_path).found
     for name in ("draftsmith-dead", "draftsmith-alive", "somebody-else"):
         (tmp_path / name / "objects").mkdir(parents=True)
         (tmp_path / name / "lock").touch()
     (tmp_path / "draftsmith-unlocked").mkdir()
     with (tmp_path / "draftsmith-alive" / "lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        finding = only(folders.check_leftovers(tmp_path))
+        finding = machine.leftovers(tmp_path)
     assert finding.verdict == "note"
     assert finding.found.startswith("1 in use, 2 left over")
     assert "draftsmith-dead" in finding.found
@@ -201,22 +204,20 @@ def test_folders_of_dead_runs_are_told_from_those_in_use_and_left_alone(tmp_path
 
 
 def test_a_run_folder_leaves_nothing_behind_and_need_not_exist(tmp_path: Path) -> None:
-    findings = folders.check_runs_folder(tmp_path / "not" / "yet")
-    assert judged(findings)["file locks"] == "ok"
-    assert "made by the first run" in findings[0].found
+    assert machine.file_locks(tmp_path / "not" / "yet").verdict == "ok"
+    assert "made by the first run" in machine.run_folder(tmp_path / "not" / "yet").found
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_folder_on_a_network_file_system_is_a_problem(tmp_path: Path) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text(f"disk / ext4 rw 0 0\nserver:/home {tmp_path} nfs4 rw 0 0\n")
-    finding = only(folders.check_runs_folder(tmp_path / "runs", mounts))
+    finding = machine.run_folder(tmp_path / "runs", mounts)
     assert (finding.verdict, "PostgreSQL" in finding.remedy) == ("problem", True)
 
 
 def test_a_run_folder_that_takes_no_files_is_a_problem() -> None:
-    finding = judged(folders.check_runs_folder(Path("/proc/runs")))  # not even root makes files there
-    assert finding["file locks"] == "problem"
+    assert machine.file_locks(Path("/proc/runs")).verdict == "problem"  # not even root makes files there
 
 
 PCI = {"sys/bus/pci/devices/0/vendor": "0x10de\n", "sys/bus/pci/devices/0/class": "0x030200\n"}
@@ -234,14 +235,14 @@ H100 = Gpu("H100", 80 * GIB, 79 * GIB)
     ],
 )
 def test_gpus(gpu: Gpu, verdict: str, said: str) -> None:
-    findings = devices.check_gpus(Gpus((H100, gpu), "580.1", 13))
+    findings = devices.gpus(Gpus((H100, gpu), "580.1", 13))
     assert judged(findings) == {"GPU 0": "ok", "GPU 1": verdict}
     assert said in findings[1].found
 
 
 def test_no_gpu_and_a_gpu_without_a_driver_are_told_apart(tmp_path: Path) -> None:
-    assert only(devices.check_gpus(None, tmp_path)).verdict == "ok"
-    assert "no driver" in only(devices.check_gpus(None, tree(tmp_path, PCI))).found
+    assert only(devices.gpus(None, tmp_path)).verdict == "ok"
+    assert "no driver" in only(devices.gpus(None, tree(tmp_path, PCI))).found
 
 
 def test_nvml_that_is_absent_or_broken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,47 +255,52 @@ def test_nvml_that_is_absent_or_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     fail(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
     assert read_gpus() is None
     fail(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
-    finding = only(made("GPUs", lambda: devices.check_gpus(read_gpus())))
+    finding = only(made("GPUs", lambda: devices.gpus(read_gpus())))
     assert (finding.verdict, "mismatch" in finding.found.lower()) == ("note", True)
 
 
-CPU, CUDA13 = TorchBuild("2.13.0+cpu", None), TorchBuild("2.13.0", 13)
+CPU, CUDA12, CUDA13, ROCM = (
+    f"__all__ = ['cuda', 'hip']\ncuda: Optional[str] = {cuda}\nhip: Optional[str] = {hip}\n"
+    for cuda, hip in ((None, None), ("'12.8'", None), ("'13.0'", None), (None, "'7.0'"))
+)
 GPUS = Gpus((H100,), "580.1", 13)
 
 
 @pytest.mark.parametrize(
-    ("build", "gpus", "verdict"),
+    ("text", "gpus", "verdict", "said"),
     [
-        (CPU, None, "ok"),
-        (CUDA13, GPUS, "ok"),
-        (CPU, GPUS, "problem"),
-        (CUDA13, None, "note"),
-        (CUDA13, Gpus((), "580.1", 13), "note"),
-        (CUDA13, Gpus((H100,), "550.1", 12), "problem"),
-        (TorchBuild("2.13.0", 12), GPUS, "ok"),
+        (CPU, None, "ok", "CPU only"),
+        (ROCM, None, "ok", "ROCm"),
+        (CUDA13, GPUS, "ok", "CUDA 13"),
+        (CPU, GPUS, "problem", "1 GPU"),
+        (CUDA13, None, "note", "without GPUs"),
+        (CUDA13, Gpus((), "580.1", 13), "note", "without GPUs"),
+        (CUDA13, Gpus((H100,), "550.1", 12), "problem", "up to 12"),
+        ("cuda = '12.8'\n", GPUS, "ok", "CUDA 12"),
+        (CUDA12, GPUS, "ok", "CUDA 12"),
     ],
 )
-def test_the_build_of_torch_against_the_gpus(build: TorchBuild, gpus: Gpus | None, verdict: str) -> None:
-    assert only(devices.check_torch(build, gpus)).verdict == verdict
-
-
-@pytest.mark.parametrize(
-    ("text", "build"),
-    [
-        ("__all__ = ['cuda', 'hip']\ncuda: Optional[str] = None\nhip: Optional[str] = None\n", (None, False)),
-        ("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", (13, False)),
-        ("cuda = '12.8'\n", (12, False)),
-        ("cuda: Optional[str] = None\nhip: Optional[str] = '7.0'\n", (None, True)),
-    ],
-)
-def test_the_build_of_torch_is_read_from_its_files(tmp_path: Path, text: str, build: tuple[int | None, bool]) -> None:
+def test_the_build_of_torch_against_the_gpus(
+    tmp_path: Path, text: str, gpus: Gpus | None, verdict: str, said: str
+) -> None:
     (tmp_path / "version.py").write_text(text)
-    read = devices.read_torch(tmp_path / "version.py", "2.13.0")
-    assert (read.cuda, read.rocm) == build
+    finding = only(devices.torch_build("2.13.0", gpus, tmp_path / "version.py"))
+    assert (finding.verdict, said in finding.found) == (verdict, True)
+
+
+def rdma(root: Path, memlock: int) -> list[Finding]:
+    """Of a machine with devices."""
+    probes: tuple[tuple[str, Probe], ...] = (
+        ("RDMA", lambda: devices.rdma(root)),
+        ("RDMA access", lambda: devices.rdma_access(root)),
+        ("locked memory", lambda: devices.locked_memory(root, memlock)),
+        ("GPUDirect", lambda: devices.gpudirect(root)),
+    )
+    return [finding for name, probe in probes for finding in made(name, probe)]
 
 
 def test_rdma(tmp_path: Path) -> None:
-    assert "no device" in only(devices.check_rdma(tmp_path)).found
+    assert "no device" in only(rdma(tmp_path, 0)).found
     port = "sys/class/infiniband/{}/ports/1/{}"
     files = {
         port.format("mlx5_0", "state"): "4: ACTIVE\n",
@@ -304,17 +310,17 @@ def test_rdma(tmp_path: Path) -> None:
         port.format("mlx5_1", "link_layer"): "Ethernet\n",
         port.format("mlx5_1", "rate"): "40 Gb/sec (4X QDR)\n",
     }
-    findings = devices.check_rdma(tree(tmp_path, files), memlock=8 * 2**20)
+    findings = rdma(tree(tmp_path, files), 8 * 2**20)
     verdicts = {"RDMA mlx5_0": "ok", "RDMA mlx5_1": "note", "RDMA access": "note", "locked memory": "note"}
     assert judged(findings) == verdicts
     assert findings[0].found == "port 1 ACTIVE (InfiniBand, 400 Gb/sec (4X NDR))"
     tree(tmp_path, {"dev/infiniband/uverbs0": ""})
-    findings = devices.check_rdma(tmp_path, memlock=resource.RLIM_INFINITY)
+    findings = rdma(tmp_path, resource.RLIM_INFINITY)
     assert judged(findings) == {"RDMA mlx5_0": "ok", "RDMA mlx5_1": "note", "locked memory": "ok"}
     tree(tmp_path, {"proc/driver/nvidia/version": ""})
-    assert devices.check_rdma(tmp_path)[-1].verdict == "note"
+    assert rdma(tmp_path, 0)[-1].verdict == "note"
     tree(tmp_path, {"sys/module/nvidia_peermem/refcnt": "0"})
-    assert "GPU's own memory" in devices.check_rdma(tmp_path)[-1].found
+    assert "GPU's own memory" in rdma(tmp_path, 0)[-1].found
 
 
 @pytest.mark.parametrize(
@@ -329,7 +335,7 @@ def test_rdma(tmp_path: Path) -> None:
     ],
 )
 def test_each_known_clash_is_recognised(versions: dict[str, str], said: str) -> None:
-    finding = only(software.check_clashes(versions))
+    finding = only(software.clashes(versions))
     assert finding.verdict != "ok"
     assert said in finding.found
     assert all(version in finding.found for version in versions.values())
@@ -347,23 +353,23 @@ def test_each_known_clash_is_recognised(versions: dict[str, str], said: str) -> 
     ],
 )
 def test_versions_that_go_together(versions: dict[str, str]) -> None:
-    assert only(software.check_clashes(versions)).verdict == "ok"
+    assert only(software.clashes(versions)).verdict == "ok"
 
 
 def test_declared_packages() -> None:
     wanted = ["torch>=2.11", "Typing_Extensions", "target; extra == 'quickstart'", "pytest; extra == 'dev'"]
     complete = {"torch": "2.13.0+cpu", "typing-extensions": "4.1", "target": "1"}
-    assert only(software.check_requirements(complete, wanted)).verdict == "ok"
-    finding = only(software.check_requirements({"torch": "2.10.0", "typing-extensions": "4.1"}, wanted))
+    assert software.requirements(complete, wanted).verdict == "ok"
+    finding = software.requirements({"torch": "2.10.0", "typing-extensions": "4.1"}, wanted)
     assert finding.verdict == "problem"
-    assert finding.found == "target is missing; torch 2.10.0 instead of >=2.11"
+    assert finding.found == "torch 2.10.0 instead of >=2.11; target is missing"
 
 
 def test_engines_and_an_environment_of_their_own(tmp_path: Path) -> None:
     def sglang() -> Finding:
-        return next(one for one in software.check_engines({}, tmp_path / "env") if one.name == "engine SGLang")
+        return only(software.sglang(tmp_path / "env"))
 
-    assert judged(software.check_engines({}, tmp_path / "env"))["engine transformers"] == "problem"
+    assert software.version_of("transformers", {}).verdict == "problem"
     assert sglang().verdict == "note"
     packages = tmp_path / "env" / "lib" / "python3.11" / "site-packages"
     packages.mkdir(parents=True)
@@ -411,14 +417,14 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.T
 
 def test_servers_that_answer_and_servers_that_do_not(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "ANSWER_S", 30.0)  # a busy machine
-    assert only(network.check_prefect(f"{server}/api")).verdict == "ok"
-    assert only(network.check_prefect(f"{server}/other")).verdict == "problem"
-    assert "404" in only(network.check_prefect(f"{server}/other")).found
-    assert only(network.check_mlflow(server)).verdict == "ok"
+    assert network.prefect(f"{server}/api").verdict == "ok"
+    assert network.prefect(f"{server}/other").verdict == "problem"
+    assert "404" in network.prefect(f"{server}/other").found
+    assert network.mlflow(server).verdict == "ok"
     with socket.socket() as deaf:  # bound, never listening
         deaf.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
-        assert "refused" in only(network.check_mlflow(url)).found
+        assert "refused" in network.mlflow(url).found
         deaf.listen()
         why = trouble(url, 0.2) or ""
         assert "no answer within" in why or "timed out" in why
@@ -434,14 +440,14 @@ def test_servers_that_answer_and_servers_that_do_not(server: str, monkeypatch: p
     ],
 )
 def test_tracking_without_a_server(uri: str, verdict: str) -> None:
-    finding = only(network.check_mlflow(uri))
+    finding = network.mlflow(uri)
     assert finding.verdict == verdict
     assert "secret" not in finding.found
 
 
 def test_the_server_of_a_prefect_profile_counts(bare_environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.prefect_api_url() is None
-    assert only(network.check_prefect(None)).verdict == "ok"
+    assert network.prefect(None).verdict == "ok"
     profiles = 'active = "ours"\n[profiles.ours]\nPREFECT_API_URL = "http://server/api"\n[profiles.bare]\n'
     (bare_environment / "profiles.toml").write_text(profiles)
     assert settings.prefect_api_url() == "http://server/api"
@@ -466,7 +472,7 @@ def test_the_server_of_a_prefect_profile_counts(bare_environment: Path, monkeypa
 def test_proxies(environment: dict[str, str], swallowed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    finding = only(network.check_proxies())
+    finding = network.proxies()
     assert finding.verdict == ("problem" if swallowed else "ok")
     assert f"HTTP to {swallowed} goes to http://proxy:3128" in finding.found or not swallowed
     assert "secret" not in finding.found
@@ -479,12 +485,12 @@ def test_a_proxy_is_used_unless_the_way_is_direct(server: str, monkeypatch: pyte
 
 
 def test_the_hub_and_a_token_that_is_never_shown(bare_environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "no token" in only(network.check_hub()).found
+    assert "no token" in network.hub().found
     (bare_environment / "token").write_text("hf_secret")
-    assert str(bare_environment / "token") in only(network.check_hub()).found
+    assert str(bare_environment / "token") in network.hub().found
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    finding = only(network.check_hub())
+    finding = network.hub()
     assert (finding.verdict, "$HF_TOKEN" in finding.found) == ("note", True)
     assert "hf_secret" not in finding.model_dump_json()
 
@@ -500,5 +506,5 @@ def test_mooncake_s_protocol_is_stated(tmp_path: Path) -> None:
     port.mkdir(parents=True)
     for state, protocol in (("1: DOWN", "TCP"), ("4: ACTIVE", "RDMA")):
         (port / "state").write_text(state)
-        finding = software.check_mooncake_here(tmp_path)
+        finding = software.mooncake(tmp_path)
         assert finding.verdict == "note" or finding.found.endswith(f"it carries by {protocol}")

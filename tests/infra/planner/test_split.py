@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.planner.compute import draft_flops, prefill_flops
 from infra.planner.devices import DEVICES
-from infra.planner.shapes import target_shape
+from infra.planner.shapes import draft_flops, prefill_flops, target_shape
 from infra.planner.split import Sides, Split, advice, all_splits, best_split, measured_sides, split
 from infra.records.data_path import SideRates
 from models.config.draft import parse_draft_config

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from infra.doctor.devices import check_gpus
+from infra.doctor import devices
 from infra.pools.base import PoolBusyError, PoolSpec
 from infra.pools.gpus import pci_addresses, read_gpus, visible_gpus
 from infra.pools.local import LocalPools
@@ -92,7 +92,7 @@ def test_the_inventory_says_what_is_near(cards: list[Card], machine: Path) -> No
     assert pci_addresses(["GPU-bb"]) == ["0000:2a:00.0"] == [found.gpus[1].pci]
     assert [(gpu.numa, gpu.nics) for gpu in found.gpus[1:3]] == [("0", ("mlx5_0",)), ("1", ("mlx5_1",))]
     assert found.gpus[0].links == ("", "NVLink", "other NUMA nodes", "other NUMA nodes")
-    said = [finding.found for finding in check_gpus(found)]
+    said = [finding.found for finding in devices.gpus(found)]
     assert "NUMA node 0, RDMA by mlx5_0, NVLink to GPU 1, GPU 2, 3 through other NUMA nodes" in said[0]
     assert "in use by process 4000000 (29.0 GiB)" in said[1]
 

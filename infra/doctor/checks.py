@@ -1,0 +1,87 @@
+"""The checks of `draftsmith doctor`: a table of name, probe and remedy, in the order in which a person would ask."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import pynvml
+
+from infra import settings
+from infra.doctor import devices, machine, network, software
+from infra.doctor.finding import Finding, judge
+from infra.pools.gpus import read_gpus
+from infra.transport.mooncake.environment import INSTALL
+
+Probe = Callable[[], Finding | list[Finding]]
+
+
+class Check(NamedTuple):
+    """One row: what is checked, by what, and what to do unless all is well."""
+
+    name: str
+    probe: Probe
+    remedy: str
+
+
+def checks() -> tuple[Check, ...]:
+    """All checks of this machine; nothing is probed yet."""
+    gpus, versions = cache(read_gpus), cache(software.installed)
+    shared, runs, cached = settings.shared_memory_folder(), settings.runs_folder(), settings.cache_folder()
+    larger_disk = "free some, or set {} to a larger disk of yours: the quickstart needs 1 GiB, larger targets over 10"
+    return tuple(Check(*row) for row in (
+        ("Python", machine.python, "make the environment anew with Python 3.11, 3.12 or 3.13"),
+        ("packages", lambda: software.requirements(versions(), software.declared()),
+         "pip install --editable '.[quickstart]' in the project's folder"),
+        ("versions", lambda: software.clashes(versions()), "install versions that go together"),
+        ("cores", machine.cores, "start under `taskset` with as many cores as the quota allows: threads share those"),
+        ("memory", machine.memory, "close what you do not need: the quickstart needs 2 GiB, 4 are comfortable"),
+        ("open files", machine.open_files, "`ulimit -n 1024`, or as many as the hard limit allows"),
+        ("shared memory", lambda: machine.shared_memory(shared),
+         "runs then keep their objects in the run folder, which is slower: give a container more (`--shm-size=2g`), "
+         "delete what fills it, set DRAFTSMITH_SHM to a tmpfs of yours, or lower transport.budget_mib"),
+        ("run folders in memory", lambda: machine.leftovers(shared), "nothing to do: the next run removes them"),
+        ("run folder", lambda: machine.run_folder(runs), larger_disk.format("DRAFTSMITH_RUNS")),
+        ("file locks", lambda: machine.file_locks(runs),
+         "ownership of runs rests on these locks: set DRAFTSMITH_RUNS to a local disk of yours; synchronise the clocks "
+         "(chrony, NTP)"),
+        ("cache folder", lambda: machine.disk(cached), larger_disk.format("DRAFTSMITH_CACHE")),
+        ("GPUs", lambda: devices.gpus(gpus()),
+         "a run leases whole, idle GPUs: install NVIDIA's driver, stop the processes on the GPU (outside of this "
+         "container, where they cannot be seen), or switch MIG off (`nvidia-smi -mig 0`)"),
+        ("torch build", lambda: devices.torch_build(versions().get("torch"), gpus()),
+         "install the build for this machine, or update the driver: see https://pytorch.org/get-started"),
+        ("RDMA", devices.rdma, "no port is active: check cable, switch and subnet manager"),
+        ("RDMA access", devices.rdma_access,
+         "pass the devices into the container (`--device=/dev/infiniband`), or load ib_uverbs"),
+        ("locked memory", devices.locked_memory,
+         "`ulimit -l unlimited` (limits.conf: memlock; systemd: LimitMEMLOCK; Docker: --ulimit memlock=-1)"),
+        ("GPUDirect", devices.gpudirect, "`modprobe nvidia-peermem` lets samples arrive in the GPU's own memory"),
+        ("engine transformers", lambda: software.version_of("transformers", versions()),
+         "pip install 'transformers>=5.17,<6'"),
+        ("engine SGLang", lambda: software.sglang(settings.sglang_environment()),
+         "`make sglang` makes it, with Draftsmith's capture plugin; none needed with generator.engine=transformers"),
+        ("Mooncake", software.mooncake,
+         f"none needed on one machine; between several: {INSTALL}, and Debian's libibverbs1 or RHEL's libibverbs"),
+        ("Prefect server", lambda: network.prefect(settings.prefect_api_url()),
+         "start it (`draftsmith ui` starts one here), or unset PREFECT_API_URL: runs then start their own"),
+        ("MLflow", lambda: network.mlflow(settings.tracking_uri()),
+         "unset MLFLOW_TRACKING_URI (runs are then kept in a SQLite file), or set it to sqlite:////absolute/path.db or "
+         "to the address of a server that runs"),
+        ("proxies", network.proxies, "export no_proxy=127.0.0.1,localhost (added to what it holds), or Prefect hangs"),
+        ("Hugging Face Hub", network.hub, "unset HF_HUB_OFFLINE to download a target; the quickstart needs none"),
+    ))  # fmt: skip
+
+
+def examine() -> list[Finding]:
+    """What this machine has and lacks, each finding with its remedy."""
+    return [finding for check in checks() for finding in run_check(check)]
+
+
+def run_check(check: Check) -> list[Finding]:
+    """The check's findings; one that fails to run is reported and does not stop the others."""
+    try:
+        answer = check.probe()
+    except (OSError, ValueError, KeyError, pynvml.NVMLError) as error:
+        answer = judge(f"could not be checked: {error}", note=True, remedy="look yourself; the other checks were made")
+    findings = answer if isinstance(answer, list) else [answer]
+    return [one.named(check.name, check.remedy) for one in findings]
