@@ -30,7 +30,7 @@ from infra.records.acceptance import Conditions
 from infra.records.data_path import Record, TargetRecord
 from models.benchmark.conditions import conditions
 from models.benchmark.contestants import Contestants, load_contestants
-from models.benchmark.serving import Setup, counts_of, whats_missing
+from models.benchmark.served import Setup, counts_of, whats_missing
 from models.config.recipe import RunConfig, load_recipe
 from models.data.conversations import source_hash
 from models.data.prompts import read_prompts

@@ -1,97 +1,43 @@
 """What `draftsmith bench` measures: real decoding of suites, by source, shape of proposals, temperature and batch size.
 
 Acceptance is counted over all prompts of a suite; speed on the first ones, several times over after a warm-up, beside
-the target alone in the same loop and at the same batch size. Runs in the process of `models.benchmark.standalone`.
+the target alone in the same loop and at the same batch size. `ServedHarness` measures the drafts in SGLang, on the same
+suites, for the same table. Runs in the process of `models.benchmark.standalone`.
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from infra.records.acceptance import Conditions, Ground, GroupAcceptance, LosslessRecord
-from infra.records.data_path import Record
+from infra.records.acceptance import Conditions, Ground, LosslessRecord
 from infra.refusal import Refusal
+from infra.sglang.client import SGLangClient
+from infra.sglang.environment import sglang_version
 from models.benchmark.bootstrap import length_interval
 from models.benchmark.categories import suite_result
 from models.benchmark.contestants import Contestants
+from models.benchmark.harness_result import LEAST_DISTINCT, Cell, Speed
 from models.benchmark.reference import TOLERANCE
+from models.benchmark.served import Setup, ask_all, counts_of
 from models.data.prompts import SuitePrompts
 from models.decoding.acceptance import by_position, distinct_token_share
 from models.decoding.lossless import LosslessCheck, total
 from models.decoding.prompt_lookup import PromptLookup
-from models.decoding.speculative import Decoded, speculate_together
+from models.decoding.speculative import Decoded, Shape, speculate_together
 from models.decoding.stopwatch import Stopwatch
 from models.drafts.batched_proposer import ProposalSource
 from models.drafts.sampling import GREEDY, Sampling
-from models.drafts.trees import DynamicTree, TreeShape, parse_shape
+from models.drafts.trees import DynamicTree, parse_shape
 from models.progress_bars import Bar, bars
 
-LEAST_DISTINCT = 0.3
-"""Minimum share of distinct tokens; a more repetitive text is reported separately."""
 RESAMPLES = 10_000
-
-
-class Speed(Record):
-    """Decoding after the prefill at one batch size: medians over the repeats, with the slowest and fastest."""
-
-    batch: int
-    repeats: int
-    acceptance_length: float
-    """Acceptance length of the timed texts."""
-    plain_tokens_per_s: float
-    """The target alone, in the same loop."""
-    plain_spread: tuple[float, float]
-    tokens_per_s: float | None
-    """None if the figure is impossible and therefore not published."""
-    spread: tuple[float, float] | None
-    speedup: float | None
-    flagged: bool
-    """The speed-up exceeded what the acceptance length allows."""
-
-
-class Cell(Record):
-    """One source with one shape of proposals at one temperature on one suite, and under what conditions."""
-
-    suite: str
-    source: str
-    shape: str
-    """A lookahead, or a tree as on the command line."""
-    conditions: Conditions
-    length: float | None
-    """Acceptance length over texts that are not repetitive; None without a complete step."""
-    interval: tuple[float, float] | None
-    """95 %, by bootstrap over conversations."""
-    steps: int
-    conversations: int
-    by_position: tuple[float | None, ...]
-    """Acceptance by position of a chain."""
-    by_category: tuple[GroupAcceptance, ...]
-    by_context: tuple[GroupAcceptance, ...]
-    distinct_token_share: float
-    """Share of distinct tokens over all texts."""
-    repetitive: GroupAcceptance | None
-    """Texts with a distinct-token share under `LEAST_DISTINCT`, which are in no other figure."""
-    mismatches: int | None
-    """Mismatches of greedy text with the target's own; None if sampled."""
-    ties: int | None
-    speeds: tuple[Speed, ...]
-
-
-class HarnessResult(Record):
-    """What `draftsmith bench` writes."""
-
-    commit: str
-    date: str
-    too_long: Mapping[str, int]
-    """Questions left out because of their length, by suite."""
-    cells: tuple[Cell, ...]
-    notes: tuple[str, ...] = ()
-    """What was asked for and not measured, and why."""
-    wall_s: float
 
 
 @dataclass(frozen=True)
@@ -103,8 +49,10 @@ class Repeat:
     """Acceptance length of the texts that were timed."""
 
 
-Speeds = Mapping[int, Sequence[Repeat]]
+Speeds = dict[int, list[Repeat]]
 """Speeds by batch size."""
+TimePass = Callable[[Sequence[list[int]], int, int], Repeat]
+"""Decodes prompts, as many at a time as the second argument says; the third is the number of the repeat."""
 
 
 class Place(NamedTuple):
@@ -141,7 +89,7 @@ class HarnessPlan:
         return [prompts[row % len(prompts)] for row in range(whole)]
 
 
-def shape_of(text: str) -> int | TreeShape:
+def shape_of(text: str) -> Shape:
     """`4` or a tree; raises Refusal for anything else."""
     if not text.isdigit():
         return parse_shape(text)
@@ -150,7 +98,7 @@ def shape_of(text: str) -> int | TreeShape:
     return int(text)
 
 
-def topk_of(shape: int | TreeShape) -> int:
+def topk_of(shape: Shape) -> int:
     """The most children of a place, as conditions say it."""
     if isinstance(shape, int):
         return 1
@@ -201,15 +149,19 @@ class Harness:
     def _measured(self, place: Place, bar: Bar) -> Cell:
         suite, temperature = place.suite, place.temperature
         source, shape = self.sources[place.source], shape_of(place.shape)
-        if (suite, temperature) not in self._alone:
-            self._alone[suite, temperature] = self._speeds(suite, PromptLookup(), 0, temperature, bar)
+        alone = (suite, temperature)
+        if alone not in self._alone:
+            time_alone = self._time_pass(PromptLookup(), 0, temperature)
+            self._alone[alone] = self.speeds(suite, f"target alone, T={temperature:g}", time_alone, bar)
         decoded = self._decode(suite, source, shape, temperature)
-        measured, plain = self._speeds(suite, source, shape, temperature, bar), self._alone[suite, temperature]
-        speeds = [speed(batch, plain[batch], repeats) for batch, repeats in measured.items()]
-        return self.cell(place, decoded, speeds)
+        what, time_pass = (
+            f"{place.source} {place.shape}, T={temperature:g}",
+            self._time_pass(source, shape, temperature),
+        )
+        return self.cell(place, decoded, self._alone[alone], self.speeds(suite, what, time_pass, bar))
 
     def cell(
-        self, place: Place, decoded: Sequence[Decoded], speeds: Sequence[Speed], engine: str = "transformers"
+        self, place: Place, decoded: Sequence[Decoded], plain: Speeds, speeds: Speeds, engine: str = "transformers"
     ) -> Cell:
         """What comes of all texts of a suite; greedy ones are compared with the target's own."""
         suite, temperature = place.suite, place.temperature
@@ -243,62 +195,57 @@ class Harness:
             repetitive=suite_result(_ground(suite, prompts, decoded, others), 1.0).whole if others else None,
             mismatches=compared and compared.mismatches,
             ties=compared and compared.ties,
-            speeds=tuple(speeds),
+            speeds=tuple(speed(batch, plain[batch], repeats) for batch, repeats in speeds.items()),
         )
 
-    def _decode(self, suite: str, source: ProposalSource, shape: int | TreeShape, temperature: float) -> list[Decoded]:
-        """All prompts of a suite, some at a time."""
-        prompts, together = self.plan.suites[suite].prompts, self.plan.together
-        sampling = self._sampling(temperature, 0)
-        found: list[Decoded] = []
-        for first in range(0, len(prompts), together):
-            found += speculate_together(
-                self.loaded.target, source, prompts[first : first + together], shape, self.plan.max_new_tokens,
-                self.loaded.eos_ids, sampling=sampling,
-            )  # fmt: skip
+    def speeds(self, suite: str, what: str, time_pass: TimePass, bar: Bar, *, warm: int | None = None) -> Speeds:
+        """Every repeat at every batch size; a pass over the first `warm` prompts (None: a batch) is not counted."""
+        found: Speeds = {}
+        for batch in self.plan.batches:
+            prompts, advance = (
+                self.plan.timed(suite, batch),
+                bar(f"{suite}, {batch} at once, {what}", self.plan.repeats),
+            )
+            time_pass(prompts[: warm or batch], batch, 0)
+            found[batch] = []
+            for repeat in range(self.plan.repeats):
+                found[batch].append(time_pass(prompts, batch, repeat))
+                advance(1)
         return found
+
+    def _decode(self, suite: str, source: ProposalSource, shape: Shape, temperature: float) -> list[Decoded]:
+        """All prompts of a suite, some at a time."""
+        prompts, together, loaded = self.plan.suites[suite].prompts, self.plan.together, self.loaded
+        decode = partial(
+            speculate_together, loaded.target, source, shape=shape, max_new_tokens=self.plan.max_new_tokens,
+            eos_ids=loaded.eos_ids, sampling=self._sampling(temperature, 0),
+        )  # fmt: skip
+        groups = [prompts[first : first + together] for first in range(0, len(prompts), together)]
+        return [decoded for group in groups for decoded in decode(group)]
 
     def _compare(self, suite: str, decoded: Sequence[Decoded]) -> LosslessRecord:
         check = LosslessCheck(self.loaded.target, self.loaded.exact, self.plan.max_new_tokens, self.loaded.eos_ids)
         pairs = zip(self.plan.suites[suite].prompts, decoded, self.own(suite), strict=True)
-        return total([check.compare(prompt, each.tokens, alone.tokens) for prompt, each, alone in pairs])
+        return total(check.compare(prompt, each.tokens, alone.tokens) for prompt, each, alone in pairs)
 
-    def _speeds(
-        self, suite: str, source: ProposalSource, shape: int | TreeShape, temperature: float, bar: Bar
-    ) -> Speeds:
-        """Every repeat; the pass that warms up is not counted."""
-        plan, found = self.plan, dict[int, list[Repeat]]()
-        for batch in plan.batches:
-            advance = bar(f"{suite}, batch {batch}, T={temperature:g}", plan.repeats)
-            timed = plan.timed(suite, batch)
-            self._timed(timed[:batch], batch, source, shape, self._sampling(temperature, 0))
-            found[batch] = []
-            for repeat in range(plan.repeats):
-                found[batch].append(self._timed(timed, batch, source, shape, self._sampling(temperature, repeat)))
-                advance(1)
-        return found
+    def _time_pass(self, source: ProposalSource, shape: Shape, temperature: float) -> TimePass:
+        """Time passes after the prefill."""
 
-    def _timed(
-        self,
-        prompts: Sequence[list[int]],
-        batch: int,
-        source: ProposalSource,
-        shape: int | TreeShape,
-        sampling: Sampling,
-    ) -> Repeat:
-        """After the prefill."""
-        watch, target = Stopwatch(self.loaded.target.device), self.loaded.target
-        tokens = steps = 0
-        for first in range(0, len(prompts), batch):
-            some = prompts[first : first + batch]
-            # No text ends early, so that a batch stays whole.
-            decoded = speculate_together(
-                target, source, some, shape, self.plan.max_new_tokens, frozenset(), sampling=sampling, watch=watch
-            )
-            tokens += sum(each.counts.tokens for each in decoded)
-            steps += sum(each.counts.steps for each in decoded)
-        seconds = sum(sum(step.seconds.values()) for step in watch.steps)
-        return Repeat(sum(step.emitted for step in watch.steps) / seconds, tokens / max(1, steps))
+        def time_pass(prompts: Sequence[list[int]], batch: int, repeat: int) -> Repeat:
+            watch, target = Stopwatch(self.loaded.target.device), self.loaded.target
+            sampling, counts = self._sampling(temperature, repeat), []
+            for first in range(0, len(prompts), batch):
+                some = prompts[first : first + batch]
+                # No text ends early, so that a batch stays whole.
+                decoded = speculate_together(
+                    target, source, some, shape, self.plan.max_new_tokens, frozenset(), sampling=sampling, watch=watch
+                )
+                counts += [each.counts for each in decoded]
+            seconds = sum(sum(step.seconds.values()) for step in watch.steps)
+            length = sum(each.tokens for each in counts) / max(1, sum(each.steps for each in counts))
+            return Repeat(sum(step.emitted for step in watch.steps) / seconds, length)
+
+        return time_pass
 
     def _sampling(self, temperature: float, repeat: int) -> Sampling:
         if not temperature:
@@ -341,3 +288,50 @@ def _ground(name: str, prompts: SuitePrompts, decoded: Sequence[Decoded], rows: 
         categories=tuple(prompts.categories[row] for row in rows) if prompts.categories else (),
         contexts=tuple(len(prompts.prompts[row]) for row in rows),
     )
+
+
+class ServedHarness:
+    """Measures every chain of a harness's plan in SGLang, for every draft, greedily.
+
+    One server for the target alone, and one for each draft and lookahead.
+    """
+
+    def __init__(self, harness: Harness, setup: Setup, drafts: Mapping[str, Path]):
+        """`drafts`: exports by the name that is written down; the engine can serve all of them."""
+        self.harness, self.plan, self.setup, self.drafts = harness, harness.plan, setup, drafts
+        self.engine = f"sglang {sglang_version()}"
+
+    def measure(self) -> list[Cell]:
+        """Measure every cell. Raises Refusal for what a person has to correct."""
+        found, chains = list[Cell](), [int(shape) for shape in self.plan.shapes if shape.isdigit()]
+        with bars() as bar:
+            with self.setup.serving(None, 0) as client:
+                plain = {suite: self._speeds(client, suite, "target alone", bar) for suite in self.plan.suites}
+            for name, draft in self.drafts.items():
+                for lookahead in chains:
+                    with self.setup.serving(draft, lookahead) as client:
+                        found += [self._cell(client, suite, name, lookahead, plain[suite], bar) for suite in plain]
+        return found
+
+    def _cell(self, client: SGLangClient, suite: str, name: str, lookahead: int, plain: Speeds, bar: Bar) -> Cell:
+        prompts = self.plan.suites[suite].prompts
+        watched = bar(f"{suite}, {name} in SGLang, step by step", len(prompts))
+        answers = self.setup.watch_all(client, prompts, lambda _: watched(1))
+        speeds = self._speeds(client, suite, name, bar)
+        decoded = [Decoded(tuple(answer.tokens), counts_of(answer, lookahead)) for answer in answers]
+        return self.harness.cell(Place(suite, 0.0, name, str(lookahead)), decoded, plain, speeds, self.engine)
+
+    def _speeds(self, client: SGLangClient, suite: str, name: str, bar: Bar) -> Speeds:
+        # No text ends early, so that as many requests run all the time.
+        ask = partial(client.generate, sampling=self.setup.greedy | {"ignore_eos": True})
+
+        def time_pass(prompts: Sequence[list[int]], batch: int, repeat: int) -> Repeat:
+            begun = time.perf_counter()
+            answers = ask_all(ask, prompts, batch)
+            seconds, tokens = time.perf_counter() - begun, sum(len(answer.tokens) for answer in answers)
+            steps = sum(answer.meta.get("spec_verify_ct", len(answer.tokens) - 1) for answer in answers)
+            return Repeat(tokens / seconds, (tokens - len(answers)) / max(1, steps))
+
+        # The warm-up leaves all prompts in the engine's cache.
+        every = max((len(self.plan.timed(suite, batch)) for batch in self.plan.batches), default=None)
+        return self.harness.speeds(suite, f"{name} in SGLang", time_pass, bar, warm=every)

@@ -1,6 +1,7 @@
 """Builds the gate's evidence and `BenchmarkResult` from measurements: figures, verdict, and a summary."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from infra.records.acceptance import (
     BenchmarkResult,
@@ -24,7 +25,6 @@ from models.benchmark.measure import (
     WalkedTexts,
     at,
 )
-from models.benchmark.words import Lengths, against_baselines
 from models.config.benchmark import BenchmarkConfig, PromotionConfig
 from models.decoding.acceptance import acceptance_length, distinct_token_share, summarise
 
@@ -142,6 +142,38 @@ def build_result(
         summary=against_baselines(at, lengths, sampled_lengths, sampling(conditions)),
         wall_s=wall_s,
     )
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Acceptance lengths of draft and baselines on the same texts, and the texts' share of distinct tokens."""
+
+    draft: float
+    prompt_lookup: float
+    token_recycling: float
+    distinct_share: float
+
+
+def against_baselines(lookahead: int, greedy: Lengths, sampled: Lengths, at: str) -> str:
+    """Whether the draft beats the baselines that need no training, and why not where it does not; `at` names how the
+    sampled text was drawn."""
+    baselines = {"prompt lookup": greedy.prompt_lookup, "Token Recycling": greedy.token_recycling}
+    beaten = [f"{name} ({length:.2f})" for name, length in baselines.items() if greedy.draft > length]
+    others = [f"{name} ({length:.2f})" for name, length in baselines.items() if greedy.draft <= length]
+    said = [f"beats {' and '.join(beaten)}"] if beaten else []
+    said += [f"does not beat {' or '.join(others)}"] if others else []
+    text = (
+        f"the draft {' but '.join(said)} here: {greedy.draft:.2f} tokens per verification step at lookahead {lookahead}"
+    )
+    loses = greedy.draft <= greedy.prompt_lookup
+    repeats = greedy.distinct_share < sampled.distinct_share and sampled.prompt_lookup < greedy.prompt_lookup
+    if loses and repeats:
+        text += (
+            ", because the target's greedy text repeats itself (distinct-token share "
+            f"{greedy.distinct_share:.2f}, {sampled.distinct_share:.2f} when sampled)"
+        )
+    against = f"{sampled.prompt_lookup:.2f} and {sampled.token_recycling:.2f}"
+    return f"{text}; over text sampled at {at}, {sampled.draft:.2f} against {against}"
 
 
 def request_counts(found: Measurements, conditions: Conditions) -> RequestCounts:

@@ -6,13 +6,16 @@ told about lookaheads. One process, the target loaded once.
 
 import argparse
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
 from infra.files.atomic import write_atomically
 from infra.processes.exit import run_main
 from infra.records.acceptance import BenchmarkResult, Ground, ServedResult, SuiteResult
+from infra.records.benchmark_text import acceptance_rows, findings, goodput_rows, suite_findings
 from models.benchmark.categories import suite_result
 from models.benchmark.conditions import conditions
 from models.benchmark.contestants import Contestants, load_contestants
@@ -20,7 +23,6 @@ from models.benchmark.measure import measure, measure_suite
 from models.benchmark.plots import plot_by_position, plot_goodput, plot_heldout, plot_samples, plot_training
 from models.benchmark.result import build_result, gather, ground, request_counts
 from models.benchmark.step_costs import measure_goodput
-from models.benchmark.words import lines, tables
 from models.data.prompts import heldout_prompts, suite_prompts
 from models.decoding.acceptance import distinct_token_share
 from models.dtypes import DTYPES
@@ -92,6 +94,32 @@ def _suite(run: PreparedRun, contestants: Contestants, name: str) -> tuple[Groun
         contexts=tuple(map(len, suite.prompts)),
     )
     return compared, suite_result(compared, distinct_token_share(walks.texts), suite.too_long)
+
+
+def tables(result: BenchmarkResult) -> Iterator[Table]:
+    """Acceptance length by lookahead, and predicted goodput by load if it was measured."""
+    titled = {f"Draft for {result.conditions.target}": acceptance_rows(result)}
+    titled["Predicted goodput"] = goodput_rows(result)
+    for title, rows in titled.items():
+        if rows:
+            shown = Table(title=title)
+            for at, name in enumerate(rows[0]):
+                shown.add_column(name, justify="right" if at else "left")
+            for row in rows:
+                shown.add_row(*row.values())
+            yield shown
+
+
+def lines(result: BenchmarkResult) -> list[str]:
+    """What the tables do not show, one fact per line."""
+    at = result.conditions.lookahead
+    ties = [divergence for divergence in result.lossless.divergences if divergence.tie]
+    return [
+        *(f"{topic}: {text}" for topic, text in (findings(result) | suite_findings(result)).items()),
+        *(f"Tie at token {tie.position}: gap {tie.gap:.2e}, delta {tie.delta:.2e}" for tie in ties),
+        result.summary,
+        f"acceptance length {result.simulated.length[at]:.2f} at lookahead {at} in {result.wall_s:.0f} s",
+    ]
 
 
 def show(result: BenchmarkResult) -> None:

@@ -1,34 +1,164 @@
-"""`python -m models.benchmark.served RUN`: the exported draft in the serving engine, on the run's held-out prompts.
+"""Drafts in the serving engine, SGLang: servers, prompts watched step by step, acceptance and speed.
 
-Two SGLang servers one after the other, target alone and target with draft: the same prompts, greedy, at several
-concurrencies. Acceptance is what the engine emits step by step. Writes RUN/served.json.
+`python -m models.benchmark.served RUN` measures a run's exported draft on its held-out prompts, in two servers one
+after the other: the target alone, and target with draft. Both get the same prompts, greedy, at several concurrencies.
+Acceptance is what the engine emits step by step. Writes RUN/served.json.
 """
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from infra.files.atomic import write_atomically
 from infra.processes.exit import run_main
 from infra.processes.process import Owner
 from infra.records.acceptance import Acceptance, ServedResult, ServedSpeed
-from infra.sglang.client import Answer
-from models.benchmark.serving import Ask, Setup, ask_all, counts_of, whats_missing
+from infra.refusal import Refusal
+from infra.settings import leased_gpus, sglang_platform
+from infra.sglang.client import Answer, SGLangClient
+from infra.sglang.command import ServerSpec, server_environment, serving_command
+from infra.sglang.server import SGLangServer
+from models.config.generator import GeneratorConfig
 from models.data.prompts import heldout_prompts
-from models.decoding.acceptance import summarise
+from models.decoding.acceptance import AcceptedCounts, summarise
+from models.export.description import read_description
 from models.progress_bars import Advance, bars
 from models.run import PreparedRun
+from models.targets.model import eos_ids
+
+NO_MODEL = (
+    "not served: SGLang has no model for {0} drafts that are configured like this one; its acceptance and speed are "
+    "the reference decoder's"
+)
+NO_KERNELS = (
+    "not served: SGLang has no kernels for speculation on a CPU; on a GPU it would run the target alone and with the "
+    "draft, at concurrency {0}"
+)
+
+WATCHES = 5
+"""A busy server now and then sends two steps together; asked again, greedy, it tells the same steps one by one."""
+
+Ask = Callable[[Sequence[int]], Answer]
+
+
+def has_kernels() -> bool:
+    """Whether SGLang can speculate here."""
+    return bool(leased_gpus()) or sglang_platform() is not None
+
+
+def whats_missing(draft: Path, concurrency: Sequence[int]) -> str | None:
+    """Why SGLang cannot serve an exported draft here, for a person; None if it can."""
+    description = read_description(draft)
+    if not description.served:
+        return NO_MODEL.format(description.config.title)
+    return None if has_kernels() else NO_KERNELS.format(", ".join(map(str, concurrency)))
 
 
 @dataclass(frozen=True)
-class ServedMeasurement:
-    """One server's answers to all prompts, and its speed at every concurrency."""
+class Setup:
+    """How a target is served for a benchmark."""
 
-    answers: Sequence[Answer]
-    speeds: tuple[ServedSpeed, ...]
+    target: Path
+    generator: GeneratorConfig
+    """The generator's settings, for SGLang's arguments."""
+    dtype: str
+    prompt_tokens: int
+    max_new_tokens: int
+    concurrency: Sequence[int]
+    """Requests at a time."""
+    owner: Owner
+
+    @contextmanager
+    def serving(self, draft: Path | None, lookahead: int) -> Iterator[SGLangClient]:
+        """A server that is up, and stopped again; without a draft the target alone."""
+        settings, longest = self.generator.sglang, self.prompt_tokens + self.max_new_tokens + lookahead + 1
+        speculation = [] if draft is None else speculative_arguments(draft, lookahead)
+        spec = ServerSpec(self.target, self.dtype, longest, max(self.concurrency))
+        server = SGLangServer(
+            lambda port: serving_command(spec, settings, speculation, port),
+            "sglang-serving" if draft is None else "sglang-serving-draft",
+            self.owner,
+            server_environment(settings, self.generator.threads),
+            settings.start_timeout_s,
+        )
+        try:
+            client = SGLangClient(server, settings.request_timeout_s)
+            yield client
+            client.close()
+        finally:
+            server.stop()
+
+    def watch_all(
+        self, client: SGLangClient, prompts: Sequence[Sequence[int]], done: Callable[[float], None] = lambda _: None
+    ) -> list[Answer]:
+        """Greedy answers whose every step was seen."""
+        return ask_all(partial(watch, client, sampling=self.greedy), prompts, max(self.concurrency), done)
+
+    @property
+    def greedy(self) -> dict[str, Any]:
+        """Sampling settings of a greedy request."""
+        ends = sorted(eos_ids(self.target))
+        return {"temperature": 0.0, "max_new_tokens": self.max_new_tokens, "stop_token_ids": ends}
+
+
+def speculative_arguments(draft: Path, lookahead: int) -> list[str]:
+    """SGLang's arguments for an exported draft."""
+    path = ["--speculative-draft-model-path", str(draft)]
+    return [*path, *read_description(draft).config.engine_arguments(lookahead)]
+
+
+def ask_all(
+    ask: Ask, prompts: Sequence[Sequence[int]], concurrency: int, done: Callable[[float], None] = lambda _: None
+) -> list[Answer]:
+    """Send all prompts, several at a time; `done` receives the seconds of each."""
+
+    def one(prompt: Sequence[int]) -> Answer:
+        begun = time.perf_counter()
+        answer = ask(prompt)
+        done(time.perf_counter() - begun)
+        return answer
+
+    with ThreadPoolExecutor(concurrency) as threads:
+        return list(threads.map(one, prompts))
+
+
+def watch(client: SGLangClient, prompt: Sequence[int], sampling: dict[str, Any]) -> Answer:
+    """An answer whose every verification step was seen, unless the server sent some together each time it was asked."""
+    answer = client.generate_in_steps(prompt, sampling)
+    for _ in range(WATCHES - 1):
+        if _each_was_seen(answer):
+            break
+        answer = client.generate_in_steps(prompt, sampling)
+    return answer
+
+
+def _each_was_seen(answer: Answer) -> bool:
+    """Whether the steps after the prefill's are as many as the engine counted; one without a draft counts none."""
+    return len(answer.steps) - 1 == answer.meta.get("spec_verify_ct", len(answer.steps) - 1)
+
+
+def counts_of(answer: Answer, lookahead: int) -> AcceptedCounts:
+    """What happened in the engine's verification steps, as the reference decoder counts it.
+
+    Raises Refusal where the engine's own counters tell another story than the tokens that came step by step.
+    """
+    _prefill, *emitted = answer.steps
+    verified, accepted = answer.meta["spec_verify_ct"], answer.meta["spec_num_correct_drafts"]
+    if not _each_was_seen(answer):
+        raise Refusal(
+            f"SGLang made {verified} verification steps, {len(emitted)} were seen: steps were sent together, so their "
+            "acceptance cannot be told; lower the number of requests at a time"
+        )
+    # An accepted draft token that closes the text is emitted without the token that would close the step.
+    cut = int(accepted + verified > sum(emitted))
+    whole = emitted[:-1] if cut else emitted
+    return AcceptedCounts(lookahead, tuple(tokens - 1 for tokens in whole), cut)
 
 
 def serve(run: PreparedRun) -> ServedResult:
@@ -37,14 +167,14 @@ def serve(run: PreparedRun) -> ServedResult:
     missing = whats_missing(run.folder.export, config.served_concurrency)
     if missing:
         return ServedResult(lookahead=config.lookahead, note=missing)
-    plain, speculative = _measure(run, None), _measure(run, run.folder.export)
-    pairs = list(zip(plain.answers, speculative.answers, strict=True))
+    alone, plain = _measure(run, None)
+    together, speculative = _measure(run, run.folder.export)
     return ServedResult(
         lookahead=config.lookahead,
-        acceptance=summarise([(counts_of(answer, config.lookahead),) for answer in speculative.answers]),
-        same_text=sum(alone.tokens == together.tokens for alone, together in pairs),
-        plain=plain.speeds,
-        speculative=speculative.speeds,
+        acceptance=_acceptance(together, config.lookahead),
+        same_text=sum(one.tokens == other.tokens for one, other in zip(alone, together, strict=True)),
+        plain=plain,
+        speculative=speculative,
         note=f"temperature 0, {config.max_new_tokens} new tokens at most",
     )
 
@@ -58,8 +188,11 @@ def served_acceptance(run: PreparedRun, draft: Path, prompts: Sequence[Sequence[
         return None
     setup = setup_of(run)
     with setup.serving(draft, config.lookahead) as client:
-        answers = setup.watch_all(client, prompts)
-    return summarise([(counts_of(answer, config.lookahead),) for answer in answers])
+        return _acceptance(setup.watch_all(client, prompts), config.lookahead)
+
+
+def _acceptance(answers: Sequence[Answer], lookahead: int) -> Acceptance:
+    return summarise([(counts_of(answer, lookahead),) for answer in answers])
 
 
 def setup_of(run: PreparedRun) -> Setup:
@@ -76,7 +209,7 @@ def setup_of(run: PreparedRun) -> Setup:
     )
 
 
-def _measure(run: PreparedRun, draft: Path | None) -> ServedMeasurement:
+def _measure(run: PreparedRun, draft: Path | None) -> tuple[list[Answer], tuple[ServedSpeed, ...]]:
     """One server: a first pass that is watched step by step and warms it up, then one at every concurrency, timed."""
     config, setup = run.config.benchmark, setup_of(run)
     prompts = heldout_prompts(run.open_samples("heldout"), config)
@@ -88,7 +221,7 @@ def _measure(run: PreparedRun, draft: Path | None) -> ServedMeasurement:
             _time(partial(client.generate, sampling=setup.greedy), prompts, concurrency, bar(what, len(prompts)))
             for concurrency in config.served_concurrency
         ]
-    return ServedMeasurement(answers, tuple(speeds))
+    return answers, tuple(speeds)
 
 
 def _time(ask: Ask, prompts: Sequence[Sequence[int]], concurrency: int, advance: Advance) -> ServedSpeed:

@@ -25,10 +25,9 @@ from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
 from models.benchmark.conditions import conditions
 from models.benchmark.contestants import Contestants, load_contestants
-from models.benchmark.harness import Cell, Harness, HarnessPlan, HarnessResult, branches, shape_of
-from models.benchmark.harness_page import lines, page, table
-from models.benchmark.harness_served import ServedHarness
-from models.benchmark.serving import Setup, whats_missing
+from models.benchmark.harness import Harness, HarnessPlan, ServedHarness, branches, shape_of
+from models.benchmark.harness_result import Cell, HarnessResult, lines, page, table
+from models.benchmark.served import Setup, whats_missing
 from models.config.bench_arguments import bench_parser
 from models.config.benchmark import BenchmarkConfig
 from models.config.generator import GeneratorConfig
@@ -229,7 +228,7 @@ def main() -> None:
     if options.page:
         write_atomically(options.page, page(result))
     console = Console()
-    for suite in dict.fromkeys(cell.suite for cell in result.cells):
+    for suite in result.suites:
         console.print(table(result, suite))
     print("\n".join(lines(result)), flush=True)
     if any(cell.mismatches for cell in result.cells):

@@ -19,16 +19,14 @@ from infra.records.acceptance import BenchmarkResult, GateEvidence, RequestCount
 from infra.records.data_path import TargetRecord
 from infra.records.goodput import MeasuredGoodput
 from models.benchmark.contestants import SelectedLayers, load_contestants, same_build
-from models.benchmark.harness_page import lines as lines_of
-from models.benchmark.harness_page import page
-from models.benchmark.harness_page import table as table_of
+from models.benchmark.harness_result import lines as lines_of
+from models.benchmark.harness_result import page
+from models.benchmark.harness_result import table as table_of
 from models.benchmark.reference import decode_sampled
-from models.benchmark.run import benchmark_run
-from models.benchmark.served import serve, served_acceptance
-from models.benchmark.serving import speculative_arguments
+from models.benchmark.run import benchmark_run, lines, tables
+from models.benchmark.served import serve, served_acceptance, speculative_arguments
 from models.benchmark.standalone import bench
 from models.benchmark.step_costs import time_steps
-from models.benchmark.words import lines, tables
 from models.checkpoint import AVERAGED, DRAFT, VOCABULARY, DraftDescription
 from models.config.bench_arguments import bench_parser
 from models.config.eagle3 import Eagle3Config

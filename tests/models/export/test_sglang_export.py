@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from infra.files.atomic import write_atomically
 from infra.records.data_path import SamplesRecord
-from models.benchmark.harness_page import page
-from models.benchmark.served import setup_of
-from models.benchmark.serving import counts_of, watch
+from models.benchmark.harness_result import page
+from models.benchmark.served import counts_of, setup_of, watch
 from models.benchmark.standalone import bench
 from models.config.bench_arguments import bench_parser
 from models.data.sample_set import read_manifest, write_sample_set

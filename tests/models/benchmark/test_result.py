@@ -1,4 +1,4 @@
-from models.benchmark.words import Lengths, against_baselines
+from models.benchmark.result import Lengths, against_baselines
 
 
 def test_a_draft_that_wins():
