@@ -154,11 +154,9 @@ class Harness:
             time_alone = self._time_pass(PromptLookup(), 0, temperature)
             self._alone[alone] = self.speeds(suite, f"target alone, T={temperature:g}", time_alone, bar)
         decoded = self._decode(suite, source, shape, temperature)
-        what, time_pass = (
-            f"{place.source} {place.shape}, T={temperature:g}",
-            self._time_pass(source, shape, temperature),
-        )
-        return self.cell(place, decoded, self._alone[alone], self.speeds(suite, what, time_pass, bar))
+        what = f"{place.source} {place.shape}, T={temperature:g}"
+        speeds = self.speeds(suite, what, self._time_pass(source, shape, temperature), bar)
+        return self.cell(place, decoded, self._alone[alone], speeds)
 
     def cell(
         self, place: Place, decoded: Sequence[Decoded], plain: Speeds, speeds: Speeds, engine: str = "transformers"
@@ -200,15 +198,12 @@ class Harness:
 
     def speeds(self, suite: str, what: str, time_pass: TimePass, bar: Bar, *, warm: int | None = None) -> Speeds:
         """Every repeat at every batch size; a pass over the first `warm` prompts (None: a batch) is not counted."""
-        found: Speeds = {}
-        for batch in self.plan.batches:
-            prompts, advance = (
-                self.plan.timed(suite, batch),
-                bar(f"{suite}, {batch} at once, {what}", self.plan.repeats),
-            )
+        plan, found = self.plan, Speeds()
+        for batch in plan.batches:
+            prompts, advance = plan.timed(suite, batch), bar(f"{suite}, {what}, batch {batch}", plan.repeats)
             time_pass(prompts[: warm or batch], batch, 0)
             found[batch] = []
-            for repeat in range(self.plan.repeats):
+            for repeat in range(plan.repeats):
                 found[batch].append(time_pass(prompts, batch, repeat))
                 advance(1)
         return found
