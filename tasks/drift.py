@@ -36,7 +36,7 @@ UNKNOWN = "draftsmith.server.unknown_draft"
 ENDED_WINDOWS = 200
 """Newest windows that are kept of a version that no server runs any more: what a later version is compared with."""
 SAMPLING_TIMEOUT_S = 2 * 3600.0
-PAGE = Path(__file__).with_name("drift_page.md.jinja")
+PAGE = Path(__file__).parent / "report" / "traffic.md.jinja"
 SHOWN_WINDOWS = 40
 BAR = 20
 
