@@ -16,7 +16,7 @@ from infra.planner.traffic import CHECKPOINT_BYTES_PER_PARAMETER
 from infra.processes.exit import run_main
 from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
-from infra.sglang.environment import sglang_python
+from infra.sglang.command import sglang_python
 from infra.transport.mooncake.environment import check_mooncake, choose_protocol
 from models.config.recipe import RunConfig, read_config
 from models.data.benchmark_prompts import BenchmarkPrompts, read_excluded_prompts

@@ -1,6 +1,5 @@
 """Free ports on loopback for the servers we start."""
 
-import os
 import random
 import socket
 import tempfile
@@ -8,6 +7,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from infra.files.locks import Lock, LockHeldError, hold_among_users
 from infra.refusal import Refusal
@@ -16,8 +18,6 @@ HOST = "127.0.0.1"
 LASTING = range(21000, 29000)
 """Below those that the kernel gives to outgoing connections."""
 PORTS_TRIED = 100
-LISTEN = "0A"
-"""State of a socket in /proc/net/tcp."""
 
 
 def is_free(port: int, host: str = HOST) -> bool:
@@ -71,27 +71,18 @@ def own_address(peer: str) -> str:
 
 
 def is_foreign(port: int, processes: Iterable[int]) -> bool:
-    """Whether somebody listens at a port of this machine, and none of `processes` (from /proc: on Linux alone)."""
-    sockets = {f"socket:[{inode}]" for inode in _listening(port)}
-    return bool(sockets) and not any(sockets & _open_files(process) for process in processes)
+    """Whether somebody listens at a port of this machine, and none of `processes`."""
 
+    def listens(connections: Iterable[Any]) -> bool:
+        return any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in connections)
 
-def _listening(port: int) -> Iterator[str]:
-    """Inodes of the sockets that listen at a port, at whatever address."""
-    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
-        for line in table.read_text().splitlines()[1:] if table.is_file() else []:
-            _, local, _, state, *_rest = fields = line.split()
-            if state == LISTEN and int(local.rpartition(":")[2], 16) == port:
-                yield fields[9]
-
-
-def _open_files(process: int) -> set[str]:
-    found: set[str] = set()
-    with suppress(OSError):  # the process has ended
-        for descriptor in Path(f"/proc/{process}/fd").iterdir():
-            with suppress(OSError):
-                found.add(os.readlink(descriptor))
-    return found
+    if not listens(psutil.net_connections("tcp")):
+        return False
+    for process in processes:
+        with suppress(psutil.Error):  # it has ended
+            if listens(psutil.Process(process).net_connections("tcp")):
+                return False
+    return True
 
 
 @contextmanager

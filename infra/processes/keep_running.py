@@ -32,7 +32,6 @@ class KeptProcess:
         """`running`: what was launched already."""
         self._launch, self._restarts, self._backoff_s = launch, restarts, backoff_s
         self._crashes = 0
-        self._start_at = 0.0
         self.failure: ProcessFailedError | None = None
         """Why it is not started any more."""
         self._start(running)
@@ -40,7 +39,7 @@ class KeptProcess:
     def _start(self, running: Process | None = None) -> None:
         self.process = running or self._launch()
         self._started = time.monotonic()
-        self._waiting = False
+        self._start_at: float | None = None
 
     def tend(self, on_line: OnLine, on_event: OnLine) -> bool:
         """Forward what was printed, start again what has crashed; whether the command has ended well.
@@ -49,7 +48,7 @@ class KeptProcess:
         """
         if self.failure is not None:
             return False
-        if self._waiting:
+        if self._start_at is not None:
             if time.monotonic() >= self._start_at:
                 self._start()
             return False
@@ -62,19 +61,18 @@ class KeptProcess:
 
     def _crashed(self, on_event: OnLine) -> None:
         self.process.stop()
-        try:
-            self.process.check()
-        except ProcessFailedError as error:
-            if time.monotonic() - self._started > STEADY_S:
-                self._crashes = 0
-            if error.exit_code == REFUSED or self._crashes == self._restarts:
-                self.failure = error
-                return
-            wait_s = self._backoff_s * 2**self._crashes
-            self._crashes += 1
-            self._start_at, self._waiting = time.monotonic() + wait_s, True
-            said = f"{error.headline} ({error.cause})" if error.cause else error.headline
-            on_event(f"{said}; restart {self._crashes} of {self._restarts} in {wait_s:g} s")
+        error = self.process.failure()
+        assert error is not None
+        if time.monotonic() - self._started > STEADY_S:
+            self._crashes = 0
+        if error.exit_code == REFUSED or self._crashes == self._restarts:
+            self.failure = error
+            return
+        wait_s = self._backoff_s * 2**self._crashes
+        self._crashes += 1
+        self._start_at = time.monotonic() + wait_s
+        said = f"{error.headline} ({error.cause})" if error.cause else error.headline
+        on_event(f"{said}; restart {self._crashes} of {self._restarts} in {wait_s:g} s")
 
     def close(self) -> None:
         """Stop the command; returns when nothing of it is left. Idempotent."""
@@ -121,8 +119,7 @@ def follow(
     Raises ProcessFailedError for the trainer, a service, or the last generator, that cannot be started any more.
     `checks` are called at every poll.
     """
-    ended = False
-    while not ended:
+    while True:
         generators.tend(on_line, on_event)
         for service in services:
             service.tend(_nothing, on_event)
@@ -132,5 +129,6 @@ def follow(
                 raise needed.failure
         for check in checks:
             check()
-        if not ended:
-            time.sleep(POLL_S)
+        if ended:
+            return
+        time.sleep(POLL_S)

@@ -21,8 +21,6 @@ EXCEPTION = re.compile(r"(\[rank\d+\]: )?(\w+\.)*\w*Error: .")
 """The last line of a traceback: names an exception, with its message."""
 POLL_S = 0.2
 STOP_MARGIN_S = 15.0
-SESSION = 3
-"""Field of /proc/PID/stat, behind the name: state, parent, process group, session."""
 
 
 class ProcessFailedError(Exception):
@@ -91,14 +89,20 @@ class Process:
         status = self._supervisor.returncode
         return 128 - status if status is not None and status < 0 else status
 
+    def failure(self) -> ProcessFailedError | None:
+        """Why the command has ended, if not well."""
+        status = self.poll()
+        if not status:
+            return None
+        tail = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        return (ProcessRefusedError if status == REFUSED else ProcessFailedError)(self.role, status, tail, self.log)
+
     def check(self) -> bool:
         """Whether the command has ended well; raises ProcessFailedError when it ended otherwise."""
-        status = self.poll()
-        if status:
-            tail = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-            kind = ProcessRefusedError if status == REFUSED else ProcessFailedError
-            raise kind(self.role, status, tail, self.log)
-        return status == 0
+        failure = self.failure()
+        if failure is not None:
+            raise failure
+        return self.poll() == 0
 
     def new_lines(self) -> list[str]:
         """Whole lines printed since the last call, as a terminal would show them after carriage returns."""
@@ -115,15 +119,16 @@ class Process:
     def wait(self, timeout_s: float, on_line: Callable[[str], None] | None = None) -> None:
         """Wait for a good end, handing over printed lines. Raises ProcessFailedError or TimeoutError."""
         deadline = time.monotonic() + timeout_s
-        ended = False
-        while not ended:
+        while True:
             ended = self.poll() is not None
-            for line in self.new_lines() if on_line else []:
-                on_line(line)  # pyright: ignore[reportOptionalCall]
-            if not ended and time.monotonic() > deadline:
+            if on_line is not None:
+                for line in self.new_lines():
+                    on_line(line)
+            if ended:
+                break
+            if time.monotonic() > deadline:
                 raise TimeoutError(f"the {self.role} did not end within {timeout_s:g} s; its log is {self.log}")
-            if not ended:
-                self._has_ended(POLL_S)
+            self._has_ended(POLL_S)
         self.check()
 
     def stop(self) -> None:
@@ -159,11 +164,10 @@ class Process:
 
 def _kill_session(leader: int) -> None:
     """Kill what a killed supervisor left in its session: its command died with it, the command's children did not."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            fields = stat.read_text().rpartition(")")[2].split()
-            if int(fields[SESSION]) == leader and int(stat.parent.name) != leader:
-                os.kill(int(stat.parent.name), signal.SIGKILL)
+    for pid in (int(entry.name) for entry in Path("/proc").glob("[0-9]*")):
+        with suppress(ProcessLookupError):
+            if pid != leader and os.getsid(pid) == leader:
+                os.kill(pid, signal.SIGKILL)
 
 
 def start(

@@ -51,16 +51,21 @@ class SGLangClient:
             trust_env=False,
         )
 
-    def generate_in_steps(self, tokens: Sequence[int], sampling: dict[str, Any]) -> Answer:
-        """Continue one prompt and watch the engine's steps. Raises as `generate` does."""
-        body = {"input_ids": list(tokens), "sampling_params": sampling, "stream": True}
+    def generate(self, tokens: Sequence[int], sampling: dict[str, Any], in_steps: bool = False) -> Answer:
+        """Continue one prompt; `in_steps`: and watch the engine's steps.
+
+        Raises ServerError, and PromptRefusedError for a prompt or settings that the server refuses.
+        """
+        body = {"input_ids": list(tokens), "sampling_params": sampling, "stream": in_steps}
         seen, last = [0], {}
         try:
             with self._http.stream("POST", "/generate", json=body) as answer:
                 if answer.is_error:
                     answer.read()
                     raise self._error(answer, len(tokens))
-                for line in answer.iter_lines():
+                if not in_steps:
+                    last = json.loads(answer.read())
+                for line in answer.iter_lines() if in_steps else ():
                     if line.startswith(DATA) and line != DATA + DONE:
                         last = json.loads(line.removeprefix(DATA))
                         seen.append(last["meta_info"]["completion_tokens"])
@@ -68,20 +73,6 @@ class SGLangClient:
             raise ServerError(self._reason(error, len(tokens))) from error
         steps = tuple(after - before for before, after in pairwise(seen) if after > before)
         return Answer(last["output_ids"], last["meta_info"], steps)
-
-    def generate(self, tokens: Sequence[int], sampling: dict[str, Any]) -> Answer:
-        """Continue one prompt.
-
-        Raises ServerError, and PromptRefusedError for a prompt or settings that the server refuses.
-        """
-        try:
-            answer = self._http.post("/generate", json={"input_ids": list(tokens), "sampling_params": sampling})
-        except httpx.TransportError as error:
-            raise ServerError(self._reason(error, len(tokens))) from error
-        if answer.is_error:
-            raise self._error(answer, len(tokens))
-        content = answer.json()
-        return Answer(content["output_ids"], content["meta_info"])
 
     def _error(self, answer: httpx.Response, tokens: int) -> PromptRefusedError | ServerError:
         reason = f"{answer.status_code} {answer.text[:REFUSAL_CHARACTERS]}"

@@ -1,4 +1,4 @@
-"""The command line of an SGLang server."""
+"""The command line of an SGLang server, and the separate Python environment that it runs in."""
 
 import os
 from collections.abc import Sequence
@@ -6,12 +6,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from infra.network.ports import HOST
-from infra.settings import leased_gpus
+from infra.refusal import Refusal
+from infra.settings import leased_gpus, sglang_environment
 from infra.sglang.config import SGLangConfig
-from infra.sglang.environment import sglang_python
 
 CPU_MEMORY_FRACTION = 0.5
 CPU_KV_TOKENS = 4096
+
+
+def sglang_python() -> Path:
+    """SGLang's Python. Raises Refusal, with the remedy, where SGLang or our distribution is missing."""
+    folder = sglang_environment()
+    for wanted in ("sglang", "draftsmith"):
+        if not any(folder.glob(f"lib/python3*/site-packages/{wanted}-*.dist-info")):
+            raise Refusal(
+                f"generator.engine=sglang: there is no {wanted} in {folder}. `make sglang` sets it up "
+                "($DRAFTSMITH_SGLANG names another place), or set generator.engine=transformers"
+            )
+    return folder / "bin" / "python"
+
+
+def sglang_version() -> str:
+    """Version of SGLang in its environment. Raises Refusal, with the remedy, if it is missing."""
+    packages = sglang_python().parents[1].glob("lib/python3*/site-packages/sglang-*.dist-info")
+    return next(packages).name.removeprefix("sglang-").removesuffix(".dist-info")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 from infra.records.acceptance import Conditions, Ground, LosslessRecord
 from infra.refusal import Refusal
 from infra.sglang.client import SGLangClient
-from infra.sglang.environment import sglang_version
+from infra.sglang.command import sglang_version
 from models.benchmark.bootstrap import length_interval
 from models.benchmark.categories import suite_result
 from models.benchmark.contestants import Contestants

@@ -130,11 +130,11 @@ def ask_all(
 
 def watch(client: SGLangClient, prompt: Sequence[int], sampling: dict[str, Any]) -> Answer:
     """An answer whose every verification step was seen, unless the server sent some together each time it was asked."""
-    answer = client.generate_in_steps(prompt, sampling)
+    answer = client.generate(prompt, sampling, in_steps=True)
     for _ in range(WATCHES - 1):
         if _each_was_seen(answer):
             break
-        answer = client.generate_in_steps(prompt, sampling)
+        answer = client.generate(prompt, sampling, in_steps=True)
     return answer
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.records.goodput import CostFit, GoodputTable, MeasuredGoodput
-from infra.sglang.environment import sglang_python
+from infra.sglang.command import sglang_python
 from models.config.dflash import DFlashConfig
 from models.config.eagle3 import Eagle3Config
 from models.config.medusa import MedusaConfig

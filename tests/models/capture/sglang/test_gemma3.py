@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from infra.sglang.environment import sglang_python
+from infra.sglang.command import sglang_python
 
 PROGRAM = """
 from types import SimpleNamespace as Part

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from infra.sglang.environment import sglang_python
+from infra.sglang.command import sglang_python
 from models.config.dflash import DFlashConfig
 from models.drafts.dflash.layers import Blocks
 from models.drafts.dflash.module import DFlashDraft

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from infra.sglang.environment import sglang_python
+from infra.sglang.command import sglang_python
 from models.config.eagle3 import Eagle3Config
 from models.drafts.eagle3.module import Eagle3Draft
 from models.drafts.vocabulary import DraftVocabulary
