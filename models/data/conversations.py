@@ -17,19 +17,10 @@ from models.data.sources import find_source
 PYTHON_DOCS = "python-docs"
 
 _ROLES = {
-    "system": "system",
-    "developer": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation"), "tool"),
 }
 MAX_DEPTH = 64
 """Nesting levels of tools and their arguments."""
@@ -133,9 +124,7 @@ def read_records(source: str) -> Iterator[Row]:
 def read_documents(source: str) -> Iterator[Document]:
     """Every document of `source` in order, including duplicates.
 
-    Raises:
-        Refusal: a missing file, an unknown kind, broken JSON (with its line), a record without known keys, or no
-            document.
+    Raises Refusal for a source that is missing, empty or of an unknown kind, and with their lines for broken records.
     """
     return converted(read_records(source), as_document)
 

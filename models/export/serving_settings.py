@@ -6,8 +6,7 @@ the acceptance it sees, whatever steps cost. vLLM takes a lookahead by texts at 
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -39,21 +38,18 @@ class Span:
 
 def spans(table: GoodputTable) -> list[Span]:
     """What pays with 1 text at once, 2, and so on up to the greatest load of the table: without gaps, ascending."""
-    singles = list(_singles(table))
-    found = []
-    for (best, near), group in groupby(singles, key=lambda single: (single.best, single.near)):
-        members = list(group)
-        found.append(Span(members[0].first, members[-1].last, best, near))
-    return found
-
-
-def _singles(table: GoodputTable) -> Iterator[Span]:
     costs = FittedCosts(table.target, table.draft)
     lookaheads = sorted({row.lookahead for row in table.rows})
+    found: list[Span] = []
     for batch in range(1, max(row.batch for row in table.rows) + 1):
         goodput = {at: predict(costs, table.rates, batch, at).tokens_per_s for at in lookaheads}
         best = max(lookaheads, key=lambda at: (goodput[at], -at))
-        yield Span(batch, batch, best, tuple(at for at in lookaheads if goodput[at] >= (1 - NEAR) * goodput[best]))
+        near = tuple(at for at in lookaheads if goodput[at] >= (1 - NEAR) * goodput[best])
+        if found and (found[-1].best, found[-1].near) == (best, near):
+            found[-1] = replace(found[-1], last=batch)
+        else:
+            found.append(Span(batch, batch, best, near))
+    return found
 
 
 def sglang(found: MeasuredGoodput, config: MethodConfig) -> dict[str, Any]:
@@ -63,19 +59,14 @@ def sglang(found: MeasuredGoodput, config: MethodConfig) -> dict[str, Any]:
     no arguments (0 proposals): the target alone is faster.
     """
     lookahead, adaptive = found.best.lookahead, sglang_adaptive(found.draft, config)
-    return {
-        "load": found.main_load,
-        "lookahead": lookahead,
-        "arguments": config.engine_arguments(lookahead) if lookahead else [],
-        "adaptive_arguments": None if adaptive is None else _adaptive_arguments(adaptive, config, lookahead),
-    }
-
-
-def _adaptive_arguments(adaptive: dict[str, Any], config: MethodConfig, preferred: int) -> list[str]:
-    """SGLang refuses to start with a lookahead that is not a candidate."""
-    candidates = sorted({at for slot in adaptive.values() for at in slot["candidate_steps"] if at})
-    start = preferred if preferred in candidates else candidates[0]
-    return [*config.engine_arguments(start), "--speculative-adaptive"]
+    settings: dict[str, Any] = {"load": found.main_load, "lookahead": lookahead}
+    settings |= {"arguments": config.engine_arguments(lookahead) if lookahead else [], "adaptive_arguments": None}
+    if adaptive is not None:
+        # SGLang refuses to start with a lookahead that is not a candidate.
+        candidates = sorted({at for slot in adaptive.values() for at in slot["candidate_steps"] if at})
+        start = lookahead if lookahead in candidates else candidates[0]
+        settings["adaptive_arguments"] = [*config.engine_arguments(start), "--speculative-adaptive"]
+    return settings
 
 
 def sglang_adaptive(table: GoodputTable, config: MethodConfig) -> dict[str, Any] | None:
@@ -95,20 +86,13 @@ def vllm(table: GoodputTable, method: str) -> dict[str, Any] | None:
 
     None where no proposal is ever worth its time.
     """
-    most = max(span.best for span in spans(table))
+    found = spans(table)
+    most = max(span.best for span in found)
     if most == 0:
         return None
-    return {
-        "method": method,
-        "num_speculative_tokens": most,
-        "num_speculative_tokens_per_batch_size": _ranges(spans(table)),
-    }
-
-
-def _ranges(found: Sequence[Span]) -> list[list[int]]:
-    """`[first, last, lookahead]`."""
     groups = [list(group) for _, group in groupby(found, key=lambda span: span.best)]
-    return [[group[0].first, group[-1].last, group[0].best] for group in groups]
+    ranges = [[group[0].first, group[-1].last, group[0].best] for group in groups]
+    return {"method": method, "num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": ranges}
 
 
 def write_settings(export: Path, found: MeasuredGoodput) -> list[Path]:
