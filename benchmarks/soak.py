@@ -274,7 +274,7 @@ def fortnight(soak: Soak) -> None:
 
 def faults(soak: Soak) -> list[str]:
     """What is not as it should be."""
-    from infra.tracking.decisions import history
+    from infra.tracking.registry import history
 
     found = []
     happened = [line for day in soak.days for line in day.happened]

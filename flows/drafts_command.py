@@ -97,7 +97,7 @@ def show_history(name: Name = None) -> None:
 
     from infra.network.health import public
     from infra.settings import tracking_uri
-    from infra.tracking.decisions import history
+    from infra.tracking.registry import history
 
     table = Table()
     for column in ("when", "version", "decision", "champion before", "by", "why"):

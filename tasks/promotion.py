@@ -28,7 +28,7 @@ from infra.refusal import Refusal
 from infra.settings import prefect_is_private
 from infra.tracking import promotion, registry
 from infra.tracking.changes import Announcement, Change
-from infra.tracking.gate_outcome import Step, follow_gate
+from infra.tracking.promotion import Step, follow_gate
 from tasks.data_plane import run_main
 from tasks.pools import occupy
 from tasks.run import OpenRun

@@ -8,8 +8,8 @@ from mlflow import MlflowClient
 
 from infra.records.acceptance import RegisteredDraft, SmokeResult
 from infra.records.data_path import Record
+from infra.tracking.client import find_model
 from infra.tracking.registry import CHALLENGER, CHAMPION
-from infra.tracking.versions import find_model
 
 CHANGE = "draftsmith.change"
 """Tag of the registered model: the change under way."""

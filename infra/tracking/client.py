@@ -1,8 +1,10 @@
-"""The way into MLflow: a quiet client, and a SQLite database that several processes may create at once."""
+"""The way into MLflow: a quiet client, a SQLite database that several processes may create at once, paged queries."""
 
 import logging
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from infra.files.locks import hold
@@ -17,9 +19,12 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 import mlflow
 from alembic.util import CommandError
 from mlflow import MlflowClient
+from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
+from mlflow.store.entities.paged_list import PagedList
 from sqlalchemy.exc import DatabaseError, OperationalError
 
+Entity = TypeVar("Entity")
 SQLITE = "sqlite:///"
 SQLITE_HEADER = b"SQLite format 3\x00"
 SCHEMES = ("", "file", "http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "databricks-uc")
@@ -94,3 +99,38 @@ def experiment_id(client: MlflowClient, name: str) -> str:
         found = client.get_experiment_by_name(name)
         artifacts = database.with_name(f"{database.stem}-artifacts")
         return str(found.experiment_id if found else client.create_experiment(name, artifacts.as_uri()))
+
+
+def pages(search: Callable[..., PagedList[Entity]], **query: Any) -> Iterator[Entity]:
+    """Everything that a paged search of MLflow finds."""
+    token = None
+    while True:
+        page = search(page_token=token, **query)
+        yield from page
+        if not (token := page.token):
+            return
+
+
+def find_model(client: MlflowClient, name: str) -> RegisteredModel:
+    """A registered model with its aliases and tags. Raises Refusal if it does not exist."""
+    model = get_model(client, name)
+    if model is None:
+        raise Refusal(f"no draft {name} is registered: `draftsmith drafts list` shows what there is")
+    return model
+
+
+def get_model(client: MlflowClient, name: str) -> RegisteredModel | None:
+    """A registered model with its aliases and tags, or None."""
+    try:
+        return client.get_registered_model(name)
+    except MlflowException as error:
+        if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            raise
+        return None
+
+
+def model_versions(client: MlflowClient, name: str) -> Iterator[ModelVersion]:
+    """All versions of a registered model, newest first."""
+    quote = '"' if "'" in name else "'"
+    query = f"name = {quote}{name}{quote}"
+    return pages(client.search_model_versions, filter_string=query, order_by=["version_number DESC"])

@@ -1,22 +1,23 @@
-"""The model registry: the versions of a draft, the one in service (`champion`) and the newest one (`challenger`).
+"""The model registry: versions of a draft, the one in service (`champion`), the newest one (`challenger`), decisions.
 
-Nothing here changes which version serves: `infra.tracking.promotion` does.
+Nothing here changes which version serves: `infra.tracking.promotion` does. Every decision is a tag of the version that
+it is about, so the history lives as long as the registry.
 """
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 
 from mlflow import MlflowClient, artifacts
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from infra.records.acceptance import GateEvidence, RegisteredDraft, RequestCounts
+from infra.records.data_path import Record
 from infra.refusal import Refusal
-from infra.tracking.client import NOTE, connect
-from infra.tracking.decisions import decisions
-from infra.tracking.versions import find_model, get_model, model_versions, registered_models
+from infra.tracking.client import NOTE, connect, find_model, get_model, model_versions, pages
 
 CHAMPION = "champion"
 CHALLENGER = "challenger"
@@ -41,6 +42,29 @@ CONFIG = "config.json"
 """Artifact: the recipe, without passwords."""
 VERSIONS_OF_MODEL = "mlflow.modelVersions"
 """MLflow's own tag, by which a logged model's page shows its versions."""
+
+DECISION = "decision."
+LONGEST = 2500
+"""Characters of a reason that are kept. MLflow takes 5,000 in a tag, and JSON may escape each character."""
+
+Outcome = Literal["promoted", "refused", "rolled back", "superseded"]
+
+
+class PromotionDecision(Record):
+    """One decision about one version."""
+
+    at: float
+    """Seconds since 1970."""
+    version: int
+    outcome: Outcome
+    """`superseded`: a newer decision overtook this promotion before its version had become champion."""
+    champion_before: int | None
+    champion_after: int | None = None
+    by: str
+    """`gate`, `smoke test`, `served traffic`, `outside Draftsmith`, or a person."""
+    reason: str
+    run: str = ""
+    """Name of the run that decided; empty for a decision by command."""
 
 
 def register(
@@ -110,7 +134,7 @@ def _version_of_run(client: MlflowClient, name: str, run: str | None) -> ModelVe
 def list_drafts(uri: str, name: str | None = None) -> list[RegisteredDraft]:
     """All versions of all drafts (or of one), newest first."""
     client = connect(uri)
-    models = registered_models(client) if name is None else filter(None, [get_model(client, name)])
+    models = pages(client.search_registered_models) if name is None else filter(None, [get_model(client, name)])
     drafts: list[RegisteredDraft] = []
     for model in models:
         aliases = {alias: int(version) for alias, version in model.aliases.items()}
@@ -178,3 +202,23 @@ def _record(version: ModelVersion, aliases: Mapping[str, int]) -> RegisteredDraf
         acceptance_length=float(tags[ACCEPTANCE]) if ACCEPTANCE in tags else None,
         tags=tags,
     )
+
+
+def write_decision(client: MlflowClient, name: str, decision: PromotionDecision, key: str) -> None:
+    """Add a decision to the history. Writing it again under the same key changes nothing."""
+    shortened = decision.model_copy(update={"reason": decision.reason[:LONGEST]})
+    client.set_model_version_tag(name, str(decision.version), DECISION + key, shortened.model_dump_json())
+
+
+def decisions(client: MlflowClient, name: str) -> list[PromotionDecision]:
+    """All decisions about the versions of a registered model, oldest first."""
+    tags = [item for version in model_versions(client, name) for item in version.tags.items()]
+    found = [PromotionDecision.model_validate_json(text) for tag, text in tags if tag.startswith(DECISION)]
+    return sorted(found, key=lambda decision: decision.at)
+
+
+def history(uri: str, name: str) -> list[PromotionDecision]:
+    """All decisions about a draft's versions, oldest first. Raises Refusal for a draft that is not registered."""
+    client = connect(uri)
+    find_model(client, name)
+    return decisions(client, name)

@@ -7,16 +7,15 @@ them, and needs the database itself, not only the server.
 import os
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModel, Run
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
 from infra.processes.process import module
-from infra.tracking.client import connect
+from infra.tracking.client import connect, pages
 from infra.tracking.registry import REPLACES, list_drafts
 
 OURS = "tags.`mlflow.source.name` LIKE 'draftsmith retrain %'"
@@ -77,28 +76,17 @@ def _protected_runs(client: MlflowClient, uri: str) -> set[str]:
 def _runs_by_recipe(client: MlflowClient) -> dict[tuple[str, str], list[Run]]:
     """Ended runs, the newest first."""
     groups: dict[tuple[str, str], list[Run]] = defaultdict(list)
-    experiments = [str(one.experiment_id) for one in _pages(client.search_experiments)]
+    experiments = [str(one.experiment_id) for one in pages(client.search_experiments)]
     query = {"filter_string": OURS, "order_by": ["attributes.start_time DESC"]}
-    for run in _pages(client.search_runs, experiment_ids=experiments, **query) if experiments else ():
+    for run in pages(client.search_runs, experiment_ids=experiments, **query) if experiments else ():
         if run.info.status != "RUNNING":
             groups[run.info.experiment_id, run.data.params.get(RECIPE, "")].append(run)
     return groups
 
 
-def _pages(search: Any, **query: Any) -> Iterator[Any]:
-    """Everything that a paged search of MLflow finds."""
-    token = None
-    while True:
-        page = search(page_token=token, **query)
-        yield from page
-        token = page.token
-        if not token:
-            return
-
-
 def _remove_run(client: MlflowClient, uri: str, run: Run) -> None:
     """Remove versions first, so that none is left without weights; the run last, so that an interruption shows."""
-    for version in _pages(client.search_model_versions, filter_string=f"run_id = '{run.info.run_id}'"):
+    for version in pages(client.search_model_versions, filter_string=f"run_id = '{run.info.run_id}'"):
         client.delete_model_version(str(version.name), str(version.version))
     for kind in ("checkpoint", "draft"):
         _remove_models(client, run, kind)
@@ -110,7 +98,7 @@ def _remove_models(client: MlflowClient, run: Run, kind: str) -> int:
     query = f"source_run_id = '{run.info.run_id}' AND model_type = '{kind}'"
     found: Sequence[LoggedModel] = [
         model
-        for model in _pages(client.search_logged_models, experiment_ids=[run.info.experiment_id], filter_string=query)
+        for model in pages(client.search_logged_models, experiment_ids=[run.info.experiment_id], filter_string=query)
         if model.tags.get(KIND) == kind
     ]
     for model in found:

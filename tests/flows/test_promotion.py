@@ -15,7 +15,7 @@ from infra.records.data_path import TargetRecord
 from infra.tracking import registry, runs
 from infra.tracking.changes import State
 from infra.tracking.client import connect
-from infra.tracking.decisions import history
+from infra.tracking.registry import history
 from infra.tracking.runs import TrackedRun
 from models.config.recipe import load_recipe
 from tasks.drift import DEGRADED

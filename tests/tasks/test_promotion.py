@@ -7,7 +7,7 @@ import pytest
 from infra.records.acceptance import BenchmarkResult, GateDecision, RegisteredDraft
 from infra.tracking import promotion, registry
 from infra.tracking.client import connect
-from infra.tracking.gate_outcome import next_step
+from infra.tracking.promotion import next_step
 from infra.tracking.runs import TrackedRun
 
 REASON = "worse than version 3"

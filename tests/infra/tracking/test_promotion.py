@@ -20,11 +20,10 @@ from infra.records.acceptance import GateDecision, RegisteredDraft, SmokeResult
 from infra.settings import shared_memory_folder
 from infra.tracking import promotion, registry, runs
 from infra.tracking.changes import Announcement, State
-from infra.tracking.client import connect
-from infra.tracking.decisions import history
-from infra.tracking.gate_outcome import follow_gate
+from infra.tracking.client import connect, pages
+from infra.tracking.promotion import follow_gate
+from infra.tracking.registry import history
 from infra.tracking.runs import TrackedRun
-from infra.tracking.versions import PAGE, registered_models
 
 PASSED, FAILED = SmokeResult(passed=True, reason="it decodes"), SmokeResult(passed=False, reason="it does not decode")
 numbers = count(1)
@@ -382,8 +381,10 @@ def test_models_of_others_are_left_alone(logged: tuple[str, TrackedRun, str]) ->
 def test_more_versions_than_a_page_are_listed(logged: tuple[str, TrackedRun, str]) -> None:
     uri, run, model_id = logged
     client = connect(uri)
-    for number in range(PAGE + 1):
+    for number in range(101):
         client.create_registered_model(f"many-{number}")
     client.create_model_version("many-0", f"models:/{model_id}", run.run_id)
-    assert {f"many-{number}" for number in range(PAGE + 1)} <= {str(one.name) for one in registered_models(client)}
+    assert {f"many-{number}" for number in range(101)} <= {
+        str(one.name) for one in pages(client.search_registered_models)
+    }
     assert "many-0" in {draft.name for draft in registry.list_drafts(uri)}

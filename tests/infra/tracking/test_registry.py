@@ -12,7 +12,7 @@ from mlflow import MlflowClient
 from infra.records.data_path import SamplesRecord
 from infra.tracking import promotion, registry, runs
 from infra.tracking.client import NOTE, connect
-from infra.tracking.decisions import history
+from infra.tracking.registry import history
 from infra.tracking.runs import TrackedRun
 
 NAME = "draft-test"
