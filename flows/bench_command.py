@@ -34,4 +34,4 @@ def _champion(name: str, folder: Path) -> Path:
     found = registry.champion(tracking_uri(), name)
     if found is None:
         raise Refusal(f"--champion-of {name}: no version is champion; `draftsmith drafts list` shows what there is")
-    return registry.download(tracking_uri(), found, folder)
+    return registry.download(tracking_uri(), found, folder / "champion")

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from infra.network.health import public
 from infra.refusal import Refusal
+from infra.settings import prefect_api_url, tracking_uri
 
 if TYPE_CHECKING:
     from infra.tracking.changes import Announce
@@ -21,7 +23,6 @@ drafts = typer.Typer(help="List, promote and roll back registered drafts.", no_a
 @drafts.callback()
 def check_registry() -> None:
     """List, promote and roll back registered drafts."""
-    from infra.settings import tracking_uri
     from infra.tracking.client import check_answers
 
     check_answers(tracking_uri())
@@ -37,8 +38,6 @@ def list_versions(name: Name = None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from infra.network.health import public
-    from infra.settings import tracking_uri
     from infra.tracking.registry import list_drafts
 
     table = Table()
@@ -63,7 +62,6 @@ def list_versions(name: Name = None) -> None:
 @drafts.command()
 def promote(version: Annotated[int, typer.Argument(min=1)], reason: Reason = "", name: Name = None) -> None:
     """Promote a version regardless of the gate, without a smoke test."""
-    from infra.settings import tracking_uri
     from infra.tracking import promotion, registry
 
     draft = promotion.promote(
@@ -76,7 +74,6 @@ def promote(version: Annotated[int, typer.Argument(min=1)], reason: Reason = "",
 @drafts.command()
 def rollback(reason: Reason = "", name: Name = None) -> None:
     """Withdraw the champion; the version it replaced becomes champion again."""
-    from infra.settings import tracking_uri
     from infra.tracking import promotion
     from infra.tracking.registry import champion
 
@@ -95,8 +92,6 @@ def show_history(name: Name = None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from infra.network.health import public
-    from infra.settings import tracking_uri
     from infra.tracking.registry import history
 
     table = Table()
@@ -118,7 +113,6 @@ def show_history(name: Name = None) -> None:
 def replay(version: Annotated[int, typer.Argument(min=1)], name: Name = None) -> None:
     """Repeat a gate's decision from its evidence; exit status 1 if it differs."""
     from infra.records.acceptance import GateDecision
-    from infra.settings import tracking_uri
     from infra.tracking import registry
 
     draft = registry.find_version(tracking_uri(), _registered(name), version)
@@ -136,7 +130,6 @@ def replay(version: Annotated[int, typer.Argument(min=1)], name: Name = None) ->
 
 def _announcer() -> "Announce":
     """Emit the events of a change if there is a Prefect server."""
-    from infra.settings import prefect_api_url
     from infra.tracking.changes import silent
 
     if prefect_api_url() is None:
@@ -148,7 +141,6 @@ def _announcer() -> "Announce":
 
 def _reconcile(name: str) -> None:
     """Complete interrupted changes and those made in MLflow's page; name a smoke test that is still due."""
-    from infra.settings import tracking_uri
     from infra.tracking.promotion import reconcile
 
     waiting = reconcile(tracking_uri(), name, announce=_announcer())
@@ -162,7 +154,6 @@ def _reconcile(name: str) -> None:
 
 def _registered(name: str | None) -> str:
     """The only registered draft, if no name is given."""
-    from infra.settings import tracking_uri
     from infra.tracking.registry import list_drafts
 
     names = sorted({draft.name for draft in list_drafts(tracking_uri(), name)})

@@ -10,10 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from infra.files.lines import last_object
+from infra.files.locks import LockHeldError, hold
+from infra.files.run_folder import RunFolder
+from infra.network.health import trouble
+from infra.redaction import redacted
 from infra.refusal import Refusal
+from infra.settings import runs_folder, tracking_uri
 
 if TYPE_CHECKING:
-    from infra.files.run_folder import RunFolder
     from infra.ledger.ledger import Ledger
     from infra.records.data_path import SampleProgress
     from models.config.recipe import RunConfig
@@ -36,8 +41,6 @@ def status(
     from rich.table import Table
     from sqlalchemy.exc import SQLAlchemyError
 
-    from infra.files.run_folder import RunFolder
-    from infra.redaction import redacted
     from models.config.recipe import read_config
 
     folder = RunFolder(find_run(run))
@@ -57,14 +60,11 @@ def status(
         raise Refusal(
             f"a file of {folder.path} is damaged ({type(error).__name__}: {why}): restore it, or start a new run"
         ) from error
-    console = Console()
-    console.print(table, highlight=False)
+    Console().print(table, highlight=False)
 
 
 def find_run(run: str | None) -> Path:
     """The run's folder. Raises Refusal if there is none."""
-    from infra.settings import runs_folder
-
     if run is None:
         runs = sorted(runs_folder().glob("*/config.json"), key=lambda file: file.stat().st_mtime)
         if not runs:
@@ -76,7 +76,7 @@ def find_run(run: str | None) -> Path:
     raise Refusal(f"no run {run:.200}: neither a run folder's path nor a name below {runs_folder()}")
 
 
-def describe(folder: "RunFolder", config: "RunConfig") -> Iterator[tuple[str, str]]:
+def describe(folder: RunFolder, config: "RunConfig") -> Iterator[tuple[str, str]]:
     """Name and text of every line."""
     from infra.ledger.ledger import Ledger
 
@@ -84,11 +84,10 @@ def describe(folder: "RunFolder", config: "RunConfig") -> Iterator[tuple[str, st
     stage = stage_of(folder)
     yield "run", folder.name
     yield "state", _state(folder, config, stage, owned)
-    metrics = _last_metrics(folder)
     if config.ledger.url or folder.ledger_file.is_file():
         with Ledger.open(config.ledger.url or folder.ledger_url, folder.name) as ledger:
             yield from _samples(ledger, config)
-            yield from _training(folder, config, metrics)
+            yield from _training(folder, config, last_object(folder.metrics))
             yield from _generators(folder, config)
             if owned and stage == "training" and (quiet := _quiet_s(folder, ledger)) > QUIET_S:
                 from infra.data_plane.watch import blame
@@ -97,10 +96,8 @@ def describe(folder: "RunFolder", config: "RunConfig") -> Iterator[tuple[str, st
     yield "files", str(folder.path)
 
 
-def is_owned(folder: "RunFolder") -> bool:
+def is_owned(folder: RunFolder) -> bool:
     """Whether a process runs the run now."""
-    from infra.files.locks import LockHeldError, hold
-
     if not folder.run_lock.exists():
         return False
     try:
@@ -110,7 +107,7 @@ def is_owned(folder: "RunFolder") -> bool:
         return True
 
 
-def stage_of(folder: "RunFolder") -> str:
+def stage_of(folder: RunFolder) -> str:
     """What the run is at, told by the files that are there."""
     stages = (
         (folder.target, "preparing the target"),
@@ -123,7 +120,7 @@ def stage_of(folder: "RunFolder") -> str:
     return next((stage for file, stage in stages if not file.is_file()), "finished")
 
 
-def _state(folder: "RunFolder", config: "RunConfig", stage: str, owned: bool) -> str:
+def _state(folder: RunFolder, config: "RunConfig", stage: str, owned: bool) -> str:
     if stage == "finished":
         return "finished" + _verdict(folder, config)
     if owned:
@@ -131,14 +128,12 @@ def _state(folder: "RunFolder", config: "RunConfig", stage: str, owned: bool) ->
     return f"interrupted while {stage}; resume it with: draftsmith retrain --resume {_as_argument(folder)}"
 
 
-def _as_argument(folder: "RunFolder") -> str:
+def _as_argument(folder: RunFolder) -> str:
     """The run's name if that is enough to find it, else its path."""
-    from infra.settings import runs_folder
-
     return folder.name if folder.path == runs_folder() / folder.name else str(folder.path)
 
 
-def _verdict(folder: "RunFolder", config: "RunConfig") -> str:
+def _verdict(folder: RunFolder, config: "RunConfig") -> str:
     report = json.loads(folder.report.read_text())
     lookahead = report["conditions"]["lookahead"]
     length = report["acceptance"]["simulated"]["length"][str(lookahead)]
@@ -150,9 +145,6 @@ def _verdict(folder: "RunFolder", config: "RunConfig") -> str:
 
 def _alias(config: "RunConfig", draft: str, version: int) -> str:
     """The version's aliases as they are now, which is not always how the run left them."""
-    from infra.network.health import trouble
-    from infra.settings import tracking_uri
-
     uri = config.tracking.uri or tracking_uri()
     if uri.startswith("http") and trouble(uri, REGISTRY_S):
         return "MLflow does not answer: what serves is not known"
@@ -188,7 +180,7 @@ def _bar(states: "SampleProgress") -> str:
     return "█" * done + "▒" * min(moving, BAR - done) + "░" * max(0, BAR - done - moving)
 
 
-def _training(folder: "RunFolder", config: "RunConfig", last: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
+def _training(folder: RunFolder, config: "RunConfig", last: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
     from infra.data_plane.bottleneck import in_words
     from infra.planner.plan import comparison, read_plan
     from infra.records.data_path import SamplesRecord, SideRates
@@ -212,7 +204,7 @@ def _training(folder: "RunFolder", config: "RunConfig", last: dict[str, Any] | N
             yield f"plan, {name}", text
 
 
-def _generators(folder: "RunFolder", config: "RunConfig") -> Iterator[tuple[str, str]]:
+def _generators(folder: RunFolder, config: "RunConfig") -> Iterator[tuple[str, str]]:
     from infra.records.data_path import generators_changes
 
     if changes := generators_changes(folder.generators):
@@ -221,15 +213,7 @@ def _generators(folder: "RunFolder", config: "RunConfig") -> Iterator[tuple[str,
         yield "generators", f"{last.generators}{bounds}; {last.why}"
 
 
-def _last_metrics(folder: "RunFolder") -> dict[str, Any] | None:
-    from infra.files.lines import last_object
-
-    return last_object(folder.metrics)
-
-
-def _quiet_s(folder: "RunFolder", ledger: "Ledger") -> float:
+def _quiet_s(folder: RunFolder, ledger: "Ledger") -> float:
     """Seconds since a sample was last captured or a step last reported."""
-    reported = time.time() - folder.metrics.stat().st_mtime if folder.metrics.is_file() else float("inf")
-    captured = ledger.since_last_capture()
-    quiet = min(reported, float("inf") if captured is None else captured)
-    return 0.0 if quiet == float("inf") else quiet
+    reported = time.time() - folder.metrics.stat().st_mtime if folder.metrics.is_file() else None
+    return min((since for since in (reported, ledger.since_last_capture()) if since is not None), default=0.0)

@@ -1,7 +1,5 @@
 """Prepares target and samples, both cached by content hash, and plans the run before any GPU is leased."""
 
-import shutil
-
 from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
 
@@ -55,9 +53,7 @@ def fetch_start(run: OpenRun) -> RegisteredDraft | None:
     if found is None:
         logger.info("no champion of %s to start from: a new draft", run.draft_name)
         return None
-    aside = run.folder.path / "start.part"
-    shutil.rmtree(aside, ignore_errors=True)
-    download(run.tracking_uri, found, aside).replace(run.folder.start)
+    download(run.tracking_uri, found, run.folder.start)
     logger.info("training starts from version %s of %s, with its draft vocabulary", found.version, found.name)
     return found
 

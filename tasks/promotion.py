@@ -3,7 +3,6 @@
 What is done in which order, and what an interruption leaves to do, is decided by `infra.tracking.promotion`.
 """
 
-import re
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from prefect.input import RunInput
 from pydantic import Field
 
 from infra.files.atomic import write_atomically
+from infra.markdown import markdown_table
 from infra.pools.base import Pool
 from infra.records.acceptance import GateDecision, RegisteredDraft, SmokeResult
 from infra.refusal import Refusal
@@ -32,7 +32,7 @@ from infra.tracking.promotion import Step, follow_gate
 from tasks.data_plane import run_main
 from tasks.pools import occupy
 from tasks.run import OpenRun
-from tasks.side_effects import side_effect
+from tasks.side_effects import artifact_key, side_effect
 
 EVENTS = {"promotion": "draftsmith.draft.promoted", "withdrawal": "draftsmith.draft.withdrawn"}
 """The event by kind of change; it tells the serving side which version to load."""
@@ -189,7 +189,7 @@ def find_candidate(uri: str, draft: str, version: int | None) -> RegisteredDraft
 def show_comparison(uri: str, candidate: RegisteredDraft) -> str:
     """All that speaks for the candidate as an artifact of the flow run; what the form shows of it is returned."""
     asked = question(candidate, registry.champion(uri, candidate.name))
-    key = "comparison-" + re.sub(r"[^a-z0-9]+", "-", candidate.name.lower()).strip("-")
+    key = artifact_key("comparison", candidate.name)
     create_markdown_artifact(
         f"{asked}\n\n## Version {candidate.version}\n\n{registry.describe(uri, candidate)}",
         key=key,
@@ -200,11 +200,17 @@ def show_comparison(uri: str, candidate: RegisteredDraft) -> str:
 
 def question(candidate: RegisteredDraft, champion: RegisteredDraft | None) -> str:
     """Candidate and champion side by side, in Markdown."""
-    rows = [("", "acceptance length", "gate"), _row(candidate, "candidate")]
-    if champion is not None:
-        rows.append(_row(champion, "champion"))
-    head, *body = ["| " + " | ".join(row) + " |" for row in rows]
-    table = "\n".join([head, "| :--- | ---: | :--- |", *body])
+    drafts = {"candidate": candidate} | ({"champion": champion} if champion else {})
+    table = markdown_table(
+        [
+            {
+                "": f"version {draft.version}, {role}",
+                "acceptance length": f"{draft.acceptance_length:.3f}" if draft.acceptance_length else "not measured",
+                "gate": draft.tags.get("gate", ""),
+            }
+            for role, draft in drafts.items()
+        ]
+    )
     serves = f"version {champion.version} serves" if champion else "no draft serves"
     against = candidate.tags.get(registry.MEASURED_AGAINST, "")
     measured = f"compared with version {against} in the same job" if against else "compared with no draft"
@@ -212,8 +218,3 @@ def question(candidate: RegisteredDraft, champion: RegisteredDraft | None) -> st
         f"### Shall version {candidate.version} of {candidate.name} serve?\n\nNow {serves}. The candidate was "
         f"{measured}; the two lengths stand for the same only where both were measured on the same prompts.\n\n{table}"
     )
-
-
-def _row(draft: RegisteredDraft, role: str) -> tuple[str, str, str]:
-    length = "not measured" if draft.acceptance_length is None else f"{draft.acceptance_length:.3f}"
-    return f"version {draft.version}, {role}", length, draft.tags.get("gate", "")

@@ -3,8 +3,6 @@
 For flows that measure a version again, long after the run that made it.
 """
 
-import shutil
-
 from prefect import get_run_logger
 from pydantic import ValidationError
 
@@ -74,11 +72,8 @@ def prepare_version(run: OpenRun, draft: RegisteredDraft) -> TargetRecord:
 @side_effect("fetch export")
 def fetch_export(run: OpenRun, draft: RegisteredDraft) -> None:
     """Download the version's export, once."""
-    if run.folder.export.is_dir():
-        return
-    aside = run.folder.path / "export.part"
-    shutil.rmtree(aside, ignore_errors=True)
-    registry.download(run.tracking_uri, draft, aside).replace(run.folder.export)
+    if not run.folder.export.is_dir():
+        registry.download(run.tracking_uri, draft, run.folder.export)
 
 
 @side_effect("measure again", retries=1)

@@ -5,6 +5,7 @@ it is about, so the history lives as long as the registry.
 """
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -143,12 +144,14 @@ def list_drafts(uri: str, name: str | None = None) -> list[RegisteredDraft]:
 
 
 def download(uri: str, draft: RegisteredDraft, folder: Path) -> Path:
-    """Copy a version's export into `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Copy a version's export into `folder`, which must be missing or empty, whole or not at all."""
+    aside = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
     source = f"models:/{draft.model_id}"
     connect(uri)
-    artifacts.download_artifacts(artifact_uri=source, dst_path=str(folder), tracking_uri=uri, registry_uri=uri)
-    return folder
+    artifacts.download_artifacts(artifact_uri=source, dst_path=str(aside), tracking_uri=uri, registry_uri=uri)
+    return aside.replace(folder)
 
 
 def describe(uri: str, draft: RegisteredDraft) -> str:

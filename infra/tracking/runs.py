@@ -4,8 +4,6 @@ Checkpoints and drafts are logged models without a flavour: safetensors and JSON
 """
 
 import json
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -119,10 +117,7 @@ def _points(line: dict[str, Any]) -> Iterator[Metric]:
 
 def log_checkpoint(run: TrackedRun, folder: Path, step: int, metrics: Path) -> str:
     """Log a committed checkpoint's weights as a logged model, with the metrics of its step; return its id."""
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".upload-") as upload:
-        for file in (file for pattern in WEIGHTS for file in folder.glob(pattern)):
-            _link(file, Path(upload) / file.name)
-        model_id = log_folder(run, Path(upload), f"checkpoint-{step:06d}", step, "checkpoint")
+    model_id = log_folder(run, folder, f"checkpoint-{step:06d}", step, "checkpoint", only=WEIGHTS)
     now = int(time.time() * 1000)
     points = [
         Metric(key, value, now, step, model_id, run_id=run.run_id) for key, value in _figures_at(step, metrics).items()
@@ -143,26 +138,24 @@ def _figures_at(step: int, metrics: Path) -> dict[str, float]:
     return measured | {"checkpoint/loss": last["loss"], "checkpoint/training_acceptance_length": 1.0 + sum(whole)}
 
 
-def _link(source: Path, target: Path) -> None:
-    try:
-        target.hardlink_to(source)
-    except OSError:
-        shutil.copyfile(source, target)
-
-
-def log_folder(run: TrackedRun, folder: Path, name: str, step: int, kind: str, **parameters: str) -> str:
-    """Log a folder of safetensors and JSON as a logged model of the run; return its id."""
+def log_folder(
+    run: TrackedRun, folder: Path, name: str, step: int, kind: str, *, only: Sequence[str] = (), **parameters: str
+) -> str:
+    """Log a folder of safetensors and JSON, or its files that match `only`, as a logged model; return its id."""
     client = connect(run.uri)
     tags = {"draftsmith.kind": kind}
     model = client.create_logged_model(
         run.experiment_id, name, run.run_id, tags, {"step": str(step), **parameters}, model_type=kind
     )
-    finished = False
+    status = "FAILED"
     try:
-        client.log_model_artifacts(model.model_id, str(folder))
-        finished = True
+        for file in (file for pattern in only for file in sorted(folder.glob(pattern))):
+            client.log_model_artifact(model.model_id, str(file))
+        if not only:
+            client.log_model_artifacts(model.model_id, str(folder))
+        status = "READY"
     finally:
-        client.finalize_logged_model(model.model_id, "READY" if finished else "FAILED")
+        client.finalize_logged_model(model.model_id, status)
     client.log_outputs(run.run_id, [LoggedModelOutput(model.model_id, step)])
     return str(model.model_id)
 

@@ -3,7 +3,7 @@
 from infra.quantities import signed
 from infra.records.acceptance import BenchmarkResult, GateDecision, RegisteredDraft
 from infra.records.benchmark_text import tokens_per_s
-from infra.tracking.registry import CHALLENGER, CHAMPION, REFUSED, SMOKE_TEST
+from infra.tracking.registry import CHALLENGER, CHAMPION, REFUSED, REPLACES, SMOKE_TEST
 
 NO_DRAFT = "no draft"
 
@@ -15,85 +15,73 @@ def meaning(target: str, result: BenchmarkResult, draft: RegisteredDraft) -> tup
 
 def how_good(target: str, result: BenchmarkResult) -> str:
     """The acceptance length, and what decoding gained from it."""
-    at = result.conditions.lookahead
+    at, speed = result.conditions.lookahead, result.speed
+    if speed.speedup is None:
+        gain = f"no speed-up is published, because the timing was implausible ({speed.note.rstrip('.')})"
+    else:
+        faster = f"was {speed.speedup:.2f} times as fast" if speed.speedup >= 1 else "became slower"
+        gain = (
+            f"decoding at batch 1 {faster} with it, {tokens_per_s(speed.speculative_tokens_per_s)} instead of "
+            f"{tokens_per_s(speed.plain_tokens_per_s)} tokens per second"
+        )
     return (
         f"On {result.conditions.prompts} held-out prompts the draft lets {target} emit "
         f"{result.simulated.length[at]:.2f} tokens per verification step at lookahead {at} (1.00 would mean that "
-        f"nothing it proposes is accepted), and {_speed(result)}."
+        f"nothing it proposes is accepted), and {gain}."
     )
 
 
-def _speed(result: BenchmarkResult) -> str:
-    speed = result.speed
-    if speed.speedup is None:
-        return f"no speed-up is published, because the timing was implausible ({speed.note.rstrip('.')})"
-    fast, slow = tokens_per_s(speed.speculative_tokens_per_s), tokens_per_s(speed.plain_tokens_per_s)
-    how = f"{fast} instead of {slow} tokens per second"
-    if speed.speedup < 1:
-        return f"decoding at batch 1 became slower with it, {how}"
-    return f"decoding at batch 1 was {speed.speedup:.2f} times as fast with it, {how}"
-
-
 def compared(result: BenchmarkResult) -> str:
-    """What needs no training first (it costs nothing), then the draft that was in service."""
-    at = result.conditions.lookahead
-    reached = {name: f"{name} ({of.length[at]:.2f})" for name, of in result.baselines.items()}
-    beaten = [reached[name] for name in reached if name not in result.unbeaten]
-    said = [f"It beats {' and '.join(beaten)}"] if beaten else []
-    if result.unbeaten:
-        words = " or ".join(reached[name] for name in result.unbeaten)
-        said.append(f"{'does' if beaten else 'It does'} not beat {words}")
-    baseline = f"{', but '.join(said)}, which need{'s' if len(reached) == 1 else ''} no training, on the same texts"
-    if result.unbeaten:
-        best = max(result.unbeaten, key=lambda name: result.baselines[name].length[at])
-        baseline += f", so on texts like these {best} is the better choice"
-    return f"{baseline}; {_against(result)}."
-
-
-def _against(result: BenchmarkResult) -> str:
-    gate, at = result.gate, result.conditions.lookahead
+    """The baselines, which need no training, first, then the draft that was in service."""
+    at, gate = result.conditions.lookahead, result.gate
+    lengths = {name: of.length[at] for name, of in result.baselines.items()}
+    beaten = [f"{name} ({length:.2f})" for name, length in lengths.items() if name not in result.unbeaten]
+    unbeaten = [f"{name} ({lengths[name]:.2f})" for name in result.unbeaten]
+    verdicts = [f"beats {' and '.join(beaten)}"] if beaten else []
+    verdicts += [f"does not beat {' or '.join(unbeaten)}"] if unbeaten else []
+    text = f"It {', but '.join(verdicts)}, which need{'s' if len(lengths) == 1 else ''} no training, on the same texts"
+    if unbeaten:
+        text += f", so on texts like these {max(result.unbeaten, key=lengths.__getitem__)} is the better choice"
     if result.champion is None:
-        return "there was no draft in service to compare it with"
+        return f"{text}; there was no draft in service to compare it with."
     champion = result.champion.length[at]
-    difference = result.simulated.length[at] / champion - 1
-    words = f"against the draft in service, which reaches {champion:.2f}, the difference is {signed(difference)}"
-    if gate.against == NO_DRAFT:
-        return words
-    return f"{words} (at least {signed(gate.lower_bound)} with 97.5 % confidence)"
+    difference = signed(result.simulated.length[at] / champion - 1)
+    text += f"; against the draft in service, which reaches {champion:.2f}, the difference is {difference}"
+    return (
+        f"{text}."
+        if gate.against == NO_DRAFT
+        else f"{text} (at least {signed(gate.lower_bound)} with 97.5 % confidence)."
+    )
 
 
 def what_next(gate: GateDecision, draft: RegisteredDraft) -> str:
     """Who serves now, and what a person can do about it."""
-    version = f"version {draft.version} of {draft.name}"
+    version, tags = f"version {draft.version} of {draft.name}", draft.tags
+    promote = f"`draftsmith drafts promote {draft.version} --name {draft.name}`"
     if not gate.passed:
+        state = "waits as the challenger" if draft.aliases else "is registered and does not serve"
+        if CHAMPION in draft.aliases:
+            state = "is the champion only because somebody promoted it"
         return (
-            f"The gate is not passed ({gate.reason.rstrip('.')}), so {version} "
-            f"{_stays(draft)}, until a better one comes or somebody runs `draftsmith drafts promote {draft.version} "
-            f"--name {draft.name}`"
-        ) + "."
-    if REFUSED in draft.tags and CHAMPION not in draft.aliases:
-        return f"The gate is passed, but {version} is not promoted: {draft.tags[REFUSED].rstrip('.')}."
+            f"The gate is not passed ({gate.reason.rstrip('.')}), so {version} {state}, until a better one comes or "
+            f"somebody runs {promote}."
+        )
+    if CHAMPION in draft.aliases:
+        undo = f"; `draftsmith drafts rollback --name {draft.name}` puts version {tags.get(REPLACES)} back"
+        then = f"is the champion, the draft that serving takes from now on{undo if tags.get(REPLACES) else ''}"
+        return f"The gate is passed, so {version} {then}."
+    if REFUSED in tags:
+        return f"The gate is passed, but {version} is not promoted: {tags[REFUSED].rstrip('.')}."
     if CHALLENGER in draft.aliases:
         return (
             f"The gate is passed, and {version} waits for approval: choose Resume in the run of `promote` in Prefect's "
-            f"UI, or run `draftsmith drafts promote {draft.version} --name {draft.name}`."
+            f"UI, or run {promote}."
         )
-    if draft.tags.get(SMOKE_TEST, "").startswith("failed"):
+    if tags.get(SMOKE_TEST, "").startswith("failed"):
         return (
             f"The gate is passed, but {version} does not serve: loaded from the registry it did not decode as it was "
-            f"benchmarked ({draft.tags[SMOKE_TEST].removeprefix('failed: ').rstrip('.')})."
+            f"benchmarked ({tags[SMOKE_TEST].removeprefix('failed: ').rstrip('.')})."
         )
-    if CHAMPION not in draft.aliases:
-        return (
-            f"The gate is passed, but somebody has moved the aliases since, so {version} is registered and does not "
-            "serve."
-        )
-    back = draft.tags.get("replaces")
-    undo = f"; `draftsmith drafts rollback --name {draft.name}` puts version {back} back" if back else ""
-    return f"The gate is passed, so {version} is the champion, the draft that serving takes from now on{undo}."
-
-
-def _stays(draft: RegisteredDraft) -> str:
-    if CHAMPION in draft.aliases:
-        return "is the champion only because somebody promoted it"
-    return "waits as the challenger" if draft.aliases else "is registered and does not serve"
+    return (
+        f"The gate is passed, but somebody has moved the aliases since, so {version} is registered and does not serve."
+    )
