@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import DeploymentScheduleUpdate, DeploymentUpdate, WorkPoolCreate
-from prefect.client.schemas.objects import ConcurrencyOptions
+from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound
 
@@ -25,24 +24,10 @@ from infra.servers.stack import WORK_POOLS
 
 DEPLOY_S = 180.0
 PAGE = 200
-
-
-class Schedule(Record):
-    """A schedule of a deployment."""
-
-    active: bool
-    schedule: Mapping[str, Any]
-
-
-class Settings(Record):
-    """What an operator may change of a deployment."""
-
-    paused: bool
-    limit: int | None
-    collision: str | None
-    parameters: Mapping[str, Any]
-    schedules: Mapping[str, Schedule]
-    """Schedules by slug, or by id if somebody added one without a slug."""
+Settings = Mapping[str, Any]
+"""What an operator may change of a deployment. Schedules are known by slug, or by id if somebody added one without."""
+WHOLE = ("parameters", "schedule")
+"""Settings that are kept or replaced as a whole."""
 
 
 class Deployed(Record):
@@ -91,16 +76,16 @@ def _read_all(client: SyncPrefectClient) -> Deployed:
 
 def _settings(found: DeploymentResponse) -> Settings:
     limit, options = found.global_concurrency_limit, found.concurrency_options
-    return Settings(
-        paused=found.paused,
-        limit=limit.limit if limit else None,
-        collision=options.collision_strategy.value if options else None,
-        parameters=found.parameters,
-        schedules={
-            one.slug or str(one.id): Schedule(active=one.active, schedule=one.schedule.model_dump(mode="json"))
+    return {
+        "paused": found.paused,
+        "limit": limit.limit if limit else None,
+        "collision": options.collision_strategy.value if options else None,
+        "parameters": found.parameters,
+        "schedules": {
+            one.slug or str(one.id): {"active": one.active, "schedule": one.schedule.model_dump(mode="json")}
             for one in found.schedules
         },
-    )
+    }
 
 
 def _restore(client: SyncPrefectClient, before: Deployed, last: Deployed, fresh: Deployed) -> None:
@@ -119,39 +104,31 @@ def _restore(client: SyncPrefectClient, before: Deployed, last: Deployed, fresh:
 
 
 def keep_changes(before: Settings, last: Settings, fresh: Settings) -> Settings:
-    """`fresh`, with each setting of `before` that differs from what was deployed `last`."""
-    changed = {
-        name: getattr(before, name)
-        for name in ("paused", "limit", "collision", "parameters")
-        if getattr(before, name) != getattr(last, name)
-    }
-    schedules = dict(fresh.schedules)
-    for slug in {*before.schedules, *last.schedules}:
-        mine, theirs = before.schedules.get(slug), last.schedules.get(slug)
-        if mine is None:
-            schedules.pop(slug, None)  # the operator removed it
-        elif theirs is None:
-            schedules[slug] = mine  # the operator added it
-        elif mine != theirs and slug in schedules:
-            one = schedules[slug]
-            schedules[slug] = Schedule(
-                active=mine.active if mine.active != theirs.active else one.active,
-                schedule=mine.schedule if mine.schedule != theirs.schedule else one.schedule,
-            )
-    return fresh.model_copy(update={**changed, "schedules": schedules})
+    """`fresh`, with whatever was changed, added or removed in `before` since `last` was deployed."""
+    kept = dict(fresh)
+    for key in {*before, *last}:
+        if key not in before:
+            kept.pop(key, None)
+        elif key not in last:
+            kept[key] = before[key]
+        elif isinstance(before[key], Mapping) and key not in WHOLE:
+            if key in kept:  # else the file no longer has this schedule
+                kept[key] = keep_changes(before[key], last[key], kept[key])
+        elif before[key] != last[key]:
+            kept[key] = before[key]
+    return kept
 
 
 def _update(kept: Settings) -> DeploymentUpdate:
-    options = ConcurrencyOptions.model_validate({"collision_strategy": kept.collision}) if kept.collision else None
-    return DeploymentUpdate(
-        paused=kept.paused,
-        concurrency_limit=kept.limit,
-        concurrency_options=options,
-        parameters=dict(kept.parameters),
-        schedules=[
-            DeploymentScheduleUpdate.model_validate({"slug": slug, "active": one.active, "schedule": one.schedule})
-            for slug, one in kept.schedules.items()
-        ],
+    options = {"collision_strategy": kept["collision"]} if kept["collision"] else None
+    return DeploymentUpdate.model_validate(
+        {
+            "paused": kept["paused"],
+            "concurrency_limit": kept["limit"],
+            "concurrency_options": options,
+            "parameters": kept["parameters"],
+            "schedules": [{"slug": slug, **schedule} for slug, schedule in kept["schedules"].items()],
+        }
     )
 
 

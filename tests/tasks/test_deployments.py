@@ -2,17 +2,17 @@
 
 from typing import Any
 
-from tasks.deployments import Schedule, Settings, keep_changes
+from tasks.deployments import Settings, keep_changes
 
 
 def settings(**changes: Any) -> Settings:
-    schedules = {"weekly": Schedule(active=False, schedule={"cron": "0 3 * * 0"})}
-    usual = Settings(paused=False, limit=1, collision="ENQUEUE", parameters={"keep": 1}, schedules=schedules)
-    return usual.model_copy(update=changes)
+    schedules = weekly(False, "0 3 * * 0")
+    usual = {"paused": False, "limit": 1, "collision": "ENQUEUE", "parameters": {"keep": 1}, "schedules": schedules}
+    return usual | changes
 
 
-def weekly(active: bool, cron: str) -> dict[str, Schedule]:
-    return {"weekly": Schedule(active=active, schedule={"cron": cron})}
+def weekly(active: bool, cron: str) -> dict[str, Any]:
+    return {"weekly": {"active": active, "schedule": {"cron": cron}}}
 
 
 def test_without_changes_the_new_file_counts() -> None:
@@ -28,11 +28,11 @@ def test_an_operator_s_changes_stay_beside_the_file_s() -> None:
 
 
 def test_a_schedule_that_was_added_stays_and_one_that_was_removed_stays_away() -> None:
-    added = Schedule(active=True, schedule={"interval": 60})
+    added = {"active": True, "schedule": {"interval": 60}}
     kept = keep_changes(settings(schedules={"mine": added}), settings(), settings())
-    assert kept.schedules == {"mine": added}
+    assert kept["schedules"] == {"mine": added}
 
 
 def test_a_schedule_that_the_file_no_longer_has_goes() -> None:
     before = settings(schedules=weekly(True, "0 3 * * 0"))
-    assert keep_changes(before, settings(), settings(schedules={})).schedules == {}
+    assert keep_changes(before, settings(), settings(schedules={}))["schedules"] == {}
