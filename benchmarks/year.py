@@ -44,7 +44,8 @@ def retrain(week: int, ledger_url: str) -> None:
     from infra.ledger.ledger import Ledger
     from infra.records.data_path import SampleSlot
     from infra.settings import cache_folder, runs_folder, tracking_uri
-    from infra.tracking import promotion, registry
+    from infra.tracking import registry
+    from infra.tracking.promotion import DraftInService
     from infra.tracking.runs import TrackedRun, end_run, log_checkpoint, log_folder, log_new_metrics, start_run
 
     folder = RunFolder(runs_folder() / f"year-{week:03d}")
@@ -73,9 +74,9 @@ def retrain(week: int, ledger_url: str) -> None:
     model_id = log_folder(run, folder.export, "draft", 800, "draft")
     draft = registry.register(uri, DRAFT, model_id, run.run_id, {registry.RUN: folder.name})
     if week % 3 == 0:
-        promotion.promote(uri, DRAFT, draft.version, by="gate", reason="better")
+        DraftInService(uri, DRAFT).promote(draft.version, by="gate", reason="better")
     else:
-        promotion.refuse(uri, draft, by="gate", reason="not better")
+        DraftInService(uri, DRAFT).refuse(draft.version, by="gate", reason="not better")
     folder.report.write_text("{}")
     end_run(run, "FINISHED")
 

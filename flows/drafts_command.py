@@ -15,7 +15,7 @@ from infra.refusal import Refusal
 from infra.settings import prefect_api_url, tracking_uri
 
 if TYPE_CHECKING:
-    from infra.tracking.changes import Announce
+    from infra.tracking.promotion import DraftInService
 
 drafts = typer.Typer(help="List, promote and roll back registered drafts.", no_args_is_help=True)
 
@@ -62,11 +62,9 @@ def list_versions(name: Name = None) -> None:
 @drafts.command()
 def promote(version: Annotated[int, typer.Argument(min=1)], reason: Reason = "", name: Name = None) -> None:
     """Promote a version regardless of the gate, without a smoke test."""
-    from infra.tracking import promotion, registry
+    from infra.tracking import registry
 
-    draft = promotion.promote(
-        tracking_uri(), _registered(name), version, by=getuser(), reason=reason, announce=_announcer()
-    )
+    draft = _in_service(_registered(name)).promote(version, by=getuser(), reason=reason)
     replaced = draft.tags.get(registry.REPLACES)
     print(f"{draft.name} version {draft.version} is champion" + (f", replacing version {replaced}" if replaced else ""))
 
@@ -74,11 +72,10 @@ def promote(version: Annotated[int, typer.Argument(min=1)], reason: Reason = "",
 @drafts.command()
 def rollback(reason: Reason = "", name: Name = None) -> None:
     """Withdraw the champion; the version it replaced becomes champion again."""
-    from infra.tracking import promotion
     from infra.tracking.registry import champion
 
     draft = _registered(name)
-    withdrawn = promotion.rollback(tracking_uri(), draft, by=getuser(), reason=reason, announce=_announcer())
+    withdrawn = _in_service(draft).rollback(by=getuser(), reason=reason)
     now = champion(tracking_uri(), draft)
     print(
         f"{draft} version {withdrawn} is withdrawn: "
@@ -128,23 +125,20 @@ def replay(version: Annotated[int, typer.Argument(min=1)], name: Name = None) ->
     raise typer.Exit(int(now != then))
 
 
-def _announcer() -> "Announce":
-    """Emit the events of a change if there is a Prefect server."""
-    from infra.tracking.changes import silent
+def _in_service(draft: str) -> "DraftInService":
+    """A registered model whose changes emit events if there is a Prefect server."""
+    from infra.tracking.promotion import DraftInService
 
     if prefect_api_url() is None:
-        return silent
+        return DraftInService(tracking_uri(), draft)
     from tasks.promotion import announce
 
-    return announce
+    return DraftInService(tracking_uri(), draft, announce=announce)
 
 
 def _reconcile(name: str) -> None:
     """Complete interrupted changes and those made in MLflow's page; name a smoke test that is still due."""
-    from infra.tracking.promotion import reconcile
-
-    waiting = reconcile(tracking_uri(), name, announce=_announcer())
-    if waiting:
+    if waiting := _in_service(name).reconcile():
         print(
             f"{name} version {waiting.version} has not passed its smoke test yet: the deployment `reconcile` runs it, "
             f"`draftsmith drafts promote {waiting.version} --name {name}` does without",

@@ -26,9 +26,9 @@ from infra.pools.base import Pool
 from infra.records.acceptance import GateDecision, RegisteredDraft, SmokeResult
 from infra.refusal import Refusal
 from infra.settings import prefect_is_private
-from infra.tracking import promotion, registry
+from infra.tracking import registry
 from infra.tracking.changes import Announcement, Change
-from infra.tracking.promotion import Step, follow_gate
+from infra.tracking.promotion import DraftInService, Step
 from tasks.data_plane import run_main
 from tasks.pools import occupy
 from tasks.run import OpenRun
@@ -62,35 +62,19 @@ def one_at_a_time(draft: str, wait_s: float = TIMEOUT_S) -> AbstractContextManag
 @side_effect("follow gate")
 def follow_decision(run: OpenRun, pool: Pool, draft: RegisteredDraft, gate: GateDecision) -> tuple[Step, str]:
     """Promote, refuse, or leave it to a person."""
-    return follow_gate(
-        run.tracking_uri,
-        draft,
-        gate,
-        approval=run.config.promotion.approval,
-        smoke_test=partial(smoke_test, run, pool),
-        announce=announce,
-    )
+    return _in_service(run, pool, draft).follow_gate(draft, gate, approval=run.config.promotion.approval)
 
 
 @side_effect("put into service")
 def put_into_service(run: OpenRun, pool: Pool, draft: RegisteredDraft, by: str, reason: str) -> RegisteredDraft:
     """Promote it if it passes the smoke test; otherwise the previous champion returns."""
-    return promotion.promote(
-        run.tracking_uri,
-        draft.name,
-        draft.version,
-        by=by,
-        reason=reason,
-        run=run.folder.name,
-        smoke_test=partial(smoke_test, run, pool),
-        announce=announce,
-    )
+    return _in_service(run, pool, draft).promote(draft.version, by=by, reason=reason, run=run.folder.name)
 
 
 @side_effect("refuse draft")
 def refuse_draft(uri: str, draft: RegisteredDraft, by: str, reason: str) -> RegisteredDraft:
     """Keep the reason with the version; no alias moves."""
-    refused = promotion.refuse(uri, draft, by=by, reason=reason)
+    refused = DraftInService(uri, draft.name).refuse(draft.version, by=by, reason=reason)
     get_run_logger().info("version %s of %s is not promoted: %s", draft.version, draft.name, reason)
     return refused
 
@@ -104,13 +88,18 @@ def registered_drafts(uri: str, draft: str | None) -> list[str]:
 @side_effect("reconcile")
 def reconcile(uri: str, draft: str) -> Change | None:
     """Complete an interrupted change, or one made in MLflow's page; returns it if it needs a smoke test."""
-    return promotion.reconcile(uri, draft, announce=announce)
+    return DraftInService(uri, draft, announce=announce).reconcile()
 
 
 @side_effect("complete change")
 def complete_change(run: OpenRun, pool: Pool, draft: RegisteredDraft) -> None:
     """Run the smoke test that an interrupted change still needs."""
-    promotion.resume(run.tracking_uri, draft.name, smoke_test=partial(smoke_test, run, pool), announce=announce)
+    _in_service(run, pool, draft).resume()
+
+
+def _in_service(run: OpenRun, pool: Pool, draft: RegisteredDraft) -> DraftInService:
+    test = partial(smoke_test, run, pool)
+    return DraftInService(run.tracking_uri, draft.name, smoke_test=test, announce=announce)
 
 
 @side_effect("smoke test", retries=1)
@@ -127,7 +116,7 @@ def smoke_test(run: OpenRun, pool: Pool, draft: RegisteredDraft) -> SmokeResult:
 @side_effect("withdraw draft")
 def withdraw(uri: str, draft: RegisteredDraft, by: str, reason: str) -> RegisteredDraft | None:
     """Take it out of service; returns the version that serves now, if any."""
-    return promotion.withdraw(uri, draft.name, draft.version, by=by, reason=reason, announce=announce)
+    return DraftInService(uri, draft.name, announce=announce).withdraw(draft.version, by=by, reason=reason)
 
 
 def announce(change: Announcement) -> None:

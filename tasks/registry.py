@@ -75,7 +75,7 @@ def register_draft(
         registry.MEASURED_AGAINST: str(champion.version) if champion else "",
         registry.ACCEPTANCE: f"{result.simulated.length[result.conditions.lookahead]:.4f}",
         "lookahead": str(result.conditions.lookahead),
-        **_best_lookahead(result),
+        **({"best_lookahead": str(result.goodput.best.lookahead)} if result.goodput else {}),
         "beats_prompt_lookup": str(result.beats_prompt_lookup).lower(),
         "beats_token_recycling": str(result.beats_token_recycling).lower(),
         "gate": "passed" if result.gate.passed else "not passed",
@@ -118,13 +118,9 @@ def acceptance_table(result: BenchmarkResult) -> dict[str, list[float | int | No
     return {"lookahead": [*lookaheads], **columns}
 
 
-def _best_lookahead(result: BenchmarkResult) -> dict[str, str]:
-    """What pays at the main load."""
-    return {} if result.goodput is None else {"best_lookahead": str(result.goodput.best.lookahead)}
-
-
 def _figures(result: BenchmarkResult) -> dict[str, float]:
     lookahead = result.conditions.lookahead
+    recycling = result.token_recycling
     figures = {
         "acceptance_length": result.simulated.length[lookahead],
         "benchmark/acceptance_length_reference": result.reference.length[lookahead],
@@ -134,14 +130,11 @@ def _figures(result: BenchmarkResult) -> dict[str, float]:
         "benchmark/lossless_mismatches": result.lossless.mismatches,
         "benchmark/plain_tokens_per_s": result.speed.plain_tokens_per_s,
         "benchmark/gate_lower_bound": result.gate.lower_bound,
+        "benchmark/draft_vocabulary_mass": result.vocabulary_mass,
+        "benchmark/acceptance_length_token_recycling": recycling and recycling.length[lookahead],
+        "benchmark/speculative_tokens_per_s": result.speed.speculative_tokens_per_s,
     }
-    if result.vocabulary_mass is not None:
-        figures["benchmark/draft_vocabulary_mass"] = result.vocabulary_mass
-    if result.token_recycling is not None:
-        figures["benchmark/acceptance_length_token_recycling"] = result.token_recycling.length[lookahead]
-    if result.speed.speculative_tokens_per_s is not None:
-        figures["benchmark/speculative_tokens_per_s"] = result.speed.speculative_tokens_per_s
-    return figures
+    return {name: value for name, value in figures.items() if value is not None}
 
 
 def _curves(result: BenchmarkResult) -> dict[str, dict[int, float]]:
@@ -152,13 +145,8 @@ def _curves(result: BenchmarkResult) -> dict[str, dict[int, float]]:
         "token_recycling": result.token_recycling,
         "champion": result.champion,
     }
-    curves = {
-        f"acceptance_length_by_lookahead/{name}": dict(acceptance.length)
-        for name, acceptance in shown.items()
-        if acceptance
-    }
-    rows = result.goodput.draft.rows if result.goodput else ()
-    for row in rows:
+    curves = {f"acceptance_length_by_lookahead/{name}": dict(of.length) for name, of in shown.items() if of}
+    for row in result.goodput.draft.rows if result.goodput else ():
         curves.setdefault(f"goodput_by_lookahead/{row.batch}_at_once", {})[row.lookahead] = row.tokens_per_s
     return curves
 

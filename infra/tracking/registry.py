@@ -15,7 +15,7 @@ from mlflow import MlflowClient, artifacts
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
-from infra.records.acceptance import GateEvidence, RegisteredDraft, RequestCounts
+from infra.records.acceptance import RegisteredDraft, RequestCounts
 from infra.records.data_path import Record
 from infra.refusal import Refusal
 from infra.tracking.client import NOTE, connect, find_model, get_model, model_versions, pages
@@ -162,11 +162,6 @@ def describe(uri: str, draft: RegisteredDraft) -> str:
 def read_request_counts(uri: str, draft: RegisteredDraft) -> RequestCounts:
     """Counts of every conversation of a version's benchmark. Raises Refusal if the version has none."""
     return RequestCounts.model_validate_json(read_artifact(uri, draft, REQUEST_COUNTS))
-
-
-def read_evidence(uri: str, draft: RegisteredDraft) -> GateEvidence:
-    """What the gate decided on. Raises Refusal for a version without it."""
-    return GateEvidence.model_validate_json(read_artifact(uri, draft, EVIDENCE))
 
 
 def read_artifact(uri: str, draft: RegisteredDraft, path: str) -> str:

@@ -92,18 +92,11 @@ def write_files(run: OpenRun, facts: RunFacts) -> None:
 def links(run: OpenRun) -> Iterator[Link]:
     """Links to pages with more about the run."""
     yield tracking_link(TrackedRun.read(run.tracking_record))
-    prefect = flow_run_url()
-    if prefect and not prefect_is_private():
-        yield Link("Prefect flow run", prefect, prefect)
-    else:
-        yield Link("Prefect flow run", f"draftsmith ui  # flow run {run.folder.name}")
+    page = url_for("flow-run", obj_id=flow_run.id) if flow_run.id and not prefect_is_private() else None
+    yield Link("Prefect flow run", page or f"draftsmith ui  # flow run {run.folder.name}", page)
     yield Link("Run folder", str(run.folder.path))
-    for name, path in (
-        ("Exported draft", run.folder.export),
-        ("Logs", run.folder.logs),
-        ("The same as data", run.folder.report),
-    ):
-        yield Link(name, path.name, path.name)
+    files = {"Exported draft": run.folder.export, "Logs": run.folder.logs, "The same as data": run.folder.report}
+    yield from (Link(name, path.name, path.name) for name, path in files.items())
 
 
 def tracking_link(tracking: TrackedRun) -> Link:
@@ -113,11 +106,6 @@ def tracking_link(tracking: TrackedRun) -> Link:
         page = f"{uri.rstrip('/')}/#/experiments/{tracking.experiment_id}/runs/{tracking.run_id}"
         return Link("MLflow run", page, page)
     return Link("MLflow run", f"mlflow ui --backend-store-uri {shlex.quote(uri)}  # run {tracking.run_id}")
-
-
-def flow_run_url() -> str | None:
-    """The flow run's page, where the flow runs with a Prefect server that has one."""
-    return url_for("flow-run", obj_id=flow_run.id) if flow_run.id else None
 
 
 def training_report(trained: TrainingResult, progress: SampleProgress) -> dict[str, Any]:

@@ -19,8 +19,9 @@ from infra.drift.scrape import Counters
 from infra.drift.traffic import Series, ServedSeries, TrafficRecord, TrafficStore, TrafficWindow
 from infra.files.atomic import sha256_file, write_atomically
 from infra.records.acceptance import Conditions, RequestCounts
-from infra.tracking import promotion, registry, runs
+from infra.tracking import registry, runs
 from infra.tracking.client import connect
+from infra.tracking.promotion import DraftInService
 from infra.tracking.runs import TrackedRun
 from models.config.recipe import RunConfig, load_recipe
 from models.data.conversations import read_documents
@@ -135,7 +136,7 @@ def champion(stack: Any, tmp_path: Path) -> str:
     connect(uri).log_artifact(run.run_id, str(file), registry.BENCHMARK)
     model = runs.log_folder(run, export, "draft", 1, "draft")
     draft = registry.register(uri, DRAFT, model, run.run_id, {registry.RUN: "run-1"})
-    promotion.promote(uri, DRAFT, draft.version, by="tests", reason="")
+    DraftInService(uri, DRAFT).promote(draft.version, by="tests", reason="")
     return uri
 
 

@@ -7,7 +7,8 @@ from prefect.logging import disable_run_logger
 
 from infra.files.run_folder import RunFolder
 from infra.processes.process import Owner
-from infra.tracking import promotion, registry, runs
+from infra.tracking import registry, runs
+from infra.tracking.promotion import DraftInService
 from infra.tracking.runs import TrackedRun
 from models.config.recipe import load_recipe
 from tasks.prepare import fetch_start
@@ -47,9 +48,9 @@ def test_the_champion_of_the_first_start_is_kept(tmp_path: Path, uri: str):
     run = open_run(tmp_path, uri, "champion")
     assert fetch(run) is None, "no champion yet: a new draft"
     assert not run.folder.start.exists()
-    promotion.promote(uri, "draft-tiny", register(tmp_path, uri, "first"), by="tests", reason="")
+    DraftInService(uri, "draft-tiny").promote(register(tmp_path, uri, "first"), by="tests", reason="")
     assert fetch(run) == 1
-    promotion.promote(uri, "draft-tiny", register(tmp_path, uri, "second"), by="tests", reason="")
+    DraftInService(uri, "draft-tiny").promote(register(tmp_path, uri, "second"), by="tests", reason="")
     assert fetch(run) is None, "a resumed run goes on with what it began with"
     assert (run.folder.start / "config.json").read_text() == "first"
 

@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 
 from infra.records.acceptance import BenchmarkResult, GateDecision, RegisteredDraft
-from infra.tracking import promotion, registry
+from infra.tracking import registry
 from infra.tracking.client import connect
-from infra.tracking.promotion import next_step
+from infra.tracking.promotion import DraftInService
 from infra.tracking.runs import TrackedRun
 
 REASON = "worse than version 3"
@@ -25,12 +25,12 @@ def again(tracking: TrackedRun, draft: RegisteredDraft) -> RegisteredDraft:
 def test_the_gate_decides_once(
     tracking: TrackedRun, draft: RegisteredDraft, result: BenchmarkResult, failed: GateDecision
 ) -> None:
-    step = partial(next_step, tracking.uri, draft)
+    step = partial(DraftInService(tracking.uri, draft.name).next_step, draft)
     assert step(result.gate, approval=False) == ("promote", result.gate.reason)
     assert step(result.gate, approval=True)[0] == "ask"
     for approval in (True, False):
         assert step(failed, approval=approval) == ("refuse", REASON)
-    promotion.refuse(tracking.uri, draft, by="gate", reason=REASON)
+    DraftInService(tracking.uri, draft.name).refuse(draft.version, by="gate", reason=REASON)
     for gate in (failed, result.gate):
         assert step(gate, approval=False) == ("leave", "it was decided on before")
 
@@ -39,10 +39,11 @@ def test_a_draft_is_not_promoted_over_a_champion_that_it_never_met(
     tracking: TrackedRun, draft: RegisteredDraft, result: BenchmarkResult
 ) -> None:
     other = registry.register(tracking.uri, draft.name, draft.model_id, tracking.run_id, {})
-    assert next_step(tracking.uri, again(tracking, draft), result.gate, approval=False)[0] == "leave"
-    promotion.promote(tracking.uri, draft.name, other.version, by="ada", reason="")
+    service = DraftInService(tracking.uri, draft.name)
+    assert service.next_step(again(tracking, draft), result.gate, approval=False)[0] == "leave"
+    service.promote(other.version, by="ada", reason="")
     connect(tracking.uri).set_registered_model_alias(draft.name, registry.CHALLENGER, "1")
-    assert next_step(tracking.uri, again(tracking, draft), result.gate, approval=False) == (
+    assert service.next_step(again(tracking, draft), result.gate, approval=False) == (
         "refuse", "it was compared with no draft, and version 2 is champion now: retrain",
     )  # fmt: skip
 
@@ -52,12 +53,12 @@ def test_a_withdrawn_champion_gives_way_to_the_one_before_unless_somebody_was_fa
 ) -> None:
     second, third = (registry.register(tracking.uri, draft.name, draft.model_id, tracking.run_id, {}) for _ in range(2))
     for one in (draft, second):
-        promotion.promote(tracking.uri, one.name, one.version, by="ada", reason="")
-    out = partial(promotion.withdraw, tracking.uri, second.name, second.version, by="served traffic")
+        DraftInService(tracking.uri, one.name).promote(one.version, by="ada", reason="")
+    out = partial(DraftInService(tracking.uri, second.name).withdraw, second.version, by="served traffic")
     now = out(reason="slow")
     assert now
     assert now.version == draft.version
-    promotion.promote(tracking.uri, third.name, third.version, by="ada", reason="")
+    DraftInService(tracking.uri, third.name).promote(third.version, by="ada", reason="")
     kept = out(reason="slow, still")
     assert kept
     assert kept.version == third.version

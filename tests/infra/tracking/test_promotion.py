@@ -18,10 +18,10 @@ from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore as TrackingSt
 
 from infra.records.acceptance import GateDecision, RegisteredDraft, SmokeResult
 from infra.settings import shared_memory_folder
-from infra.tracking import promotion, registry, runs
-from infra.tracking.changes import Announcement, State
+from infra.tracking import registry, runs
+from infra.tracking.changes import Announcement, SmokeTest, State
 from infra.tracking.client import connect, pages
-from infra.tracking.promotion import follow_gate
+from infra.tracking.promotion import OUTSIDE, DraftInService
 from infra.tracking.registry import history
 from infra.tracking.runs import TrackedRun
 
@@ -98,9 +98,10 @@ class World:
     def retrained(self, run: str, gate: GateDecision, *, against: str = "", approval: bool = False) -> None:
         """What a retraining does once its benchmark is done."""
         draft = self.register(run, against)
-        follow_gate(
-            self.uri, draft, gate, approval=approval, smoke_test=self.smoke_test, announce=self.hear
-        )  # fmt: skip
+        self.service(smoke_test=self.smoke_test).follow_gate(draft, gate, approval=approval)
+
+    def service(self, smoke_test: SmokeTest | None = None) -> DraftInService:
+        return DraftInService(self.uri, self.name, smoke_test=smoke_test, announce=self.hear)
 
     def state(self) -> tuple[object, ...]:
         """Aliases, tags, history and events, without times and ids."""
@@ -159,30 +160,27 @@ def gate_refuses(world: World, gate: GateDecision) -> None:
 
 def approved(world: World, gate: GateDecision) -> None:
     world.retrained("run-2", gate, against="1", approval=True)
-    promotion.promote(
-        world.uri, world.name, 2, by="Ada", reason="it is better", run="approval-1", smoke_test=world.smoke_test,
-        announce=world.hear,
-    )  # fmt: skip
+    world.service(world.smoke_test).promote(2, by="Ada", reason="it is better", run="approval-1")
 
 
 def rejected(world: World, gate: GateDecision) -> None:
     world.retrained("run-2", gate, against="1", approval=True)
-    promotion.refuse(world.uri, registry.find_version(world.uri, world.name, 2), by="Ada", reason="not now")
+    world.service().refuse(2, by="Ada", reason="not now")
 
 
 def promoted_by_hand(world: World, _gate: GateDecision) -> None:
-    promotion.promote(world.uri, world.name, 2, by="ada", reason="because", announce=world.hear)
+    world.service().promote(2, by="ada", reason="because")
 
 
 def rolled_back(version: int) -> Act:
     def act(world: World, _gate: GateDecision) -> None:
-        promotion.withdraw(world.uri, world.name, version, by="ada", reason="slow", announce=world.hear)
+        world.service().withdraw(version, by="ada", reason="slow")
 
     return act
 
 
 def moved_outside(world: World, _gate: GateDecision) -> None:
-    promotion.reconcile(world.uri, world.name, smoke_test=world.smoke_test, announce=world.hear)
+    world.service(world.smoke_test).reconcile()
 
 
 def nothing(_world: World, _gate: GateDecision) -> None: ...
@@ -289,7 +287,7 @@ def test_interrupted_anywhere_it_ends_as_if_undisturbed(
 def test_a_promotion_of_the_champion_is_a_decision_too(make_world: Callable[[], World], gate: GateDecision) -> None:
     world = make_world()
     one(world, gate)
-    again = partial(promotion.promote, world.uri, world.name, 1, by="ada", announce=world.hear)
+    again = partial(world.service().promote, 1, by="ada")
     again(reason="it is to stay")
     again(reason="it is to stay")
     assert [(made.outcome, made.by, made.reason) for made in history(world.uri, world.name)] == [
@@ -307,12 +305,9 @@ def test_a_newer_promotion_overtakes_an_interrupted_one(make_world: Callable[[],
     draft = world.register("run-2", "1")
     world.register("run-3", "1")
     with counted(world, Calls(at=1)), pytest.raises(InterruptedHere):
-        promotion.promote(
-            world.uri, world.name, 2, by="gate", reason="better", run="run-2", smoke_test=world.smoke_test,
-            announce=world.hear,
-        )  # fmt: skip
-    promotion.promote(world.uri, world.name, 3, by="ada", reason="now", announce=world.hear)
-    follow_gate(world.uri, draft, gate, approval=False, smoke_test=world.smoke_test, announce=world.hear)
+        world.service(world.smoke_test).promote(2, by="gate", reason="better", run="run-2")
+    world.service().promote(3, by="ada", reason="now")
+    world.service(world.smoke_test).follow_gate(draft, gate, approval=False)
     made = [(one.version, one.outcome, one.champion_before) for one in history(world.uri, world.name)]
     assert made == [(1, "promoted", None), (2, "promoted", 1), (3, "promoted", 2)]
     assert State.read(connect(world.uri), world.name).champion == 3
@@ -322,9 +317,9 @@ def test_a_newer_promotion_overtakes_an_interrupted_one(make_world: Callable[[],
 def test_an_alias_moved_outside_is_noticed_by_a_rollback(make_world: Callable[[], World], gate: GateDecision) -> None:
     world = make_world()
     alias_moved(world, gate)
-    assert promotion.rollback(world.uri, world.name, by="ada", reason="who did that?", announce=world.hear) == 2
+    assert world.service().rollback(by="ada", reason="who did that?") == 2
     made = [(one.version, one.outcome, one.by) for one in history(world.uri, world.name)]
-    assert made[1:] == [(2, "promoted", promotion.OUTSIDE), (2, "rolled back", "ada")]
+    assert made[1:] == [(2, "promoted", OUTSIDE), (2, "rolled back", "ada")]
     assert State.read(connect(world.uri), world.name).champion == 1
     assert [one.kind for one in world.heard] == ["withdrawal"]
 
@@ -332,11 +327,11 @@ def test_an_alias_moved_outside_is_noticed_by_a_rollback(make_world: Callable[[]
 def test_an_alias_moved_outside_waits_for_its_smoke_test(make_world: Callable[[], World], gate: GateDecision) -> None:
     world = make_world()
     alias_moved(world, gate)
-    waiting = promotion.reconcile(world.uri, world.name, announce=world.hear)
+    waiting = world.service().reconcile()
     assert waiting
     assert (waiting.version, waiting.stage, world.heard) == (2, "moved", [])
     world.smoke = FAILED
-    assert promotion.reconcile(world.uri, world.name, smoke_test=world.smoke_test, announce=world.hear) is None
+    assert world.service(world.smoke_test).reconcile() is None
     assert State.read(connect(world.uri), world.name) == State(1, None, None)
 
 
@@ -348,7 +343,7 @@ def test_a_smoke_test_that_breaks_withdraws_the_version(make_world: Callable[[],
         raise RuntimeError("the weights cannot be read")
 
     with pytest.raises(RuntimeError, match="cannot be read"):
-        promotion.promote(world.uri, world.name, 2, by="ada", reason="", run="x", smoke_test=breaks)
+        world.service(breaks).promote(2, by="ada", reason="", run="x")
     made = history(world.uri, world.name)[-1]
     assert (made.version, made.outcome, made.by) == (2, "rolled back", "smoke test")
     assert made.reason == "the weights cannot be read"
@@ -362,9 +357,9 @@ def test_clocks_that_jump_back_do_not_reorder_the_history(
     two(world, gate)
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now - 7200)
-    promotion.promote(world.uri, world.name, 1, by="ada", reason="back")
+    world.service().promote(1, by="ada", reason="back")
     assert history(world.uri, world.name)[-1].version == 1
-    assert promotion.reconcile(world.uri, world.name) is None
+    assert world.service().reconcile() is None
     assert len(history(world.uri, world.name)) == 3
 
 
@@ -374,7 +369,7 @@ def test_models_of_others_are_left_alone(logged: tuple[str, TrackedRun, str]) ->
     client.create_registered_model("theirs")
     client.create_model_version("theirs", f"models:/{model_id}", run.run_id)
     client.set_registered_model_alias("theirs", registry.CHAMPION, "1")
-    assert promotion.reconcile(uri, "theirs") is None
+    assert DraftInService(uri, "theirs").reconcile() is None
     assert history(uri, "theirs") == []
 
 

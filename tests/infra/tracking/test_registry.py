@@ -3,15 +3,15 @@
 import json
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
 from infra.records.data_path import SamplesRecord
-from infra.tracking import promotion, registry, runs
+from infra.tracking import registry, runs
 from infra.tracking.client import NOTE, connect
+from infra.tracking.promotion import DraftInService
 from infra.tracking.registry import history
 from infra.tracking.runs import TrackedRun
 
@@ -35,8 +35,12 @@ def run(record: Path) -> TrackedRun:
     return TrackedRun.read(record)
 
 
-promote = partial(promotion.promote, by="ada", reason="it is better")
-rollback = partial(promotion.rollback, by="ada", reason="it was not")
+def promote(uri: str, name: str, version: int) -> registry.RegisteredDraft:
+    return DraftInService(uri, name).promote(version, by="ada", reason="it is better")
+
+
+def rollback(uri: str, name: str) -> int:
+    return DraftInService(uri, name).rollback(by="ada", reason="it was not")
 
 
 def new_version(run: TrackedRun, folder: Path, name: str, text: str) -> int:
@@ -188,7 +192,7 @@ def test_challenger_champion_and_back(run: TrackedRun, uri: str, tmp_path: Path)
         assert now
         assert now.version == serves
     assert [d.aliases for d in registry.list_drafts(uri, name)] == [(), (), ("champion",)]
-    promotion.refuse(uri, registry.list_drafts(uri, name)[1], by="gate", reason="x" * 9000)
+    DraftInService(uri, name).refuse(registry.list_drafts(uri, name)[1].version, by="gate", reason="x" * 9000)
     found = history(uri, name)
     assert [(made.version, made.outcome, made.champion_before) for made in found] == [
         (one, "promoted", None),

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.tracking import promotion, registry, runs
+from infra.tracking import registry, runs
 from infra.tracking.client import connect
+from infra.tracking.promotion import DraftInService
 from infra.tracking.retention import empty_trash, remove_old_tracking
 from infra.tracking.runs import TrackedRun
 
@@ -48,7 +49,7 @@ def test_old_runs_go_and_the_champion_and_the_version_before_it_stay(tmp_path: P
     for number in range(6):
         version = make_run(tmp_path, uri, number)
         if version in (1, 2):
-            promotion.promote(uri, NAME, version, by="ada", reason="better")
+            DraftInService(uri, NAME).promote(version, by="ada", reason="better")
     make_run(tmp_path, uri, 0, recipe="other")
     before = weights_in(tmp_path)
     removed = remove_old_tracking(uri, keep_runs=2, keep_checkpoints=1)
