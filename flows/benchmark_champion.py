@@ -2,10 +2,10 @@
 
 from prefect import flow
 
-from tasks.benchmark import note_figures, tell_of_change
+from tasks.benchmark import measure_again, note_figures, tell_of_change
 from tasks.pools import lease
 from tasks.run import open_run
-from tasks.version_run import find_champion, measure_again, prepare_version, recipe_of
+from tasks.version_run import find_champion, prepare_version, recipe_of
 
 
 @flow(name="benchmark-champion")

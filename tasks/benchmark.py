@@ -49,6 +49,15 @@ def benchmark_served(run: OpenRun, pool: Pool) -> None:
         run_main(run, pool, "serving-benchmark", "models.benchmark.served", timeout_s=TIMEOUT_S)
 
 
+@side_effect("measure again", retries=1)
+def measure_again(run: OpenRun, pool: Pool) -> BenchmarkResult:
+    """Benchmark the version's export as its run did, without an opponent."""
+    run_main(run, pool, "benchmark", "models.benchmark.run", timeout_s=TIMEOUT_S)
+    result = BenchmarkResult.read(run.folder.benchmark)
+    get_run_logger().info(result.summary)
+    return result
+
+
 def _comparable(present: RegisteredDraft, target: TargetRecord) -> bool:
     logger = get_run_logger()
     if present.tags.get("target_revision") != target.revision:

@@ -3,23 +3,18 @@
 For flows that measure a version again, long after the run that made it.
 """
 
-from prefect import get_run_logger
 from pydantic import ValidationError
 
-from infra.pools.base import Pool
-from infra.records.acceptance import BenchmarkResult, RegisteredDraft
+from infra.records.acceptance import RegisteredDraft
 from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
 from infra.settings import tracking_uri
 from infra.tracking import registry
 from models.config.recipe import RunConfig
-from tasks.data_plane import run_main
 from tasks.pools import lease
 from tasks.prepare import prepare_samples, prepare_target, regenerate_text
 from tasks.run import OpenRun
 from tasks.side_effects import side_effect
-
-TIMEOUT_S = 6 * 3600.0
 
 
 @side_effect("find champion")
@@ -74,12 +69,3 @@ def fetch_export(run: OpenRun, draft: RegisteredDraft) -> None:
     """Download the version's export, once."""
     if not run.folder.export.is_dir():
         registry.download(run.tracking_uri, draft, run.folder.export)
-
-
-@side_effect("measure again", retries=1)
-def measure_again(run: OpenRun, pool: Pool) -> BenchmarkResult:
-    """Benchmark the version's export as its run did, without an opponent."""
-    run_main(run, pool, "benchmark", "models.benchmark.run", timeout_s=TIMEOUT_S)
-    result = BenchmarkResult.read(run.folder.benchmark)
-    get_run_logger().info(result.summary)
-    return result
