@@ -62,6 +62,37 @@ def goodput_rows(result: BenchmarkResult) -> list[dict[str, str]]:
     return rows
 
 
+def against_baselines(result: BenchmarkResult) -> str:
+    """Which baselines the draft beats, and which not, each with its acceptance length."""
+    at = result.conditions.lookahead
+    reached = {name: f"{name} ({of.length[at]:.2f})" for name, of in result.baselines.items()}
+    beaten = [text for name, text in reached.items() if name not in result.unbeaten]
+    verdicts = [f"beats {' and '.join(beaten)}"] if beaten else []
+    if result.unbeaten:
+        verdicts.append(f"does not beat {' or '.join(reached[name] for name in result.unbeaten)}")
+    return ", but ".join(verdicts)
+
+
+def summary(result: BenchmarkResult) -> str:
+    """The draft against the baselines in one sentence, and why it does not beat prompt lookup where it does not."""
+    at = result.conditions.lookahead
+    text = (
+        f"the draft {against_baselines(result)} here: {result.simulated.length[at]:.2f} tokens per verification step "
+        f"at lookahead {at}"
+    )
+    greedy, sampled = result.target_distinct_token_share, result.sampled_distinct_token_share
+    easier = result.prompt_lookup_sampled.length[at] < result.prompt_lookup.length[at]
+    if not result.beats_prompt_lookup and greedy < sampled and easier:
+        text += (
+            f", because the target's greedy text repeats itself (distinct-token share {greedy:.2f}, {sampled:.2f} when "
+            "sampled)"
+        )
+    others = " and ".join(f"{of.length[at]:.2f}" for of in result.baselines_sampled.values())
+    return (
+        f"{text}; over text sampled at {sampling(result.conditions)}, {result.sampled.length[at]:.2f} against {others}"
+    )
+
+
 def findings(result: BenchmarkResult) -> dict[str, str]:
     """What the tables do not show, by topic."""
     found = {

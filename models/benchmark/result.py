@@ -1,7 +1,6 @@
 """Builds the gate's evidence and `BenchmarkResult` from measurements: figures, verdict, and a summary."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from infra.records.acceptance import (
     BenchmarkResult,
@@ -12,7 +11,7 @@ from infra.records.acceptance import (
     ServedResult,
     SuiteResult,
 )
-from infra.records.benchmark_text import sampling
+from infra.records.benchmark_text import summary
 from infra.records.goodput import GoodputEvidence, MeasuredGoodput
 from models.benchmark.gate import decide
 from models.benchmark.measure import (
@@ -107,17 +106,12 @@ def build_result(
     greedy, sampled = (
         {name: summarise(walk) for name, walk in walked.walks.items()} for walked in (found.greedy, found.sampled)
     )
-    distinct, sampled_distinct = map(distinct_token_share, (found.greedy.texts, found.sampled.texts))
     identical, compared = found.identical(at)
     sampled_real = [(decoded.counts,) for decoded in found.sampled_reference]
-    lengths, sampled_lengths = (
-        Lengths(of[DRAFT].length[at], of[PROMPT_LOOKUP].length[at], of[TOKEN_RECYCLING].length[at], share)
-        for of, share in ((greedy, distinct), (sampled, sampled_distinct))
-    )
-    return BenchmarkResult(
+    result = BenchmarkResult(
         conditions=conditions,
-        target_distinct_token_share=distinct,
-        sampled_distinct_token_share=sampled_distinct,
+        target_distinct_token_share=distinct_token_share(found.greedy.texts),
+        sampled_distinct_token_share=distinct_token_share(found.sampled.texts),
         simulated=greedy[DRAFT],
         reference=summarise([(decoded.counts,) for decoded in real]),
         gap=found.gap(at),
@@ -132,48 +126,17 @@ def build_result(
         served=served,
         goodput=goodput,
         champion=greedy.get(CHAMPION),
-        beats_prompt_lookup=lengths.draft > lengths.prompt_lookup,
+        beats_prompt_lookup=greedy[DRAFT].length[at] > greedy[PROMPT_LOOKUP].length[at],
         vocabulary_mass=found.vocabulary_mass,
-        beats_token_recycling=lengths.draft > lengths.token_recycling,
+        beats_token_recycling=greedy[DRAFT].length[at] > greedy[TOKEN_RECYCLING].length[at],
         suites=tuple(suites),
         lossless=found.reference.lossless,
         speed=found.reference.speed,
         gate=decide(evidence),
-        summary=against_baselines(at, lengths, sampled_lengths, sampling(conditions)),
+        summary="",
         wall_s=wall_s,
     )
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Acceptance lengths of draft and baselines on the same texts, and the texts' share of distinct tokens."""
-
-    draft: float
-    prompt_lookup: float
-    token_recycling: float
-    distinct_share: float
-
-
-def against_baselines(lookahead: int, greedy: Lengths, sampled: Lengths, at: str) -> str:
-    """Whether the draft beats the baselines that need no training, and why not where it does not; `at` names how the
-    sampled text was drawn."""
-    baselines = {"prompt lookup": greedy.prompt_lookup, "Token Recycling": greedy.token_recycling}
-    beaten = [f"{name} ({length:.2f})" for name, length in baselines.items() if greedy.draft > length]
-    others = [f"{name} ({length:.2f})" for name, length in baselines.items() if greedy.draft <= length]
-    said = [f"beats {' and '.join(beaten)}"] if beaten else []
-    said += [f"does not beat {' or '.join(others)}"] if others else []
-    text = (
-        f"the draft {' but '.join(said)} here: {greedy.draft:.2f} tokens per verification step at lookahead {lookahead}"
-    )
-    loses = greedy.draft <= greedy.prompt_lookup
-    repeats = greedy.distinct_share < sampled.distinct_share and sampled.prompt_lookup < greedy.prompt_lookup
-    if loses and repeats:
-        text += (
-            ", because the target's greedy text repeats itself (distinct-token share "
-            f"{greedy.distinct_share:.2f}, {sampled.distinct_share:.2f} when sampled)"
-        )
-    against = f"{sampled.prompt_lookup:.2f} and {sampled.token_recycling:.2f}"
-    return f"{text}; over text sampled at {at}, {sampled.draft:.2f} against {against}"
+    return result.model_copy(update={"summary": summary(result)})
 
 
 def request_counts(found: Measurements, conditions: Conditions) -> RequestCounts:

@@ -2,7 +2,7 @@
 
 from infra.quantities import signed
 from infra.records.acceptance import BenchmarkResult, GateDecision, RegisteredDraft
-from infra.records.benchmark_text import tokens_per_s
+from infra.records.benchmark_text import against_baselines, tokens_per_s
 from infra.tracking.registry import CHALLENGER, CHAMPION, REFUSED, REPLACES, SMOKE_TEST
 
 NO_DRAFT = "no draft"
@@ -34,14 +34,11 @@ def how_good(target: str, result: BenchmarkResult) -> str:
 def compared(result: BenchmarkResult) -> str:
     """The baselines, which need no training, first, then the draft that was in service."""
     at, gate = result.conditions.lookahead, result.gate
-    lengths = {name: of.length[at] for name, of in result.baselines.items()}
-    beaten = [f"{name} ({length:.2f})" for name, length in lengths.items() if name not in result.unbeaten]
-    unbeaten = [f"{name} ({lengths[name]:.2f})" for name in result.unbeaten]
-    verdicts = [f"beats {' and '.join(beaten)}"] if beaten else []
-    verdicts += [f"does not beat {' or '.join(unbeaten)}"] if unbeaten else []
-    text = f"It {', but '.join(verdicts)}, which need{'s' if len(lengths) == 1 else ''} no training, on the same texts"
-    if unbeaten:
-        text += f", so on texts like these {max(result.unbeaten, key=lengths.__getitem__)} is the better choice"
+    needs = "needs" if len(result.baselines) == 1 else "need"
+    text = f"It {against_baselines(result)}, which {needs} no training, on the same texts"
+    if result.unbeaten:
+        best = max(result.unbeaten, key=lambda name: result.baselines[name].length[at])
+        text += f", so on texts like these {best} is the better choice"
     if result.champion is None:
         return f"{text}; there was no draft in service to compare it with."
     champion = result.champion.length[at]

@@ -22,7 +22,7 @@ from infra.records.acceptance import (
     RegisteredDraft,
     ServedResult,
 )
-from infra.records.benchmark_text import acceptance_rows, findings, goodput_rows
+from infra.records.benchmark_text import acceptance_rows, findings, goodput_rows, summary
 from infra.records.data_path import (
     ExportRecord,
     SampleProgress,
@@ -181,6 +181,41 @@ def test_a_server_is_linked_and_a_database_gets_a_command(uri: str, text: str, h
     assert link.href == (link.text if href else None)
 
 
+@pytest.mark.parametrize(
+    ("greedy", "sampled", "shares", "told", "repeats"),
+    [
+        (
+            (3.65, 2.16, 2.4),
+            (2.0, 1.2, 1.3),
+            (0.6, 0.7),
+            "beats prompt lookup (2.16) and Token Recycling (2.40)",
+            False,
+        ),
+        ((2.3, 2.16, 2.4), (2.0, 1.2, 1.3), (0.6, 0.7), "beats prompt lookup (2.16), but does not beat Token R", False),
+        ((1.61, 1.83, 1.7), (1.45, 1.1, 1.2), (0.31, 0.7), "does not beat prompt lookup (1.83) or Token R", True),
+        ((1.61, 1.83, 1.5), (1.45, 1.9, 1.2), (0.7, 0.6), "but does not beat prompt lookup (1.83)", False),
+    ],
+)
+def test_the_summary_excuses_only_a_text_that_repeats_itself(
+    result: BenchmarkResult,
+    greedy: tuple[float, ...],
+    sampled: tuple[float, ...],
+    shares: tuple[float, float],
+    told: str,
+    repeats: bool,
+) -> None:
+    sources = ("simulated", "prompt_lookup", "token_recycling", "sampled", "prompt_lookup_sampled")
+    lengths = dict(zip((*sources, "token_recycling_sampled"), (*greedy, *sampled), strict=True))
+    measured = {name: result.simulated.model_copy(update={"length": {4: length}}) for name, length in lengths.items()}
+    beats = {"beats_prompt_lookup": greedy[0] > greedy[1], "beats_token_recycling": greedy[0] > greedy[2]}
+    distinct = {"target_distinct_token_share": shares[0], "sampled_distinct_token_share": shares[1]}
+    text = summary(result.model_copy(update=measured | beats | distinct))
+    assert told in text
+    assert f"{greedy[0]:.2f} tokens per verification step at lookahead 4" in text
+    assert f"{sampled[0]:.2f} against {sampled[1]:.2f} and {sampled[2]:.2f}" in text
+    assert ("repeats itself (distinct-token share 0.31, 0.70 when sampled)" in text) == repeats
+
+
 def test_a_champion_in_service_is_compared_with(result: BenchmarkResult) -> None:
     champion = Acceptance(conversations=8, length={1: 1.4, 4: 2.8}, steps={4: 60}, by_position=(0.8,))
     gate = result.gate.model_copy(update={"against": "version 6", "lower_bound": 0.19})
@@ -267,4 +302,4 @@ def test_differences_carry_their_sign() -> None:
 def test_the_template_is_shipped() -> None:
     root = Path(__file__).parents[3]
     assert list((root / "tasks" / "report").glob("*.jinja"))
-    assert 'package-data.tasks = ["report/*.jinja"]' in (root / "pyproject.toml").read_text()
+    assert '"report/*.jinja"' in (root / "pyproject.toml").read_text()
