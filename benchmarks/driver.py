@@ -27,7 +27,7 @@ from infra.processes.process import start as start_process
 from infra.run.ownership import own_run
 from infra.servers.postgres import PostgresServer
 from infra.transport.choice import objects_folder
-from infra.transport.mooncake.services import start_store
+from infra.transport.mooncake.store import start_store
 from models.config.recipe import RunConfig, read_config
 
 DATABASE = "ledgers"

@@ -37,7 +37,7 @@ from infra.records.data_path import StoreRecord
 from infra.transport.arena import ArenaTransport
 from infra.transport.base import Transport
 from infra.transport.files import FileTransport
-from infra.transport.mooncake.services import start_store
+from infra.transport.mooncake.store import start_store
 from infra.transport.mooncake.transport import MooncakeTransport
 
 RESULT = Path(__file__).parent / "results" / "transport.json"
@@ -131,7 +131,7 @@ def inside(transport: Transport, way: str) -> dict[str, float]:
     """Seconds of the last put or get that Mooncake's own calls took."""
     if not isinstance(transport, MooncakeTransport):
         return {}
-    return {f"inside mooncake {way}": transport._client.store.inside_s}
+    return {f"inside mooncake {way}": transport.client.store.inside_s}
 
 
 def measure(size_mib: int, rounds: int, base: Path) -> dict[str, object]:
@@ -145,7 +145,7 @@ def measure(size_mib: int, rounds: int, base: Path) -> dict[str, object]:
         stack.enter_context(start_store(pool, run, config, run.path, lambda _line: None))
         connection = stack.enter_context(tcp_socket(nbytes))
         mooncake = MooncakeTransport(StoreRecord.read(run.store))
-        mooncake._client.store = Watched(mooncake._client.store)
+        mooncake.client.store = Watched(mooncake.client.store)
         transports: dict[str, Transport] = {
             "arena": ArenaTransport(base / f"arena-{size_mib}", 2 * nbytes),
             "files": FileTransport(base / f"files-{size_mib}"),

@@ -14,7 +14,7 @@ from infra.records.acceptance import RegisteredDraft
 from infra.records.data_path import RegeneratedRecord, SamplesRecord, TargetRecord
 from infra.refusal import Refusal
 from infra.tracking.registry import champion, download, find_version
-from infra.transport.stored import check_space
+from infra.transport.files import check_space
 from models.config.recipe import RunConfig
 from tasks.data_plane import on_cpu, run_main
 from tasks.plan import plan_recipe

@@ -20,7 +20,7 @@ from infra.processes.keep_running import Generators, KeptProcess, follow
 from infra.records.data_path import ExportRecord, TrainingResult
 from infra.tracking.runs import log_new_metrics
 from infra.transport.choice import objects_folder
-from infra.transport.mooncake.services import start_store
+from infra.transport.mooncake.store import start_store
 from tasks.data_plane import on_cpu, run_main
 from tasks.pools import single_pools
 from tasks.run import OpenRun

@@ -33,7 +33,7 @@ from infra.processes.process import start as start_process
 from infra.records.data_path import StoreRecord, TargetRecord
 from infra.servers.postgres import PostgresServer
 from infra.transport.mooncake.environment import check_mooncake
-from infra.transport.mooncake.services import start_store
+from infra.transport.mooncake.store import start_store
 from models.config.recipe import load_recipe
 
 RECIPES = Path(__file__).parent.parent / "recipes"

@@ -157,7 +157,7 @@ class BufferRecord(Record):
     name: str
     nbytes: int
     xxh3: str
-    """Concatenated checksums of its blocks (infra.transport.copying)."""
+    """Concatenated checksums of its blocks (infra.transport.base)."""
 
 
 class ObjectRecord(Record):

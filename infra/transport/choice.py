@@ -1,19 +1,19 @@
-"""Chooses a run's transport and the folder of its objects, identically in every process."""
+"""Chooses a run's transport and the folder of its objects, identically in every process, and sweeps it."""
 
 import os
 from pathlib import Path
 
 from infra.config import TransportConfig
 from infra.files.run_folder import RunFolder
+from infra.ledger.ledger import Ledger
 from infra.records.data_path import StoreRecord
 from infra.refusal import Refusal
 from infra.settings import shared_memory_folder
 from infra.transport.arena import ArenaTransport
-from infra.transport.base import Transport
-from infra.transport.files import FileTransport
-from infra.transport.mooncake.size import store_bytes
+from infra.transport.base import CANARY, Transport
+from infra.transport.files import FileTransport, StoredTransport
+from infra.transport.mooncake.environment import store_bytes
 from infra.transport.mooncake.transport import MooncakeTransport
-from infra.transport.stored import StoredTransport
 
 BEYOND_BUDGET = 32 * 2**20
 """Room for what generators write, read and delete before they lease anything: their canaries."""
@@ -74,3 +74,13 @@ def open_transport(config: TransportConfig, run: RunFolder) -> Transport:
     if config.kind == "arena" or (config.kind == "auto" and folder.is_relative_to(run_memory_folder(run))):
         return ArenaTransport(folder, _object_bytes(config))
     return FileTransport(folder)
+
+
+def sweep(transport: Transport, ledger: Ledger) -> None:
+    """Delete objects that no row of the ledger holds: leftovers of killed processes.
+
+    The store is listed first, then the ledger: a key that is leased and written in between is held.
+    """
+    for key in set(transport.keys()) - ledger.held_keys():
+        if CANARY not in key:
+            transport.delete(key)

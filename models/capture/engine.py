@@ -14,7 +14,7 @@ from torch import Tensor
 
 from infra.records.data_path import ObjectRecord
 from infra.refusal import Refusal
-from infra.transport.stored import StoredTransport
+from infra.transport.files import StoredTransport
 from models.run import PreparedRun
 from models.targets.layout import HiddenStateLayout, SampleError
 from models.targets.model import HiddenStates, TargetModel

@@ -14,7 +14,7 @@ import torch
 from infra.processes.exit import run_main
 from infra.records.data_path import Lease
 from infra.refusal import Refusal
-from infra.transport.sweep import sweep
+from infra.transport.choice import sweep
 from models.capture.engine import Captured, CaptureEngine, EngineError, StoredEngine
 from models.capture.heldout import make_heldout
 from models.run import PreparedRun

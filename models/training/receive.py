@@ -11,8 +11,7 @@ from infra.config import TransportConfig
 from infra.ledger.ledger import Ledger
 from infra.records.data_path import ObjectRecord, PlannedSample, StepPlan
 from infra.refusal import Refusal
-from infra.transport.base import TransferError, Transport, check_sum
-from infra.transport.copying import block_sums
+from infra.transport.base import TransferError, Transport, block_sums, check_sum
 from infra.transport.mooncake.transport import MooncakeTransport
 from models.drafts.base import PackedSamples
 from models.drafts.context import ContextShare
@@ -92,7 +91,8 @@ class DeviceReceiver:
         if record.nbytes > len(self._landing):
             self.close()
             self._landing = self._make(-(-record.nbytes // GRAIN) * GRAIN)
-        self._transport.read(record, self._landing.data_ptr())
+        # The buffers one after the other; nothing is verified yet.
+        self._transport.client.get(record.key, self._landing.data_ptr(), record.nbytes)
         start = 0
         for buffer in record.buffers:
             rows: Tensor = getattr(into, buffer.name)
@@ -109,11 +109,11 @@ class DeviceReceiver:
 
     def close(self) -> None:
         """Unregister the buffer from Mooncake, which would otherwise write to its next owner's memory."""
-        self._transport.unregister(self._landing.data_ptr())
+        self._transport.client.unregister(self._landing.data_ptr())
 
     def _make(self, nbytes: int) -> Tensor:
         landing = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        self._transport.register(landing.data_ptr(), nbytes)
+        self._transport.client.register(landing.data_ptr(), nbytes)
         return landing
 
 

@@ -9,7 +9,7 @@ from infra.ledger.ledger import Ledger
 from infra.ledger.planning import unpack_ordinals
 from infra.ledger.trainers import Resume, rebuild_run, resume_run
 from infra.refusal import Refusal
-from infra.transport.sweep import sweep
+from infra.transport.choice import sweep
 from models import checkpoint as checkpoints
 from models.drafts.base import Draft, TargetProjection
 from models.drafts.registry import build_draft

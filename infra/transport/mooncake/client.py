@@ -3,11 +3,16 @@
 Objects are cut into pieces: equal sizes leave no holes too small for anybody, and a batch of pieces travels at once.
 """
 
+import ctypes
+import mmap
 import re
+import threading
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
+from typing import NamedTuple
 
 from infra.network.ports import own_address
 from infra.network.rdma import nearest_devices
@@ -16,12 +21,13 @@ from infra.refusal import Refusal
 from infra.settings import leased_gpus, use_mooncake_settings
 from infra.transport.base import StoreUnavailableError, TransferError
 from infra.transport.mooncake.environment import check_mooncake
-from infra.transport.mooncake.staging import Staging
 
 PIECE = 4 * 2**20
 WAIT_S = 60.0
 """Timeout for space, for a master or store that restarts, and for an interface that comes back."""
 POLL_S = 0.02
+GRAIN = 16 * 2**20
+"""Staging buffers are a multiple of this size."""
 LIST_S = 10.0
 NO_ROOM, GONE, NO_TRANSFER, NO_MASTER = -200, -704, -800, -900
 REASONS = {
@@ -35,6 +41,48 @@ PASSES = frozenset({NO_ROOM, NO_TRANSFER, NO_MASTER})
 
 Piece = tuple[str, int, int]
 """Key, address, bytes."""
+
+
+class StagingBuffer(NamedTuple):
+    """A registered piece of memory."""
+
+    view: memoryview
+    address: int
+
+
+class Staging:
+    """Memory that Mooncake may read and write, used again and again: registering costs more than copying.
+
+    There are as many buffers as are in use at the same time, each grown to the largest object that it held. They live
+    as long as the process's client: memory that is registered must not be given back.
+    """
+
+    def __init__(self, register: Callable[[int, int], None], unregister: Callable[[int], None]):
+        self._register, self._unregister = register, unregister
+        self._lock = threading.Lock()
+        self._free: list[StagingBuffer] = []
+
+    @contextmanager
+    def take(self, nbytes: int) -> Iterator[StagingBuffer]:
+        """A buffer of at least `nbytes` bytes, for the length of the block."""
+        with self._lock:
+            buffer = self._free.pop() if self._free else None
+        if buffer is None or buffer.view.nbytes < nbytes:
+            if buffer is not None:
+                self._unregister(buffer.address)
+            buffer = self._make(-(-nbytes // GRAIN) * GRAIN)
+        try:
+            yield buffer
+        finally:
+            with self._lock:
+                self._free.append(buffer)
+
+    def _make(self, nbytes: int) -> StagingBuffer:
+        # Touched now: a transfer into pages that do not exist yet is several times slower.
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._register(address, nbytes)
+        return StagingBuffer(memoryview(memory), address)
 
 
 class MooncakeClient:

@@ -1,4 +1,4 @@
-"""Whether Mooncake can run here, and its environment variables."""
+"""Whether Mooncake can run here, by which protocol, and with how much memory."""
 
 import ctypes
 import os
@@ -6,10 +6,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from infra.config import TransportConfig
 from infra.network.rdma import active_devices
 from infra.refusal import Refusal
 
 INSTALL = "pip install 'draftsmith[mooncake]' (draftsmith[mooncake-cuda] on machines with CUDA)"
+SLACK = 1.5
+"""Factor on the byte budget, because objects of different sizes leave gaps."""
+BEYOND_BUDGET = 64 * 2**20
 
 
 def check_mooncake() -> None:
@@ -45,3 +49,8 @@ def choose_protocol(wanted: Literal["auto", "rdma", "tcp"], root: Path = Path("/
             "them): set transport.protocol=auto or tcp"
         )
     return "rdma" if there and wanted != "tcp" else "tcp"
+
+
+def store_bytes(config: TransportConfig) -> int:
+    """Bytes of the store's segment."""
+    return int(config.budget_mib * 2**20 * SLACK) + BEYOND_BUDGET

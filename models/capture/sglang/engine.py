@@ -16,7 +16,7 @@ from infra.settings import CAPTURE, sglang_environment
 from infra.sglang.client import PromptRefusedError, ServerError, SGLangClient
 from infra.sglang.command import ServerSpec, capture_command, server_environment
 from infra.sglang.server import SGLangServer
-from infra.transport.sweep import CANARY
+from infra.transport.base import CANARY
 from models.capture.engine import Captured, Continued, EngineError, check_capture, check_next_token
 from models.capture.sglang.plugin import NAME
 from models.decoding.plain import end_of

@@ -12,10 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from infra.transport import arena
-from infra.transport.arena import ArenaTransport
+from infra.transport.arena import ArenaTransport, Extent, Extents, create_extents
 from infra.transport.base import TransferError
-from infra.transport.extents import Extents, create
 
 CAPACITY = 1000
 LIVING = "living"
@@ -28,7 +26,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.folder = Path(os.environ["ARENA_TEST_FOLDER"]) / os.urandom(8).hex()
         self.folder.mkdir()
-        create(self.folder / "extents", CAPACITY)
+        create_extents(self.folder / "extents", CAPACITY)
         self.extents = Extents(self.folder / "extents")
         self.owner: list[str | None] = [None] * CAPACITY
         self.writing: set[str] = set()
@@ -141,18 +139,18 @@ def test_the_wait_for_room_ends(tmp_path: Path) -> None:
 def test_bytes_are_not_given_away_under_a_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lease expired while it was writing: whoever deletes the object leaves it its bytes until it has finished."""
     slow, other = (ArenaTransport(tmp_path / "arena", 100, room_s=0.1) for _ in range(2))
-    write = arena._ObjectPlace.write
+    write = ArenaTransport._write
 
-    def deleted_meanwhile(place: arena._ObjectPlace, view: memoryview) -> str:
+    def deleted_meanwhile(writer: ArenaTransport, extents: tuple[Extent, ...], start: int, view: memoryview) -> str:
         other.delete("run/0/0/1")
         with pytest.raises(TransferError, match="no room"):
             other.put("run/0/1/1", {"aux": bytes(80)})
-        return write(place, view)
+        return write(writer, extents, start, view)
 
-    monkeypatch.setattr(arena._ObjectPlace, "write", deleted_meanwhile)
+    monkeypatch.setattr(ArenaTransport, "_write", deleted_meanwhile)
     with pytest.raises(TransferError, match="was deleted while it was written"):
         slow.put("run/0/0/1", {"aux": bytes(80)})
-    monkeypatch.setattr(arena._ObjectPlace, "write", write)
+    monkeypatch.setattr(ArenaTransport, "_write", write)
     assert list(slow.keys()) == []
     assert other.put("run/0/1/1", {"aux": bytes(80)}).nbytes == 80
     slow.close()
@@ -162,7 +160,7 @@ def test_bytes_are_not_given_away_under_a_writer(tmp_path: Path, monkeypatch: py
 def test_a_write_that_breaks_off_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transport = ArenaTransport(tmp_path / "arena", 100, room_s=0.1)
     with monkeypatch.context() as patch:
-        patch.setattr(arena._ObjectPlace, "write", lambda _place, _view: 1 / 0)
+        patch.setattr(ArenaTransport, "_write", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             transport.put("run/0/0/1", {"aux": bytes(80)})
     assert list(transport.keys()) == []
@@ -175,7 +173,7 @@ import os, sys
 from pathlib import Path
 from infra.transport import arena
 transport = arena.ArenaTransport(Path(sys.argv[1]), 100)
-arena._ObjectPlace.write = lambda place, view: os.kill(os.getpid(), 9)
+arena.ArenaTransport._write = lambda *_: os.kill(os.getpid(), 9)
 transport.put("run/0/0/1", {"aux": bytes(80)})
 """
 

@@ -14,7 +14,7 @@ import os, sys, threading
 from pathlib import Path
 from infra.transport.base import StoreUnavailableError
 from infra.transport.files import FileTransport
-from infra.transport.stored import StoredTransport
+from infra.transport.files import StoredTransport
 
 kind, folder = {"files": FileTransport, "stored": StoredTransport}[sys.argv[1]], Path(sys.argv[2])
 data = {"aux": os.urandom(300_000)}

@@ -14,7 +14,7 @@ from infra.config import TransportConfig
 from infra.processes.process import Owner
 from infra.servers.s3 import S3Server
 from infra.transport.base import StoreUnavailableError, TransferError
-from infra.transport.stored import StoredTransport, local_folder
+from infra.transport.files import StoredTransport, local_folder
 
 NAME = "0123abcd"
 DATA = {"aux": b"0123456789", "last": b"abc"}
@@ -88,7 +88,7 @@ def test_a_torn_record_is_no_object_and_is_replaced(tmp_path: Path, damage: byte
 def test_what_is_written_is_durable_before_it_is_named(tmp_path: Path) -> None:
     """The kernel is asked: object, record and folder are synced, each file before its rename."""
     trace = tmp_path / "trace"
-    program = "import sys; from infra.transport.stored import StoredTransport; " + (
+    program = "import sys; from infra.transport.files import StoredTransport; " + (
         f"StoredTransport(sys.argv[1]).put({NAME!r}, {{'aux': b'0123456789'}})"
     )
     command = [sys.executable, "-c", AUDITED + program, str(tmp_path / "kept"), str(trace)]

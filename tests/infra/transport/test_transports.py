@@ -73,8 +73,7 @@ def test_what_goes_in_comes_out(
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 16 bytes; Mooncake's pieces are of 24, so that neither divides the other."""
-    for name in ("infra.transport.copying.BLOCK", "infra.transport.base.BLOCK"):
-        monkeypatch.setattr(name, 16)
+    monkeypatch.setattr("infra.transport.base.BLOCK", 16)
     for name in ("infra.transport.mooncake.client.PIECE", "infra.transport.mooncake.transport.PIECE"):
         monkeypatch.setattr(name, 24)
 

@@ -21,7 +21,7 @@ from infra.records.data_path import StoreRecord
 from infra.transport.base import StoreUnavailableError, TransferError
 from infra.transport.mooncake.client import MooncakeClient
 from infra.transport.mooncake.environment import check_mooncake, choose_protocol
-from infra.transport.mooncake.services import start_store
+from infra.transport.mooncake.store import start_store
 
 pytestmark = pytest.mark.slow
 MIB = 2**20
