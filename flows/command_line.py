@@ -9,9 +9,8 @@ import typer
 from flows.bench_command import PASS_ON, bench
 from flows.doctor_command import doctor
 from flows.drafts_command import drafts
-from flows.stack_command import down, up
+from flows.stack_command import down, ui, up
 from flows.status_command import find_run, status
-from flows.ui_command import ui
 from infra.processes.exit import run_main
 from infra.redaction import redacted
 from infra.refusal import Refusal

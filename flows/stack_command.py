@@ -1,75 +1,91 @@
-"""`draftsmith up` and `down`: a whole stack on this machine, on loopback: servers, databases, S3, workers.
+"""`draftsmith ui`, `up` and `down`: servers on loopback, the two with web pages or a whole stack with workers.
 
-Everything runs under supervisors of `up`'s process: stopped, killed or crashed, it leaves nothing behind.
+Everything runs under supervisors of the command's process: stopped, killed or crashed, it leaves nothing behind.
 """
 
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 import typer
 
 from infra.files.locks import LockHeldError, hold
-from infra.network.ports import free_port
+from infra.network.health import public, trouble
+from infra.network.ports import HOST, free_port
 from infra.processes.exit import told_to_stop
+from infra.processes.process import Owner
 from infra.refusal import Refusal
-from infra.servers.local import MLFLOW_PORT, PREFECT_PORT
-from infra.settings import runs_folder
+from infra.servers.local import ANSWER_S, GRACE_S, MLFLOW_PORT, PREFECT_PORT
+from infra.settings import prefect_api_url, runs_folder, tracking_uri
 
 if TYPE_CHECKING:
-    from infra.servers.stack import StackPorts
+    from infra.servers.stack import Stack
 
 POLL_S = 0.3
 START_S = 600.0
 STOP_S = 120.0
+PrefectPort = Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 4200, or the next free.")]
+MlflowPort = Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 5000, or the next free.")]
+
+
+def ui(prefect_port: PrefectPort = None, mlflow_port: MlflowPort = None) -> None:
+    """Serve Prefect's and MLflow's pages on loopback until Ctrl-C."""
+    from infra.servers.stack import start_pages
+
+    url, uri = None if prefect_port else prefect_api_url(), tracking_uri()
+    # Flows may be pointed to a Prefect server of this machine that has ended: that one is started.
+    prefect = _elsewhere("PREFECT_API_URL", url, may_have_ended=True)
+    mlflow = _elsewhere("MLFLOW_TRACKING_URI", uri if uri.startswith(("http://", "https://")) else None)
+    if prefect and mlflow:
+        print(_where(prefect, mlflow))
+        return
+    taken: set[int] = set()
+
+    def start(stack: "Stack") -> tuple[str, Mapping[str, str]]:
+        usual = urlsplit(url or "").port or PREFECT_PORT
+        prefect_here = None if prefect else _port("Prefect", prefect_port, usual, taken)
+        mlflow_here = None if mlflow else _port("MLflow", mlflow_port, MLFLOW_PORT, taken)
+        for log in stack.owner.logs.glob("*.log"):
+            log.unlink()
+        environment = start_pages(stack, prefect_here, mlflow_here)
+        return _where(prefect or _local(prefect_here), mlflow or _local(mlflow_here)), environment
+
+    _serve("ui", start, restarts=0)
 
 
 def up(
     background: Annotated[bool, typer.Option("--background", help="Return once everything answers.")] = False,
-    prefect_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 4200, or the next free.")] = None,
-    mlflow_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 5000, or the next free.")] = None,
+    prefect_port: PrefectPort = None,
+    mlflow_port: MlflowPort = None,
 ) -> None:
     """Start Prefect, MLflow, PostgreSQL, S3 and workers on this machine, with the deployments of prefect.yaml."""
+    from infra.servers.stack import RESTARTS, start_everything
+
     if not Path("prefect.yaml").is_file():
         raise Refusal(f"there is no prefect.yaml in {Path.cwd()}: run this in the project's folder")
-    folder = runs_folder() / ".stack"
     if background:
-        _start_in_background(folder, prefect_port, mlflow_port)
+        _start_in_background(_folder("stack"), prefect_port, mlflow_port)
         return
-    from infra.processes.process import Owner
-    from infra.servers.stack import StackPorts, stack, write_environment
 
-    with ExitStack() as running:
-        stop = running.enter_context(told_to_stop())
-        try:
-            lock = running.enter_context(hold(folder / "lock", wait_s=1.0))
-        except LockHeldError:
-            raise Refusal(f"it is up already: {_addresses(folder)}; `draftsmith down` stops it") from None
-        for note in ("stop", "addresses"):
-            (folder / note).unlink(missing_ok=True)
+    def start(stack: "Stack") -> tuple[str, Mapping[str, str]]:
         taken: set[int] = set()
-        ports = StackPorts(
-            free_port("--prefect-port", prefect_port, PREFECT_PORT, taken)[0],
-            free_port("--mlflow-port", mlflow_port, MLFLOW_PORT, taken)[0],
+        ports = (
+            _port("Prefect", prefect_port, PREFECT_PORT, taken),
+            _port("MLflow", mlflow_port, MLFLOW_PORT, taken),
         )
-        owner = Owner("stack", folder / "logs", locks=(lock.descriptor,))
-        print("starting: a minute the first time", flush=True)
-        up_now = running.enter_context(stack(folder, owner, ports, _say))
-        write_environment(folder / "environment", up_now.environment)
-        (folder / "addresses").write_text(_where(ports))
-        print(f"{_where(ports)}\n\n{_how_to_use(folder)}\nCtrl-C stops it.", flush=True)
-        while not stop.wait(POLL_S) and not (folder / "stop").exists():
-            up_now.tend(_say)
-        print("stopping", flush=True)
-    (folder / "stop").unlink(missing_ok=True)
+        return _where(*map(_local, ports)), start_everything(stack, *ports)
+
+    _serve("stack", start, RESTARTS)
 
 
 def down() -> None:
     """Stop what `draftsmith up` started. Data stay, and interrupted runs resume with the next `up`."""
-    folder = runs_folder() / ".stack"
+    folder = _folder("stack")
     if not folder.is_dir():
         print(f"nothing is up: there is no {folder}")
         return
@@ -84,6 +100,54 @@ def down() -> None:
             print("everything is down")
     except LockHeldError:
         raise Refusal(f"it did not stop within {STOP_S:g} s: look at {folder / 'logs'}") from None
+
+
+def _serve(name: str, start: Callable[["Stack"], tuple[str, Mapping[str, str]]], restarts: int) -> None:
+    """Start a stack, the only one of its name for these runs, and tend it until Ctrl-C or `down`.
+
+    `start` returns the addresses, as they are shown, and the environment of those who use them.
+    """
+    from infra.servers.stack import Stack, write_environment
+
+    folder = _folder(name)
+    try:
+        # A killed one's servers are gone after their grace.
+        with told_to_stop() as stop, hold(folder / "lock", wait_s=GRACE_S + 1) as lock:
+            for note in ("stop", "addresses"):
+                (folder / note).unlink(missing_ok=True)
+            owner = Owner(name, folder / "logs", locks=(lock.descriptor,))
+            with closing(Stack(folder, owner, stop, restarts)) as stack:
+                print("starting: a minute the first time", flush=True)
+                addresses, environment = start(stack)
+                if stop.is_set():
+                    return
+                write_environment(folder / "environment", environment)
+                (folder / "addresses").write_text(addresses)
+                print(f"{addresses}\n\n{_how_to_use(folder) if environment else ''}\nCtrl-C stops it.", flush=True)
+                while not stop.wait(POLL_S) and not (folder / "stop").exists():
+                    stack.tend(_say)
+                print("stopping", flush=True)
+            (folder / "stop").unlink(missing_ok=True)
+    except LockHeldError:
+        shown = _shown_addresses(folder)
+        raise Refusal(
+            f"it is up already: {shown}; stop it by Ctrl-C, or what `up` started by `draftsmith down`"
+        ) from None
+
+
+def _elsewhere(variable: str, url: str | None, may_have_ended: bool = False) -> str | None:
+    """The page of a server that is set by `variable` and answers; None if one has to be started.
+
+    `may_have_ended`: a silent one on loopback is started. Raises Refusal for another silent one.
+    """
+    if url is None:
+        return None
+    why = trouble(f"{url.rstrip('/')}/health", ANSWER_S)
+    if why is None:
+        return f"{public(url).rstrip('/').removesuffix('/api')} (was running already)"
+    if may_have_ended and urlsplit(url).hostname in (HOST, "localhost"):
+        return None
+    raise Refusal(f"{variable} names {public(url)}, but {why}: start that server, or unset {variable}")
 
 
 def _start_in_background(folder: Path, prefect_port: int | None, mlflow_port: int | None) -> None:
@@ -109,20 +173,36 @@ def _start_in_background(folder: Path, prefect_port: int | None, mlflow_port: in
     print(f"{addresses.read_text()}\n\n{_how_to_use(folder)}\n`draftsmith down` stops it.")
 
 
-def _how_to_use(folder: Path) -> str:
-    return (
-        f"Prefect's page asks once for a credential: it is in {folder / 'prefect-credential'}\n"
-        f"Commands take it, and the addresses, after\n  source {folder / 'environment'}"
-    )
+def _folder(name: str) -> Path:
+    return runs_folder() / f".{name}"
 
 
-def _addresses(folder: Path) -> str:
+def _port(name: str, wanted: int | None, usual: int, taken: set[int]) -> int:
+    port, note = free_port(f"--{name.lower()}-port", wanted, usual, taken)
+    if note:
+        _say(f"{name} {note}")
+    return port
+
+
+def _local(port: int | None) -> str:
+    return f"http://{HOST}:{port}"
+
+
+def _where(prefect: str, mlflow: str) -> str:
+    return f"Prefect  {prefect}\nMLflow   {mlflow}"
+
+
+def _shown_addresses(folder: Path) -> str:
     file = folder / "addresses"
     return ", ".join(file.read_text().splitlines()) if file.is_file() else "it is still starting"
 
 
-def _where(ports: "StackPorts") -> str:
-    return f"Prefect  http://127.0.0.1:{ports.prefect}\nMLflow   http://127.0.0.1:{ports.mlflow}"
+def _how_to_use(folder: Path) -> str:
+    return (
+        f"Prefect's page asks once for a credential: it is in {folder / 'prefect-credential'}\n"
+        'MLflow\'s shows curves (Experiments) and drafts (Model registry) after "Model training"\n'
+        f"Commands take credential and addresses after\n  source {folder / 'environment'}"
+    )
 
 
 def _say(what: str) -> None:

@@ -135,7 +135,7 @@ def make_plan(job: Job) -> Plan:
 
 def _with_sides(job: Job, sides: Sides, prefill: float, draft: float) -> Plan:
     present = split(sides, job.inference_devices, job.training_devices)
-    receiving = job.ranks * job.setting.context
+    receiving, memory_bytes = job.ranks * job.setting.context, job.memory_bytes
     in_flight = samples_in_flight(job.samples_per_step, job.ranks, job.setting.prefetch_steps, job.generator_slots)
     return Plan(
         job=job,
@@ -144,16 +144,12 @@ def _with_sides(job: Job, sides: Sides, prefill: float, draft: float) -> Plan:
         sides=sides,
         present=present,
         memory=rank_memory(job.draft, job.target, job.setting, job.micro_batch),
-        longest_sample=_longest(job),
+        longest_sample=longest_sample(job.draft, job.target, job.setting, memory_bytes) if memory_bytes else None,
         target_bytes=job.target.parameters * ITEM_BYTES[job.inference_precision],
         store_bytes=in_flight * job.longest_tokens * job.bytes_per_token,
         traffic=traffic(present.samples_per_s, job.mean_tokens, job.bytes_per_token, job.generators, receiving),
         checkpoint_bytes=job.draft.parameters * CHECKPOINT_BYTES_PER_PARAMETER,
     )
-
-
-def _longest(job: Job) -> int | None:
-    return longest_sample(job.draft, job.target, job.setting, job.memory_bytes) if job.memory_bytes else None
 
 
 def corrected(plan: Plan, rates: SideRates) -> Plan | None:

@@ -4,7 +4,7 @@ import atexit
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,40 +45,22 @@ MLFLOW = {
 
 @dataclass(frozen=True)
 class Server:
-    """One server, running here or elsewhere."""
+    """A web server that was started here."""
 
     name: str
     address: str
-    process: Process | None = None
-    """None if somebody else runs the server."""
-    health: str = ""
-    note: str = ""
-    """What a person may not expect of its address."""
-
-    @property
-    def started(self) -> Process:
-        """Its process, of a server that was started here."""
-        assert self.process
-        return self.process
+    process: Process
+    health: str
 
     def is_up(self) -> bool:
-        """Whether it answers. Raises ProcessFailedError when its process has ended."""
-        self.check()
-        return trouble(self.health, ANSWER_S, direct=True) is None
-
-    def check(self) -> None:
-        """Raises ProcessFailedError when the process has ended, well or not: it was to run on."""
-        if self.process and self.process.check():
+        """Whether it answers. Raises ProcessFailedError when its process has ended, well or not: it was to run on."""
+        if self.process.check():
             raise ProcessFailedError(self.name, 0, self.last_lines(), self.process.log)
+        return trouble(self.health, ANSWER_S, direct=True) is None
 
     def last_lines(self) -> list[str]:
         """The end of the log."""
-        return self.process.log.read_text(errors="replace").splitlines()[-TAIL_LINES:] if self.process else []
-
-    def stop(self) -> None:
-        """Stop what was started here."""
-        if self.process:
-            self.process.stop()
+        return self.process.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
 
 
 def new_credential() -> str:
@@ -86,9 +68,7 @@ def new_credential() -> str:
     return f"draftsmith:{secrets.token_urlsafe(24)}"
 
 
-def start_prefect(
-    owner: Owner, port: int, credential: str, note: str = "", settings: Mapping[str, str] | None = None
-) -> Server:
+def start_prefect(owner: Owner, port: int, credential: str, settings: Mapping[str, str] | None = None) -> Server:
     """Prefect's server; without `settings` over its home database, in which runs made without a server are, too.
 
     Its API can start commands through the deployments' work pools, so it answers only requests with
@@ -105,10 +85,10 @@ def start_prefect(
     environment = unless_set(PREFECT) | {"PREFECT_API_URL": f"{address}/api", **guarded, **(settings or {})}
     command = module("prefect", "server", "start", "--host", HOST, "--port", str(port))
     process = start("prefect-server", command, owner, environment, grace_s=GRACE_S)
-    return Server("Prefect", address, process, f"{address}/api/health", note)
+    return Server("Prefect", address, process, f"{address}/api/health")
 
 
-def start_mlflow(owner: Owner, port: int, note: str = "", settings: Mapping[str, str] | None = None) -> Server:
+def start_mlflow(owner: Owner, port: int, settings: Mapping[str, str] | None = None) -> Server:
     """MLflow's server; without `settings` over the runs' database and files."""
     address = f"http://{HOST}:{port}"
     guarded = {
@@ -119,7 +99,7 @@ def start_mlflow(owner: Owner, port: int, note: str = "", settings: Mapping[str,
     environment = unless_set(MLFLOW) | guarded | dict(_runs_store() if settings is None else settings)
     command = module("mlflow", "server", "--workers", "1", "--host", HOST, "--port", str(port))
     process = start("mlflow-server", command, owner, environment, grace_s=GRACE_S)
-    return Server("MLflow", address, process, f"{address}/health", note)
+    return Server("MLflow", address, process, f"{address}/health")
 
 
 def _runs_store() -> dict[str, str]:
@@ -139,10 +119,20 @@ def _runs_store() -> dict[str, str]:
     }
 
 
+def wait_for_answer(process: Process, what: str, trouble: Callable[[], str | None], timeout_s: float) -> None:
+    """Wait until a server has no more `trouble` to answer. Raises TimeoutError, ProcessFailedError."""
+    deadline = time.monotonic() + timeout_s
+    while (why := trouble()) is not None:
+        process.check()
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} was not there within {timeout_s:g} s ({why}); its log is {process.log}")
+        time.sleep(POLL_S)
+
+
 def wait_until_up(servers: Sequence[Server], stop: threading.Event | None = None) -> bool:
     """Whether all answer; False when told to stop first. Raises Refusal when one does not in time."""
     deadline, stop = time.monotonic() + START_S, stop or threading.Event()
-    waiting = [server for server in servers if server.process]
+    waiting = list(servers)
     while waiting and not stop.wait(POLL_S):
         waiting = [server for server in waiting if not server.is_up()]
         if waiting and time.monotonic() > deadline:
@@ -168,7 +158,7 @@ def prefect_api() -> Iterator[None]:
     credential = new_credential()
     server = start_prefect(Owner("prefect", runs_folder() / ".servers"), any_free_port(), credential)
     # After Prefect's own exit handlers, which still send logs: those are registered later, so they run before.
-    atexit.register(server.stop)
+    atexit.register(server.process.stop)
     use_private_prefect_api(f"{server.address}/api", credential)
     yield
     wait_until_up([server])

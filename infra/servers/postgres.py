@@ -20,6 +20,7 @@ from infra.files.atomic import write_atomically
 from infra.network.ports import HOST, any_free_port
 from infra.processes.process import Owner, Process, start
 from infra.refusal import Refusal
+from infra.servers.local import wait_for_answer
 
 USER = "draftsmith"
 DRIVER = "postgresql+psycopg"
@@ -74,14 +75,7 @@ class PostgresServer:
         for name, value in settings.items():
             command += ["-c", f"{name}={value}"]
         self.process = start("postgres", command, self._owner, grace_s=STOP_S)
-        deadline = time.monotonic() + START_S
-        while (trouble := self._trouble()) is not None:
-            self.process.check()
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"PostgreSQL was not there within {START_S:g} s ({trouble}); its log is {self.process.log}"
-                )
-            time.sleep(POLL_S)
+        wait_for_answer(self.process, "PostgreSQL", self._trouble, START_S)
         return self.process
 
     def _trouble(self) -> str | None:

@@ -7,7 +7,6 @@ import json
 import secrets
 import shutil
 import sys
-import time
 from pathlib import Path
 
 from infra.files.atomic import write_atomically
@@ -16,11 +15,9 @@ from infra.network.ports import HOST, lasting_ports
 from infra.processes.process import Owner, Process, start
 from infra.records.data_path import Record
 from infra.refusal import Refusal
+from infra.servers.local import ANSWER_S, GRACE_S, wait_for_answer
 
 START_S = 60.0
-ANSWER_S = 2.0
-POLL_S = 0.2
-GRACE_S = 5.0
 VOLUME_MIB = 1024
 PARTS = ("master", "volume", "filer", "s3")
 """SeaweedFS is four servers in one process, each with a port for HTTP and one for gRPC."""
@@ -63,12 +60,8 @@ class S3Server:
     def start(self) -> Process:
         """Start it, for the first time or after its end, at the same ports."""
         self.process = start("s3", self._command(), self._owner, grace_s=GRACE_S)
-        deadline = time.monotonic() + START_S
-        while (why := trouble(f"{self.access.address}/healthz", ANSWER_S, direct=True)) is not None:
-            self.process.check()
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"S3 was not there within {START_S:g} s ({why}); its log is {self.process.log}")
-            time.sleep(POLL_S)
+        health = f"{self.access.address}/healthz"
+        wait_for_answer(self.process, "S3", lambda: trouble(health, ANSWER_S, direct=True), START_S)
         return self.process
 
     def _command(self) -> list[str]:

@@ -1,20 +1,20 @@
-"""The servers of a whole stack on one machine, kept running: PostgreSQL, S3, Prefect, MLflow, workers.
+"""Servers of one machine, kept running together: the two with web pages, or a whole stack with databases and workers.
 
-Run by `draftsmith up`. Every server listens on loopback alone; databases, objects and secrets stay in the folder.
+Run by `draftsmith ui` and `draftsmith up`. Every server listens on loopback alone; databases, objects and secrets stay
+in the stack's folder.
 """
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import fsspec
 
 from infra.files.atomic import write_atomically
 from infra.network.ports import HOST
-from infra.processes.keep_running import KeptProcess
-from infra.processes.process import Owner, Process, module, start
+from infra.processes.keep_running import RESTARTS, KeptProcess
+from infra.processes.process import Owner, Process, ProcessFailedError, module, start
 from infra.servers.local import AUTH_STRING, Server, new_credential, start_mlflow, start_prefect, wait_until_up
 from infra.servers.postgres import PostgresServer
 from infra.servers.s3 import S3Server
@@ -30,84 +30,96 @@ WORKER = {
 }
 
 
-@dataclass(frozen=True)
-class StackPorts:
-    """Ports of the web pages."""
-
-    prefect: int
-    mlflow: int
-
-
-@dataclass(frozen=True)
 class Stack:
-    """What runs, and how to reach it."""
+    """What runs together. Whoever made it closes it."""
 
-    kept: Mapping[str, KeptProcess]
-    environment: Mapping[str, str]
-    """Addresses and credentials, as environment variables."""
+    def __init__(self, folder: Path, owner: Owner, stop: threading.Event, restarts: int = RESTARTS):
+        """`restarts`: how often a crashed process is started again; 0: what ends, ends the stack."""
+        self.folder, self.owner, self._stop, self._restarts = folder, owner, stop, restarts
+        self._kept: dict[str, KeptProcess] = {}
+        self._servers: list[Server] = []
+
+    def keep(self, name: str, launch: Callable[[], Process], running: Process | None = None) -> None:
+        """Keep a process running; `running`: what was launched already."""
+        self._kept[name] = KeptProcess(launch, self._restarts, running=running)
+
+    def serve(self, launch: Callable[[], Server]) -> None:
+        """Start a server and keep it running."""
+        server = launch()
+        self._servers.append(server)
+        self.keep(server.name, lambda: launch().process, server.process)
+
+    def wait_until_up(self) -> bool:
+        """Whether all servers answer; False when told to stop first. Raises Refusal when one does not in time."""
+        return wait_until_up(self._servers, self._stop)
 
     def tend(self, say: Callable[[str], None]) -> None:
-        """Start again what has died. Raises ProcessFailedError for a server that cannot be started any more."""
-        for kept in self.kept.values():
-            kept.tend(lambda _line: None, say)
+        """Start again what has died. Raises ProcessFailedError for what is not, or no longer, started again."""
+        for name, kept in self._kept.items():
+            has_ended = kept.tend(lambda _line: None, say)
             if kept.failure is not None:
                 raise kept.failure
+            if has_ended and not self._restarts:
+                raise ProcessFailedError(name, 0, [], kept.process.log)
+
+    def close(self) -> None:
+        """Stop everything, the last started first."""
+        for kept in reversed(self._kept.values()):
+            kept.close()
+
+    def credential(self) -> str:
+        """Prefect's, the same after a restart, so that shells and browsers that have it stay logged in."""
+        file = self.folder / "prefect-credential"
+        if not file.exists():
+            write_atomically(file, new_credential(), mode=0o600)
+        return file.read_text()
 
 
-@contextmanager
-def stack(folder: Path, owner: Owner, ports: StackPorts, say: Callable[[str], None]) -> Iterator[Stack]:
-    """Start everything, deploy prefect.yaml of the current folder, and stop everything at the end.
+def start_pages(stack: Stack, prefect_port: int | None, mlflow_port: int | None) -> dict[str, str]:
+    """Start Prefect's and MLflow's servers over the runs of this machine (None: not that one).
 
-    Raises Refusal for a missing package; Refusal, TimeoutError or ProcessFailedError for a server that does not
-    come up.
+    Returns address and credential of Prefect as environment variables.
     """
-    kept: dict[str, KeptProcess] = {}
-    with ExitStack() as stopping:
+    environment: dict[str, str] = {}
+    if prefect_port is not None:
+        credential = stack.credential()
+        environment = {"PREFECT_API_URL": f"http://{HOST}:{prefect_port}/api", AUTH_STRING: credential}
+        stack.serve(lambda: start_prefect(stack.owner, prefect_port, credential))
+    if mlflow_port is not None:
+        stack.serve(lambda: start_mlflow(stack.owner, mlflow_port))
+    stack.wait_until_up()
+    return environment
 
-        def keep(name: str, launch: Callable[[], Process], running: Process | None = None) -> None:
-            kept[name] = KeptProcess(launch, running=running)
-            stopping.callback(kept[name].close)
 
-        def serve(launch: Callable[[], Server]) -> Server:
-            server = launch()
-            keep(server.name, lambda: launch().started, server.started)
-            return server
+def start_everything(stack: Stack, prefect_port: int, mlflow_port: int) -> dict[str, str]:
+    """Start all servers and workers, and deploy prefect.yaml of the current folder.
 
-        postgres = PostgresServer(folder / "postgres", owner)
-        keep("PostgreSQL", postgres.start, postgres.process)
-        s3 = S3Server(folder / "s3", owner)
-        keep("S3", s3.start, s3.process)
-        _make_bucket(s3)
-        prefect, mlflow = f"http://{HOST}:{ports.prefect}", f"http://{HOST}:{ports.mlflow}"
-        credential = _credential(folder / "prefect-credential")
-        environment = {
-            "PREFECT_API_URL": f"{prefect}/api",
-            AUTH_STRING: credential,
-            "MLFLOW_TRACKING_URI": mlflow,
-            **s3.access.environment,
-        }
-        flows, drafts = environment | _prefect_store(postgres), environment | _mlflow_store(postgres)
-        servers = [
-            serve(lambda: start_prefect(owner, ports.prefect, credential, settings=flows)),
-            serve(lambda: start_mlflow(owner, ports.mlflow, settings=drafts)),
-        ]
-        wait_until_up(servers[:1])
-        _deploy(owner, folder, environment)
-        wait_until_up(servers[1:])
+    Returns addresses and credentials as environment variables. Raises Refusal for a missing package; Refusal,
+    TimeoutError or ProcessFailedError for a server that does not come up.
+    """
+    owner, credential = stack.owner, stack.credential()
+    postgres = PostgresServer(stack.folder / "postgres", owner)
+    stack.keep("PostgreSQL", postgres.start, postgres.process)
+    s3 = S3Server(stack.folder / "s3", owner)
+    stack.keep("S3", s3.start, s3.process)
+    _make_bucket(s3)
+    environment = {
+        "PREFECT_API_URL": f"http://{HOST}:{prefect_port}/api",
+        AUTH_STRING: credential,
+        "MLFLOW_TRACKING_URI": f"http://{HOST}:{mlflow_port}",
+        **s3.access.environment,
+    }
+    flows, drafts = environment | _prefect_store(postgres), environment | _mlflow_store(postgres)
+    stack.serve(lambda: start_prefect(owner, prefect_port, credential, flows))
+    stack.serve(lambda: start_mlflow(owner, mlflow_port, drafts))
+    if stack.wait_until_up():
+        _deploy(owner, stack.folder, environment)
         # Clean-up runs there, and only with MLflow's own database can it remove deleted rows.
         clean_up = environment | {MLFLOW_DATABASE: drafts[MLFLOW_DATABASE]}
         for pool in WORK_POOLS:
             settings = clean_up if pool == CLEAN_UP_POOL else environment
-            keep(f"worker of {pool}", lambda pool=pool, settings=settings: _start_worker(owner, pool, settings))
-        say("everything is up")
-        yield Stack(kept, environment)
-
-
-def _credential(file: Path) -> str:
-    """Prefect's, the same after a restart, so that shells and browsers that have it stay logged in."""
-    if not file.exists():
-        write_atomically(file, new_credential(), mode=0o600)
-    return file.read_text()
+            stack.keep(f"worker of {pool}", lambda pool=pool, settings=settings: _start_worker(owner, pool, settings))
+    return environment
 
 
 def _make_bucket(s3: S3Server) -> None:

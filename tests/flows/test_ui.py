@@ -143,10 +143,11 @@ def test_both_servers_show_earlier_runs_until_sigterm_which_leaves_nothing(
     prefect, mlflow = ui.ports
     assert f"http://127.0.0.1:{prefect}" in ui.printed
     assert f"http://127.0.0.1:{mlflow}" in ui.printed
-    assert f"export PREFECT_API_URL=http://127.0.0.1:{prefect}/api" in ui.printed
+    variables = (home / "runs" / ".ui" / "environment").read_text()
+    assert f"export PREFECT_API_URL=http://127.0.0.1:{prefect}/api" in variables
     assert "Model training" in ui.printed
     assert json.loads(ui.get(prefect, "/ui-settings"))["api_url"] == f"http://127.0.0.1:{prefect}/api"
-    credential = ui.printed.partition("PREFECT_API_AUTH_STRING=")[2].split()[0]
+    credential = variables.partition("PREFECT_API_AUTH_STRING=")[2].split()[0]
     with pytest.raises(urllib.error.HTTPError, match="403"):
         ui.get(prefect, "/api/flow_runs/filter", {})
     token = json.loads(ui.get(prefect, "/api/csrf-token?client=test", credential=credential))["token"]
@@ -187,7 +188,7 @@ def test_a_server_that_dies_ends_the_command_with_the_end_of_its_log(
     server.kill()
     assert ui.process.wait(ENDED_S) == 1
     assert "mlflow-server was killed by signal 9" in ui.printed
-    assert str(home / "runs" / ".ui" / "mlflow-server.log") in ui.printed
+    assert str(home / "runs" / ".ui" / "logs" / "mlflow-server.log") in ui.printed
     assert "Uvicorn running" in ui.printed  # the end of the log
     assert not running(family)
 
@@ -195,7 +196,7 @@ def test_a_server_that_dies_ends_the_command_with_the_end_of_its_log(
 @pytest.mark.slow
 def test_told_to_stop_while_it_starts_it_stops(tmp_path: Path, start_ui: Callable[[Path], Ui]) -> None:
     ui = start_ui(tmp_path)
-    until((tmp_path / "runs" / ".ui" / "prefect-server.log").exists, ENDED_S)
+    until((tmp_path / "runs" / ".ui" / "logs" / "prefect-server.log").exists, ENDED_S)
     family = psutil.Process(ui.process.pid).children(recursive=True)
     ui.process.send_signal(signal.SIGINT)
     assert ui.process.wait(ENDED_S) == 0, ui.printed
