@@ -13,6 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
+
 from infra.config import TransportConfig
 from infra.doctor.finding import Finding, judge
 from infra.ledger.database import refuse_network_file_system
@@ -47,9 +49,8 @@ def cores(root: Path = Path("/"), affinity: int | None = None) -> Finding:
 
 def memory(root: Path = Path("/")) -> Finding:
     """Memory of the machine, or of the control group if that is less."""
-    lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
-    sizes = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines}
-    total, available = sizes["MemTotal"], sizes["MemAvailable"]
+    whole = psutil.virtual_memory()
+    total, available = whole.total, whole.available
     found = f"{byte_size(available)} available of {byte_size(total)}"
     limit, used = memory_limit(root) or (total, 0)
     if limit < total:
