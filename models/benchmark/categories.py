@@ -1,7 +1,9 @@
 """Acceptance by category and by the length of the prompt, and the categories that block a challenger."""
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,49 +22,41 @@ Rows = NDArray[np.int64]
 """`[N, 2]` tokens and complete verification steps of each conversation."""
 
 
-@dataclass(frozen=True)
-class Group:
-    """Conversations that are shown as one."""
-
-    name: str
-    rows: tuple[int, ...]
+Groups = dict[str, list[int]]
+"""Rows of the conversations that are shown as one, by name."""
 
 
-def groups(labels: Sequence[str], least: int = LEAST_PROMPTS) -> list[Group]:
+def groups(labels: Sequence[str], least: int = LEAST_PROMPTS) -> Groups:
     """Categories in the order of their first conversation; those under `least` conversations are pooled as the last."""
-    found: dict[str, list[int]] = {}
+    found: Groups = {}
     for row, label in enumerate(labels):
         found.setdefault(label, []).append(row)
-    large = [Group(label, tuple(rows)) for label, rows in found.items() if len(rows) >= least]
-    small = {label: rows for label, rows in found.items() if len(rows) < least}
-    if not small:
-        return large
-    name = next(iter(small)) if len(small) == 1 else f"pooled ({', '.join(small)})"
-    return [*large, Group(name, tuple(sorted(row for rows in small.values() for row in rows)))]
+    small = [label for label, rows in found.items() if len(rows) < least]
+    pooled = sorted(row for label in small for row in found.pop(label))
+    name = small[0] if len(small) == 1 else f"pooled ({', '.join(small)})"
+    return found | {name: pooled} if small else found
 
 
-def by_context(contexts: Sequence[int]) -> list[Group]:
+def by_context(contexts: Sequence[int]) -> Groups:
     """Conversations by prompt tokens, short ones first; ranges without a conversation are left out."""
-    found: list[Group] = []
-    low = 0
-    for high in (*CONTEXT_BOUNDS, None):
-        rows = tuple(row for row, tokens in enumerate(contexts) if low < tokens and (high is None or tokens <= high))
-        if rows:
-            found.append(Group(f"{low + 1} to {high}" if high else f"over {low}", rows))
-        low = high or low
-    return found
+    names = [f"{low + 1} to {high}" for low, high in pairwise((0, *CONTEXT_BOUNDS))] + [f"over {CONTEXT_BOUNDS[-1]}"]
+    found: Groups = {name: [] for name in names}
+    for row, tokens in enumerate(contexts):
+        found[names[bisect_left(CONTEXT_BOUNDS, tokens)]].append(row)
+    return {name: rows for name, rows in found.items() if rows}
 
 
 def judge_categories(evidence: GateEvidence) -> tuple[CategoryDecision, ...]:
     """Every category against the champion; all that are judged are one family of Holm's."""
     compared = [
-        _compare(ground, group, evidence)
+        _compare(ground, name, rows, evidence)
         for ground in evidence.grounds
         if ground.champion is not None and ground.categories
-        for group in groups(ground.categories)
+        for name, rows in groups(ground.categories).items()
     ]
     adjusted = iter(holm([each.p for each in compared if each.p is not None]))
-    return tuple(_decide(each, next(adjusted) if each.p is not None else None) for each in compared)
+    judged = [each.model_copy(update={"p": next(adjusted)}) if each.p is not None else each for each in compared]
+    return tuple(each.model_copy(update={"blocks": each.p is not None and each.p < LEVEL}) for each in judged)
 
 
 def holm(values: Sequence[float]) -> list[float]:
@@ -105,64 +99,56 @@ def worsening(challenger: Rows, champion: Rows, tolerance: float, resamples: int
     return Worsening(float(stdtr(number - 1, (found - allowed) / error)), float(-np.expm1(allowed - reach * error)))
 
 
-@dataclass(frozen=True)
-class _Compared:
-    decision: CategoryDecision
-    p: float | None
-
-
-def _compare(ground: Ground, group: Group, evidence: GateEvidence) -> _Compared:
-    ours, theirs = (_rows(side, group) for side in (ground.challenger, ground.champion or ()))
+def _compare(ground: Ground, name: str, rows: Sequence[int], evidence: GateEvidence) -> CategoryDecision:
+    """The decision before p-values are adjusted."""
+    ours, theirs = (_rows(side, rows) for side in (ground.challenger, ground.champion or ()))
     judged = len(ours) >= LEAST_PROMPTS and min(ours[:, 1].sum(), theirs[:, 1].sum()) > 0
     found = worsening(ours, theirs, evidence.category_tolerance, evidence.resamples, evidence.seed) if judged else None
     first, second = _length(ours), _length(theirs)
-    decision = CategoryDecision(
+    return CategoryDecision(
         ground=ground.name,
-        category=group.name,
+        category=name,
         prompts=len(ours),
         challenger=first,
         champion=second,
         difference=first / second - 1,
-        p=None,
+        p=found and found.p,
         smallest_detectable=found and found.smallest_detectable,
         blocks=False,
     )
-    return _Compared(decision, found and found.p)
-
-
-def _decide(compared: _Compared, p: float | None) -> CategoryDecision:
-    return compared.decision.model_copy(update={"p": p, "blocks": p is not None and p < LEVEL})
 
 
 def suite_result(ground: Ground, distinct_token_share: float, too_long: int = 0) -> SuiteResult:
     """A ground's acceptance in all, by category and by context."""
-    categories = groups(ground.categories, least=1)
+
+    def shown(named: Groups) -> tuple[GroupAcceptance, ...]:
+        return tuple(_shown(ground, name, rows) for name, rows in named.items())
+
     return SuiteResult(
         name=ground.name,
         dataset_hash=ground.dataset_hash,
         too_long=too_long,
         distinct_token_share=distinct_token_share,
-        whole=next(_shown(ground, [Group("all", tuple(range(len(ground.challenger))))])),
-        by_category=tuple(_shown(ground, categories)),
-        by_context=tuple(_shown(ground, by_context(ground.contexts))),
+        whole=_shown(ground, "all", range(len(ground.challenger))),
+        by_category=shown(groups(ground.categories, least=1)),
+        by_context=shown(by_context(ground.contexts)),
     )
 
 
-def _shown(ground: Ground, of: Sequence[Group]) -> Iterator[GroupAcceptance]:
-    for group in of:
-        ours = _rows(ground.challenger, group)
-        theirs = None if ground.champion is None else _rows(ground.champion, group)
-        yield GroupAcceptance(
-            group=group.name,
-            conversations=len(ours),
-            length=_length(ours) if ours[:, 1].any() else None,
-            champion=None if theirs is None or not theirs[:, 1].any() else _length(theirs),
-            steps=int(ours[:, 1].sum()),
-        )
+def _shown(ground: Ground, name: str, rows: Sequence[int]) -> GroupAcceptance:
+    ours = _rows(ground.challenger, rows)
+    theirs = None if ground.champion is None else _rows(ground.champion, rows)
+    return GroupAcceptance(
+        group=name,
+        conversations=len(ours),
+        length=_length(ours) if ours[:, 1].any() else None,
+        champion=None if theirs is None or not theirs[:, 1].any() else _length(theirs),
+        steps=int(ours[:, 1].sum()),
+    )
 
 
-def _rows(side: Sequence[tuple[int, int]], group: Group) -> Rows:
-    return np.array(side, dtype=np.int64).reshape(-1, 2)[list(group.rows)]
+def _rows(side: Sequence[tuple[int, int]], rows: Sequence[int]) -> Rows:
+    return np.array(side, dtype=np.int64).reshape(-1, 2)[list(rows)]
 
 
 def _length(rows: Rows) -> float:

@@ -1,10 +1,13 @@
 """Plots of a benchmark, of training progress and of the training samples."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
 
 import matplotlib as mpl
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -19,10 +22,19 @@ LEAST_OFFERED = 20
 """A rate of fewer trials says nothing."""
 
 
-def plot_by_position(result: BenchmarkResult, path: Path) -> Path:
-    """Acceptance rate at each position, given that all before it were accepted."""
+@contextmanager
+def _saved(path: Path, columns: int) -> Iterator[Axes]:
+    """A figure of one part with a grid and, below it, a legend of so many columns."""
     figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.add_subplot()
+    yield axes
+    figure.legend(loc="outside lower center", ncols=columns, fontsize="small")
+    axes.grid(alpha=0.3)
+    _save(figure, path)
+
+
+def plot_by_position(result: BenchmarkResult, path: Path) -> None:
+    """Acceptance rate at each position, given that all before it were accepted."""
     temperature = f"temperature {result.conditions.sampled_temperature:g}"
     shown: list[tuple[str, Acceptance | None, str]] = [
         ("draft", result.simulated, "C0-o"),
@@ -33,22 +45,19 @@ def plot_by_position(result: BenchmarkResult, path: Path) -> Path:
         (f"prompt lookup, {temperature}", result.prompt_lookup_sampled, "C1--s"),
         (f"Token Recycling, {temperature}", result.token_recycling_sampled, "C3--^"),
     ]
-    for label, acceptance, style in shown:
-        if acceptance is None:
-            continue
-        rates = well_supported(acceptance)
-        axes.plot(range(1, len(rates) + 1), rates, style, label=label, markersize=4)
     at = result.conditions.lookahead
-    axes.set(
-        xlabel=f"position of the draft token (shown where it was offered at least {LEAST_OFFERED} times)",
-        ylabel="acceptance rate, given all before",
-        ylim=(0, 1),
-        title=f"{result.conditions.target}: acceptance length {result.simulated.length[at]:.2f} at lookahead {at}",
-    )
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.legend(loc="outside lower center", ncols=3, fontsize="small")
-    axes.grid(alpha=0.3)
-    return _save(figure, path)
+    with _saved(path, columns=3) as axes:
+        for label, acceptance, style in shown:
+            if acceptance is not None:
+                rates = well_supported(acceptance)
+                axes.plot(range(1, len(rates) + 1), rates, style, label=label, markersize=4)
+        axes.set(
+            xlabel=f"position of the draft token (shown where it was offered at least {LEAST_OFFERED} times)",
+            ylabel="acceptance rate, given all before",
+            ylim=(0, 1),
+            title=f"{result.conditions.target}: acceptance length {result.simulated.length[at]:.2f} at lookahead {at}",
+        )
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def well_supported(acceptance: Acceptance) -> list[float]:
@@ -62,71 +71,58 @@ def well_supported(acceptance: Acceptance) -> list[float]:
     return rates
 
 
-def plot_goodput(result: BenchmarkResult, path: Path) -> Path | None:
-    """Predicted tokens per second against the target alone, by lookahead, one curve per load; None: not measured.
+def plot_goodput(result: BenchmarkResult, path: Path) -> None:
+    """Predicted tokens per second against the target alone, by lookahead, one curve per load, if it was measured.
 
     The best lookahead of each load is marked; the champion's curves are dashed.
     """
     found = result.goodput
     if found is None:
-        return None
-    figure = Figure(figsize=SIZE, layout="constrained")
-    axes = figure.add_subplot()
-    drafts = [("draft", found.draft, "-", 0.9)]
-    if found.champion is not None:
-        drafts.append(("champion", found.champion, "--", 0.5))
-    for name, table, line, alpha in drafts:
-        for place, (batch, best) in enumerate(table.best.items()):
-            plain = table.plain_at(batch).tokens_per_s
-            faster = {row.lookahead: row.tokens_per_s / plain for row in table.rows if row.batch == batch}
-            label = f"{name}, {batch} at once"
-            axes.plot(list(faster), list(faster.values()), f"C{place}{line}", alpha=alpha, label=label)
-            axes.plot(best, faster[best], f"C{place}o", alpha=alpha)
-    axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set(
-        xlabel="lookahead (0: the target alone)",
-        ylabel="goodput / the target's alone",
-        title=f"{result.conditions.target}: predicted goodput, best lookahead marked",
-    )
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.legend(loc="outside lower center", ncols=3, fontsize="small")
-    axes.grid(alpha=0.3)
-    return _save(figure, path)
+        return
+    with _saved(path, columns=3) as axes:
+        for name, table, line, alpha in (("draft", found.draft, "-", 0.9), ("champion", found.champion, "--", 0.5)):
+            if table is None:
+                continue
+            for place, (batch, best) in enumerate(table.best.items()):
+                plain = table.plain_at(batch).tokens_per_s
+                faster = {row.lookahead: row.tokens_per_s / plain for row in table.rows if row.batch == batch}
+                label = f"{name}, {batch} at once"
+                axes.plot(list(faster), list(faster.values()), f"C{place}{line}", alpha=alpha, label=label)
+                axes.plot(best, faster[best], f"C{place}o", alpha=alpha)
+        axes.axhline(1.0, color="black", linewidth=0.8)
+        axes.set(
+            xlabel="lookahead (0: the target alone)",
+            ylabel="goodput / the target's alone",
+            title=f"{result.conditions.target}: predicted goodput, best lookahead marked",
+        )
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def plot_training(metrics: Path, path: Path) -> Path:
+def plot_training(metrics: Path, path: Path) -> None:
     """Loss, and acceptance at each position as training sees it, over tokens trained on."""
     rows = read_objects(metrics)
     tokens = [row["tokens"] for row in rows]
-    figure = Figure(figsize=SIZE, layout="constrained")
-    left = figure.add_subplot()
-    left.plot(tokens, [row["loss"] for row in rows], "k-", label="loss")
-    left.set(xlabel="tokens", ylabel="loss", title="Training")
-    right = left.twinx()
-    for place, rates in enumerate(zip(*(row["acceptance_by_position"] for row in rows), strict=True)):
-        right.plot(tokens, rates, f"C{place}-", alpha=0.8, label=f"acceptance at {place + 1}")
-    right.set(ylabel="acceptance rate, given all before", ylim=(0, 1))
-    figure.legend(loc="outside lower center", ncols=5, fontsize="small")
-    left.grid(alpha=0.3)
-    return _save(figure, path)
+    with _saved(path, columns=5) as left:
+        left.plot(tokens, [row["loss"] for row in rows], "k-", label="loss")
+        left.set(xlabel="tokens", ylabel="loss", title="Training")
+        right = left.twinx()
+        for place, rates in enumerate(zip(*(row["acceptance_by_position"] for row in rows), strict=True)):
+            right.plot(tokens, rates, f"C{place}-", alpha=0.8, label=f"acceptance at {place + 1}")
+        right.set(ylabel="acceptance rate, given all before", ylim=(0, 1))
 
 
-def plot_heldout(metrics: Path, path: Path) -> Path | None:
-    """Acceptance length on held-out text and of the training; None if not measured."""
+def plot_heldout(metrics: Path, path: Path) -> None:
+    """Acceptance length on held-out text and of the training, if it was measured."""
     rows = read_objects(metrics)
     measured = [row for row in rows if HELDOUT_LENGTH in row]
     if not measured:
-        return None
-    figure = Figure(figsize=SIZE, layout="constrained")
-    axes = figure.add_subplot()
+        return
     own = [1.0 + sum(accumulate(row["acceptance_by_position"], mul)) for row in rows]
-    axes.plot([row["step"] for row in rows], own, "C7-", alpha=0.7, label="training text, text's own tokens")
     lengths = [row[HELDOUT_LENGTH] for row in measured]
-    axes.plot([row["step"] for row in measured], lengths, "C0-o", label="held-out prompts, simulated walk")
-    axes.set(xlabel="step", ylabel="tokens per verification step", title="Acceptance length while training")
-    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
-    axes.grid(alpha=0.3)
-    return _save(figure, path)
+    with _saved(path, columns=2) as axes:
+        axes.plot([row["step"] for row in rows], own, "C7-", alpha=0.7, label="training text, text's own tokens")
+        axes.plot([row["step"] for row in measured], lengths, "C0-o", label="held-out prompts, simulated walk")
+        axes.set(xlabel="step", ylabel="tokens per verification step", title="Acceptance length while training")
 
 
 def plot_samples(samples: SamplesRecord, path: Path) -> Path | None:

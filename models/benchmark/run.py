@@ -42,26 +42,15 @@ def benchmark_run(run: PreparedRun, champion: Path | None, champion_label: str) 
     goodput = measure_goodput(contestants, found, config) if config.loads else None
     suites = [_suite(run, contestants, name) for name in promotion.suites]
     under = conditions(
-        config,
-        contestants.target,
-        target=run.target,
-        draft=run.folder.export,
-        dataset_hash=run.samples.dataset_hash,
-        template_hash=run.samples.template_hash,
-        prompts=len(prompts),
+        config, contestants.target, target=run.target, draft=run.folder.export,
+        dataset_hash=run.samples.dataset_hash, template_hash=run.samples.template_hash, prompts=len(prompts),
         texts=zip(prompts, found.greedy.texts, strict=True),
-    )
+    )  # fmt: skip
     served = ServedResult.read(run.folder.served) if run.folder.served.is_file() else None
     evidence = gather(
-        found,
-        [suite for suite, _ in suites],
-        config,
-        promotion,
-        dataset_hash=run.samples.dataset_hash,
-        champion_label=champion_label,
-        served=served,
-        goodput=goodput,
-    )
+        found, [suite for suite, _ in suites], config, promotion, dataset_hash=run.samples.dataset_hash,
+        champion_label=champion_label, served=served, goodput=goodput,
+    )  # fmt: skip
     shown, wall_s = [result for _, result in suites], time.perf_counter() - begun
     result = build_result(found, config, under, evidence, wall_s=wall_s, served=served, suites=shown, goodput=goodput)
     # Before the result: a run that has benchmark.json is done with its benchmark.
@@ -85,14 +74,9 @@ def _suite(run: PreparedRun, contestants: Contestants, name: str) -> tuple[Groun
     config, suite = run.config.benchmark, suite_prompts(run.config, run.target, name)
     walks = measure_suite(contestants, config, name, suite.prompts)
     compared = ground(
-        name,
-        suite.dataset_hash,
-        run.config.promotion.suite_margin,
-        walks,
-        config.lookahead,
-        categories=suite.categories,
-        contexts=tuple(map(len, suite.prompts)),
-    )
+        name, suite.dataset_hash, run.config.promotion.suite_margin, walks, config.lookahead,
+        categories=suite.categories, contexts=tuple(map(len, suite.prompts)),
+    )  # fmt: skip
     return compared, suite_result(compared, distinct_token_share(walks.texts), suite.too_long)
 
 

@@ -20,11 +20,10 @@ from infra.files.atomic import write_atomically
 from infra.processes.exit import run_main
 from infra.processes.process import Owner
 from infra.provenance import git_sha
-from infra.records.acceptance import Conditions
 from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
 from models.benchmark.conditions import conditions
-from models.benchmark.contestants import Contestants, load_contestants
+from models.benchmark.contestants import load_contestants
 from models.benchmark.harness import Harness, HarnessPlan, ServedHarness, branches, shape_of
 from models.benchmark.harness_result import Cell, HarnessResult, lines, page, table
 from models.benchmark.served import Setup, whats_missing
@@ -67,11 +66,23 @@ def bench(options: argparse.Namespace) -> HarnessResult:
     folders = {DRAFT: options.draft} | ({CHAMPION: options.champion} if options.champion else {})
     aux_layer_ids = read_description(options.draft).aux_layer_ids
     target = find_target(options.target, aux_layer_ids)
-    suites = {name: _suite(name, source, target, options) for name, source in map(_named, _asked(options))}
+    config = BenchmarkConfig(
+        prompts=options.num_prompts, prompt_tokens=options.prompt_tokens, max_new_tokens=options.max_new_tokens,
+        compute_dtype=options.dtype,
+    )  # fmt: skip
+    suites = _suites(options, target, config)
     loaded = load_contestants(Path(target.path), list(folders.values()), DTYPES[options.dtype])
     sources: dict[str, ProposalSource] = dict(zip(folders, loaded.drafts, strict=True))
     sources |= baselines(_listed(options.baselines, str))
-    under = _conditions(options, target, loaded, suites, {name: folders.get(name) for name in sources})
+    under = {
+        # A baseline's draft is None.
+        (name, source): conditions(
+            config, loaded.target, target=target, draft=folders.get(source), dataset_hash=suite.dataset_hash,
+            template_hash=suite.template_hash, prompts=len(suite.prompts),
+        )
+        for name, suite in suites.items()
+        for source in sources
+    }  # fmt: skip
     engines = _engines(options)
     harness = Harness(loaded, sources, _plan(options, suites, shapes), under)
     cells = harness.measure() if REFERENCE in engines else []
@@ -129,35 +140,6 @@ def baselines(names: Sequence[str]) -> dict[str, ProposalSource]:
     return {name: BASELINES[name]() for name in names}
 
 
-def _conditions(
-    options: argparse.Namespace,
-    target: TargetRecord,
-    loaded: Contestants,
-    suites: Mapping[str, SuitePrompts],
-    drafts: Mapping[str, Path | None],
-) -> dict[tuple[str, str], Conditions]:
-    """Conditions by suite and source; a baseline's draft is None."""
-    config = BenchmarkConfig(
-        prompts=options.num_prompts,
-        prompt_tokens=options.prompt_tokens,
-        max_new_tokens=options.max_new_tokens,
-        compute_dtype=options.dtype,
-    )
-    return {
-        (name, source): conditions(
-            config,
-            loaded.target,
-            target=target,
-            draft=folder,
-            dataset_hash=suite.dataset_hash,
-            template_hash=suite.template_hash,
-            prompts=len(suite.prompts),
-        )
-        for name, suite in suites.items()
-        for source, folder in drafts.items()
-    }
-
-
 def _plan(options: argparse.Namespace, suites: dict[str, SuitePrompts], shapes: tuple[str, ...]) -> HarnessPlan:
     temperatures, batches = _listed(options.temperature, float), _listed(options.batch, int)
     if not temperatures or min(temperatures) < 0:
@@ -165,15 +147,9 @@ def _plan(options: argparse.Namespace, suites: dict[str, SuitePrompts], shapes: 
     if batches and not 1 <= min(batches) <= max(batches) <= 32:
         raise Refusal(f"--batch {options.batch!r}: give numbers from 1 to 32 with commas, or nothing for no speed")
     return HarnessPlan(
-        suites,
-        shapes,
-        tuple(temperatures),
-        tuple(batches),
-        options.repeats,
-        options.timed_prompts,
-        options.max_new_tokens,
-        options.seed,
-    )
+        suites, shapes, tuple(temperatures), tuple(batches), options.repeats, options.timed_prompts,
+        options.max_new_tokens, options.seed,
+    )  # fmt: skip
 
 
 def _listed(text: str, kind: Callable[[str], Item]) -> list[Item]:
@@ -184,40 +160,34 @@ def _listed(text: str, kind: Callable[[str], Item]) -> list[Item]:
         raise Refusal(f"{text!r}: give numbers with commas, for instance 1,4") from error
 
 
-def _asked(options: argparse.Namespace) -> list[str]:
+def _suites(options: argparse.Namespace, target: TargetRecord, config: BenchmarkConfig) -> dict[str, SuitePrompts]:
+    """Prompts by suite; a suite is `NAME=SOURCE`, or a name that is a source as well."""
     asked = [*options.suite, *(f"{prompts.stem}={prompts}" for prompts in options.prompts)]
     if not asked:
         raise Refusal("no prompts: give --suite (for instance gsm8k, or gsm8k=FILE), or --prompts FILE")
-    return asked
+    found = {}
+    for name, _, source in (suite.partition("=") for suite in asked):
+        try:
+            found[name] = _suite(name, source or name, options, target, config)
+        except Refusal as error:
+            raise Refusal(f"--suite {name}: {error}") from error
+    return found
 
 
-def _named(suite: str) -> tuple[str, str]:
-    """`NAME=SOURCE`, or a name that is a source as well."""
-    name, _, source = suite.partition("=")
-    return name, source or name
-
-
-def _suite(name: str, source: str, target: TargetRecord, options: argparse.Namespace) -> SuitePrompts:
-    config = BenchmarkConfig(prompts=options.num_prompts, prompt_tokens=options.prompt_tokens)
-    try:
-        layout = find_suite_format(name, source)
-        if layout is None:
-            prompts, template = read_prompts(source, target, config, options.chat_template, options.add_bos)
-            return SuitePrompts(prompts, (), source_hash(source), template)
-        templated = options.chat_template == "tokenizer"
-        if options.chat_template == "auto":
-            templated = bool(AutoTokenizer.from_pretrained(target.path).chat_template)
-        return question_prompts(
-            source,
-            layout,
-            Path(target.path),
-            count=options.num_prompts,
-            prompt_tokens=options.prompt_tokens,
-            templated=templated,
-            add_bos=options.add_bos,
-        )
-    except Refusal as error:
-        raise Refusal(f"--suite {name}: {error}") from error
+def _suite(
+    name: str, source: str, options: argparse.Namespace, target: TargetRecord, config: BenchmarkConfig
+) -> SuitePrompts:
+    layout = find_suite_format(name, source)
+    if layout is None:
+        prompts, template = read_prompts(source, target, config, options.chat_template, options.add_bos)
+        return SuitePrompts(prompts, (), source_hash(source), template)
+    templated = options.chat_template == "tokenizer"
+    if options.chat_template == "auto":
+        templated = bool(AutoTokenizer.from_pretrained(target.path).chat_template)
+    return question_prompts(
+        source, layout, Path(target.path), count=options.num_prompts, prompt_tokens=options.prompt_tokens,
+        templated=templated, add_bos=options.add_bos,
+    )  # fmt: skip
 
 
 def main() -> None:

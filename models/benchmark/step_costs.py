@@ -4,7 +4,6 @@ Real forwards of the models that are benchmarked, on the benchmark's hardware. A
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -27,13 +26,8 @@ BUDGET_S = 20.0
 """No further round starts after this time, once the minimum number is done."""
 
 
-@dataclass(frozen=True)
-class Step:
-    """What is timed: one forward of the target, or one drafting."""
-
-    batch: int
-    tokens: int
-    run: Callable[[], object]
+Steps = dict[tuple[int, int], Callable[[], object]]
+"""What is timed, one forward of the target or one drafting, by texts at once and tokens of each."""
 
 
 def measure_goodput(contestants: Contestants, found: Measurements, config: BenchmarkConfig) -> MeasuredGoodput:
@@ -77,10 +71,10 @@ def time_steps(
     built = sorted(set(originals))
     texts = _Texts(target, config.prompt_tokens, max(batches))
     verified = sorted({at + 1 for each in lookaheads for at in each})
-    groups = [[Step(batch, tokens, texts.verify(batch, tokens)) for batch in batches for tokens in verified]]
+    groups: list[Steps] = [{(batch, tokens): texts.verify(batch, tokens) for batch in batches for tokens in verified}]
     for index in built:
         proposed = [(batch, at) for batch in batches for at in lookaheads[index] if at]
-        groups.append([Step(batch, at, texts.draft(sources[index], batch, at)) for batch, at in proposed])
+        groups.append({(batch, at): texts.draft(sources[index], batch, at) for batch, at in proposed})
     with bars() as bar:
         target_times, *draft_times = _time(target, groups, bar("step costs", MOST_ROUNDS))
     by_build = dict(zip(built, draft_times, strict=True))
@@ -132,23 +126,20 @@ class _Texts:
 
 
 @torch.no_grad()
-def _time(target: TargetModel, groups: Sequence[Sequence[Step]], advance: Advance) -> list[tuple[StepTime, ...]]:
+def _time(target: TargetModel, groups: Sequence[Steps], advance: Advance) -> list[tuple[StepTime, ...]]:
     """Least seconds of every step; a first round warms up."""
-    seconds: list[list[list[float]]] = [[[] for _ in steps] for steps in groups]
+    least = [dict.fromkeys(steps, float("inf")) for steps in groups]
     begun = now(target.device)
     for done in range(MOST_ROUNDS):
         if done >= LEAST_ROUNDS and now(target.device) - begun > BUDGET_S:
             break
-        for steps, of in zip(groups, seconds, strict=True):
-            for step, times in zip(steps, of, strict=True):
+        for steps, seconds in zip(groups, least, strict=True):
+            for step, run in steps.items():
                 started = now(target.device)
-                step.run()
-                times.append(now(target.device) - started)
+                run()
+                seconds[step] = min(seconds[step], now(target.device) - started)
         advance(1)
     return [
-        tuple(
-            StepTime(batch=step.batch, tokens=step.tokens, seconds=min(times))
-            for step, times in zip(steps, of, strict=True)
-        )
-        for steps, of in zip(groups, seconds, strict=True)
+        tuple(StepTime(batch=batch, tokens=tokens, seconds=each) for (batch, tokens), each in seconds.items())
+        for seconds in least
     ]

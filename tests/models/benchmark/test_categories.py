@@ -70,21 +70,21 @@ def test_small_categories_are_pooled_and_a_small_pool_blocks_nothing():
 @given(labels=st.lists(st.sampled_from("abcdef"), max_size=90), least=st.integers(1, 30))
 def test_groups_hold_every_conversation_once(labels: list[str], least: int):
     found = groups(labels, least)
-    assert sorted(row for group in found for row in group.rows) == list(range(len(labels)))
-    assert all(len(group.rows) >= least for group in found[:-1])
-    for group in found:
-        of = {labels[row] for row in group.rows}
-        assert of == {group.name} or group.name == f"pooled ({', '.join(dict.fromkeys(labels[r] for r in group.rows))})"
+    assert sorted(row for rows in found.values() for row in rows) == list(range(len(labels)))
+    assert all(len(rows) >= least for rows in list(found.values())[:-1])
+    for name, rows in found.items():
+        of = {labels[row] for row in rows}
+        assert of == {name} or name == f"pooled ({', '.join(dict.fromkeys(labels[row] for row in rows))})"
         assert all(labels.count(label) < least for label in of) or len(of) == 1
 
 
 @given(contexts=st.lists(st.integers(1, 20_000), max_size=40))
 def test_ranges_of_context_hold_every_conversation_once(contexts: list[int]):
     found = by_context(contexts)
-    assert sorted(row for group in found for row in group.rows) == list(range(len(contexts)))
-    for group in found:
-        low, high = (int(part) for part in group.name.split(" to ")) if " to " in group.name else (8193, 10**9)
-        assert all(low <= contexts[row] <= high for row in group.rows)
+    assert sorted(row for rows in found.values() for row in rows) == list(range(len(contexts)))
+    for name, rows in found.items():
+        low, high = (int(part) for part in name.split(" to ")) if " to " in name else (8193, 10**9)
+        assert all(low <= contexts[row] <= high for row in rows)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
