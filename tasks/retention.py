@@ -27,13 +27,13 @@ def remove_old_runs(keep: int, unfinished_days: float) -> int:
 def remove_tracked_runs(keep_runs: int, keep_checkpoints: int, trash_days: float) -> int:
     """Remove old runs from MLflow and empty its trash if its database is reachable; the number of runs."""
     uri, database, logger = tracking_uri(), tracking_database(), get_run_logger()
-    removed = remove_old_tracking(uri, keep_runs, keep_checkpoints)
-    logger.info("removed from MLflow: %d runs, %d checkpoints", len(removed.runs), removed.checkpoints)
+    runs, checkpoints = remove_old_tracking(uri, keep_runs, keep_checkpoints)
+    logger.info("removed from MLflow: %d runs, %d checkpoints", runs, checkpoints)
     if database:
         empty_trash(database, trash_days)
     else:
         logger.info("MLflow's database is not known here: on its server, schedule `mlflow gc --older-than 30d`")
-    return len(removed.runs)
+    return runs
 
 
 @side_effect("remove stale files", retries=1)

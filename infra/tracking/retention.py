@@ -8,7 +8,6 @@ import os
 import subprocess
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModel, Run
@@ -25,31 +24,22 @@ RECIPE = "name"
 GC_TIMEOUT_S = 1800.0
 
 
-@dataclass
-class Removed:
-    """What a clean-up removed."""
-
-    checkpoints: int = 0
-    runs: list[str] = field(default_factory=list)
-    """Ids of MLflow runs, with their artifacts and versions."""
-
-
-def remove_old_tracking(uri: str, keep_runs: int, keep_checkpoints: int) -> Removed:
+def remove_old_tracking(uri: str, keep_runs: int, keep_checkpoints: int) -> tuple[int, int]:
     """Keep the newest `keep_runs` runs of every recipe, and the checkpoints of the newest `keep_checkpoints` of them.
 
     A run whose version has an alias, or was replaced by one that has, stays whatever its age, so that it can serve
-    and be rolled back to.
+    and be rolled back to. Returns the numbers of removed runs, with their artifacts and versions, and of checkpoints.
     """
-    client, removed = connect(uri), Removed()
+    client, removed_runs, removed_checkpoints = connect(uri), 0, 0
     protected = _protected_runs(client, uri)
     for runs in _runs_by_recipe(client).values():
         for age, run in enumerate(runs):
             if age >= keep_runs and run.info.run_id not in protected:
                 _remove_run(client, uri, run)
-                removed.runs.append(run.info.run_id)
+                removed_runs += 1
             elif age >= keep_checkpoints:
-                removed.checkpoints += _remove_models(client, run, "checkpoint")
-    return removed
+                removed_checkpoints += _remove_models(client, run, "checkpoint")
+    return removed_runs, removed_checkpoints
 
 
 def empty_trash(database: str, days: float) -> None:

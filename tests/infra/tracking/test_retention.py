@@ -52,18 +52,18 @@ def test_old_runs_go_and_the_champion_and_the_version_before_it_stay(tmp_path: P
             DraftInService(uri, NAME).promote(version, by="ada", reason="better")
     make_run(tmp_path, uri, 0, recipe="other")
     before = weights_in(tmp_path)
-    removed = remove_old_tracking(uri, keep_runs=2, keep_checkpoints=1)
-    assert len(removed.runs) == 2
+    removed_runs, removed_checkpoints = remove_old_tracking(uri, keep_runs=2, keep_checkpoints=1)
+    assert removed_runs == 2
     # 6, the challenger, and 5 are the newest; 2 is champion and 1 the version that it replaced.
     assert {draft.version for draft in registry.list_drafts(uri, NAME)} == {1, 2, 5, 6}
     assert {draft.version for draft in registry.list_drafts(uri, "draft-other")} == {1}
     assert [kept_checkpoints(tmp_path, number) for number in (0, 1, 4, 5)] == [set(), set(), set(), {10, 20}]
     # Two runs with 3 folders of weights each, and the checkpoints of three more.
-    assert removed.checkpoints == 6
+    assert removed_checkpoints == 6
     assert weights_in(tmp_path) == before - 2 * 3 - 6
     for version in (1, 2, 6):
         registry.download(uri, registry.find_version(uri, NAME, version), tmp_path / f"export-{version}")
-    assert remove_old_tracking(uri, keep_runs=2, keep_checkpoints=1).runs == []
+    assert remove_old_tracking(uri, keep_runs=2, keep_checkpoints=1)[0] == 0
 
 
 def test_rows_leave_the_database_when_the_trash_is_emptied(tmp_path: Path, database: Path) -> None:
@@ -89,6 +89,6 @@ def test_a_run_that_is_going_on_and_a_stranger_s_run_stay(tmp_path: Path, databa
     running = runs.start_run(tmp_path / "running.json", uri, "test", "running", {"name": "test"}, tags)
     stranger = runs.start_run(tmp_path / "stranger.json", uri, "test", "stranger", {"name": "test"}, {})
     runs.end_run(stranger, "FINISHED")
-    assert remove_old_tracking(uri, keep_runs=0, keep_checkpoints=0).runs == []
+    assert remove_old_tracking(uri, keep_runs=0, keep_checkpoints=0)[0] == 0
     stages = {connect(uri).get_run(run.run_id).info.lifecycle_stage for run in (running, stranger)}
     assert stages == {"active"}
