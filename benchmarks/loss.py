@@ -25,8 +25,8 @@ from torch import Tensor
 
 from infra.files.atomic import write_atomically
 from models.config.draft_base import LossChoice
-from models.losses.choice import chosen_divergence
 from models.losses.chunked import TargetDistribution, chunked_loss
+from models.losses.divergences import chosen_divergence
 
 RESULT = Path(__file__).parent / "results" / "loss.json"
 KINDS = ("kl", "lk_alpha", "lk_lambda")

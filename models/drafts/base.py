@@ -84,14 +84,14 @@ class Draft(torch.nn.Module):
 
     def engine_config(self) -> dict[str, Any] | None:
         """This draft in SGLang's `config.json`; None if SGLang does not serve it."""
-        raise NotImplementedError
+        return None
 
     def speculators_config(self) -> dict[str, Any] | None:
         """What `config.json` says of this draft to vLLM and the package `speculators`, beside `engine_config`.
 
         A key that both have means the same in both, but for `architectures`. None where they have no such draft.
         """
-        raise NotImplementedError
+        return None
 
     def loss(self, batch: PackedSamples, target: TargetProjection, total: int, chunk_tokens: int) -> DraftLoss:
         """Training loss of one micro-batch.

@@ -4,89 +4,66 @@ Row i of a packed sequence has the target's features of position i; its step s p
 next token of position p = i + 1 + s.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from models.drafts.base import DraftLoss, PackedSamples, TargetProjection, supervised_positions
-from models.drafts.context import ContextShare
 from models.drafts.vocabulary import DraftVocabulary
-from models.losses.chunked import LossDivergence, TargetDistribution, chunked_loss
+from models.losses.chunked import TargetDistribution, chunked_loss
+from models.losses.divergences import chosen_divergence
 
 
-@dataclass(frozen=True)
-class Objective:
-    """What a method minimises."""
+class ChainDraft(Protocol):
+    """What the loss of chains needs of a draft."""
 
-    step_weights: Sequence[float]
-    divergence: LossDivergence
+    config: Any
+    """A `LossChoice` with `step_weights`, one for each of the S steps."""
+    vocabulary: DraftVocabulary
+    lm_head: Any
+    """Its `weight` is the draft head `[Vd, h]`."""
 
 
 def chain_loss(
+    draft: ChainDraft,
     outputs: Iterable[Tensor],
-    head: Tensor,
     batch: PackedSamples,
     target: TargetProjection,
-    vocabulary: DraftVocabulary,
-    objective: Objective,
-    *,
     total: int,
     chunk_tokens: int,
 ) -> DraftLoss:
-    """Loss and counts of a packed batch.
+    """Loss and counts of a packed batch of N tokens; see `Draft.loss`.
 
-    Args:
-        outputs: S hidden states `[N, h]` (after the draft's norm): step s's prediction from every row.
-        head: `[Vd, h]` draft head.
-        batch: captured samples, N tokens.
-        target: the target's head.
-        vocabulary: which target tokens the draft proposes.
-        objective: weights of the S steps, and the divergence.
-        total: see `Draft.loss`.
-        chunk_tokens: see `Draft.loss`.
+    `outputs`: S hidden states `[N, h]` (after the draft's norm), step s's prediction from every row.
     """
-    device = head.device
+    head, vocabulary, device = draft.lm_head.weight, draft.vocabulary, draft.lm_head.weight.device
     positions = supervised_positions(batch.loss_mask, batch.lengths)
     lengths = torch.tensor(batch.lengths, device=device)
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    steps = torch.arange(len(objective.step_weights), device=device)
-    rows = positions[:, None] - 1 - steps
+    rows = positions[:, None] - 1 - torch.arange(len(draft.config.step_weights), device=device)
     # A step's row must lie in the same sample.
     valid = rows >= starts[positions][:, None]
     rows = rows.clamp(min=0)
+    places, states = rows, positions
     if batch.share is not None:
-        positions, rows, valid = _here(batch.share, positions, rows, valid)
+        # Only positions that any row of this rank predicts; rows of other ranks may stand anywhere in the outputs.
+        places = batch.share.row_index(device)[rows]
+        valid = valid & (places >= 0)
+        here = valid.any(-1)
+        positions, rows, valid, places = positions[here], rows[here], valid[here], places[here].clamp(min=0)
+        states = batch.share.state_index(device)[positions]
     known = _known(batch, positions, target, vocabulary)
-    weights = torch.tensor(objective.step_weights, device=device) * (valid & known[:, None]) / total
-    hidden = _gathered(outputs, _places(batch.share, rows))
-    distribution = _distribution(_last(batch, positions), target, vocabulary)
-    loss, correct, covered = chunked_loss(
-        hidden, head, weights, distribution, objective.divergence, chunk_tokens, overwrite=True
-    )
+    weights = torch.tensor(draft.config.step_weights, device=device) * (valid & known[:, None]) / total
+    hidden = _gathered(outputs, places)
+    distribution = _distribution(batch.last[states], target, vocabulary)
+    divergence = chosen_divergence(draft.config)
+    loss, correct, covered = chunked_loss(hidden, head, weights, distribution, divergence, chunk_tokens, overwrite=True)
     accepted, tried = _accepted_chains(rows, valid, correct & known[:, None], len(batch.tokens))
     # Of ranks that share a sample, the one that proposes a position first counts it.
     counted = valid[:, 0]
     return DraftLoss(loss, accepted, tried, counted.sum(), (covered & known & counted).sum())
-
-
-def _here(share: ContextShare, positions: Tensor, rows: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Those positions, with rows and what is valid of them `[P, S]`, that any row of this rank predicts."""
-    valid = valid & (share.row_index(rows.device)[rows] >= 0)
-    here = valid.any(-1)
-    return positions[here], rows[here], valid[here]
-
-
-def _places(share: ContextShare | None, rows: Tensor) -> Tensor:
-    """Packed rows `[P, S]` as places in the outputs; those of other ranks are any place."""
-    return rows if share is None else share.row_index(rows.device)[rows].clamp(min=0)
-
-
-def _last(batch: PackedSamples, positions: Tensor) -> Tensor:
-    """`[P, H]` the target's last states at packed positions."""
-    share = batch.share
-    return batch.last[positions if share is None else share.state_index(positions.device)[positions]]
 
 
 def _gathered(outputs: Iterable[Tensor], rows: Tensor) -> list[Tensor]:

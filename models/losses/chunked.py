@@ -7,7 +7,7 @@ positions count, so nothing of the size of tokens x vocabulary is kept or redone
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,17 +55,16 @@ class TargetChunk(NamedTuple):
     """`[n, 1]` log of the draft vocabulary's share of the target's probability."""
 
 
-class LossDivergence(Protocol):
+Sloped = tuple[Tensor, Tensor | None]
+
+
+class LossDivergence:
     """How far q is from p at a position, and its slope."""
 
-    @property
-    def true_mass(self) -> bool:
-        """Whether it asks for the draft vocabulary's share of the target's probability."""
-        ...
+    true_mass: ClassVar[bool] = False
+    """Whether it asks for the draft vocabulary's share of the target's probability."""
 
-    def __call__(
-        self, logits: Tensor, log_p: Tensor, log_mass: Tensor, with_slope: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, logits: Tensor, log_p: Tensor, log_mass: Tensor, with_slope: bool) -> Sloped:
         """Values `[n, S]`, and their slope `[n, S, Vd]` by `logits` if wanted.
 
         Args:
@@ -74,7 +73,7 @@ class LossDivergence(Protocol):
             log_mass: `[n, 1]` log of the draft vocabulary's share of the target's whole distribution.
             with_slope: whether the slope is wanted.
         """
-        ...
+        raise NotImplementedError
 
 
 class SummedLoss(NamedTuple):

@@ -22,8 +22,9 @@ from models.drafts.dflash.proposer import DFlashProposer
 from models.drafts.layers import RMSNorm, rotary_tables
 from models.drafts.proposals import NO_PROPOSAL
 from models.drafts.vocabulary import DraftVocabulary
+from models.losses.chunked import TargetDistribution, chunked_loss
+from models.losses.divergences import SoftCrossEntropy
 from models.losses.position_weights import decay_weights, dpace_weights, token_probabilities
-from models.losses.soft_cross_entropy import TargetDistribution, soft_cross_entropy
 
 BLOCKS_AT_ONCE = 64
 """Blocks of a rollout whose rows and logits are alive at once."""
@@ -206,7 +207,7 @@ class DFlashDraft(Draft):
         distribution = TargetDistribution(batch.last[index], target.rows, target.logit_scale, target.soft_cap)
         weights = self._weights(rows, target.rows, batch.tokens[index + 1], there, chunk_tokens) / shares[:, None]
         weights = (weights / total)[there].unsqueeze(1)
-        loss, correct, _ = soft_cross_entropy([rows], target.rows, weights, distribution, chunk_tokens)
+        loss, correct, _ = chunked_loss([rows], target.rows, weights, distribution, SoftCrossEntropy(), chunk_tokens)
         accepted = torch.zeros_like(there).masked_scatter(there, correct).cumprod(-1)
         tried = there.clone()
         tried[:, 1:] &= accepted[:, :-1].bool()

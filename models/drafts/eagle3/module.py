@@ -18,13 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 from models.config.eagle3 import Eagle3Config
 from models.drafts.base import Draft, DraftLoss, PackedSamples, TargetProjection
-from models.drafts.chains import Objective, chain_loss
+from models.drafts.chains import chain_loss
 from models.drafts.context import ContextShare
 from models.drafts.eagle3.attention import Earlier, step_attention
 from models.drafts.eagle3.proposer import Eagle3Proposer
 from models.drafts.layers import GatedMLP, RMSNorm, TargetTable, rotary_tables, rotate
 from models.drafts.vocabulary import DraftVocabulary
-from models.losses.choice import chosen_divergence
 
 RECOMPUTED_ROWS = 8192
 """Rows whose inner activations are alive at once where the layer is computed again."""
@@ -265,16 +264,8 @@ class Eagle3Draft(Draft):
         def text(step: int, _normed: Tensor | None = None) -> Tensor:
             return padded[1 + step : 1 + step + len(tokens)] if rows is None else padded[1 + step + rows]
 
-        return chain_loss(
-            self.unroll(text(0), batch.aux, batch.lengths, config.ttt_steps, text, batch.share),
-            self.lm_head.weight,
-            batch,
-            target,
-            self.vocabulary,
-            Objective(config.step_weights, chosen_divergence(config)),
-            total=total,
-            chunk_tokens=chunk_tokens,
-        )
+        outputs = self.unroll(text(0), batch.aux, batch.lengths, config.ttt_steps, text, batch.share)
+        return chain_loss(self, outputs, batch, target, total, chunk_tokens)
 
     @torch.no_grad()
     def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:

@@ -7,7 +7,6 @@ one projection onto the draft vocabulary, which starts as the target head's rows
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +15,11 @@ from torch import Tensor, nn
 from models.config.medusa import MedusaConfig
 from models.drafts.base import Draft, DraftLoss, PackedSamples, TargetProjection
 from models.drafts.batched_proposer import Choice, Turn
-from models.drafts.chains import Objective, chain_loss
+from models.drafts.chains import chain_loss
 from models.drafts.layers import RMSNorm
 from models.drafts.proposals import NO_PROPOSAL, Likeliest
 from models.drafts.trees import Tree
 from models.drafts.vocabulary import DraftVocabulary
-from models.losses.choice import chosen_divergence
 
 
 class Head(nn.Module):
@@ -64,14 +62,6 @@ class MedusaDraft(Draft):
         """The projection starts as the target head's rows of the draft vocabulary."""
         self.lm_head.weight.copy_(head[self.target_ids])
 
-    def engine_config(self) -> dict[str, Any] | None:
-        """None: SGLang has no Medusa."""
-        return None
-
-    def speculators_config(self) -> dict[str, Any] | None:
-        """None: speculators has no Medusa."""
-        return None
-
     def outputs(self, aux: Tensor) -> list[Tensor]:
         """Hidden states `[N, H]` of every head, from target features `[N, K*H]`."""
         x = self.norm(aux[:, -self.hidden_size :])
@@ -79,16 +69,7 @@ class MedusaDraft(Draft):
 
     def loss(self, batch: PackedSamples, target: TargetProjection, total: int, chunk_tokens: int) -> DraftLoss:
         """Divergence from the target, head by head (see Draft.loss)."""
-        return chain_loss(
-            self.outputs(batch.aux),
-            self.lm_head.weight,
-            batch,
-            target,
-            self.vocabulary,
-            Objective(self.config.step_weights, chosen_divergence(self.config)),
-            total=total,
-            chunk_tokens=chunk_tokens,
-        )
+        return chain_loss(self, self.outputs(batch.aux), batch, target, total, chunk_tokens)
 
     @torch.no_grad()
     def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:

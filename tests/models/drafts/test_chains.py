@@ -1,11 +1,12 @@
 """Which positions are trained, and what a chain's counts are made of."""
 
+from types import SimpleNamespace
+
 import torch
 
 from models.drafts.base import PackedSamples, TargetProjection, supervised_positions
-from models.drafts.chains import Objective, chain_loss
+from models.drafts.chains import ChainDraft, chain_loss
 from models.drafts.vocabulary import DraftVocabulary
-from models.losses.lk import LKAlpha
 
 
 def test_supervised_positions_stay_inside_their_sample():
@@ -20,9 +21,12 @@ def test_a_batch_without_supervised_positions_has_no_loss_and_no_counts():
     outputs, head = [torch.randn(6, 4, requires_grad=True)] * 2, torch.randn(5, 4, requires_grad=True)
     full = torch.randn(9, 4)
     target = TargetProjection(full[:5], full, 1.0, None)
-    vocabulary = DraftVocabulary(torch.arange(5), 9)
-    objective = Objective((1.0, 0.5), LKAlpha())
-    found = chain_loss(outputs, head, batch, target, vocabulary, objective, total=7, chunk_tokens=2)
+    draft: ChainDraft = SimpleNamespace(  # type: ignore[assignment]
+        config=SimpleNamespace(step_weights=(1.0, 0.5), loss="lk_alpha"),
+        vocabulary=DraftVocabulary(torch.arange(5), 9),
+        lm_head=SimpleNamespace(weight=head),
+    )
+    found = chain_loss(draft, outputs, batch, target, 7, 2)
     found.loss.backward()
     assert found.loss.item() == 0
     assert head.grad is not None

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from models.config.draft_base import LossChoice
-from models.losses.choice import chosen_divergence
 from models.losses.chunked import LossDivergence, TargetDistribution, chunked_loss
-from models.losses.lk import LKAlpha, LKLambda
-from models.losses.soft_cross_entropy import SoftCrossEntropy, soft_cross_entropy
+from models.losses.divergences import LKAlpha, LKLambda, SoftCrossEntropy, chosen_divergence
 
 DIVERGENCES = [SoftCrossEntropy(), LKAlpha(), LKLambda(3.0), LKLambda(0.0)]
 divergences = pytest.mark.parametrize("divergence", DIVERGENCES, ids=str)
@@ -169,9 +167,3 @@ def test_a_configuration_names_its_divergence():
     found = [chosen_divergence(LossChoice.model_validate({"loss": name})) for name in ("kl", "lk_alpha", "lk_lambda")]
     assert found == [SoftCrossEntropy(), LKAlpha(), LKLambda(3.0)]
     assert chosen_divergence(LossChoice(loss="lk_lambda", lk_decay=1.0)) == LKLambda(1.0)
-
-
-def test_soft_cross_entropy_is_the_first_of_them():
-    hidden, head, weights, target = make(6, torch.float64)
-    found = soft_cross_entropy(hidden.unbind(1), head, weights, target, 3)[0]
-    assert torch.equal(found, chunked_loss(hidden.unbind(1), head, weights, target, SoftCrossEntropy(), 3)[0])

@@ -1,6 +1,10 @@
-"""LK losses: a draft trained for what speculative sampling accepts (arXiv 2602.23881).
+"""Divergences of a draft's distribution q from the target's p, over the draft vocabulary.
 
-A token drawn from the draft's q is accepted with probability
+`SoftCrossEntropy` is EAGLE-3's loss (arXiv 2503.01840): -sum_v p(v) log q(v), p renormalised over the draft vocabulary.
+Its gradient is that of KL(p || q).
+
+The LK losses train a draft for what speculative sampling accepts (arXiv 2602.23881). A token drawn from q is accepted
+with probability
 
     a = sum_v min(p(v), q(v)) = 1 - TV(p, q)
 
@@ -22,31 +26,51 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from models.config.draft_base import LossChoice
+from models.losses.chunked import LossDivergence, Sloped
+
+
+def chosen_divergence(config: LossChoice) -> LossDivergence:
+    """What a method's configuration names."""
+    if config.loss == "lk_alpha":
+        return LKAlpha()
+    return SoftCrossEntropy() if config.loss == "kl" else LKLambda(config.lk_decay)
+
 
 @dataclass(frozen=True)
-class LKAlpha:
-    """`-log a` (see `models.losses.chunked.Divergence`)."""
+class SoftCrossEntropy(LossDivergence):
+    """`-sum_v p(v) log q(v)`."""
 
-    true_mass: bool = True
+    def __call__(self, logits: Tensor, log_p: Tensor, log_mass: Tensor, with_slope: bool) -> Sloped:
+        p = log_p.exp()
+        dots = torch.einsum("nsv,nv->ns", logits, p)
+        greatest = logits.amax(-1)
+        q = logits.softmax(-1)
+        # The log-normaliser, at the greatest logit: log q = z - log_norm. And sum p log q = sum p z - log_norm.
+        values = greatest - q.amax(-1).log() - dots
+        return values, q.sub_(p.unsqueeze(1)) if with_slope else None
 
-    def __call__(
-        self, logits: Tensor, log_p: Tensor, log_mass: Tensor, with_slope: bool
-    ) -> tuple[Tensor, Tensor | None]:
+
+@dataclass(frozen=True)
+class LKAlpha(LossDivergence):
+    """`-log a`."""
+
+    true_mass = True
+
+    def __call__(self, logits: Tensor, log_p: Tensor, log_mass: Tensor, with_slope: bool) -> Sloped:
         log_q = _log_softmax(logits)
         log_a, gain = _acceptance(log_q, (log_p + log_mass).unsqueeze(1), with_slope)
         return -log_a, None if gain is None else gain.neg_()
 
 
 @dataclass(frozen=True)
-class LKLambda:
-    """`w KL(p' || q) + (1 - w) (1 - a)` with `w = exp(-decay a)` (see `models.losses.chunked.Divergence`)."""
+class LKLambda(LossDivergence):
+    """`w KL(p' || q) + (1 - w) (1 - a)` with `w = exp(-decay a)`."""
 
     decay: float
-    true_mass: bool = True
+    true_mass = True
 
-    def __call__(
-        self, logits: Tensor, log_p: Tensor, log_mass: Tensor, with_slope: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, logits: Tensor, log_p: Tensor, log_mass: Tensor, with_slope: bool) -> Sloped:
         p = log_p.exp()
         log_q = _log_softmax(logits)
         divergence = (p * log_p).sum(-1, keepdim=True) - torch.einsum("nsv,nv->ns", log_q, p)
@@ -64,7 +88,7 @@ def _log_softmax(logits: Tensor) -> Tensor:
     return logits.sub_(logits.logsumexp(-1, keepdim=True))
 
 
-def _acceptance(log_q: Tensor, log_p: Tensor, with_slope: bool) -> tuple[Tensor, Tensor | None]:
+def _acceptance(log_q: Tensor, log_p: Tensor, with_slope: bool) -> Sloped:
     """`log a` `[n, S]`, and its slope `[n, S, Vd]`; in logarithms, because a starts near 0."""
     log_a = torch.minimum(log_q, log_p).logsumexp(-1)
     if not with_slope:
