@@ -56,6 +56,15 @@ class Proposer(Protocol):
         ...
 
 
+class DraftProposer:
+    """The part of a draft's proposer that is the same for every method."""
+
+    branches, candidates = False, 0
+
+    def observe(self, row: int, tokens: Tensor, likeliest: Likeliest) -> None:
+        raise AssertionError("a draft observes nothing")
+
+
 class ProposalSource(Protocol):
     """A draft, or a baseline that needs no training."""
 

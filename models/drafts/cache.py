@@ -1,10 +1,13 @@
 """Keys and values of several texts while they are decoded, a target's or a draft's."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from models.drafts.batched_proposer import DraftProposer, Turn
 
 LEAST = 128
 """Columns that are held at first; twice as many whenever they do not suffice."""
@@ -69,3 +72,39 @@ class RaggedCache:
         """Let the other rows go."""
         chosen = torch.tensor(rows, device=self.keys.device)
         self.keys, self.values, self._rows = self.keys[chosen], self.values[chosen], self._rows[: len(rows)]
+
+
+class CachedProposer(DraftProposer):
+    """Proposes for B texts with keys and values: the first `lengths[r]` columns of row r were verified.
+
+    Args:
+        rows: B.
+        layers: number of the draft's layers, with a cache each.
+        like: see `RaggedCache`.
+    """
+
+    def __init__(self, rows: int, layers: int, like: Tensor):
+        self.lengths = [0] * rows
+        self.caches = [RaggedCache(rows, like) for _ in range(layers)]
+
+    def only(self, rows: Sequence[int]) -> None:
+        """Let the other rows go."""
+        self.lengths = [self.lengths[row] for row in rows]
+        for cache in self.caches:
+            cache.only(rows)
+
+    def arrive(self, turns: Mapping[int, Turn]) -> tuple[Tensor, Tensor, list[int]]:
+        """The verified positions that are new; rows without a turn have none.
+
+        Returns:
+            Target features `[B, n, K*H]`, padded; positions `[B, n]` int64; how many of them are real in each row.
+        """
+        nothing = next(iter(turns.values())).aux[:0]
+        parts = [turns[row].aux if row in turns else nothing for row in range(len(self.lengths))]
+        aux, new = pad_sequence(parts, batch_first=True), [len(part) for part in parts]
+        starts = torch.tensor(self.lengths, device=aux.device).unsqueeze(1)
+        self.lengths = [length + count for length, count in zip(self.lengths, new, strict=True)]
+        assert all(len(turn.text) == self.lengths[row] + 1 for row, turn in turns.items()), (
+            "every verified position's features are handed over exactly once"
+        )
+        return aux, starts + torch.arange(aux.shape[1], device=aux.device), new

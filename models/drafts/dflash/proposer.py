@@ -1,33 +1,28 @@
 """DFlash while decoding: blocks of several texts are filled at once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from models.drafts.batched_proposer import Choice, Turn
-from models.drafts.cache import RaggedCache
-from models.drafts.proposals import Likeliest
+from models.drafts.cache import CachedProposer, RaggedCache
 from models.drafts.trees import Tree
 
 if TYPE_CHECKING:
     from models.drafts.dflash.module import DFlashDraft
 
 
-class DFlashProposer:
-    """Proposals for B texts (see `Proposer`), with every layer's keys and values of verified positions."""
-
-    branches, candidates = False, 0
+class DFlashProposer(CachedProposer):
+    """Proposals for B texts (see `Proposer`)."""
 
     def __init__(self, draft: "DFlashDraft", rows: int):
-        self.draft = draft
         config = draft.config
         empty = draft.fc.weight.new_empty(0, config.num_kv_heads, config.head_dim)
-        self.lengths = [0] * rows
-        self.caches = [RaggedCache(rows, empty) for _ in config.layer_types]
+        super().__init__(rows, len(config.layer_types), empty)
+        self.draft = draft
 
     @torch.no_grad()
     def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
@@ -41,22 +36,17 @@ class DFlashProposer:
         chains = choice.chains()
         return {row: chains[row] for row in turns}
 
-    def observe(self, row: int, tokens: Tensor, likeliest: Likeliest) -> None:
-        """A draft observes nothing."""
-        raise AssertionError
-
-    def only(self, rows: Sequence[int]) -> None:
-        """Let the other rows go."""
-        self.lengths = [self.lengths[row] for row in rows]
-        for cache in self.caches:
-            cache.only(rows)
-
     def fill(self, turns: Mapping[int, Turn]) -> Tensor:
         """Store new features; normed hidden states `[B, block - 1, H]` of the blocks after them.
 
         Rows without a turn fill a block of no meaning.
         """
-        self._catch_up(turns)
+        before, (aux, positions, _) = max(self.lengths), self.arrive(turns)
+        # What pads the new features is overwritten by the blocks.
+        new = self.draft.feature_keys(aux.flatten(0, 1), positions.flatten())
+        for cache, (keys, values) in zip(self.caches, new, strict=True):
+            cache.reserve(before + aux.shape[1] + self.draft.config.block_size)
+            cache.write(positions, keys.unflatten(0, positions.shape), values.unflatten(0, positions.shape))
         device = self.draft.fc.weight.device
         size, columns = self.draft.config.block_size, max(self.lengths) + self.draft.config.block_size
         anchors = torch.tensor(self.lengths, device=device)
@@ -70,23 +60,6 @@ class DFlashProposer:
             for cache, window in zip(self.caches, self.draft.windows, strict=True)
         ]
         return self.draft.fill_by(tokens, anchors, attentions)
-
-    def _catch_up(self, turns: Mapping[int, Turn]) -> None:
-        """Keys and values of new features; what pads them is overwritten by the blocks."""
-        first = next(iter(turns.values())).aux
-        parts = [turns[row].aux if row in turns else first[:0] for row in range(len(self.lengths))]
-        aux = pad_sequence(parts, batch_first=True)
-        start = torch.tensor(self.lengths, device=aux.device)[:, None]
-        positions = start + torch.arange(aux.shape[1], device=aux.device)
-        new = self.draft.feature_keys(aux.flatten(0, 1), positions.flatten())
-        columns = max(self.lengths) + aux.shape[1] + self.draft.config.block_size
-        for cache, (keys, values) in zip(self.caches, new, strict=True):
-            cache.reserve(columns)
-            cache.write(positions, keys.unflatten(0, positions.shape), values.unflatten(0, positions.shape))
-        self.lengths = [length + len(part) for length, part in zip(self.lengths, parts, strict=True)]
-        assert all(len(turn.text) == self.lengths[row] + 1 for row, turn in turns.items()), (
-            "every verified position's features are handed over exactly once"
-        )
 
 
 def _visible(own: Tensor, columns: int, window: int | None) -> Tensor:

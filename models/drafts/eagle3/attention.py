@@ -9,7 +9,7 @@ rank that has a part of a sample's rows merges what they find in the rows before
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,25 +22,31 @@ PLAIN_ROWS = 512
 """Query rows of the plain kernel whose scores are alive at once."""
 
 
-class Kernel(Protocol):
-    """Attention of packed sequences, and its backward pass from a given log-sum-exp.
+class Attended(NamedTuple):
+    """An attention's inputs and results; results may be merged with those of other keys."""
 
-    Queries are `[N, heads, d]`, keys and values `[N, kv_heads, d]`; scores are scaled by `d ** -0.5`. It is causal
-    within sequences of `lengths`; where that is None every query sees all keys, of which there may be another number.
-    """
+    q: Tensor
+    """`[N, heads, d]`; scores are scaled by `d ** -0.5`."""
+    k: Tensor
+    """`[M, kv_heads, d]`."""
+    v: Tensor
+    """`[M, kv_heads, d]`."""
+    out: Tensor
+    """`[N, heads, d]` attended values."""
+    log_sum: Tensor
+    """`[N, heads]` log-sum-exp of the scores, at least float32."""
+    lengths: Sequence[int] | None
+    """Causal within packed sequences of these lengths, M being N; None: every query sees all keys."""
+
+
+class Kernel(Protocol):
+    """Attention of packed sequences, and its backward pass from a given log-sum-exp."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int] | None) -> tuple[Tensor, Tensor]:
-        """Attended values `[N, heads, d]` and the scores' log-sum-exp `[N, heads]`, at least float32."""
+        """`out` and `log_sum` (see `Attended`)."""
         ...
 
-    def backward(
-        self,
-        gradient: Tensor,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        out: Tensor,
-        log_sum: Tensor,
-        lengths: Sequence[int] | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, gradient: Tensor, of: Attended) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k, v where probabilities are `exp(score - log_sum)` and `out` is what all columns gave."""
         ...
 
@@ -113,11 +119,11 @@ class _StepAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         out, log_sum, q, earlier_k, earlier_v, k, v, *own = ctx.saved_tensors
         kernel, gradient = ctx.how.kernel, gradients[0]
-        of_q, of_k, of_v = kernel.backward(gradient, (q, k, v), out, log_sum, ctx.how.lengths)
+        of_q, of_k, of_v = kernel.backward(gradient, Attended(q, k, v, out, log_sum, ctx.how.lengths))
         of_earlier = torch.zeros_like(earlier_k), torch.zeros_like(earlier_v)
         for rows, keys in _looking_back(ctx.how):
-            inputs = q[rows], earlier_k[keys], earlier_v[keys]
-            found = kernel.backward(gradient[rows], inputs, out[rows], log_sum[rows], None)
+            part_of = Attended(q[rows], earlier_k[keys], earlier_v[keys], out[rows], log_sum[rows], None)
+            found = kernel.backward(gradient[rows], part_of)
             for whole, place, part in zip((of_q, *of_earlier), (rows, keys, keys), found, strict=True):
                 whole[place] += part
         of_own = _add_own_gradients(of_q, gradient, q, own, out, log_sum) if own else []
@@ -191,17 +197,13 @@ def _add_own_gradients(
 
 
 def _ends(lengths: Sequence[int]) -> list[int]:
-    ends = [0]
-    for length in lengths:
-        ends.append(ends[-1] + length)
-    return ends
+    return [0, *accumulate(lengths)]
 
 
-class PlainKernel:
+class PlainKernel(Kernel):
     """The specification, in plain torch and float32 (float64 stays): query rows in chunks, sample by sample."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int] | None) -> tuple[Tensor, Tensor]:
-        """See `Kernel.forward`."""
         dtype = torch.promote_types(q.dtype, torch.float32)
         out, log_sum = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=dtype)
         for rows, seen in _chunks(lengths, len(q), len(k)):
@@ -211,16 +213,8 @@ class PlainKernel:
             out[rows], log_sum[rows] = attended.transpose(0, 1).to(out.dtype), found.T
         return out, log_sum
 
-    def backward(
-        self,
-        gradient: Tensor,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        out: Tensor,
-        log_sum: Tensor,
-        lengths: Sequence[int] | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Kernel.backward`."""
-        q, k, v = inputs
+    def backward(self, gradient: Tensor, of: Attended) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, log_sum, lengths = of
         heads, kv_heads, scale = q.shape[1], k.shape[1], q.shape[-1] ** -0.5
         of_q, of_k, of_v = torch.empty_like(q), *(torch.zeros_like(x, dtype=log_sum.dtype) for x in (k, v))
         for rows, seen in _chunks(lengths, len(q), len(k)):
@@ -264,11 +258,10 @@ def _masked_scores(q: Tensor, k: Tensor, rows: slice, seen: slice, causal: bool)
     return scores.masked_fill_(future, float("-inf"))
 
 
-class CpuFlash:
+class CpuFlash(Kernel):
     """PyTorch's flash attention for CPUs, sample by sample. Key-value heads are its batch: none is repeated."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int] | None) -> tuple[Tensor, Tensor]:
-        """See `Kernel.forward`."""
         out, log_sum = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
         for rows, keys in _sequences(lengths):
             found, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -277,21 +270,12 @@ class CpuFlash:
             out[rows], log_sum[rows] = _ungrouped(found), _ungrouped(sums.unsqueeze(-1)).squeeze(-1)
         return out, log_sum
 
-    def backward(
-        self,
-        gradient: Tensor,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        out: Tensor,
-        log_sum: Tensor,
-        lengths: Sequence[int] | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Kernel.backward`."""
-        q, k, v = inputs
-        heads = q.shape[1]
-        gradients = tuple(torch.empty_like(x) for x in inputs)
+    def backward(self, gradient: Tensor, of: Attended) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, log_sum, lengths = of
+        heads, gradients = q.shape[1], tuple(torch.empty_like(x) for x in (q, k, v))
         for rows, keys in _sequences(lengths):
-            inputs_here = (gradient[rows], q[rows], k[keys], v[keys], out[rows])
-            slope, *parts, result = _by_group(heads, *inputs_here, kv_heads=k.shape[1])
+            mine = (gradient[rows], q[rows], k[keys], v[keys], out[rows])
+            slope, *parts, result = _by_group(heads, *mine, kv_heads=k.shape[1])
             sums = log_sum[rows].T.unflatten(0, (k.shape[1], -1)).contiguous()
             of_parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 slope, *parts, result, sums, 0.0, lengths is not None
@@ -322,11 +306,10 @@ def _ungrouped(x: Tensor) -> Tensor:
     return x.flatten(0, 1).transpose(0, 1)
 
 
-class CudaFlash:
+class CudaFlash(Kernel):
     """FlashAttention on CUDA in half precision: all samples in one launch. (Never run so far: no GPU.)"""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int] | None) -> tuple[Tensor, Tensor]:
-        """See `Kernel.forward`."""
         if not len(q):
             return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
         out, sums, *_ = torch.ops.aten._flash_attention_forward(
@@ -334,32 +317,17 @@ class CudaFlash:
         )
         return out, sums.T
 
-    def backward(
-        self,
-        gradient: Tensor,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        out: Tensor,
-        log_sum: Tensor,
-        lengths: Sequence[int] | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Kernel.backward`."""
-        q, k, _ = inputs
+    def backward(self, gradient: Tensor, of: Attended) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, log_sum, lengths = of
         if not len(q):
-            return tuple(torch.zeros_like(x) for x in inputs)  # type: ignore[return-value]
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         # There is no dropout, whose random state this would be.
         state = torch.zeros(2, dtype=torch.uint64, device=gradient.device)
         unused = torch.empty(0, dtype=torch.uint64, device=gradient.device)
         return torch.ops.aten._flash_attention_backward(
-            gradient.contiguous(),
-            *inputs,
-            out,
-            log_sum.T.contiguous(),
-            *_bounds(q, k, lengths),
-            0.0,
-            lengths is not None,
-            state,
-            unused,
-        )
+            gradient.contiguous(), q, k, v, out, log_sum.T.contiguous(), *_bounds(q, k, lengths), 0.0,
+            lengths is not None, state, unused,
+        )  # fmt: skip
 
 
 def _bounds(q: Tensor, k: Tensor, lengths: Sequence[int] | None) -> tuple[Tensor, Tensor, int, int]:

@@ -10,28 +10,25 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from models.drafts.batched_proposer import Choice, Turn
-from models.drafts.cache import RaggedCache
+from models.drafts.cache import CachedProposer
 from models.drafts.layers import rotary_tables
-from models.drafts.proposals import Likeliest
 from models.drafts.trees import ROOT, Candidates, Growing, Tree, children, grow
 
 if TYPE_CHECKING:
     from models.drafts.eagle3.module import Eagle3Draft
 
 
-class Eagle3Proposer:
-    """Proposals for B texts (see `Proposer`); what a row's first `lengths[r]` columns hold was verified."""
+class Eagle3Proposer(CachedProposer):
+    """Proposals for B texts (see `Proposer`)."""
 
-    branches, candidates = True, 0
+    branches = True
 
     def __init__(self, draft: "Eagle3Draft", rows: int):
-        self.draft = draft
         config = draft.config
-        self.lengths = [0] * rows
-        self.cache = RaggedCache(rows, draft.fc.weight.new_empty(0, config.num_kv_heads, config.head_dim))
+        super().__init__(rows, 1, draft.fc.weight.new_empty(0, config.num_kv_heads, config.head_dim))
+        self.draft, self.cache = draft, self.caches[0]
 
     @torch.no_grad()
     def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
@@ -53,37 +50,18 @@ class Eagle3Proposer:
             for row, turn in turns.items()
         }
 
-    def observe(self, row: int, tokens: Tensor, likeliest: Likeliest) -> None:
-        """A draft observes nothing."""
-        raise AssertionError
-
-    def only(self, rows: Sequence[int]) -> None:
-        """Let the other rows go."""
-        self.lengths = [self.lengths[row] for row in rows]
-        self.cache.only(rows)
-
     def _catch_up(self, turns: Mapping[int, Turn]) -> Tensor:
         """Take in the verified positions that are new; the raw hidden state `[B, H]` of each row's last one.
 
-        Rows are padded to the same number of new positions; what pads them is overwritten before it is seen.
+        What pads them is overwritten before it is seen.
         """
-        first = next(iter(turns.values())).aux
-        rows = range(len(self.lengths))
-        new = [len(turns[row].aux) if row in turns else 0 for row in rows]
+        before, (aux, positions, new) = max(self.lengths), self.arrive(turns)
         most = max(new)
         texts = [
-            [*turns[row].text[start + 1 :], *[0] * (most - new[row])] if row in turns else [0] * most
-            for row, start in enumerate(self.lengths)
+            [*turns[row].text[-count:], *[0] * (most - count)] if count else [0] * most for row, count in enumerate(new)
         ]
-        aux = pad_sequence([turns[row].aux if row in turns else first[:0] for row in rows], batch_first=True)
-        positions = torch.tensor(self.lengths, device=aux.device).unsqueeze(1) + torch.arange(most, device=aux.device)
-        columns = max(self.lengths) + most
-        self.lengths = [start + count for start, count in zip(self.lengths, new, strict=True)]
-        assert all(len(turn.text) == self.lengths[row] + 1 for row, turn in turns.items()), (
-            "every verified position's features are handed over exactly once"
-        )
         fused = self.draft.fuse(aux.flatten(0, 1))
-        hidden = self.step(torch.tensor(texts, device=aux.device), fused, positions, columns)
+        hidden = self.step(torch.tensor(texts, device=aux.device), fused, positions, before + most)
         last = [row * most + max(0, count - 1) for row, count in enumerate(new)]
         return hidden[last]
 

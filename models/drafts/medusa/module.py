@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from models.config.medusa import MedusaConfig
 from models.drafts.base import Draft, DraftLoss, PackedSamples, TargetProjection
-from models.drafts.batched_proposer import Choice, Turn
+from models.drafts.batched_proposer import Choice, DraftProposer, Turn
 from models.drafts.chains import chain_loss
 from models.drafts.layers import RMSNorm
-from models.drafts.proposals import NO_PROPOSAL, Likeliest
+from models.drafts.proposals import NO_PROPOSAL
 from models.drafts.trees import Tree
 from models.drafts.vocabulary import DraftVocabulary
 
@@ -83,10 +83,8 @@ class MedusaDraft(Draft):
         return MedusaProposer(self)
 
 
-class MedusaProposer:
+class MedusaProposer(DraftProposer):
     """Proposes by the newest positions' features, for any rows (see `Proposer`); it keeps nothing of them."""
-
-    branches, candidates = False, 0
 
     def __init__(self, draft: MedusaDraft):
         self.draft = draft
@@ -100,10 +98,6 @@ class MedusaProposer:
         for output in draft.outputs(newest)[: choice.longest]:
             choice.next(draft.lm_head(output))
         return dict(zip(turns, choice.chains(), strict=True))
-
-    def observe(self, row: int, tokens: Tensor, likeliest: Likeliest) -> None:
-        """A draft observes nothing."""
-        raise AssertionError
 
     def only(self, rows: Sequence[int]) -> None:
         """Nothing is stored per row."""
