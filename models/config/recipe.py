@@ -110,10 +110,14 @@ def load_recipe(path: Path, overrides: list[str] | None = None) -> RunConfig:
         raise Refusal(f"{path} holds no settings: a recipe is a YAML mapping with at least name, target and draft")
     for override in overrides or []:
         _apply(tree, override)
+    return _validated(tree, str(path))
+
+
+def _validated(tree: Any, place: str, remedy: str = "") -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise Refusal(_explain(str(path), error)) from error
+        raise Refusal(_explain(place, error) + remedy) from error
 
 
 def _read(path: Path) -> str:
@@ -152,13 +156,10 @@ def read_config(path: Path) -> RunConfig:
             f"{path} is damaged: {error}. It is the only record of what the run was asked for: put it back from a "
             "backup, or start a new run"
         ) from error
-    try:
-        return RunConfig.model_validate_json(json.dumps(tree))
-    except ValidationError as error:
-        raise Refusal(
-            f"{_explain(str(path), error)}\nThe file was changed, or another version of Draftsmith made the run: "
-            "restore it, use that version, or start a new run"
-        ) from error
+    remedy = "restore it, use that version, or start a new run"
+    return _validated(
+        tree, str(path), f"\nThe file was changed, or another version of Draftsmith made the run: {remedy}"
+    )
 
 
 SECTIONS_OF_PLACEMENT = ("pools", "plan")
@@ -188,10 +189,7 @@ def with_overrides(config: RunConfig, overrides: list[str]) -> RunConfig:
                 f"{' and '.join(SECTIONS_OF_PLACEMENT)})"
             )
         _apply(tree, override)
-    try:
-        return RunConfig.model_validate(tree)
-    except ValidationError as error:
-        raise Refusal(_explain("the run's configuration", error)) from error
+    return _validated(tree, "the run's configuration")
 
 
 def without_placement(config: RunConfig) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from models.checkpoint import Restored, TrainerState
 from models.config.training import TrainingConfig
 from models.drafts.base import Draft, DraftLoss, TargetProjection
-from models.training.sharding import data_mesh, divided_as, optimizer_state_as, part, shard, sync_gradients, whole
+from models.training.sharding import divided_as, optimizer_state_as, part, shard, sync_gradients, whole
 from models.training.stream import MicroBatch
 
 
@@ -56,11 +56,11 @@ class DraftModule(lightning.LightningModule):
 
     def configure_model(self) -> None:
         """Shard the draft if requested; Lightning may call this twice."""
-        mesh = data_mesh(self)
+        mesh = self.device_mesh
         if mesh is None or isinstance(next(self.draft.parameters()), DTensor):
             return
         self.draft.to(self.trainer.strategy.root_device)
-        shard(self.draft, mesh)
+        shard(self.draft, mesh["data_parallel"])
         for name, parameter in self.draft.named_parameters():
             self.averaged[name] = divided_as(parameter, self.averaged[name])
 

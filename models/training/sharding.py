@@ -5,7 +5,6 @@ Checkpoints hold whole tensors either way, so a run can resume with another numb
 
 from typing import Any
 
-import lightning
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor
@@ -72,9 +71,3 @@ def optimizer_state_as(parameters: list[torch.nn.Parameter], state: dict[str, An
 def part(tensor: Tensor) -> Tensor:
     """What this rank has of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def data_mesh(module: lightning.LightningModule) -> DeviceMesh | None:
-    """The ranks among which Lightning shards the module; None without sharding."""
-    mesh = module.device_mesh
-    return None if mesh is None else mesh["data_parallel"]

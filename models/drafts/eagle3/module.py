@@ -157,12 +157,7 @@ class Eagle3Draft(Draft):
         }
 
     def _norms(self) -> dict[str, bool]:
-        config = self.config
-        return {
-            "fc_norm": config.fc_norm,
-            "norm_before_fc": config.norm_before_fc,
-            "norm_output": config.norm_output,
-        }
+        return {name: getattr(self.config, name) for name in ("fc_norm", "norm_before_fc", "norm_output")}
 
     def _layer_config(self) -> dict[str, Any]:
         """Hugging Face's `LlamaConfig`."""
@@ -225,16 +220,15 @@ class Eagle3Draft(Draft):
         rows = len(tokens) if not self.recompute else RECOMPUTED_ROWS
         parts = zip(tokens.split(rows), positions.split(rows), hidden.split(rows), strict=True)
         q, k, v = _joined(self._recomputable(self._project)(*part) for part in parts)
-        more = (k, v)
+        more = (*of.gather(k, v), k, v) if isinstance(of, ContextShare) and not known else (k, v)
+        columns = [*known, *more]
+        pairs = list(zip(columns[::2], columns[1::2], strict=True))
         if isinstance(of, ContextShare):
-            if not known:
-                more = (*of.gather(k, v), k, v)
-            gathered, *columns = _pairs(*known, *more)
-            lengths = [run.rows for run in of.runs]
             before = tuple(slice(run.offset, run.packed.start) for run in of.runs)
-            attended = step_attention(q, columns, lengths, earlier=Earlier(*gathered, before))
+            lengths, earlier = [run.rows for run in of.runs], Earlier(*pairs.pop(0), before)
+            attended = step_attention(q, pairs, lengths, earlier=earlier)
         else:
-            attended = step_attention(q, _pairs(*known, *more), of)
+            attended = step_attention(q, pairs, of)
         parts = zip(hidden.split(rows), attended.split(rows), strict=True)
         raw, normed = _joined(self._recomputable(self._finish)(*part) for part in parts)
         return raw, normed, *more
@@ -272,24 +266,15 @@ class Eagle3Draft(Draft):
         """Proposals `[T, lookahead]` from every position of one sequence (see ProposalSource)."""
         proposals: list[Tensor] = []
         for normed in self.unroll(tokens[1:], aux, [len(aux)], lookahead, lambda _step, _normed: proposals[-1]):
-            proposals.append(self.best_tokens(normed))
+            proposals.append(self.target_ids[self.logits(normed).argmax(-1)])
         return torch.stack(proposals, dim=1)
 
     def logits(self, normed: Tensor) -> Tensor:
         """`[N, Vd]` over the draft vocabulary from normed hidden states `[N, H]`."""
         return F.linear(normed, self.lm_head.weight)
 
-    def best_tokens(self, normed: Tensor) -> Tensor:
-        """Greedy proposals `[N]` (target ids) from normed hidden states `[N, H]`."""
-        return self.target_ids[self.logits(normed).argmax(-1)]
-
     def proposers(self, count: int) -> Eagle3Proposer:
         return Eagle3Proposer(self, count)
-
-
-def _pairs(*columns: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Alternating keys and values as pairs."""
-    return list(zip(columns[::2], columns[1::2], strict=True))
 
 
 def _joined(parts: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
