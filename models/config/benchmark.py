@@ -8,6 +8,7 @@ from pydantic import Field
 from infra.config import Address, AtLeastOne, Count, Share, StrictConfig, Tokens
 
 Lookahead = Annotated[int, Field(ge=1, le=16)]
+RelativeLoss = Annotated[float, Field(ge=0, lt=1)]
 Prompts = Annotated[int, Field(ge=2, le=1_000_000)]
 SuiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)]
 
@@ -63,10 +64,8 @@ class PromotionConfig(StrictConfig):
     )
     resamples: int = Field(default=10_000, ge=100, le=1_000_000, description="Resamples of the bootstrap.")
     max_gap: float = Field(default=0.05, gt=0, le=100, description="Largest gap of simulated to reference acceptance.")
-    max_goodput_loss: float = Field(
+    max_goodput_loss: RelativeLoss = Field(
         default=0.05,
-        ge=0,
-        lt=1,
         description="Largest relative loss of goodput against the champion at any of benchmark.loads. Step costs are "
         "timings, which vary by a few per cent from run to run.",
     )
@@ -86,10 +85,8 @@ class PromotionConfig(StrictConfig):
     suite_margin: float = Field(
         default=0.01, gt=-1, le=10, description="Relative gain required on each suite; a negative one allows a loss."
     )
-    category_tolerance: float = Field(
+    category_tolerance: RelativeLoss = Field(
         default=0.05,
-        ge=0,
-        lt=1,
         description="A category blocks a challenger whose relative loss there exceeds this with Holm-adjusted "
         "p < 0.05; categories with fewer than 20 prompts are pooled.",
     )

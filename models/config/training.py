@@ -8,6 +8,7 @@ from infra.config import Address, AtLeastOne, Count, Share, StrictConfig, Tokens
 from infra.refusal import Refusal
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Steps = Annotated[int, Field(ge=0, le=1_000_000_000)]
 Version = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
@@ -28,7 +29,7 @@ class TrainingConfig(StrictConfig):
     max_steps: AtLeastOne | None = Field(default=None, description="Most optimizer steps; default: all epochs.")
     learning_rate: float = Field(default=1e-3, gt=0, le=10, description="Peak learning rate, after the warm-up.")
     min_learning_rate_share: Share = Field(default=0.1, description="Final learning rate as a share of the peak.")
-    warmup_steps: int = Field(default=10, ge=0, le=1_000_000_000, description="Steps of the linear warm-up; 0: none.")
+    warmup_steps: Steps = Field(default=10, description="Steps of the linear warm-up; 0: none.")
     weight_decay: float = Field(default=0.0, ge=0, le=100, description="AdamW's weight decay; 0: off.")
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="AdamW's two moment decays, each in [0, 1).")
     clip_norm: float = Field(default=1.0, gt=0, le=1_000_000, description="Maximum L2 norm of all gradients.")
@@ -68,11 +69,8 @@ class TrainingConfig(StrictConfig):
     checkpoint_steps: AtLeastOne = Field(default=200, description="Steps between checkpoints.")
     keep_checkpoints: int = Field(default=2, ge=1, le=10_000, description="Checkpoints that are kept, the newest.")
     log_steps: AtLeastOne = Field(default=10, description="Steps between progress lines and logged metrics.")
-    heldout_steps: int = Field(
-        default=100,
-        ge=0,
-        le=1_000_000_000,
-        description="Steps between measurements of simulated acceptance on held-out prompts; 0: none.",
+    heldout_steps: Steps = Field(
+        default=100, description="Steps between measurements of simulated acceptance on held-out prompts; 0: none."
     )
     heldout_prompts: int = Field(
         default=16, ge=1, le=100_000, description="Held-out prompts of each measurement, continued once by the target."

@@ -123,39 +123,27 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, share: ContextShare, *mine: Tensor) -> tuple[Tensor, ...]:
         ctx.share, ctx.shapes = share, [x.shape[1:] for x in mine]
-        sent, of_ranks = _padded(torch.cat([x.flatten(1) for x in mine], dim=1), share), _of_ranks(share)
-        received = [torch.empty_like(sent) for _ in of_ranks]
+        ctx.of_ranks = [_numbers(_runs(share.lengths, share.size, r), mine[0].device, True) for r in range(share.size)]
+        sent = _padded(torch.cat([x.flatten(1) for x in mine], dim=1), ctx.of_ranks)
+        received = [torch.empty_like(sent) for _ in ctx.of_ranks]
         dist.all_gather(received, sent, group=share.group)
         whole = sent.new_empty(sum(share.lengths), sent.shape[1])
-        for runs, part in zip(of_ranks, received, strict=True):
-            start = 0
-            for run in runs:
-                whole[run.packed] = part[start : start + run.rows]
-                start += run.rows
+        for rows, part in zip(ctx.of_ranks, received, strict=True):
+            whole[rows] = part[: len(rows)]
         return _apart(whole, ctx.shapes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        share = ctx.share
         whole = torch.cat([x.flatten(1) for x in gradients], dim=1)
-        sent = [
-            _padded(torch.cat([whole[:0], *(whole[run.packed] for run in runs)]), share) for runs in _of_ranks(share)
-        ]
-        mine = torch.empty_like(sent[share.rank])
-        dist.reduce_scatter(mine, sent, group=share.group)
-        return (None, *_apart(mine[: _rows(share.runs)], ctx.shapes))
+        sent = [_padded(whole[rows], ctx.of_ranks) for rows in ctx.of_ranks]
+        mine = torch.empty_like(sent[0])
+        dist.reduce_scatter(mine, sent, group=ctx.share.group)
+        return (None, *_apart(mine[: len(ctx.of_ranks[ctx.share.rank])], ctx.shapes))
 
 
-def _of_ranks(share: ContextShare) -> list[tuple[RowRange, ...]]:
-    return [_runs(share.lengths, share.size, rank) for rank in range(share.size)]
-
-
-def _rows(runs: Sequence[RowRange]) -> int:
-    return sum(run.rows for run in runs)
-
-
-def _padded(rows: Tensor, share: ContextShare) -> Tensor:
-    padded = rows.new_zeros(max(map(_rows, _of_ranks(share))), rows.shape[1])
+def _padded(rows: Tensor, of_ranks: Sequence[Tensor]) -> Tensor:
+    """With zeros up to the number of rows of the rank that holds most."""
+    padded = rows.new_zeros(max(map(len, of_ranks)), rows.shape[1])
     padded[: len(rows)] = rows
     return padded
 

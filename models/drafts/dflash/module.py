@@ -245,15 +245,11 @@ class DFlashDraft(Draft):
         """Proposals `[T, lookahead]` from every position of one sequence (see ProposalSource)."""
         positions = torch.arange(len(aux), device=tokens.device)
         features = self.feature_keys(aux, positions)
-        found = [
-            self.best_tokens(Blocks(tokens[part + 1], part + 1, torch.zeros_like(part)), features, lookahead)
-            for part in positions.split(BLOCKS_AT_ONCE)
-        ]
-        return torch.cat(found)
-
-    def best_tokens(self, blocks: Blocks, features: Sequence[KeysValues], lookahead: int) -> Tensor:
-        """Greedy proposals `[A, lookahead]`, `NO_PROPOSAL` beyond the block."""
-        best = self.logits(self.fill(blocks, features)[:, :lookahead]).argmax(-1)
+        found = []
+        for part in positions.split(BLOCKS_AT_ONCE):
+            normed = self.fill(Blocks(tokens[part + 1], part + 1, torch.zeros_like(part)), features)[:, :lookahead]
+            found.append(self.logits(normed).argmax(-1))
+        best = torch.cat(found)
         return F.pad(best, (0, lookahead - best.shape[1]), value=NO_PROPOSAL)
 
     def proposers(self, count: int) -> "DFlashProposer":

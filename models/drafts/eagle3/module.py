@@ -219,7 +219,7 @@ class Eagle3Draft(Draft):
         """
         rows = len(tokens) if not self.recompute else RECOMPUTED_ROWS
         parts = zip(tokens.split(rows), positions.split(rows), hidden.split(rows), strict=True)
-        q, k, v = _joined(self._recomputable(self._project)(*part) for part in parts)
+        q, k, v = _joined(self._recomputable(self.project)(*part) for part in parts)
         more = (*of.gather(k, v), k, v) if isinstance(of, ContextShare) and not known else (k, v)
         columns = [*known, *more]
         pairs = list(zip(columns[::2], columns[1::2], strict=True))
@@ -233,7 +233,8 @@ class Eagle3Draft(Draft):
         raw, normed = _joined(self._recomputable(self._finish)(*part) for part in parts)
         return raw, normed, *more
 
-    def _project(self, tokens: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+    def project(self, tokens: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values of rows `[n]` from `tokens` and previous outputs `hidden` `[n, H]`."""
         tables = rotary_tables(positions, self.config.head_dim, self.config.rope_theta)
         x = self.midlayer.attention_input(F.embedding(tokens, self.embed_tokens.weight), hidden)
         return self.midlayer.self_attn.project(x, tables)

@@ -5,15 +5,14 @@ and to the places on its own path. Trees grow text by text.
 """
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from models.drafts.batched_proposer import Choice, Turn
-from models.drafts.cache import CachedProposer
-from models.drafts.layers import rotary_tables
+from models.drafts.cache import CachedProposer, RaggedCache
 from models.drafts.trees import ROOT, Candidates, Growing, Tree, children, grow
 
 if TYPE_CHECKING:
@@ -77,19 +76,18 @@ class Eagle3Proposer(CachedProposer):
         Returns:
             Raw hidden states `[B * T, H]`.
         """
-        self.cache.reserve(columns)
-        q, k, v = self.project(tokens.flatten(), hidden, positions.flatten())
-        self.cache.write(positions, k.unflatten(0, positions.shape), v.unflatten(0, positions.shape))
         visible = torch.arange(columns, device=positions.device) <= positions.unsqueeze(-1)
-        attended = self.cache.attend(q.unflatten(0, positions.shape), visible)
-        return self.draft.midlayer.finish(hidden, attended.flatten(0, 1))
+        return self.run(self.cache, tokens, hidden, positions, positions, visible)
 
-    def project(self, tokens: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of rows `[n]` from `tokens` and previous outputs `hidden` `[n, H]`."""
-        draft, layer = self.draft, self.draft.midlayer
-        tables = rotary_tables(positions, draft.config.head_dim, draft.config.rope_theta)
-        x = layer.attention_input(F.embedding(tokens, draft.embed_tokens.weight), hidden)
-        return layer.self_attn.project(x, tables)
+    def run(
+        self, cache: RaggedCache, tokens: Tensor, hidden: Tensor, positions: Tensor, places: Tensor, visible: Tensor
+    ) -> Tensor:
+        """See `step`; keys go to the columns `places` `[B, T]`, and rows see what is `visible` `[B, T, S]` bool."""
+        cache.reserve(visible.shape[-1])
+        q, k, v = self.draft.project(tokens.flatten(), positions.flatten(), hidden)
+        cache.write(places, k.unflatten(0, places.shape), v.unflatten(0, places.shape))
+        attended = cache.attend(q.unflatten(0, places.shape), visible)
+        return self.draft.midlayer.finish(hidden, attended.flatten(0, 1))
 
     def _tree(self, row: int, newest: Tensor, turn: Turn) -> Tree:
         assert not isinstance(turn.shape, int)
@@ -104,45 +102,31 @@ class Eagle3Proposer(CachedProposer):
 
 
 class _Branches:
-    """The draft's hidden states along the branches of one growing tree."""
+    """The draft's hidden states along the branches of one growing tree, in a copy of the row's cache."""
 
     def __init__(self, proposer: Eagle3Proposer, row: int, root: Tensor):
         self.proposer, self.verified = proposer, proposer.lengths[row]
-        cache = proposer.cache
-        self.keys, self.values = (part[row, :, : self.verified].transpose(0, 1) for part in (cache.keys, cache.values))
+        self.cache = copy(proposer.cache)
+        self.cache.only([row])
         self.hidden: dict[int, Tensor] = {ROOT: root}
-        self.columns: dict[int, int] = {}
-        """Where a place's key stands."""
+        self.seen: dict[int, list[int]] = {ROOT: []}
+        """Columns of a place's own key and of those above it."""
 
     def run(self, grown: Growing, nodes: Sequence[int]) -> Tensor:
         """Raw hidden states `[m, H]` of places of one depth, whose parents ran before."""
         if list(nodes) == [ROOT]:
             return self.hidden[ROOT].unsqueeze(0)
-        draft, layer, verified = self.proposer.draft, self.proposer.draft.midlayer, self.verified
+        draft, first = self.proposer.draft, self.verified + len(self.seen) - 1
         before = torch.stack([self.hidden[grown.parents[node]] for node in nodes])
         fed_back = draft.norm(before) if draft.config.norm_output else before
-        tokens = torch.tensor([grown.tokens[node] for node in nodes], device=before.device)
-        positions = torch.full_like(tokens, verified + grown.depth(nodes[0]) - 1)
-        q, k, v = self.proposer.project(tokens, fed_back, positions)
-        self.columns |= {node: len(self.keys) + row for row, node in enumerate(nodes)}
-        self.keys, self.values = torch.cat([self.keys, k]), torch.cat([self.values, v])
-        visible = torch.zeros(len(nodes), len(self.keys), dtype=torch.bool, device=before.device)
-        visible[:, :verified] = True
+        tokens = torch.tensor([[grown.tokens[node] for node in nodes]], device=before.device)
+        positions = torch.full_like(tokens, self.verified + grown.depth(nodes[0]) - 1)
+        places = first + torch.arange(len(nodes), device=before.device).unsqueeze(0)
+        visible = torch.zeros(1, len(nodes), first + len(nodes), dtype=torch.bool, device=before.device)
+        visible[..., : self.verified] = True
         for row, node in enumerate(nodes):
-            visible[row, self._path(grown, node)] = True
-        attended = F.scaled_dot_product_attention(
-            *(x.transpose(0, 1).unsqueeze(0) for x in (q, self.keys, self.values)),
-            attn_mask=visible,
-            enable_gqa=layer.self_attn.heads != layer.self_attn.kv_heads,
-        )
-        hidden = layer.finish(fed_back, attended.squeeze(0).transpose(0, 1).flatten(1))
+            self.seen[node] = [*self.seen[grown.parents[node]], first + row]
+            visible[0, row, self.seen[node]] = True
+        hidden = self.proposer.run(self.cache, tokens, fed_back, positions, places, visible)
         self.hidden |= dict(zip(nodes, hidden, strict=True))
         return hidden
-
-    def _path(self, grown: Growing, node: int) -> list[int]:
-        """Columns of a place and of all above it."""
-        path = []
-        while node != ROOT:
-            path.append(self.columns[node])
-            node = grown.parents[node]
-        return path
