@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from infra.refusal import Refusal
-from models.drafts.proposals import Likeliest
 from models.drafts.sampling import GREEDY, Sampling
+from models.drafts.trees import Likeliest
 from models.targets.model import TargetModel
 
 ROWS = 64

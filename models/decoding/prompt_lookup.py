@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from models.drafts.batched_proposer import Turn
-from models.drafts.proposals import NO_PROPOSAL, Likeliest, certain
-from models.drafts.trees import Tree
+from models.drafts.trees import NO_PROPOSAL, Likeliest, Tree, certain
 
 LONGEST_NGRAM = 3
 

@@ -9,9 +9,8 @@ after a rejection, and the text continues below the first one that is accepted.
 import torch
 from torch import Tensor
 
-from models.drafts.proposals import NO_PROPOSAL
 from models.drafts.sampling import draw_by
-from models.drafts.trees import ROOT
+from models.drafts.trees import NO_PROPOSAL, ROOT
 
 
 def accept(p: Tensor, tokens: Tensor, parents: Tensor, q: Tensor, chances: Tensor) -> tuple[Tensor, Tensor]:

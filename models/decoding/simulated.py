@@ -15,8 +15,8 @@ from torch import Tensor
 from models.decoding.acceptance import AcceptedCounts
 from models.decoding.plain import likeliest_after
 from models.drafts.batched_proposer import ProposalSource, RolloutSource, Turn
-from models.drafts.proposals import NO_PROPOSAL, Likeliest
 from models.drafts.sampling import GREEDY
+from models.drafts.trees import NO_PROPOSAL, Likeliest
 from models.targets.model import TargetModel
 
 

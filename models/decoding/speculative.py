@@ -19,9 +19,8 @@ from models.decoding.plain import Prefill, end_of, ended, likeliest, likeliest_a
 from models.decoding.rejection import accept
 from models.decoding.stopwatch import StepSeconds, Stopwatch, part_of
 from models.drafts.batched_proposer import ProposalSource, Proposer, Turn
-from models.drafts.proposals import NO_PROPOSAL, Proposals
 from models.drafts.sampling import GREEDY, Sampling, chances
-from models.drafts.trees import ROOT, Tree, TreeShape
+from models.drafts.trees import NO_PROPOSAL, ROOT, Proposals, Tree, TreeShape
 from models.targets.model import TargetModel
 
 Shape = int | TreeShape

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from models.drafts.batched_proposer import Turn
-from models.drafts.proposals import NO_PROPOSAL, Likeliest, certain
-from models.drafts.trees import ROOT, Candidates, Growing, Tree, TreeShape, grow
+from models.drafts.trees import NO_PROPOSAL, ROOT, Candidates, Growing, Likeliest, Tree, TreeShape, certain, grow
 
 CANDIDATES = 8
 

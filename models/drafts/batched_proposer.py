@@ -7,9 +7,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from models.drafts.proposals import Likeliest, Proposals
 from models.drafts.sampling import Sampling, chances, draw_by
-from models.drafts.trees import ROOT, Tree, TreeShape
+from models.drafts.trees import ROOT, Likeliest, Proposals, Tree, TreeShape
 
 
 @dataclass(frozen=True)

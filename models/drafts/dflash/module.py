@@ -20,7 +20,7 @@ from models.drafts.base import Draft, DraftLoss, PackedSamples, TargetProjection
 from models.drafts.dflash.layers import BlockAttention, Blocks, DFlashLayer, KeysValues, PackedAttention, views
 from models.drafts.dflash.proposer import DFlashProposer
 from models.drafts.layers import RMSNorm, rotary_tables
-from models.drafts.proposals import NO_PROPOSAL
+from models.drafts.trees import NO_PROPOSAL
 from models.drafts.vocabulary import DraftVocabulary
 from models.losses.chunked import TargetDistribution, chunked_loss
 from models.losses.divergences import SoftCrossEntropy

@@ -17,8 +17,7 @@ from models.drafts.base import Draft, DraftLoss, PackedSamples, TargetProjection
 from models.drafts.batched_proposer import Choice, DraftProposer, Turn
 from models.drafts.chains import chain_loss
 from models.drafts.layers import RMSNorm
-from models.drafts.proposals import NO_PROPOSAL
-from models.drafts.trees import Tree
+from models.drafts.trees import NO_PROPOSAL, Tree
 from models.drafts.vocabulary import DraftVocabulary
 
 

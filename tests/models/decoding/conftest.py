@@ -10,9 +10,8 @@ from torch import Tensor
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from models.decoding.plain import prefill
-from models.drafts.proposals import Proposals
 from models.drafts.sampling import Sampling
-from models.drafts.trees import Candidates, Growing, Tree, TreeShape, grow
+from models.drafts.trees import Candidates, Growing, Proposals, Tree, TreeShape, grow
 from models.targets.model import TargetModel
 
 sys.path.append(str(Path(__file__).parent))  # test modules import text_by_text from this folder

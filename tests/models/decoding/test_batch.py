@@ -15,9 +15,8 @@ from models.decoding.simulated import features, features_and_likeliest, simulate
 from models.decoding.speculative import Conversation, decode_together, speculate, speculate_together
 from models.decoding.stopwatch import Stopwatch
 from models.decoding.token_recycling import TokenRecycling
-from models.drafts.proposals import Proposals
 from models.drafts.sampling import GREEDY, Sampling
-from models.drafts.trees import DynamicTree, StaticTree, Tree
+from models.drafts.trees import DynamicTree, Proposals, StaticTree, Tree
 from models.targets.model import TargetModel
 
 NEVER = frozenset()

@@ -4,8 +4,8 @@ from hypothesis import strategies as st
 
 from models.decoding.prompt_lookup import PromptLookup, PromptLookupProposer
 from models.drafts.batched_proposer import Turn
-from models.drafts.proposals import NO_PROPOSAL
 from models.drafts.sampling import GREEDY
+from models.drafts.trees import NO_PROPOSAL
 
 NOTHING = torch.empty(0, 0)
 

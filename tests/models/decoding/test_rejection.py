@@ -5,9 +5,8 @@ import torch
 from torch import Tensor
 
 from models.decoding.rejection import accept, residual
-from models.drafts.proposals import NO_PROPOSAL
 from models.drafts.sampling import Sampling, chances
-from models.drafts.trees import ROOT
+from models.drafts.trees import NO_PROPOSAL, ROOT
 
 P = torch.tensor([0.5, 0.3, 0.2, 0.0])
 Q = torch.tensor([0.2, 0.2, 0.1, 0.5])

@@ -18,9 +18,8 @@ from transformers import DynamicCache
 from models.decoding import rejection
 from models.decoding.plain import Prefill
 from models.decoding.speculative import Conversation, decode_together, speculate
-from models.drafts.proposals import Proposals
 from models.drafts.sampling import Sampling
-from models.drafts.trees import DynamicTree, StaticTree, Tree, drawn_children, grow, likeliest_children
+from models.drafts.trees import DynamicTree, Proposals, StaticTree, Tree, drawn_children, grow, likeliest_children
 from models.targets.model import HiddenStates, TargetModel
 
 VOCABULARY, PROMPT = 16, (3, 9, 1)

@@ -10,9 +10,8 @@ from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.simulated import features, features_and_likeliest, simulate
 from models.decoding.speculative import speculate, speculate_together
 from models.decoding.token_recycling import TokenRecycling
-from models.drafts.proposals import NO_PROPOSAL
 from models.drafts.sampling import Sampling
-from models.drafts.trees import StaticTree
+from models.drafts.trees import NO_PROPOSAL, StaticTree
 
 NEVER = frozenset()
 

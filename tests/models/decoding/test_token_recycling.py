@@ -4,9 +4,8 @@ from hypothesis import strategies as st
 
 from models.decoding.token_recycling import TokenRecycling, TokenRecyclingProposer
 from models.drafts.batched_proposer import Turn
-from models.drafts.proposals import Likeliest
 from models.drafts.sampling import GREEDY
-from models.drafts.trees import DynamicTree, StaticTree, Tree, TreeShape
+from models.drafts.trees import DynamicTree, Likeliest, StaticTree, Tree, TreeShape
 
 NOTHING = torch.empty(0, 0)
 

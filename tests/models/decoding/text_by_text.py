@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from models.drafts.batched_proposer import Turn
-from models.drafts.proposals import Likeliest, Proposals
-from models.drafts.trees import Tree
+from models.drafts.trees import Likeliest, Proposals, Tree
 
 
 class TextByText:

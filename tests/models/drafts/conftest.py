@@ -6,9 +6,8 @@ from torch import Tensor
 
 from models.drafts.base import Draft
 from models.drafts.batched_proposer import Turn
-from models.drafts.proposals import NO_PROPOSAL, Proposals
 from models.drafts.sampling import GREEDY, Sampling
-from models.drafts.trees import Tree, TreeShape
+from models.drafts.trees import NO_PROPOSAL, Proposals, Tree, TreeShape
 
 
 class Alone:

@@ -16,9 +16,9 @@ from models.drafts.batched_proposer import Turn
 from models.drafts.dflash.module import DFlashDraft
 from models.drafts.eagle3.module import Eagle3Draft
 from models.drafts.medusa.module import MedusaDraft
-from models.drafts.proposals import Proposals
 from models.drafts.registry import build_draft
 from models.drafts.sampling import GREEDY, Sampling
+from models.drafts.trees import Proposals
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.description import read_description
 from models.export.sglang import load_draft, write_export

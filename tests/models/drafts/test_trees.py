@@ -5,11 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.drafts.proposals import NO_PROPOSAL, Proposals
 from models.drafts.sampling import Sampling
 from models.drafts.trees import (
+    NO_PROPOSAL,
     Candidates,
     DynamicTree,
+    Proposals,
     StaticTree,
     Tree,
     ancestors,

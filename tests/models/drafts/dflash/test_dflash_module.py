@@ -16,8 +16,8 @@ from models.drafts.base import PackedSamples, TargetProjection, supervised_posit
 from models.drafts.batched_proposer import Turn
 from models.drafts.dflash.layers import Blocks
 from models.drafts.dflash.module import DFlashDraft
-from models.drafts.proposals import NO_PROPOSAL
 from models.drafts.sampling import GREEDY, Sampling
+from models.drafts.trees import NO_PROPOSAL
 from models.drafts.vocabulary import DraftVocabulary
 from models.targets.model import TargetModel
 

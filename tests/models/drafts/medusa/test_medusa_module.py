@@ -4,7 +4,7 @@ import torch
 
 from models.config.medusa import MedusaConfig
 from models.drafts.medusa.module import MedusaDraft
-from models.drafts.proposals import NO_PROPOSAL
+from models.drafts.trees import NO_PROPOSAL
 from models.drafts.vocabulary import DraftVocabulary
 
 HIDDEN, TARGET_VOCABULARY = 12, 40
