@@ -31,13 +31,12 @@ class StreamTimes:
 
 @dataclass
 class ProgressWindow:
-    """Sums since the last progress line. S is the number of proposed positions."""
+    """Sums since the last progress line."""
 
     opened: StreamTimes
     """The stream's times when the window opened."""
-    accepted: torch.Tensor | None = None
-    tried: torch.Tensor | None = None
-    loss: float = 0.0
+    sums: torch.Tensor
+    """`[2 * S + 1]` float64 on the CPU: positions accepted, positions tried, loss."""
     steps: int = 0
     tokens: int = 0
     started: float = field(default_factory=time.monotonic)
@@ -46,7 +45,7 @@ class ProgressWindow:
 class ProgressReporter:
     """Collects counts and says every `log_steps` steps how training goes.
 
-    `counters`: those of the checkpoint that training resumes from.
+    `positions`: S, those that the draft proposes. `counters`: those of the checkpoint that training resumes from.
     """
 
     def __init__(
@@ -55,6 +54,7 @@ class ProgressReporter:
         ledger: Ledger,
         control: Control,
         times: StreamTimes,
+        positions: int,
         counters: dict[str, float] | None = None,
     ):
         self.ledger, self.control, self.times, self._metrics = ledger, control, times, run.folder.metrics
@@ -67,7 +67,7 @@ class ProgressReporter:
         self.acceptance: list[float] = []
         self.heldout_length: float | None = None
         """Acceptance length on the held-out texts, where it was measured since the last progress line."""
-        self.window = ProgressWindow(replace(times))
+        self.window = ProgressWindow(replace(times), torch.zeros(2 * positions + 1, dtype=torch.float64))
         self._history = read_history(self._metrics)
 
     def counters(self) -> dict[str, float]:
@@ -82,10 +82,8 @@ class ProgressReporter:
         """Count one micro-batch."""
         if outcome is None:
             return
-        window = self.window
-        window.accepted = outcome.accepted.double() + (0 if window.accepted is None else window.accepted)
-        window.tried = outcome.tried.double() + (0 if window.tried is None else window.tried)
-        window.loss += float(outcome.loss.detach())
+        counts = (outcome.accepted, outcome.tried, outcome.loss)
+        self.window.sums += torch.cat([count.detach().double().flatten() for count in counts]).cpu()
         self.totals["supervised"] += int(outcome.supervised)
         self.totals["covered"] += int(outcome.covered)
 
@@ -95,18 +93,16 @@ class ProgressReporter:
         self.fetched += tokens
         self.totals["tokens"] += tokens
 
-    def report(self, step: int, learning_rate: float, positions: int) -> None:
+    def report(self, step: int, learning_rate: float) -> None:
         """Close the window; rank 0 prints a line and appends to metrics.jsonl."""
         window = self.window
         if not window.steps:
             return
-        self.window = ProgressWindow(replace(self.times))
+        self.window = ProgressWindow(replace(self.times), torch.zeros_like(window.sums))
         elapsed = self.window.started - window.started
         waited = self.window.opened.waited_s - window.opened.waited_s
-        zeros = torch.zeros(positions, dtype=torch.float64)
-        counts = [zeros if part is None else part for part in (window.accepted, window.tried)]
-        sums = self.control.total(torch.cat([*counts, torch.tensor([window.loss], dtype=torch.float64)]))
-        accepted, tried = sums[:positions], sums[positions : 2 * positions]
+        sums = self.control.total(window.sums)
+        accepted, tried = sums[:-1].chunk(2)
         self.totals["trained_s"] += elapsed
         self.totals["waited_s"] += waited
         self.loss = float(sums[-1]) / window.steps

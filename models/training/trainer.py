@@ -51,6 +51,7 @@ def open_trainer(run: PreparedRun, control: Control) -> "DraftTrainer":
     head = read_target_head(Path(run.target.path), torch.float32)
     draft, token_coverage = first_draft(run, head)
     resumed = restore(run.folder.path / resume.checkpoint.path, draft) if resume.checkpoint else None
+    counters = resumed.state["counters"] if resumed else None
     projection = target_projection(run, head, draft)
     module = DraftModule(draft, projection, settings, total_steps, control.world, resumed)
     stream = StepStream(run, control, ledger, resume, draft.positions)
@@ -61,7 +62,7 @@ def open_trainer(run: PreparedRun, control: Control) -> "DraftTrainer":
         resume=resume,
         module=module,
         stream=stream,
-        progress=ProgressReporter(run, ledger, control, stream.times, resumed.state["counters"] if resumed else None),
+        progress=ProgressReporter(run, ledger, control, stream.times, draft.positions, counters),
         heldout=HeldoutWalk(run, draft, divided=settings.sharded and control.world > 1),
         saver=checkpoints.CheckpointSaver(run.folder, ledger, resume.incarnation, settings.keep_checkpoints),
         token_coverage=token_coverage,
@@ -135,7 +136,7 @@ class DraftTrainer(Callback):
 
     def _report(self) -> None:
         rate = self.module.trainer.optimizers[0].param_groups[0]["lr"]
-        self.progress.report(self.step, rate, self.module.draft.positions)
+        self.progress.report(self.step, rate)
 
     def _commit(self) -> None:
         """Begin to save and commit the checkpoint of the present step; all ranks put together what they divide."""
