@@ -162,31 +162,27 @@ def read_config(path: Path) -> RunConfig:
     )
 
 
-SECTIONS_OF_PLACEMENT = ("pools", "plan")
-PLACEMENT = frozenset(
-    {
-        "training.ranks",
-        "training.context_parallel_size",
-        "training.micro_batches",
-        "generator.count",
-        "generator.max_count",
-        "generator.patience_s",
-        "ledger.max_quarantined",
-    }
-)
-"""Settings that a resumed run may change, like all of `pools` and `plan`: they never change what is trained."""
+PLACEMENT: dict[str, Any] = {
+    "pools": True,
+    "plan": True,
+    "training": {"ranks", "context_parallel_size", "micro_batches"},
+    "generator": {"count", "max_count", "patience_s"},
+    "ledger": {"max_quarantined"},
+}
+"""Settings that a resumed run may change, as pydantic's `exclude` takes them: they never change what is trained."""
 
 
 def with_overrides(config: RunConfig, overrides: list[str]) -> RunConfig:
     """The configuration with overrides of placement. Raises Refusal for an override of anything else."""
     tree = config.model_dump(mode="json")
     for override in overrides:
-        setting = override.partition("=")[0]
-        if setting not in PLACEMENT and setting.partition(".")[0] not in SECTIONS_OF_PLACEMENT:
+        section, _, field = override.partition("=")[0].partition(".")
+        fields = PLACEMENT.get(section, ())
+        if fields is not True and field not in fields:
+            names = sorted(f"{s}.{name}" for s, names in PLACEMENT.items() if names is not True for name in names)
             raise Refusal(
                 f"override {redacted(override)!r}: a run is resumed with its own configuration; leave it out, "
-                f"or start a new run (these may change: {', '.join(sorted(PLACEMENT))}, and all of "
-                f"{' and '.join(SECTIONS_OF_PLACEMENT)})"
+                f"or start a new run (these may change: {', '.join(names)}, and all of pools and plan)"
             )
         _apply(tree, override)
     return _validated(tree, "the run's configuration")
@@ -194,11 +190,7 @@ def with_overrides(config: RunConfig, overrides: list[str]) -> RunConfig:
 
 def without_placement(config: RunConfig) -> dict[str, Any]:
     """The settings that a resumed run must share with the original."""
-    tree = config.model_dump(mode="json", exclude=set(SECTIONS_OF_PLACEMENT))
-    for setting in PLACEMENT:
-        section, _, field = setting.partition(".")
-        del tree[section][field]
-    return tree
+    return config.model_dump(mode="json", exclude=PLACEMENT)
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
