@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
+from infra.quantities import plural
 from infra.records.data_path import CaptureRates, SideRates
 
 WAITING = 0.05
@@ -53,8 +54,7 @@ def in_words(rates: SideRates) -> str:
     if rates.training is None:
         return "nothing has been trained yet"
     side = slow_side(rates)
-    generators = f"{rates.generators} generator{'s' if rates.generators != 1 else ''}"
-    ranks = f"{rates.ranks} rank{'s' if rates.ranks != 1 else ''}"
+    ranks, generators = plural(rates.ranks, "rank"), plural(rates.generators, "generator")
     return (
         f"{side} is the slow side: training could take {_rate(rates.training)} ({ranks}), inference could give "
         f"{_rate(rates.inference)} ({generators}), transport {_rate(rates.transport)}; training waits for data "

@@ -13,6 +13,7 @@ from typing import Any
 import pynvml
 
 from infra.network.rdma import nearest_devices, numa_node
+from infra.quantities import byte_size
 
 UNSEEN_BYTES = 2**30
 """More than a driver keeps for itself on an idle GPU."""
@@ -51,9 +52,11 @@ class Gpu:
     def held(self) -> str | None:
         """Other processes that use it, as text; None if idle."""
         if self.others:
-            return ", ".join(f"process {pid}" + (f" ({_gib(size)})" if size else "") for pid, size in self.others[:4])
+            return ", ".join(
+                f"process {pid}" + (f" ({byte_size(size)})" if size else "") for pid, size in self.others[:4]
+            )
         if self.total - self.free > UNSEEN_BYTES:
-            return f"processes that cannot be seen from here ({_gib(self.total - self.free)})"
+            return f"processes that cannot be seen from here ({byte_size(self.total - self.free)})"
         return None
 
 
@@ -140,7 +143,3 @@ def _link(one: Any, other: Any) -> str:
 def _pci(handle: Any) -> str:
     # NVML writes the domain with eight digits, the kernel with four.
     return str(pynvml.nvmlDeviceGetPciInfo(handle).busId).lower()[-12:]
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"

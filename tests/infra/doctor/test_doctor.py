@@ -235,7 +235,7 @@ H100 = Gpu("H100", 80 * GIB, 79 * GIB)
     ("gpu", "verdict", "said"),
     [
         (H100, "ok", "79 GiB free of 80 GiB, driver 580.1"),
-        (Gpu("H100", 80 * GIB, 40 * GIB, ((7, 39 * GIB),)), "note", "process 7 (39.0 GiB)"),
+        (Gpu("H100", 80 * GIB, 40 * GIB, ((7, 39 * GIB),)), "note", "process 7 (39 GiB)"),
         (Gpu("H100", 80 * GIB, 79 * GIB, ((7, 0),)), "note", "in use by process 7"),
         (Gpu("H100", 80 * GIB, 40 * GIB), "note", "cannot be seen from here"),
         (Gpu("H100", 80 * GIB, 79 * GIB, mig=True), "note", "MIG is on"),

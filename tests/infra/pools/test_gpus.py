@@ -94,7 +94,7 @@ def test_the_inventory_says_what_is_near(cards: list[Card], machine: Path) -> No
     assert found.gpus[0].links == ("", "NVLink", "other NUMA nodes", "other NUMA nodes")
     said = [finding.found for finding in devices.gpus(found)]
     assert "NUMA node 0, RDMA by mlx5_0, NVLink to GPU 1, GPU 2, 3 through other NUMA nodes" in said[0]
-    assert "in use by process 4000000 (29.0 GiB)" in said[1]
+    assert "in use by process 4000000 (29 GiB)" in said[1]
 
 
 def test_gpus_that_strangers_use_are_left_alone(cards: list[Card], tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_gpus_that_strangers_use_are_left_alone(cards: list[Card], tmp_path: Pat
         second.acquire([PoolSpec("training", 2)], Owner("two", tmp_path))
     for said in (
         "of this machine's 4, 1 are held by other runs",
-        "GPU-bb is in use by process 4000000 (29.0 GiB)",
+        "GPU-bb is in use by process 4000000 (29 GiB)",
         "GPU-cc is in use by processes that cannot be seen from here",
     ):
         assert said in str(raised.value)
