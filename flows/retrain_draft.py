@@ -1,5 +1,7 @@
 """The retrain flow: from prompts to a promoted draft. Everything heavy runs in child processes."""
 
+from contextlib import closing
+
 from prefect import flow
 
 from models.config.recipe import RunConfig
@@ -10,7 +12,7 @@ from tasks.promotion import promote_or_refuse
 from tasks.registry import register_draft, track_samples, track_training, tracked
 from tasks.report.write import write_report
 from tasks.run import open_run
-from tasks.training import export_draft, generating, storing, train
+from tasks.training import export_draft, start_generators, storing, train
 
 
 @flow(name="retrain")
@@ -36,7 +38,7 @@ def retrain(config: RunConfig, run: str | None = None) -> str:
         with (
             lease(opened, "inference", "training") as (inference, training),
             storing(opened, training) as store,
-            generating(opened, inference) as generators,
+            closing(start_generators(opened, inference)) as generators,
         ):
             trained = train(opened, training, generators, store)
         track_training(opened, tracking)

@@ -12,7 +12,7 @@ from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
 from infra.tracking.registry import champion, download, version_of_run
 from infra.tracking.runs import log_model_figures
-from tasks.data_plane import run_main
+from tasks.pools import run_main
 from tasks.run import OpenRun
 from tasks.side_effects import artifact_key, side_effect
 

@@ -1,4 +1,4 @@
-"""Leases devices, and limits what runs at the same time."""
+"""Leases devices, runs processes on them, and limits what runs at the same time."""
 
 import platform
 from collections.abc import Iterator, Sequence
@@ -15,9 +15,9 @@ from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectAlreadyExists
 
 from infra.pools.base import Pool, PoolBusyError, PoolProvider, PoolSpec, Role
-from infra.pools.local import LocalPools
+from infra.pools.local import LocalPool, LocalPools
 from infra.pools.run_pools import SinglePools, generator_spec, pool_provider, pool_specs
-from infra.processes.process import Owner
+from infra.processes.process import Owner, module
 from infra.settings import prefect_is_private
 from tasks.run import OpenRun
 
@@ -52,6 +52,23 @@ def single_pools(run: OpenRun) -> SinglePools:
     if isinstance(provider, LocalPools):
         return SinglePools(provider, spec, run.owner, partial(_promptly_queued, provider, spec))
     return SinglePools(provider, spec, run.owner)
+
+
+def run_main(run: OpenRun, pool: Pool, role: str, name: str, *arguments: str, timeout_s: float) -> None:
+    """Run `python -m NAME RUN ARGUMENTS` on a pool to its end, forwarding its output to the task's log.
+
+    Raises ProcessFailedError with the end of the log, or TimeoutError.
+    """
+    process = pool.launch(role, module(name, run.folder.path, *arguments))
+    try:
+        process.wait(timeout_s, on_line=get_run_logger().info)
+    finally:
+        process.stop()
+
+
+def on_cpu(run: OpenRun) -> Pool:
+    """This machine's cores, which need no lease."""
+    return LocalPool(run.owner)
 
 
 @contextmanager

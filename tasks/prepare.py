@@ -16,8 +16,8 @@ from infra.refusal import Refusal
 from infra.tracking.registry import champion, download, find_version
 from infra.transport.files import check_space
 from models.config.recipe import RunConfig
-from tasks.data_plane import on_cpu, run_main
 from tasks.plan import plan_recipe
+from tasks.pools import on_cpu, run_main
 from tasks.run import OpenRun
 from tasks.side_effects import artifact_key, side_effect
 

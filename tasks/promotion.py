@@ -29,8 +29,7 @@ from infra.settings import prefect_is_private
 from infra.tracking import registry
 from infra.tracking.changes import Announcement, Change
 from infra.tracking.promotion import DraftInService, Step
-from tasks.data_plane import run_main
-from tasks.pools import occupy
+from tasks.pools import occupy, run_main
 from tasks.run import OpenRun
 from tasks.side_effects import artifact_key, side_effect
 

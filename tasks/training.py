@@ -21,8 +21,7 @@ from infra.records.data_path import ExportRecord, TrainingResult
 from infra.tracking.runs import log_new_metrics
 from infra.transport.choice import objects_folder
 from infra.transport.mooncake.store import start_store
-from tasks.data_plane import on_cpu, run_main
-from tasks.pools import single_pools
+from tasks.pools import on_cpu, run_main, single_pools
 from tasks.run import OpenRun
 from tasks.side_effects import artifact_key, side_effect
 
@@ -77,13 +76,6 @@ class _Shown:
             )
         else:
             update_progress_artifact(self._bar, percent)  # pyright: ignore[reportArgumentType]
-
-
-@contextmanager
-def generating(run: OpenRun, pool: Pool) -> Iterator[ElasticGenerators]:
-    """Generators that run while the trainer trains."""
-    with closing(start_generators(run, pool)) as generators:
-        yield generators
 
 
 @side_effect("start generators", retries=0)
