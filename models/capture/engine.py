@@ -85,15 +85,9 @@ class StoredEngine:
         transport = run.open_transport()
         assert isinstance(transport, StoredTransport)
         self._transport = transport
-        config = run.config
+        layers, generator = run.config.target.aux_layer_ids, run.config.generator
         self._what = json.dumps(
-            [
-                run.target.revision,
-                config.target.aux_layer_ids,
-                config.generator.compute_dtype,
-                config.generator.stored_dtype,
-                config.generator.engine,
-            ]
+            [run.target.revision, layers, generator.compute_dtype, generator.stored_dtype, generator.engine]
         )
 
     def check_canary(self, tokens: Tensor) -> None:

@@ -58,8 +58,7 @@ def tokenize_conversation(
     The mask comes from the template's generation tags, or else from the difference between the conversation and the
     prompt of each assistant turn. It covers all assistant turns or the last; `mask_thinking` leaves out reasoning.
 
-    Raises:
-        UnrenderableError: the template refuses the conversation, or drops or changes an answer.
+    Raises UnrenderableError: the template refuses the conversation, or drops or changes an answer.
     """
     answers = [turn for turn, message in enumerate(document.messages) if message.role == "assistant"]
     learned = answers if turns == "all" else answers[-1:]

@@ -38,8 +38,7 @@ _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.js
 def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> SamplesRecord:
     """Tokenize `config.source` with the target's tokenizer, or take the samples from the cache.
 
-    Raises:
-        Refusal: no samples can be made with this text, template or limits.
+    Raises Refusal: no samples can be made with this text, template or limits.
     """
     content = source_hash(config.source)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target.path)

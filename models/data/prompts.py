@@ -145,8 +145,7 @@ def question_prompts(
     With a chat template a prompt is a rendered question, without one its text. Prompts of more than `prompt_tokens`
     tokens are left out, because a truncated question is another question.
 
-    Raises:
-        Refusal: an unreadable source, no chat template, or fewer than two prompts.
+    Raises Refusal: an unreadable source, no chat template, or fewer than two prompts.
     """
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target)
     # One token more than is kept shows which plain texts are too long.
@@ -157,7 +156,8 @@ def question_prompts(
     prompts: dict[tuple[int, ...], Question] = {}
     too_long = 0
     for question in _round_robin(questions):
-        prompt = _tokens(prompter, question, templated)
+        message = Message("user" if templated else "text", question.text)
+        prompt = prompter.prompt(Document(question.place, (message,), plain=not templated))
         if len(prompt) > prompt_tokens:
             too_long += 1
         elif len(prompt) > 1:
@@ -184,11 +184,6 @@ def _round_robin(questions: Iterable[Question]) -> Iterator[Question]:
         by_category.setdefault(question.category, []).append(question)
     for row in zip_longest(*by_category.values()):
         yield from (question for question in row if question is not None)
-
-
-def _tokens(prompter: Prompter, question: Question, templated: bool) -> list[int]:
-    message = Message("user" if templated else "text", question.text)
-    return prompter.prompt(Document(question.place, (message,), plain=not templated))
 
 
 def heldout_prompts(samples: SampleSet, config: BenchmarkConfig) -> list[list[int]]:
@@ -250,8 +245,7 @@ def take_prompts(samples: Iterable[tuple[Tensor, Tensor]], count: int, prompt_to
         count: most prompts.
         prompt_tokens: most tokens of a prompt.
 
-    Raises:
-        Refusal: fewer than two prompts.
+    Raises Refusal: fewer than two prompts.
     """
     prompts: dict[tuple[int, ...], None] = {}
     seen = 0

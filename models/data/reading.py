@@ -72,13 +72,11 @@ def _parsed(line: str, place: str) -> Any:
         return Refusal(f"{place}: not valid JSON ({error.msg}, column {error.colno}): write one JSON object per line")
     except UnicodeEncodeError:
         return Refusal(f"{place}: holds half a surrogate pair, which is no character: correct or remove the line")
-    except (ValueError, RecursionError) as error:
-        return Refusal(f"{place}: {_fault(error)}: correct or remove the line")
+    except RecursionError:
+        return Refusal(f"{place}: nested too deeply: correct or remove the line")
+    except ValueError:
+        return Refusal(f"{place}: holds a number of too many digits: correct or remove the line")
     return record
-
-
-def _fault(error: Exception) -> str:
-    return "nested too deeply" if isinstance(error, RecursionError) else "holds a number of too many digits"
 
 
 def _json(file: SourceFile) -> Iterator[Row]:
@@ -90,8 +88,10 @@ def _json(file: SourceFile) -> Iterator[Row]:
             f"{file.place}:{error.lineno}: not valid JSON ({error.msg}, column {error.colno}): write one list of "
             "records, or one record a line and call the file .jsonl"
         ) from error
-    except (ValueError, RecursionError) as error:
-        raise Refusal(f"{file.place}: {_fault(error)}: correct the file") from error
+    except RecursionError as error:
+        raise Refusal(f"{file.place}: nested too deeply: correct the file") from error
+    except ValueError as error:
+        raise Refusal(f"{file.place}: holds a number of too many digits: correct the file") from error
     if not isinstance(records, list):
         raise Refusal(f"{file.place}: a {type(records).__name__}, not a list of records: write [...] around them")
     yield from ((f"{file.place}, record {number}", record) for number, record in enumerate(records, start=1))

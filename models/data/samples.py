@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from infra.refusal import Refusal
 from models.config.data import DataConfig
 from models.data.benchmark_prompts import BenchmarkPrompts
-from models.data.conversations import Document, Tokens
+from models.data.conversations import Document
 from models.data.loss_mask import UnrenderableError, thinks, tokenize_conversation, without_thinking
 
 ENCODE_BATCH_DOCUMENTS = 256
@@ -74,8 +74,7 @@ class Splits:
 class SampleEncoder:
     """Turns documents into samples and counts what it leaves out.
 
-    Raises:
-        Refusal: the tokenizer lacks the chat template or beginning-of-text token that the recipe asks for.
+    Raises Refusal: the tokenizer lacks the chat template or beginning-of-text token that the recipe asks for.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -104,14 +103,11 @@ class SampleEncoder:
         """Samples of all documents in order, without duplicates and documents that contain a benchmark prompt."""
         fresh = self._fresh(documents)
         while batch := list(islice(fresh, ENCODE_BATCH_DOCUMENTS)):
-            if self._template is not None:
-                for document in batch:
-                    yield from self._conversation(document, self._template)
-            elif batch[0].tokens is not None:
-                for document in batch:
-                    yield from self._tokens(document)
-            else:
+            if self._template is None and batch[0].tokens is None:
                 yield from self._plain(batch)
+                continue
+            for document in batch:
+                yield from self._tokens(document) if self._template is None else self._conversation(document)
         self._check_refused()
 
     def _check_refused(self) -> None:
@@ -160,13 +156,8 @@ class SampleEncoder:
             yield from self._limited(document, self._text_prefix, tokens, np.ones(len(tokens), dtype=bool))
 
     def _tokens(self, document: Document) -> Iterator[EncodedSample]:
-        tokens = document.tokens
+        tokens, place = document.tokens, document.place
         assert tokens is not None
-        self._check_tokens(document.place, tokens)
-        mask = last_run(tokens.loss_mask) if self.config.turns == "last" else tokens.loss_mask
-        yield from self._limited(document, [], tokens.ids, mask)
-
-    def _check_tokens(self, place: str, tokens: Tokens) -> None:
         known = self.vocabulary or len(self.tokenizer)
         if len(tokens.ids) and int(tokens.ids.max()) >= known:
             raise Refusal(
@@ -178,17 +169,21 @@ class SampleEncoder:
                 f"{place}: made with the tokenizer {tokens.tokenizer_hash:.16}, the target's is "
                 f"{self.tokenizer_hash or 'unknown':.16}: tokenize with the target's own, or give the text"
             )
+        mask = last_run(tokens.loss_mask) if self.config.turns == "last" else tokens.loss_mask
+        yield from self._limited(document, [], tokens.ids, mask)
 
-    def _conversation(self, document: Document, template: str) -> Iterator[EncodedSample]:
+    def _conversation(self, document: Document) -> Iterator[EncodedSample]:
         if document.plain:
             what = "plain text has" if document.tokens is None else "tokens have"
             raise Refusal(
                 f"{document.place}: {what} no turns for a chat template: set data.chat_template=none, or give "
                 "conversations"
             )
+        assert self._template is not None
+        turns, mask_thinking = self.config.turns, self.config.thinking == "mask"
         try:
             ids, mask = tokenize_conversation(
-                self.tokenizer, document, template, self.config.turns, mask_thinking=self.config.thinking == "mask"
+                self.tokenizer, document, self._template, turns, mask_thinking=mask_thinking
             )
         except UnrenderableError as error:
             self.counts.refused += 1
@@ -202,21 +197,18 @@ class SampleEncoder:
     def _limited(
         self, document: Document, prefix: list[int], tokens: NDArray[np.int32], mask: NDArray[np.bool_]
     ) -> Iterator[EncodedSample]:
-        room = self.config.max_tokens - len(prefix)
-        if len(tokens) + len(prefix) < self.config.min_tokens:
+        room, overlong = self.config.max_tokens - len(prefix), None
+        if len(tokens) > room:
+            overlong = self.config.overlong
+        if len(tokens) + len(prefix) < self.config.min_tokens or overlong == "drop":
             self.counts.dropped += 1
             return
-        pieces = [slice(None)]
-        if len(tokens) > room:
-            if self.config.overlong == "drop":
-                self.counts.dropped += 1
-                return
-            if self.config.overlong == "truncate":
-                self.counts.truncated += 1
-                pieces = [slice(room)]
-            else:
-                self.counts.split += 1
-                pieces = even_pieces(len(tokens), room)
+        pieces = [slice(room)]
+        if overlong == "truncate":
+            self.counts.truncated += 1
+        elif overlong == "split":
+            self.counts.split += 1
+            pieces = even_pieces(len(tokens), room)
         head = np.array(prefix, dtype=np.int32)
         unsupervised = np.zeros(len(prefix), dtype=bool)
         answers = [message for message in document.messages if message.role == "assistant"]
@@ -295,8 +287,7 @@ def heldout_documents(documents: Iterable[str], share: float) -> set[str]:
 def divide(samples: Iterable[EncodedSample], config: DataConfig, counts: PreparationCounts) -> Splits:
     """Hold out whole documents, and keep each sample once.
 
-    Raises:
-        Refusal: no sample is left, or too few documents to hold one out.
+    Raises Refusal: no sample is left, or too few documents to hold one out.
     """
     samples = list(samples)
     if not samples:

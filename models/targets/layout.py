@@ -40,10 +40,8 @@ class HiddenStateLayout:
 
     def pack(self, hidden: HiddenStates) -> dict[str, memoryview]:
         """CPU buffers of one captured sample in the stored data type."""
-        return {"aux": as_bytes(self._stored(hidden.aux)), "last": as_bytes(self._stored(hidden.last))}
-
-    def _stored(self, tensor: Tensor) -> Tensor:
-        return tensor.to("cpu", self.dtype).contiguous()
+        stored = (tensor.to("cpu", self.dtype).contiguous() for tensor in (hidden.aux, hidden.last))
+        return self.views(HiddenStates(*stored))
 
     def empty(
         self, tokens: int, last: int | None = None, pinned: bool = False, device: torch.device | None = None

@@ -35,8 +35,7 @@ _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*
 def prepare_target(config: TargetConfig) -> TargetRecord:
     """Find, download, convert or train the target, and check that its hidden states can be captured.
 
-    Raises:
-        Refusal: a missing folder, package or Hub id, no network, or an unsupported architecture.
+    Raises Refusal: a missing folder, package or Hub id, no network, or an unsupported architecture.
     """
     revision = None
     if config.source == "tiny":
@@ -63,8 +62,7 @@ def prepare_target(config: TargetConfig) -> TargetRecord:
 def converted_package(name: str) -> Path:
     """The folder of a Python package's GGUF target, converted once, which takes about a minute.
 
-    Raises:
-        Refusal: the package is not installed, or does not ship exactly one GGUF file.
+    Raises Refusal: the package is not installed, or does not ship exactly one GGUF file.
     """
     try:
         version = metadata.version(name)
@@ -141,22 +139,16 @@ def _files_hash(folder: Path) -> str:
     return digest.hexdigest()[:40]
 
 
-def summary(record: TargetRecord) -> str:
-    """One line about the target."""
-    return (
-        f"target: {record.name} ({record.model_type}, {record.num_layers} layers, hidden {record.hidden_size}, "
-        f"vocabulary {record.vocab_size}) at {record.path}"
-    )
-
-
 def main() -> None:
     if len(sys.argv) != 2:
         raise Refusal("usage: python -m models.targets.prepare RUN_FOLDER")
     folder = RunFolder(Path(sys.argv[1]))
-    config = read_config(folder.config)
-    record = prepare_target(config.target)
+    record = prepare_target(read_config(folder.config).target)
     write_atomically(folder.target, record)
-    print(summary(record))
+    print(
+        f"target: {record.name} ({record.model_type}, {record.num_layers} layers, hidden {record.hidden_size}, "
+        f"vocabulary {record.vocab_size}) at {record.path}"
+    )
 
 
 if __name__ == "__main__":

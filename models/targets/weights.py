@@ -38,8 +38,7 @@ class TargetHead:
 def read_target_head(path: Path, dtype: torch.dtype) -> TargetHead:
     """Read embedding and head of the Hugging Face folder `path` in `dtype`.
 
-    Raises:
-        Refusal: no safetensors files, or no known tensor names.
+    Raises Refusal: no safetensors files, or no known tensor names.
     """
     config = AutoConfig.from_pretrained(path)
     files = tensor_files(path)
