@@ -15,7 +15,8 @@ from prefect.states import Cancelled, Crashed
 
 from infra.files.run_folder import RunFolder
 from infra.refusal import Refusal
-from infra.run.recovery import ATTEMPTS, is_owned, newest_step, note_recovery
+from infra.run.ownership import is_owned
+from infra.run.recovery import ATTEMPTS, newest_step, note_recovery
 from models.config.recipe import read_config
 from tasks.run import folder_of_flow_run
 from tasks.side_effects import side_effect

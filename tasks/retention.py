@@ -3,8 +3,7 @@
 from prefect import get_run_logger
 
 from infra.files.locks import sweep
-from infra.files.stale_files import bound_logs, remove_old_prompts, remove_unused_cache
-from infra.run.retention import old_runs, remove, remove_rest
+from infra.run.retention import bound_logs, old_runs, remove, remove_old_prompts, remove_rest, remove_unused_cache
 from infra.settings import cache_folder, runs_folder, shared_memory_folder, tracking_database, tracking_uri
 from infra.tracking.retention import empty_trash, remove_old_tracking
 from tasks.side_effects import side_effect

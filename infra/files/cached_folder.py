@@ -16,7 +16,7 @@ def build_once(folder: Path, build: Callable[[Path], None], timeout_s: float = 1
     """Make `folder` by `build(aside)` unless it is there; return whether it was built now.
 
     The modification time of a folder that is there is renewed: clean-up removes what is unused
-    (`infra.files.stale_files`).
+    (`infra.run.retention`).
     `build` fills a folder beside the final place, which is then made durable and renamed. Of several processes one
     builds and the others wait for it; what a dead process left aside is removed.
 

@@ -27,7 +27,7 @@ def hold_run(folder: RunFolder, say: Callable[[str], None]) -> Iterator[Lock]:
         try:
             stack.enter_context(hold(folder.run_lock, wait_s=LOOK_S))
             # The supervisors of a killed owner hold this one until they have stopped its processes.
-            processes = stack.enter_context(hold(folder.path / "processes.lock", wait_s=LAST_PROCESSES_S))
+            processes = stack.enter_context(hold(folder.processes_lock, wait_s=LAST_PROCESSES_S))
         except LockHeldError as error:
             raise _owned_elsewhere(folder, error) from error
         if aside := set_aside_if_damaged(folder.ledger_file):
@@ -60,3 +60,14 @@ def own_run(folder: RunFolder, transport: TransportConfig, say: Callable[[str], 
         except LockHeldError as error:
             raise _owned_elsewhere(folder, error) from error
         yield Owner(folder.name, folder.logs, tuple(folders), tuple(lock.descriptor for lock in locks))
+
+
+def is_owned(folder: RunFolder) -> bool:
+    """Whether a process runs this run now; waits for the last processes of a dead owner."""
+    try:
+        for lock in (folder.run_lock, folder.processes_lock):
+            with hold(lock, wait_s=LAST_PROCESSES_S):
+                pass
+    except LockHeldError:
+        return True
+    return False

@@ -1,16 +1,12 @@
 """Whether a dead run may be restarted without a person."""
 
-from pathlib import Path
-
 from infra.files.atomic import write_atomically
-from infra.files.locks import LockHeldError, hold
 from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
 from infra.records.data_path import Record
 
 ATTEMPTS = 3
 """Recoveries without a new checkpoint between them."""
-LAST_PROCESSES_S = 60.0
 
 
 class Recovery(Record):
@@ -42,7 +38,7 @@ def note_recovery(folder: RunFolder, flow_run: str, step: int) -> bool:
     It may not after ATTEMPTS recoveries that came to no new checkpoint. Asking again for the same flow run changes
     nothing.
     """
-    file = _file(folder)
+    file = folder.recoveries
     made = Recoveries.read(file).made if file.is_file() else ()
     if any(one.flow_run == flow_run for one in made):
         return True
@@ -50,18 +46,3 @@ def note_recovery(folder: RunFolder, flow_run: str, step: int) -> bool:
         return False
     write_atomically(file, Recoveries(made=(*made, Recovery(flow_run=flow_run, step=step))))
     return True
-
-
-def _file(folder: RunFolder) -> Path:
-    return folder.path / "recoveries.json"
-
-
-def is_owned(folder: RunFolder) -> bool:
-    """Whether a process runs this run now; waits for the last processes of a dead owner."""
-    try:
-        for lock in (folder.run_lock, folder.path / "processes.lock"):
-            with hold(lock, wait_s=LAST_PROCESSES_S):
-                pass
-    except LockHeldError:
-        return True
-    return False

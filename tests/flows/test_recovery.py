@@ -55,7 +55,7 @@ def test_a_flow_that_has_just_released_its_run_is_not_dead(
 
 
 def test_a_run_whose_process_lives_is_not_dead(stack: Any, silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.run.recovery.LAST_PROCESSES_S", 1.0)
+    monkeypatch.setattr("infra.run.ownership.LAST_PROCESSES_S", 1.0)
     with hold(stack.runs / RUN / "run.lock"):
         assert look_at(silent) is None
     assert state_of(stack, silent) == "RUNNING"

@@ -6,7 +6,8 @@ import pytest
 
 from infra.files.locks import hold
 from infra.files.run_folder import RunFolder
-from infra.run.recovery import ATTEMPTS, is_owned, newest_step, note_recovery
+from infra.run.ownership import is_owned
+from infra.run.recovery import ATTEMPTS, newest_step, note_recovery
 
 
 def test_three_times_without_a_new_checkpoint(tmp_path: Path) -> None:
@@ -35,7 +36,7 @@ def test_a_run_without_a_ledger_has_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_run_is_owned_while_its_lock_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.run.recovery.LAST_PROCESSES_S", 0.2)
+    monkeypatch.setattr("infra.run.ownership.LAST_PROCESSES_S", 0.2)
     folder = RunFolder(tmp_path)
     assert not is_owned(folder)
     with hold(folder.run_lock):

@@ -8,8 +8,8 @@ from pathlib import Path
 from filelock import FileLock
 
 from infra.files.cached_folder import build_once
-from infra.files.stale_files import bound_logs, remove_old_prompts, remove_unused_cache
 from infra.processes.process import Owner, start
+from infra.run.retention import bound_logs, remove_old_prompts, remove_unused_cache
 
 
 def make_old(path: Path, days: float) -> Path:
