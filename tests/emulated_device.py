@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -95,6 +96,12 @@ class Traffic:
     waits: Counter[str] = field(default_factory=Counter)
     """Times that the host waited, by operation; each copy to the host is one."""
 
+    def clear(self) -> None:
+        """Begin to count anew."""
+        self.to_host.clear()
+        self.to_device.clear()
+        self.waits.clear()
+
 
 class EmulatedTensor(torch.Tensor):
     """A tensor on the emulated device; `data_on_cpu` holds its values."""
@@ -137,8 +144,12 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         device = kwargs.get("device")
-        if func is torch.tensor and _is_emulated(device):
+        if func in (torch.tensor, torch.as_tensor, torch.asarray) and _is_emulated(device):
             return func(*args, **kwargs | {"device": "cpu"}).to(device)
+        if func is torch.Tensor.new_tensor and isinstance(args[0], EmulatedTensor):
+            return torch.tensor(*args[1:], **{"dtype": args[0].dtype} | kwargs).to(DEVICE)
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and isinstance(args[0], EmulatedTensor):
+            args = (args[0], _on_device(args[1]), *args[2:])
         if func is torch.Tensor.tolist and isinstance(args[0], EmulatedTensor):
             return func(args[0].detach().cpu())
         if func in (torch.Tensor.numpy, torch.Tensor.__array__) and isinstance(args[0], EmulatedTensor):
@@ -146,11 +157,38 @@ class _Functions(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _on_device(index: Any) -> Any:
+    """Lists of an index as tensors on the device, where CUDA copies them to."""
+    if isinstance(index, list):
+        return torch.tensor(index).to(DEVICE)
+    return tuple(map(_on_device, index)) if isinstance(index, tuple) else index
+
+
+class EmulatedGenerator(torch.Generator):
+    """A generator that knows for which device it was made; torch has none for this one."""
+
+    _on_device: ClassVar[dict[int, torch.Generator]] = {}
+    """By address; kept here, so that no other one gets the address."""
+
+    def __new__(cls, device: Any = "cpu") -> "EmulatedGenerator":
+        generator = super().__new__(cls)
+        if _is_emulated(device):
+            cls._on_device[generator._cdata] = generator
+        return generator
+
+    @classmethod
+    def check(cls, name: str, generator: torch.Generator, on_device: bool) -> None:
+        """Raise RuntimeError for a generator of another device than the operation's."""
+        if (generator._cdata in cls._on_device) != on_device:
+            raise RuntimeError(f"{name}: the generator is not of the tensor's device")
+
+
 @contextmanager
 def emulated_device() -> Iterator[Traffic]:
     """Make the device available to this thread; yields what crosses between it and the host."""
     traffic = Traffic()
-    with _Operations(traffic), _Functions():
+    with _Operations(traffic), _Functions(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "Generator", EmulatedGenerator)
         yield traffic
 
 
@@ -168,6 +206,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], traffic: Traffic) -> Any:
         _refuse_mixture(name, args, tensors)
     _count(name, args, emulated, traffic)
     on_device = bool(emulated) or _is_emulated(kwargs.get("device"))
+    if kwargs.get("generator") is not None:
+        EmulatedGenerator.check(name, kwargs["generator"], on_device)
     if name in ("set_", "_local_scalar_dense", "equal", "is_nonzero"):
         on_device = False
     plain_kwargs = kwargs | ({"device": torch.device("cpu")} if "device" in kwargs else {})
