@@ -36,6 +36,8 @@ from infra.transport.mooncake.environment import check_mooncake
 from infra.transport.mooncake.store import start_store
 from models.config.recipe import load_recipe
 
+sys.path.append(str(Path(__file__).parent))  # test modules import emulated_device from this folder
+
 RECIPES = Path(__file__).parent.parent / "recipes"
 TINY = RECIPES / "tiny.yaml"
 

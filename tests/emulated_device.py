@@ -1,25 +1,28 @@
 """An accelerator for tests without one: computes on the CPU, reports another device, and raises when devices mix.
 
-Inside `EmulatedDevice()` tensors made with `device="emulated"` or moved there report the device `emulated:0`. An operation
-between them and CPU tensors raises RuntimeError where CUDA would raise. Copies to the host, and operations for which
-the host would wait on a GPU, are counted.
+Inside `emulated_device()` tensors made with `device="emulated"` or moved there report the device `emulated:0`. An
+operation between them and CPU tensors raises RuntimeError where CUDA would raise. Copies to the host, and operations
+for which the host would wait on a GPU, are counted.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any, ClassVar
 
+import emulated_flash
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 NAME = "emulated"
-HOST_WAITS = frozenset({"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "bincount", "is_nonzero"})
+HOST_WAITS = frozenset(
+    {"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "bincount", "is_nonzero"}
+)
 """Operations whose result the host needs before it can go on."""
 MAY_MIX = frozenset({"copy_", "_to_copy"})
 INDEXING = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"})
@@ -53,9 +56,24 @@ class _Module:
 
 _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
 DEVICE = torch.device(NAME, 0)
+OF_THE_DEVICE = {
+    "_flash_attention_forward": emulated_flash.forward,
+    "_flash_attention_backward": emulated_flash.backward,
+}
+"""Operations that the CPU does not have."""
 IN_LOW_PRECISION = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product_attention", "conv1d")
 """What autocast computes in its low-precision type on a GPU, of what drafts and targets use."""
-IN_FLOAT32 = ("softmax.int", "log_softmax.int", "logsumexp", "layer_norm", "cumsum", "pow.Tensor_Scalar", "rsqrt", "exp", "log")
+IN_FLOAT32 = (
+    "softmax.int",
+    "log_softmax.int",
+    "logsumexp",
+    "layer_norm",
+    "cumsum",
+    "pow.Tensor_Scalar",
+    "rsqrt",
+    "exp",
+    "log",
+)
 
 
 _autocast = torch.library.Library("aten", "IMPL")
@@ -138,25 +156,6 @@ class _Operations(TorchDispatchMode):
         return _run(func, args, kwargs or {}, self.traffic)
 
 
-class _Functions(TorchFunctionMode):
-    """What torch answers in C++ before it dispatches an operation."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        device = kwargs.get("device")
-        if func in (torch.tensor, torch.as_tensor, torch.asarray) and _is_emulated(device):
-            return func(*args, **kwargs | {"device": "cpu"}).to(device)
-        if func is torch.Tensor.new_tensor and isinstance(args[0], EmulatedTensor):
-            return torch.tensor(*args[1:], **{"dtype": args[0].dtype} | kwargs).to(DEVICE)
-        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and isinstance(args[0], EmulatedTensor):
-            args = (args[0], _on_device(args[1]), *args[2:])
-        if func is torch.Tensor.tolist and isinstance(args[0], EmulatedTensor):
-            return func(args[0].detach().cpu())
-        if func in (torch.Tensor.numpy, torch.Tensor.__array__) and isinstance(args[0], EmulatedTensor):
-            raise TypeError(f"cannot convert a tensor on {DEVICE} to numpy: copy it to host memory first")
-        return func(*args, **kwargs)
-
-
 def _on_device(index: Any) -> Any:
     """Lists of an index as tensors on the device, where CUDA copies them to."""
     if isinstance(index, list):
@@ -187,9 +186,41 @@ class EmulatedGenerator(torch.Generator):
 def emulated_device() -> Iterator[Traffic]:
     """Make the device available to this thread; yields what crosses between it and the host."""
     traffic = Traffic()
-    with _Operations(traffic), _Functions(), pytest.MonkeyPatch.context() as patch:
+    with _Operations(traffic), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "Generator", EmulatedGenerator)
+        _answer_before_dispatch(patch)
         yield traffic
+
+
+def _answer_before_dispatch(patch: pytest.MonkeyPatch) -> None:
+    """What torch answers in C++ before it dispatches an operation."""
+
+    def replace(place: Any, name: str, answer: Callable[..., Any]) -> None:
+        own = getattr(place, name)
+
+        @wraps(own)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            emulated = isinstance(args[0], EmulatedTensor) or _is_emulated(kwargs.get("device"))
+            return answer(own, *args, **kwargs) if emulated else own(*args, **kwargs)
+
+        patch.setattr(place, name, run)
+
+    def make(own: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        return own(*args, **kwargs) if device is None else own(*args, **kwargs).to(device)
+
+    def refuse(_own: Any, *_: Any) -> None:
+        raise TypeError(f"cannot convert a tensor on {DEVICE} to numpy: copy it to host memory first")
+
+    for name in ("tensor", "as_tensor", "asarray"):
+        replace(torch, name, make)
+    replace(
+        torch.Tensor, "new_tensor", lambda own, x, *args, **options: make(own, x.cpu(), *args, **options).to(DEVICE)
+    )
+    replace(torch.Tensor, "tolist", lambda own, x: own(x.detach().cpu()))
+    replace(torch.Tensor, "numpy", refuse)
+    replace(torch.Tensor, "__array__", refuse)
+    replace(torch.Tensor, "__getitem__", lambda own, x, index: own(x, _on_device(index)))
+    replace(torch.Tensor, "__setitem__", lambda own, x, index, value: own(x, _on_device(index), value))
 
 
 def _is_emulated(device: Any) -> bool:
@@ -212,7 +243,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], traffic: Traffic) -> Any:
         on_device = False
     plain_kwargs = kwargs | ({"device": torch.device("cpu")} if "device" in kwargs else {})
     plain_kwargs.pop("pin_memory", None)
-    out = func(*tree_map(_values, args), **tree_map(_values, plain_kwargs))
+    compute = OF_THE_DEVICE.get(name, func)
+    out = compute(*tree_map(_values, args), **tree_map(_values, plain_kwargs))
     if not on_device:
         return out
     same = {id(tensor.data_on_cpu): tensor for tensor in emulated}

@@ -1,10 +1,12 @@
 """What holds for every draft method. A new method joins by its entry in `TINY` and `SLOW`."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from emulated_device import DEVICE, emulated_device
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -230,6 +232,63 @@ def test_packing_equals_one_sample_at_a_time(method, changes):
         assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
     for counts in ("accepted", "tried", "supervised", "covered"):
         assert getattr(together, counts).tolist() == sum(getattr(one, counts) for one in alone).tolist()
+
+
+def on_device(batch: PackedSamples) -> PackedSamples:
+    tensors = (batch.tokens, batch.loss_mask, batch.aux, batch.last)
+    return PackedSamples(*(tensor.to(DEVICE) for tensor in tensors), batch.lengths)
+
+
+def target_on_device(target: TargetProjection, dtype: torch.dtype = torch.float32) -> TargetProjection:
+    full = None if target.full is None else target.full.to(DEVICE, dtype)
+    return TargetProjection(target.rows.to(DEVICE, dtype), full, target.logit_scale, target.soft_cap)
+
+
+ON_A_DEVICE = [*VARIANTS, *LOSSES]
+
+
+@pytest.mark.parametrize(("method", "changes"), ON_A_DEVICE, ids=named(ON_A_DEVICE))
+def test_trains_on_a_device_as_on_the_cpu(method, changes):
+    """Loss, gradients, a fused optimizer step and a rollout; tensors of host and device must not meet."""
+
+    def step(draft: Draft, batch: PackedSamples, target: TargetProjection) -> float:
+        outcome = draft.loss(batch, target, 10, 8)
+        outcome.loss.backward()
+        torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], 0.1, fused=True).step()
+        return outcome.loss.item()
+
+    ours, theirs = (make_draft(method, dtype=torch.float32, **changes) for _ in range(2))
+    batch, target = make_batch((9, 14), dtype=torch.float32), projection(ours, whole=not ours.vocabulary.whole)
+    expected = step(ours, batch, target)
+    with emulated_device():
+        theirs.to(DEVICE)
+        assert step(theirs, on_device(batch), target_on_device(target)) == pytest.approx(expected, rel=1e-6)
+        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert other.device == DEVICE
+            if one.grad is not None:
+                torch.testing.assert_close(other.grad.cpu(), one.grad, rtol=1e-4, atol=1e-6)
+        theirs.load_state_dict(ours.state_dict())
+        proposals = theirs.rollout(batch.tokens.to(DEVICE), batch.aux[:-1].to(DEVICE), theirs.positions)
+        assert torch.equal(proposals.cpu(), ours.rollout(batch.tokens, batch.aux[:-1], ours.positions))
+
+
+@methods
+def test_trains_in_bfloat16_on_a_device(method):
+    """Autocast and kernels as on a GPU; weights and their gradients stay in float32."""
+    ours, theirs = (make_draft(method, dtype=torch.float32) for _ in range(2))
+    batch, target = make_batch((9, 14), dtype=torch.float32), projection(ours, whole=not ours.vocabulary.whole)
+    expected = ours.loss(batch, target, 10, 8)
+    expected.loss.backward()
+    half = replace(batch, aux=batch.aux.bfloat16(), last=batch.last.bfloat16())
+    with emulated_device(), torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        theirs.to(DEVICE)
+        outcome = theirs.loss(on_device(half), target_on_device(target, torch.bfloat16), 10, 8)
+        outcome.loss.backward()
+        assert outcome.loss.item() == pytest.approx(expected.loss.item(), rel=0.05)
+        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            if one.grad is not None:
+                assert other.grad.dtype == torch.float32
+                assert torch.cosine_similarity(other.grad.cpu().flatten(), one.grad.flatten(), 0) > 0.95
 
 
 class LossOf(torch.nn.Module):
