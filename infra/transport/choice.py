@@ -1,11 +1,11 @@
 """Chooses a run's transport and the folder of its objects, identically in every process, and sweeps it."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from infra.config import TransportConfig
 from infra.files.run_folder import RunFolder
-from infra.ledger.ledger import Ledger
 from infra.records.data_path import StoreRecord
 from infra.refusal import Refusal
 from infra.settings import shared_memory_folder
@@ -76,11 +76,11 @@ def open_transport(config: TransportConfig, run: RunFolder) -> Transport:
     return FileTransport(folder)
 
 
-def sweep(transport: Transport, ledger: Ledger) -> None:
-    """Delete objects that no row of the ledger holds: leftovers of killed processes.
+def sweep(transport: Transport, held_keys: Callable[[], set[str]]) -> None:
+    """Delete objects that no row of the ledger holds: leftovers of killed processes. `held_keys`: the ledger's.
 
     The store is listed first, then the ledger: a key that is leased and written in between is held.
     """
-    for key in set(transport.keys()) - ledger.held_keys():
+    for key in set(transport.keys()) - held_keys():
         if CANARY not in key:
             transport.delete(key)

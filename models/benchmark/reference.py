@@ -87,6 +87,8 @@ def speed_record(tokens: int, plain_s: float, speculative_s: float, acceptance_l
         speculative_s: seconds of speculative decoding for them.
         acceptance_length: of the same conversations.
     """
+    assert plain_s > 0
+    assert speculative_s > 0
     speedup = plain_s / speculative_s
     possible = speedup <= TOLERANCE * acceptance_length
     note = f"{tokens} tokens after the prefill, batch 1, after warm-up"

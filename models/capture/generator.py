@@ -116,7 +116,7 @@ class Generator:
     def take_over(self) -> None:
         """Release the leases and objects of a dead generator with the same index."""
         self.ledger.give_back(self.owner)
-        sweep(self.transport, self.ledger)
+        sweep(self.transport, self.ledger.held_keys)
 
     def stop(self, _signal: int, _frame: FrameType | None) -> None:
         """Signal handler: finish captures in flight, give the other leases back, and end."""

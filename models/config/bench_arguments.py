@@ -45,7 +45,7 @@ def bench_parser() -> argparse.ArgumentParser:
     add("--timed-prompts", type=at_least(1), default=8, help="prompts per repeat")
     add("--num-prompts", type=at_least(2), default=48, help="prompts per suite, spread over its categories")
     add("--prompt-tokens", type=at_least(2), default=512, help="longer questions are left out")
-    add("--max-new-tokens", type=at_least(1), default=64, help="longest continuation")
+    add("--max-new-tokens", type=at_least(4), default=64, help="longest continuation")
     add("--chat-template", choices=["auto", "tokenizer", "none"], default="auto", help="how questions are formatted")
     add("--add-bos", action="store_true", help="as in the recipe's target.add_bos")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of target and drafts")

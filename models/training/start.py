@@ -34,7 +34,7 @@ def take_over(run: PreparedRun, ledger: Ledger) -> Resume:
     resume = resume_run(ledger, lambda record: checkpoints.is_whole(folder, record), transport.verify)
     for record in resume.dropped:
         print(f"checkpoint of step {record.step} ({record.path}) does not verify and is dropped", flush=True)
-    sweep(transport, ledger)
+    sweep(transport, ledger.held_keys)
     checkpoints.remove_uncommitted(folder, ledger)
     checkpoints.rewind_metrics(folder, resume.checkpoint.step if resume.checkpoint else 0)
     return resume
@@ -103,10 +103,8 @@ def restore(path: Path, draft: Draft) -> checkpoints.Restored:
 
 def target_projection(run: PreparedRun, head: TargetHead, draft: Draft) -> TargetProjection:
     """The target's head on this rank's device, in the precision of the arithmetic."""
-    settings, device = (
-        run.config.training,
-        f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu",
-    )
+    settings = run.config.training
+    device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
     weight = head.head.to(device, DTYPES[settings.precision])
     return TargetProjection(
         rows=weight[draft.vocabulary.target_ids.to(device)],
