@@ -121,7 +121,7 @@ def replay(version: Annotated[int, typer.Argument(min=1)], name: Name = None) ->
     decision, then = GateDecision.model_validate_json(printed), draft.tags.get("gate", "")
     now = "passed" if decision.passed else "not passed"
     print(f"version {version} of {draft.name}: gate {now}, {decision.reason}")
-    print("as it was decided then" if now == then else f"it was decided otherwise then: {then or 'no decision'}")
+    print("the recorded decision is the same" if now == then else f"the recorded decision differs: {then or 'none'}")
     raise typer.Exit(int(now != then))
 
 

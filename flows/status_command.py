@@ -144,7 +144,7 @@ def _verdict(folder: RunFolder, config: "RunConfig") -> str:
 
 
 def _alias(config: "RunConfig", draft: str, version: int) -> str:
-    """The version's aliases as they are now, which is not always how the run left them."""
+    """The version's present aliases, which may have changed since the run ended."""
     uri = config.tracking.uri or tracking_uri()
     if uri.startswith("http") and trouble(uri, REGISTRY_S):
         return "MLflow does not answer: what serves is not known"

@@ -86,7 +86,7 @@ class CheckpointSaver:
         self.stall_s += time.monotonic() - started
 
     def wait(self) -> None:
-        """Until nothing is being saved. Raises what the last save raised, TimeoutError for a disk that hangs."""
+        """Wait until no save is running. Raises the last save's error, or TimeoutError if the disk hangs."""
         last, self._last = self._last, None
         if last is not None:
             last.result(timeout=SAVE_S)

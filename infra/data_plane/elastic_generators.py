@@ -129,7 +129,7 @@ class ElasticGenerators(Generators):
         return index
 
     def _remove(self, why: str, on_line: OnLine, on_event: OnLine) -> None:
-        """Drain and stop the generator that came last; not one that the run began with, or its replacement."""
+        """Drain and stop the newest added generator. Those that the run began with are never stopped here."""
         place = next(one for one in reversed(self._places) if one.index >= self._elasticity.count)
         self._places.remove(place)
         self.going.remove(place.kept)

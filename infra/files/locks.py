@@ -76,11 +76,11 @@ def _lock(path: Path, wait_s: float, mode: int) -> int:
 
 
 def _open(path: Path, mode: int) -> int:
-    """Open the lock file, making it where it is missing.
+    """Open the lock file; create it if it is missing.
 
-    For writing, although nothing is ever written: NFS implements flock with locks of fcntl, of which an exclusive one
-    needs a descriptor that is open for writing. Not by O_CREAT on a file that is there: Linux refuses that in a folder
-    like /tmp when the file is another user's (fs.protected_regular).
+    It is opened for writing although nothing is ever written: NFS implements flock by locks of fcntl, and an exclusive
+    one needs a descriptor that is open for writing. An existing file is opened without O_CREAT, which Linux refuses in
+    a folder like /tmp when the file belongs to another user (fs.protected_regular).
     """
     flags = os.O_RDWR | os.O_NOFOLLOW
     while True:

@@ -1,4 +1,4 @@
-"""Plans, budgets and bitmaps: pure functions."""
+"""Pure functions for step plans, byte budgets and bitmaps of ordinals."""
 
 import base64
 import heapq

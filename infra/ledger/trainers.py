@@ -258,7 +258,10 @@ def rebuild_run(
     trained = set(consumed)
     unknown = trained - {slot.ordinal for slot in slots}
     if unknown:
-        raise Refusal(f"the manifest of {checkpoint.path} names ordinals {sorted(unknown)} beyond its epoch")
+        raise Refusal(
+            f"the manifest of {checkpoint.path} names ordinals {sorted(unknown)} beyond its epoch: the samples have "
+            "changed since; restore them, or start a new run"
+        )
     with ledger.write() as (rows, _):
         if rows.scalar(rows.select(sa.func.count())) or rows.checkpoints():
             raise Refusal(f"the ledger of run {rows.run!r} is not empty: resume it instead of rebuilding it")

@@ -70,7 +70,7 @@ class SlurmEngine(Engine):
     """Slurm admits a job when all its components fit."""
 
     def hold(self, request: Request) -> None:
-        """Submit the job, show it that the run lives, and cancel it in the end."""
+        """Submit the job, renew the sign of life that it watches, and cancel it at the end."""
         parts = slurm_job.components(request, ask_machines(self.config.slurm.partition))
         alive = slurm_job.alive_file(request)
         alive.touch()

@@ -29,7 +29,7 @@ class KeptProcess:
         backoff_s: float = BACKOFF_S,
         running: Process | None = None,
     ):
-        """`running`: what was launched already."""
+        """`running`: the process, if the command is launched already."""
         self._launch, self._restarts, self._backoff_s = launch, restarts, backoff_s
         self._crashes = 0
         self.failure: ProcessFailedError | None = None

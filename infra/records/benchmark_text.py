@@ -170,7 +170,7 @@ def _goodput(result: BenchmarkResult) -> str | None:
 
 
 def tokens_per_s(value: float | None) -> str:
-    """A speed; an impossible one was not published."""
+    """A speed, or "not published" where its measurement was implausible."""
     return "not published" if value is None else figure(value)
 
 

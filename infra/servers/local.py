@@ -53,7 +53,7 @@ class Server:
     health: str
 
     def is_up(self) -> bool:
-        """Whether it answers. Raises ProcessFailedError when its process has ended, well or not: it was to run on."""
+        """Whether the server answers. Raises ProcessFailedError when its process has ended, with whatever status."""
         if self.process.check():
             raise ProcessFailedError(self.name, 0, self.last_lines(), self.process.log)
         return trouble(self.health, ANSWER_S, direct=True) is None
@@ -120,7 +120,10 @@ def _runs_store() -> dict[str, str]:
 
 
 def wait_for_answer(process: Process, what: str, trouble: Callable[[], str | None], timeout_s: float) -> None:
-    """Wait until a server has no more `trouble` to answer. Raises TimeoutError, ProcessFailedError."""
+    """Wait until `trouble` has nothing to say of the server.
+
+    Raises TimeoutError, or ProcessFailedError when the server ends.
+    """
     deadline = time.monotonic() + timeout_s
     while (why := trouble()) is not None:
         process.check()

@@ -36,7 +36,7 @@ def objects_folder(config: TransportConfig, run: RunFolder) -> Path:
     place = Path(config.folder or "") / f"draftsmith-{run.name}" if own else run_memory_folder(run)
     if not place.is_dir() and (problem := shortage(config)):
         if config.kind == "arena":
-            raise Refusal(f"transport.kind=arena has no room for its arena: {problem}")
+            raise Refusal(f"transport.kind=arena does not fit: {problem}")
         if not own:
             return run.path / "objects"
     return place / "objects"

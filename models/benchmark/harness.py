@@ -123,7 +123,7 @@ class Harness:
         self._own: dict[str, list[Decoded]] = {}
 
     def measure(self) -> list[Cell]:
-        """Every cell, in the plan's order."""
+        """Measure every cell, in the plan's order."""
         plan, found = self.plan, list[Cell]()
         todo = [
             Place(suite, temperature, name, shape)

@@ -73,7 +73,7 @@ def judge(
 
 
 def ratio(rows: Sequence[tuple[int, int]]) -> float:
-    """Tokens / steps."""
+    """Acceptance length of `(tokens, steps)` rows: the ratio of their sums."""
     tokens, steps = (sum(column) for column in zip(*rows, strict=True))
     return tokens / steps
 

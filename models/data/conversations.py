@@ -145,7 +145,7 @@ def as_document(place: str, record: Any) -> Document:
     if isinstance(record.get("text"), str):
         return Document(place, (Message("text", record["text"]),), plain=True)
     raise Refusal(
-        f"{place}: no conversations, messages or text (text) and no input_ids in this record; its keys are "
+        f"{place}: this record has none of the keys conversations, messages, text and input_ids; its keys are "
         f"{sorted(record)}. Rename the key, or convert the file"
     )
 

@@ -1,6 +1,6 @@
 """An exported draft's `config.json`: our block `draftsmith`, and what vLLM and `speculators` (0.9.0) read of it.
 
-The same folder, with the same weights, is SGLang's: all name tensors alike, and none minds the others' settings.
+SGLang reads the same folder: tensors have the same names for all three, and each ignores the others' settings.
 """
 
 import json

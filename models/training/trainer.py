@@ -108,7 +108,7 @@ class DraftTrainer(Callback):
         )
         trainer.fit(self.module, train_dataloaders=self.stream)
         if self.step == 0:
-            raise Refusal("there was nothing to train: every sample is quarantined; see logs/generator-*.log")
+            raise Refusal("nothing was trained, because every sample is quarantined: see logs/generator-*.log")
         self._report()
         self._commit()
         self.saver.wait()

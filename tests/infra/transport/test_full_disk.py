@@ -83,7 +83,7 @@ def test_shared_memory_of_64_mib_holds_no_arena_of_32_mib_and_its_spare(tmp_path
         f"objects are kept in {tmp_path}/run, which is slower than shared memory: {missing}",
         *[f"32 FileTransport {tmp_path}/run/objects"] * 2,
         *["8 ArenaTransport /dev/shm/draftsmith-run/objects"] * 2,
-        f"refused: transport.kind=arena has no room for its arena: {missing}",
+        f"refused: transport.kind=arena does not fit: {missing}",
     ]
     for line, start in zip(ended.stdout.splitlines(), expected, strict=True):
         assert line.startswith(start)
