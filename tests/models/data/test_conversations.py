@@ -60,7 +60,10 @@ GOOD = '{"text": "fine"}\n'
 REFUSALS = {
     "broken JSON": (GOOD + "\n{'text': 1}\n", r"a\.jsonl:3: not valid JSON \(.*column 2\)"),
     "cut JSON": (GOOD + '{"text": "', r"a\.jsonl:2: not valid JSON"),
-    "no known key": (GOOD + '{"prompt": "x", "id": 1}\n', r"a\.jsonl:2: no conversations.*\['id', 'prompt'\]"),
+    "no known key": (
+        GOOD + '{"prompt": "x", "id": 1}\n',
+        r"a\.jsonl:2: this record has none of the keys .*\['id', 'prompt'\]",
+    ),
     "text is no text": ('{"text": 3}\n', r"a\.jsonl:1: this record has none of the keys conversations, messages, text"),
     "not an object": ("[1]\n", r"a\.jsonl:1: write a JSON object with"),
     "no turns": ('{"messages": []}\n', r"a\.jsonl:1: the conversation has no turns"),
