@@ -129,7 +129,7 @@ class CheckpointSaver:
 def on_host(value: Any) -> Any:
     """A copy of nested dicts, lists and tuples with every tensor copied to the CPU."""
     # Not `.cpu().clone()`: that is two copies of what comes from a GPU.
-    return each_tensor(lambda x: x.detach().cpu() if x.is_cuda else x.detach().clone(), value)
+    return each_tensor(lambda x: x.detach().to("cpu", copy=True), value)
 
 
 def each_tensor(change: Callable[[Tensor], Tensor], value: Any) -> Any:

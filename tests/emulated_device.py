@@ -7,7 +7,7 @@ for which the host would wait on a GPU, are counted.
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, ClassVar
@@ -147,6 +147,19 @@ class EmulatedTensor(torch.Tensor):
         return _run(func, args, kwargs or {}, Traffic())
 
 
+class _Stream:
+    """Every stream of the device: work is done when it is asked for."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+
+    def wait_stream(self, _other: "_Stream") -> None:
+        """The host does not wait."""
+
+    def synchronize(self) -> None:
+        self._traffic.waits["synchronize"] += 1
+
+
 class _Operations(TorchDispatchMode):
     def __init__(self, traffic: Traffic) -> None:
         super().__init__()
@@ -188,6 +201,10 @@ def emulated_device() -> Iterator[Traffic]:
     traffic = Traffic()
     with _Operations(traffic), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "Generator", EmulatedGenerator)
+        stream = _Stream(traffic)
+        patch.setattr(torch.cuda, "Stream", lambda _device: stream)
+        patch.setattr(torch.cuda, "current_stream", lambda _device=None: stream)
+        patch.setattr(torch.cuda, "stream", lambda _stream: nullcontext())
         _answer_before_dispatch(patch)
         yield traffic
 
@@ -217,6 +234,7 @@ def _answer_before_dispatch(patch: pytest.MonkeyPatch) -> None:
         torch.Tensor, "new_tensor", lambda own, x, *args, **options: make(own, x.cpu(), *args, **options).to(DEVICE)
     )
     replace(torch.Tensor, "tolist", lambda own, x: own(x.detach().cpu()))
+    replace(torch.Tensor, "record_stream", lambda *_: None)
     replace(torch.Tensor, "numpy", refuse)
     replace(torch.Tensor, "__array__", refuse)
     replace(torch.Tensor, "__getitem__", lambda own, x, index: own(x, _on_device(index)))

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from models.devices import compute_device
 from models.drafts.base import Draft
 from models.drafts.batched_proposer import Proposer, RolloutSource, Turn
 from models.drafts.trees import Tree
@@ -37,7 +38,7 @@ class Contestants:
 
 def load_contestants(target: Path, folders: Sequence[Path], dtype: torch.dtype) -> Contestants:
     """Load a target and exported drafts, which may read different target layers."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = compute_device()
     drafts = [load_draft(folder, target, dtype, device) for folder in folders]
     layers = sorted({layer for loaded in drafts for layer in loaded.aux_layer_ids}) or [0]
     model = TargetModel.load(target, layers, dtype, device)

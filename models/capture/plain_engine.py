@@ -4,12 +4,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from models.capture.engine import Captured, Continued, check_capture
 from models.decoding.plain import continue_batch
 from models.decoding.simulated import features
+from models.devices import compute_device
 from models.dtypes import DTYPES
 from models.run import PreparedRun
 from models.targets.model import HiddenStates, TargetModel, eos_ids
@@ -22,10 +22,9 @@ class PlainEngine:
 
     def __init__(self, run: PreparedRun):
         self.layout, self.transport = run.layout, run.open_transport()
-        device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = DTYPES[run.config.generator.compute_dtype]
         self._eos_ids = eos_ids(Path(run.target.path))
-        self.target = TargetModel.load(Path(run.target.path), run.config.target.aux_layer_ids, dtype, device)
+        self.target = TargetModel.load(Path(run.target.path), run.config.target.aux_layer_ids, dtype, compute_device())
 
     def prefill(self, tokens: Tensor) -> HiddenStates:
         """Hidden states of `tokens` `[T]`."""

@@ -36,6 +36,7 @@ from models.config.recipe import read_config
 from models.data.conversations import Document, read_documents, source_hash, source_revision
 from models.data.dialogue import Dialogue, Prompter, check_answerable
 from models.decoding.plain import continue_batch
+from models.devices import compute_device
 from models.dtypes import DTYPES
 from models.progress_bars import Advance, bars
 from models.run import RunWithTarget
@@ -70,10 +71,9 @@ class PlainTextEngine:
 
     def __init__(self, run: RunWithTarget):
         path, config = Path(run.target.path), run.config
-        device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = DTYPES[config.generator.compute_dtype]
         self._settings = regeneration_settings(run)
-        self._target = TargetModel.load(path, config.target.aux_layer_ids, dtype, device)
+        self._target = TargetModel.load(path, config.target.aux_layer_ids, dtype, compute_device())
         self._ends = eos_ids(path)
         self._random = torch.Generator(self._target.device).manual_seed(config.seed)
 

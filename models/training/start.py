@@ -11,6 +11,7 @@ from infra.ledger.trainers import Resume, rebuild_run, resume_run
 from infra.refusal import Refusal
 from infra.transport.choice import sweep
 from models import checkpoint as checkpoints
+from models.devices import compute_device
 from models.drafts.base import Draft, TargetProjection
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
@@ -104,7 +105,7 @@ def restore(path: Path, draft: Draft) -> checkpoints.Restored:
 def target_projection(run: PreparedRun, head: TargetHead, draft: Draft) -> TargetProjection:
     """The target's head on this rank's device, in the precision of the arithmetic."""
     settings = run.config.training
-    device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+    device = compute_device()
     weight = head.head.to(device, DTYPES[settings.precision])
     return TargetProjection(
         rows=weight[draft.vocabulary.target_ids.to(device)],

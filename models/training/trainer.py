@@ -27,6 +27,7 @@ from infra.records.data_path import TrainingResult
 from infra.refusal import Refusal
 from infra.transport.base import TransferError
 from models import checkpoint as checkpoints
+from models.devices import compute_device
 from models.run import PreparedRun
 from models.targets.weights import read_target_head
 from models.training.control import Control
@@ -92,7 +93,7 @@ class DraftTrainer(Callback):
         """Train to the end of the last epoch, or `max_steps`; the final checkpoint is committed."""
         settings, world = self.run.config.training, self.control.world
         trainer = lightning.Trainer(
-            accelerator="gpu" if torch.cuda.is_available() else "cpu",
+            accelerator="cpu" if compute_device().type == "cpu" else "gpu",
             devices=world,
             strategy=strategy(settings, world),
             plugins=[LightningEnvironment()],  # named, because inside a Slurm job Lightning would take Slurm's

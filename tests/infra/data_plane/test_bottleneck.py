@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from infra.data_plane.bottleneck import in_words, side_rates, slow_side
 from infra.data_plane.watch import RunWatch, StallError, blame
+from infra.ledger import database
 from infra.ledger.ledger import Ledger
 from infra.ledger.trainers import plan_step, resume_run
 from infra.records.data_path import BufferRecord, CaptureRates, Lease, ObjectRecord, SampleSlot, SideRates
@@ -79,7 +80,8 @@ def test_a_watch_waits_for_the_first_sample_and_then_for_the_next(ledger: Ledger
         watch.check()
 
 
-def test_a_database_that_is_away_is_waited_for(postgres: PostgresServer) -> None:
+def test_a_database_that_is_away_is_waited_for(postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "SERVER_S", 1.0)
     with Ledger.open(postgres.make_database("away"), "run") as ledger:
         hasty, patient = RunWatch(ledger, 0.0, 1.0), RunWatch(ledger, 1e6, 1.0)
         patient._looked = float("-inf")

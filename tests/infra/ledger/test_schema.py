@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
+from infra.ledger import database
 from infra.ledger.database import check_server, refuse_network_file_system
 from infra.ledger.ledger import Ledger
 from infra.network.ports import HOST, any_free_port
@@ -32,7 +33,8 @@ def check_locks(ledger: Ledger, url: str) -> None:
     other.close()
 
 
-def test_a_lost_connection_is_made_anew(postgres: PostgresServer) -> None:
+def test_a_lost_connection_is_made_anew(postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "SERVER_S", 1.0)
     with Ledger.open(postgres.make_database("lost"), "run") as ledger:
         ledger.create_run(budget_bytes=100, bytes_per_token=10, lease_seconds=60, max_attempts=2, order="strict")
         postgres.kill()

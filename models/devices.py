@@ -1,0 +1,22 @@
+"""The device that a process of the data plane computes on."""
+
+import torch
+
+from infra.refusal import Refusal
+from infra.settings import leased_gpus
+
+
+def compute_device() -> torch.device:
+    """The first GPU of this process's lease, or the CPU where none was leased.
+
+    Raises Refusal for leased GPUs that torch cannot use: on the CPU the process would go on a hundred times slower.
+    """
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if gpus := leased_gpus():
+        raise Refusal(
+            f"this process was given the GPUs {', '.join(gpus)} ($CUDA_VISIBLE_DEVICES), and torch {torch.__version__} "
+            "cannot use them: install a torch for CUDA and this driver (`draftsmith doctor` names the driver), or "
+            "lease no GPUs (pools.inference_gpus=0 pools.training_gpus=0)"
+        )
+    return torch.device("cpu")
