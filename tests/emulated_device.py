@@ -30,19 +30,28 @@ INDEXING = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_
 
 
 class _Module:
-    """What torch asks of a device's module."""
+    """What torch asks of a device's module. Other tests of the process must not find a device."""
+
+    is_present = False
 
     def is_initialized(self) -> bool:
         return True
 
     def is_available(self) -> bool:
-        return True
+        return self.is_present
 
     def current_device(self) -> int:
         return 0
 
     def device_count(self) -> int:
-        return 1
+        return int(self.is_present)
+
+    def get_rng_state(self, _device: Any) -> torch.Tensor:
+        """Empty: the host's generators draw for the device, and their states are kept as such."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_rng_state(self, _state: torch.Tensor, _device: Any) -> None:
+        pass
 
     def manual_seed_all(self, seed: int) -> None:
         pass
@@ -205,6 +214,7 @@ def emulated_device() -> Iterator[Traffic]:
         patch.setattr(torch.cuda, "Stream", lambda _device: stream)
         patch.setattr(torch.cuda, "current_stream", lambda _device=None: stream)
         patch.setattr(torch.cuda, "stream", lambda _stream: nullcontext())
+        patch.setattr(_Module, "is_present", True)
         _answer_before_dispatch(patch)
         yield traffic
 

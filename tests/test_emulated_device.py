@@ -76,3 +76,11 @@ def test_autocast_computes_products_in_bfloat16():
         assert (rows @ rows.T).dtype == torch.bfloat16
         assert rows.bfloat16().softmax(-1).dtype == torch.float32
         assert (rows * rows).dtype == torch.float32
+
+
+def test_there_is_no_device_outside() -> None:
+    with emulated_device(), torch.random.fork_rng():
+        assert torch.accelerator.is_available()
+    assert not torch.accelerator.is_available()
+    with torch.random.fork_rng():
+        torch.rand(1)
