@@ -97,9 +97,13 @@ def use_mooncake_settings() -> None:
         os.environ.setdefault(name, value)
 
 
+NO_GPU = frozenset({"", "-1", "NoDevFiles"})
+"""How $CUDA_VISIBLE_DEVICES says that there is none: by habit, and by Slurm."""
+
+
 def leased_gpus() -> list[str]:
     """The GPUs that this process leased, by $CUDA_VISIBLE_DEVICES."""
-    return [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    return [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu not in NO_GPU]
 
 
 def permitted_gpus() -> tuple[str, ...]:

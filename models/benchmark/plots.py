@@ -24,7 +24,7 @@ LEAST_OFFERED = 20
 
 @contextmanager
 def _saved(path: Path, columns: int) -> Iterator[Axes]:
-    """A figure of one part with a grid and, below it, a legend of so many columns."""
+    """A figure with one plot, a grid, and a legend of `columns` columns below the plot."""
     figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.add_subplot()
     yield axes
