@@ -100,7 +100,7 @@ def test_layouts_of_benchmarks_and_of_training_text(tmp_path: Path) -> None:
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     assert list(read_excluded_prompts([str(file)])) == ["one", "two", "three", "four", "five", "six", "seven", "eight"]
     file.write_text('{"answer": "x"}')
-    with pytest.raises(ValueError, match=r"suite\.jsonl:1: no conversations"):
+    with pytest.raises(ValueError, match=r"suite\.jsonl:1: this record has none of the keys"):
         list(read_excluded_prompts([str(file)]))
     file.write_text('{"input_ids": [1], "loss_mask": [1]}')
     with pytest.raises(ValueError, match=r"suite\.jsonl:1: tokens cannot be compared"):
