@@ -28,9 +28,10 @@ class KeptProcess:
         restarts: int = RESTARTS,
         backoff_s: float = BACKOFF_S,
         running: Process | None = None,
+        endless: bool = False,
     ):
-        """`running`: the process, if the command is launched already."""
-        self._launch, self._restarts, self._backoff_s = launch, restarts, backoff_s
+        """`running`: the process, if the command is launched already; `endless`: any end of it is a crash."""
+        self._launch, self._restarts, self._backoff_s, self._endless = launch, restarts, backoff_s, endless
         self._crashes = 0
         self.failure: ProcessFailedError | None = None
         """Why it is not started any more."""
@@ -55,13 +56,14 @@ class KeptProcess:
         status = self.process.poll()
         for line in self.process.new_lines():
             on_line(line)
-        if status:
+        if status or (status == 0 and self._endless):
             self._crashed(on_event)
+            return False
         return status == 0
 
     def _crashed(self, on_event: OnLine) -> None:
         self.process.stop()
-        error = self.process.failure()
+        error = self.process.failure(self._endless)
         assert error is not None
         if time.monotonic() - self._started > STEADY_S:
             self._crashes = 0

@@ -89,10 +89,10 @@ class Process:
         status = self._supervisor.returncode
         return 128 - status if status is not None and status < 0 else status
 
-    def failure(self) -> ProcessFailedError | None:
-        """Why the command has ended, if not well."""
+    def failure(self, endless: bool = False) -> ProcessFailedError | None:
+        """Why the command has ended, if not well; an `endless` one never ends well."""
         status = self.poll()
-        if not status:
+        if status is None or (status == 0 and not endless):
             return None
         tail = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
         return (ProcessRefusedError if status == REFUSED else ProcessFailedError)(self.role, status, tail, self.log)

@@ -14,7 +14,7 @@ import fsspec
 from infra.files.atomic import write_atomically
 from infra.network.ports import HOST
 from infra.processes.keep_running import RESTARTS, KeptProcess
-from infra.processes.process import Owner, Process, ProcessFailedError, module, start
+from infra.processes.process import Owner, Process, module, start
 from infra.servers.local import AUTH_STRING, Server, new_credential, start_mlflow, start_prefect, wait_until_up
 from infra.servers.postgres import PostgresServer
 from infra.servers.s3 import S3Server
@@ -36,18 +36,18 @@ class Stack:
     def __init__(self, folder: Path, owner: Owner, stop: threading.Event, restarts: int = RESTARTS):
         """`restarts`: how often a crashed process is started again; 0: what ends, ends the stack."""
         self.folder, self.owner, self._stop, self._restarts = folder, owner, stop, restarts
-        self._kept: dict[str, KeptProcess] = {}
+        self._kept: list[KeptProcess] = []
         self._servers: list[Server] = []
 
-    def keep(self, name: str, launch: Callable[[], Process], running: Process | None = None) -> None:
+    def keep(self, launch: Callable[[], Process], running: Process | None = None) -> None:
         """Keep a process running; `running`: what was launched already."""
-        self._kept[name] = KeptProcess(launch, self._restarts, running=running)
+        self._kept.append(KeptProcess(launch, self._restarts, running=running, endless=True))
 
     def serve(self, launch: Callable[[], Server]) -> None:
         """Start a server and keep it running."""
         server = launch()
         self._servers.append(server)
-        self.keep(server.name, lambda: launch().process, server.process)
+        self.keep(lambda: launch().process, server.process)
 
     def wait_until_up(self) -> bool:
         """Whether all servers answer; False when told to stop first. Raises Refusal when one does not in time."""
@@ -55,16 +55,14 @@ class Stack:
 
     def tend(self, say: Callable[[str], None]) -> None:
         """Start again what has died. Raises ProcessFailedError for what is not, or no longer, started again."""
-        for name, kept in self._kept.items():
-            has_ended = kept.tend(lambda _line: None, say)
+        for kept in self._kept:
+            kept.tend(lambda _line: None, say)
             if kept.failure is not None:
                 raise kept.failure
-            if has_ended and not self._restarts:
-                raise ProcessFailedError(name, 0, [], kept.process.log)
 
     def close(self) -> None:
         """Stop everything, the last started first."""
-        for kept in reversed(self._kept.values()):
+        for kept in reversed(self._kept):
             kept.close()
 
     def credential(self) -> str:
@@ -99,9 +97,9 @@ def start_everything(stack: Stack, prefect_port: int, mlflow_port: int) -> dict[
     """
     owner, credential = stack.owner, stack.credential()
     postgres = PostgresServer(stack.folder / "postgres", owner)
-    stack.keep("PostgreSQL", postgres.start, postgres.process)
+    stack.keep(postgres.start, postgres.process)
     s3 = S3Server(stack.folder / "s3", owner)
-    stack.keep("S3", s3.start, s3.process)
+    stack.keep(s3.start, s3.process)
     _make_bucket(s3)
     environment = {
         "PREFECT_API_URL": f"http://{HOST}:{prefect_port}/api",
@@ -118,7 +116,7 @@ def start_everything(stack: Stack, prefect_port: int, mlflow_port: int) -> dict[
         clean_up = environment | {MLFLOW_DATABASE: drafts[MLFLOW_DATABASE]}
         for pool in WORK_POOLS:
             settings = clean_up if pool == CLEAN_UP_POOL else environment
-            stack.keep(f"worker of {pool}", lambda pool=pool, settings=settings: _start_worker(owner, pool, settings))
+            stack.keep(lambda pool=pool, settings=settings: _start_worker(owner, pool, settings))
     return environment
 
 

@@ -60,9 +60,13 @@ def start_store(
             nbytes=store_bytes(config),
         )
         write_atomically(run.store, store)
-        master = KeptProcess(partial(pool.launch, "mooncake-master", _master_command(config.address, rpc, web)))
+        master = KeptProcess(
+            partial(pool.launch, "mooncake-master", _master_command(config.address, rpc, web)), endless=True
+        )
         stack.enter_context(closing(master))
-        holder = KeptProcess(partial(pool.launch, "mooncake-store", module("infra.transport.mooncake.store", run.path)))
+        holder = KeptProcess(
+            partial(pool.launch, "mooncake-store", module("infra.transport.mooncake.store", run.path)), endless=True
+        )
         stack.enter_context(closing(holder))
         _wait_until_ready(master, holder, on_event)
         yield [master, holder]

@@ -18,10 +18,10 @@ CRASH_TWICE = 'echo "life $(ls lives | wc -l)"; n=$(ls lives | wc -l); touch liv
 def keep(tmp_path: Path) -> Callable[..., KeptProcess]:
     (tmp_path / "lives").mkdir()
 
-    def make(script: str, restarts: int = 3, role: str = "shell") -> KeptProcess:
+    def make(script: str, restarts: int = 3, role: str = "shell", endless: bool = False) -> KeptProcess:
         command = ["sh", "-c", f"cd {tmp_path}; {script}"]
         launch = partial(start, role, command, Owner("test", tmp_path / "logs"), grace_s=1.0)
-        return KeptProcess(launch, restarts, backoff_s=0.01)
+        return KeptProcess(launch, restarts, backoff_s=0.01, endless=endless)
 
     return make
 
@@ -54,6 +54,14 @@ def test_the_exception_that_ended_a_command_is_named(keep: Callable[..., KeptPro
     assert events == [
         "shell ended with exit code 1 (builtins.OSError: [Errno 28] No space left on device); restart 1 of 1 in 0.01 s"
     ]
+
+
+def test_a_server_that_ends_well_is_restarted_too(keep: Callable[..., KeptProcess]) -> None:
+    kept = keep("exit 0", restarts=1, endless=True)
+    _, events = tend(kept)
+    assert events == ["shell ended with exit code 0; restart 1 of 1 in 0.01 s"]
+    assert kept.failure is not None
+    assert kept.failure.headline == "shell ended with exit code 0"
 
 
 def test_restarts_are_bounded(keep: Callable[..., KeptProcess]) -> None:
