@@ -64,7 +64,7 @@ def main() -> None:
     run = PreparedRun.open(options.run)
     config, prompts = run.config.benchmark, heldout_prompts(run.open_samples("heldout"), run.config.benchmark)
     draft, other = run.folder.export, RunFolder(options.other).export
-    contestants = load_contestants(Path(run.target.path), [draft, other], DTYPES[config.compute_dtype])
+    contestants = load_contestants(Path(run.target.path), [draft, other], DTYPES[run.config.benchmark_dtype])
     assert contestants.champion
     under = conditions(
         config,

@@ -241,7 +241,7 @@ def measure(
     """Decode one set of prompts with one source of proposals, and keep its figures."""
     begun, settings = time.perf_counter(), comparison.config.benchmark
     folders = [export] if export else []
-    loaded = load_contestants(Path(comparison.target.path), folders, DTYPES[settings.compute_dtype])
+    loaded = load_contestants(Path(comparison.target.path), folders, DTYPES[comparison.config.benchmark_dtype])
     assert (baseline is None) == bool(folders)
     source: ProposalSource = baseline() if baseline else loaded.drafts[0]
     decoded = decode(loaded.target, source, prompts.tokens, temperature, comparison.options, loaded.eos_ids)

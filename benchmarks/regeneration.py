@@ -156,7 +156,7 @@ def measure(trained: dict[str, Trained], config: RunConfig, prompts: Path) -> di
     template = config.data.chat_template
     tokens, template_hash = read_prompts(str(prompts), target, settings, template, config.target.add_bos)
     contestants = load_contestants(
-        Path(target.path), [trained[REGENERATED].export, trained[GIVEN].export], DTYPES[settings.compute_dtype]
+        Path(target.path), [trained[REGENERATED].export, trained[GIVEN].export], DTYPES[config.benchmark_dtype]
     )
     greedy, *greedy_walks = walks(contestants, config, tokens, 0.0, 1.0)
     _, *sampled_walks = walks(contestants, config, tokens, settings.sampled_temperature, settings.sampled_top_p)

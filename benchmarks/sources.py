@@ -72,7 +72,6 @@ def load(options: argparse.Namespace, prompts: int, lookahead: int) -> Ground:
         prompt_tokens=options.prompt_tokens,
         max_new_tokens=options.max_new_tokens,
         lookahead=lookahead,
-        compute_dtype=options.dtype,
     )
     target = find_target(options.target, (0,))
     texts, template_hash = read_prompts(str(options.prompts), target, config, options.chat_template, options.add_bos)

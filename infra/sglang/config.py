@@ -3,6 +3,7 @@
 from pydantic import ConfigDict, Field
 
 from infra.config import Count, Seconds, StrictConfig, Tokens
+from infra.refusal import Refusal
 
 
 class SGLangConfig(StrictConfig):
@@ -25,3 +26,11 @@ class SGLangConfig(StrictConfig):
     arguments: tuple[str, ...] = Field(default=(), description="More arguments for sglang.launch_server.")
     start_timeout_s: Seconds = Field(default=900.0, description="Seconds until a server must be ready.")
     request_timeout_s: Seconds = Field(default=300.0, description="Seconds without an answer before a restart.")
+
+    def check_gpu_dtype(self, dtype: str, setting: str) -> None:
+        """Raise Refusal for float32 on GPUs, where the attention that SGLang chooses takes half precision only."""
+        if dtype == "float32" and self.attention_backend is None:
+            raise Refusal(
+                f"{setting}=float32: SGLang's attention on GPUs takes half precision only; set bfloat16, "
+                "or generator.sglang.attention_backend to one that takes float32, such as torch_native"
+            )

@@ -55,7 +55,7 @@ def conditions(
         concurrency=1,
         engine="transformers",
         versions=versions(),
-        dtype=config.compute_dtype,
+        dtype=str(model.head_weight.dtype).removeprefix("torch."),
         hardware=f"{hardware()}; ran on {on}",
         threads=torch.get_num_threads(),
     )

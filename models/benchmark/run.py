@@ -37,7 +37,7 @@ def benchmark_run(run: PreparedRun, champion: Path | None, champion_label: str) 
     config, promotion = run.config.benchmark, run.config.promotion
     prompts = heldout_prompts(run.open_samples("heldout"), run.config.benchmark)
     folders = [run.folder.export, champion] if champion else [run.folder.export]
-    contestants = load_contestants(Path(run.target.path), folders, DTYPES[config.compute_dtype])
+    contestants = load_contestants(Path(run.target.path), folders, DTYPES[run.config.benchmark_dtype])
     found = measure(contestants, config, prompts, run.config.seed)
     goodput = measure_goodput(contestants, found, config) if config.loads else None
     suites = [_suite(run, contestants, name) for name in promotion.suites]

@@ -42,7 +42,7 @@ NO_KERNELS = (
 )
 
 WATCHES = 5
-"""A busy server now and then sends two steps together; asked again, greedy, it tells the same steps one by one."""
+"""A busy server sends some steps together; asked again, greedy, it may tell the same steps one by one."""
 
 Ask = Callable[[Sequence[int]], Answer]
 
@@ -146,19 +146,30 @@ def _each_was_seen(answer: Answer) -> bool:
 def counts_of(answer: Answer, lookahead: int) -> AcceptedCounts:
     """What happened in the engine's verification steps, as the reference decoder counts it.
 
-    Raises Refusal where the engine's own counters tell another story than the tokens that came step by step.
+    Where the server sent steps together, the engine's histogram of accepted draft tokens takes their place: ascending,
+    in place of the steps' order, which no figure depends on. If the text's end cut a step, the largest count that fits
+    the last message is left out as that step's: the end is likeliest to fall into a long step.
+
+    Raises Refusal where the engine's counters contradict each other.
     """
-    _prefill, *emitted = answer.steps
-    verified, accepted = answer.meta["spec_verify_ct"], answer.meta["spec_num_correct_drafts"]
-    if not _each_was_seen(answer):
-        raise Refusal(
-            f"SGLang made {verified} verification steps, {len(emitted)} were seen: steps were sent together, so their "
-            "acceptance cannot be told; lower the number of requests at a time"
-        )
+    # An answer that the prefill ended was not verified, and SGLang leaves out its counters.
+    verified, accepted = answer.meta.get("spec_verify_ct", 0), answer.meta.get("spec_num_correct_drafts", 0)
     # An accepted draft token that closes the text is emitted without the token that would close the step.
-    cut = int(accepted + verified > sum(emitted))
-    whole = emitted[:-1] if cut else emitted
-    return AcceptedCounts(lookahead, tuple(tokens - 1 for tokens in whole), cut)
+    missing = accepted + verified - (len(answer.tokens) - 1)
+    if _each_was_seen(answer):
+        counts = [tokens - 1 for tokens in answer.steps[1:]]
+        return AcceptedCounts(lookahead, tuple(counts[:-1] if missing > 0 else counts), int(missing > 0))
+    histogram = answer.meta["spec_correct_drafts_histogram"]
+    counts = [count for count, steps in enumerate(histogram) for _ in range(steps)]
+    fitting = [count for count in counts if missing <= count < answer.steps[-1] + missing]
+    if missing < 0 or (len(counts), sum(counts)) != (verified, accepted) or (missing and not fitting):
+        raise Refusal(
+            f"SGLang's counters contradict each other: {verified} verification steps, {accepted} accepted tokens, "
+            f"by step {histogram}, {len(answer.tokens)} tokens; install the version of SGLang that `make sglang` does"
+        )
+    if missing:
+        counts.remove(max(fitting))
+    return AcceptedCounts(lookahead, tuple(counts), int(missing > 0))
 
 
 def serve(run: PreparedRun) -> ServedResult:
@@ -201,7 +212,7 @@ def setup_of(run: PreparedRun) -> Setup:
     return Setup(
         Path(run.target.path),
         run.config.generator,
-        config.compute_dtype,
+        run.config.benchmark_dtype,
         config.prompt_tokens,
         config.max_new_tokens,
         config.served_concurrency,

@@ -37,7 +37,7 @@ def smoke_test(run: PreparedRun, export: Path, benchmarked: RequestCounts) -> Sm
         )
     config, lookahead = run.config.benchmark, run.config.benchmark.lookahead
     prompts = heldout_prompts(run.open_samples("heldout"), run.config.benchmark)[: run.config.promotion.smoke_prompts]
-    contestants = load_contestants(Path(run.target.path), [export], DTYPES[config.compute_dtype])
+    contestants = load_contestants(Path(run.target.path), [export], DTYPES[run.config.benchmark_dtype])
     walked = measure_suite(contestants, config, "smoke test", prompts)
     some = config.model_copy(update={"reference_tokens": DECODED * config.max_new_tokens})
     with bars() as bar:

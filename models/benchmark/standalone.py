@@ -22,6 +22,8 @@ from infra.processes.process import Owner
 from infra.provenance import git_sha
 from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
+from infra.settings import leased_gpus
+from infra.sglang.config import SGLangConfig
 from models.benchmark.conditions import conditions
 from models.benchmark.contestants import load_contestants
 from models.benchmark.harness import Harness, HarnessPlan, ServedHarness, branches, shape_of
@@ -35,6 +37,7 @@ from models.data.conversations import source_hash
 from models.data.prompts import SuitePrompts, find_suite_format, question_prompts, read_prompts
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.token_recycling import TokenRecycling
+from models.devices import compute_device
 from models.drafts.batched_proposer import ProposalSource
 from models.dtypes import DTYPES
 from models.export.description import read_description
@@ -60,18 +63,21 @@ def find_target(name: str, aux_layer_ids: Sequence[int]) -> TargetRecord:
 def bench(options: argparse.Namespace) -> HarnessResult:
     """Measure what the options name. Raises Refusal, with the remedy, for what cannot be measured."""
     begun = time.perf_counter()
+    dtype = options.dtype or ("bfloat16" if compute_device().type == "cuda" else "float32")
     shapes = tuple(_listed(options.lookahead, str) + _listed(options.tree, str))
     for shape in shapes:
         shape_of(shape)
+    engines = _engines(options)
+    if SGLANG in engines and leased_gpus():
+        SGLangConfig().check_gpu_dtype(dtype, "--dtype")
     folders = {DRAFT: options.draft} | ({CHAMPION: options.champion} if options.champion else {})
     aux_layer_ids = read_description(options.draft).aux_layer_ids
     target = find_target(options.target, aux_layer_ids)
     config = BenchmarkConfig(
         prompts=options.num_prompts, prompt_tokens=options.prompt_tokens, max_new_tokens=options.max_new_tokens,
-        compute_dtype=options.dtype,
     )  # fmt: skip
     suites = _suites(options, target, config)
-    loaded = load_contestants(Path(target.path), list(folders.values()), DTYPES[options.dtype])
+    loaded = load_contestants(Path(target.path), list(folders.values()), DTYPES[dtype])
     sources: dict[str, ProposalSource] = dict(zip(folders, loaded.drafts, strict=True))
     sources |= baselines(_listed(options.baselines, str))
     under = {
@@ -83,7 +89,6 @@ def bench(options: argparse.Namespace) -> HarnessResult:
         for name, suite in suites.items()
         for source in sources
     }  # fmt: skip
-    engines = _engines(options)
     harness = Harness(loaded, sources, _plan(options, suites, shapes), under)
     cells = harness.measure() if REFERENCE in engines else []
     trees = [shape for shape in shapes if not shape.isdigit()]
@@ -93,7 +98,7 @@ def bench(options: argparse.Namespace) -> HarnessResult:
         missing = {name: whats_missing(folder, harness.plan.batches) for name, folder in folders.items()}
         notes += [f"{name} in SGLang: {why}" for name, why in missing.items() if why]
         served = {name: folder for name, folder in folders.items() if not missing[name]}
-        cells += serve(harness, target, served, options)
+        cells += serve(harness, target, served, dtype, options)
     if not cells:
         raise Refusal("; ".join(notes))
     return HarnessResult(
@@ -107,7 +112,7 @@ def bench(options: argparse.Namespace) -> HarnessResult:
 
 
 def serve(
-    harness: Harness, target: TargetRecord, drafts: Mapping[str, Path], options: argparse.Namespace
+    harness: Harness, target: TargetRecord, drafts: Mapping[str, Path], dtype: str, options: argparse.Namespace
 ) -> list[Cell]:
     """Measure drafts in SGLang; empty if it can serve none of them."""
     if not drafts:
@@ -116,7 +121,7 @@ def serve(
         setup = Setup(
             target=Path(target.path),
             generator=GeneratorConfig(engine=SGLANG),
-            dtype=options.dtype,
+            dtype=dtype,
             prompt_tokens=options.prompt_tokens,
             max_new_tokens=options.max_new_tokens,
             concurrency=harness.plan.batches or (1,),

@@ -48,7 +48,11 @@ def bench_parser() -> argparse.ArgumentParser:
     add("--max-new-tokens", type=at_least(4), default=64, help="longest continuation")
     add("--chat-template", choices=["auto", "tokenizer", "none"], default="auto", help="how questions are formatted")
     add("--add-bos", action="store_true", help="as in the recipe's target.add_bos")
-    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of target and drafts")
+    add(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        help="of target and drafts (default: bfloat16 on a GPU, float32 on the CPU)",
+    )
     add("--seed", type=int, default=0, help="of sampled decoding")
     add("--json", type=Path, metavar="FILE", help="write the result to this file")
     add("--page", type=Path, metavar="FILE", help="write a Markdown page to this file")

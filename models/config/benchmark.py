@@ -37,8 +37,10 @@ class BenchmarkConfig(StrictConfig):
         "written; static settings are for the first one. [] skips both.",
     )
     batch_size: Count = Field(default=16, description="Continuations that are generated together.")
-    compute_dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="Data type of target and draft; bfloat16 can change a token where logits tie."
+    compute_dtype: Literal["float32", "bfloat16"] | None = Field(
+        default=None,
+        description="Data type of target and draft; bfloat16 can change a token where logits tie. Default: "
+        "`generator.compute_dtype` with `pools.inference_gpus`, float32 on the CPU.",
     )
     sampled_temperature: float = Field(
         default=1.0, gt=0, le=100, description="Temperature of the sampled figures, which stand beside the greedy ones."

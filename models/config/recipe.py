@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from infra.config import LONGEST_TEXT, LedgerConfig, PoolsConfig, Seed, StrictConfig, TrackingConfig, TransportConfig
 from infra.planner.config import PlanConfig
+from infra.planner.shapes import Precision
 from infra.redaction import redacted
 from infra.refusal import Refusal
 from models.config.benchmark import BenchmarkConfig, PromotionConfig
@@ -72,6 +73,8 @@ class RunConfig(StrictConfig):
             )
         if self.training.context_parallel_size > 1:
             self._check_shared_samples()
+        if self.generator.engine == "sglang" and self.pools.inference_gpus:
+            self._check_served_dtypes()
         gpus, ranks = self.pools.training_gpus, self.training.ranks
         if gpus not in (0, ranks):
             raise Refusal(
@@ -79,6 +82,17 @@ class RunConfig(StrictConfig):
                 "set it to 0 for the CPU)"
             )
         return self
+
+    @property
+    def benchmark_dtype(self) -> Precision:
+        """Data type of target and draft in the benchmark."""
+        on_gpus = self.pools.inference_gpus > 0
+        return self.benchmark.compute_dtype or (self.generator.compute_dtype if on_gpus else "float32")
+
+    def _check_served_dtypes(self) -> None:
+        self.generator.sglang.check_gpu_dtype(self.generator.compute_dtype, "generator.compute_dtype")
+        if self.benchmark.served_concurrency:
+            self.generator.sglang.check_gpu_dtype(self.benchmark_dtype, "benchmark.compute_dtype")
 
     def _check_shared_samples(self) -> None:
         size = self.training.context_parallel_size

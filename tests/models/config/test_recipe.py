@@ -33,3 +33,29 @@ def test_the_form_s_fields_keep_their_order() -> None:
         assert [field["position"] for field in definitions[name]["properties"].values()] == list(
             range(len(definitions[name]["properties"]))
         )
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        ([], "float32"),
+        (["generator.compute_dtype=bfloat16"], "float32"),
+        (["generator.compute_dtype=bfloat16", "pools.inference_gpus=1"], "bfloat16"),
+        (["benchmark.compute_dtype=bfloat16"], "bfloat16"),
+        (["benchmark.compute_dtype=float32", "generator.compute_dtype=bfloat16", "pools.inference_gpus=1"], "float32"),
+    ],
+)
+def test_on_gpus_the_benchmark_computes_as_the_generator_does(settings: list[str], dtype: str) -> None:
+    assert load_recipe(TINY, settings).benchmark_dtype == dtype
+
+
+def test_float32_is_refused_for_sglang_on_gpus_unless_a_backend_takes_it() -> None:
+    on_gpu = ["generator.engine=sglang", "pools.inference_gpus=1"]
+    half = ["generator.compute_dtype=bfloat16", "benchmark.compute_dtype=float32"]
+    with pytest.raises(Refusal, match=r"generator\.compute_dtype=float32: .*set bfloat16, or generator\.sglang"):
+        load_recipe(TINY, on_gpu)
+    with pytest.raises(Refusal, match=r"benchmark\.compute_dtype=float32: .*set bfloat16, or generator\.sglang"):
+        load_recipe(TINY, [*on_gpu, *half])
+    load_recipe(TINY, [*on_gpu, *half, "benchmark.served_concurrency=[]"])
+    load_recipe(TINY, [*on_gpu, "generator.sglang.attention_backend=torch_native"])
+    load_recipe(TINY, ["generator.engine=sglang"])
