@@ -101,14 +101,26 @@ NO_GPU = frozenset({"", "-1", "NoDevFiles"})
 """How $CUDA_VISIBLE_DEVICES says that there is none: by habit, and by Slurm."""
 
 
+def visible_devices() -> list[str] | None:
+    """The GPUs that $CUDA_VISIBLE_DEVICES names, by position or UUID; None where it is not set."""
+    text = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if text is None else [gpu for gpu in map(str.strip, text.split(",")) if gpu not in NO_GPU]
+
+
 def leased_gpus() -> list[str]:
     """The GPUs that this process leased, by $CUDA_VISIBLE_DEVICES."""
-    return [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu not in NO_GPU]
+    return visible_devices() or []
 
 
 def permitted_gpus() -> tuple[str, ...]:
     """The GPUs (UUIDs) that runs on this machine may lease, by $DRAFTSMITH_GPUS; empty: all."""
     return tuple(gpu for gpu in os.environ.get("DRAFTSMITH_GPUS", "").split(",") if gpu)
+
+
+def ignored_gpu_bytes() -> int | None:
+    """Memory that others may hold on a GPU that is leased all the same, by $DRAFTSMITH_GPU_IGNORED_MIB; None: unset."""
+    text = os.environ.get("DRAFTSMITH_GPU_IGNORED_MIB")
+    return int(text) * 2**20 if text else None
 
 
 def rank_environment(rank: int, world: int, store: int) -> dict[str, str]:

@@ -46,8 +46,9 @@ def checks() -> tuple[Check, ...]:
          "(chrony, NTP)"),
         ("cache folder", lambda: machine.disk(cached), larger_disk.format("DRAFTSMITH_CACHE")),
         ("GPUs", lambda: devices.gpus(gpus()),
-         "a run leases whole, idle GPUs: install NVIDIA's driver, stop the processes on the GPU (outside of this "
-         "container, where they cannot be seen), or switch MIG off (`nvidia-smi -mig 0`)"),
+         "a run leases idle GPUs: install NVIDIA's driver, stop the processes on the GPU (outside of this container, "
+         "where they cannot be seen) or allow them their memory (DRAFTSMITH_GPU_IGNORED_MIB), or switch MIG off "
+         "(`nvidia-smi -mig 0`)"),
         ("torch build", lambda: devices.torch_build(versions().get("torch"), gpus()),
          "install the build for this machine, or update the driver: see https://pytorch.org/get-started"),
         ("RDMA", devices.rdma, "no port is active: check cable, switch and subnet manager"),

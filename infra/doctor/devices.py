@@ -23,7 +23,7 @@ def gpus(inventory: Gpus | None, root: Path = Path("/")) -> list[Finding]:
 def _judge_gpu(name: str, gpu: Gpu, driver: str) -> Finding:
     found = f"{gpu.name}, {byte_size(gpu.free)} free of {byte_size(gpu.total)}, {driver}{_surroundings(gpu)}"
     if gpu.mig:
-        found += "; MIG is on, so that CUDA sees a slice of it at most"
+        found += f"; MIG is on: {plural(len(gpu.slices), 'slice')} can be leased, each by one process"
     elif gpu.held:
         found += f"; in use by {gpu.held}"
     return judge(found, note=gpu.mig or bool(gpu.held), name=name)

@@ -5,7 +5,7 @@ Where there is no driver there are no GPUs. Raises pynvml.NVMLError for what a d
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ import pynvml
 
 from infra.network.rdma import nearest_devices, numa_node
 from infra.quantities import byte_size
+from infra.settings import ignored_gpu_bytes, visible_devices
 
 UNSEEN_BYTES = 2**30
-"""More than a driver keeps for itself on an idle GPU."""
+"""More than a display takes on an idle GPU."""
 PCIE = {
     pynvml.NVML_TOPOLOGY_INTERNAL: "one board",
     pynvml.NVML_TOPOLOGY_SINGLE: "one PCIe switch",
@@ -47,16 +48,23 @@ class Gpu:
     """The nearest RDMA devices that have a link."""
     links: tuple[str, ...] = ()
     """Connection to each GPU of this machine, in their order: NVLink, or the PCIe path; empty for itself."""
+    reserved: int = 0
+    """What the driver and the firmware keep for themselves."""
+    slices: tuple["Gpu", ...] = ()
+    """Its MIG devices, which are leased in its place."""
 
     @property
     def held(self) -> str | None:
-        """Other processes that use it, as text; None if idle."""
+        """Other processes that use it, as text; None if idle, or if they hold no more than the operator ignores."""
+        ignored, used = ignored_gpu_bytes(), self.total - self.free - self.reserved
+        if ignored is not None and used <= ignored:
+            return None
         if self.others:
             return ", ".join(
                 f"process {pid}" + (f" ({byte_size(size)})" if size else "") for pid, size in self.others[:4]
             )
-        if self.total - self.free > UNSEEN_BYTES:
-            return f"processes that cannot be seen from here ({byte_size(self.total - self.free)})"
+        if used > UNSEEN_BYTES or ignored is not None:
+            return f"processes that cannot be seen from here ({byte_size(used)})"
         return None
 
 
@@ -69,32 +77,81 @@ class Gpus:
     cuda: int
     """Highest CUDA major version that the driver supports."""
 
+    @property
+    def devices(self) -> tuple[Gpu, ...]:
+        """What can be leased: whole GPUs, and the slices of those that MIG divides."""
+        return tuple(device for gpu in self.gpus for device in gpu.slices or (gpu,))
+
 
 @contextmanager
 def _nvml() -> Iterator[list[Any]]:
-    """Handles of all GPUs."""
+    """Handles of all GPUs that this process may use, in the order of their PCI addresses."""
     pynvml.nvmlInit()
     try:
-        yield [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        handles = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            with suppress(pynvml.NVMLError_NoPermission):  # pyright: ignore[reportAttributeAccessIssue]
+                handles.append(pynvml.nvmlDeviceGetHandleByIndex(index))  # not one that a control group hides
+        yield handles
     finally:
         pynvml.nvmlShutdown()
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """UUIDs of this machine's GPUs; empty without a working driver."""
+    """UUIDs of the GPUs and MIG slices that $CUDA_VISIBLE_DEVICES leaves; empty without a working driver."""
+    names = visible_devices()
     try:
         with _nvml() as handles:
-            return tuple(str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles)
+            if names is None:
+                devices = [device for handle in handles for device in _slices(handle) or [handle]]
+            else:
+                devices = _resolve(names, handles)
+            return tuple(str(pynvml.nvmlDeviceGetUUID(device)) for device in devices)
     except pynvml.NVMLError:
         return ()
 
 
-def pci_addresses(gpus: Sequence[str]) -> list[str]:
-    """PCI addresses of GPUs (UUIDs). Raises pynvml.NVMLError for a lost one."""
-    if not gpus:
+def pci_addresses(names: Sequence[str]) -> list[str]:
+    """PCI addresses of GPUs named as in $CUDA_VISIBLE_DEVICES. Raises pynvml.NVMLError for one that is not there."""
+    if not names:
         return []
-    with _nvml():
-        return [_pci(pynvml.nvmlDeviceGetHandleByUUID(gpu)) for gpu in gpus]
+    with _nvml() as handles:
+        devices = _resolve(names, handles)
+        if len(devices) < len(names):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return [_pci(device) for device in devices]
+
+
+def _resolve(names: Sequence[str], handles: Sequence[Any]) -> list[Any]:
+    """The devices of a list such as $CUDA_VISIBLE_DEVICES, up to the first name that is not one, as CUDA reads it.
+
+    A name is a position (Ray, Slurm), counted in PCI order, or a UUID of a GPU or a MIG slice, or its beginning.
+    """
+    by_uuid = {str(pynvml.nvmlDeviceGetUUID(one)): one for handle in handles for one in (handle, *_slices(handle))}
+    devices = []
+    for name in names:
+        if name.isdecimal():
+            matching = list(handles[int(name) : int(name) + 1])
+        else:
+            matching = [device for uuid, device in by_uuid.items() if uuid.startswith(name)]
+        if len(matching) != 1:
+            break
+        devices += matching
+    return devices
+
+
+def _slices(handle: Any) -> list[Any]:
+    """Handles of a GPU's MIG devices; empty where MIG is off."""
+    try:
+        if pynvml.nvmlDeviceGetMigMode(handle)[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
+            return []
+    except pynvml.NVMLError_NotSupported:  # pyright: ignore[reportAttributeAccessIssue]
+        return []
+    slices = []
+    for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        with suppress(pynvml.NVMLError_NotFound):  # pyright: ignore[reportAttributeAccessIssue]
+            slices.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
+    return slices
 
 
 def read_gpus(root: Path = Path("/")) -> Gpus | None:
@@ -108,9 +165,10 @@ def read_gpus(root: Path = Path("/")) -> Gpus | None:
 
 
 def _read_gpu(handle: Any, handles: Sequence[Any], root: Path) -> Gpu:
-    memory, pci = pynvml.nvmlDeviceGetMemoryInfo(handle), _pci(handle)
+    """A GPU with its slices, or a MIG slice, which has no `handles` to be linked to."""
+    memory, pci = _memory(handle), _pci(handle)
     try:
-        mig = pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
+        mig = bool(handles) and pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
     except pynvml.NVMLError_NotSupported:  # pyright: ignore[reportAttributeAccessIssue]
         mig = False
     try:
@@ -128,7 +186,17 @@ def _read_gpu(handle: Any, handles: Sequence[Any], root: Path) -> Gpu:
         numa=numa_node(root / "sys/bus/pci/devices" / pci).replace("-1", ""),
         nics=tuple(nearest_devices([pci], root)),
         links=tuple("" if handle is other else _link(handle, other) for other in handles),
+        reserved=int(getattr(memory, "reserved", 0)),
+        slices=tuple(_read_gpu(one, (), root) for one in (_slices(handle) if mig else ())),
     )
+
+
+def _memory(handle: Any) -> Any:
+    """Memory by the call that tells what the driver reserves from what processes hold; the old one counts both."""
+    try:
+        return pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+    except (pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NotSupported):  # pyright: ignore[reportAttributeAccessIssue]
+        return pynvml.nvmlDeviceGetMemoryInfo(handle)  # drivers before 510, and MIG slices of some
 
 
 def _link(one: Any, other: Any) -> str:
@@ -141,5 +209,7 @@ def _link(one: Any, other: Any) -> str:
 
 
 def _pci(handle: Any) -> str:
+    with suppress(pynvml.NVMLError):  # it is no MIG slice
+        handle = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
     # NVML writes the domain with eight digits, the kernel with four.
     return str(pynvml.nvmlDeviceGetPciInfo(handle).busId).lower()[-12:]

@@ -6,7 +6,7 @@ is left alone: it is neither free nor ours to wait for quietly.
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice
@@ -19,7 +19,7 @@ from infra.pools.base import LocalCommand, Pool, PoolBusyError, PoolSpec, in_wor
 from infra.pools.gpus import read_gpus, visible_gpus
 from infra.processes.process import Owner
 from infra.refusal import Refusal
-from infra.settings import permitted_gpus
+from infra.settings import permitted_gpus, visible_devices
 
 
 def cores() -> int:
@@ -43,7 +43,7 @@ class LocalPools:
     look_s = 0.0
 
     def __init__(self, gpus: tuple[str, ...] | None = None, locks: Path | None = None) -> None:
-        self.gpus = permitted_gpus() or visible_gpus() if gpus is None else gpus
+        self.gpus = _own_gpus() if gpus is None else gpus
         self._locks = locks or Path(tempfile.gettempdir()) / "draftsmith-gpus"
         self._held: dict[str, ExitStack] = {}
 
@@ -52,8 +52,8 @@ class LocalPools:
         if sum(spec.gpus for spec in specs) > len(self.gpus):
             settings = " and ".join(f"pools.{spec.role}_gpus" for spec in specs)
             raise Refusal(
-                f"{in_words(specs)} and this machine has {len(self.gpus)}: lower {settings}, or run where there are "
-                "more"
+                f"{in_words(specs)} and this machine has {len(self.gpus)}{_restricted()}: lower {settings}, or run "
+                "where there are more"
             )
 
     def acquire(self, specs: Sequence[PoolSpec], owner: Owner) -> tuple[LocalPool, ...]:
@@ -74,6 +74,7 @@ class LocalPools:
             left, pools = iter(locked.items()), []
             for spec in specs:
                 mine = dict(islice(left, spec.gpus))
+                _refuse_several_slices(spec, mine)
                 pools.append(LocalPool(replace(owner, locks=(*owner.locks, *mine.values())), tuple(mine)))
                 stack.callback(pools[-1].stop)
             self._held[owner.name] = stack.pop_all()
@@ -107,10 +108,32 @@ class LocalPools:
             stack.close()
 
 
+def _own_gpus() -> tuple[str, ...]:
+    """The GPUs that this process may lease: of its allocation, and permitted."""
+    permitted = permitted_gpus()
+    if not permitted:
+        return visible_gpus()
+    return permitted if visible_devices() is None else tuple(gpu for gpu in visible_gpus() if gpu in permitted)
+
+
+def _restricted() -> str:
+    names = visible_devices()
+    return "" if names is None else f" that $CUDA_VISIBLE_DEVICES={','.join(names)} leaves"
+
+
+def _refuse_several_slices(spec: PoolSpec, gpus: Collection[str]) -> None:
+    """CUDA shows a process one MIG slice, however many it is given."""
+    if len(gpus) > spec.parts and any(gpu.startswith("MIG-") for gpu in gpus):
+        raise Refusal(
+            f"pools.{spec.role}_gpus={spec.gpus}: a process can use one MIG slice only: set it to {spec.parts}, or "
+            "switch MIG off (`nvidia-smi -mig 0`)"
+        )
+
+
 def _foreign() -> dict[str, str]:
     """GPUs that somebody uses, and who: a run that holds their locks, or a stranger. Raises Refusal."""
     try:
         found = read_gpus()
     except NVMLError as error:
         raise Refusal(f"this machine's GPUs do not answer ({error}): see what nvidia-smi says of them") from error
-    return {gpu.uuid: gpu.held for gpu in found.gpus if gpu.held} if found else {}
+    return {gpu.uuid: gpu.held for gpu in found.devices if gpu.held} if found else {}

@@ -13,6 +13,7 @@ from infra.pools.base import PoolBusyError, PoolSpec
 from infra.pools.gpus import pci_addresses, read_gpus, visible_gpus
 from infra.pools.local import LocalPools
 from infra.processes.process import Owner
+from infra.refusal import Refusal
 
 GIB = 2**30
 
@@ -25,8 +26,11 @@ class Card:
     bus: str
     used: int = 0
     processes: tuple[tuple[int, int], ...] = ()
+    slices: tuple["Card", ...] = ()
 
 
+RESERVED = GIB // 2
+"""What the driver keeps for itself on every card."""
 CARDS = [
     Card("GPU-aa", "00000000:18:00.0"),
     Card("GPU-bb", "00000000:2A:00.0", 30 * GIB, ((4_000_000, 29 * GIB),)),
@@ -42,8 +46,25 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> list[Card]:
     def answer(name: str, function: Callable[..., object]) -> None:
         monkeypatch.setattr(pynvml, f"nvml{name}", function)
 
-    def not_supported(_card: Card) -> None:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+    def fail(code: int) -> None:
+        raise pynvml.NVMLError(code)
+
+    def memory(card: Card, version: int = 0) -> SimpleNamespace:
+        """The first version of the call counts what the driver keeps as used; the second has it apart."""
+        found = SimpleNamespace(total=80 * GIB, free=80 * GIB - RESERVED - card.used)
+        if version:
+            found.reserved = RESERVED
+        return found
+
+    def mig_mode(card: Card) -> tuple[int, int]:
+        return (int(bool(card.slices)),) * 2 if "GPU" in card.uuid else fail(pynvml.NVML_ERROR_NOT_SUPPORTED)  # type: ignore[return-value]
+
+    def mig_device(card: Card, index: int) -> Card:
+        return card.slices[index] if index < len(card.slices) else fail(pynvml.NVML_ERROR_NOT_FOUND)  # type: ignore[return-value]
+
+    def whole(card: Card) -> Card:
+        parents = [parent for parent in CARDS if card in parent.slices]
+        return parents[0] if parents else fail(pynvml.NVML_ERROR_INVALID_ARGUMENT)  # type: ignore[return-value]
 
     pair = {card.uuid: index // 2 for index, card in enumerate(CARDS)}
     linked, system = pynvml.NVML_P2P_STATUS_OK, pynvml.NVML_TOPOLOGY_SYSTEM
@@ -53,11 +74,13 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> list[Card]:
     answer("SystemGetCudaDriverVersion_v2", lambda: 13000)
     answer("DeviceGetCount", lambda: len(CARDS))
     answer("DeviceGetHandleByIndex", lambda index: CARDS[index])
-    answer("DeviceGetHandleByUUID", lambda uuid: next(card for card in CARDS if card.uuid == uuid))
     answer("DeviceGetUUID", lambda card: card.uuid)
     answer("DeviceGetName", lambda _card: "H100")
-    answer("DeviceGetMemoryInfo", lambda card: SimpleNamespace(total=80 * GIB, free=80 * GIB - card.used))
-    answer("DeviceGetMigMode", not_supported)
+    answer("DeviceGetMemoryInfo", memory)
+    answer("DeviceGetMigMode", mig_mode)
+    answer("DeviceGetMaxMigDeviceCount", lambda _card: 7)
+    answer("DeviceGetMigDeviceHandleByIndex", mig_device)
+    answer("DeviceGetDeviceHandleFromMigDeviceHandle", whole)
     answer("DeviceGetPciInfo", lambda card: SimpleNamespace(busId=card.bus))
     answer("DeviceGetTopologyCommonAncestor", lambda _one, _other: system)
     answer("DeviceGetP2PStatus", lambda one, other, _kind: linked if pair[one.uuid] == pair[other.uuid] else linked + 1)
@@ -66,6 +89,14 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> list[Card]:
         lambda card: [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in card.processes],
     )
     return CARDS
+
+
+@pytest.fixture
+def slices(cards: list[Card], monkeypatch: pytest.MonkeyPatch) -> tuple[Card, ...]:
+    """The first card, divided by MIG; somebody computes on the first slice."""
+    found = (Card("MIG-11", "", GIB, ((4_000_001, GIB),)), Card("MIG-22", ""), Card("MIG-33", ""))
+    monkeypatch.setattr(cards[0], "slices", found)
+    return found
 
 
 @pytest.fixture
@@ -112,3 +143,91 @@ def test_gpus_that_strangers_use_are_left_alone(cards: list[Card], tmp_path: Pat
     ):
         assert said in str(raised.value)
     first.release("one")
+
+
+@pytest.mark.parametrize(
+    ("visible", "leasable"),
+    [
+        ("3,0", ("GPU-dd", "GPU-aa")),
+        ("GPU-c, GPU-dd", ("GPU-cc", "GPU-dd")),
+        ("GPU-aa,GPU-zz,GPU-bb", ("GPU-aa",)),  # CUDA reads up to the first that is not there
+        ("9", ()),
+        ("", ()),
+        ("NoDevFiles", ()),
+    ],
+)
+def test_an_allocation_is_not_left(
+    cards: list[Card], monkeypatch: pytest.MonkeyPatch, visible: str, leasable: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert visible_gpus() == LocalPools().gpus == leasable
+    monkeypatch.setenv("DRAFTSMITH_GPUS", "GPU-aa,GPU-cc")
+    assert set(LocalPools().gpus) == set(leasable) & {"GPU-aa", "GPU-cc"}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert LocalPools().gpus == ("GPU-aa", "GPU-cc")
+
+
+def test_too_small_an_allocation_is_named(cards: list[Card], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+    with pytest.raises(Refusal, match=r"wants 3 GPUs and this machine has 2 that \$CUDA_VISIBLE_DEVICES=0,3 leaves"):
+        LocalPools(locks=tmp_path).acquire([PoolSpec("training", 3)], Owner("run", tmp_path))
+
+
+def test_names_of_ray_and_slurm_have_places_too(cards: list[Card], slices: tuple[Card, ...]) -> None:
+    assert pci_addresses(["1", "GPU-d"]) == ["0000:2a:00.0", "0000:ab:00.0"]
+    assert pci_addresses(["MIG-22"]) == ["0000:18:00.0"]
+    with pytest.raises(pynvml.NVMLError):
+        pci_addresses(["7"])
+
+
+def test_a_gpu_that_a_control_group_hides_does_not_count(cards: list[Card], monkeypatch: pytest.MonkeyPatch) -> None:
+    def handle(index: int) -> Card:
+        if index == 0:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
+        return cards[index]
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", handle)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
+    assert visible_gpus() == ("GPU-bb", "GPU-dd")
+
+
+def test_slices_are_leased_in_place_of_their_gpu(
+    cards: list[Card], slices: tuple[Card, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert visible_gpus()[:4] == ("MIG-11", "MIG-22", "MIG-33", "GPU-bb")
+    found = read_gpus()
+    assert found is not None
+    assert "MIG is on: 3 slices can be leased, each by one process" in devices.gpus(found)[0].found
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-11,MIG-2,MIG-33")
+    pools = LocalPools(locks=tmp_path / "locks")
+    (pool,) = pools.acquire([PoolSpec("inference", 2, parts=2)], Owner("run", tmp_path))
+    assert pool.gpus == ("MIG-22", "MIG-33")
+    pools.release("run")
+    with pytest.raises(Refusal, match=r"training_gpus=2: a process can use one MIG slice only: set it to 1"):
+        pools.acquire([PoolSpec("training", 2)], Owner("run", tmp_path))
+
+
+def test_memory_that_the_driver_keeps_is_not_in_use(cards: list[Card], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cards[0], "used", 700 * 2**20)  # a display; with what the driver keeps it is over 1 GiB
+    found = read_gpus()
+    assert found is not None
+    assert found.gpus[0].held is None
+    monkeypatch.setenv("DRAFTSMITH_GPU_IGNORED_MIB", "512")
+    assert found.gpus[0].held == "processes that cannot be seen from here (700 MiB)"
+    assert found.gpus[2].held == "processes that cannot be seen from here (5 GiB)"
+    monkeypatch.setenv("DRAFTSMITH_GPU_IGNORED_MIB", str(30 * 1024))
+    assert [gpu.held for gpu in found.gpus] == [None] * 4
+
+
+def test_memory_by_a_driver_that_knows_the_first_call_only(cards: list[Card], monkeypatch: pytest.MonkeyPatch) -> None:
+    second = pynvml.nvmlDeviceGetMemoryInfo
+
+    def first_only(card: Card, version: int = 0) -> object:
+        if version:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+        return second(card)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", first_only)
+    found = read_gpus()
+    assert found is not None
+    assert (found.gpus[0].held, found.gpus[0].reserved) == (None, 0)
