@@ -2,7 +2,8 @@
 
 Inside `emulated_device()` tensors made with `device="emulated"` or moved there report the device `emulated:0`. An
 operation between them and CPU tensors raises RuntimeError where CUDA would raise. Copies to the host, and operations
-for which the host would wait on a GPU, are counted.
+for which the host would wait on a GPU, are counted. With `without_values=True` tensors of the device have shapes alone
+(on torch's `meta` device), so that a step of any size can be traced.
 """
 
 from collections import Counter
@@ -65,6 +66,8 @@ class _Module:
 
 _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
 DEVICE = torch.device(NAME, 0)
+_values_on = torch.device("cpu")
+"""Where tensors of the device have their values."""
 OF_THE_DEVICE = {
     "_flash_attention_forward": emulated_flash.forward,
     "_flash_attention_backward": emulated_flash.backward,
@@ -205,7 +208,7 @@ class EmulatedGenerator(torch.Generator):
 
 
 @contextmanager
-def emulated_device() -> Iterator[Traffic]:
+def emulated_device(without_values: bool = False) -> Iterator[Traffic]:
     """Make the device available to this thread; yields what crosses between it and the host."""
     traffic = Traffic()
     with _Operations(traffic), pytest.MonkeyPatch.context() as patch:
@@ -215,6 +218,7 @@ def emulated_device() -> Iterator[Traffic]:
         patch.setattr(torch.cuda, "current_stream", lambda _device=None: stream)
         patch.setattr(torch.cuda, "stream", lambda _stream: nullcontext())
         patch.setattr(_Module, "is_present", True)
+        patch.setitem(globals(), "_values_on", torch.device("meta" if without_values else "cpu"))
         _answer_before_dispatch(patch)
         yield traffic
 
@@ -269,9 +273,9 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], traffic: Traffic) -> Any:
         EmulatedGenerator.check(name, kwargs["generator"], on_device)
     if name in ("set_", "_local_scalar_dense", "equal", "is_nonzero"):
         on_device = False
-    plain_kwargs = kwargs | ({"device": torch.device("cpu")} if "device" in kwargs else {})
+    plain_kwargs = kwargs | ({"device": _values_on if on_device else torch.device("cpu")} if "device" in kwargs else {})
     plain_kwargs.pop("pin_memory", None)
-    compute = OF_THE_DEVICE.get(name, func)
+    compute = OF_THE_DEVICE.get(name, func) if _values_on.type == "cpu" else func
     out = compute(*tree_map(_values, args), **tree_map(_values, plain_kwargs))
     if not on_device:
         return out
@@ -300,7 +304,7 @@ def _copy(func: Any, source: torch.Tensor, kwargs: dict[str, Any], traffic: Traf
     if _is_emulated(device):
         if not isinstance(source, EmulatedTensor):
             traffic.to_device.append(_bytes(out))
-        return EmulatedTensor(out)
+        return EmulatedTensor(out.to(_values_on))
     if isinstance(source, EmulatedTensor):
         traffic.to_host.append(_bytes(out))
         traffic.waits["copy to the host"] += not kwargs.get("non_blocking", False)

@@ -54,7 +54,6 @@ class RankMemory(Record):
     weights: int = Field(description="weights, float32")
     gradients: int = Field(description="gradients, float32")
     optimizer: int = Field(description="AdamW's moments, float32")
-    # 0 if they are in host memory (with a GPU and not sharded).
     averaged: int = Field(description="averaged weights, float32")
     # Embeddings, the head's rows of the draft vocabulary, perhaps the whole head.
     frozen_tables: int = Field(description="frozen tables of the target")
@@ -95,7 +94,7 @@ def rank_memory(draft: DraftShape, target: TargetShape, setting: Setting, length
         weights=share + gathered,
         gradients=share + gathered,
         optimizer=share * MOMENTS,
-        averaged=share if setting.one_memory or setting.divided > 1 else 0,
+        averaged=share,
         frozen_tables=draft.frozen * FLOAT + heads,
         cast_weights=matrices * item if item < FLOAT else 0,
         features=copies * tokens * captured,

@@ -19,7 +19,7 @@ RECIPE = Path(__file__).parents[3] / "recipes" / "qwen3-8b.yaml"
         (["training.micro_batches=8", "data.max_tokens=400000"], "data.max_tokens"),
         (["training.micro_batches=8", "data.max_tokens=100000"], "training.recompute"),
         (["transport.budget_mib=512"], "transport.budget_mib"),
-        (["plan.memory_gb=16", "data.max_tokens=64"], "pools.inference_gpus"),
+        (["plan.memory_gb=18", "data.max_tokens=64"], "pools.inference_gpus"),
     ],
 )
 def test_the_nearest_recipe_is_possible(settings: list[str], setting: str) -> None:
