@@ -11,7 +11,7 @@ TORCH := torch==2.13.0
 SGLANG := .venv-sglang
 UV_COMPILE := .venv-lock/bin/uv pip compile --python-version 3.11 --upgrade --no-annotate --no-header --quiet
 
-.PHONY: quickstart test test-slow lint check sglang up down bench chaos soak lock clean
+.PHONY: quickstart test test-slow lint check sglang up down bench chaos soak gpu-acceptance lock clean
 
 quickstart: $(VENV)/.ready
 	$(BIN)/draftsmith retrain recipes/quickstart.yaml
@@ -84,6 +84,10 @@ chaos: $(VENV)/.ready
 # A simulated fortnight of operation, about half an hour on two cores.
 soak: $(VENV)/.ready
 	$(BIN)/python benchmarks/soak.py
+
+# Whether everything works on this machine's GPUs, and how fast: at most 25 minutes on one. Writes gpu_acceptance.json.
+gpu-acceptance: $(VENV)/.ready $(if $(GPU),$(SGLANG)/.ready)
+	$(BIN)/python benchmarks/gpu_acceptance.py
 
 # Resolve the newest versions that pyproject.toml and requirements/ admit. Run the tests before you commit the result.
 lock:

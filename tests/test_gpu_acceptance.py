@@ -1,0 +1,80 @@
+"""The GPU acceptance without a GPU: its runner, its refusal, and every stage's code with tiny shapes on the CPU."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu_acceptance.py"
+LEAVES_A_CHILD = """
+import subprocess, sys, time
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def acceptance(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    return importlib.import_module("gpu_acceptance")
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "reason"),
+    [
+        ("print('fine')", "passed", ""),
+        ("print('first'); raise ValueError('too far apart')", "failed", "ValueError: too far apart"),
+        ("print('no second GPU'); raise SystemExit(77)", "skipped", "no second GPU"),
+        ("raise SystemExit(3)", "failed", "status 3"),
+    ],
+)
+def test_what_comes_of_a_stage(acceptance, tmp_path: Path, code: str, status: str, reason: str) -> None:
+    outcome = acceptance.run_stage("one", [sys.executable, "-c", code], tmp_path / "log", {}, 60.0)
+    assert (outcome.status, outcome.reason) == (status, reason)
+
+
+def test_a_stage_that_takes_too_long_is_killed_with_its_children(acceptance, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    outcome = acceptance.run_stage("one", [sys.executable, "-c", LEAVES_A_CHILD], log, {}, 5.0)
+    child = int(log.read_text().split()[0])
+    assert (outcome.status, outcome.reason) == ("failed", f"not done after 5 s: {child}")
+    # Gone, or a zombie that this container's init has not reaped.
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def accept(folder: Path, *options: str, **environment: str) -> tuple[int, str, dict]:
+    """Exit status, output and JSON of the command."""
+    result = folder / "gpu_acceptance.json"
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--json", str(result), "--work", str(folder / "work"), *options],
+        capture_output=True, text=True, timeout=1800, check=False, env={**os.environ, **environment},
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr, json.loads(result.read_text())
+
+
+def test_without_a_gpu_it_says_what_is_missing_and_runs_no_other_stage(tmp_path: Path) -> None:
+    status, output, found = accept(tmp_path, DRAFTSMITH_GPUS="GPU-of-nobody", CUDA_VISIBLE_DEVICES="")
+    assert status == 1
+    assert "finds no GPU that it can use. Doctor:" in output
+    assert "Install NVIDIA's driver" in output
+    first, *others = found["stages"].values()
+    assert first["status"] == "failed"
+    assert first["figures"]["doctor"]["GPUs"]["found"]
+    assert others
+    assert {(stage["status"], stage["reason"]) for stage in others} == {("skipped", "not run: doctor failed")}
+    assert set(found["conditions"]) >= {"commit", "driver", "gpus", "versions"}
+
+
+@pytest.mark.slow
+def test_every_stage_runs_on_the_cpu(tmp_path: Path) -> None:
+    status, output, found = accept(tmp_path, "--device", "cpu", SGLANG_PLATFORM="draftsmith_test_cpu")
+    logs = {name: Path(stage["log"]).read_text()[-3000:] for name, stage in found["stages"].items() if stage["log"]}
+    failed = [name for name, stage in found["stages"].items() if stage["status"] == "failed"]
+    assert not failed, (output, [logs[name] for name in failed])
+    assert status == 0
