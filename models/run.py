@@ -8,6 +8,7 @@ import torch
 from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
 from infra.records.data_path import SampleSlot, SamplesRecord, TargetRecord
+from infra.records.sharing import Sharing
 from infra.refusal import Refusal
 from infra.transport.base import Transport
 from infra.transport.choice import open_transport
@@ -48,6 +49,13 @@ class PreparedRun(RunWithTarget):
         dtype = DTYPES[self.config.generator.stored_dtype]
         return HiddenStateLayout(len(self.config.target.aux_layer_ids), self.target.hidden_size, dtype)
 
+    @property
+    def sharing(self) -> Sharing:
+        """How generators and trainer share devices; two pools where no flow has decided."""
+        if self.folder.sharing.is_file():
+            return Sharing.read(self.folder.sharing)
+        return Sharing(mode="apart", why="", budget_bytes=self.config.transport.budget_mib * 2**20)
+
     def open_samples(self, split: Split = "train") -> SampleSet:
         return SampleSet.open(Path(self.samples.path), split)
 
@@ -65,7 +73,7 @@ class PreparedRun(RunWithTarget):
         config = self.config
         ledger = Ledger.open(config.ledger.url or self.folder.ledger_url, self.folder.name)
         ledger.create_run(
-            budget_bytes=config.transport.budget_mib * 2**20,
+            budget_bytes=self.sharing.budget_bytes,
             bytes_per_token=self.layout.bytes_per_token,
             lease_seconds=config.ledger.lease_seconds,
             max_attempts=config.ledger.max_attempts,

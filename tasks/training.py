@@ -35,6 +35,12 @@ def train(run: OpenRun, pool: Pool, generators: Generators, store: Sequence[Kept
     There is no time limit here: the trainer gives up by itself when no samples come (training.stall_s), and the watch
     gives up on a trainer that hangs.
     """
+    follow_trainer(run, pool, generators, store)
+    return TrainingResult.read(run.folder.training)
+
+
+def follow_trainer(run: OpenRun, pool: Pool, generators: Generators, store: Sequence[KeptProcess]) -> None:
+    """Start the trainer and follow it to its end, with the generators and services that it needs."""
     settings, logger = run.config.training, get_run_logger()
     trainer = start_trainer(pool, run.folder, settings.ranks, settings.threads)
     with closing(trainer), run.open_ledger() as ledger:
@@ -43,7 +49,6 @@ def train(run: OpenRun, pool: Pool, generators: Generators, store: Sequence[Kept
         follow(trainer, generators, logger.info, logger.warning, checks, store)
         check_quarantined(ledger, max_quarantined)  # a short run ends before anybody has looked
         shown.catch_up(at_once=True)
-    return TrainingResult.read(run.folder.training)
 
 
 class _Shown:

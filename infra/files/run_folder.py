@@ -37,6 +37,8 @@ class RunFolder:
     samples = _Place("samples.json")
     plan = _Place("plan.json")
     """What the run was expected to take, before it took any device."""
+    sharing = _Place("sharing.json")
+    """How generators and trainer share the devices."""
     ledger_file = _Place("ledger.sqlite")
     start = _Place("start")
     """Export of the draft that training begins with, if it does."""

@@ -122,15 +122,21 @@ def follow(
     `checks` are called at every poll.
     """
     while True:
-        generators.tend(on_line, on_event)
-        for service in services:
-            service.tend(_nothing, on_event)
+        tend(generators, services, on_line, on_event)
         ended = trainer.tend(on_line, on_event)
-        for needed in (trainer, *services):
-            if needed.failure is not None:
-                raise needed.failure
+        if trainer.failure is not None:
+            raise trainer.failure
         for check in checks:
             check()
         if ended:
             return
         time.sleep(POLL_S)
+
+
+def tend(generators: Generators, services: Sequence[KeptProcess], on_line: OnLine, on_event: OnLine) -> None:
+    """Start again what has crashed. Raises ProcessFailedError for a service, or the last generator, that cannot be."""
+    generators.tend(on_line, on_event)
+    for service in services:
+        service.tend(_nothing, on_event)
+        if service.failure is not None:
+            raise service.failure

@@ -8,6 +8,7 @@ from infra.files.locks import Lock, LockHeldError, hold, own_folder, sweep
 from infra.files.run_folder import RunFolder
 from infra.ledger.database import set_aside_if_damaged
 from infra.processes.process import Owner
+from infra.records.sharing import alternates
 from infra.refusal import Refusal
 from infra.settings import shared_memory_folder
 from infra.transport.choice import objects_folder, shortage
@@ -52,7 +53,7 @@ def own_run(folder: RunFolder, transport: TransportConfig, say: Callable[[str], 
                 say(f"removed {gone}, whose owner is gone")
             folders = []
             objects = objects_folder(transport, folder).parent
-            if objects == folder.path and transport.kind != "stored":
+            if objects == folder.path and transport.kind != "stored" and not alternates(folder):
                 say(f"objects are kept in {objects}, which is slower than shared memory: {shortage(transport)}")
             if objects != folder.path:
                 locks.append(stack.enter_context(own_folder(objects)))

@@ -7,6 +7,7 @@ from pathlib import Path
 from infra.config import TransportConfig
 from infra.files.run_folder import RunFolder
 from infra.records.data_path import StoreRecord
+from infra.records.sharing import alternates
 from infra.refusal import Refusal
 from infra.settings import shared_memory_folder
 from infra.transport.arena import ArenaTransport
@@ -33,6 +34,8 @@ def objects_folder(config: TransportConfig, run: RunFolder) -> Path:
     folder exists keeps it. Raises Refusal where kind=arena leaves no choice and nothing fits.
     """
     own = config.folder is not None and config.kind != "stored"
+    if alternates(run) and not own and config.kind != "arena":
+        return run.path / "objects"  # a round is larger than memory, and must survive the flow
     place = Path(config.folder or "") / f"draftsmith-{run.name}" if own else run_memory_folder(run)
     if not place.is_dir() and (problem := shortage(config)):
         if config.kind == "arena":

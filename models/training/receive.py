@@ -150,6 +150,8 @@ class Fetcher:
     def __init__(self, run: PreparedRun, control: Control, ledger: Ledger, incarnation: int, reach: int):
         self._control, self._ledger, self._incarnation, self._reach = control, ledger, incarnation, reach
         self._transport, self.samples = run.open_transport(), run.open_samples()
+        self._frees = run.sharing.mode != "alternate"
+        """Otherwise a round keeps its objects until the checkpoint that holds it (infra.ledger.rounds)."""
         self._parts = HostReceiver(self._transport, run.layout) if control.context_size > 1 else None
         self._receiver = self._parts or open_receiver(self._transport, run.config.transport, run.layout)
         shared = f", a part on each of {control.context_size} ranks" if self._parts else ""
@@ -170,7 +172,7 @@ class Fetcher:
         hidden = self._whole(planned) if share is None else self._part(planned, share)
         times.fetch_s += time.monotonic() - started
         control.wait_for_fetched()
-        if control.context_rank == 0:
+        if self._frees and control.context_rank == 0:
             for p in planned:
                 self._transport.delete(p.object.key)
             self._ledger.release(self._incarnation, plan.epoch, *(p.ordinal for p in planned))

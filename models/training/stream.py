@@ -73,6 +73,9 @@ class StepStream:
         self.step = self.training_step = 1 + (resume.checkpoint.step if resume.checkpoint else 0)
         """The step to plan next, and the one that the optimizer works on meanwhile."""
         self.times = StreamTimes()
+        self.finished = False
+        """Whether rank 0 has planned the run's last step; else the stream ended because generators have their turn."""
+        self._alternates = run.sharing.mode == "alternate"
         self._opened: set[int] = set()
         self._stop = threading.Event()
 
@@ -117,11 +120,12 @@ class StepStream:
         ]
 
     def _plan(self) -> StepPlan | None:
-        """The next step's plan, opening epochs as needed; None at the end of the run."""
+        """The next step's plan, opening epochs as needed; None at the end of the run, or of the trainer's turn."""
         settings, deadline = self.settings, time.monotonic() + self.settings.stall_s
-        if settings.max_steps is not None and self.step > settings.max_steps:
-            return None
-        while not self._stop.is_set() and self.epoch < settings.epochs:
+        while not self._stop.is_set():
+            if self.epoch >= settings.epochs or (settings.max_steps is not None and self.step > settings.max_steps):
+                self.finished = True
+                break
             if self.epoch not in self._opened:
                 self.ledger.open_epoch(self.incarnation, self.epoch, self.run.epoch_slots(self.epoch))
                 self._opened.add(self.epoch)
@@ -139,6 +143,8 @@ class StepStream:
                 return answer
             if isinstance(answer, EndOfEpoch):
                 self.epoch += 1
+            elif self._alternates:
+                break
             elif time.monotonic() > deadline:
                 needs = f"step {answer.step} needs {answer.needed} samples and has {answer.ready}"
                 raise StallError(f"no progress for {settings.stall_s:g} s: {needs}; {blame(self.ledger)}")

@@ -21,11 +21,13 @@ from sqlalchemy.exc import DBAPIError
 from infra.data_plane.watch import StallError
 from infra.files.atomic import write_atomically
 from infra.ledger.ledger import Ledger
+from infra.ledger.rounds import free_consumed
 from infra.ledger.trainers import Resume
 from infra.processes.exit import die_with_parent, run_main
 from infra.records.data_path import TrainingResult
 from infra.refusal import Refusal
 from infra.transport.base import TransferError
+from infra.transport.choice import sweep
 from models import checkpoint as checkpoints
 from models.devices import compute_device
 from models.run import PreparedRun
@@ -89,8 +91,12 @@ class DraftTrainer(Callback):
     def __post_init__(self) -> None:
         self.step = self.committed = self.resume.checkpoint.step if self.resume.checkpoint else 0
 
-    def fit(self) -> TrainingResult:
-        """Train to the end of the last epoch, or `max_steps`; the final checkpoint is committed."""
+    def fit(self) -> TrainingResult | None:
+        """Train to the end of the last epoch, or `max_steps`; the final checkpoint is committed.
+
+        Where generators and trainer alternate, only to the end of what is captured. None, and on all ranks but the
+        first, unless the run is finished.
+        """
         settings, world = self.run.config.training, self.control.world
         trainer = lightning.Trainer(
             accelerator="cpu" if compute_device().type == "cpu" else "gpu",
@@ -108,13 +114,16 @@ class DraftTrainer(Callback):
             use_distributed_sampler=False,
         )
         trainer.fit(self.module, train_dataloaders=self.stream)
-        if self.step == 0:
+        if self.step == 0 and self.stream.finished:
             raise Refusal("nothing was trained, because every sample is quarantined: see logs/generator-*.log")
         self._report()
         self._commit()
         self.saver.wait()
         self.control.wait_for_all()
-        return self._finish()
+        peak = self.control.greatest(torch.cuda.max_memory_allocated()) or None
+        if self.control.rank == 0 and self.run.sharing.mode == "alternate":
+            self._end_turn()
+        return self._finish(peak) if self.control.rank == 0 and self.stream.finished else None
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: MicroBatch, batch_idx: int
@@ -163,7 +172,7 @@ class DraftTrainer(Callback):
             ),
         )
 
-    def _finish(self) -> TrainingResult:
+    def _finish(self, peak_gpu_bytes: int | None) -> TrainingResult:
         progress, totals = self.progress, self.progress.totals
         result = TrainingResult(
             steps=self.step,
@@ -177,13 +186,18 @@ class DraftTrainer(Callback):
             vocabulary_coverage=totals["covered"] / max(1, totals["supervised"]),
             token_coverage=self.token_coverage,
             checkpoint_stall_s=self.saver.stall_s / max(1, self.saver.saves),
-            peak_gpu_bytes=self.control.greatest(torch.cuda.max_memory_allocated()) or None,
+            peak_gpu_bytes=peak_gpu_bytes,
             rates=progress.rates(),
         )
-        if self.control.rank == 0:
-            write_atomically(self.run.folder.training, result)
-            self.ledger.finish(self.resume.incarnation)
+        write_atomically(self.run.folder.training, result)
+        self.ledger.finish(self.resume.incarnation)
         return result
+
+    def _end_turn(self) -> None:
+        """Free what this turn has trained; the process ends, which is no crash."""
+        free_consumed(self.ledger, self.resume.incarnation)
+        sweep(self.run.open_transport(), self.ledger.held_keys)
+        self.ledger.excuse(self.resume.incarnation)
 
 
 def main() -> None:
@@ -208,7 +222,7 @@ def main() -> None:
     except MACHINE_FAULTS:
         trainer.ledger.excuse(trainer.resume.incarnation)
         raise
-    if control.rank == 0:
+    if result is not None:
         print(f"trained {result.steps} steps on {result.tokens} tokens in {result.wall_s:.0f} s", flush=True)
     control.close()
 

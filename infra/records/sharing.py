@@ -1,0 +1,27 @@
+"""`sharing.json`: how generators and trainer share the devices of a run."""
+
+from typing import Literal
+
+from infra.files.run_folder import RunFolder
+from infra.records.data_path import Record
+
+SharingMode = Literal["apart", "alternate", "share"]
+
+
+class Sharing(Record):
+    """Decided by the flow before it leases devices, and read by every process of the run."""
+
+    mode: SharingMode
+    """`apart`: two pools. `alternate`: generators and trainer take turns on the same devices. `share`: both at once."""
+    why: str
+    budget_bytes: int
+    """Most bytes of hidden states at once: between capture and training, or of a round."""
+    generator_bytes: int | None = None
+    """Memory of each shared GPU that a generator may use, with `share`."""
+    trainer_bytes: int | None = None
+    """The same of a trainer rank."""
+
+
+def alternates(run: RunFolder) -> bool:
+    """Whether generators and trainer of this run take turns."""
+    return run.sharing.is_file() and Sharing.read(run.sharing).mode == "alternate"

@@ -1,0 +1,123 @@
+"""Capture and training in turns: the same losses as streamed, exactly once, whole after kills. Real processes."""
+
+import json
+import subprocess
+import sys
+import time
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from infra.data_plane.rounds import follow_capture
+from infra.data_plane.start import start_generator, start_trainer
+from infra.data_plane.watch import StallError
+from infra.files.atomic import write_atomically
+from infra.files.run_folder import RunFolder
+from infra.ledger.ledger import Ledger
+from infra.pools.local import LocalPool
+from infra.processes.keep_running import Generators, follow
+from infra.processes.process import Owner
+from infra.records.data_path import SampleProgress, TrainingResult
+from infra.records.sharing import Sharing
+from models.run import PreparedRun
+
+SMALL = ["data.max_samples=36", "data.max_tokens=64", "training.samples_per_step=4", "training.log_steps=1"]
+ROUND_BYTES = 3 * 2**20
+"""About half of the 36 samples."""
+
+
+def nothing() -> None:
+    """No watch."""
+
+
+def in_turns(folder: RunFolder) -> list[str]:
+    """Train a run to its end, as the flow does; what was said."""
+    said: list[str] = []
+    pool = LocalPool(Owner(folder.name, folder.logs))
+    generator = partial(start_generator, pool, folder, 0, 1, 1)
+    with Ledger.open(folder.ledger_url, folder.name) as ledger:
+        while True:
+            with closing(start_trainer(pool, folder, 1, 1)) as trainer:
+                follow(trainer, Generators(), said.append, said.append)
+            if ledger.finished():
+                return said
+            follow_capture(ledger, [generator], said.append, said.append, nothing)
+
+
+def alternating(folder: RunFolder, budget_bytes: int = ROUND_BYTES) -> RunFolder:
+    write_atomically(folder.sharing, Sharing(mode="alternate", why="a test", budget_bytes=budget_bytes))
+    return folder
+
+
+def losses(folder: RunFolder) -> list[float]:
+    return [json.loads(line)["loss"] for line in folder.metrics.read_text().splitlines()]
+
+
+def weights(folder: RunFolder) -> dict[str, torch.Tensor]:
+    result = TrainingResult.read(folder.training)
+    return load_file(folder.path / result.checkpoint / "draft.safetensors")
+
+
+def check_whole(folder: RunFolder, streamed: RunFolder, samples: int = 36) -> None:
+    assert PreparedRun.open(folder.path).open_ledger().progress() == SampleProgress(consumed=samples)
+    assert losses(folder) == losses(streamed)
+    mine, theirs = weights(folder), weights(streamed)
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert not list((folder.path / "objects").iterdir())
+
+
+def test_turns_give_the_losses_of_a_streamed_run(make_run, finished_run) -> None:
+    folder = alternating(make_run("turns", *SMALL))
+    said = in_turns(folder)
+    check_whole(folder, finished_run(*SMALL))
+    assert len([line for line in said if line.endswith("the trainer's turn")]) >= 2
+    result = TrainingResult.read(folder.training)
+    assert result.steps == 9
+    assert result.tokens == PreparedRun.open(folder.path).samples.train_tokens
+
+
+def test_a_run_in_which_no_side_can_go_on_is_ended(make_run) -> None:
+    folder = alternating(make_run("stuck", *SMALL))
+    with PreparedRun.open(folder.path).open_ledger() as ledger, pytest.raises(StallError, match="neither generators"):
+        follow_capture(ledger, [], print, print, nothing)
+
+
+FLOW = "import sys; sys.path[:0] = sys.argv[2:]; import test_rounds as t; from pathlib import Path; "
+FLOW += "t.in_turns(t.RunFolder(Path(sys.argv[1])))"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["models.capture.generator", "models.training.trainer", "everything"])
+def test_turns_are_whole_after_kills(make_run, finished_run, victim: str, kill_tree) -> None:
+    """SIGKILL in every phase: as the engine loads, captures, as the trainer loads and trains; two epochs."""
+    settings = [*SMALL, "training.epochs=2", "training.checkpoint_steps=2"]
+    folder = alternating(make_run("killed", *settings))
+    kills = 0
+    for moment in (2.0, 5.0, 7.5, 10.0, 14.0, 19.0):
+        command = [sys.executable, "-c", FLOW, str(folder.path), str(Path(__file__).parent), *sys.path]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as flow:
+            deadline = time.monotonic() + moment
+            while flow.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.05)
+            if flow.poll() is None:
+                kills += 1
+                if victim == "everything":
+                    kill_tree(flow.pid)
+                else:
+                    kill_commands(flow.pid, victim)
+                    flow.kill()
+            flow.wait(60)
+    in_turns(folder)
+    assert kills >= 3
+    check_whole(folder, finished_run(*settings), 72)
+
+
+def kill_commands(flow: int, name: str) -> None:
+    for process in psutil.Process(flow).children(recursive=True):
+        if name in process.cmdline():
+            process.kill()
