@@ -4,6 +4,7 @@ from contextlib import closing
 
 from prefect import flow
 
+from infra.records.sharing import alternates
 from models.config.recipe import RunConfig
 from tasks.benchmark import benchmark_draft, benchmark_served
 from tasks.pools import lease, only_training_of_its_draft
@@ -11,6 +12,7 @@ from tasks.prepare import fetch_start, plan_run, preflight, prepare_samples, pre
 from tasks.promotion import promote_or_refuse
 from tasks.registry import register_draft, track_samples, track_training, tracked
 from tasks.report.write import write_report
+from tasks.rounds import capture_round, train_round
 from tasks.run import open_run
 from tasks.training import export_draft, start_generators, storing, train
 
@@ -35,12 +37,13 @@ def retrain(config: RunConfig, run: str | None = None) -> str:
         samples = prepare_samples(opened, target)
         track_samples(opened, tracking, samples)
         plan_run(opened, target, samples)
-        with (
-            lease(opened, "inference", "training") as (inference, training),
-            storing(opened, training) as store,
-            closing(start_generators(opened, inference)) as generators,
-        ):
-            trained = train(opened, training, generators, store)
+        with lease(opened, "inference", "training") as (inference, training), storing(opened, training) as store:
+            if alternates(opened.folder):
+                while (trained := train_round(opened, training, store)) is None:
+                    capture_round(opened, inference, store)
+            else:
+                with closing(start_generators(opened, inference)) as generators:
+                    trained = train(opened, training, generators, store)
         track_training(opened, tracking)
         export = export_draft(opened)
         with lease(opened, "inference") as (inference,):

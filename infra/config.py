@@ -92,6 +92,13 @@ class PoolsConfig(StrictConfig):
     )
     inference_gpus: int = Field(default=0, ge=0, le=100_000, description="GPUs for generators; 0: on the CPU.")
     training_gpus: int = Field(default=0, ge=0, le=100_000, description="GPUs for trainer ranks; 0: on the CPU.")
+    sharing: Literal["auto", "apart", "alternate", "share"] = Field(
+        default="auto",
+        description="`apart`: generators and trainer have GPUs of their own. `alternate`: they take turns on the same "
+        "ones: a round of hidden states is captured into files, the engine stops, the round is trained. `share`: they "
+        "use the same ones at the same time. `auto`: `apart` if this machine has GPUs for both, else `share` if the "
+        "planner says that both fit, else `alternate`. Only with kind=local.",
+    )
     wait_hours: float = Field(default=24.0, gt=0, le=100_000, description="Longest wait for free GPUs, in hours.")
     cores_per_gpu: Count = Field(default=4, description="Cores requested per GPU, with `ray` and `slurm`.")
     cores: Count = Field(default=4, description="Cores of a process without GPUs, with `ray` and `slurm`.")
@@ -134,6 +141,13 @@ class TransportConfig(StrictConfig):
         "`stored`: hidden states are captured once and kept in `folder`.",
     )
     budget_mib: int = Field(default=512, ge=1, le=2**26, description="Most MiB held between capture and training.")
+    round_mib: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**30,
+        description="Most MiB of hidden states per round of pools.sharing=alternate. Default: a whole epoch, or half "
+        "of the free disk. In memory (`arena`, `mooncake`) a round has `budget_mib`.",
+    )
     folder: Address | None = Field(
         default=None,
         description="Folder of the hidden states; with `stored` also an s3:// URL. Default: shared memory, or the run "

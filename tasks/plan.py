@@ -11,9 +11,13 @@ from infra.planner.memory import Setting
 from infra.planner.plan import Job, Plan, make_plan
 from infra.planner.refusals import refusals
 from infra.planner.shapes import TargetShape, read_target_shape, target_shape
+from infra.planner.sharing import choose_sharing
+from infra.pools.gpus import Gpu, read_gpus
+from infra.pools.local import LocalPools
 from infra.records.data_path import SamplesRecord, TargetRecord
 from infra.refusal import Refusal
-from infra.settings import cache_folder
+from infra.settings import cache_folder, runs_folder
+from infra.transport.choice import round_bytes
 from models.config.recipe import RunConfig, check_layers
 from models.config.target import TargetConfig, TinyRecipe
 
@@ -36,7 +40,15 @@ def plan_recipe(config: RunConfig, target: TargetRecord | None = None, samples: 
     shape = config.plan.target or (
         read_target_shape(Path(target.path) / "config.json") if target else _shape(config.target)
     )
-    return make_plan(_job(config, shape, samples))
+    plan = make_plan(_job(config, shape, samples))
+    mode, why = choose_sharing(config.pools, config.plan.gpus or len(LocalPools().gpus), plan)
+    changes: dict[str, object] = {"sharing": mode, "sharing_why": why}
+    if mode == "alternate":
+        job = plan.job
+        epoch_bytes = job.samples * job.mean_tokens * job.bytes_per_token
+        size = round_bytes(config.transport, runs_folder(), epoch_bytes)
+        changes |= {"budget_bytes": size, "rounds": job.epochs * -(-epoch_bytes // size)}
+    return make_plan(plan.job.model_copy(update=changes))
 
 
 def checked_plan(config: RunConfig) -> Plan:
@@ -153,18 +165,31 @@ def _from_hub(target: TargetConfig) -> Path:
         ) from error
 
 
+def on_this_machine(config: RunConfig) -> RunConfig:
+    """The recipe with the GPUs of this machine in place of those that its plan assumes."""
+    gpus = len(LocalPools().gpus)
+    changes: dict[str, object] = {"gpus": gpus or None}
+    if gpus and read_gpus():
+        changes |= {"device": None, "memory_gb": None}
+    return config.model_copy(update={"plan": config.plan.model_copy(update=changes)})
+
+
 def _device(config: RunConfig, assumed: list[str]) -> Device:
     """The device whose figures are used."""
-    plan, pools = config.plan, config.pools
-    name = plan.device
-    if name is None and not (pools.inference_gpus or pools.training_gpus):
-        name = CPU
+    plan, pools, changes = config.plan, config.pools, {}
+    if plan.device is not None:
+        device = DEVICES[plan.device]
+    elif not (pools.inference_gpus or pools.training_gpus):
+        device = DEVICES[CPU]
         assumed.append("no GPUs: 60 GFLOP/s per core are a guess (plan.peak_tflops)")
-    elif name is None:
-        own = _own_gpu()
-        name = own or "H100"
-        assumed.append(f"the GPUs are {name}: " + ("this machine's" if own else "assumed (plan.device)"))
-    device, changes = DEVICES[name], {}
+    elif own := _own_gpu():
+        known = device_named(own.name)
+        device, changes["memory_bytes"] = known or DEVICES["H100"], own.total
+        unknown = "" if known else ", with the speed and price of an H100 (plan.peak_tflops, plan.price_per_hour)"
+        assumed.append(f"the GPUs are {own.name}: this machine's{unknown}")
+    else:
+        device = DEVICES["H100"]
+        assumed.append("the GPUs are H100: assumed (plan.device)")
     if plan.memory_gb:
         changes["memory_bytes"] = int(plan.memory_gb * 10**9)
     if plan.peak_tflops:
@@ -174,13 +199,11 @@ def _device(config: RunConfig, assumed: list[str]) -> Device:
     return device.model_copy(update=changes)
 
 
-def _own_gpu() -> str | None:
-    """This machine's GPU by its name in the table, if it is known."""
-    from infra.pools.gpus import read_gpus
-
-    inventory = read_gpus()
-    device = device_named(inventory.gpus[0].name) if inventory and inventory.gpus else None
-    return device.name if device else None
+def _own_gpu() -> Gpu | None:
+    """The smallest GPU of this machine that runs may lease."""
+    permitted, inventory = LocalPools().gpus, read_gpus()
+    own = [gpu for gpu in inventory.gpus if gpu.uuid in permitted] if inventory else []
+    return min(own, key=lambda gpu: gpu.total, default=None)
 
 
 def _devices(config: RunConfig, device: Device, assumed: list[str]) -> tuple[int, int, int]:

@@ -18,6 +18,7 @@ from infra.pools.base import Pool, PoolBusyError, PoolProvider, PoolSpec, Role
 from infra.pools.local import LocalPool, LocalPools
 from infra.pools.run_pools import SinglePools, generator_spec, pool_provider, pool_specs
 from infra.processes.process import Owner, module
+from infra.records.sharing import read_sharing
 from infra.settings import prefect_is_private
 from tasks.run import OpenRun
 
@@ -30,17 +31,22 @@ PROMPT_S = 1.0
 def lease(run: OpenRun, *roles: Role) -> Iterator[Sequence[Pool]]:
     """A pool per role, all at once; given back at the end with everything on them stopped.
 
-    Waits in a queue for GPUs that other runs hold. Raises Refusal for what can never fit.
+    Roles that share devices (pools.sharing) get the same pool. Waits in a queue for GPUs that other runs hold. Raises
+    Refusal for what can never fit.
     """
     settings = run.config.pools
     provider, wait_s = pool_provider(settings), 3600 * settings.wait_hours
     specs = [spec for spec in pool_specs(settings, run.config.generator.count) if spec.role in roles]
+    shared = len(roles) > 1 and read_sharing(run.folder).mode != "apart"
+    if shared:
+        specs = [max(specs, key=lambda spec: spec.gpus)]
     # Ray and Slurm have queues of their own.
     queue = _queued(provider, specs, wait_s) if isinstance(provider, LocalPools) else nullcontext()
     with queue:
         patient = acquire_pools.with_options(retries=int(wait_s / (LOOK_AGAIN_S + provider.look_s)))
         try:
-            yield patient(provider, specs, run.owner)
+            pools = patient(provider, specs, run.owner)
+            yield [*pools] * len(roles) if shared else pools
         finally:
             provider.release(run.owner.name)
 

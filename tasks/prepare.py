@@ -4,19 +4,24 @@ from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
 
 from infra.files.atomic import write_atomically
+from infra.files.run_folder import RunFolder
 from infra.ledger.planning import check_budget
 from infra.markdown import escaped
 from infra.planner.page import headline, plan_page, verdicts
+from infra.planner.plan import Plan
 from infra.planner.refusals import refusals
+from infra.planner.sharing import choose_sharing
 from infra.planner.traffic import stored_bytes_per_token
 from infra.pools.base import Pool
 from infra.records.acceptance import RegisteredDraft
 from infra.records.data_path import RegeneratedRecord, SamplesRecord, TargetRecord
+from infra.records.sharing import Sharing
 from infra.refusal import Refusal
 from infra.tracking.registry import champion, download, find_version
+from infra.transport.choice import round_bytes
 from infra.transport.files import check_space
 from models.config.recipe import RunConfig
-from tasks.plan import plan_recipe
+from tasks.plan import on_this_machine, plan_recipe
 from tasks.pools import on_cpu, run_main
 from tasks.run import OpenRun
 from tasks.side_effects import artifact_key, side_effect
@@ -76,39 +81,79 @@ def regenerate_text(run: OpenRun, pool: Pool) -> RegeneratedRecord:
 def prepare_samples(run: OpenRun, target: TargetRecord) -> SamplesRecord:
     """Tokenize the prompts with the target's tokenizer and set the held-out part aside."""
     run_main(run, on_cpu(run), "samples", "models.data.prepare", timeout_s=SAMPLES_TIMEOUT_S)
-    samples: SamplesRecord = SamplesRecord.read(run.folder.samples)
-    refuse_small_stores(run.config, target, samples)
-    return samples
+    return SamplesRecord.read(run.folder.samples)
 
 
-def refuse_small_stores(config: RunConfig, target: TargetRecord, samples: SamplesRecord) -> None:
-    """Raise Refusal, with the numbers, for a transport budget that could stall the run, or a folder that fills up."""
-    settings = config.transport
-    bytes_per_token = stored_bytes_per_token(
-        len(config.target.aux_layer_ids), target.hidden_size, config.generator.stored_dtype
-    )
-    check_budget(
-        budget_bytes=settings.budget_mib * 2**20,
-        bytes_per_token=bytes_per_token,
-        longest_sample_tokens=samples.longest,
-        samples_per_step=config.training.samples_per_step,
-        ranks=config.training.data_parallel_size,
-        prefetch_steps=config.training.prefetch_steps,
-        generator_slots=config.generator.slots,
-    )
+def refuse_small_stores(config: RunConfig, target: TargetRecord, samples: SamplesRecord, sharing: Sharing) -> None:
+    """Raise Refusal, with the numbers, for a budget that could stall the run, or a folder that fills up."""
+    settings, bytes_per_token = config.transport, _bytes_per_token(config, target)
+    in_turns = sharing.mode == "alternate"
+    if not in_turns or sharing.budget_bytes < samples.train_tokens * bytes_per_token:  # else a round is an epoch
+        check_budget(
+            budget_bytes=sharing.budget_bytes,
+            bytes_per_token=bytes_per_token,
+            longest_sample_tokens=samples.longest,
+            samples_per_step=config.training.samples_per_step,
+            ranks=config.training.data_parallel_size,
+            prefetch_steps=config.training.prefetch_steps,
+            generator_slots=config.generator.slots,
+            setting="transport.round_mib" if in_turns else "transport.budget_mib",
+        )
     if settings.kind == "stored" and settings.folder:
         check_space(settings.folder, samples.train_tokens, bytes_per_token)
 
 
+def _bytes_per_token(config: RunConfig, target: TargetRecord) -> int:
+    layers = len(config.target.aux_layer_ids)
+    return stored_bytes_per_token(layers, target.hidden_size, config.generator.stored_dtype)
+
+
 @side_effect("plan run", retries=0)
 def plan_run(run: OpenRun, target: TargetRecord, samples: SamplesRecord) -> None:
-    """Write `plan.json` and show it. An estimate stops no run: `--plan` refuses, here it is a warning."""
-    logger = get_run_logger()
+    """Write `plan.json` and show it, and decide how generators and trainer share the devices.
+
+    Raises Refusal where the devices cannot be shared as the recipe wants, or where a budget is too small. Otherwise an
+    estimate stops no run: `--plan` refuses, here it is a warning.
+    """
+    config = on_this_machine(run.config)
     try:
-        plan = plan_recipe(run.config, target, samples)
+        plan = plan_recipe(config, target, samples)
     except Refusal as error:
-        logger.warning("no plan: %s", error)
-        return
+        get_run_logger().warning("no plan: %s", error)
+        plan = None
+    else:
+        _show_plan(run, plan)
+    sharing = decide_sharing(config, run.folder, plan, samples.train_tokens * _bytes_per_token(config, target))
+    refuse_small_stores(config, target, samples, sharing)
+    write_atomically(run.folder.sharing, sharing)
+    get_run_logger().info("generators and trainer: %s (%s)", sharing.mode, sharing.why)
+
+
+def decide_sharing(config: RunConfig, folder: RunFolder, plan: Plan | None, epoch_bytes: int) -> Sharing:
+    """How the run's processes share the devices. A resumed run keeps the budget that its ledger knows."""
+    if plan is None:
+        mode, why = choose_sharing(config.pools, config.plan.gpus or 0, None)
+    else:
+        mode, why = plan.job.sharing, plan.job.sharing_why
+    if folder.sharing.is_file():
+        budget = Sharing.read(folder.sharing).budget_bytes
+    elif mode == "alternate":
+        budget = round_bytes(config.transport, folder.path, epoch_bytes)
+    else:
+        budget = config.transport.budget_mib * 2**20
+    sharing = Sharing(mode=mode, why=why, budget_bytes=budget)
+    if mode != "share":
+        return sharing
+    if plan is None:
+        raise Refusal("pools.sharing=share needs a plan, and there is none: set pools.sharing=alternate")
+    if obstacles := refusals(plan):
+        raise Refusal("generators and trainer cannot share a GPU:\n" + "\n".join(f"  {one}" for one in obstacles))
+    job = plan.job
+    return sharing.model_copy(update={"generator_bytes": job.generator_bytes, "trainer_bytes": job.rank_bytes})
+
+
+def _show_plan(run: OpenRun, plan: Plan) -> None:
+    logger = get_run_logger()
     write_atomically(run.folder.plan, plan)
     for name, verdict in verdicts(plan).items():
         logger.info("plan: %s: %s", name, verdict)

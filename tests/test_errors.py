@@ -20,9 +20,10 @@ from infra.files.locks import hold
 from infra.files.run_folder import RunFolder
 from infra.processes.exit import run_main
 from infra.records.data_path import SamplesRecord, TargetRecord
+from infra.records.sharing import Sharing
 from infra.transport.mooncake import environment as mooncake
 from models import preflight
-from models.config.recipe import load_recipe
+from models.config.recipe import RunConfig, load_recipe
 from models.data import prepare as data
 from models.targets import prepare as targets
 from tasks.prepare import refuse_small_stores
@@ -350,9 +351,13 @@ SAMPLES = SamplesRecord(
 )  # fmt: skip
 
 
+def budget(config: RunConfig) -> Sharing:
+    return Sharing(mode="apart", why="", budget_bytes=config.transport.budget_mib * 2**20)
+
+
 def test_a_small_budget(refuse: Refuse, tiny_target: TargetRecord) -> None:
     config = load_recipe(TINY, ["transport.budget_mib=1", "generator.max_count=3"])
-    said = refuse(lambda: refuse_small_stores(config, tiny_target, SAMPLES))
+    said = refuse(lambda: refuse_small_stores(config, tiny_target, SAMPLES, budget(config)))
     assert "budget of 1.0 MiB is too small" in said
     assert "27 being captured" in said  # by as many generators as there may be: 8 leased and 1 in the engine of each
     assert "Set transport.budget_mib=" in said
@@ -362,9 +367,9 @@ def test_a_small_folder_for_kept_hidden_states(
     refuse: Refuse, tiny_target: TargetRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load_recipe(TINY, ["transport.kind=stored", f"transport.folder={tmp_path / 'kept'}"])
-    refuse_small_stores(config, tiny_target, SAMPLES)
+    refuse_small_stores(config, tiny_target, SAMPLES, budget(config))
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=2**20))
-    said = refuse(lambda: refuse_small_stores(config, tiny_target, SAMPLES))
+    said = refuse(lambda: refuse_small_stores(config, tiny_target, SAMPLES, budget(config)))
     assert "GiB of hidden states" in said
     assert "lower data.max_samples" in said
 

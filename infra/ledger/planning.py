@@ -36,8 +36,9 @@ def check_budget(
     ranks: int,
     prefetch_steps: int,
     generator_slots: int,
+    setting: str = "transport.budget_mib",
 ) -> None:
-    """Refuse a budget that could stall the run; Refusal carries the numbers.
+    """Refuse a budget, given by `setting`, that could stall the run; Refusal carries the numbers.
 
     `generator_slots` is generators x samples per lease. Every rank holds one step and `prefetch_steps` more, so the
     budget must hold longest sample x (samples of a step, at least one per rank, x (prefetch + 1) + generator slots).
@@ -52,7 +53,7 @@ def check_budget(
         f"the transport's budget of {_mib(budget_bytes)} is too small: the longest sample has {longest_sample_tokens} "
         f"tokens x {bytes_per_token} bytes = {_mib(longest)}, and up to {in_flight} samples are in flight "
         f"({max(ranks, samples_per_step)} per step x {prefetch_steps + 1} steps + {generator_slots} being captured), "
-        f"which is {_mib(needed)}. Set transport.budget_mib={-(-needed // 2**20)} or more, or lower data.max_tokens, "
+        f"which is {_mib(needed)}. Set {setting}={-(-needed // 2**20)} or more, or lower data.max_tokens, "
         "training.samples_per_step, training.prefetch_steps or generator.lease_samples"
     )
 

@@ -11,11 +11,12 @@ from infra.planner.shapes import TargetShape
 class PlanConfig(StrictConfig):
     """Assumptions of `draftsmith retrain RECIPE --plan`. They do not change a run."""
 
-    device: Literal["A100", "H100", "H200", "B200", "cpu"] | None = Field(
+    device: Literal["A100", "H100", "H200", "B200", "RTX 4090", "cpu"] | None = Field(
         default=None,
         description="Device whose figures are used. Default: this machine's GPUs, else H100; cpu if the pools have no "
         "GPUs.",
     )
+    gpus: Count | None = Field(default=None, description="GPUs of the machine; default: this machine's.")
     memory_gb: float | None = Field(default=None, gt=0, le=100_000, description="Memory of one GPU, in 10^9 bytes.")
     peak_tflops: float | None = Field(
         default=None,

@@ -39,6 +39,11 @@ DEVICES = {
         Device(name="H200", memory_bytes=141 * GB, peak={"bfloat16": 989e12, "float32": 67e12}, price_per_hour=4.54),
         # NVIDIA HGX B200 data sheet: 2.25 PFLOP/s bfloat16 dense, 75 float32, 180 GB.
         Device(name="B200", memory_bytes=180 * GB, peak={"bfloat16": 2250e12, "float32": 75e12}, price_per_hour=6.03),
+        # NVIDIA Ada architecture white paper: 165.2 TFLOP/s bfloat16 with float32 sums, dense; 82.6 float32. No price:
+        # most people own theirs.
+        Device(
+            name="RTX 4090", memory_bytes=24 * GB, peak={"bfloat16": 165e12, "float32": 82.6e12}, price_per_hour=0.0
+        ),
         # A core of an AMD EPYC with AVX512-BF16, products of 1024 x 1024 measured with torch 2.13; without that
         # instruction bfloat16 is no faster than float32.
         Device(name=CPU, memory_bytes=0, peak={"bfloat16": 450e9, "float32": 100e9}, price_per_hour=0.0),
@@ -49,4 +54,4 @@ DEVICES = {
 def device_named(name: str) -> Device | None:
     """The table's entry for a name such as NVML's `NVIDIA H200`, or None."""
     words = name.replace("-", " ").split()
-    return next((device for device in DEVICES.values() if device.name in words), None)
+    return next((device for device in DEVICES.values() if set(device.name.split()) <= set(words)), None)

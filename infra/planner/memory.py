@@ -24,6 +24,12 @@ FRAGMENTS = 0.92
 """Share of the rest that the caching allocator turns to use. Assumed."""
 
 
+CHUNK_TOKENS = 8192
+"""Tokens that an engine prefills at once. Assumed: SGLang's default on large GPUs."""
+PREFILL_ROWS = 24
+"""Rows of the hidden size that a prefilled token keeps at most in a forward. Assumed."""
+
+
 class Setting(Record):
     """Settings that determine a rank's memory, besides target and draft."""
 
@@ -135,6 +141,24 @@ def _loss(draft: DraftShape, target: TargetShape, setting: Setting, tokens: int,
     formed = outputs + states * (2 if draft.target_per_row else 1) + by_head
     copied = by_head + states if setting.scaled else 0
     return formed + max(cast_head + max(projecting, comparing), copied), formed + copied
+
+
+def cache_tokens(longest_tokens: int) -> int:
+    """Tokens of KV cache that an engine needs to prefill without pause: two chunks, or two of the longest samples."""
+    return 2 * max(CHUNK_TOKENS, longest_tokens)
+
+
+def generator_static(target: TargetShape, precision: Precision, longest_tokens: int, devices: int) -> int:
+    """Bytes of weights and KV cache on each of a generator's `devices`."""
+    cached = (target.cache_width or 2 * target.attention_width) * target.num_layers * cache_tokens(longest_tokens)
+    return (target.parameters + cached) * ITEM_BYTES[precision] // devices
+
+
+def generator_memory(target: TargetShape, precision: Precision, longest_tokens: int, devices: int) -> int:
+    """Bytes of each of a generator's `devices`, with a forward's activations and CUDA's own."""
+    rows = max(CHUNK_TOKENS, longest_tokens) * PREFILL_ROWS
+    forward = rows * target.hidden_size * ITEM_BYTES[precision]
+    return generator_static(target, precision, longest_tokens, devices) + forward + int(RESERVED)
 
 
 def usable(memory_bytes: int) -> int:

@@ -17,9 +17,11 @@ def headline(plan: Plan) -> str:
     """What is planned."""
     job, millions = plan.job, plan.job.draft.parameters / 1e6
     where = f"{job.devices} x {job.device.name}" if job.device.is_gpu else plural(job.devices, "CPU core")
+    split = f"{job.inference_devices} inference + {job.training_devices} training"
+    shown = split if job.sharing == "apart" else f"both on the same ({job.sharing})"
     return (
         f"{job.name}: {job.draft.title} with {millions:,.{0 if millions >= 10 else 2}f} million trained weights, on "
-        f"{where}, {job.inference_devices} inference + {job.training_devices} training"
+        f"{where}, {shown}"
     )
 
 
@@ -28,12 +30,13 @@ def verdicts(plan: Plan) -> dict[str, str]:
     job, present = plan.job, plan.present
     cost = f", ${plan.cost:,.2f}" if job.device.price_per_hour else ""
     fits = {} if plan.longest_sample is None else {
-        "Memory": f"{byte_size(plan.memory.total)} of {byte_size(job.memory_bytes)} per rank; the longest sample that "
+        "Memory": f"{byte_size(plan.memory.total)} of {byte_size(job.rank_bytes)} per rank; the longest sample that "
         f"fits has {plural(plan.longest_sample, 'token')}, the recipe allows {job.longest_tokens:,}"
     }  # fmt: skip
     return fits | {
         "Speed": f"{figure(present.samples_per_s)} samples/s; inference gives {figure(present.inference)}, training "
         f"takes {figure(present.training)}, so {present.slow_side} is the slow side",
+        "Sharing": f"{job.sharing}: {job.sharing_why}" + (f"; {plural(job.rounds, 'round')}" if job.rounds else ""),
         "Split": advice(plan.sides, present, job.unit),
         "Time": f"{duration(plan.seconds)} for {plan.trained_samples:,} samples ({job.epochs} x {job.samples:,}), "
         f"{figure(plan.device_hours)} {job.unit}-hours{cost}",

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from infra.planner.devices import Device
-from infra.planner.memory import RankMemory, Setting, longest_sample, rank_memory, usable
+from infra.planner.memory import RankMemory, Setting, generator_memory, longest_sample, rank_memory, usable
 from infra.planner.shapes import ITEM_BYTES, DraftShape, Precision, TargetShape, draft_flops, prefill_flops
 from infra.planner.split import Sides, Split, advice, best_split, measured_sides, split
 from infra.planner.traffic import (
@@ -15,6 +15,10 @@ from infra.planner.traffic import (
 )
 from infra.quantities import figure
 from infra.records.data_path import Record, SideRates
+from infra.records.sharing import SharingMode
+
+SWITCH_S = 90.0
+"""Start of an engine and of a trainer in each round. Assumed."""
 
 
 class Job(Record):
@@ -51,6 +55,10 @@ class Job(Record):
     """Bandwidth of a machine's network if hidden states cross it; None if they stay on one machine."""
     memory_bytes: int
     """Memory of one rank's device; 0 if unknown."""
+    sharing: SharingMode = "apart"
+    sharing_why: str = ""
+    rounds: int = 0
+    """Turns of each side, with `alternate`."""
     assumptions: tuple[str, ...] = ()
 
     @property
@@ -59,7 +67,19 @@ class Job(Record):
 
     @property
     def devices(self) -> int:
-        return self.inference_devices + self.training_devices
+        both = (self.inference_devices, self.training_devices)
+        return sum(both) if self.sharing == "apart" else max(both)
+
+    @property
+    def generator_bytes(self) -> int:
+        """Memory that a generator needs of each of its GPUs."""
+        precision, devices = self.inference_precision, self.devices_per_generator
+        return generator_memory(self.target, precision, self.longest_tokens, devices)
+
+    @property
+    def rank_bytes(self) -> int:
+        """Memory of a device that a trainer rank has for itself; 0 if unknown."""
+        return max(0, self.memory_bytes - (self.generator_bytes if self.sharing == "share" else 0))
 
     @property
     def micro_batch(self) -> tuple[int, ...]:
@@ -103,7 +123,7 @@ class Plan(Record):
     @property
     def seconds(self) -> float:
         """Duration of capture and training, without regeneration, benchmark and startup."""
-        return self.trained_samples / self.present.samples_per_s
+        return self.trained_samples / self.present.samples_per_s + self.job.rounds * SWITCH_S
 
     @property
     def device_hours(self) -> float:
@@ -134,8 +154,8 @@ def make_plan(job: Job) -> Plan:
 
 
 def _with_sides(job: Job, sides: Sides, prefill: float, draft: float) -> Plan:
-    present = split(sides, job.inference_devices, job.training_devices)
-    receiving, memory_bytes = job.ranks * job.setting.context, job.memory_bytes
+    present = split(sides, job.inference_devices, job.training_devices, job.sharing != "apart")
+    receiving, memory_bytes = job.ranks * job.setting.context, job.rank_bytes
     in_flight = samples_in_flight(job.samples_per_step, job.ranks, job.setting.prefetch_steps, job.generator_slots)
     return Plan(
         job=job,
@@ -189,4 +209,4 @@ def read_plan(file: Path) -> Plan | None:
 
 def memory_left(job: Job, memory: RankMemory) -> int:
     """Bytes that a rank's device has left; less than 0: it does not fit."""
-    return usable(job.memory_bytes) - memory.total
+    return usable(job.rank_bytes) - memory.total

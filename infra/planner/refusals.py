@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from infra.planner.memory import longest_sample, rank_memory
 from infra.planner.plan import Job, Plan, memory_left
+from infra.quantities import byte_size
 from infra.records.data_path import Record
 
 GIB = 2**30
@@ -42,11 +43,12 @@ def _found(plan: Plan) -> Iterator[PlanObstacle]:
             )
     if job.memory_bytes and memory_left(job, plan.memory) < 0:
         yield _too_much_memory(plan)
-    if plan.store_bytes > job.budget_bytes:
+    if plan.store_bytes > job.budget_bytes and (not job.rounds or job.rounds > job.epochs):
+        setting = "transport.round_mib" if job.rounds else "transport.budget_mib"
         yield PlanObstacle(
             problem=f"the store must hold {plan.store_bytes / 2**20:,.0f} MiB (samples in flight, each as long as the "
-            f"longest), and transport.budget_mib allows {job.budget_bytes / 2**20:,.0f}",
-            overrides=(f"transport.budget_mib={-(-plan.store_bytes // 2**20)}",),
+            f"longest), and {setting} allows {job.budget_bytes / 2**20:,.0f}",
+            overrides=(f"{setting}={-(-plan.store_bytes // 2**20)}",),
             otherwise="shorter samples (data.max_tokens), or fewer in hand (training.prefetch_steps, "
             "generator.lease_samples, training.samples_per_step)",
         )
@@ -58,8 +60,13 @@ def _too_much_memory(plan: Plan) -> PlanObstacle:
     problem = (
         f"a trainer rank would need {memory.total / GIB:.1f} GiB for a micro-batch of {len(job.micro_batch)} samples, "
         f"the longest of {job.longest_tokens:,} tokens, and {room / GIB:.1f} of "
-        f"its {job.memory_bytes / GIB:.1f} GiB can be planned"
+        f"its {job.rank_bytes / GIB:.1f} GiB can be planned"
     )
+    if job.sharing == "share":
+        return PlanObstacle(
+            problem=f"{problem}; a generator on the same GPU needs the other {byte_size(job.generator_bytes)}",
+            overrides=("pools.sharing=alternate",),
+        )
     for changed, overrides in _smaller(job):
         if memory_left(changed, rank_memory(job.draft, job.target, changed.setting, changed.micro_batch)) >= 0:
             return PlanObstacle(problem=problem, overrides=overrides)

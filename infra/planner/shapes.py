@@ -32,6 +32,12 @@ class TargetShape(Record):
         description="Weights used per prefilled token: without embedding, head, and experts that are not chosen.",
     )
     attention_width: int = Field(ge=1, le=2**24, description="Query heads times head size.")
+    cache_width: int = Field(
+        default=0,
+        ge=0,
+        le=2**24,
+        description="Numbers that a token keeps in a layer's KV cache; 0: two per attention_width.",
+    )
 
 
 class Kept(Record):
@@ -116,10 +122,12 @@ def target_shape(config: Mapping[str, Any]) -> TargetShape:
     heads = text["num_attention_heads"]
     if text.get("kv_lora_rank"):
         attention, width = _latent_attention(text, hidden, heads)
+        cached = text["kv_lora_rank"] + text["qk_rope_head_dim"]
     else:
         head_dim = text.get("head_dim") or hidden // heads
         width = heads * head_dim
-        attention = 2 * hidden * (width + (text.get("num_key_value_heads") or heads) * head_dim)
+        cached = 2 * (text.get("num_key_value_heads") or heads) * head_dim
+        attention = hidden * (2 * width + cached)
     stored, active = _feed_forward(text, hidden, layers)
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     return TargetShape(
@@ -129,6 +137,7 @@ def target_shape(config: Mapping[str, Any]) -> TargetShape:
         parameters=layers * attention + stored + (1 if tied else 2) * vocabulary * hidden,
         active_parameters=layers * attention + active,
         attention_width=width,
+        cache_width=cached,
     )
 
 

@@ -1,5 +1,6 @@
 """How GPUs are best divided between inference and training: predicted before a run, corrected by its measured rates."""
 
+from infra.quantities import plural
 from infra.records.data_path import Record, SideRates
 
 WORTH_SAYING = 0.02
@@ -29,10 +30,20 @@ class Split(Record):
     inference: float
     training: float
     transport: float | None = None
+    together: bool = False
+    """Whether both sides have the same devices, in turns or at once, and so take turns with their arithmetic."""
+
+    @property
+    def devices(self) -> int:
+        if self.together:
+            return max(self.inference_devices, self.training_devices)
+        return self.inference_devices + self.training_devices
 
     @property
     def samples_per_s(self) -> float:
         """The slower side decides."""
+        if self.together:
+            return self.inference * self.training / max(self.inference + self.training, 1e-9)
         return min(self.inference, self.training, *([] if self.transport is None else [self.transport]))
 
     @property
@@ -43,6 +54,8 @@ class Split(Record):
 
     @property
     def name(self) -> str:
+        if self.together:
+            return f"{self.devices} for both"
         return f"{self.inference_devices} + {self.training_devices}"
 
 
@@ -51,7 +64,7 @@ def busy_ranks(samples_per_step: int, ranks: int) -> float:
     return samples_per_step / -(-samples_per_step // ranks) if ranks else 0.0
 
 
-def split(sides: Sides, inference_devices: int, training_devices: int) -> Split:
+def split(sides: Sides, inference_devices: int, training_devices: int, together: bool = False) -> Split:
     """Rates of this division of the devices."""
     return Split(
         inference_devices=inference_devices,
@@ -59,6 +72,7 @@ def split(sides: Sides, inference_devices: int, training_devices: int) -> Split:
         inference=inference_devices // sides.devices_per_generator * sides.per_generator,
         training=busy_ranks(sides.samples_per_step, training_devices // sides.devices_per_rank) * sides.per_rank,
         transport=sides.transport,
+        together=together,
     )
 
 
@@ -87,10 +101,13 @@ def measured_sides(rates: SideRates, mean_tokens: float, assumed: Sides) -> Side
 
 def advice(sides: Sides, present: Split, unit: str) -> str:
     """One sentence: the better split, or that there is none. `unit`: what is divided, `GPU` or `core`."""
-    devices = present.inference_devices + present.training_devices
+    devices = present.devices
     best = best_split(sides, devices)
+    if best is None and present.together:
+        return f"{plural(devices, unit)} cannot be divided"
     if best is None or best.samples_per_s < present.samples_per_s * (1 + WORTH_SAYING):
-        return f"no other one of {devices} {unit}s is better than {present.name} (inference + training)"
+        name = present.name if present.together else f"{present.name} (inference + training)"
+        return f"no other one of {plural(devices, unit)} is better than {name}"
     gain = best.samples_per_s / present.samples_per_s - 1
     return (
         f"{best.name} {unit}s (inference + training) would give {best.samples_per_s:.3g} samples/s, {gain:.0%} more "

@@ -24,4 +24,9 @@ class Sharing(Record):
 
 def alternates(run: RunFolder) -> bool:
     """Whether generators and trainer of this run take turns."""
-    return run.sharing.is_file() and Sharing.read(run.sharing).mode == "alternate"
+    return run.sharing.is_file() and read_sharing(run).mode == "alternate"
+
+
+def read_sharing(run: RunFolder) -> Sharing:
+    """What the flow has decided."""
+    return Sharing.read(run.sharing)

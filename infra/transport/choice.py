@@ -1,6 +1,7 @@
 """Chooses a run's transport and the folder of its objects, identically in every process, and sweeps it."""
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,6 +65,27 @@ def shortage(config: TransportConfig) -> str:
 def _object_bytes(config: TransportConfig) -> int:
     """Bytes that a run's objects take at most."""
     return store_bytes(config) if config.kind == "mooncake" else config.budget_mib * 2**20 + BEYOND_BUDGET
+
+
+def round_bytes(config: TransportConfig, run: Path, epoch_bytes: int) -> int:
+    """Bytes of a round of capture and training in turns (pools.sharing=alternate).
+
+    Files take a whole epoch, or half of the free disk of their folder, by default that of the run `run`. Raises
+    Refusal for a round that the disk has no room for.
+    """
+    if config.kind in ("arena", "mooncake"):
+        return config.budget_mib * 2**20
+    wanted = epoch_bytes if config.round_mib is None else min(epoch_bytes, config.round_mib * 2**20)
+    if config.kind == "stored":
+        return wanted  # stored objects stay, so all must fit anyway
+    folder = run if config.folder is None else Path(config.folder)
+    free = shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.is_dir())).free
+    if config.round_mib is not None and wanted > free:
+        raise Refusal(
+            f"transport.round_mib={config.round_mib}: {folder} has {free // 2**20} MiB free: lower it, leave it out, "
+            "or name another transport.folder"
+        )
+    return wanted if config.round_mib is not None else min(wanted, free // 2)
 
 
 def open_transport(config: TransportConfig, run: RunFolder) -> Transport:

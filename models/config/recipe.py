@@ -71,6 +71,7 @@ class RunConfig(StrictConfig):
                 f"pools.kind={self.pools.kind} may put generators and trainer on different machines, and shared memory "
                 "is of one: set transport.kind=mooncake (or transport.folder to a folder that all machines share)"
             )
+        self._check_sharing()
         if self.training.context_parallel_size > 1:
             self._check_shared_samples()
         if self.generator.engine == "sglang" and self.pools.inference_gpus:
@@ -93,6 +94,19 @@ class RunConfig(StrictConfig):
         self.generator.sglang.check_gpu_dtype(self.generator.compute_dtype, "generator.compute_dtype")
         if self.benchmark.served_concurrency:
             self.generator.sglang.check_gpu_dtype(self.benchmark_dtype, "benchmark.compute_dtype")
+
+    def _check_sharing(self) -> None:
+        pools = self.pools
+        if pools.sharing in ("alternate", "share") and pools.kind != "local":
+            raise Refusal(
+                f"pools.sharing={pools.sharing} is for the GPUs of one machine, and pools.kind is {pools.kind}: start "
+                "the run inside a job of that cluster with pools.kind=local, or leave pools.sharing out"
+            )
+        if pools.sharing == "share" and not (pools.inference_gpus and pools.training_gpus):
+            raise Refusal(
+                "pools.sharing=share divides the memory of GPUs, and a pool has none: set pools.inference_gpus and "
+                "pools.training_gpus, or leave pools.sharing out"
+            )
 
     def _check_shared_samples(self) -> None:
         size = self.training.context_parallel_size

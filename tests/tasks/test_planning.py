@@ -14,9 +14,15 @@ from tasks.plan import plan_recipe
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
+ONE_AND_SEVEN = [
+    *("generator.engine=transformers", "generator.count=1", "pools.inference_gpus=1", "pools.training_gpus=7"),
+    *("training.ranks=7", "training.samples_per_step=56", "training.micro_batches=2", "plan.gpus=8"),
+]
+
+
 @pytest.fixture
 def plan() -> Plan:
-    return plan_recipe(load_recipe(RECIPES / "qwen3-8b.yaml"))
+    return plan_recipe(load_recipe(RECIPES / "qwen3-8b.yaml", ONE_AND_SEVEN))
 
 
 def test_prepared_samples_are_known_and_others_are_estimated(samples: SamplesRecord) -> None:
@@ -31,7 +37,8 @@ def test_prepared_samples_are_known_and_others_are_estimated(samples: SamplesRec
 def test_a_local_file_says_how_many_samples_there_are(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(("x" * 399 + "\n") * 1000)
-    job = plan_recipe(load_recipe(RECIPES / "qwen3-8b.yaml", [f"data.source={file}"])).job
+    unknown = ["data.max_samples=null", "plan.mean_tokens=null"]
+    job = plan_recipe(load_recipe(RECIPES / "qwen3-8b.yaml", [f"data.source={file}", *unknown])).job
     assert (job.samples, job.mean_tokens) == (900, 100)
 
 
@@ -44,7 +51,7 @@ def test_a_local_file_says_how_many_samples_there_are(tmp_path: Path) -> None:
     ],
 )
 def test_a_generator_uses_the_gpus_that_its_engine_can(overrides: list[str], used: int, note: str) -> None:
-    job = plan_recipe(load_recipe(RECIPES / "qwen3-8b.yaml", overrides)).job
+    job = plan_recipe(load_recipe(RECIPES / "qwen3-8b.yaml", [*ONE_AND_SEVEN, *overrides])).job
     assert job.devices_per_generator == used
     assert any(note in assumption for assumption in job.assumptions)
 

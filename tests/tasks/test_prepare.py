@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from infra.records.data_path import SamplesRecord, TargetRecord
+from infra.records.sharing import Sharing, SharingMode
 from models.config.recipe import load_recipe
 from tasks.prepare import refuse_small_stores
 
@@ -28,7 +29,14 @@ SAMPLES = SamplesRecord(
 # 256 tokens x 4 states x 192 x 4 bytes = 0.75 MiB; 2 per step x 3 steps + 8 leased + 1 in the engine: 11.25 MiB.
 
 
-def test_a_budget_that_could_stall_the_run_is_refused_with_the_numbers():
-    refuse_small_stores(load_recipe(TINY, ["transport.budget_mib=12"]), TARGET, SAMPLES)
-    with pytest.raises(ValueError, match=r"11\.2 MiB\. Set transport\.budget_mib=12 or more"):
-        refuse_small_stores(load_recipe(TINY, ["transport.budget_mib=11"]), TARGET, SAMPLES)
+@pytest.mark.parametrize(("mode", "setting"), [("apart", "budget_mib"), ("alternate", "round_mib")])
+def test_a_budget_that_could_stall_the_run_is_refused_with_the_numbers(mode: SharingMode, setting: str) -> None:
+    samples = SAMPLES.model_copy(update={"train_tokens": 25600})
+    refuse_small_stores(load_recipe(TINY), TARGET, samples, Sharing(mode=mode, why="", budget_bytes=12 * 2**20))
+    with pytest.raises(ValueError, match=rf"11\.2 MiB\. Set transport\.{setting}=12 or more"):
+        refuse_small_stores(load_recipe(TINY), TARGET, samples, Sharing(mode=mode, why="", budget_bytes=11 * 2**20))
+
+
+def test_a_round_that_is_a_whole_epoch_cannot_stall() -> None:
+    whole = Sharing(mode="alternate", why="", budget_bytes=2560 * 4 * 192 * 4)
+    refuse_small_stores(load_recipe(TINY), TARGET, SAMPLES, whole)

@@ -31,7 +31,7 @@ def test_the_nearest_recipe_is_possible(settings: list[str], setting: str) -> No
 
 
 def test_smaller_chunks_of_the_loss_are_tried_before_shorter_samples() -> None:
-    short = ["training.micro_batches=8", "data.max_tokens=512"]
+    short = ["training.micro_batches=16", "data.max_tokens=512"]
     wanted = plan_recipe(load_recipe(RECIPE, [*short, "training.loss_chunk_tokens=128"])).memory.total
     room = (wanted / FRAGMENTS + RESERVED) / 1e9 + 0.01
     settings = [*short, f"plan.memory_gb={room}", "plan.target.parameters=1"]

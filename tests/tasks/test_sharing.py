@@ -1,0 +1,179 @@
+"""How generators and trainer share a machine: chosen from what the machine has, refused where it cannot be."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+
+from flows.plan_command import print_plan
+from infra.files.run_folder import RunFolder
+from infra.planner.page import plan_page
+from infra.planner.refusals import refusals
+from infra.planner.sharing import choose_sharing
+from infra.records.sharing import Sharing
+from infra.refusal import Refusal
+from models.config.recipe import load_recipe
+from tasks.plan import checked_plan, on_this_machine, plan_recipe
+from tasks.pools import lease
+from tasks.prepare import decide_sharing
+from tasks.run import OpenRun
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+ONE = RECIPES / "one-gpu-80gb.yaml"
+EPOCH = 10 * 2**30
+
+Machine = Callable[[str, int, int], None]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Makes NVML say that this machine has GPUs: `machine("NVIDIA H100", count, memory_gib)`."""
+
+    def become(name: str, count: int, memory_gib: int) -> None:
+        total = memory_gib * 2**30
+
+        def not_supported(*_: object) -> None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+        answers: dict[str, Callable[..., object]] = {
+            "Init": lambda: None,
+            "Shutdown": lambda: None,
+            "SystemGetDriverVersion": lambda: "580.1",
+            "SystemGetCudaDriverVersion_v2": lambda: 13000,
+            "DeviceGetCount": lambda: count,
+            "DeviceGetHandleByIndex": lambda index: index,
+            "DeviceGetHandleByUUID": lambda uuid: int(uuid.removeprefix("GPU-")),
+            "DeviceGetUUID": lambda index: f"GPU-{index}",
+            "DeviceGetName": lambda _index: name,
+            "DeviceGetMemoryInfo": lambda *_, **__: SimpleNamespace(total=total, free=total, used=0, reserved=0),
+            "DeviceGetMigMode": not_supported,
+            "DeviceGetPciInfo": lambda index: SimpleNamespace(busId=f"00000000:{index:02x}:00.0"),
+            "DeviceGetTopologyCommonAncestor": lambda *_: pynvml.NVML_TOPOLOGY_SYSTEM,
+            "DeviceGetP2PStatus": lambda *_: pynvml.NVML_P2P_STATUS_OK + 1,
+            "DeviceGetComputeRunningProcesses": lambda _index: [],
+        }
+        for function, answer in answers.items():
+            monkeypatch.setattr(pynvml, f"nvml{function}", answer)
+
+    return become
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpu", "count", "memory_gib", "mode"),
+    [
+        ("one-gpu-24gb", "NVIDIA GeForce RTX 4090", 1, 24, "alternate"),
+        ("one-gpu-24gb", "NVIDIA GeForce RTX 4090", 2, 24, "apart"),
+        ("one-gpu-24gb", "NVIDIA H100 80GB HBM3", 1, 80, "share"),
+        ("one-gpu-80gb", "NVIDIA H100 80GB HBM3", 1, 80, "share"),
+        ("one-gpu-80gb", "NVIDIA A100-SXM4-40GB", 1, 40, "alternate"),
+        ("two-gpus", "NVIDIA H100 80GB HBM3", 2, 80, "apart"),
+        ("two-gpus", "NVIDIA H100 80GB HBM3", 1, 80, "share"),
+        ("qwen3-8b", "NVIDIA H200", 8, 141, "apart"),
+        ("quickstart", "", 0, 0, "apart"),
+        ("tiny", "", 0, 0, "apart"),
+    ],
+)
+def test_every_recipe_passes_the_plan_of_its_hardware(
+    machine: Machine, recipe: str, gpu: str, count: int, memory_gib: int, mode: str
+) -> None:
+    machine(gpu, count, memory_gib)
+    plan = checked_plan(on_this_machine(load_recipe(RECIPES / f"{recipe}.yaml")))
+    assert plan.job.sharing == mode
+    assert plan.job.memory_bytes == memory_gib * 2**30 or not count
+    assert f"**Sharing**: {mode}: " in plan_page(plan)
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+def test_every_recipe_can_be_planned_without_its_hardware(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    print_plan(load_recipe(RECIPES / f"{recipe}.yaml"))
+    assert "Sharing: " in capsys.readouterr().out
+
+
+def test_the_node_has_the_split_that_the_plan_finds() -> None:
+    plan = plan_recipe(load_recipe(RECIPES / "qwen3-8b.yaml"))
+    assert plan.best == plan.present
+
+
+def test_a_machine_whose_gpus_are_not_in_the_table_is_planned_with_its_own_memory(machine: Machine) -> None:
+    machine("NVIDIA RTX 6000 Ada Generation", 1, 48)
+    job = plan_recipe(on_this_machine(load_recipe(ONE))).job
+    assert job.memory_bytes == 48 * 2**30
+    assert [note for note in job.assumptions if "with the speed and price of an H100" in note]
+
+
+def test_turns_take_the_time_of_both_sides_and_of_every_switch() -> None:
+    plan = plan_recipe(load_recipe(ONE, ["pools.sharing=alternate", "transport.round_mib=65536"]))
+    sample_s = 1 / plan.present.inference + 1 / plan.present.training
+    assert plan.present.samples_per_s == pytest.approx(1 / sample_s)
+    assert plan.job.rounds == -(-50_000 * 1200 * 32 * 2**10 // 2**36)
+    assert plan.seconds == pytest.approx(50_000 * sample_s + 90 * plan.job.rounds)
+    assert plan.job.devices == 1
+
+
+def test_what_cannot_be_shared_is_refused_with_a_choice_that_works(machine: Machine, tmp_path: Path) -> None:
+    machine("NVIDIA GeForce RTX 4090", 1, 24)
+    recipe = RECIPES / "one-gpu-24gb.yaml"
+    with pytest.raises(Refusal, match=r"pools.sharing=apart wants 1 \+ 1 GPUs, and this machine has 1: set .*=auto"):
+        plan_recipe(on_this_machine(load_recipe(recipe, ["pools.sharing=apart"])))
+    together = on_this_machine(load_recipe(recipe, ["pools.sharing=share"]))
+    plan = plan_recipe(together)
+    (obstacle,) = refusals(plan)
+    assert obstacle.overrides == ("pools.sharing=alternate",)
+    with pytest.raises(Refusal, match=r"cannot share a GPU:\n.*nearest possible recipe: pools\.sharing=alternate"):
+        decide_sharing(together, RunFolder(tmp_path), plan, EPOCH)
+    with pytest.raises(Refusal, match=r"pools\.sharing=share is for the GPUs of one machine"):
+        load_recipe(recipe, ["pools.sharing=share", "pools.kind=slurm", "transport.kind=mooncake"])
+    with pytest.raises(Refusal, match="divides the memory of GPUs"):
+        load_recipe(RECIPES / "tiny.yaml", ["pools.sharing=share"])
+
+
+def test_nobody_knows_the_target_and_turns_are_safe() -> None:
+    mode, why = choose_sharing(load_recipe(ONE).pools, 1, None)
+    assert mode == "alternate"
+    assert "nobody knows whether both fit" in why
+
+
+def test_memory_is_divided_between_generator_and_trainer(machine: Machine, tmp_path: Path) -> None:
+    machine("NVIDIA H100 80GB HBM3", 1, 80)
+    config = on_this_machine(load_recipe(ONE))
+    plan = plan_recipe(config)
+    sharing = decide_sharing(config, RunFolder(tmp_path), plan, EPOCH)
+    assert sharing.generator_bytes is not None
+    assert sharing.trainer_bytes is not None
+    assert sharing.generator_bytes + sharing.trainer_bytes == 80 * 2**30
+    assert sharing.generator_bytes > plan.target_bytes
+    assert sharing.trainer_bytes > plan.memory.total
+    assert sharing.budget_bytes == config.transport.budget_mib * 2**20
+
+
+def test_a_round_takes_an_epoch_or_half_of_the_disk_and_stays_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=4 * 2**30))
+    config = load_recipe(ONE, ["pools.sharing=alternate"])
+    folder = RunFolder(tmp_path)
+    assert decide_sharing(config, folder, plan_recipe(config), EPOCH).budget_bytes == 2 * 2**30
+    assert decide_sharing(config, folder, plan_recipe(config), 2**30).budget_bytes == 2**30
+    given = load_recipe(ONE, ["pools.sharing=alternate", "transport.round_mib=3072"])
+    sharing = decide_sharing(given, folder, plan_recipe(given), EPOCH)
+    assert sharing.budget_bytes == 3 * 2**30
+    too_much = load_recipe(ONE, ["pools.sharing=alternate", "transport.round_mib=5120"])
+    with pytest.raises(Refusal, match=r"round_mib=5120: .* has 4096 MiB free"):
+        decide_sharing(too_much, folder, None, EPOCH)
+    folder.sharing.write_text(sharing.model_dump_json())
+    assert decide_sharing(config, folder, plan_recipe(config), EPOCH).budget_bytes == 3 * 2**30
+
+
+def test_both_roles_get_the_same_gpu(run: OpenRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTSMITH_GPUS", "GPU-one")
+    monkeypatch.setenv("DRAFTSMITH_PRIVATE_PREFECT", "1")
+    config = load_recipe(RECIPES / "tiny.yaml", ["pools.inference_gpus=1", "pools.training_gpus=1"])
+    on_one = OpenRun(config, run.folder, run.owner)
+    run.folder.sharing.write_text(Sharing(mode="alternate", why="", budget_bytes=1).model_dump_json())
+    with lease(on_one, "inference", "training") as (inference, training):
+        assert inference is training
+        assert inference.gpus == ("GPU-one",)
+    with lease(on_one, "inference") as (inference,):
+        assert inference.gpus == ("GPU-one",)
