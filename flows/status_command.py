@@ -86,7 +86,7 @@ def describe(folder: RunFolder, config: "RunConfig") -> Iterator[tuple[str, str]
     yield "state", _state(folder, config, stage, owned)
     if config.ledger.url or folder.ledger_file.is_file():
         with Ledger.open(config.ledger.url or folder.ledger_url, folder.name) as ledger:
-            yield from _samples(ledger, config)
+            yield from _samples(ledger, folder, config)
             yield from _training(folder, config, last_object(folder.metrics))
             yield from _generators(folder, config)
             if owned and stage == "training" and (quiet := _quiet_s(folder, ledger)) > QUIET_S:
@@ -154,17 +154,23 @@ def _alias(config: "RunConfig", draft: str, version: int) -> str:
     return ", ".join(found[0].aliases) if found else "no longer registered"
 
 
-def _samples(ledger: "Ledger", config: "RunConfig") -> Iterator[tuple[str, str]]:
+def _samples(ledger: "Ledger", folder: RunFolder, config: "RunConfig") -> Iterator[tuple[str, str]]:
     states = ledger.progress()
     if not states.total:
         yield "samples", "none in the ledger yet"
         return
     counts = ", ".join(f"{getattr(states, state)} {state}" for state in STATES if getattr(states, state))
     yield "samples", f"{_bar(states)} {states.total}: {counts}"
-    yield (
-        "on their way",
-        f"{states.bytes_held / 2**20:.0f} of {config.transport.budget_mib} MiB between capture and training",
-    )
+    budget_mib = config.transport.budget_mib
+    if folder.sharing.is_file():
+        from infra.ledger.rounds import trainer_has_turn
+        from infra.records.sharing import read_sharing
+
+        sharing = read_sharing(folder)
+        budget_mib = sharing.budget_bytes / 2**20
+        if sharing.mode == "alternate":
+            yield "turn", "training" if trainer_has_turn(ledger) else "capture"
+    yield "on their way", f"{states.bytes_held / 2**20:.0f} of {budget_mib:.0f} MiB between capture and training"
     if states.attempts:
         yield "failures", f"{states.attempts} captures failed"
     bad = ledger.quarantined()

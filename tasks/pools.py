@@ -36,19 +36,23 @@ def lease(run: OpenRun, *roles: Role) -> Iterator[Sequence[Pool]]:
     """
     settings = run.config.pools
     provider, wait_s = pool_provider(settings), 3600 * settings.wait_hours
-    specs = [spec for spec in pool_specs(settings, run.config.generator.count) if spec.role in roles]
-    shared = len(roles) > 1 and read_sharing(run.folder).mode != "apart"
-    if shared:
-        specs = [max(specs, key=lambda spec: spec.gpus)]
+    specs = leased_specs(run, roles)
     # Ray and Slurm have queues of their own.
     queue = _queued(provider, specs, wait_s) if isinstance(provider, LocalPools) else nullcontext()
     with queue:
         patient = acquire_pools.with_options(retries=int(wait_s / (LOOK_AGAIN_S + provider.look_s)))
         try:
             pools = patient(provider, specs, run.owner)
-            yield [*pools] * len(roles) if shared else pools
+            yield [*pools] * (len(roles) // len(pools))
         finally:
             provider.release(run.owner.name)
+
+
+def leased_specs(run: OpenRun, roles: Sequence[Role]) -> list[PoolSpec]:
+    """What is leased for these roles: one for all of them, the largest, where they share devices."""
+    specs = [spec for spec in pool_specs(run.config.pools, run.config.generator.count) if spec.role in roles]
+    shared = len(roles) > 1 and read_sharing(run.folder).mode != "apart"
+    return [max(specs, key=lambda spec: spec.gpus)] if shared else specs
 
 
 def single_pools(run: OpenRun) -> SinglePools:

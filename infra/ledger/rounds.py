@@ -31,3 +31,9 @@ def free_consumed(ledger: Ledger, incarnation: int) -> None:
     """Give back the bytes of all samples that a committed checkpoint holds; the sweeper then deletes their objects."""
     with ledger.write(incarnation) as (rows, _):
         rows.update(samples.c.state == CONSUMED, HOLDS_BYTES, bytes_held=0, object=None)
+
+
+def trainer_has_turn(ledger: Ledger) -> bool:
+    """Whether a trainer has taken the run over and neither ended its turn nor finished."""
+    with ledger.read() as rows:
+        return bool(rows.scalar(sa.select(runs.c.training).where(runs.c.name == rows.run)))

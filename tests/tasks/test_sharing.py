@@ -12,11 +12,11 @@ from infra.files.run_folder import RunFolder
 from infra.planner.page import plan_page
 from infra.planner.refusals import refusals
 from infra.planner.sharing import choose_sharing
-from infra.records.sharing import Sharing
+from infra.records.sharing import Sharing, SharingMode
 from infra.refusal import Refusal
 from models.config.recipe import load_recipe
 from tasks.plan import checked_plan, on_this_machine, plan_recipe
-from tasks.pools import lease
+from tasks.pools import leased_specs
 from tasks.prepare import decide_sharing
 from tasks.run import OpenRun
 
@@ -166,14 +166,10 @@ def test_a_round_takes_an_epoch_or_half_of_the_disk_and_stays_the_same(
     assert decide_sharing(config, folder, plan_recipe(config), EPOCH).budget_bytes == 3 * 2**30
 
 
-def test_both_roles_get_the_same_gpu(run: OpenRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DRAFTSMITH_GPUS", "GPU-one")
-    monkeypatch.setenv("DRAFTSMITH_PRIVATE_PREFECT", "1")
-    config = load_recipe(RECIPES / "tiny.yaml", ["pools.inference_gpus=1", "pools.training_gpus=1"])
-    on_one = OpenRun(config, run.folder, run.owner)
-    run.folder.sharing.write_text(Sharing(mode="alternate", why="", budget_bytes=1).model_dump_json())
-    with lease(on_one, "inference", "training") as (inference, training):
-        assert inference is training
-        assert inference.gpus == ("GPU-one",)
-    with lease(on_one, "inference") as (inference,):
-        assert inference.gpus == ("GPU-one",)
+@pytest.mark.parametrize(("mode", "leased"), [("apart", [1, 2]), ("alternate", [2]), ("share", [2])])
+def test_roles_that_share_devices_lease_the_larger_pool(run: OpenRun, mode: SharingMode, leased: list[int]) -> None:
+    config = load_recipe(RECIPES / "tiny.yaml", ["pools.inference_gpus=1", "pools.training_gpus=2", "training.ranks=2"])
+    opened = OpenRun(config, run.folder, run.owner)
+    run.folder.sharing.write_text(Sharing(mode=mode, why="", budget_bytes=1).model_dump_json())
+    assert [spec.gpus for spec in leased_specs(opened, ("inference", "training"))] == leased
+    assert [spec.gpus for spec in leased_specs(opened, ("inference",))] == [1]

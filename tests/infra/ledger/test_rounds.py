@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from infra.ledger.ledger import Ledger
-from infra.ledger.rounds import free_consumed, round_is_captured
+from infra.ledger.rounds import free_consumed, round_is_captured, trainer_has_turn
 from infra.ledger.trainers import StepPlan, plan_step, resume_run
 from infra.records.data_path import CheckpointRecord, Lease, ObjectRecord, SampleSlot
 
@@ -17,6 +17,9 @@ def test_a_round_is_captured_when_the_next_sample_does_not_fit(
     incarnation = resume_run(ledger, lambda _: True, lambda _: True).incarnation
     ledger.open_epoch(incarnation, 0, slots(4, 4, 3))
     assert not round_is_captured(ledger)
+    assert trainer_has_turn(ledger)
+    ledger.excuse(incarnation)
+    assert not trainer_has_turn(ledger)
     leases = ledger.lease("g", 8)
     assert len(leases) == 2  # 80 of 100 bytes
     assert not round_is_captured(ledger)
