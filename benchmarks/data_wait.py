@@ -21,6 +21,7 @@ import torch
 from prepared import prepared_run
 
 from infra.files.atomic import write_atomically
+from infra.ledger.generators import Publication
 from infra.provenance import git_sha, hardware
 from models.run import PreparedRun
 from models.targets.model import HiddenStates
@@ -43,7 +44,7 @@ def publish(path: Path, tokens_per_s: float | None) -> None:
         leases = ledger.lease("publisher", run.config.generator.lease_samples)
         for lease in leases:
             part = HiddenStates(ready.aux[: lease.tokens], ready.last[: lease.tokens])
-            ledger.publish(lease, transport.put(ledger.key(lease), layout.pack(part)))
+            ledger.publish(Publication(lease, transport.put(ledger.key(lease), layout.pack(part))))
             published += lease.tokens
             if tokens_per_s is not None:
                 time.sleep(max(0.0, started + published / tokens_per_s - time.monotonic()))

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from infra.files.atomic import write_atomically
+from infra.ledger.generators import Publication
 from infra.ledger.ledger import Ledger
 from infra.ledger.trainers import Wait, plan_step, resume_run
 from infra.processes.exit import run_main
@@ -39,7 +40,8 @@ def generate(url: str, owner: str) -> None:
         while not ledger.finished():
             for lease in ledger.lease(owner, LEASED):
                 buffer = BufferRecord(name="aux", nbytes=lease.nbytes, xxh3="")
-                ledger.publish(lease, ObjectRecord(key=ledger.key(lease), location="", buffers=(buffer,)))
+                record = ObjectRecord(key=ledger.key(lease), location="", buffers=(buffer,))
+                ledger.publish(Publication(lease, record))
 
 
 def train(ledger: Ledger, samples: int) -> float:

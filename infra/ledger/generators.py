@@ -35,13 +35,25 @@ In `any` order the trainer waits only while fewer than n rows are ready. If no l
 row and those ready ones are at most n rows, which fit; so it is leased. I is not needed.
 """
 
+from typing import NamedTuple
+
 import sqlalchemy as sa
 
-from infra.ledger.schema import HOLDS_BYTES, LEASED, PENDING, REMAINING, Rows, database_now, samples
-from infra.records.data_path import Lease
+from infra.ledger.schema import HOLDS_BYTES, LEASED, PENDING, READY, REMAINING, Rows, database_now, samples
+from infra.records.data_path import Lease, ObjectRecord
 
 PLACE = (samples.c.epoch, samples.c.ordinal)
 """The order in which samples are leased."""
+
+
+class Publication(NamedTuple):
+    """A captured object, written under its lease."""
+
+    lease: Lease
+    record: ObjectRecord
+    prefill_s: float = 0.0
+    put_s: float = 0.0
+    """Seconds of the write."""
 
 
 def lease(rows: Rows, run: sa.Row, owner: str, limit: int, has_others: bool) -> list[Lease]:
@@ -72,6 +84,20 @@ def lease(rows: Rows, run: sa.Row, owner: str, limit: int, has_others: bool) -> 
             lease_expires=database_now() + run.lease_seconds,
         )
     return leases
+
+
+def publish(rows: Rows, publication: Publication) -> bool:
+    """Make a leased sample ready; False if its lease was lost."""
+    changed = rows.update(
+        *held_by(publication.lease),
+        state=READY,
+        object=publication.record.model_dump_json(),
+        lease_expires=None,
+        prefill_s=publication.prefill_s,
+        put_s=publication.put_s,
+        published=database_now(),
+    )
+    return changed == 1
 
 
 def evict(rows: Rows, run: sa.Row) -> int:

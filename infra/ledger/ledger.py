@@ -13,6 +13,7 @@ import sqlalchemy as sa
 
 from infra.ledger import generators
 from infra.ledger.database import lock_schema, open_engine
+from infra.ledger.generators import Publication
 from infra.ledger.planning import check_slots
 from infra.ledger.schema import (
     CONSUMED,
@@ -22,7 +23,6 @@ from infra.ledger.schema import (
     NOTHING_HELD,
     PENDING,
     QUARANTINED,
-    READY,
     REMAINING,
     TAKEN,
     Rows,
@@ -31,7 +31,7 @@ from infra.ledger.schema import (
     runs,
     samples,
 )
-from infra.records.data_path import CaptureRates, CheckpointRecord, Lease, ObjectRecord, SampleProgress, SampleSlot
+from infra.records.data_path import CaptureRates, CheckpointRecord, Lease, SampleProgress, SampleSlot
 from infra.refusal import Refusal
 
 
@@ -199,30 +199,20 @@ class Ledger:
         with self.write() as (rows, run):
             return [] if run.finished else generators.lease(rows, run, owner, limit, has_others)
 
-    def publish(self, lease: Lease, record: ObjectRecord, prefill_s: float = 0.0, put_s: float = 0.0) -> bool:
-        """Offer a captured object to the trainer, with the seconds that its prefill and its writing took.
+    def publish(self, *publications: Publication) -> list[Publication]:
+        """Offer captured objects to the trainer, in one transaction: all of them, or none if it fails.
 
-        False when the lease was lost meanwhile: then the caller deletes its own object. Raises ValueError for an
-        object of another key or larger than the lease.
+        Returns those whose lease was lost meanwhile: the caller deletes their objects. Raises ValueError for an object
+        of another key or larger than its lease.
         """
-        if record.key != self.key(lease) or record.nbytes > lease.nbytes:
-            raise ValueError(
-                f"object {record.key} of {record.nbytes} bytes does not belong to the lease of {self.key(lease)}, "
-                f"{lease.nbytes} bytes: a sample's object is tokens x bytes_per_token under the lease's own key"
-            )
-        with self.write() as (rows, _):
-            return (
-                rows.update(
-                    *generators.held_by(lease),
-                    state=READY,
-                    object=record.model_dump_json(),
-                    lease_expires=None,
-                    prefill_s=prefill_s,
-                    put_s=put_s,
-                    published=database_now(),
+        for lease, record, *_ in publications:
+            if record.key != self.key(lease) or record.nbytes > lease.nbytes:
+                raise ValueError(
+                    f"object {record.key} of {record.nbytes} bytes does not belong to the lease of {self.key(lease)}, "
+                    f"{lease.nbytes} bytes: a sample's object is tokens x bytes_per_token under the lease's own key"
                 )
-                == 1
-            )
+        with self.write() as (rows, _):
+            return [one for one in publications if not generators.publish(rows, one)]
 
     def fail(self, lease: Lease, error: str) -> None:
         """Record that a sound engine could not capture a sample: it is pending again, or quarantined after

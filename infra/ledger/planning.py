@@ -40,8 +40,9 @@ def check_budget(
 ) -> None:
     """Refuse a budget, given by `setting`, that could stall the run; Refusal carries the numbers.
 
-    `generator_slots` is generators x samples per lease. Every rank holds one step and `prefetch_steps` more, so the
-    budget must hold longest sample x (samples of a step, at least one per rank, x (prefetch + 1) + generator slots).
+    `generator_slots` is generators x samples leased and in flight. Every rank holds one step and `prefetch_steps`
+    more, so the budget must hold longest sample x (samples of a step, at least one per rank, x (prefetch + 1) +
+    generator slots).
     That includes what progress needs in either order: that any one step fits whole (infra.ledger.generators).
     """
     longest = longest_sample_tokens * bytes_per_token
@@ -54,7 +55,8 @@ def check_budget(
         f"tokens x {bytes_per_token} bytes = {_mib(longest)}, and up to {in_flight} samples are in flight "
         f"({max(ranks, samples_per_step)} per step x {prefetch_steps + 1} steps + {generator_slots} being captured), "
         f"which is {_mib(needed)}. Set {setting}={-(-needed // 2**20)} or more, or lower data.max_tokens, "
-        "training.samples_per_step, training.prefetch_steps or generator.lease_samples"
+        "training.samples_per_step, training.prefetch_steps, generator.lease_samples or "
+        "generator.sglang.requests_in_flight"
     )
 
 

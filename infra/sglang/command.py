@@ -12,6 +12,8 @@ from infra.sglang.config import SGLangConfig
 
 CPU_MEMORY_FRACTION = 0.5
 CPU_KV_TOKENS = 4096
+CPU_KV_REQUESTS = 8
+"""Longest requests that the KV cache holds on the CPU; others wait in the server's queue."""
 
 
 def sglang_python() -> Path:
@@ -98,7 +100,7 @@ def _cpu_options(spec: ServerSpec, config: SGLangConfig) -> dict[str, object]:
         "--sampling-backend": "pytorch",
         "--grammar-backend": "none",
         "--mem-fraction-static": config.memory_fraction or CPU_MEMORY_FRACTION,
-        "--max-total-tokens": max(CPU_KV_TOKENS, 2 * spec.in_flight * spec.longest),
+        "--max-total-tokens": max(CPU_KV_TOKENS, CPU_KV_REQUESTS * spec.longest),
         "--chunked-prefill-size": config.chunked_prefill_tokens or -1,
     }
 

@@ -11,7 +11,7 @@ class SGLangConfig(StrictConfig):
 
     model_config = ConfigDict(title="SGLang")
 
-    requests_in_flight: Count = Field(default=4, description="Requests that a generator keeps in flight.")
+    requests_in_flight: Count = Field(default=32, description="Requests that a generator keeps in flight.")
     tensor_parallel: Count | None = Field(
         default=None, description="Tensor-parallel size; default: the generator's GPUs, or 1 on the CPU."
     )

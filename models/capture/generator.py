@@ -11,6 +11,7 @@ from types import FrameType
 
 import torch
 
+from infra.ledger.generators import Publication
 from infra.processes.exit import run_main
 from infra.records.data_path import Lease
 from infra.refusal import Refusal
@@ -62,9 +63,11 @@ class Generator:
 
     def _fill(self, threads: ThreadPoolExecutor) -> None:
         """Submit one sample more than the engine captures at a time, so that it never waits for the ledger."""
-        if not self._waiting and len(self._flying) <= self.engine.in_flight:
-            self._waiting.extend(self.ledger.lease(self.owner, self.lease_samples, self.has_others))
-        while self._waiting and len(self._flying) <= self.engine.in_flight:
+        while len(self._flying) <= self.engine.in_flight:
+            if not self._waiting:
+                self._waiting.extend(self.ledger.lease(self.owner, self.lease_samples, self.has_others))
+            if not self._waiting:
+                return
             lease = self._waiting.popleft()
             self._flying[threads.submit(self._capture, lease)] = (lease, time.perf_counter())
 
@@ -86,32 +89,41 @@ class Generator:
             raise
 
     def _collect(self) -> int:
-        """Publish finished captures. Returns their number."""
+        """Publish the captures that have ended, and record the failed ones. Returns the number of published samples."""
         if not self._flying:
             time.sleep(IDLE_S)
         done, _ = wait(self._flying, WAIT_S, FIRST_COMPLETED)
-        published = sum(self._publish(future, *self._flying.pop(future)) for future in done)
+        ended = [(future, *self._flying.pop(future)) for future in done]
+        published = self._publish([(lease, begun, f.result()) for f, lease, begun in ended if not f.exception()])
+        for future, lease, _ in ended:
+            self._record_failure(future, lease)
         if time.perf_counter() - self._renewed > self.renew_s:
             self._renewed = time.perf_counter()
             self.ledger.renew(self.owner)
         return published
 
-    def _publish(self, future: Future[Captured], lease: Lease, begun: float) -> bool:
-        """Publish one capture, or record a failed attempt. Returns whether it was published."""
+    def _publish(self, captures: list[tuple[Lease, float, Captured]]) -> int:
+        """Publish captures with the times they began, in one transaction. Returns the number of leases still held."""
+        if not captures:
+            return 0
+        # Captures overlap: these share the time since the previous ones, so that the sum is the busy time.
+        now = time.perf_counter()
+        busy_s = now - max(self._last_done, min(begun for _, begun, _ in captures))
+        prefill_s = max(0.0, busy_s - sum(captured.put_s for *_, captured in captures)) / len(captures)
+        self._last_done = now
+        offered = [Publication(lease, captured.record, prefill_s, captured.put_s) for lease, _, captured in captures]
+        lost = self.ledger.publish(*offered)
+        for publication in lost:
+            self.transport.delete(publication.record.key)
+        return len(offered) - len(lost)
+
+    def _record_failure(self, future: Future[Captured], lease: Lease) -> None:
+        """Record a failed attempt. Raises faults of the engine and the machine."""
         try:
-            captured = future.result()
+            future.result()
         except SampleError as error:
             print(f"sample {lease.sample} failed, and the canary passed after it: {error}", flush=True)
             self.ledger.fail(lease, str(error))
-            return False
-        # Captures overlap: each counts from the end of the previous one, so that their sum is the busy time.
-        now = time.perf_counter()
-        prefill_s = max(0.0, now - max(begun, self._last_done) - captured.put_s)
-        self._last_done = now
-        if self.ledger.publish(lease, captured.record, prefill_s, captured.put_s):
-            return True
-        self.transport.delete(captured.record.key)
-        return False
 
     def take_over(self) -> None:
         """Release the leases and objects of a dead generator with the same index."""

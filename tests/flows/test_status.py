@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from flows.command_line import app
 from infra.files.locks import hold
 from infra.files.run_folder import RunFolder
+from infra.ledger.generators import Publication
 from infra.ledger.ledger import Ledger
 from infra.ledger.trainers import plan_step, resume_run
 from infra.quantities import figure
@@ -37,7 +38,7 @@ def run(make_run: Callable[..., RunFolder], tmp_path: Path, monkeypatch: pytest.
             elif lease.ordinal != 5:
                 buffer = BufferRecord(name="aux", nbytes=lease.nbytes, xxh3="0")
                 record = ObjectRecord(key=ledger.key(lease), location="nowhere", buffers=(buffer,))
-                assert ledger.publish(lease, record, prefill_s=0.5, put_s=0.01)
+                assert not ledger.publish(Publication(lease, record, prefill_s=0.5, put_s=0.01))
         for step in (1, 2, 3):
             plan_step(ledger, taken.incarnation, 0, step, ranks=1, micro_batches=1, samples_per_step=1)
         record = CheckpointRecord(step=2, path="checkpoints/step-000002-1", manifest_hash="x", incarnation=1)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from infra.data_plane.bottleneck import in_words, side_rates, slow_side
 from infra.data_plane.watch import RunWatch, StallError, blame
 from infra.ledger import database
+from infra.ledger.generators import Publication
 from infra.ledger.ledger import Ledger
 from infra.ledger.trainers import plan_step, resume_run
 from infra.records.data_path import BufferRecord, CaptureRates, Lease, ObjectRecord, SampleSlot, SideRates
@@ -27,7 +28,7 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 def publish(ledger: Ledger, lease: Lease, prefill_s: float = 0.5, put_s: float = 0.1) -> None:
     buffer = BufferRecord(name="aux", nbytes=lease.nbytes, xxh3="0")
     record = ObjectRecord(key=ledger.key(lease), location="nowhere", buffers=(buffer,))
-    assert ledger.publish(lease, record, prefill_s, put_s)
+    assert not ledger.publish(Publication(lease, record, prefill_s, put_s))
 
 
 def test_nobody_captures(ledger: Ledger) -> None:

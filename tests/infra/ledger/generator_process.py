@@ -4,6 +4,7 @@ import sys
 import time
 from pathlib import Path
 
+from infra.ledger.generators import Publication
 from infra.ledger.ledger import Ledger
 from infra.records.data_path import BufferRecord, ObjectRecord
 
@@ -12,7 +13,7 @@ def main(url: str, folder: Path, owner: str) -> None:
     deadline = time.monotonic() + 90
     with Ledger.open(url, "run") as ledger:
         while not ledger.finished() and time.monotonic() < deadline:
-            leases = ledger.lease(owner, 3)
+            leases, publications = ledger.lease(owner, 3), []
             for lease in leases:
                 file = folder / ledger.key(lease).replace("/", "-")
                 file.write_text(str(lease.sample))
@@ -20,8 +21,10 @@ def main(url: str, folder: Path, owner: str) -> None:
                 record = ObjectRecord(key=ledger.key(lease), location=str(file), buffers=(buffer,))
                 if lease.ordinal % 7 == 3 and lease.epoch == 0 and lease.attempt == 1:
                     ledger.fail(lease, "the first capture fails")
-                elif not ledger.publish(lease, record):
-                    file.unlink()
+                else:
+                    publications.append(Publication(lease, record))
+            for lost in ledger.publish(*publications):
+                Path(lost.record.location).unlink()
             if not leases:
                 time.sleep(0.01)
 

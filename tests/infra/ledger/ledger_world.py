@@ -10,6 +10,7 @@ import pytest
 import sqlalchemy as sa
 from ledger_model import Model, Place, Row, Saved, Trainer
 
+from infra.ledger.generators import Publication
 from infra.ledger.ledger import Ledger
 from infra.ledger.planning import pack_ordinals, unpack_ordinals
 from infra.ledger.schema import samples
@@ -91,7 +92,7 @@ class World:
         leases = self.lease(owner, limit)
         for lease in leases[:captured]:
             self.leases.remove(lease)
-            self.publish(lease)
+        self.publish(*leases[:captured])
         return leases
 
     def write_object(self, lease: Lease) -> ObjectRecord:
@@ -100,16 +101,17 @@ class World:
         self.store[record.key] = record
         return record
 
-    def publish(self, lease: Lease) -> None:
-        """Any lease ever given out may be published, however late."""
-        record = self.write_object(lease)
-        row = self.leased_row(lease)
-        won = self.ledger.publish(lease, record)
-        assert won == (row is not None)
-        if row is None:
-            del self.store[record.key]
-        else:
-            row.state, row.object, row.expired = "ready", record, False
+    def publish(self, *leases: Lease) -> None:
+        """Any lease ever given out may be published, however late, and beside others that are still held or not."""
+        rows = [self.leased_row(lease) for lease in leases]
+        publications = [Publication(lease, self.write_object(lease)) for lease in leases]
+        lost = self.ledger.publish(*publications)
+        assert lost == [one for one, row in zip(publications, rows, strict=True) if row is None]
+        for (_, record, *_), row in zip(publications, rows, strict=True):
+            if row is None:
+                del self.store[record.key]
+            else:
+                row.state, row.object, row.expired = "ready", record, False
 
     def fail(self, lease: Lease) -> None:
         row = self.leased_row(lease)

@@ -1,3 +1,4 @@
+import signal
 import subprocess
 import sys
 import threading
@@ -124,3 +125,37 @@ def test_threads_never_exceed_the_budget_nor_share_a_sample(url: str) -> None:
         held = ledger.progress().bytes_held
     assert held == sum(lease.nbytes for lease in leased) <= 600
     assert held + SLOTS[len(leased)].tokens * 10 > 600, "the budget was used as far as it goes"
+
+
+KILLED_WHILE_IT_PUBLISHES = """
+import os, signal, sys
+import sqlalchemy as sa
+from infra.ledger.generators import Publication
+from infra.ledger.ledger import Ledger
+from infra.records.data_path import BufferRecord, ObjectRecord
+
+def kill_at_the_second_row(_connection, _cursor, statement, *_):
+    published.append(statement)
+    if sum(statement.startswith("UPDATE samples") for statement in published) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+published, publications = [], []
+ledger = Ledger.open(sys.argv[1], "run")
+for lease in ledger.lease("killed", 3):
+    buffer = BufferRecord(name="aux", nbytes=lease.nbytes, xxh3="")
+    record = ObjectRecord(key=ledger.key(lease), location="", buffers=(buffer,))
+    publications.append(Publication(lease, record))
+sa.event.listen(ledger._engine, "after_cursor_execute", kill_at_the_second_row)
+ledger.publish(*publications)
+"""
+
+
+def test_a_generator_that_is_killed_while_it_publishes_has_published_nothing(url: str) -> None:
+    with Ledger.open(url, "run") as ledger:
+        ledger.create_run(budget_bytes=1000, bytes_per_token=1, lease_seconds=600, max_attempts=2, order="strict")
+        ledger.open_epoch(None, 0, SLOTS)
+        ended = subprocess.run([sys.executable, "-c", KILLED_WHILE_IT_PUBLISHES, url], timeout=60, check=False)
+        assert ended.returncode == -signal.SIGKILL
+        assert (ledger.progress().leased, ledger.progress().ready) == (3, 0)
+        assert ledger.give_back("killed") == 3
+        assert [lease.ordinal for lease in ledger.lease("next", 3)] == [0, 1, 2]

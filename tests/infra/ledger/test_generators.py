@@ -3,6 +3,7 @@ from collections.abc import Callable
 import pytest
 import sqlalchemy as sa
 
+from infra.ledger.generators import Publication
 from infra.ledger.ledger import Ledger
 from infra.ledger.schema import samples
 from infra.ledger.trainers import resume_run
@@ -87,11 +88,11 @@ def test_expired_leases_lose(ledger: Ledger, slots: Slots, captured: Captured) -
     late, kept = ledger.lease("slow", 2)
     expire(ledger, 0)
     assert ordinals(ledger.lease("fast", 8)) == [0], "the lease that has not expired stays"
-    assert not ledger.publish(late, captured(ledger, late))
+    assert ledger.publish(Publication(late, captured(ledger, late)))
     ledger.fail(late, "too late to count")
     assert ledger.progress().model_dump(exclude_defaults=True) == {"leased": 2, "bytes_held": 20}
-    assert ledger.publish(kept, captured(ledger, kept))
-    assert not ledger.publish(kept, captured(ledger, kept)), "published already"
+    assert not ledger.publish(Publication(kept, captured(ledger, kept)))
+    assert ledger.publish(Publication(kept, captured(ledger, kept))), "published already"
     assert ledger.held_keys() == {"run/0/0/2", "run/0/1/1"}
 
 
@@ -101,7 +102,7 @@ def test_an_expired_lease_that_nobody_took_back_still_publishes(
     ledger.open_epoch(None, 0, slots(1))
     (lease,) = ledger.lease("slow", 1)
     expire(ledger, 0)
-    assert ledger.publish(lease, captured(ledger, lease))
+    assert not ledger.publish(Publication(lease, captured(ledger, lease)))
     assert ledger.lease("other", 1) == []
 
 
@@ -168,9 +169,9 @@ def test_publish_refuses_what_the_lease_does_not_cover(ledger: Ledger, slots: Sl
     ledger.open_epoch(None, 0, slots(1, 2))
     small, large = ledger.lease("g", 2)
     with pytest.raises(ValueError, match="does not belong"):
-        ledger.publish(small, captured(ledger, large))
+        ledger.publish(Publication(small, captured(ledger, large)))
     with pytest.raises(ValueError, match="20 bytes does not belong"):
-        ledger.publish(small, captured(ledger, large).model_copy(update={"key": ledger.key(small)}))
+        ledger.publish(Publication(small, captured(ledger, large).model_copy(update={"key": ledger.key(small)})))
 
 
 def test_a_finished_run_leases_nothing(ledger: Ledger, slots: Slots) -> None:

@@ -92,8 +92,8 @@ class LedgerMachine(World, RuleBasedStateMachine):
                 if self.leases:
                     self.fail(self.leases.pop(-(1 + pick % 3 % len(self.leases))))
         elif move == "publish late":
-            for _ in range(min(1 + pick % 5, len(self.leases))):
-                self.publish(self.leases.pop(0 if pick % 2 else pick % len(self.leases)))
+            count = min(1 + pick % 5, len(self.leases))
+            self.publish(*(self.leases.pop(0 if pick % 2 else pick % len(self.leases)) for _ in range(count)))
 
     def misfortune(self, what: str, pick: int) -> None:
         committed = self.model.committed

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from infra.ledger.generators import Publication
 from infra.ledger.ledger import Ledger, StaleIncarnation
 from infra.ledger.planning import pack_ordinals, unpack_ordinals
 from infra.ledger.trainers import EndOfEpoch, RepeatedCrash, Wait, plan_step, rebuild_run, resume_run
@@ -18,7 +19,7 @@ def start(ledger: Ledger) -> int:
 
 def capture(ledger: Ledger, captured: Captured, limit: int = 99) -> list[Lease]:
     leases = ledger.lease("g", limit)
-    assert all(ledger.publish(lease, captured(ledger, lease)) for lease in leases)
+    assert not ledger.publish(*(Publication(lease, captured(ledger, lease)) for lease in leases))
     return leases
 
 
@@ -47,9 +48,9 @@ def test_strict_waits_for_the_first_and_ends_short(ledger: Ledger, slots: Slots,
     incarnation = start(ledger)
     first, second, third = ledger.lease("g", 3)
     for lease in (second, third):
-        ledger.publish(lease, captured(ledger, lease))
+        ledger.publish(Publication(lease, captured(ledger, lease)))
     assert plan(ledger, incarnation, 1) == Wait(step=1, needed=2, ready=1, first_missing=0)
-    ledger.publish(first, captured(ledger, first))
+    ledger.publish(Publication(first, captured(ledger, first)))
     answer = plan_step(ledger, incarnation, 0, 1, ranks=2, micro_batches=1, samples_per_step=2)
     assert planned(answer) == [0, 1]
     assert isinstance(answer, StepPlan)
@@ -65,14 +66,14 @@ def test_any_takes_what_is_ready(url: str, slots: Slots, captured: Captured) -> 
         ledger.open_epoch(None, 0, slots(1, 1, 1, 1, 1))
         incarnation = start(ledger)
         leases = ledger.lease("g", 5)
-        ledger.publish(leases[3], captured(ledger, leases[3]))
+        ledger.publish(Publication(leases[3], captured(ledger, leases[3])))
         assert plan(ledger, incarnation, 1) == Wait(step=1, needed=2, ready=1, first_missing=None)
-        ledger.publish(leases[1], captured(ledger, leases[1]))
+        ledger.publish(Publication(leases[1], captured(ledger, leases[1])))
         assert planned(plan(ledger, incarnation, 1)) == [1, 3]
         ledger.fail(leases[2], "broken")
-        ledger.publish(leases[4], captured(ledger, leases[4]))
+        ledger.publish(Publication(leases[4], captured(ledger, leases[4])))
         assert isinstance(plan(ledger, incarnation, 2), Wait), "sample 0 may still come"
-        ledger.publish(leases[0], captured(ledger, leases[0]))
+        ledger.publish(Publication(leases[0], captured(ledger, leases[0])))
         assert planned(plan(ledger, incarnation, 2)) == [0, 4]
         assert plan(ledger, incarnation, 3) == EndOfEpoch(epoch=0)
 
@@ -188,8 +189,8 @@ def test_a_reopened_epoch_reuses_no_key(ledger: Ledger, slots: Slots, captured: 
     ledger.open_epoch(two, 1, slots(1))
     (again,) = ledger.lease("fast", 1)
     assert (again.epoch, again.ordinal) == (late.epoch, late.ordinal)
-    assert not ledger.publish(late, captured(ledger, late))
-    assert ledger.publish(again, captured(ledger, again))
+    assert ledger.publish(Publication(late, captured(ledger, late)))
+    assert not ledger.publish(Publication(again, captured(ledger, again)))
 
 
 def test_quarantine_outlives_the_closing_of_its_epoch(ledger: Ledger, slots: Slots, captured: Captured) -> None:
@@ -224,13 +225,13 @@ def test_an_object_published_while_resume_verifies_is_verified_too(
     ledger.open_epoch(None, 0, slots(1, 1))
     start(ledger)
     first, second = ledger.lease("g", 2)
-    ledger.publish(first, captured(ledger, first))
+    ledger.publish(Publication(first, captured(ledger, first)))
     asked: list[str] = []
 
     def verify(record: ObjectRecord) -> bool:
         asked.append(record.key)
         if len(asked) == 1:
-            assert ledger.publish(second, captured(ledger, second))
+            assert not ledger.publish(Publication(second, captured(ledger, second)))
         return record.key == "run/0/0/1"
 
     resume_run(ledger, lambda _: True, verify)
@@ -297,10 +298,10 @@ def test_a_lost_ledger_is_rebuilt(ledger: Ledger, slots: Slots, captured: Captur
         assert (resume.checkpoint, resume.epoch) == (checkpoint(1, one), 0)
         (again,) = new.lease("fast", 1)
         assert again.ordinal == late.ordinal
-        assert not new.publish(late, captured(new, late))
+        assert new.publish(Publication(late, captured(new, late)))
         with pytest.raises(StaleIncarnation):
             plan(new, one, 2)
-        assert new.publish(again, captured(new, again))
+        assert not new.publish(Publication(again, captured(new, again)))
         assert planned(plan(new, resume.incarnation, 2, size=1)) == [2]
 
 

@@ -2,17 +2,18 @@
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 import torch
+from sqlalchemy import event
 from torch import Tensor
 
 from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
 from infra.records.data_path import SampleProgress
-from models.capture.engine import EngineError
+from models.capture.engine import Captured, EngineError
 from models.capture.generator import Generator
 from models.capture.plain_engine import PlainEngine
 from models.run import PreparedRun
@@ -149,3 +150,20 @@ def test_a_sample_that_failed_in_one_generator_is_captured_by_another(make_run: 
             wait_for(ledger, SampleProgress(pending=5, ready=7, attempts=1))
             with running(run, PlainEngine(run), "generator-1"):
                 wait_for(ledger, SampleProgress(ready=12, attempts=1))
+
+
+def test_captures_that_ended_together_are_published_at_once_whatever_happened_to_another(run: PreparedRun) -> None:
+    generator, commits = Generator(run, PlainEngine(run), "generator-0"), list[object]()
+    leases = generator.ledger.lease("generator-0", 4)
+    generator.ledger.fail(leases[1], "this lease is lost")
+    broken: Future[Captured] = Future()
+    broken.set_exception(RuntimeError("CUDA error"))
+    with ThreadPoolExecutor(1) as thread:
+        captures = [thread.submit(generator._capture, lease) for lease in leases[1:]]
+    generator._flying = {future: (lease, 0.0) for future, lease in zip([broken, *captures], leases, strict=True)}
+    event.listen(generator.ledger._engine, "commit", commits.append)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        generator._collect()
+    assert len(commits) == 1
+    assert (generator.ledger.progress().leased, generator.ledger.progress().ready) == (1, 2)
+    assert set(generator.transport.keys()) == {generator.ledger.key(lease) for lease in leases[2:]}
