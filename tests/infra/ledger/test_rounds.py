@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from infra.ledger.generators import Publication
 from infra.ledger.ledger import Ledger
 from infra.ledger.rounds import free_consumed, round_is_captured, trainer_has_turn
 from infra.ledger.trainers import StepPlan, plan_step, resume_run
@@ -24,7 +25,7 @@ def test_a_round_is_captured_when_the_next_sample_does_not_fit(
     assert len(leases) == 2  # 80 of 100 bytes
     assert not round_is_captured(ledger)
     for lease in leases:
-        ledger.publish(lease, captured(ledger, lease))
+        ledger.publish(Publication(lease, captured(ledger, lease)))
     assert round_is_captured(ledger)
     plan = plan_step(ledger, incarnation, 0, 1, ranks=1, micro_batches=1, samples_per_step=2)
     assert isinstance(plan, StepPlan)
@@ -35,7 +36,7 @@ def test_a_round_is_captured_when_the_next_sample_does_not_fit(
     assert ledger.held_keys() == set()
     assert not round_is_captured(ledger)
     (lease,) = ledger.lease("g", 8)
-    ledger.publish(lease, captured(ledger, lease))
+    ledger.publish(Publication(lease, captured(ledger, lease)))
     assert round_is_captured(ledger)  # nothing is pending
 
 
@@ -43,7 +44,7 @@ def test_a_crash_within_a_round_loses_no_capture(ledger: Ledger, slots: Slots, c
     incarnation = resume_run(ledger, lambda _: True, lambda _: True).incarnation
     ledger.open_epoch(incarnation, 0, slots(3, 3, 3))
     for lease in ledger.lease("g", 8):
-        ledger.publish(lease, captured(ledger, lease))
+        ledger.publish(Publication(lease, captured(ledger, lease)))
     plan_step(ledger, incarnation, 0, 1, ranks=1, micro_batches=1, samples_per_step=2)
     resume_run(ledger, lambda _: True, lambda _: True)
     assert ledger.progress().ready == 3
