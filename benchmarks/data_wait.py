@@ -38,12 +38,13 @@ def publish(path: Path, tokens_per_s: float | None) -> None:
     ready = HiddenStates(
         aux=torch.randn(longest, layout.aux_count * layout.hidden_size).to(layout.dtype),
         last=torch.randn(longest, layout.hidden_size).to(layout.dtype),
+        top=torch.zeros(longest, dtype=torch.int32),
     )
     started, published = time.monotonic(), 0
     while not ledger.finished():
         leases = ledger.lease("publisher", run.config.generator.lease_samples)
         for lease in leases:
-            part = HiddenStates(ready.aux[: lease.tokens], ready.last[: lease.tokens])
+            part = ready.rows(slice(0, lease.tokens))
             ledger.publish(Publication(lease, transport.put(ledger.key(lease), layout.pack(part))))
             published += lease.tokens
             if tokens_per_s is not None:

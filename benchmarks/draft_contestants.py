@@ -84,11 +84,11 @@ class Work:
         return sum(length - 2 for length in self.batch.lengths)
 
 
-def make_work(shape: Shape, dtype: torch.dtype, device: str = "cpu", seed: int = 0, whole: bool = False) -> Work:
+def make_work(shape: Shape, dtype: torch.dtype, device: str = "cpu", seed: int = 0, argmax: bool = False) -> Work:
     """Random weights and features, the same on every call; float32 master weights.
 
     The text's tokens are the draft vocabulary's, and so is the target's likeliest token everywhere: every position
-    counts by either rule (`training.out_of_vocabulary`). `whole`: by the target's argmax over its whole vocabulary.
+    counts by either rule (`training.out_of_vocabulary`). `argmax`: by the target's top token.
     """
     g = torch.Generator(device).manual_seed(seed)
     ids = torch.randperm(shape.vocabulary, generator=torch.Generator().manual_seed(seed))
@@ -109,6 +109,7 @@ def make_work(shape: Shape, dtype: torch.dtype, device: str = "cpu", seed: int =
         aux=normal(count, len(AUX_LAYERS) * shape.hidden).to(dtype),
         last=last.to(dtype),
         lengths=shape.lengths,
+        top=draft_tokens().int() if argmax else None,
     )
     config = Eagle3Config(
         vocab_size=None if shape.draft_vocabulary == shape.vocabulary else shape.draft_vocabulary,
@@ -125,7 +126,7 @@ def make_work(shape: Shape, dtype: torch.dtype, device: str = "cpu", seed: int =
         draft = Eagle3Draft(config, embedding, DraftVocabulary(ids, shape.vocabulary), AUX_LAYERS)
     draft.to(device).start_from(head)
     rows = head if draft.vocabulary.whole else head[known]
-    return Work(draft, batch, TargetProjection(rows.to(dtype), head.to(dtype) if whole else None, 1.0, None))
+    return Work(draft, batch, TargetProjection(rows.to(dtype), None, 1.0, None))
 
 
 def autocast(dtype: torch.dtype, device: str = "cpu") -> Any:

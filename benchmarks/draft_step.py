@@ -56,7 +56,7 @@ def contestant(name: str, shape: Shape, dtype_name: str, threads: int, pipe: Con
         matrix = torch.randn(MATRIX, MATRIX).to(dtype)
         step = lambda: (matrix @ matrix)[0, 0]  # noqa: E731
     else:
-        work = make_work(shape, dtype, whole=name == "argmax")
+        work = make_work(shape, dtype, argmax=name == "argmax")
         work.draft.recompute = name == "recompute"
         if name == "speculators":
             theirs = speculators_step(work, shape)[1]

@@ -44,7 +44,6 @@ POINTS = [
         262_144,
         eagle3(6_144, 4, 8, 4, 80, 1536),
         (512,),
-        full_argmax=False,
         tied=True,
         name="the quickstart's, 512",
     ),

@@ -34,7 +34,6 @@ class Point:
     draft: dict[str, Any]
     lengths: tuple[int, ...]
     precision: Precision = "float32"
-    full_argmax: bool = True
     chunk_tokens: int = 256
     name: str = ""
     recompute: bool = False
@@ -54,10 +53,15 @@ class Point:
             attention_width=1,
         )  # fmt: skip
 
+    @property
+    def pruned(self) -> bool:
+        return self.config.vocabulary_size(self.vocabulary) < self.vocabulary
+
     def predicted(self) -> RankMemory:
         setting = Setting(
-            aux_count=self.aux, stored="bfloat16", precision=self.precision, full_argmax=self.full_argmax,
-            chunk_tokens=self.chunk_tokens, prefetch_steps=-1, one_memory=True, recompute=self.recompute,
+            aux_count=self.aux, stored="bfloat16", precision=self.precision, top_token=self.pruned,
+            whole_head=self.pruned and self.config.needs_mass, chunk_tokens=self.chunk_tokens, prefetch_steps=-1,
+            one_memory=True, recompute=self.recompute,
         )  # fmt: skip
         return rank_memory(self.config.shape(self.target, self.aux, self.precision), self.target, setting, self.lengths)
 
@@ -104,11 +108,11 @@ def _module(point: Point) -> tuple[DraftModule, torch.optim.Optimizer]:
     embedding = torch.randn(point.vocabulary, point.hidden)
     head = embedding if point.tied else torch.randn(point.vocabulary, point.hidden)
     chosen = torch.arange(config.vocabulary_size(point.vocabulary))
-    head[len(chosen) :] = 0  # the target's argmax lies in the draft vocabulary, so every position counts
     draft = build_draft(config, embedding, DraftVocabulary(chosen, point.vocabulary), range(point.aux))
     draft.start_from(head)
     weight = head.to(dtype)
-    projection = TargetProjection(weight[chosen], weight if point.full_argmax else None, 1.0, None)
+    whole = weight if point.pruned and config.needs_mass else None
+    projection = TargetProjection(weight[chosen], whole, 1.0, None)
     module = DraftModule(
         draft, projection, TrainingConfig(precision=point.precision, recompute=point.recompute), total_steps=10
     )
@@ -119,7 +123,9 @@ def _batch(point: Point) -> PackedSamples:
     tokens = sum(point.lengths)
     aux, last = (torch.randn(tokens, width).bfloat16() for width in (point.aux * point.hidden, point.hidden))
     supervised = torch.ones(tokens, dtype=torch.bool)
-    return PackedSamples(torch.randint(0, point.vocabulary, (tokens,)), supervised, aux, last, point.lengths)
+    # A token of the draft vocabulary.
+    top = torch.zeros(tokens, dtype=torch.int32) if point.pruned else None
+    return PackedSamples(torch.randint(0, point.vocabulary, (tokens,)), supervised, aux, last, point.lengths, top)
 
 
 def components(memory: RankMemory) -> Iterator[tuple[str, float]]:

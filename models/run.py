@@ -47,7 +47,8 @@ class PreparedRun(RunWithTarget):
     def layout(self) -> HiddenStateLayout:
         """Shapes and data type of the hidden states."""
         dtype = DTYPES[self.config.generator.stored_dtype]
-        return HiddenStateLayout(len(self.config.target.aux_layer_ids), self.target.hidden_size, dtype)
+        top_token = self.config.top_token(self.target.vocab_size)
+        return HiddenStateLayout(len(self.config.target.aux_layer_ids), self.target.hidden_size, dtype, top_token)
 
     @property
     def sharing(self) -> Sharing:

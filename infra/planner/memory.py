@@ -36,8 +36,10 @@ class Setting(Record):
     aux_count: int
     stored: Precision
     precision: Precision
-    full_argmax: bool
-    """Whether the target's whole head is kept, to judge which positions the draft vocabulary can express."""
+    top_token: bool
+    """Whether generators send the target's top token at every position."""
+    whole_head: bool
+    """Whether the target's whole head is kept, because the loss reads its logits over the whole vocabulary."""
     chunk_tokens: int
     recompute: bool = False
     """Whether inner activations are computed again in the backward pass (training.recompute)."""
@@ -89,10 +91,10 @@ def rank_memory(draft: DraftShape, target: TargetShape, setting: Setting, length
     item, tokens = ITEM_BYTES[setting.precision], sum(lengths)
     matrices = draft.token_parameters + draft.row_parameters
     table = target.hidden_size * item
-    heads = table * draft.vocab_size + (table * target.vocab_size if setting.full_argmax else 0)
+    heads = table * draft.vocab_size + (table * target.vocab_size if setting.whole_head else 0)
     copies = setting.prefetch_steps + 2 if setting.one_memory or setting.on_device else 1
     activations, loss = _of_batch(draft, target, setting, lengths)
-    captured = stored_bytes_per_token(setting.aux_count, target.hidden_size, setting.stored)
+    captured = stored_bytes_per_token(setting.aux_count, target.hidden_size, setting.stored, setting.top_token)
     share = -(-draft.parameters // setting.divided) * FLOAT
     # Divided, a draft is still put together for every micro-batch, and its gradients before they are reduced.
     gathered = draft.parameters * FLOAT if setting.divided > 1 else 0
@@ -127,8 +129,7 @@ def _loss(draft: DraftShape, target: TargetShape, setting: Setting, tokens: int,
     positions = rows if draft.target_per_row else tokens
     chunk = min(setting.chunk_tokens, positions)
     logits = int(rows / max(1, positions) * chunk * vocabulary * item)
-    judged = setting.full_argmax and not draft.whole_vocabulary
-    wide = chunk * (target.vocab_size if judged else vocabulary)
+    wide = chunk * (target.vocab_size if setting.whole_head else vocabulary)
     of_target = chunk * vocabulary * FLOAT
     projecting = of_target + wide * (FLOAT + (item if item < FLOAT else 0))
     block = min(BLOCK_BYTES[setting.one_memory], logits * FLOAT // item)

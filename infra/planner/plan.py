@@ -89,7 +89,8 @@ class Job(Record):
 
     @property
     def bytes_per_token(self) -> int:
-        return stored_bytes_per_token(self.setting.aux_count, self.target.hidden_size, self.setting.stored)
+        setting = self.setting
+        return stored_bytes_per_token(setting.aux_count, self.target.hidden_size, setting.stored, setting.top_token)
 
 
 class Plan(Record):
@@ -136,8 +137,8 @@ class Plan(Record):
 
 def make_plan(job: Job) -> Plan:
     """Work the job out; nothing is refused here (see `infra.planner.refusals`)."""
-    prefill = prefill_flops(job.target, job.mean_tokens)
-    how = (job.supervised_share, job.setting.full_argmax, job.setting.recompute)
+    prefill = prefill_flops(job.target, job.mean_tokens, job.setting.top_token)
+    how = (job.supervised_share, job.setting.whole_head, job.setting.recompute)
     draft = draft_flops(job.draft, job.target, job.mean_tokens, *how)
     sample_bytes = job.bytes_per_token * job.mean_tokens
     peak, training_peak = job.device.peak[job.inference_precision], job.device.peak[job.setting.precision]

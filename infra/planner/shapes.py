@@ -168,13 +168,14 @@ def _feed_forward(text: Mapping[str, Any], hidden: int, layers: int) -> tuple[in
     return dense + stored, dense + active
 
 
-def prefill_flops(target: TargetShape, tokens: float) -> float:
-    """FLOPs of one sample through the target, without its head, which a capture applies to one token only.
+def prefill_flops(target: TargetShape, tokens: float, top_token: bool) -> float:
+    """FLOPs of one sample through the target; through its head only where its top token is wanted everywhere.
 
     Two per multiply-add, without padding and norms; a causal mask leaves T / 2 keys on average.
     """
     attention = 4 * target.attention_width * target.num_layers * tokens / 2
-    return tokens * (2 * target.active_parameters + attention)
+    head = 2 * target.hidden_size * target.vocab_size if top_token else 0
+    return tokens * (2 * target.active_parameters + attention + head)
 
 
 def draft_flops(
@@ -182,13 +183,12 @@ def draft_flops(
     target: TargetShape,
     tokens: int,
     supervised_share: float,
-    full_argmax: bool,
+    whole_head: bool,
     recompute: bool = False,
 ) -> float:
     """Of one sample's forward, loss and backward.
 
-    `full_argmax`: which positions count is judged by the target's argmax over its whole vocabulary, whose logits hold
-    the draft vocabulary's (training.out_of_vocabulary).
+    `whole_head`: the loss reads the target's logits over its whole vocabulary, which hold the draft vocabulary's.
     """
     rows = draft.rows(tokens)
     attention = 4 * draft.attention_width * tokens / 2
@@ -197,6 +197,5 @@ def draft_flops(
     product = 2.0 * target.hidden_size * draft.vocab_size
     predicted = rows * supervised_share
     loss = predicted * product * (3 if draft.trains_head else 2)
-    judged = full_argmax and not draft.whole_vocabulary
-    of_target = 2.0 * target.hidden_size * (target.vocab_size if judged else draft.vocab_size)
+    of_target = 2.0 * target.hidden_size * (target.vocab_size if whole_head else draft.vocab_size)
     return body + loss + of_target * (predicted if draft.target_per_row else tokens * supervised_share)

@@ -10,14 +10,17 @@ CHECKPOINT_BYTES_PER_PARAMETER = 16
 """Weights, averaged weights and AdamW's two moments, in float32."""
 
 
-def bytes_per_token(aux_count: int, hidden_size: int, item_bytes: int) -> int:
-    """Bytes of captured hidden states: K layer outputs, and the output after the final norm."""
-    return (aux_count + 1) * hidden_size * item_bytes
+TOP_TOKEN_BYTES = 4
 
 
-def stored_bytes_per_token(aux_count: int, hidden_size: int, dtype: Precision) -> int:
+def bytes_per_token(aux_count: int, hidden_size: int, item_bytes: int, top_token: bool) -> int:
+    """Bytes of captured hidden states: K layer outputs, the output after the final norm, perhaps the top token."""
+    return (aux_count + 1) * hidden_size * item_bytes + TOP_TOKEN_BYTES * top_token
+
+
+def stored_bytes_per_token(aux_count: int, hidden_size: int, dtype: Precision, top_token: bool) -> int:
     """The same by the name of the stored data type."""
-    return bytes_per_token(aux_count, hidden_size, ITEM_BYTES[dtype])
+    return bytes_per_token(aux_count, hidden_size, ITEM_BYTES[dtype], top_token)
 
 
 def samples_in_flight(samples_per_step: int, ranks: int, prefetch_steps: int, generator_slots: int) -> int:

@@ -183,6 +183,8 @@ class CaptureSpec(Record):
     hidden_size: int
     dtype: str
     """Data type of the stored hidden states."""
+    top_token: bool
+    """Whether the target's top token at every position belongs to them."""
 
 
 class CaptureReply(Record):

@@ -87,7 +87,14 @@ class StoredEngine:
         self._transport = transport
         layers, generator = run.config.target.aux_layer_ids, run.config.generator
         self._what = json.dumps(
-            [run.target.revision, layers, generator.compute_dtype, generator.stored_dtype, generator.engine]
+            [
+                run.target.revision,
+                layers,
+                generator.compute_dtype,
+                generator.stored_dtype,
+                generator.engine,
+                run.layout.top_token,
+            ]
         )
 
     def check_canary(self, tokens: Tensor) -> None:
@@ -128,20 +135,26 @@ def check_capture(target: TargetModel, captured: HiddenStates, tokens: Tensor, l
     agreement = (own == reference.logits[0].argmax(-1)).float().mean().item()
     if agreement < 0.9:
         raise Refusal(f"canary: head(last) gives the target's own next token at only {agreement:.0%} of positions")
+    if captured.top is not None:
+        check_next_tokens(target.head, captured.last, captured.top)
 
 
-def check_next_token(head: TargetHead, last: Tensor, token: int) -> None:
-    """Raise Refusal unless `token`, an engine's greedy choice, is also the head's choice for its `last` `[H]`.
+def check_next_tokens(head: TargetHead, last: Tensor, tokens: Tensor) -> None:
+    """Raise Refusal unless `tokens` `[N]`, an engine's greedy choices, are also the head's for its `last` `[N, H]`.
 
     A token with nearly the highest logit is accepted too, because rounding may swap the two.
     """
-    logits = head.logits(last[None].to(head.head))[0]
+    logits = head.logits(last.to(head.head))
+    tokens = tokens.to(logits.device, torch.int64)
+    inside = tokens.clamp(0, logits.shape[1] - 1)
     tolerance = RELATIVE_TOLERANCE[head.head.dtype] + ROUNDING[last.dtype]
-    gap = (logits.max() - logits[token]) / (logits.max() - logits.mean())
-    if not gap <= tolerance:
+    best = logits.amax(-1)
+    gaps = (best - logits.gather(-1, inside[:, None]).squeeze(-1)) / (best - logits.mean(-1))
+    wrong = (~(gaps <= tolerance) | (tokens != inside)).nonzero().flatten().tolist()
+    if wrong:
         raise Refusal(
-            f"canary: the engine's next token is {token}, head(last) says {int(logits.argmax())}: what was captured is "
-            "not the output after the final norm"
+            f"canary: the engine's next token is {int(tokens[wrong[0]])}, head(last) says "
+            f"{int(logits[wrong[0]].argmax())}: what was captured is not the output after the final norm"
         )
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -27,15 +28,19 @@ class PlainEngine:
         self.target = TargetModel.load(Path(run.target.path), run.config.target.aux_layer_ids, dtype, compute_device())
 
     def prefill(self, tokens: Tensor) -> HiddenStates:
-        """Hidden states of `tokens` `[T]`."""
+        """Hidden states of `tokens` `[T]`, without the top tokens."""
         hidden = self.target.forward(tokens[None].to(self.target.device))
         return HiddenStates(aux=hidden.aux[0], last=hidden.last[0])
 
     def check_canary(self, tokens: Tensor) -> None:
-        check_capture(self.target, self.prefill(tokens), tokens, self.layout)
+        check_capture(self.target, self._capture(tokens), tokens, self.layout)
+
+    def _capture(self, tokens: Tensor) -> HiddenStates:
+        hidden = self.prefill(tokens)
+        return replace(hidden, top=self.target.top_tokens(hidden.last)) if self.layout.top_token else hidden
 
     def capture(self, key: str, tokens: Tensor) -> Captured:
-        hidden = self.prefill(tokens)
+        hidden = self._capture(tokens)
         self.layout.check(hidden, len(tokens))
         begun = time.perf_counter()
         record = self.transport.put(key, self.layout.pack(hidden))

@@ -21,6 +21,11 @@ class MethodConfig(StrictConfig):
     adaptive: ClassVar[bool] = False
     """Whether SGLang can change the lookahead of such a draft while serving (`--speculative-adaptive`)."""
 
+    @property
+    def needs_mass(self) -> bool:
+        """Whether the loss asks for the draft vocabulary's share of the target's probability."""
+        return False
+
     def vocabulary_size(self, target_vocab_size: int) -> int:
         """Size of the draft vocabulary for a target with `target_vocab_size` tokens."""
         return target_vocab_size
@@ -112,6 +117,11 @@ class LossChoice(StrictConfig):
         le=10_000,
         description="`lk_lambda`: KL has weight exp(-lk_decay x acceptance rate); 0 is KL alone.",
     )
+
+    @property
+    def needs_mass(self) -> bool:
+        """The acceptance rate is that of the target's true probabilities."""
+        return self.loss != "kl"
 
 
 LOSS_FIELDS = frozenset(LossChoice.model_fields)

@@ -108,6 +108,15 @@ class RunConfig(StrictConfig):
                 "pools.training_gpus, or leave pools.sharing out"
             )
 
+    def top_token(self, target_vocab_size: int) -> bool:
+        """Whether generators send the target's top tokens, by which the trainer knows what a draft can express."""
+        pruned = self.draft.vocabulary_size(target_vocab_size) < target_vocab_size
+        return pruned and self.training.out_of_vocabulary == "argmax"
+
+    def whole_head(self, target_vocab_size: int) -> bool:
+        """Whether the loss reads the target's head over the whole vocabulary."""
+        return self.top_token(target_vocab_size) and self.draft.needs_mass
+
     def _check_shared_samples(self) -> None:
         size = self.training.context_parallel_size
         if not self.draft.shareable:

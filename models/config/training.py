@@ -58,7 +58,8 @@ class TrainingConfig(StrictConfig):
     out_of_vocabulary: Literal["argmax", "text"] = Field(
         default="argmax",
         description="How positions outside the draft vocabulary are recognized, to leave them out of the loss: by the "
-        "target's argmax over its whole vocabulary, or by the text's next token (cheaper, equal on regenerated text).",
+        "target's argmax over its whole vocabulary, which generators send with each sample (4 bytes per token), or by "
+        "the text's next token (equal on regenerated text).",
     )
     recompute: bool = Field(
         default=False,

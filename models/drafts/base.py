@@ -24,6 +24,9 @@ class PackedSamples:
     last: Tensor
     """`[N, H]` target hidden states after the final norm; with a `share`, of its states alone."""
     lengths: tuple[int, ...]
+    top: Tensor | None = None
+    """`[N]` int32 the target's own next tokens, if these decide which positions count (`training.out_of_vocabulary=
+    argmax`); with a `share`, of its states alone. None: the text's token decides."""
     share: ContextShare | None = None
     """Which rows are computed here, where ranks share samples. None: all."""
 
@@ -35,7 +38,8 @@ class TargetProjection:
     rows: Tensor
     """`[Vd, H]` the head's rows of the draft vocabulary."""
     full: Tensor | None
-    """`[V, H]` the whole head, if the target's argmax decides which positions count; None: the text's token does."""
+    """`[V, H]` the whole head, if the loss asks for the draft vocabulary's share of the target's probability. None:
+    the target's distribution over the draft vocabulary is taken for the whole."""
     logit_scale: float
     soft_cap: float | None
 

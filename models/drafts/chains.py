@@ -54,7 +54,7 @@ def chain_loss(
         here = valid.any(-1)
         positions, rows, valid, places = positions[here], rows[here], valid[here], places[here].clamp(min=0)
         states = batch.share.state_index(device)[positions]
-    known = _known(batch, positions, target, vocabulary)
+    known = _known(batch, positions, states, vocabulary)
     weights = torch.tensor(draft.config.step_weights, device=device) * (valid & known[:, None]) / total
     hidden = _gathered(outputs, places)
     distribution = _distribution(batch.last[states], target, vocabulary)
@@ -73,15 +73,16 @@ def _gathered(outputs: Iterable[Tensor], rows: Tensor) -> list[Tensor]:
     return [(x if low is None else x.to(low))[rows[:, step]] for step, x in enumerate(outputs)]
 
 
-def _known(batch: PackedSamples, positions: Tensor, target: TargetProjection, vocabulary: DraftVocabulary) -> Tensor:
-    """`[P]` bool: the text's next token can be proposed. Asked only where the target's argmax is not."""
-    if vocabulary.whole or target.full is not None:
+def _known(batch: PackedSamples, positions: Tensor, states: Tensor, vocabulary: DraftVocabulary) -> Tensor:
+    """`[P]` bool: the target's own next token can be proposed; without it the text's."""
+    if vocabulary.whole:
         return torch.ones_like(positions, dtype=torch.bool)
-    return vocabulary.t2d.to(positions.device)[batch.tokens[positions + 1]]
+    decisive = batch.tokens[positions + 1] if batch.top is None else batch.top[states]
+    return vocabulary.t2d.to(positions.device)[decisive]
 
 
 def _distribution(last: Tensor, target: TargetProjection, vocabulary: DraftVocabulary) -> TargetDistribution:
-    """The target's distribution; from the whole head if that decides which positions count."""
+    """The target's distribution; from the whole head if the loss needs the draft vocabulary's share of it."""
     if vocabulary.whole or target.full is None:
         return TargetDistribution(last, target.rows, target.logit_scale, target.soft_cap)
     ids = vocabulary.target_ids.to(last.device)

@@ -18,20 +18,21 @@ class SampleError(Exception):
 
 @dataclass(frozen=True)
 class HiddenStateLayout:
-    """Hidden states of a run: `aux` `[T, K*H]` and `last` `[T, H]` in `dtype`."""
+    """Hidden states of a run: `aux` `[T, K*H]` and `last` `[T, H]` in `dtype`, perhaps `top` `[T]` int32."""
 
     aux_count: int
     hidden_size: int
     dtype: torch.dtype
+    top_token: bool = False
+    """Whether the target's top token belongs to it."""
 
     @property
     def bytes_per_token(self) -> int:
-        return bytes_per_token(self.aux_count, self.hidden_size, self.dtype.itemsize)
+        return bytes_per_token(self.aux_count, self.hidden_size, self.dtype.itemsize, self.top_token)
 
     def check(self, hidden: HiddenStates, tokens: int) -> None:
         """Raise SampleError unless `hidden` has the right shapes for `tokens` positions and finite values."""
-        expected = {"aux": (tokens, self.aux_count * self.hidden_size), "last": (tokens, self.hidden_size)}
-        for name, shape in expected.items():
+        for name, shape in self._shapes(tokens, tokens).items():
             tensor: Tensor = getattr(hidden, name)
             if tuple(tensor.shape) != shape:
                 raise SampleError(f"{name} has shape {list(tensor.shape)}, the run needs {list(shape)}")
@@ -40,23 +41,37 @@ class HiddenStateLayout:
 
     def pack(self, hidden: HiddenStates) -> dict[str, memoryview]:
         """CPU buffers of one captured sample in the stored data type."""
-        stored = (tensor.to("cpu", self.dtype).contiguous() for tensor in (hidden.aux, hidden.last))
-        return self.views(HiddenStates(*stored))
+        tensors = hidden.named()
+        stored = {name: tensors[name].to("cpu", self._dtype(name)).contiguous() for name in self._shapes(0, 0)}
+        return self.views(HiddenStates(**stored))
 
     def empty(
         self, tokens: int, last: int | None = None, pinned: bool = False, device: torch.device | None = None
     ) -> HiddenStates:
         """Uninitialized memory for `tokens` positions, which a transport fills.
 
-        `last`: number of positions of the last states, if it differs. `pinned`: page-locked, for asynchronous copies.
+        `last`: positions of the last states and top tokens, if it differs. `pinned`: page-locked, for asynchronous
+        copies.
         """
-        shapes = (tokens, self.aux_count * self.hidden_size), (tokens if last is None else last, self.hidden_size)
-        aux, last_states = (torch.empty(*s, dtype=self.dtype, pin_memory=pinned, device=device) for s in shapes)
-        return HiddenStates(aux=aux, last=last_states)
+        shapes = self._shapes(tokens, tokens if last is None else last)
+        return HiddenStates(
+            **{
+                name: torch.empty(*shape, dtype=self._dtype(name), pin_memory=pinned, device=device)
+                for name, shape in shapes.items()
+            }
+        )
 
     def views(self, hidden: HiddenStates) -> dict[str, memoryview]:
         """Views through which a transport fills `hidden`, which is contiguous."""
-        return {"aux": as_bytes(hidden.aux), "last": as_bytes(hidden.last)}
+        return {name: as_bytes(tensor) for name, tensor in hidden.named().items()}
+
+    def _shapes(self, tokens: int, last: int) -> dict[str, tuple[int, ...]]:
+        """In the order in which buffers lie in an object."""
+        shapes = {"aux": (tokens, self.aux_count * self.hidden_size), "last": (last, self.hidden_size)}
+        return shapes | ({"top": (last,)} if self.top_token else {})
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return torch.int32 if name == "top" else self.dtype
 
 
 def as_bytes(tensor: Tensor) -> memoryview:

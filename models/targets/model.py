@@ -22,6 +22,17 @@ class HiddenStates:
 
     aux: Tensor
     last: Tensor
+    top: Tensor | None = None
+    """`[..., T]` int32 the target's own next token, with the greatest logit of its whole vocabulary; None where no
+    draft asks for it."""
+
+    def named(self) -> dict[str, Tensor]:
+        """The tensors that are there, by name."""
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+
+    def rows(self, rows: slice) -> "HiddenStates":
+        """Some positions of one sample; views."""
+        return HiddenStates(**{name: tensor[rows] for name, tensor in self.named().items()})
 
 
 @dataclass(frozen=True)
@@ -48,7 +59,7 @@ class TargetModel:
         head = model.get_output_embeddings()
         assert isinstance(head, nn.Module)
         self.head_weight: Tensor = head.weight  # type: ignore[assignment]
-        self._head = TargetHead(self.head_weight, self.head_weight, *logit_shape(model.config))
+        self.head = TargetHead(self.head_weight, self.head_weight, *logit_shape(model.config))
         self.aux_layer_ids = tuple(aux_layer_ids)
         self._captured: dict[int, Tensor] = {}
         layers = self.body.layers
@@ -125,7 +136,11 @@ class TargetModel:
     @torch.no_grad()
     def logits(self, last: Tensor) -> Tensor:
         """`[N, V]` float32 logits of `[N, H]` hidden states after the final norm."""
-        return self._head.logits(last)
+        return self.head.logits(last)
+
+    def top_tokens(self, last: Tensor) -> Tensor:
+        """`[N]` int32: see TargetHead.top_tokens."""
+        return self.head.top_tokens(last)
 
 
 def eos_ids(target: Path) -> frozenset[int]:

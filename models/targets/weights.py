@@ -12,6 +12,9 @@ from transformers import AutoConfig, PretrainedConfig
 
 from infra.refusal import Refusal
 
+TOP_BYTES = 128 * 2**20
+"""Logits over the whole vocabulary that exist at once where only the greatest is wanted."""
+
 
 @dataclass(frozen=True)
 class TargetHead:
@@ -33,6 +36,16 @@ class TargetHead:
         # W @ h.T is several times faster than F.linear for a large head and few rows on a CPU.
         logits = (self.head @ last.T).T.float() * self.logit_scale
         return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
+
+    @torch.no_grad()
+    def top_tokens(self, last: Tensor) -> Tensor:
+        """`[N]` int32 greedy next tokens from `[N, H]` hidden states after the final norm; ties go to the smallest id.
+
+        Logits are compared as the head's dtype has them, without scale and soft cap, which change no order.
+        """
+        rows = max(1, TOP_BYTES // (len(self.head) * self.head.element_size()))
+        chunks = [(part.to(self.head) @ self.head.T).argmax(-1) for part in last.split(rows)]
+        return torch.cat(chunks).int()
 
 
 def read_target_head(path: Path, dtype: torch.dtype) -> TargetHead:

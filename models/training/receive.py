@@ -62,11 +62,11 @@ class HostReceiver:
         self._transport.get(record, self._layout.views(into))
 
     def receive_part(self, record: ObjectRecord, name: str, first: int, into: Tensor) -> None:
-        """Fill contiguous rows `[R, width]` of `aux` or `last` with a sample's, from position `first` on.
+        """Fill contiguous rows `[R, ...]` of one of the hidden states with a sample's, from position `first` on.
 
         Raises TransferError.
         """
-        self._transport.get(record, {name: as_bytes(into)}, {name: first * into.shape[1] * into.itemsize})
+        self._transport.get(record, {name: as_bytes(into)}, {name: first * into[0].nbytes})
 
     def close(self) -> None:
         """It holds nothing."""
@@ -182,6 +182,7 @@ class Fetcher:
             loss_mask=torch.cat([t.loss_mask for t in texts]),
             aux=hidden.aux,
             last=hidden.last,
+            top=hidden.top,
             lengths=lengths,
             share=share,
         )
@@ -190,16 +191,16 @@ class Fetcher:
         hidden, start = self._receiver.empty(sum(p.tokens for p in planned)), 0
         for p in planned:
             rows = slice(start, start + p.tokens)
-            self._receiver.receive(p.object, HiddenStates(hidden.aux[rows], hidden.last[rows]))
+            self._receiver.receive(p.object, hidden.rows(rows))
             start += p.tokens
         return hidden
 
     def _part(self, planned: Sequence[PlannedSample], share: ContextShare) -> HiddenStates:
         assert self._parts is not None
         hidden = self._parts.empty(*(sum(run.rows for run in runs) for runs in (share.runs, share.states)))
-        for name, runs, into in (("aux", share.runs, hidden.aux), ("last", share.states, hidden.last)):
+        for name, into in hidden.named().items():
             start = 0
-            for run in runs:
+            for run in share.runs if name == "aux" else share.states:
                 self._parts.receive_part(planned[run.sample].object, name, run.start, into[start : start + run.rows])
                 start += run.rows
         return hidden

@@ -109,7 +109,7 @@ def target_projection(run: PreparedRun, head: TargetHead, draft: Draft) -> Targe
     weight = head.head.to(device, DTYPES[settings.precision])
     return TargetProjection(
         rows=weight[draft.vocabulary.target_ids.to(device)],
-        full=weight if settings.out_of_vocabulary == "argmax" else None,
+        full=weight if run.config.whole_head(run.target.vocab_size) else None,
         logit_scale=head.logit_scale,
         soft_cap=head.soft_cap,
     )

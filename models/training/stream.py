@@ -47,8 +47,8 @@ class MicroBatch:
             return self
         copying, computing = _copy_stream(device), torch.cuda.current_stream(device)
         with torch.cuda.stream(copying):
-            names = ("tokens", "loss_mask", "aux", "last")
-            moved = {name: getattr(self.samples, name).to(device, non_blocking=True) for name in names}
+            tensors = {name: x for name, x in vars(self.samples).items() if isinstance(x, torch.Tensor)}
+            moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
         computing.wait_stream(copying)
         for tensor in moved.values():
             tensor.record_stream(computing)

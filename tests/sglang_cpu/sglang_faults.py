@@ -45,11 +45,11 @@ def hang(_scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
         time.sleep(3600)
 
 
-def fail_in_hook(take: Any, capture: Any, scheduler: Any, batch: Any, output: Any) -> Any:
+def fail_in_hook(take: Any, capture: Any, scheduler: Any, batch: Any, *arguments: Any) -> Any:
     """Runs in place of the capture itself."""
     if _due(batch):
         raise RuntimeError("broken on purpose")
-    return take(capture, scheduler, batch, output)
+    return take(capture, scheduler, batch, *arguments)
 
 
 def slow(_scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
@@ -57,8 +57,8 @@ def slow(_scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
         time.sleep(SLOW_S)
 
 
-def count_parts(take: Any, capture: Any, scheduler: Any, batch: Any, output: Any) -> Any:
-    replies = take(capture, scheduler, batch, output)
+def count_parts(take: Any, capture: Any, scheduler: Any, batch: Any, *arguments: Any) -> Any:
+    replies = take(capture, scheduler, batch, *arguments)
     marker = Path(os.environ["DRAFTSMITH_TEST_FAULT"].split(":")[2])
     marker.with_suffix(".new").write_text(str(len(capture.assembly)))
     marker.with_suffix(".new").rename(marker)

@@ -17,7 +17,7 @@ from infra.sglang.client import PromptRefusedError, ServerError, SGLangClient
 from infra.sglang.command import ServerSpec, capture_command, server_environment
 from infra.sglang.server import SGLangServer
 from infra.transport.base import CANARY
-from models.capture.engine import Captured, Continued, EngineError, check_capture, check_next_token
+from models.capture.engine import Captured, Continued, EngineError, check_capture, check_next_tokens
 from models.capture.sglang.plugin import NAME
 from models.decoding.plain import end_of
 from models.dtypes import DTYPES
@@ -62,6 +62,7 @@ class SGLangEngine:
             aux_count=self.layout.aux_count,
             hidden_size=self.layout.hidden_size,
             dtype=config.stored_dtype,
+            top_token=self.layout.top_token,
         )
         return server_environment(self.settings, config.threads, config.count) | {CAPTURE: spec.model_dump_json()}
 
@@ -96,7 +97,10 @@ class SGLangEngine:
             except SampleError as error:
                 raise Refusal(f"canary: {error}") from error
             path, dtype = Path(self.run.target.path), DTYPES[self.run.config.generator.compute_dtype]
-            check_next_token(read_target_head(path, dtype), hidden.last[-1], next_token)
+            head = read_target_head(path, dtype)
+            check_next_tokens(head, hidden.last[-1:], torch.tensor([next_token]))
+            if hidden.top is not None:
+                check_next_tokens(head, hidden.last, hidden.top)
         if sum((path / file).stat().st_size for file in set(tensor_files(path).values())) <= COMPARED_BYTES:
             target = TargetModel.load(path, self.run.config.target.aux_layer_ids, dtype)
             check_capture(target, hidden, tokens, self.layout)

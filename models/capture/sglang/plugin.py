@@ -29,6 +29,7 @@ from infra.records.data_path import CaptureReply, CaptureSpec
 from infra.refusal import Refusal
 from infra.settings import capture_spec
 from infra.transport.choice import open_transport
+from models.capture.sglang.top_tokens import top_tokens
 from models.dtypes import DTYPES
 from models.targets.layout import HiddenStateLayout, SampleError
 from models.targets.model import HiddenStates
@@ -78,13 +79,12 @@ class Assembly:
                 "server with --disable-radix-cache"
             )
         # The engine reuses its buffers for the next chunk.
-        part.chunks.append(HiddenStates(aux=rows.aux.clone(), last=rows.last.clone()))
+        part.chunks.append(HiddenStates(**{name: tensor.clone() for name, tensor in rows.named().items()}))
         part.rows += count
         if part.rows < total:
             return None
-        return HiddenStates(
-            aux=torch.cat([chunk.aux for chunk in part.chunks]), last=torch.cat([chunk.last for chunk in part.chunks])
-        )
+        named = [chunk.named() for chunk in part.chunks]
+        return HiddenStates(**{name: torch.cat([chunk[name] for chunk in named]) for name in named[0]})
 
     def fail(self, request: Any, error: Exception) -> None:
         """Keep the error of an earlier chunk, because the engine only sends the last chunk's reply."""
@@ -104,16 +104,19 @@ class Capture:
     """Captures the requests of one scheduler process."""
 
     def __init__(self, spec: CaptureSpec):
-        self.layout = HiddenStateLayout(spec.aux_count, spec.hidden_size, DTYPES[spec.dtype])
+        self.layout = HiddenStateLayout(spec.aux_count, spec.hidden_size, DTYPES[spec.dtype], spec.top_token)
         self.transport = open_transport(spec.transport, RunFolder(spec.run))
         self.assembly = Assembly()
         self.copier = HostCopier()
 
-    def take(self, scheduler: Any, batch: Any, output: Any) -> list[dict[str, Any] | None]:
-        """Write the prompts that this prefill completed. Returns one reply per request, None if not captured."""
+    def take(self, scheduler: Any, batch: Any, output: Any, top: Tensor | None) -> list[dict[str, Any] | None]:
+        """Write the prompts that this prefill completed. Returns one reply per request, None if not captured.
+
+        `top`: the target's top token of every row, where the run asks for it.
+        """
         self.assembly.drop_finished()
         replies: list[dict[str, Any] | None] = []
-        offset = 0
+        computed, offset = HiddenStates(output.hidden_states, output.last_hidden_states, top), 0
         for request, count, start in zip(batch.reqs, batch.extend_lens, batch.prefix_lens, strict=True):
             rows = slice(offset, offset + count)
             offset += count
@@ -122,21 +125,19 @@ class Capture:
             if key is None or request.output_ids:
                 replies.append(None)
                 continue
-            reply = self._take_one(scheduler, request, key, start, output, rows)
+            reply = self._take_one(scheduler, request, key, start, computed, rows)
             replies.append(None if reply is None else reply.model_dump(mode="json"))
         return replies
 
     def _take_one(
-        self, scheduler: Any, request: Any, key: str, start: int, output: Any, rows: slice
+        self, scheduler: Any, request: Any, key: str, start: int, computed: HiddenStates, rows: slice
     ) -> CaptureReply | None:
         """The reply, or None before the last chunk. An error fails only this request, never the engine."""
         try:
-            aux, last = output.hidden_states, output.last_hidden_states
-            if aux is None or last is None:
+            if not {"aux", "last"} <= computed.named().keys():
                 raise Refusal("the engine kept no hidden states: start it with --enable-return-aux-hidden-states")
-            hidden = HiddenStates(
-                aux=self.copier.host(aux[rows], scheduler), last=self.copier.host(last[rows], scheduler)
-            )
+            parts = computed.rows(rows).named()
+            hidden = HiddenStates(**{name: self.copier.host(part, scheduler) for name, part in parts.items()})
             whole = self.assembly.add(request, start, hidden)
             if whole is None:
                 return None
@@ -179,14 +180,22 @@ class HostCopier:
 
 
 def after_run_batch(result: Any, scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
-    """The hook: handles extend batches of generation, on one rank of each tensor-parallel group."""
+    """The hook: handles extend batches of generation; one rank of each tensor-parallel group writes."""
     output = getattr(result, "logits_output", None)
-    if output is None or not batch.forward_mode.is_extend() or not _is_writer():
+    if output is None or not batch.forward_mode.is_extend():
         return
     if not any((request.sampling_params.custom_params or {}).get(NAME) for request in batch.reqs):
         return
     try:
-        replies = _process_capture().take(scheduler, batch, output)
+        parallel = _parallel()
+        last, top = output.last_hidden_states, None
+        if _specification().top_token and last is not None:
+            # On all ranks: they divide the head.
+            top = top_tokens(scheduler, parallel, last)
+        # All ranks of an attention group have the same rows: the first one writes them.
+        if parallel.attn_tp_rank != 0:
+            return
+        replies = _process_capture().take(scheduler, batch, output, top)
     except Exception as error:  # noqa: BLE001 (as above: nothing that goes wrong here may end the engine)
         failed = _failure(error).model_dump(mode="json")
         replies = [failed for _ in batch.reqs]
@@ -194,18 +203,23 @@ def after_run_batch(result: Any, scheduler: Any, batch: Any, *_: Any, **__: Any)
 
 
 @cache
-def _process_capture() -> Capture:
-    """Created at the first request, because plugins are also loaded in processes that never capture."""
+def _specification() -> CaptureSpec:
     spec = capture_spec()
     assert spec is not None, "registered without a capture specification"
-    return Capture(spec)
+    return spec
 
 
-def _is_writer() -> bool:
-    """All ranks of an attention group have the same rows: the first one writes them."""
+@cache
+def _process_capture() -> Capture:
+    """Created at the first request, because plugins are also loaded in processes that never capture."""
+    return Capture(_specification())
+
+
+def _parallel() -> Any:
+    """SGLang's `ParallelContext` of this process."""
     from sglang.srt.runtime_context import get_parallel  # pyright: ignore[reportMissingImports]
 
-    return get_parallel().attn_tp_rank == 0
+    return get_parallel()
 
 
 def mark_layers(_: None, model: Any, *_arguments: Any, **_named: Any) -> None:

@@ -14,7 +14,7 @@ EAGLE3 = {"method": "eagle3", "vocab_size": 256, "ttt_steps": 3, **LAYER}
 POINTS = [
     Point(64, 512, EAGLE3, (96,), name="eagle3"),
     Point(64, 512, EAGLE3, (96,), "bfloat16", name="eagle3 bfloat16"),
-    Point(64, 512, {**EAGLE3, "ttt_steps": 2}, (300, 80), full_argmax=False, chunk_tokens=128, name="eagle3 packed"),
+    Point(64, 512, {**EAGLE3, "ttt_steps": 2, "loss": "lk_alpha"}, (300, 80), chunk_tokens=128, name="eagle3 packed"),
     Point(64, 512, EAGLE3, (600,), recompute=True, name="eagle3 recomputed"),
     Point(64, 512, {"method": "medusa", "vocab_size": 256}, (200,), name="medusa"),
     Point(64, 512, {"method": "dflash", "block_size": 4, "anchors": 32, **LAYER}, (200,), name="dflash"),
@@ -30,13 +30,13 @@ def test_what_is_there_without_any_sample_is_counted_exactly() -> None:
     # Two peaks of one draft on short samples differ by what depends on samples alone.
     memory = POINTS[0].predicted()
     draft = POINTS[0].config.shape(POINTS[0].target, 3, "float32")
-    assert memory.steady == 4 * (draft.parameters * 5 + 512 * 64 + (256 + 512) * 64)
+    assert memory.steady == 4 * (draft.parameters * 5 + 512 * 64 + 256 * 64)
 
 
 def setting(precision: Precision) -> Setting:
     return Setting(
-        aux_count=3, stored="bfloat16", precision=precision, full_argmax=True, chunk_tokens=64, prefetch_steps=2,
-        one_memory=False,
+        aux_count=3, stored="bfloat16", precision=precision, top_token=True, whole_head=False, chunk_tokens=64,
+        prefetch_steps=2, one_memory=False,
     )  # fmt: skip
 
 

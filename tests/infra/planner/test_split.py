@@ -105,11 +105,11 @@ def test_the_published_optimum_of_an_h200_node() -> None:
     )  # fmt: skip
     draft, tokens = config.shape(target, 5, "bfloat16"), 550
     one_more_product = 2 * target.hidden_size * target.vocab_size * draft.rows(tokens)
-    flops = draft_flops(draft, target, tokens, 1.0, full_argmax=False) + one_more_product
+    flops = draft_flops(draft, target, tokens, 1.0, whole_head=False) + one_more_product
     assert flops == pytest.approx(45e12, rel=0.05)
     peak = DEVICES["H200"].peak["bfloat16"]
     sides = Sides(
-        per_generator=0.43 * peak / prefill_flops(target, tokens),
+        per_generator=0.43 * peak / prefill_flops(target, tokens, top_token=False),
         per_rank=0.435 * 211 / 240 * peak / flops,
         samples_per_step=16 * 7 * 6,  # two samples x eight micro-batches on every rank, whole for 7 ranks and for 6
     )

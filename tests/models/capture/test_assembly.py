@@ -32,7 +32,8 @@ def rows(request: Request, start: int, count: int) -> HiddenStates:
     """Row r of request i is (i, r): nothing else could be mistaken for it."""
     place = torch.arange(start, start + count, dtype=torch.float32)
     mark = torch.full_like(place, float(request.rid))
-    return HiddenStates(aux=torch.stack([mark, place, -place], -1), last=torch.stack([mark, place], -1))
+    top = 1000 * mark.int() + place.int()
+    return HiddenStates(aux=torch.stack([mark, place, -place], -1), last=torch.stack([mark, place], -1), top=top)
 
 
 @st.composite
@@ -62,7 +63,7 @@ def test_what_is_whole_is_exact(history: list[tuple[int, int | str]]) -> None:
         count = min(int(move), request.length - reached[slot])
         part = rows(request, reached[slot], count)
         whole = assembly.add(request, reached[slot], part)
-        for tensor in (part.aux, part.last):
+        for tensor in part.named().values():
             tensor.fill_(-1)  # the engine uses its buffers again
         reached[slot] += count
         assert (whole is not None) == (reached[slot] == request.length)
@@ -71,6 +72,7 @@ def test_what_is_whole_is_exact(history: list[tuple[int, int | str]]) -> None:
                 expected = rows(request, 0, request.length)
                 assert torch.equal(whole.aux, expected.aux)
                 assert torch.equal(whole.last, expected.last)
+                assert torch.equal(whole.top, expected.top)
             del requests[slot]
     assembly.drop_finished()
     assert len(assembly) <= len(requests)

@@ -1,11 +1,14 @@
 """Capture through the canary's eyes: it accepts the right hidden states and names each way to get them wrong."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from models.capture.engine import check_capture
+from models.capture.plain_engine import PlainEngine
+from models.run import PreparedRun
 from models.targets.layout import HiddenStateLayout, as_bytes
 from models.targets.model import HiddenStates, TargetModel
 
@@ -95,10 +98,53 @@ def test_the_canary_names_what_is_wrong(target, captured, damage, message):
         check_capture(target, damage(target, hidden, tokens), tokens, layout(target))
 
 
+def test_the_canary_names_a_wrong_top_token(target, captured):
+    tokens, hidden = captured
+    shape = replace(layout(target), top_token=True)
+    right = replace(hidden, top=target.top_tokens(hidden.last))
+    check_capture(target, right, tokens, shape)
+    wrong = right.top.clone()
+    wrong[5] = (wrong[5] + 1) % 1000
+    with pytest.raises(ValueError, match=f"next token is {int(wrong[5])}, head"):
+        check_capture(target, replace(right, top=wrong), tokens, shape)
+    wrong[5] = 10**6
+    with pytest.raises(ValueError, match="next token is 1000000, head"):
+        check_capture(target, replace(right, top=wrong), tokens, shape)
+    with pytest.raises(ValueError, match=r"top has shape \[23\], the run needs \[24\]"):
+        check_capture(target, replace(right, top=wrong[1:]), tokens, shape)
+
+
+def test_top_tokens_are_the_greatest_logits_in_pieces_too(target, captured, monkeypatch):
+    _, hidden = captured
+    expected = target.logits(hidden.last).argmax(-1)
+    assert torch.equal(target.top_tokens(hidden.last), expected.int())
+    monkeypatch.setattr("models.targets.weights.TOP_BYTES", 5 * 1024 * 4)
+    assert torch.equal(target.top_tokens(hidden.last), expected.int())
+
+
+def test_the_plain_engine_sends_top_tokens_where_the_draft_needs_them(make_run, target):
+    """Not with the whole vocabulary, and not where the text's token decides."""
+    asked = {"draft.vocab_size=700": True, "training.out_of_vocabulary=text": False}
+    for override, needed in asked.items():
+        run = PreparedRun.open(make_run(override.partition("=")[2], "draft.vocab_size=700", override).path)
+        assert run.layout.top_token is needed
+        engine, tokens = PlainEngine(run), run.open_samples()[0].tokens
+        engine.check_canary(tokens)
+        record = engine.capture("run/0/0/1", tokens).record
+        assert record.nbytes == len(tokens) * run.layout.bytes_per_token
+        back = run.layout.empty(len(tokens))
+        engine.transport.get(record, run.layout.views(back))
+        if needed:
+            assert torch.equal(back.top, target.logits(back.last).argmax(-1).int())
+        else:
+            assert back.top is None
+    assert not PreparedRun.open(make_run("whole").path).layout.top_token
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layout_round_trip(target, captured, dtype):
     _, hidden = captured
-    shape = HiddenStateLayout(3, 192, dtype)
+    shape, hidden = HiddenStateLayout(3, 192, dtype, top_token=True), replace(hidden, top=torch.arange(24))
     buffers = shape.pack(hidden)
     assert sum(buffer.nbytes for buffer in buffers.values()) == 24 * shape.bytes_per_token
     back = shape.empty(24)
@@ -106,3 +152,4 @@ def test_layout_round_trip(target, captured, dtype):
         as_bytes(getattr(back, name))[:] = buffer
     assert torch.equal(back.aux, hidden.aux.to(dtype))
     assert torch.equal(back.last, hidden.last.to(dtype))
+    assert back.top.tolist() == list(range(24))

@@ -49,12 +49,14 @@ def make_batch(lengths: tuple[int, ...], group: dist.ProcessGroup | None, reach:
     count = sum(lengths)
     tokens, mask = torch.randint(VOCABULARY, (count,)), torch.rand(count) < 0.7
     aux, last = torch.randn(count, len(AUX) * HIDDEN), torch.randn(count, HIDDEN)
+    top = torch.randint(VOCABULARY, (count,), dtype=torch.int32)
     if group is None:
-        return PackedSamples(tokens, mask, aux, last, lengths)
+        return PackedSamples(tokens, mask, aux, last, lengths, top)
     share = ContextShare(lengths, dist.get_world_size(group), dist.get_rank(group), reach, group)
     here, states = ([run.packed for run in runs] for runs in (share.runs, share.states))
-    aux, last = (torch.cat([x[:0], *(x[part] for part in parts)]) for x, parts in ((aux, here), (last, states)))
-    return PackedSamples(tokens, mask, aux, last, lengths, share)
+    parts = ((aux, here), (last, states), (top, states))
+    aux, last, top = (torch.cat([x[:0], *(x[part] for part in there)]) for x, there in parts)
+    return PackedSamples(tokens, mask, aux, last, lengths, top, share)
 
 
 def outcome(
@@ -63,7 +65,8 @@ def outcome(
     draft = make_draft(config)
     draft.recompute = recompute
     head = torch.randn(VOCABULARY, HIDDEN)
-    target = TargetProjection(head[draft.vocabulary.target_ids], head, 1.2, None)
+    whole = head if draft.config.needs_mass else None
+    target = TargetProjection(head[draft.vocabulary.target_ids], whole, 1.2, None)
     found = draft.loss(make_batch(lengths, group, draft.positions), target, 13, 8)
     found.loss.backward()
     gradients = {name: p.grad for name, p in draft.named_parameters() if p.grad is not None}

@@ -141,17 +141,27 @@ def make_batch(lengths: tuple[int, ...], seed: int = 1, dtype: torch.dtype = tor
     )
 
 
-def projection(draft: Draft, whole: bool, soft_cap: float | None = None) -> TargetProjection:
+def projection(draft: Draft, argmax: bool, soft_cap: float | None = None) -> TargetProjection:
+    """`argmax`: the target's, not the text's token, decides which positions count (`with_top`)."""
     head = target_head(next(draft.parameters()).dtype)
-    return TargetProjection(head[draft.vocabulary.target_ids], head if whole else None, 1.2, soft_cap)
+    full = head if argmax and draft.config.needs_mass else None
+    return TargetProjection(head[draft.vocabulary.target_ids], full, 1.2, soft_cap)
+
+
+def with_top(batch: PackedSamples) -> PackedSamples:
+    """With the target's top tokens."""
+    return replace(batch, top=(batch.last @ target_head(batch.last.dtype).T).argmax(-1).int())
 
 
 def split(batch: PackedSamples) -> list[PackedSamples]:
     """The same samples, a batch each."""
     ends = torch.tensor(batch.lengths).cumsum(0).tolist()
     cuts = [slice(end - length, end) for end, length in zip(ends, batch.lengths, strict=True)]
-    tensors = (batch.tokens, batch.loss_mask, batch.aux, batch.last)
-    return [PackedSamples(*(x[cut] for x in tensors), (cut.stop - cut.start,)) for cut in cuts]
+    return [replace(batch, lengths=(cut.stop - cut.start,), **{n: x[cut] for n, x in tensors(batch)}) for cut in cuts]
+
+
+def tensors(batch: PackedSamples) -> list[tuple[str, Tensor]]:
+    return [(name, value) for name, value in vars(batch).items() if isinstance(value, Tensor)]
 
 
 def test_every_registered_method_is_tested():
@@ -190,8 +200,8 @@ def slow_loss(draft: Draft, batch: PackedSamples, target: TargetProjection, tota
             own = target_logits(target, target.rows, batch.last[position])
             inside = p = own.softmax(-1)
             decisive = int(batch.tokens[position + 1])
-            if target.full is not None:
-                everywhere = target_logits(target, target.full, batch.last[position])
+            if batch.top is not None:
+                everywhere = target_logits(target, target_head(), batch.last[position])
                 decisive, p = int(everywhere.argmax()), everywhere.softmax(-1)[ids]
             covered = decisive in ids.tolist()
             if covered:
@@ -205,11 +215,11 @@ def slow_loss(draft: Draft, batch: PackedSamples, target: TargetProjection, tota
 
 
 @pytest.mark.parametrize(("method", "changes"), LOSSES, ids=named(LOSSES))
-@pytest.mark.parametrize(("whole", "soft_cap"), [(True, 3.0), (False, None)])
-def test_loss_and_counts_equal_the_slow_ones(method, changes, whole, soft_cap):
+@pytest.mark.parametrize(("argmax", "soft_cap"), [(True, 3.0), (False, None)])
+def test_loss_and_counts_equal_the_slow_ones(method, changes, argmax, soft_cap):
     """Of methods that choose their loss; the others have theirs beside their own tests."""
     draft, batch = make_draft(method, **changes), make_batch((19,), 3)
-    target = projection(draft, whole, soft_cap)
+    batch, target = with_top(batch) if argmax else batch, projection(draft, argmax, soft_cap)
     outcome = draft.loss(batch, target, 13, 8)
     expected, accepted, tried = slow_loss(draft, batch, target, 13)
     assert outcome.loss.item() == pytest.approx(expected, rel=1e-5)
@@ -222,7 +232,7 @@ def test_loss_and_counts_equal_the_slow_ones(method, changes, whole, soft_cap):
 @variants
 def test_packing_equals_one_sample_at_a_time(method, changes):
     draft = make_draft(method, **changes)
-    batch, target = make_batch((5, 9, 2, 7)), projection(draft, whole=False)
+    batch, target = with_top(make_batch((5, 9, 2, 7))), projection(draft, argmax=True)
     together = draft.loss(batch, target, 10, 4)
     alone = [draft.loss(sample, target, 10, 100) for sample in split(batch)]
     assert together.loss.item() == pytest.approx(sum(one.loss.item() for one in alone), rel=1e-6)
@@ -235,8 +245,7 @@ def test_packing_equals_one_sample_at_a_time(method, changes):
 
 
 def on_device(batch: PackedSamples) -> PackedSamples:
-    tensors = (batch.tokens, batch.loss_mask, batch.aux, batch.last)
-    return PackedSamples(*(tensor.to(DEVICE) for tensor in tensors), batch.lengths)
+    return replace(batch, **{name: tensor.to(DEVICE) for name, tensor in tensors(batch)})
 
 
 def target_on_device(target: TargetProjection, dtype: torch.dtype = torch.float32) -> TargetProjection:
@@ -258,7 +267,7 @@ def test_trains_on_a_device_as_on_the_cpu(method, changes):
         return outcome.loss.item()
 
     ours, theirs = (make_draft(method, dtype=torch.float32, **changes) for _ in range(2))
-    batch, target = make_batch((9, 14), dtype=torch.float32), projection(ours, whole=not ours.vocabulary.whole)
+    batch, target = with_top(make_batch((9, 14), dtype=torch.float32)), projection(ours, argmax=True)
     expected = step(ours, batch, target)
     with emulated_device():
         theirs.to(DEVICE)
@@ -276,7 +285,7 @@ def test_trains_on_a_device_as_on_the_cpu(method, changes):
 def test_trains_in_bfloat16_on_a_device(method):
     """Autocast and kernels as on a GPU; weights and their gradients stay in float32."""
     ours, theirs = (make_draft(method, dtype=torch.float32) for _ in range(2))
-    batch, target = make_batch((9, 14), dtype=torch.float32), projection(ours, whole=not ours.vocabulary.whole)
+    batch, target = with_top(make_batch((9, 14), dtype=torch.float32)), projection(ours, argmax=True)
     expected = ours.loss(batch, target, 10, 8)
     expected.loss.backward()
     half = replace(batch, aux=batch.aux.bfloat16(), last=batch.last.bfloat16())
@@ -304,7 +313,7 @@ class LossOf(torch.nn.Module):
 def test_gradients_against_finite_differences(method, changes):
     """Not of `lk_lambda`, whose weight is taken as a constant: tests of losses have its gradient."""
     draft = make_draft(method, **changes)
-    module = LossOf(draft, make_batch((6, 4)), projection(draft, whole=True))
+    module = LossOf(draft, with_top(make_batch((6, 4))), projection(draft, argmax=True))
     parameters = dict(draft.named_parameters())
 
     def value(*values: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from models.targets.layout import HiddenStateLayout
 from models.targets.model import HiddenStates
 from models.training.receive import CHECKED, DeviceReceiver, HostReceiver, Receiver, open_receiver
 
-LAYOUT = HiddenStateLayout(aux_count=3, hidden_size=8, dtype=torch.float32)
+LAYOUT = HiddenStateLayout(aux_count=3, hidden_size=8, dtype=torch.float32, top_token=True)
 LENGTHS = (5, 1, 40)
 
 
@@ -34,7 +34,9 @@ def receiver(
 
 
 def sample(tokens: int) -> HiddenStates:
-    return HiddenStates(aux=torch.randn(tokens, 24), last=torch.randn(tokens, 8))
+    return HiddenStates(
+        aux=torch.randn(tokens, 24), last=torch.randn(tokens, 8), top=torch.arange(tokens, dtype=torch.int32)
+    )
 
 
 def put(transport: MooncakeTransport, key: str, hidden: HiddenStates) -> ObjectRecord:
@@ -46,11 +48,13 @@ def test_a_micro_batch_holds_its_samples_one_after_the_other(transport: Mooncake
     batch, start = receiver.empty(sum(LENGTHS)), 0
     for index, hidden in enumerate(samples):
         record, end = put(transport, f"receive/0/{index}/1", hidden), start + len(hidden.last)
-        receiver.receive(record, HiddenStates(batch.aux[start:end], batch.last[start:end]))
+        receiver.receive(record, batch.rows(slice(start, end)))
         transport.delete(record.key)
         start = end
     assert torch.equal(batch.aux, torch.cat([hidden.aux for hidden in samples]))
     assert torch.equal(batch.last, torch.cat([hidden.last for hidden in samples]))
+    assert batch.top is not None
+    assert batch.top.tolist() == [token for tokens in LENGTHS for token in range(tokens)]
 
 
 def test_an_object_larger_than_the_landing_place(transport: MooncakeTransport, receiver: Receiver) -> None:

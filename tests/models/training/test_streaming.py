@@ -23,7 +23,14 @@ from models.targets.model import TargetModel
 from models.targets.weights import read_target_head
 from models.training.lightning_module import DraftModule
 
-SMALL = ["data.max_samples=36", "data.max_tokens=64", "training.samples_per_step=4", "training.log_steps=1"]
+# A pruned vocabulary, so that the target's top tokens travel too.
+SMALL = [
+    "draft.vocab_size=700",
+    "data.max_samples=36",
+    "data.max_tokens=64",
+    "training.samples_per_step=4",
+    "training.log_steps=1",
+]
 
 
 def losses(folder) -> list[float]:
@@ -48,7 +55,7 @@ def train_in_memory(run: PreparedRun) -> list[float]:
     torch.manual_seed(run.config.seed)
     draft = build_draft(run.config.draft, head.embedding, vocabulary, run.config.target.aux_layer_ids)
     draft.start_from(head.head)
-    projection = TargetProjection(head.head[vocabulary.target_ids], head.head, head.logit_scale, head.soft_cap)
+    projection = TargetProjection(head.head[vocabulary.target_ids], None, head.logit_scale, head.soft_cap)
     order = epoch_order(run.config.seed, 0, len(samples))
     steps = [order[i : i + settings.samples_per_step] for i in range(0, len(order), settings.samples_per_step)]
     module = DraftModule(draft, projection, settings, total_steps=len(steps))
@@ -64,6 +71,7 @@ def train_in_memory(run: PreparedRun) -> list[float]:
             aux=torch.cat([h.aux[0] for h in hidden]),
             last=torch.cat([h.last[0] for h in hidden]),
             lengths=tuple(len(s.tokens) for s in chosen),
+            top=torch.cat([target.top_tokens(h.last[0]) for h in hidden]),
         )
         total = sum(int(s.loss_mask[2:].sum()) for s in chosen)
         loss = draft.loss(batch, projection, total, settings.loss_chunk_tokens).loss

@@ -28,12 +28,13 @@ LENGTHS = (1, 2, 7, 33, 64, 65, 130, 250)
 IDS = (0, 1, 2)
 CHUNK = 64
 SETTINGS = {
-    "llama": (),
+    "llama": ("draft.vocab_size=700",),
     "llama, chunked, by Mooncake": (f"generator.sglang.chunked_prefill_tokens={CHUNK}", "transport.kind=mooncake"),
     "qwen3, data parallel 2": ("generator.sglang.data_parallel=2",),
     "qwen3, chunked, tensor parallel 2": (
         f"generator.sglang.chunked_prefill_tokens={CHUNK}",
         "generator.sglang.tensor_parallel=2",
+        "draft.vocab_size=700",
     ),
 }
 
@@ -102,6 +103,8 @@ def test_hidden_states_equal_transformers(served: Served) -> None:
         transport.get(one.record, layout.views(hidden))
         expected = served.reference.forward(prompt[None])
         assert worst(hidden, expected) <= 1e-4
+        if layout.top_token:
+            assert torch.equal(hidden.top, served.reference.top_tokens(expected.last[0]))
         transport.delete(one.record.key)
     assert not list(transport.keys())
 
