@@ -104,8 +104,9 @@ class Step:
             attention_width=1,
         )  # fmt: skip
         setting = Setting(
-            aux_count=len(AUX_LAYERS), stored="bfloat16", precision=self.precision, full_argmax=True,
-            chunk_tokens=self.chunk_tokens, prefetch_steps=0, one_memory=False, recompute=self.recompute,
+            aux_count=len(AUX_LAYERS), stored="bfloat16", precision=self.precision, top_token=True,
+            whole_head=False, chunk_tokens=self.chunk_tokens, prefetch_steps=0, one_memory=False,
+            recompute=self.recompute,
         )  # fmt: skip
         draft = self.config.shape(target, len(AUX_LAYERS), self.precision)
         return rank_memory(draft, target, setting, self.lengths).total
@@ -323,14 +324,11 @@ def _draft(step: Step) -> Eagle3Draft:
 def _module(step: Step, draft: Eagle3Draft) -> DraftModule:
     """The draft and its target as a trainer has them on its device."""
     draft.to(DEVICE)
-    head, rows = (
-        torch.empty(count, step.hidden, dtype=DTYPES[step.precision], device=DEVICE)
-        for count in (step.vocabulary, step.draft_vocabulary)
-    )
+    rows = torch.empty(step.draft_vocabulary, step.hidden, dtype=DTYPES[step.precision], device=DEVICE)
     settings = TrainingConfig(
         precision=step.precision, recompute=step.recompute, loss_chunk_tokens=step.chunk_tokens, ema_decay=0.99
     )
-    return DraftModule(draft, TargetProjection(rows, head, 1.0, None), settings, total_steps=1000)
+    return DraftModule(draft, TargetProjection(rows, None, 1.0, None), settings, total_steps=1000)
 
 
 def _batch(step: Step) -> MicroBatch:
@@ -339,7 +337,8 @@ def _batch(step: Step) -> MicroBatch:
         for count in (len(AUX_LAYERS), 1)
     )
     tokens = torch.zeros(step.tokens, dtype=torch.int64, device=DEVICE)
-    samples = PackedSamples(tokens, torch.ones_like(tokens, dtype=torch.bool), aux, last, step.lengths)
+    supervised = torch.ones_like(tokens, dtype=torch.bool)
+    samples = PackedSamples(tokens, supervised, aux, last, step.lengths, top=tokens.int())
     return MicroBatch(1, 0, True, samples, step.tokens, step.tokens)
 
 

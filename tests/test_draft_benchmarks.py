@@ -21,11 +21,11 @@ def load(monkeypatch: pytest.MonkeyPatch):
     return by_name
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_the_plain_step_does_the_same_work(load, whole):
+@pytest.mark.parametrize("argmax", [False, True])
+def test_the_plain_step_does_the_same_work(load, argmax):
     """All positions supervised by either rule; gradients of float32."""
     contestants = load("draft_contestants")
-    work = contestants.make_work(contestants.SHAPES["tiny"], torch.float32, whole=whole)
+    work = contestants.make_work(contestants.SHAPES["tiny"], torch.float32, argmax=argmax)
     losses, gradients = [], []
     for step in (contestants.our_step, contestants.plain_step):
         losses.append(step(work, torch.float32).item())

@@ -38,4 +38,4 @@ def test_the_trace_counts_the_arithmetic_of_the_step(roofline) -> None:
     layer = 2 * hidden * (queries + 2 * keys) + queries * hidden + 3 * hidden * step.intermediate
     body = 6 * rows * (step.ttt_steps * layer) + 4 * rows * 3 * hidden * hidden
     head = 6 * rows * step.ttt_steps * hidden * step.draft_vocabulary
-    assert products == pytest.approx(body + head + 2 * rows * hidden * step.vocabulary, rel=0.01)
+    assert products == pytest.approx(body + head + 2 * rows * hidden * step.draft_vocabulary, rel=0.01)
