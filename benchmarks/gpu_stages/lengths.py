@@ -63,8 +63,8 @@ def predicted(shape: Shape, bench: Bench) -> tuple[int, bool]:
     )  # fmt: skip
     precision = bench.pick("bfloat16", "float32")
     setting = Setting(
-        aux_count=3, stored=precision, precision=precision, full_argmax=False, chunk_tokens=CHUNK_TOKENS,
-        recompute=True, prefetch_steps=-1, one_memory=False,
+        aux_count=3, stored=precision, precision=precision, top_token=False, whole_head=False,
+        chunk_tokens=CHUNK_TOKENS, recompute=True, prefetch_steps=-1, one_memory=False,
     )  # fmt: skip
     planned = rank_memory(draft.shape(target, 3, precision), target, setting, shape.lengths).total
     if not bench.is_gpu:
