@@ -112,6 +112,12 @@ def leased_gpus() -> list[str]:
     return visible_devices() or []
 
 
+def cuda_home() -> Path | None:
+    """CUDA's toolkit, by $CUDA_HOME or $CUDA_PATH."""
+    text = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    return Path(text) if text else None
+
+
 def permitted_gpus() -> tuple[str, ...]:
     """The GPUs (UUIDs) that runs on this machine may lease, by $DRAFTSMITH_GPUS; empty: all."""
     return tuple(gpu for gpu in os.environ.get("DRAFTSMITH_GPUS", "").split(",") if gpu)

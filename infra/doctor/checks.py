@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pynvml
 
 from infra import settings
-from infra.doctor import devices, machine, network, software
+from infra.doctor import cuda, devices, machine, network, software
 from infra.doctor.finding import Finding, judge
 from infra.pools.gpus import read_gpus
 from infra.transport.mooncake.environment import INSTALL
@@ -27,6 +27,7 @@ def checks() -> tuple[Check, ...]:
     """All checks of this machine; nothing is probed yet."""
     gpus, versions = cache(read_gpus), cache(software.installed)
     shared, runs, cached = settings.shared_memory_folder(), settings.runs_folder(), settings.cache_folder()
+    rebuild = "`make clean`, then `make quickstart`: it chooses the build of torch by the driver"
     larger_disk = "free some, or set {} to a larger disk of yours: the quickstart needs 1 GiB, larger targets over 10"
     return tuple(Check(*row) for row in (
         ("Python", machine.python, "make the environment anew with Python 3.11, 3.12 or 3.13"),
@@ -49,8 +50,11 @@ def checks() -> tuple[Check, ...]:
          "a run leases idle GPUs: install NVIDIA's driver, stop the processes on the GPU (outside of this container, "
          "where they cannot be seen) or allow them their memory (DRAFTSMITH_GPU_IGNORED_MIB), or switch MIG off "
          "(`nvidia-smi -mig 0`)"),
-        ("torch build", lambda: devices.torch_build(versions().get("torch"), gpus()),
-         "install the build for this machine, or update the driver: see https://pytorch.org/get-started"),
+        ("torch build", lambda: cuda.torch_build(versions().get("torch"), gpus(), cuda.version_file()),
+         f"{rebuild}, or update the driver"),
+        ("compute capability", lambda: cuda.capabilities(gpus(), cuda.version_file()), rebuild),
+        ("torch on GPUs", lambda: cuda.torch_works(gpus()),
+         f"{rebuild}; where the driver was updated just now, restart the machine"),
         ("RDMA", devices.rdma, "no port is active: check cable, switch and subnet manager"),
         ("RDMA access", devices.rdma_access,
          "pass the devices into the container (`--device=/dev/infiniband`), or load ib_uverbs"),
@@ -61,6 +65,9 @@ def checks() -> tuple[Check, ...]:
          "pip install 'transformers>=5.17,<6'"),
         ("engine SGLang", lambda: software.sglang(settings.sglang_environment()),
          "`make sglang` makes it, with Draftsmith's capture plugin; none needed with generator.engine=transformers"),
+        ("SGLang on GPUs", lambda: cuda.sglang_environment(settings.sglang_environment(), gpus()),
+         "driver 580 or newer, and CUDA's toolkit 13 with CUDA_HOME set to its folder: SGLang compiles kernels at run "
+         "time. None needed with generator.engine=transformers"),
         ("Mooncake", software.mooncake,
          f"none needed on one machine; between several: {INSTALL}, and Debian's libibverbs1 or RHEL's libibverbs"),
         ("Prefect server", lambda: network.prefect(settings.prefect_api_url()),

@@ -1,8 +1,6 @@
 """Probes of GPUs by NVML and of RDMA devices; reading and judging are separate."""
 
-import re
 import resource
-from importlib.util import find_spec
 from pathlib import Path
 
 from infra.doctor.finding import Finding, judge
@@ -45,25 +43,6 @@ def _has_nvidia_card(root: Path) -> bool:
         vendor.read_text().strip() == "0x10de" and (vendor.parent / "class").read_text().startswith("0x03")
         for vendor in vendors
     )
-
-
-def torch_build(version: str | None, inventory: Gpus | None, file: Path | None = None) -> Finding | list[Finding]:
-    """Whether torch's build fits the GPUs, by its `version.py`, without importing torch (packages: another check)."""
-    spec = find_spec("torch")
-    if version is None or spec is None or spec.origin is None:
-        return []  # the check of packages says that it is missing
-    text = (file or Path(spec.origin).with_name("version.py")).read_text()
-    built = re.search(r"^cuda\b[^=]*= *'(\d+)", text, re.MULTILINE)
-    cuda, num_gpus = int(built[1]) if built else None, len(inventory.gpus) if inventory else 0
-    rocm = re.search(r"^hip\b[^=]*= *'", text, re.MULTILINE)
-    found = f"{version}, {f'CUDA {cuda}' if cuda else 'ROCm' if rocm else 'CPU only'}"
-    if cuda is None and num_gpus:
-        return judge(f"{found}, and this machine has {plural(num_gpus, 'GPU')}", problem=True)
-    if cuda is not None and inventory and num_gpus and cuda > inventory.cuda:
-        return judge(f"{found}, and the driver supports CUDA up to {inventory.cuda}", problem=True)
-    if cuda is not None and not num_gpus:
-        return judge(f"{found}, on a machine without GPUs: the CPU build is gigabytes smaller", note=True)
-    return judge(found)
 
 
 def rdma(root: Path = Path("/")) -> list[Finding]:

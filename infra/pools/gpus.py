@@ -52,6 +52,8 @@ class Gpu:
     """What the driver and the firmware keep for themselves."""
     slices: tuple["Gpu", ...] = ()
     """Its MIG devices, which are leased in its place."""
+    capability: tuple[int, int] = (0, 0)
+    """Compute capability, (major, minor)."""
 
     @property
     def held(self) -> str | None:
@@ -167,6 +169,7 @@ def read_gpus(root: Path = Path("/")) -> Gpus | None:
 def _read_gpu(handle: Any, handles: Sequence[Any], root: Path) -> Gpu:
     """A GPU with its slices, or a MIG slice, which has no `handles` to be linked to."""
     memory, pci = _memory(handle), _pci(handle)
+    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(_whole(handle))
     try:
         mig = bool(handles) and pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
     except pynvml.NVMLError_NotSupported:  # pyright: ignore[reportAttributeAccessIssue]
@@ -187,6 +190,7 @@ def _read_gpu(handle: Any, handles: Sequence[Any], root: Path) -> Gpu:
         nics=tuple(nearest_devices([pci], root)),
         links=tuple("" if handle is other else _link(handle, other) for other in handles),
         reserved=int(getattr(memory, "reserved", 0)),
+        capability=(int(major), int(minor)),
         slices=tuple(_read_gpu(one, (), root) for one in (_slices(handle) if mig else ())),
     )
 
@@ -209,7 +213,12 @@ def _link(one: Any, other: Any) -> str:
 
 
 def _pci(handle: Any) -> str:
-    with suppress(pynvml.NVMLError):  # it is no MIG slice
-        handle = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
     # NVML writes the domain with eight digits, the kernel with four.
-    return str(pynvml.nvmlDeviceGetPciInfo(handle).busId).lower()[-12:]
+    return str(pynvml.nvmlDeviceGetPciInfo(_whole(handle)).busId).lower()[-12:]
+
+
+def _whole(handle: Any) -> Any:
+    """The GPU of a MIG slice; any other is its own."""
+    with suppress(pynvml.NVMLError):
+        return pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+    return handle

@@ -266,35 +266,6 @@ def test_nvml_that_is_absent_or_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (finding.verdict, "mismatch" in finding.found.lower()) == ("note", True)
 
 
-CPU, CUDA12, CUDA13, ROCM = (
-    f"__all__ = ['cuda', 'hip']\ncuda: Optional[str] = {cuda}\nhip: Optional[str] = {hip}\n"
-    for cuda, hip in ((None, None), ("'12.8'", None), ("'13.0'", None), (None, "'7.0'"))
-)
-GPUS = Gpus((H100,), "580.1", 13)
-
-
-@pytest.mark.parametrize(
-    ("text", "gpus", "verdict", "said"),
-    [
-        (CPU, None, "ok", "CPU only"),
-        (ROCM, None, "ok", "ROCm"),
-        (CUDA13, GPUS, "ok", "CUDA 13"),
-        (CPU, GPUS, "problem", "1 GPU"),
-        (CUDA13, None, "note", "without GPUs"),
-        (CUDA13, Gpus((), "580.1", 13), "note", "without GPUs"),
-        (CUDA13, Gpus((H100,), "550.1", 12), "problem", "up to 12"),
-        ("cuda = '12.8'\n", GPUS, "ok", "CUDA 12"),
-        (CUDA12, GPUS, "ok", "CUDA 12"),
-    ],
-)
-def test_the_build_of_torch_against_the_gpus(
-    tmp_path: Path, text: str, gpus: Gpus | None, verdict: str, said: str
-) -> None:
-    (tmp_path / "version.py").write_text(text)
-    finding = only(devices.torch_build("2.13.0", gpus, tmp_path / "version.py"))
-    assert (finding.verdict, said in finding.found) == (verdict, True)
-
-
 def rdma(root: Path, memlock: int) -> list[Finding]:
     """Of a machine with devices."""
     probes: tuple[tuple[str, Probe], ...] = (

@@ -78,6 +78,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> list[Card]:
     answer("DeviceGetName", lambda _card: "H100")
     answer("DeviceGetMemoryInfo", memory)
     answer("DeviceGetMigMode", mig_mode)
+    answer("DeviceGetCudaComputeCapability", lambda _card: (9, 0))
     answer("DeviceGetMaxMigDeviceCount", lambda _card: 7)
     answer("DeviceGetMigDeviceHandleByIndex", mig_device)
     answer("DeviceGetDeviceHandleFromMigDeviceHandle", whole)

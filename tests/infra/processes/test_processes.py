@@ -171,3 +171,19 @@ def test_a_killed_starter_takes_everything_along(tmp_path: Path, stubborn: bool)
         assert not alive
         assert not (tmp_path / "owned").exists()
     assert (tmp_path / "kept").exists()
+
+
+def test_programs_of_a_commands_virtual_environment_are_found_by_name(tmp_path: Path) -> None:
+    """SGLang starts ninja so, which lies beside its interpreter."""
+    folder = tmp_path / "environment" / "bin"
+    folder.mkdir(parents=True)
+    (folder.parent / "pyvenv.cfg").touch()
+    for name, text in (("python", "exec ninja-of-the-test"), ("ninja-of-the-test", "echo found $0")):
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    process = start("server", [str(folder / "python")], Owner("test", tmp_path / "logs"))
+    process.wait(WAIT_S)
+    assert process.log.read_text() == f"found {folder}/ninja-of-the-test\n"
+    plain = run_shell(tmp_path, "echo $PATH")
+    plain.wait(WAIT_S)
+    assert plain.log.read_text().strip() == os.environ["PATH"]
