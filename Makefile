@@ -2,11 +2,21 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-GPU := $(shell command -v nvidia-smi)
-MOONCAKE := $(if $(GPU),mooncake-cuda,mooncake)
+# Wheels by NVIDIA's driver: 580 and newer run CUDA 13, 525 and newer CUDA 12; without one nothing of CUDA is installed.
+# `make WHEELS=cpu` (cu126, cu130) decides otherwise.
+DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | sed -n '1s/^\([0-9]*\)\..*/\1/p')
+ifndef WHEELS
+WHEELS := $(shell set -- $(DRIVER); if [ $${1:-0} -ge 580 ]; then echo cu130; elif [ $${1:-0} -ge 525 ]; then echo cu126; \
+    elif [ $$1 ]; then echo none; else echo cpu; fi)
+endif
+# With GPUDIRECT=1 samples arrive in the memory of the GPU, by RDMA; CUDA 13 only.
+MOONCAKE := $(if $(GPUDIRECT),mooncake-gpudirect,mooncake)
 # Every version is locked: an upgrade of a package that we never named must not break a first run. `make lock` renews.
 LOCK := requirements/lock.txt
 TORCH := torch==2.13.0
+# CUDA 13 is the registry's own build, `===` being the version without a suffix; the others have an index of their own.
+BUILD := $(if $(filter cu130,$(WHEELS)),torch===2.13.0,\
+    torch==2.13.0+$(WHEELS) --extra-index-url https://download.pytorch.org/whl/$(WHEELS))
 
 SGLANG := .venv-sglang
 UV_COMPILE := .venv-lock/bin/uv pip compile --python-version 3.11 --upgrade --no-annotate --no-header --quiet
@@ -50,8 +60,10 @@ bench: $(VENV)/.ready $(SGLANG)/.test-ready
 	done
 
 $(VENV)/.ready: pyproject.toml $(LOCK) requirements/speculators-no-deps.txt
+	@[ $(WHEELS) != none ] || \
+	    { echo "NVIDIA's driver $(DRIVER) is older than 525: update it, or compute on the CPU: make WHEELS=cpu"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint $(LOCK) '$(TORCH)'
+	$(BIN)/pip install --quiet --no-deps $(BUILD)
 	$(BIN)/pip install --quiet --constraint $(LOCK) --editable '.[quickstart,dev,ray,$(MOONCAKE)]'
 	$(BIN)/pip install --quiet --no-deps --requirement requirements/speculators-no-deps.txt
 	@touch $@
@@ -60,12 +72,14 @@ $(VENV)/.ready: pyproject.toml $(LOCK) requirements/speculators-no-deps.txt
 sglang: $(SGLANG)/.ready
 
 $(SGLANG)/.ready: pyproject.toml $(wildcard requirements/sglang-*.txt)
+	@[ $(WHEELS) = cpu ] || [ $(WHEELS) = cu130 ] || \
+	    { echo "SGLang needs CUDA 13: update NVIDIA's driver $(DRIVER) to 580; generator.engine=transformers needs none"; exit 1; }
 	$(PYTHON) -m venv $(SGLANG)
-ifneq ($(GPU),)
+ifeq ($(WHEELS),cu130)
 	$(SGLANG)/bin/pip install --quiet --requirement requirements/sglang-cuda.txt \
 	    --constraint requirements/sglang-cuda-lock.txt
 else
-	$(SGLANG)/bin/pip install --quiet --constraint requirements/sglang-cpu-lock.txt '$(TORCH)'
+	$(SGLANG)/bin/pip install --quiet --no-deps $(BUILD)
 	$(SGLANG)/bin/pip install --quiet '$(TORCH)' --requirement requirements/sglang-cpu.txt \
 	    --constraint requirements/sglang-cpu-lock.txt
 	$(SGLANG)/bin/pip install --quiet --no-deps --requirement requirements/sglang-cpu-no-deps.txt

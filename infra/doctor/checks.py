@@ -69,7 +69,7 @@ def checks() -> tuple[Check, ...]:
          "driver 580 or newer, and CUDA's toolkit 13 with CUDA_HOME set to its folder: SGLang compiles kernels at run "
          "time. None needed with generator.engine=transformers"),
         ("Mooncake", software.mooncake,
-         f"none needed on one machine; between several: {INSTALL}, and Debian's libibverbs1 or RHEL's libibverbs"),
+         f"none needed on one machine; between several: {INSTALL}, and the system's libraries"),
         ("Prefect server", lambda: network.prefect(settings.prefect_api_url()),
          "start it (`draftsmith ui` starts one here), or unset PREFECT_API_URL: runs then start their own"),
         ("MLflow", lambda: network.mlflow(settings.tracking_uri()),

@@ -12,7 +12,7 @@ from packaging.utils import canonicalize_name
 
 from infra.doctor.finding import Finding, judge
 from infra.refusal import Refusal
-from infra.transport.mooncake.environment import check_mooncake, choose_protocol
+from infra.transport.mooncake.environment import carries_gpu_memory, check_mooncake, choose_protocol
 
 Versions = Mapping[str, str]
 """Normalised distribution name -> installed version."""
@@ -39,8 +39,8 @@ CLASHES = (
           "Prefect's scheduler fails in every pass (Can't evaluate bulk DML statement), so that no schedule ever runs",
           "pip install 'sqlalchemy<2.1'"),
     Clash({"torch": "<2.11"}, True, "too old for Draftsmith", "pip install 'torch>=2.11'"),
-    Clash({"sglang": "<0.5.23"}, False, "SGLang captures hidden states natively from 0.5.23 on",
-          "pip install 'sglang>=0.5.23' in SGLang's own environment"),
+    Clash({"sglang": "!=0.5.23"}, False, "Draftsmith's capture is made for the internals of SGLang 0.5.23",
+          "pip install sglang==0.5.23 in SGLang's own environment"),
     Clash({"sglang": ">=0", "prefect": ">=0"}, False,
           "SGLang pins a torch of its own and would replace this environment's",
           "keep it in an environment of its own, .venv-sglang"),
@@ -119,6 +119,7 @@ def mooncake(root: Path = Path("/")) -> Finding:
         return judge("not installed", note=True)
     try:
         check_mooncake()
-    except Refusal:
-        return judge("installed, but libibverbs.so.1 is missing", note=True)
-    return judge(f"installed; between machines it carries by {choose_protocol('auto', root).upper()}")
+    except Refusal as refusal:
+        return judge(f"installed, but: {refusal}", note=True)
+    build = "for CUDA 13, " if carries_gpu_memory() else ""
+    return judge(f"installed, {build}between machines it carries by {choose_protocol('auto', root).upper()}")

@@ -12,6 +12,7 @@ from infra.ledger.ledger import Ledger
 from infra.records.data_path import ObjectRecord, PlannedSample, StepPlan
 from infra.refusal import Refusal
 from infra.transport.base import TransferError, Transport, block_sums, check_sum
+from infra.transport.mooncake.environment import INSTALL, carries_gpu_memory
 from infra.transport.mooncake.transport import MooncakeTransport
 from models.drafts.base import PackedSamples
 from models.drafts.context import ContextShare
@@ -123,6 +124,8 @@ def open_receiver(transport: Transport, config: TransportConfig, layout: HiddenS
         return HostReceiver(transport, layout)
     if isinstance(transport, MooncakeTransport) and transport.protocol == "rdma" and torch.cuda.is_available():
         try:
+            if not carries_gpu_memory():
+                raise Refusal(f"Mooncake's build for CUDA 13 is not installed: `make GPUDIRECT=1`, or {INSTALL}")
             return DeviceReceiver(transport, layout, torch.device("cuda", torch.cuda.current_device()))
         except Refusal as error:
             if config.receive == "device":

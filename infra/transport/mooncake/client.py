@@ -20,7 +20,7 @@ from infra.records.data_path import StoreRecord
 from infra.refusal import Refusal
 from infra.settings import leased_gpus, use_mooncake_settings
 from infra.transport.base import StoreUnavailableError, TransferError
-from infra.transport.mooncake.environment import check_mooncake
+from infra.transport.mooncake.environment import INSTALL, check_mooncake
 
 PIECE = 4 * 2**20
 WAIT_S = 60.0
@@ -91,10 +91,13 @@ class MooncakeClient:
     def __init__(self, store: StoreRecord, wait_s: float = WAIT_S):
         check_mooncake()
         use_mooncake_settings()
-        from mooncake.store import (  # pyright: ignore[reportMissingImports]
-            MooncakeDistributedStore,
-            ReplicateConfig,
-        )
+        try:
+            from mooncake.store import (  # pyright: ignore[reportMissingImports]
+                MooncakeDistributedStore,
+                ReplicateConfig,
+            )
+        except ImportError as error:
+            raise Refusal(f"transport.kind=mooncake: Mooncake does not load ({error}): {INSTALL}") from error
 
         self._web, self._wait_s = store.web, wait_s
         self.store = MooncakeDistributedStore()
@@ -191,10 +194,13 @@ class MooncakeClient:
 
 
 def _near_devices() -> str:
-    """RDMA devices near the GPUs that this process's pool gave it."""
-    from infra.pools.gpus import pci_addresses  # NVML is not in every environment that captures
+    """RDMA devices near the GPUs that this process's pool gave it; all of them on the CPU."""
+    gpus: list[str] = []
+    if leased := leased_gpus():
+        from infra.pools.gpus import pci_addresses  # NVML is not in every environment that captures
 
-    return ",".join(nearest_devices(pci_addresses(leased_gpus())))
+        gpus = pci_addresses(leased)
+    return ",".join(nearest_devices(gpus))
 
 
 def client_of(store: StoreRecord) -> MooncakeClient:

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -10,23 +11,53 @@ from infra.config import TransportConfig
 from infra.network.rdma import active_devices
 from infra.refusal import Refusal
 
-INSTALL = "pip install 'draftsmith[mooncake]' (draftsmith[mooncake-cuda] on machines with CUDA)"
+INSTALL = "pip install 'draftsmith[mooncake]' (for GPUDirect draftsmith[mooncake-gpudirect] in its place: CUDA 13)"
+LIBRARIES = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1", "libcurl.so.4": "libcurl4"}
+"""Of the system, with Debian's packages: needed even without RDMA."""
+GPUDIRECT_LIBRARIES = {"libmlx5.so.1": "ibverbs-providers", "libcuda.so.1": "NVIDIA's driver"}
 SLACK = 1.5
 """Factor on the byte budget, because objects of different sizes leave gaps."""
 BEYOND_BUDGET = 64 * 2**20
 
 
+def carries_gpu_memory() -> bool:
+    """Whether the installed Mooncake is the build for CUDA 13. The others crash on a GPU's addresses."""
+    return any(metadata.distributions(name="mooncake-transfer-engine-cuda13"))
+
+
 def check_mooncake() -> None:
-    """Raise Refusal, with the remedy, where Mooncake or a library that it needs is missing."""
+    """Raise Refusal, with the remedy, where Mooncake or a library that it needs is missing.
+
+    The build for CUDA 13 needs a libcudart.so.13 that is loaded already: that of torch's own dependencies, where torch
+    itself is not imported.
+    """
     if find_spec("mooncake") is None:
         raise Refusal(f"transport.kind=mooncake: Mooncake is not installed: {INSTALL}, or set transport.kind=auto")
-    try:
-        ctypes.CDLL("libibverbs.so.1")
-    except OSError:
+    libraries, cuda = LIBRARIES, carries_gpu_memory()
+    if cuda:
+        libraries = libraries | GPUDIRECT_LIBRARIES | {_cuda_runtime(): "pip install nvidia-cuda-runtime==13.0.*"}
+    missing = [f"{name} ({source})" for name, source in libraries.items() if not _loads(name)]
+    if missing:
         raise Refusal(
-            "transport.kind=mooncake: Mooncake needs libibverbs, even without RDMA: `apt install libibverbs1`, or set "
-            "transport.kind=auto"
-        ) from None
+            f"transport.kind=mooncake: Mooncake needs {', '.join(missing)}: install {'them' if missing[1:] else 'it'}, "
+            "or set transport.kind=auto"
+        )
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def _cuda_runtime() -> str:
+    """The libcudart of this environment, or its bare name."""
+    spec = find_spec("nvidia")
+    folders = map(Path, spec.submodule_search_locations or ()) if spec else ()
+    files = (folder / "cu13" / "lib" / "libcudart.so.13" for folder in folders)
+    return next((str(file) for file in files if file.is_file()), "libcudart.so.13")
 
 
 def master_program() -> Path:
