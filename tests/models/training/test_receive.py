@@ -99,3 +99,16 @@ def test_a_gpu_that_is_wanted_in_vain(transport: MooncakeTransport) -> None:
     with pytest.raises(ValueError, match=r"transport.receive=auto"):
         open_receiver(transport, TransportConfig(receive="device"), LAYOUT)
     assert isinstance(open_receiver(transport, TransportConfig(), LAYOUT), HostReceiver)
+
+
+def test_a_build_of_mooncake_without_cuda_never_sees_a_gpus_address(
+    transport: MooncakeTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would crash there; samples arrive in host memory."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    transport.protocol = "rdma"
+    with pytest.raises(ValueError, match=r"Mooncake's build for CUDA 13 is not installed: `make GPUDIRECT=1`"):
+        open_receiver(transport, TransportConfig(receive="device"), LAYOUT)
+    receiver = open_receiver(transport, TransportConfig(), LAYOUT)
+    assert isinstance(receiver, HostReceiver)
+    assert "not by GPUDirect: Mooncake's build for CUDA 13" in receiver.words
