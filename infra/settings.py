@@ -55,6 +55,17 @@ def slurm_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name == "SLURM_CONF" or not name.startswith(prefixes)}
 
 
+def tools_environment(program: str) -> dict[str, str]:
+    """$PATH with the programs of the virtual environment that `program` is of, as if it were activated.
+
+    SGLang starts ninja by its bare name, and it is in its environment only.
+    """
+    folder = Path(program).parent
+    if not (folder.parent / "pyvenv.cfg").is_file():
+        return {}
+    return {"PATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PATH"))))}
+
+
 MOONCAKE = {
     "MC_STORE_MEMCPY": "0",  # copying threads crash on hosts without RDMA (Mooncake #1986)
     "MC_STORE_CLIENT_SETUP_RETRIES": "3",  # otherwise an unreachable master blocks for 90 s

@@ -15,6 +15,7 @@ from pathlib import Path
 from infra.processes import supervisor
 from infra.processes.exit import REFUSED
 from infra.refusal import Refusal
+from infra.settings import tools_environment
 
 TAIL_LINES = 20
 EXCEPTION = re.compile(r"(\[rank\d+\]: )?(\w+\.)*\w*Error: .")
@@ -188,22 +189,11 @@ def start(
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **_tools(command[0]), **(environment or {})},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **tools_environment(command[0]), **(environment or {})},
             start_new_session=True,
             pass_fds=owner.locks,
         )
     return Process(role, log, grace_s, process, os.pidfd_open(process.pid), already)
-
-
-def _tools(program: str) -> dict[str, str]:
-    """$PATH with the programs of the virtual environment that `program` is of, as if it were activated.
-
-    SGLang starts ninja by its bare name, and it is in its environment only.
-    """
-    folder = Path(program).parent
-    if not (folder.parent / "pyvenv.cfg").is_file():
-        return {}
-    return {"PATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PATH"))))}
 
 
 def guard(grace_s: float) -> list[str]:
