@@ -6,7 +6,17 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    track,
+)
+
+from infra.quantities import duration
 
 LINE_S = 15.0
 
@@ -24,7 +34,13 @@ def bars() -> Iterator[Bar]:
     if not console.is_terminal:
         yield _lines
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as shown:
 
         def bar(description: str, steps: int) -> Advance:
@@ -35,13 +51,15 @@ def bars() -> Iterator[Bar]:
 
 
 def _lines(description: str, steps: int) -> Advance:
-    state = {"done": 0, "said": time.monotonic()}
+    begun = time.monotonic()
+    state = {"done": 0, "said": begun}
 
     def advance(done: int) -> None:
         state["done"] += done
         if time.monotonic() - state["said"] >= LINE_S and state["done"] < steps:
             state["said"] = time.monotonic()
-            print(f"{description}: {state['done']} of {steps}", flush=True)
+            left_s = (steps - state["done"]) * (state["said"] - begun) / max(1, state["done"])
+            print(f"{description}: {state['done']} of {steps}, about {duration(left_s)} left", flush=True)
 
     return advance
 

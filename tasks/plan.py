@@ -6,6 +6,7 @@ No Prefect and no torch: `draftsmith retrain RECIPE --plan` answers at once.
 import os
 from pathlib import Path
 
+from infra.planner.answers import Answers
 from infra.planner.devices import CPU, DEVICES, Device, device_named
 from infra.planner.memory import Setting
 from infra.planner.plan import Job, Plan, make_plan
@@ -17,7 +18,9 @@ from infra.pools.local import LocalPools
 from infra.records.data_path import SamplesRecord, TargetRecord
 from infra.refusal import Refusal
 from infra.settings import cache_folder, runs_folder
+from infra.sglang.config import decoding_requests
 from infra.transport.choice import round_bytes
+from models.config.data import PLAIN_BATCH
 from models.config.recipe import RunConfig, check_layers
 from models.config.target import TargetConfig, TinyRecipe
 
@@ -120,7 +123,36 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
         budget_bytes=config.transport.budget_mib * 2**20,
         link_bytes_per_s=plan.link_gbit * 1e9 / 8 if crossing else None,
         memory_bytes=device.memory_bytes or own_memory,
+        answers=None if samples else _answers(config, device, inference, per_generator, mean, assumed),
         assumptions=tuple(assumed),
+    )
+
+
+def _answers(
+    config: RunConfig, device: Device, inference: int, per_generator: int, mean_tokens: int, assumed: list[str]
+) -> Answers | None:
+    """What regeneration asks of the target; None without it."""
+    settings, generator, plan = config.data.regeneration, config.generator, config.plan
+    if settings is None:
+        return None
+    serves, requests = generator.engine == "sglang", PLAIN_BATCH
+    if serves:
+        requests = decoding_requests(device.memory_bytes) if device.is_gpu else generator.sglang.requests_in_flight
+    # Elsewhere than on this machine only one generator's devices are used, and transformers uses one GPU.
+    usable = inference if serves and config.pools.kind == "local" else per_generator
+    group = config.gpus_per_copy if serves and device.is_gpu else per_generator
+    answer = min(plan.answer_tokens or mean_tokens, settings.max_new_tokens)
+    assumed.append(
+        f"regenerated answers of {answer:,} tokens (plan.answer_tokens), decoded at {plan.decode_share:.0%} of the "
+        "memory bandwidth (plan.decode_share)"
+    )
+    return Answers(
+        prompt_tokens=max(1, mean_tokens - answer),
+        answer_tokens=answer,
+        copies=max(1, usable // group) if device.is_gpu else 1,
+        devices_per_copy=group,
+        most_requests=requests,
+        bandwidth_share=plan.decode_share,
     )
 
 

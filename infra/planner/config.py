@@ -40,6 +40,17 @@ class PlanConfig(StrictConfig):
         description="Share of the peak that draft steps reach in a run. 0.38 is published for a draft with DFlash's "
         "layers on H200, 0.44 for its step alone (SpecForge).",
     )
+    decode_share: float = Field(
+        default=0.6,
+        gt=0,
+        le=1,
+        description="Share of the memory bandwidth that decoding reaches while answers are regenerated. Assumed.",
+    )
+    answer_tokens: Tokens | None = Field(
+        default=None,
+        description="Mean length of a regenerated answer. Default: the mean sample, at most "
+        "data.regeneration.max_new_tokens.",
+    )
     link_gbit: float = Field(
         default=400.0,
         gt=0,

@@ -18,6 +18,8 @@ class Device(Record):
     """0: shared with everything else on the machine, not planned."""
     peak: dict[Precision, float]
     """Dense FLOP/s of large matrix products."""
+    bandwidth: float
+    """Of its memory, in bytes per second."""
     price_per_hour: float
     """US dollars."""
 
@@ -27,26 +29,32 @@ class Device(Record):
 
 
 CPU = "cpu"
-GB = 10**9
+
+
+def _gpu(name: str, memory_gb: int, bfloat16: float, float32: float, bandwidth: float, price: float) -> Device:
+    """From GB, dense TFLOP/s of both precisions, TB/s and dollars per hour."""
+    peak: dict[Precision, float] = {"bfloat16": bfloat16 * 1e12, "float32": float32 * 1e12}
+    memory, per_s = memory_gb * 10**9, bandwidth * 1e12
+    return Device(name=name, memory_bytes=memory, peak=peak, bandwidth=per_s, price_per_hour=price)
+
+
+# A core of an AMD EPYC with AVX512-BF16, products of 1024 x 1024 measured with torch 2.13; without that instruction
+# bfloat16 is no faster than float32. Its share of the machine's bandwidth is assumed.
+_CORE = Device(name=CPU, memory_bytes=0, peak={"bfloat16": 450e9, "float32": 100e9}, bandwidth=10e9, price_per_hour=0.0)
 DEVICES = {
     device.name: device
     for device in (
-        # NVIDIA A100 data sheet (2021): 312 TFLOP/s bfloat16, 19.5 float32.
-        Device(name="A100", memory_bytes=80 * GB, peak={"bfloat16": 312e12, "float32": 19.5e12}, price_per_hour=1.30),
-        # NVIDIA H100 data sheet, SXM: 1,979 TFLOP/s bfloat16 with sparsity, 67 float32.
-        Device(name="H100", memory_bytes=80 * GB, peak={"bfloat16": 989e12, "float32": 67e12}, price_per_hour=2.69),
-        # NVIDIA H200 data sheet, SXM: the H100's arithmetic, 141 GB.
-        Device(name="H200", memory_bytes=141 * GB, peak={"bfloat16": 989e12, "float32": 67e12}, price_per_hour=4.54),
-        # NVIDIA HGX B200 data sheet: 2.25 PFLOP/s bfloat16 dense, 75 float32, 180 GB.
-        Device(name="B200", memory_bytes=180 * GB, peak={"bfloat16": 2250e12, "float32": 75e12}, price_per_hour=6.03),
-        # NVIDIA Ada architecture white paper: 165.2 TFLOP/s bfloat16 with float32 sums, dense; 82.6 float32. No price:
-        # most people own theirs.
-        Device(
-            name="RTX 4090", memory_bytes=24 * GB, peak={"bfloat16": 165e12, "float32": 82.6e12}, price_per_hour=0.0
-        ),
-        # A core of an AMD EPYC with AVX512-BF16, products of 1024 x 1024 measured with torch 2.13; without that
-        # instruction bfloat16 is no faster than float32.
-        Device(name=CPU, memory_bytes=0, peak={"bfloat16": 450e9, "float32": 100e9}, price_per_hour=0.0),
+        # NVIDIA A100 data sheet (2021).
+        _gpu("A100", 80, 312, 19.5, 2.039, 1.30),
+        # NVIDIA H100 data sheet, SXM: 1,979 TFLOP/s bfloat16 with sparsity.
+        _gpu("H100", 80, 989, 67, 3.35, 2.69),
+        # NVIDIA H200 data sheet, SXM: the H100's arithmetic.
+        _gpu("H200", 141, 989, 67, 4.8, 4.54),
+        # NVIDIA HGX B200 data sheet.
+        _gpu("B200", 180, 2250, 75, 7.7, 6.03),
+        # NVIDIA Ada architecture white paper, bfloat16 with float32 sums. No price: most people own theirs.
+        _gpu("RTX 4090", 24, 165, 82.6, 1.008, 0.0),
+        _CORE,
     )
 }
 

@@ -151,7 +151,7 @@ def cache_tokens(longest_tokens: int) -> int:
 
 def generator_static(target: TargetShape, precision: Precision, longest_tokens: int, devices: int) -> int:
     """Bytes of weights and KV cache on each of a generator's `devices`."""
-    cached = (target.cache_width or 2 * target.attention_width) * target.num_layers * cache_tokens(longest_tokens)
+    cached = target.cache_per_token * cache_tokens(longest_tokens)
     return (target.parameters + cached) * ITEM_BYTES[precision] // devices
 
 

@@ -38,8 +38,21 @@ def verdicts(plan: Plan) -> dict[str, str]:
         f"takes {figure(present.training)}, so {present.slow_side} is the slow side",
         "Sharing": f"{job.sharing}: {job.sharing_why}" + (f"; {plural(job.rounds, 'round')}" if job.rounds else ""),
         "Split": advice(plan.sides, present, job.unit),
-        "Time": f"{duration(plan.seconds)} for {plan.trained_samples:,} samples ({job.epochs} x {job.samples:,}), "
-        f"{figure(plan.device_hours)} {job.unit}-hours{cost}",
+        **_regeneration(plan),
+        "Time": f"{duration(plan.seconds + plan.regeneration_s)} for {plan.trained_samples:,} samples ({job.epochs} x "
+        f"{job.samples:,}), {figure(plan.device_hours)} {job.unit}-hours{cost}",
+    }
+
+
+def _regeneration(plan: Plan) -> dict[str, str]:
+    answers, job = plan.job.answers, plan.job
+    if answers is None or plan.regenerated_per_s is None:
+        return {}
+    requests = answers.requests(job.target, job.inference_precision, job.device)
+    return {
+        "Regeneration": f"{duration(plan.regeneration_s)} of the time below for {job.samples:,} answers of "
+        f"{plural(answers.answer_tokens, 'token')}, {figure(plan.regenerated_per_s)} tokens/s; "
+        f"copies of the target: {answers.copies}, each with {plural(requests, 'request')} at a time"
     }
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from infra.planner.answers import Answers
 from infra.planner.devices import Device
 from infra.planner.memory import RankMemory, Setting, generator_memory, longest_sample, rank_memory, usable
 from infra.planner.shapes import ITEM_BYTES, DraftShape, Precision, TargetShape, draft_flops, prefill_flops
@@ -59,6 +60,8 @@ class Job(Record):
     sharing_why: str = ""
     rounds: int = 0
     """Turns of each side, with `alternate`."""
+    answers: Answers | None = None
+    """None without data.regeneration, and where it is done."""
     assumptions: tuple[str, ...] = ()
 
     @property
@@ -127,8 +130,23 @@ class Plan(Record):
         return self.trained_samples / self.present.samples_per_s + self.job.rounds * SWITCH_S
 
     @property
+    def regenerated_per_s(self) -> float | None:
+        """Tokens of answers per second; None where none are generated."""
+        job = self.job
+        return job.answers and job.answers.tokens_per_s(
+            job.target, job.inference_precision, job.device, job.inference_share
+        )
+
+    @property
+    def regeneration_s(self) -> float:
+        """Duration of regeneration, before capture and training."""
+        rate, answers = self.regenerated_per_s, self.job.answers
+        return self.job.samples * answers.answer_tokens / rate if rate and answers else 0.0
+
+    @property
     def device_hours(self) -> float:
-        return self.seconds / 3600 * self.job.devices
+        """Of everything; regeneration holds the inference devices alone."""
+        return (self.seconds * self.job.devices + self.regeneration_s * self.job.inference_devices) / 3600
 
     @property
     def cost(self) -> float:

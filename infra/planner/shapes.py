@@ -39,6 +39,11 @@ class TargetShape(Record):
         description="Numbers that a token keeps in a layer's KV cache; 0: two per attention_width.",
     )
 
+    @property
+    def cache_per_token(self) -> int:
+        """Numbers that a token keeps in the KV cache of all layers."""
+        return (self.cache_width or 2 * self.attention_width) * self.num_layers
+
 
 class Kept(Record):
     """Bytes of a draft's forward that stay until its backward, besides the loss's own.

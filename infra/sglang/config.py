@@ -5,6 +5,13 @@ from pydantic import ConfigDict, Field
 from infra.config import Count, Seconds, StrictConfig, Tokens
 from infra.refusal import Refusal
 
+LARGE_GPU_BYTES = 64 * 2**30
+
+
+def decoding_requests(memory_bytes: int) -> int:
+    """Requests that a copy of the target decodes at a time on GPUs with this memory; more gain little."""
+    return 256 if memory_bytes >= LARGE_GPU_BYTES else 128
+
 
 class SGLangConfig(StrictConfig):
     """One server per generator. SGLang chooses what is not set."""

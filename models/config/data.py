@@ -6,6 +6,9 @@ from pydantic import ConfigDict, Field
 
 from infra.config import Address, AtLeastOne, Share, StrictConfig, Tokens
 
+PLAIN_BATCH = 16
+"""Dialogues that transformers answers together."""
+
 
 class RegenerationConfig(StrictConfig):
     """The target's own answers in place of the given ones: the text that a draft meets in service."""

@@ -90,6 +90,12 @@ class RunConfig(StrictConfig):
         on_gpus = self.pools.inference_gpus > 0
         return self.benchmark.compute_dtype or (self.generator.compute_dtype if on_gpus else "float32")
 
+    @property
+    def gpus_per_copy(self) -> int:
+        """GPUs that hold one copy of the target in SGLang."""
+        settings, generators = self.generator.sglang, self.generator.count
+        return settings.tensor_parallel or max(1, self.pools.inference_gpus // generators // settings.data_parallel)
+
     def _check_served_dtypes(self) -> None:
         self.generator.sglang.check_gpu_dtype(self.generator.compute_dtype, "generator.compute_dtype")
         if self.benchmark.served_concurrency:

@@ -34,6 +34,10 @@ def test_prepared_samples_are_known_and_others_are_estimated(samples: SamplesRec
     assert not [note for note in known.assumptions if "estimated" in note]
 
 
+def test_answers_that_exist_are_not_planned(samples: SamplesRecord) -> None:
+    assert plan_recipe(load_recipe(RECIPES / "qwen3-8b.yaml"), None, samples).regeneration_s == 0
+
+
 def test_a_local_file_says_how_many_samples_there_are(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(("x" * 399 + "\n") * 1000)

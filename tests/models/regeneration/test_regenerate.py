@@ -157,13 +157,24 @@ def test_tokens_are_refused(task_of: Callable[..., RunWithTarget]) -> None:
         regenerate(task_of([{"input_ids": [5, 6], "loss_mask": [1, 1]}]))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param((), id="transformers"),
+        pytest.param(
+            ("generator.engine=sglang", "generator.sglang.data_parallel=2"),
+            id="two copies in SGLang",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_what_was_answered_before_a_kill_is_kept(
-    task_of: Callable[..., RunWithTarget], start: Callable[..., Any], tmp_path: Path
+    task_of: Callable[..., RunWithTarget], start: Callable[..., Any], tmp_path: Path, settings: tuple[str, ...]
 ) -> None:
-    task = task_of([conversation(f"{number} {QUESTIONS[number % 4]}") for number in range(160)])
+    task = task_of([conversation(f"{number} {QUESTIONS[number % 4]}") for number in range(160)], *settings)
     first = start("models.regeneration.regenerate", task.folder)
     folder = tmp_path / "cache" / "regenerated"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 400
     while not any(part.stat().st_size for part in folder.glob("*.part")) and time.monotonic() < deadline:
         time.sleep(0.01)
     first.kill()
@@ -176,6 +187,7 @@ def test_what_was_answered_before_a_kill_is_kept(
     second = start("models.regeneration.regenerate", task.folder)
     output, _ = second.communicate(timeout=600)
     assert second.returncode == 0, output
+    assert f"{len(before)} of 160 documents were regenerated before" in output
     record = RegeneratedRecord.read(task.folder.regenerated)
     lines = Path(record.path).read_text().splitlines()
     assert len(lines) == record.documents == 160

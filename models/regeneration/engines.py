@@ -1,0 +1,205 @@
+"""Engines that answer dialogues with the target: SGLang on all GPUs of the pool, or transformers."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock
+from typing import Any, Protocol
+
+import torch
+from transformers import AutoTokenizer
+
+from infra.pools.gpus import read_gpus
+from infra.processes.process import Owner
+from infra.refusal import Refusal
+from infra.settings import leased_gpus
+from infra.sglang.client import SGLangClient
+from infra.sglang.command import ServerSpec, server_environment, serving_command
+from infra.sglang.config import SGLangConfig, decoding_requests
+from infra.sglang.server import SGLangServer
+from models.config.data import PLAIN_BATCH, RegenerationConfig
+from models.config.recipe import RunConfig
+from models.data.dialogue import Dialogue, Prompter
+from models.decoding.plain import continue_batch
+from models.devices import compute_device
+from models.dtypes import DTYPES
+from models.run import RunWithTarget
+from models.targets.model import TargetModel, eos_ids
+
+SLOWEST_TOKEN_S = 0.25
+"""An answer arrives whole, so that a request waits for all of its tokens, beside those of all other requests."""
+
+
+class TextEngine(Protocol):
+    """Answers dialogues with the target and the recipe's sampling settings."""
+
+    def finished(self, dialogues: Iterator[Dialogue]) -> Iterator[Dialogue]:
+        """Answer all turns of all dialogues; yields each dialogue when it is finished, in any order."""
+        ...
+
+    def close(self) -> None:
+        """Stop the engine. Idempotent."""
+        ...
+
+
+class PlainTextEngine:
+    """The target in transformers: the next answers of up to `PLAIN_BATCH` dialogues in one batch."""
+
+    def __init__(self, run: RunWithTarget):
+        path, config = Path(run.target.path), run.config
+        dtype = DTYPES[config.generator.compute_dtype]
+        self._settings, self._prompter = regeneration_settings(run), _prompter(run)
+        self._target = TargetModel.load(path, config.target.aux_layer_ids, dtype, compute_device())
+        self._ends = eos_ids(path)
+        self._random = torch.Generator(self._target.device).manual_seed(config.seed)
+
+    def finished(self, dialogues: Iterator[Dialogue]) -> Iterator[Dialogue]:
+        active: list[Dialogue] = []
+        while True:
+            active += [dialogue for dialogue in islice(dialogues, PLAIN_BATCH - len(active)) if dialogue.advance()]
+            if not active:
+                return
+            prompts = [self._prompter.prompt(dialogue.so_far()) for dialogue in active]
+            answers = continue_batch(
+                self._target,
+                prompts,
+                self._settings.max_new_tokens,
+                self._settings.temperature,
+                self._ends,
+                self._random,
+                top_p=self._settings.top_p,
+                batch_size=PLAIN_BATCH,
+            )
+            unfinished = []
+            for dialogue, prompt, tokens in zip(active, prompts, answers, strict=True):
+                self._prompter.answer(dialogue, prompt, tokens)
+                if dialogue.document.plain or not dialogue.advance():
+                    yield dialogue
+                else:
+                    unfinished.append(dialogue)
+            active = unfinished
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+
+@dataclass(frozen=True)
+class Copies:
+    """How the target is served for regeneration."""
+
+    settings: SGLangConfig
+    """One server with a copy of the target on each group of GPUs."""
+    in_flight: int
+    """Requests, over all copies."""
+
+
+def copies_on(config: RunConfig, gpus: list[int]) -> Copies:
+    """As many copies as the GPUs hold, each on as many as a generator's copy has.
+
+    Args:
+        config: the recipe.
+        gpus: bytes of each leased GPU; empty on the CPU.
+    """
+    settings = config.generator.sglang
+    if not gpus:
+        return Copies(settings, settings.requests_in_flight)
+    count = max(1, len(gpus) // config.gpus_per_copy)
+    shared = settings.model_copy(update={"tensor_parallel": config.gpus_per_copy, "data_parallel": count})
+    return Copies(shared, count * decoding_requests(min(gpus)))
+
+
+class SGLangTextEngine:
+    """Starts its own server. A thread answers a dialogue to its end, so that no request waits for another's answer."""
+
+    def __init__(self, run: RunWithTarget):
+        config, settings, path = run.config.generator, regeneration_settings(run), Path(run.target.path)
+        copies = copies_on(run.config, _leased_bytes())
+        self._in_flight = copies.in_flight
+        longest = run.config.data.max_tokens + settings.max_new_tokens
+        spec = ServerSpec(path, config.compute_dtype, longest, copies.in_flight)
+        self._server = SGLangServer(
+            lambda port: serving_command(spec, copies.settings, (), port),
+            "sglang-regenerate",
+            Owner(run.folder.name, run.folder.logs),
+            server_environment(copies.settings, config.threads),
+            config.sglang.start_timeout_s,
+        )
+        timeout_s = config.sglang.request_timeout_s + settings.max_new_tokens * SLOWEST_TOKEN_S
+        self._client = SGLangClient(self._server, timeout_s)
+        self._prompter, self._tokenizing = _prompter(run), Lock()
+        self._sampling: dict[str, Any] = {
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "max_new_tokens": settings.max_new_tokens,
+            "stop_token_ids": sorted(eos_ids(path)),
+        }
+
+    def finished(self, dialogues: Iterator[Dialogue]) -> Iterator[Dialogue]:
+        done: SimpleQueue[Future[Dialogue]] = SimpleQueue()
+        threads, waiting = ThreadPoolExecutor(self._in_flight), 0
+        try:
+            # Twice as many as are in flight: a thread that is done finds the next one.
+            for dialogue in islice(dialogues, 2 * self._in_flight):
+                threads.submit(self._finish, dialogue).add_done_callback(done.put)
+                waiting += 1
+            while waiting:
+                finished = done.get().result()  # A request has a time limit.
+                waiting -= 1
+                for dialogue in islice(dialogues, 1):
+                    threads.submit(self._finish, dialogue).add_done_callback(done.put)
+                    waiting += 1
+                yield finished
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+            self.close()  # Ends the requests that threads still wait for.
+            threads.shutdown()
+
+    def _finish(self, dialogue: Dialogue) -> Dialogue:
+        while dialogue.advance():
+            # A tokenizer changes its own settings while it works.
+            with self._tokenizing:
+                prompt = self._prompter.prompt(dialogue.so_far())
+            tokens = self._client.generate(prompt, self._sampling).tokens
+            with self._tokenizing:
+                self._prompter.answer(dialogue, prompt, tokens)
+            if dialogue.document.plain:
+                break
+        return dialogue
+
+    def close(self) -> None:
+        self._server.stop()
+        self._client.close()
+
+
+def _leased_bytes() -> list[int]:
+    """Memory of each GPU of this process, in bytes; the smallest of the machine's where a name is not NVML's."""
+    names, inventory = leased_gpus(), read_gpus()
+    if not names or inventory is None:
+        return [0] * len(names)
+    known = {gpu.uuid: gpu.total for gpu in inventory.gpus}
+    return [known.get(name, min(known.values())) for name in names]
+
+
+def _prompter(run: RunWithTarget) -> Prompter:
+    return Prompter(
+        AutoTokenizer.from_pretrained(run.target.path),
+        regeneration_settings(run),
+        templated=run.config.data.chat_template == "tokenizer",
+        add_bos=run.config.target.add_bos,
+    )
+
+
+def start_text_engine(run: RunWithTarget) -> TextEngine:
+    """The engine of the run's configuration. Raises Refusal for a faulty setup."""
+    return SGLangTextEngine(run) if run.config.generator.engine == "sglang" else PlainTextEngine(run)
+
+
+def regeneration_settings(run: RunWithTarget) -> RegenerationConfig:
+    """The recipe's settings. Raises Refusal if there are none."""
+    settings = run.config.data.regeneration
+    if settings is None:
+        raise Refusal("the recipe does not regenerate: set data.regeneration, {} for its defaults")
+    return settings
