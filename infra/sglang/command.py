@@ -63,6 +63,8 @@ def capture_command(spec: ServerSpec, config: SGLangConfig, aux_layer_ids: Seque
         "--disable-radix-cache",
         # A replayed graph writes to buffers of its own.
         *("--disable-prefill-cuda-graph", "--disable-decode-cuda-graph"),
+        # An idle scheduler would otherwise spin, and keep Python's lock from the thread that writes.
+        "--sleep-on-idle",
         *config.arguments,
     ]
 

@@ -32,17 +32,24 @@ class HiddenStateLayout:
 
     def check(self, hidden: HiddenStates, tokens: int) -> None:
         """Raise SampleError unless `hidden` has the right shapes for `tokens` positions and finite values."""
+        self.check_shapes(hidden, tokens)
+        check_finite(finite_rows(hidden).cpu())
+
+    def check_shapes(self, hidden: HiddenStates, tokens: int) -> None:
+        """Raise SampleError unless `hidden` has the right shapes for `tokens` positions."""
         for name, shape in self._shapes(tokens, tokens).items():
             tensor: Tensor = getattr(hidden, name)
             if tuple(tensor.shape) != shape:
                 raise SampleError(f"{name} has shape {list(tensor.shape)}, the run needs {list(shape)}")
-            if not bool(torch.isfinite(tensor).all()):
-                raise SampleError(f"{name} has values that are not finite; try generator.compute_dtype=float32")
+
+    def stored(self, hidden: HiddenStates) -> HiddenStates:
+        """One sample, or the rows of several, in the stored data types, on their device."""
+        tensors = hidden.named()
+        return HiddenStates(**{name: tensors[name].to(self._dtype(name)).contiguous() for name in self._shapes(0, 0)})
 
     def pack(self, hidden: HiddenStates) -> dict[str, memoryview]:
         """CPU buffers of one captured sample in the stored data type."""
-        tensors = hidden.named()
-        stored = {name: tensors[name].to("cpu", self._dtype(name)).contiguous() for name in self._shapes(0, 0)}
+        stored = {name: tensor.cpu() for name, tensor in self.stored(hidden).named().items()}
         return self.views(HiddenStates(**stored))
 
     def empty(
@@ -72,6 +79,22 @@ class HiddenStateLayout:
 
     def _dtype(self, name: str) -> torch.dtype:
         return torch.int32 if name == "top" else self.dtype
+
+
+def finite_rows(hidden: HiddenStates) -> Tensor:
+    """`[2, T]` bool, on their device: whether row t of `aux` and `last` is finite.
+
+    By the sum of the row, which is read at the speed of memory and needs none of its own: it is finite only if every
+    value is. (A row of finite values whose sum overflows, 1e34 on average, is not hidden states either.)
+    """
+    return torch.stack([hidden.aux.sum(-1), hidden.last.sum(-1)]).isfinite()
+
+
+def check_finite(finite: Tensor) -> None:
+    """Raise SampleError unless all `[2, T]` flags of `finite_rows`, on the CPU, are set."""
+    for name, rows in zip(("aux", "last"), finite, strict=True):
+        if not rows.all():
+            raise SampleError(f"{name} has values that are not finite; try generator.compute_dtype=float32")
 
 
 def as_bytes(tensor: Tensor) -> memoryview:

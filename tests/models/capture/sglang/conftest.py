@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -20,6 +21,8 @@ from models.config.recipe import load_recipe
 from models.config.target import TargetConfig
 from models.run import PreparedRun
 from models.targets.prepare import prepare_target
+
+sys.path.append(str(Path(__file__).parent))  # test modules import fake_engine from this folder
 
 RECIPES = Path(__file__).parents[4] / "recipes"
 MakeSGLangRun = Callable[..., PreparedRun]

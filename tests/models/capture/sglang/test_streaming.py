@@ -121,13 +121,14 @@ def test_whatever_happens_to_a_server_no_sample_is_lost_or_doubled(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """One run: a killed generator, and four servers that fail in other ways. No sample is blamed for any of it."""
+    """One run: a killed generator, and five servers that fail in other ways. No sample is blamed for any of it."""
     folder = make_run("faulty", *SMALL, "generator.sglang.request_timeout_s=10")
     kill_generator(start("models.capture.generator", folder), folder)
     trainer = start("models.training.launch", folder, ranks=1)
     for fault, message in (
         ("killed in prefill", "sglang-0"),
         ("killed before the reply", "sglang-0"),
+        ("writer ended", "sglang-0"),
         ("hung", "sglang-0 did not answer a prompt of .* tokens within 10 s"),
         ("hook raising", "capture in SGLang failed: RuntimeError: broken on purpose"),
     ):

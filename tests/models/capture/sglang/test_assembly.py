@@ -1,6 +1,6 @@
 """Chunks become prompts again, whatever order they come in, and nothing is kept of requests that ended."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -8,24 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.refusal import Refusal
-from models.capture.sglang.plugin import Assembly
+from models.capture.sglang.assembly import Assembly
 from models.targets.model import HiddenStates
 
 
-@dataclass
+@dataclass(frozen=True)
 class Request:
-    """What the assembly reads of SGLang's `Req`."""
-
     rid: str
     length: int
-    ended: bool = False
-    origin_input_ids: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.origin_input_ids = list(range(self.length))
-
-    def finished(self) -> bool:
-        return self.ended
 
 
 def rows(request: Request, start: int, count: int) -> HiddenStates:
@@ -45,7 +35,7 @@ def histories(draw: st.DrawFn) -> list[tuple[int, int | str]]:
 
 @given(histories())
 def test_what_is_whole_is_exact(history: list[tuple[int, int | str]]) -> None:
-    assembly, serial = Assembly(), 0
+    assembly, serial, aborted = Assembly(), 0, []
     requests, reached = {}, {}
     for slot, move in history:
         if slot not in requests:
@@ -56,13 +46,13 @@ def test_what_is_whole_is_exact(history: list[tuple[int, int | str]]) -> None:
             reached[slot] = 0
             continue
         if move == "abort":
-            request.ended = True
+            aborted.append(request.rid)
             del requests[slot]
             continue
-        assembly.drop_finished()
+        assembly.drop(aborted)
         count = min(int(move), request.length - reached[slot])
         part = rows(request, reached[slot], count)
-        whole = assembly.add(request, reached[slot], part)
+        whole = assembly.add(request.rid, request.length, reached[slot], part)
         for tensor in part.named().values():
             tensor.fill_(-1)  # the engine uses its buffers again
         reached[slot] += count
@@ -74,28 +64,28 @@ def test_what_is_whole_is_exact(history: list[tuple[int, int | str]]) -> None:
                 assert torch.equal(whole.last, expected.last)
                 assert torch.equal(whole.top, expected.top)
             del requests[slot]
-    assembly.drop_finished()
+    assembly.drop(aborted)
     assert len(assembly) <= len(requests)
 
 
 def test_a_prompt_in_one_piece_is_not_copied() -> None:
     request = Request("1", 6)
     part = rows(request, 0, 6)
-    assert Assembly().add(request, 0, part) is part
+    assert Assembly().add(request.rid, 6, 0, part) is part
 
 
 def test_rows_from_a_cache_are_named() -> None:
     assembly, request = Assembly(), Request("1", 6)
     with pytest.raises(Refusal, match=r"rows 0\.\.3 of the prompt were not computed"):
-        assembly.add(request, 4, rows(request, 4, 2))
+        assembly.add(request.rid, 6, 4, rows(request, 4, 2))
     assert len(assembly) == 0
 
 
 def test_the_reason_of_an_early_chunk_is_told_with_the_last() -> None:
     assembly, request = Assembly(), Request("1", 6)
-    assert assembly.add(request, 0, rows(request, 0, 2)) is None
-    assembly.fail(request, MemoryError("out of memory"))
+    assert assembly.add(request.rid, 6, 0, rows(request, 0, 2)) is None
+    assembly.fail(request.rid, MemoryError("out of memory"))
     for start in (2, 4):
         with pytest.raises(MemoryError, match="out of memory"):
-            assembly.add(request, start, rows(request, start, 2))
+            assembly.add(request.rid, 6, start, rows(request, start, 2))
     assert len(assembly) == 0

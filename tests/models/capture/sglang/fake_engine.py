@@ -1,0 +1,119 @@
+"""SGLang's scheduler as the capture plugin sees it: prefills of requests, streams, events that a test lets happen."""
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Event as Flag
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from models.targets.model import HiddenStates
+
+AUX, HIDDEN = 12, 4
+
+
+class Stream:
+    def __init__(self) -> None:
+        self.waited_for: list[Any] = []
+
+    def wait_stream(self, other: Any) -> None:
+        self.waited_for.append(other)
+
+
+class Event:
+    """Of the device; it has happened once `happened` is set."""
+
+    def __init__(self) -> None:
+        self.happened, self.recorded_on = Flag(), None
+
+    def record(self, stream: Stream) -> None:
+        self.recorded_on = stream
+
+    def query(self) -> bool:
+        return self.happened.is_set()
+
+
+class FakeDevice:
+    """What torch calls a device's module."""
+
+    Stream = Stream
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.default, self.entered = Stream(), list[Stream]()
+
+    def Event(self) -> Event:
+        self.events.append(Event())
+        return self.events[-1]
+
+    def current_stream(self) -> Stream:
+        return self.default
+
+    @contextmanager
+    def stream(self, stream: Stream):
+        self.entered.append(stream)
+        yield
+
+
+def fake_scheduler(overlap: bool = True) -> Any:
+    return SimpleNamespace(device_module=FakeDevice(), forward_stream=Stream(), enable_overlap=overlap)
+
+
+@dataclass
+class FakeRequest:
+    """What is read of SGLang's `Req`."""
+
+    rid: str
+    length: int
+    key: str | None = ""
+    """Empty: named after the request; None: not captured."""
+    output_ids: list[int] = field(default_factory=list)
+    ended: bool = False
+    customized_info: dict[str, list[Any]] | None = None
+    finished_output: bool = False
+
+    @property
+    def origin_input_ids(self) -> list[int]:
+        return [0] * self.length
+
+    @property
+    def sampling_params(self) -> Any:
+        return SimpleNamespace(
+            custom_params=None if self.key is None else {"draftsmith": self.key or f"run/0/{self.rid}/1"}
+        )
+
+    def finished(self) -> bool:
+        return self.ended
+
+    def rows(self, start: int, count: int) -> HiddenStates:
+        """Nothing else could be mistaken for row r of this request."""
+        values = (int(self.rid) * 1000 + torch.arange(start, start + count))[:, None].float()
+        return HiddenStates(aux=values * 2 + torch.arange(AUX), last=values * 3 + torch.arange(HIDDEN))
+
+
+def prefill(*chunks: tuple[FakeRequest, int, int]) -> tuple[Any, HiddenStates]:
+    """A batch of (request, first position, number of rows), and what the engine computed for it."""
+    computed = [request.rows(start, count).named() for request, start, count in chunks]
+    hidden = {name: torch.cat([rows[name] for rows in computed]) for name in ("aux", "last")}
+    batch = SimpleNamespace(
+        reqs=[request for request, *_ in chunks],
+        prefix_lens=[start for _, start, _ in chunks],
+        extend_lens=[count for *_, count in chunks],
+    )
+    return batch, HiddenStates(**hidden)
+
+
+class FakeStreamer:
+    """SGLang's output streamer: one message for every request that finished, once."""
+
+    def __init__(self, sender: Any):
+        self.send_to_detokenizer = sender
+
+    def stream_output(self, requests: Sequence[FakeRequest], _return_logprob: bool, skipped: Any = None) -> None:
+        for request in requests:
+            if request is not skipped and request.finished() and not request.finished_output:
+                request.finished_output = True
+                information = dict(request.customized_info) if request.customized_info else None
+                self.send_to_detokenizer.send_output(SimpleNamespace(rid=request.rid, customized_info=information))

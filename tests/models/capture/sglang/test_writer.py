@@ -1,0 +1,206 @@
+"""The plugin without SGLang: prefills of any order and cut are written whole, and replies tell what happened."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import Queue
+
+import pytest
+import torch
+from emulated_device import DEVICE, emulated_device
+from fake_engine import FakeRequest, fake_scheduler, prefill
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from infra.config import TransportConfig
+from infra.files.run_folder import RunFolder
+from infra.records.data_path import CaptureReply, CaptureSpec
+from infra.transport.choice import open_transport
+from models.capture.sglang.plugin import Capture
+from models.targets.layout import HiddenStateLayout
+from models.targets.model import HiddenStates
+
+LAYOUT = HiddenStateLayout(3, 4, torch.float32)
+Chunk = tuple[FakeRequest, int, int]
+
+
+class Engine:
+    """Runs prefills through the plugin; replies come by request."""
+
+    def __init__(self, folder: Path):
+        config = TransportConfig(kind="files", folder=str(folder))
+        spec = CaptureSpec(transport=config, run=folder, aux_count=3, hidden_size=4, dtype="float32", top_token=False)
+        self.capture, self.scheduler = Capture(spec), fake_scheduler()
+        self.transport = open_transport(config, RunFolder(folder))
+        self.replies: dict[str, Queue[CaptureReply]] = {}
+
+    def run(self, *chunks: Chunk, damage: Callable[[HiddenStates], None] = lambda _: None, device: str = "cpu") -> None:
+        batch, hidden = prefill(*chunks)
+        damage(hidden)
+        moved = HiddenStates(hidden.aux.to(device), hidden.last.to(device))
+        self.submit(batch, self.capture._copies.start(moved, self.scheduler))
+
+    def submit(self, batch, copy) -> None:
+        for request, reply in zip(batch.reqs, self.capture.submit(batch, copy), strict=True):
+            if reply is not None:
+                self.replies[request.rid] = Queue()
+                reply.when_known(self.replies[request.rid].put)
+
+    def reply(self, request: FakeRequest) -> CaptureReply:
+        return self.replies[request.rid].get(timeout=60)
+
+    def assert_written(self, *requests: FakeRequest) -> None:
+        for request in requests:
+            record, back = self.reply(request).record, LAYOUT.empty(request.length)
+            assert record is not None
+            self.transport.get(record, LAYOUT.views(back))
+            expected = request.rows(0, request.length)
+            assert torch.equal(back.aux, expected.aux)
+            assert torch.equal(back.last, expected.last)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Engine:
+    return Engine(tmp_path)
+
+
+@pytest.fixture
+def on_device() -> Iterator[str]:
+    with emulated_device():
+        yield str(DEVICE)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 4), st.sampled_from([1, 2, 5, 9, "retract", "abort"])), max_size=4)),
+    st.data(),
+)
+def test_what_was_prefilled_is_written(tmp_path: Path, history: list[list[tuple[int, int | str]]], data) -> None:
+    """Requests are finished for the engine before they are written, and others are aborted between their chunks."""
+    engine, serial, requests, complete = Engine(tmp_path), 0, {}, []
+    for moves in history:
+        chunks: list[Chunk] = []
+        for slot, move in moves:
+            if slot not in requests:
+                serial += 1
+                key = data.draw(st.sampled_from(["", "", None]))
+                requests[slot] = [FakeRequest(str(serial), 3 + serial % 11, key), 0]
+            request, reached = requests[slot]
+            if any(request is one for one, *_ in chunks):
+                continue
+            if move == "retract":
+                requests[slot][1] = 0
+            elif move == "abort":
+                request.ended = True
+                del requests[slot]
+            else:
+                count = min(int(move), request.length - reached)
+                chunks.append((request, reached, count))
+                requests[slot][1] += count
+                if requests[slot][1] == request.length:
+                    complete.append(request)
+                    del requests[slot]
+        if chunks:
+            engine.run(*chunks)
+        for request, *_ in chunks:
+            request.ended |= any(request is one for one in complete)
+    captured = [request for request in complete if request.key is not None]
+    engine.assert_written(*captured)
+    assert engine.replies.keys() == {request.rid for request in captured}
+    assert all(replies.empty() for replies in engine.replies.values())
+    assert len(engine.capture._unfinished) <= len(requests)
+
+
+def test_prefills_are_written_in_order_when_their_copies_are_there(engine: Engine, on_device: str) -> None:
+    requests = [FakeRequest(str(rid), 3) for rid in range(3)]
+    for request in requests:
+        engine.run((request, 0, 3), device=on_device)
+    first, second, third = engine.scheduler.device_module.events
+    second.happened.set()
+    third.happened.set()
+    assert not list(engine.transport.keys())
+    first.happened.set()
+    engine.assert_written(*requests)
+
+
+def test_an_error_fails_its_request_alone(engine: Engine) -> None:
+    bad, wrong, good = FakeRequest("1", 3), FakeRequest("2", 2, key="no/such+key"), FakeRequest("3", 4)
+    engine.run((bad, 0, 3), (wrong, 0, 2), (good, 0, 4), damage=lambda hidden: hidden.last[1].fill_(torch.nan))
+    assert engine.reply(bad) == CaptureReply(
+        error="last has values that are not finite; try generator.compute_dtype=float32", fault="sample"
+    )
+    assert engine.reply(wrong) == CaptureReply(error="AssertionError: no/such+key", fault="engine")
+    engine.assert_written(good)
+
+
+def test_rows_of_another_shape_than_the_run_s(engine: Engine) -> None:
+    request = FakeRequest("1", 3)
+    batch, hidden = prefill((request, 0, 3))
+    engine.submit(batch, engine.capture._copies.start(HiddenStates(hidden.aux[:, :8], hidden.last), engine.scheduler))
+    assert engine.reply(request).error == "aux has shape [3, 8], the run needs [3, 12]"
+
+
+def test_what_never_reached_the_host_is_told_with_the_last_chunk(engine: Engine) -> None:
+    cut, other = FakeRequest("1", 6), FakeRequest("2", 1)
+    batch, _ = prefill((cut, 0, 2), (other, 0, 1))
+    engine.submit(batch, MemoryError("CUDA out of memory"))
+    engine.run((cut, 2, 4))
+    for request in (cut, other):
+        assert engine.reply(request) == CaptureReply(error="MemoryError: CUDA out of memory", fault="engine")
+    engine.run((cut, 0, 6))
+    engine.assert_written(cut)
+    assert len(engine.capture._writer.assembly) == 0
+
+
+def test_a_store_that_fails_is_told_and_the_next_request_is_written(engine: Engine, tmp_path: Path) -> None:
+    before, failed, after = (FakeRequest(str(rid), 3) for rid in range(3))
+    engine.run((before, 0, 3))
+    engine.assert_written(before)
+    (folder,) = tmp_path.rglob("objects")
+    away = folder.rename(folder.with_name("away"))
+    engine.run((failed, 0, 3))
+    reply = engine.reply(failed)
+    assert (reply.record, reply.fault) == (None, "engine")
+    assert str(reply.error).startswith("TransferError: cannot write")
+    away.rename(folder)
+    engine.run((after, 0, 3))
+    engine.assert_written(after)
+
+
+WRITER_THAT_ENDS = """
+import signal, subprocess, sys
+signal.signal(signal.SIGQUIT, lambda *_: sys.exit(7))
+server = subprocess.Popen([sys.executable, "-c", sys.argv[1], *sys.argv[2:]])
+server.wait(60)
+"""
+SCHEDULER = """
+import sys, time
+from pathlib import Path
+sys.path[:0] = sys.argv[2:]
+from fake_engine import FakeRequest, prefill
+from models.capture.sglang import host_copies
+from test_writer import Engine
+host_copies.COPY_S = 0.0
+engine, request = Engine(Path(sys.argv[1])), FakeRequest("1", 3)
+batch, hidden = prefill((request, 0, 3))
+copy = engine.capture._copies.start(hidden, None)
+copy.copied = engine.scheduler.device_module.Event()
+engine.submit(batch, copy)
+time.sleep(60)
+"""
+
+
+def test_a_writer_that_ends_takes_the_server_along(tmp_path: Path) -> None:
+    """The server's main process is told as by SGLang's own processes; nobody waits for a reply that never comes."""
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", WRITER_THAT_ENDS, SCHEDULER, str(tmp_path), str(here), str(here.parents[2])]
+    with subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.wait(60) == 7
+        finally:
+            os.killpg(server.pid, signal.SIGKILL)
+        assert server.stderr is not None
+        assert "TimeoutError: hidden states were not copied to the host within 0 s" in server.stderr.read()
