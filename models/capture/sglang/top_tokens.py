@@ -36,11 +36,13 @@ def top_tokens(scheduler: Any, parallel: Any, last: Tensor) -> Tensor:
     # On the forward's stream: after it, and before its buffers are used again.
     overlapped = last.is_cuda and scheduler.enable_overlap
     with torch.no_grad(), scheduler.forward_stream_ctx if overlapped else nullcontext():
-        shard = head.shard_indices
-        rows = max(1, TOP_BYTES // (shard.num_elements_padded * last.element_size()))
+        # Without it the head is an ordinary embedding, such as Gemma 3's: whole on every rank.
+        shard = getattr(head, "shard_indices", None)
+        vocabulary = len(head.weight) if shard is None else shard.num_elements_padded
+        rows = max(1, TOP_BYTES // (vocabulary * last.element_size()))
         best = [_best(processor._compute_lm_head(part, head), shard) for part in last.split(rows)]
         greatest, tokens = (torch.cat(parts) for parts in zip(*best, strict=True))
-        if processor.do_tensor_parallel_all_gather:
+        if processor.do_tensor_parallel_all_gather and shard is not None:
             group = parallel.attn_tp_group if processor.use_attn_tp_group else parallel.tp_group
             tokens = _of_all_ranks(group, greatest, tokens)
         return tokens.int()
@@ -48,6 +50,8 @@ def top_tokens(scheduler: Any, parallel: Any, last: Tensor) -> Tensor:
 
 def _best(logits: Tensor, shard: Any) -> tuple[Tensor, Tensor]:
     """Greatest logit `[n]` of this rank's part of the vocabulary, without padding and added tokens, and its token."""
+    if shard is None:
+        return logits.max(-1)
     logits[:, shard.num_org_elements :] = -torch.inf
     greatest, index = logits.max(-1)
     return greatest, index + shard.org_vocab_start_index

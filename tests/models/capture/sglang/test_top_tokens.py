@@ -73,6 +73,14 @@ def test_a_model_of_several_towers_has_its_head_in_the_text_part() -> None:
     assert torch.equal(top_tokens(whole, None, last), (last @ head.T).argmax(-1).int())
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_head_that_is_an_ordinary_embedding_is_whole_on_every_rank(ranks: int) -> None:
+    head, last = torch.randn(VOCABULARY, HIDDEN), torch.randn(5, HIDDEN)
+    one = scheduler(head, 0, ranks)
+    one.tp_worker.model_runner.model.lm_head = SimpleNamespace(weight=head)
+    assert torch.equal(top_tokens(one, None, last), (last @ head.T).argmax(-1).int())
+
+
 def test_what_has_no_answer_is_refused_with_a_remedy() -> None:
     last, without = torch.zeros(1, HIDDEN), scheduler(torch.zeros(VOCABULARY, HIDDEN), 0, 1)
     del without.tp_worker.model_runner.model.lm_head
