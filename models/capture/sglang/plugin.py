@@ -33,7 +33,7 @@ from infra.settings import capture_spec
 from models.capture.sglang.host_copies import HostCopies, HostCopy
 from models.capture.sglang.outbox import NAME, Outbox, PendingReply, is_pending, open_sender
 from models.capture.sglang.top_tokens import top_tokens
-from models.capture.sglang.writer import Part, Prefill, Writer
+from models.capture.sglang.writer import CapturedPrefill, PromptRows, Writer
 from models.dtypes import DTYPES
 from models.targets.layout import HiddenStateLayout
 from models.targets.model import HiddenStates
@@ -80,11 +80,11 @@ class Capture:
                 replies.append(None)
                 continue
             self._unfinished[request.rid] = request
-            parts.append(Part(request.rid, key, total, start, rows, reply))
+            parts.append(PromptRows(request.rid, key, total, start, rows, reply))
             replies.append(reply)
         for rid in (*ended, *(part.request for part in parts if part.reply)):
             self._unfinished.pop(rid, None)
-        self._writer.put(Prefill(tuple(parts), copy, ended))
+        self._writer.put(CapturedPrefill(tuple(parts), copy, ended))
         return replies
 
 

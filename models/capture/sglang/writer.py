@@ -19,7 +19,7 @@ from models.targets.layout import HiddenStateLayout, SampleError, check_finite
 
 
 @dataclass(frozen=True)
-class Part:
+class PromptRows:
     """One request's rows of a prefill."""
 
     request: str
@@ -35,10 +35,10 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Prefill:
+class CapturedPrefill:
     """What one prefill computed for captured requests."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[PromptRows, ...]
     copy: HostCopy | Exception
     """Or why there is none: every part fails."""
     ended: tuple[str, ...]
@@ -56,10 +56,10 @@ class Writer:
         self._spec, self._layout, self._copies = spec, layout, copies
         self._transport: Transport | None = None
         self.assembly = Assembly()
-        self._prefills: SimpleQueue[Prefill] = SimpleQueue()
+        self._prefills: SimpleQueue[CapturedPrefill] = SimpleQueue()
         threading.Thread(target=self._run, name="capture writer", daemon=True).start()
 
-    def put(self, prefill: Prefill) -> None:
+    def put(self, prefill: CapturedPrefill) -> None:
         """Write this prefill after the earlier ones. The ring of copies bounds how many wait."""
         self._prefills.put(prefill)
 
@@ -71,7 +71,7 @@ class Writer:
             # What SGLang's own processes do: the server's main process then ends them all.
             os.kill(os.getppid(), signal.SIGQUIT)
 
-    def write(self, prefill: Prefill) -> None:
+    def write(self, prefill: CapturedPrefill) -> None:
         """Write the prompts that this prefill completed, and give their replies."""
         self.assembly.drop(prefill.ended)
         if isinstance(prefill.copy, HostCopy):
@@ -83,7 +83,7 @@ class Writer:
         if isinstance(prefill.copy, HostCopy):
             self._copies.release(prefill.copy)
 
-    def _write(self, part: Part, copy: HostCopy | Exception) -> CaptureReply:
+    def _write(self, part: PromptRows, copy: HostCopy | Exception) -> CaptureReply:
         try:
             if isinstance(copy, Exception):
                 raise copy
