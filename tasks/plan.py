@@ -95,7 +95,6 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
             chunk_tokens=training.loss_chunk_tokens,
             recompute=training.recompute,
             prefetch_steps=training.prefetch_steps,
-            scaled=training.ranks > 1,
             divided=training.ranks if training.sharded else 1,
             context=training.context_parallel_size,
             on_device=config.transport.kind == "mooncake" and config.transport.receive != "host",

@@ -136,6 +136,7 @@ class DraftTrainer(Callback):
         self.module.average(self.step)
         self.progress.step_done(batch.step_tokens)
         if self.heldout.due(self.step):
+            self.progress.check_finite(self.step)
             averaged = whole(self.module.averaged)
             if self.control.rank == 0:
                 self.progress.heldout_length = self.heldout.measure(averaged, self.module.device)
@@ -152,6 +153,7 @@ class DraftTrainer(Callback):
         """Begin to save and commit the checkpoint of the present step; all ranks put together what they divide."""
         if self.step == self.committed:
             return
+        self.progress.check_finite(self.step)
         self.committed = self.step
         module, run = self.module, self.run
         weights, averaged = whole(module.draft.state_dict()), whole(module.averaged)
