@@ -7,6 +7,7 @@ from infra.files.atomic import write_atomically
 from infra.files.run_folder import RunFolder
 from infra.ledger.planning import check_budget
 from infra.markdown import escaped
+from infra.planner.memory import cache_tokens
 from infra.planner.page import headline, plan_page, verdicts
 from infra.planner.plan import Plan
 from infra.planner.refusals import refusals
@@ -142,15 +143,22 @@ def decide_sharing(config: RunConfig, folder: RunFolder, plan: Plan | None, epoc
         budget = round_bytes(config.transport, folder.path, epoch_bytes)
     else:
         budget = config.transport.budget_mib * 2**20
-    sharing = Sharing(mode=mode, why=why, budget_bytes=budget)
     if mode != "share":
-        return sharing
+        return Sharing(mode=mode, why=why, budget_bytes=budget)
     if plan is None:
         raise Refusal("pools.sharing=share needs a plan, and there is none: set pools.sharing=alternate")
     if obstacles := refusals(plan):
         raise Refusal("generators and trainer cannot share a GPU:\n" + "\n".join(f"  {one}" for one in obstacles))
     job = plan.job
-    return sharing.model_copy(update={"generator_bytes": job.generator_bytes, "trainer_bytes": job.rank_bytes})
+    return Sharing(
+        mode=mode,
+        why=why,
+        budget_bytes=budget,
+        generator_bytes=job.generator_bytes,
+        static_bytes=job.static_bytes,
+        cache_tokens=cache_tokens(job.longest_tokens),
+        trainer_bytes=job.rank_bytes,
+    )
 
 
 def _show_plan(run: OpenRun, plan: Plan) -> None:

@@ -29,7 +29,7 @@ from infra.refusal import Refusal
 from infra.transport.base import TransferError
 from infra.transport.choice import sweep
 from models import checkpoint as checkpoints
-from models.devices import compute_device
+from models.devices import compute_device, limit_memory
 from models.run import PreparedRun
 from models.targets.weights import read_target_head
 from models.training.control import Control
@@ -214,6 +214,7 @@ def main() -> None:
     if run.config.training.threads:
         torch.set_num_threads(run.config.training.threads)
     control = Control(run.config.training.context_parallel_size)
+    limit_memory(run.sharing.trainer_bytes)
     started = time.monotonic()
     trainer = open_trainer(run, control)
     if control.rank == 0:
