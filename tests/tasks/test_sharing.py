@@ -1,5 +1,7 @@
 """How generators and trainer share a machine: chosen from what the machine has, refused where it cannot be."""
 
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,6 +85,26 @@ def test_every_recipe_passes_the_plan_of_its_hardware(
     assert plan.job.sharing == mode
     assert plan.job.memory_bytes == memory_gib * 2**30 or not count
     assert f"**Sharing**: {mode}: " in plan_page(plan)
+
+
+@pytest.mark.parametrize(("count", "mode"), [(1, "share"), (2, "apart")])
+def test_make_quickstart_uses_a_gpu_where_there_is_one(machine: Machine, tmp_path: Path, count: int, mode: str) -> None:
+    assert not quickstart_overrides(tmp_path, "exit 9")
+    on_gpu = quickstart_overrides(tmp_path, "echo GPU 0: NVIDIA L4")
+    machine("NVIDIA L4", count, 23)
+    plan = checked_plan(on_this_machine(load_recipe(RECIPES / "quickstart.yaml", on_gpu)))
+    assert plan.job.sharing == mode
+
+
+def quickstart_overrides(folder: Path, nvidia_smi: str) -> list[str]:
+    """What `make quickstart` adds to its recipe where nvidia-smi does this."""
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{nvidia_smi}\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
+    command = ["make", "--dry-run", "quickstart"]
+    made = subprocess.check_output(command, cwd=RECIPES.parent, env=environment, text=True, timeout=30)
+    (line,) = (line for line in made.splitlines() if "recipes/quickstart.yaml" in line)
+    return line.split("recipes/quickstart.yaml")[1].split()
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))
