@@ -49,7 +49,7 @@ def plan_recipe(config: RunConfig, target: TargetRecord | None = None, samples: 
     if mode == "alternate":
         job = plan.job
         epoch_bytes = job.samples * job.mean_tokens * job.bytes_per_token
-        size = round_bytes(config.transport, runs_folder(), epoch_bytes)
+        size = max(1, round_bytes(config.transport, runs_folder(), epoch_bytes, kept_checkpoints(config, plan)))
         changes |= {"budget_bytes": size, "rounds": job.epochs * -(-epoch_bytes // size)}
     return make_plan(plan.job.model_copy(update=changes))
 
@@ -197,9 +197,14 @@ def _from_hub(target: TargetConfig) -> Path:
         ) from error
 
 
+def kept_checkpoints(config: RunConfig, plan: Plan) -> int:
+    """Bytes of the checkpoints that a run keeps, of the next one, and of the export."""
+    return (config.training.keep_checkpoints + 2) * plan.checkpoint_bytes
+
+
 def on_this_machine(config: RunConfig) -> RunConfig:
     """The recipe with the GPUs of this machine in place of those that its plan assumes."""
-    gpus = len(LocalPools().gpus)
+    gpus = len(LocalPools().gpus) if config.pools.kind == "local" else 0
     changes: dict[str, object] = {"gpus": gpus or None}
     if gpus and read_gpus():
         changes |= {"device": None, "memory_gb": None}

@@ -22,7 +22,7 @@ from infra.tracking.registry import champion, download, find_version
 from infra.transport.choice import round_bytes
 from infra.transport.files import check_space
 from models.config.recipe import RunConfig
-from tasks.plan import on_this_machine, plan_recipe
+from tasks.plan import kept_checkpoints, on_this_machine, plan_recipe
 from tasks.pools import on_cpu, run_main
 from tasks.run import OpenRun
 from tasks.side_effects import artifact_key, side_effect
@@ -140,7 +140,8 @@ def decide_sharing(config: RunConfig, folder: RunFolder, plan: Plan | None, epoc
     if folder.sharing.is_file():
         budget = Sharing.read(folder.sharing).budget_bytes
     elif mode == "alternate":
-        budget = round_bytes(config.transport, folder.path, epoch_bytes)
+        checkpoints = kept_checkpoints(config, plan) if plan else 0
+        budget = max(1, round_bytes(config.transport, folder.path, epoch_bytes, checkpoints))
     else:
         budget = config.transport.budget_mib * 2**20
     if mode != "share":

@@ -62,7 +62,7 @@ def test_turns_on_one_gpu_are_killed_resumed_and_train_what_sharing_it_trains(
     (shared,) = (RunFolder(path) for path in (tmp_path / "runs").glob("tiny-*"))
     assert read_sharing(shared).mode == "share"  # the planner's choice: a tiny target and its draft fit together
 
-    turns = ["name=turns", "pools.sharing=alternate", "transport.round_mib=13"]
+    turns = ["name=turns", "pools.sharing=alternate", "transport.round_mib=32"]
     flow = draftsmith("retrain", *RECIPE, *turns)
     deadline = time.monotonic() + WAIT_S
     while not (found := list((tmp_path / "runs").glob("turns-*/metrics.jsonl"))):

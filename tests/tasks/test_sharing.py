@@ -176,11 +176,15 @@ def test_a_round_takes_an_epoch_or_half_of_the_disk_and_stays_the_same(
     monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=4 * 2**30))
     config = load_recipe(ONE, ["pools.sharing=alternate"])
     folder = RunFolder(tmp_path)
+    assert decide_sharing(config, folder, None, EPOCH).budget_bytes == 2 * 2**30
+    assert decide_sharing(config, folder, None, 2**30).budget_bytes == 2**30
+    checkpoints = 4 * plan_recipe(config).checkpoint_bytes  # two are kept, one is written, and the export
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=4 * 2**30 + checkpoints))
     assert decide_sharing(config, folder, plan_recipe(config), EPOCH).budget_bytes == 2 * 2**30
-    assert decide_sharing(config, folder, plan_recipe(config), 2**30).budget_bytes == 2**30
     given = load_recipe(ONE, ["pools.sharing=alternate", "transport.round_mib=3072"])
     sharing = decide_sharing(given, folder, plan_recipe(given), EPOCH)
     assert sharing.budget_bytes == 3 * 2**30
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=4 * 2**30))
     too_much = load_recipe(ONE, ["pools.sharing=alternate", "transport.round_mib=5120"])
     with pytest.raises(Refusal, match=r"round_mib=5120: .* has 4096 MiB free"):
         decide_sharing(too_much, folder, None, EPOCH)

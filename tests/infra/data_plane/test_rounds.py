@@ -50,6 +50,7 @@ def in_turns(folder: RunFolder) -> list[str]:
             if ledger.finished():
                 return said
             follow_capture(ledger, [generator], said.append, said.append, nothing)
+            assert sum(file.stat().st_size for file in (folder.path / "objects").iterdir()) <= ROUND_BYTES
 
 
 def alternating(folder: RunFolder, budget_bytes: int = ROUND_BYTES) -> RunFolder:
