@@ -27,7 +27,7 @@ UV_COMPILE := .venv-lock/bin/uv pip compile --python-version 3.11 --upgrade --no
 ON_GPU := pools.inference_gpus=1 pools.training_gpus=1 generator.threads=null training.threads=null
 
 quickstart: $(VENV)/.ready
-	$(BIN)/draftsmith retrain recipes/quickstart.yaml $(if $(shell nvidia-smi -L 2>/dev/null),$(ON_GPU))
+	$(BIN)/draftsmith retrain recipes/quickstart.yaml $(if $(filter cu%,$(WHEELS)),$(ON_GPU))
 
 PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 

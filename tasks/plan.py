@@ -239,7 +239,7 @@ def _device(config: RunConfig, assumed: list[str]) -> Device:
 def _own_gpu() -> Gpu | None:
     """The smallest GPU of this machine that runs may lease."""
     permitted, inventory = LocalPools().gpus, read_gpus()
-    own = [gpu for gpu in inventory.gpus if gpu.uuid in permitted] if inventory else []
+    own = [gpu for gpu in inventory.devices if gpu.uuid in permitted] if inventory else []
     return min(own, key=lambda gpu: gpu.total, default=None)
 
 

@@ -51,6 +51,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
             "DeviceGetName": lambda _index: name,
             "DeviceGetMemoryInfo": lambda *_, **__: SimpleNamespace(total=total, free=total, used=0, reserved=0),
             "DeviceGetMigMode": not_supported,
+            "DeviceGetDeviceHandleFromMigDeviceHandle": not_supported,
+            "DeviceGetCudaComputeCapability": lambda _index: (9, 0),
             "DeviceGetPciInfo": lambda index: SimpleNamespace(busId=f"00000000:{index:02x}:00.0"),
             "DeviceGetTopologyCommonAncestor": lambda *_: pynvml.NVML_TOPOLOGY_SYSTEM,
             "DeviceGetP2PStatus": lambda *_: pynvml.NVML_P2P_STATUS_OK + 1,
@@ -90,7 +92,7 @@ def test_every_recipe_passes_the_plan_of_its_hardware(
 @pytest.mark.parametrize(("count", "mode"), [(1, "share"), (2, "apart")])
 def test_make_quickstart_uses_a_gpu_where_there_is_one(machine: Machine, tmp_path: Path, count: int, mode: str) -> None:
     assert not quickstart_overrides(tmp_path, "exit 9")
-    on_gpu = quickstart_overrides(tmp_path, "echo GPU 0: NVIDIA L4")
+    on_gpu = quickstart_overrides(tmp_path, "echo 580.65.06")
     machine("NVIDIA L4", count, 23)
     plan = checked_plan(on_this_machine(load_recipe(RECIPES / "quickstart.yaml", on_gpu)))
     assert plan.job.sharing == mode
