@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from models.config.eagle3 import Eagle3Config
 from models.drafts.base import PackedSamples, TargetProjection
 from models.drafts.eagle3.module import Eagle3Draft
-from models.drafts.layers import rotary_tables
+from models.drafts.layers import RMSNorm, rotary_tables
 from models.drafts.vocabulary import DraftVocabulary
 
 AUX_LAYERS = (1, 2, 3)
@@ -104,12 +104,12 @@ def make_work(shape: Shape, dtype: torch.dtype, device: str = "cpu", seed: int =
     head = normal(shape.vocabulary, shape.hidden, 0.02)
     last = F.normalize(normal(count, shape.hidden).add_(head[draft_tokens()], alpha=50)) * shape.hidden**0.5
     batch = PackedSamples(
-        tokens=draft_tokens().cpu(),
-        loss_mask=torch.ones(count, dtype=torch.bool),
+        tokens=draft_tokens(),
+        loss_mask=torch.ones(count, dtype=torch.bool, device=device),
         aux=normal(count, len(AUX_LAYERS) * shape.hidden).to(dtype),
         last=last.to(dtype),
         lengths=shape.lengths,
-        top=draft_tokens().cpu().int() if argmax else None,
+        top=draft_tokens().int() if argmax else None,
     )
     config = Eagle3Config(
         vocab_size=None if shape.draft_vocabulary == shape.vocabulary else shape.draft_vocabulary,
@@ -137,7 +137,7 @@ def autocast(dtype: torch.dtype, device: str = "cpu") -> Any:
 def our_step(work: Work, dtype: torch.dtype, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
     """Forward and backward; the loss."""
     work.draft.zero_grad(set_to_none=True)
-    with autocast(dtype, work.batch.last.device.type):
+    with autocast(dtype, work.batch.tokens.device.type):
         loss = work.draft.loss(work.batch, work.target, work.total, chunk_tokens).loss
     loss.backward()
     return loss.detach()
@@ -146,7 +146,7 @@ def our_step(work: Work, dtype: torch.dtype, chunk_tokens: int = CHUNK_TOKENS) -
 def plain_step(work: Work, dtype: torch.dtype) -> Tensor:
     """The same as plainly as can be: dense scores of all steps, whole logits, autograd."""
     work.draft.zero_grad(set_to_none=True)
-    with autocast(dtype, work.batch.last.device.type):
+    with autocast(dtype, work.batch.tokens.device.type):
         loss = _plain_loss(work)
     loss.backward()
     return loss.detach()
@@ -164,20 +164,36 @@ def _plain_loss(work: Work) -> Tensor:
     hidden, keys, values, loss = draft.fuse(batch.aux), [], [], torch.zeros(())
     for step in range(config.ttt_steps):
         tokens = batch.tokens[(row + 1 + step).clamp(max=count - 1)]
-        x = layer.attention_input(F.embedding(tokens, draft.embed_tokens.weight), hidden)
-        q, k, v = attention.project(x, rotary_tables(own + step, config.head_dim, config.rope_theta))
+        embedded = _plain_norm(layer.input_layernorm, F.embedding(tokens, draft.embed_tokens.weight))
+        x = torch.cat([embedded, _plain_norm(layer.hidden_norm, hidden)], dim=-1)
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        q, k, v = (projection(x).unflatten(1, (-1, config.head_dim)) for projection in projections)
+        tables = rotary_tables(own + step, config.head_dim, config.rope_theta)
+        q, k = _plain_rotation(q, tables), _plain_rotation(k, tables)
         keys.append(k.repeat_interleave(group, 1))
         values.append(v.repeat_interleave(group, 1))
         mask = torch.cat([causal, *[torch.eye(count, dtype=torch.bool)] * step], dim=1)
         scores = torch.einsum("ihd,jhd->hij", q, torch.cat(keys)).float() * config.head_dim**-0.5
         weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
         attended = torch.einsum("hij,jhd->ihd", weights.to(v.dtype), torch.cat(values)).flatten(1)
-        hidden = layer.finish(hidden, attended)
+        hidden = hidden + attention.o_proj(attended)
+        normed, mlp = _plain_norm(layer.post_attention_layernorm, hidden), layer.mlp
+        hidden = hidden + mlp.down_proj(F.silu(mlp.gate_proj(normed)) * mlp.up_proj(normed))
         predicted = row + 1 + step
         valid = predicted < ends - 1
-        logits = F.linear(draft.norm(hidden), draft.lm_head.weight).float()
+        logits = F.linear(_plain_norm(draft.norm, hidden), draft.lm_head.weight).float()
         loss = loss - (p[predicted[valid]] * logits[valid].log_softmax(-1)).sum() / work.total
     return loss
+
+
+def _plain_norm(norm: RMSNorm, x: Tensor) -> Tensor:
+    return F.rms_norm(x.to(norm.weight.dtype), (x.shape[-1],), norm.weight, norm.eps)
+
+
+def _plain_rotation(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = tables
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
 def speculators_step(work: Work, shape: Shape) -> tuple[nn.Module, Callable[[torch.dtype], Tensor]]:
@@ -246,7 +262,7 @@ def _speculators_inputs(batch: PackedSamples) -> dict[str, Tensor]:
         mask[-1] = False
         for name, part in {
             "hidden_states": batch.aux[features],
-            "input_ids": batch.tokens[following].to(batch.last.device),
+            "input_ids": batch.tokens[following],
             "verifier_last_hidden_states": batch.last[following],
             "document_ids": torch.full((length - 1,), index),
             "position_ids": torch.arange(length - 1),

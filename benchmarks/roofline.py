@@ -8,27 +8,21 @@ its arithmetic or its memory traffic, whichever is longer, at the shares of the 
 host waits cost nothing, so every figure is a prediction of what is possible, not a measurement. Matrix products are
 told from attention and from everything else ("element-wise").
 
-Bytes are those of inputs and outputs, each once. Kernels are operations that are no view; `logsumexp` counts for the
-five that torch makes of it. Every position is supervised and lies in the draft vocabulary.
+How operations are counted is said in operation_trace.py. Every position is supervised and lies in the draft vocabulary.
 """
 
 import argparse
 import json
-import sys
-import weakref
-from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from draft_contestants import AUX_LAYERS
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from operation_trace import DEVICE, Hardware, Trace, emulated_device
 
 from infra.files.atomic import write_atomically
 from infra.planner.memory import Setting, rank_memory
@@ -37,36 +31,16 @@ from infra.provenance import git_sha
 from models.config.eagle3 import Eagle3Config
 from models.config.training import TrainingConfig
 from models.drafts.base import PackedSamples, TargetProjection
+from models.drafts.eagle3 import attention
 from models.drafts.eagle3.module import Eagle3Draft
 from models.drafts.vocabulary import DraftVocabulary
 from models.dtypes import DTYPES
+from models.fused import FusedFunction
 from models.losses import chunked
 from models.training.lightning_module import DraftModule
 from models.training.stream import MicroBatch
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-
-from emulated_device import DEVICE, EmulatedTensor, emulated_device
-
 RESULT = Path(__file__).parent / "results" / "roofline.json"
-ALIGNED = 512
-"""Bytes that the caching allocator's sizes are multiples of."""
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """Peaks of one GPU, and the shares of them that good kernels reach (assumed)."""
-
-    name: str = "H100 SXM"
-    flops: float = 989e12
-    """Dense bfloat16."""
-    flops_float32: float = 67e12
-    bytes_per_s: float = 3.35e12
-    product_share: float = 0.75
-    attention_forward_share: float = 0.42
-    attention_backward_share: float = 0.32
-    """FlashAttention 2 as torch has it, on Hopper."""
-    memory_share: float = 0.85
 
 
 @dataclass(frozen=True)
@@ -120,186 +94,17 @@ SHAPES = {
 }
 """A draft of Qwen3-8B: the recipe's micro-batch, one chat, one long sample, and one that needs 80 GB."""
 
-VIEWS = frozenset(
-    [
-        "alias",
-        "as_strided",
-        "chunk",
-        "detach",
-        "expand",
-        "lift_fresh",
-        "permute",
-        "reshape",
-        "select",
-        "slice",
-        "split",
-        "split_with_sizes",
-        "squeeze",
-        "t",
-        "transpose",
-        "unbind",
-        "unflatten",
-        "unsqueeze",
-        "view",
-        "_reshape_alias",
-        "_unsafe_view",
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "new_empty",
-        "is_same_size",
-    ]
-)
-WRITES_ONLY = frozenset(
-    [
-        "zero_",
-        "fill_",
-        "zeros",
-        "zeros_like",
-        "ones",
-        "ones_like",
-        "new_zeros",
-        "new_ones",
-        "full",
-        "full_like",
-        "arange",
-    ]
-)
-READS_ROWS = frozenset({"embedding", "index", "index_select", "gather"})
-WRITES_ROWS = frozenset({"index_put", "index_put_", "index_copy_"})
-WAITS = frozenset({"nonzero", "_local_scalar_dense", "is_nonzero", "equal", "repeat_interleave"})
-"""Operations for which the host waits."""
-LOGSUMEXP_KERNELS = 5
-"""Maximum, difference, exponential, sum and logarithm: the scores are read three times more, and written twice."""
 
-
-@dataclass
-class Sum:
-    """Operations of one kind."""
-
-    kernels: int = 0
-    flops: float = 0.0
-    bytes: float = 0.0
-    seconds: float = 0.0
-
-    def add(self, kernels: int, flops: float, moved: float, seconds: float) -> None:
-        self.kernels += kernels
-        self.flops += flops
-        self.bytes += moved
-        self.seconds += seconds
-
-
-@dataclass
-class Trace(TorchDispatchMode):
-    """Counts what runs on the emulated device inside of it."""
-
-    lengths: tuple[int, ...]
-    hardware: Hardware
-    by_operation: dict[tuple[str, str], Sum] = field(default_factory=lambda: defaultdict(Sum))
-    """By phase and name."""
-    by_kind: dict[str, Sum] = field(default_factory=lambda: defaultdict(Sum))
-    waits: Counter[str] = field(default_factory=Counter)
-    peak: int = 0
-    _alive: dict[int, int] = field(default_factory=dict)
-    _phase: str = ""
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        self._phase = name
-        yield
-        self._phase = ""
-
-    def keep(self, tensor: Tensor) -> None:
-        """Count a tensor's memory until it is freed."""
-        if not isinstance(tensor, EmulatedTensor):
-            return
-        storage = tensor.data_on_cpu.untyped_storage()
-        if storage._cdata in self._alive:
-            return
-        self._alive[storage._cdata] = -(-storage.nbytes() // ALIGNED) * ALIGNED
-        weakref.finalize(storage, self._alive.pop, storage._cdata)
-        self.peak = max(self.peak, sum(self._alive.values()))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = func._schema.name.partition("::")[2]
-        out = self._answer(name, args) if name in WAITS or _by_mask(name, args) else None
-        out = func(*args, **kwargs) if out is None else out
-        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        for tensor in results:
-            self.keep(tensor)
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if name not in VIEWS and any(isinstance(x, EmulatedTensor) for x in (*given, *results)):
-            self._count(func, name, (args, kwargs, out), given, results)
-        return out
-
-    def _answer(self, name: str, args: Any) -> Any:
-        """What depends on values: everything is supervised, covered, finite and not zero."""
-        if not any(isinstance(leaf, EmulatedTensor) for leaf in tree_leaves(args)):
-            return None
-        self.waits[name if name in WAITS else "index by a mask"] += 1
-        if name == "nonzero":
-            return torch.arange(len(args[0]), device=DEVICE).unsqueeze(1)
-        if name == "repeat_interleave":
-            return torch.zeros(sum(self.lengths), dtype=torch.int64, device=DEVICE)
-        return args[0].flatten() if name not in WAITS else 1.0
-
-    def _count(self, func: Any, name: str, call: Any, given: list[Tensor], results: list[Tensor]) -> None:
-        args, kwargs, out = call
-        hardware, kernels = self.hardware, 1
-        moved = float(sum(map(_touched, (*given, *results))))
-        if name in WRITES_ONLY:
-            moved = sum(map(_touched, results))
-        elif name in READS_ROWS:
-            moved = 2 * sum(map(_touched, results))
-        elif name in WRITES_ROWS:
-            moved = 2 * _touched(given[-1])
-        elif name == "copy_":
-            moved = sum(map(_touched, given))
-        elif name == "logsumexp":
-            kernels, moved = LOGSUMEXP_KERNELS, moved + 5 * _touched(given[0])
-        kind, flops, arithmetic = "element-wise", 0.0, 0.0
-        if name.startswith("_flash_attention"):
-            backward = name.endswith("backward")
-            share = hardware.attention_backward_share if backward else hardware.attention_forward_share
-            pairs = sum(length * length / 2 for length in self.lengths)
-            flops = 4 * given[0].shape[1] * given[0].shape[2] * pairs * (2.5 if backward else 1)
-            kind, arithmetic = "attention", flops / hardware.flops / share
-        elif (formula := flop_registry.get(func._overloadpacket)) is not None:
-            flops = float(formula(*args, **{k: v for k, v in kwargs.items() if k != "out"}, out_val=out))
-            peak = hardware.flops_float32 if given[-1].dtype == torch.float32 else hardware.flops
-            kind, arithmetic = "products", flops / peak / hardware.product_share
-        seconds = max(arithmetic, moved / hardware.bytes_per_s / hardware.memory_share)
-        for total in (self.by_kind[kind], self.by_operation[self._phase, name]):
-            total.add(kernels, flops, moved, seconds)
-
-
-def _by_mask(name: str, args: Any) -> bool:
-    return name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1])
-
-
-def _touched(tensor: Tensor) -> int:
-    """Bytes of a tensor's distinct elements."""
-    count = tensor.element_size()
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        count *= size if stride else 1
-    return count if isinstance(tensor, EmulatedTensor) else 0
-
-
-def trace_step(step: Step, hardware: Hardware = Hardware()) -> Trace:
-    """One optimizer step, the optimizer's state and the moving average there from the start."""
-    chunked.BLOCK_BYTES[DEVICE.type] = chunked.BLOCK_BYTES["cuda"]
+def trace_step(step: Step) -> Trace:
+    """One optimizer step; the last one's gradients, the optimizer's state and the moving average are there."""
     draft = _draft(step)
-    with emulated_device(without_values=True), Trace(step.lengths, hardware) as trace:
-        # The next micro-batch waits on the device.
-        module, batch, _next = _module(step, draft), _batch(step), _batch(step)
+    with emulated_device(without_values=True), Trace(step.lengths, Hardware()) as trace, _as_on_cuda(trace):
+        module, batch = _module(step, draft), _batch(step)
         optimizer = module.configure_optimizers()["optimizer"]
         for group in optimizer.param_groups:
             for p in group["params"]:
                 state = {name: torch.empty_like(p) for name in ("exp_avg", "exp_avg_sq")}
+                p.grad = torch.empty_like(p)
                 optimizer.state[p] = state | {"step": torch.zeros((), device=DEVICE)}
         trace.by_kind.clear()
         trace.by_operation.clear()
@@ -308,12 +113,29 @@ def trace_step(step: Step, hardware: Hardware = Hardware()) -> Trace:
             loss = module.training_step(batch, 0)
         module.outcome = None
         with trace.phase("backward"):
+            optimizer.zero_grad()
             loss.backward()
         with trace.phase("optimizer"):
             module.configure_gradient_clipping(optimizer)
             optimizer.step()
             module.average(100)
         return trace
+
+
+@contextmanager
+def _as_on_cuda(trace: Trace) -> Iterator[None]:
+    """What the code decides by the device's type."""
+
+    def call(function: FusedFunction, *args: Any) -> Any:
+        return trace.call_fused(function, *args)
+
+    with (
+        patch.dict(chunked.BLOCK_BYTES, {DEVICE.type: chunked.BLOCK_BYTES["cuda"]}),
+        patch.object(FusedFunction, "__call__", call),
+        patch.object(chunked, "compiles", lambda _device: True),
+        patch.object(attention, "compiles", lambda _device: True),
+    ):
+        yield
 
 
 def _draft(step: Step) -> Eagle3Draft:
@@ -337,7 +159,7 @@ def _batch(step: Step) -> MicroBatch:
         torch.empty(step.tokens, count * step.hidden, dtype=torch.bfloat16, device=DEVICE)
         for count in (len(AUX_LAYERS), 1)
     )
-    tokens = torch.zeros(step.tokens, dtype=torch.int64)
+    tokens = torch.zeros(step.tokens, dtype=torch.int64, device=DEVICE)
     supervised = torch.ones_like(tokens, dtype=torch.bool)
     samples = PackedSamples(tokens, supervised, aux, last, step.lengths, top=tokens.int())
     return MicroBatch(1, 0, True, samples, step.tokens, step.tokens)

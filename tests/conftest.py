@@ -58,7 +58,7 @@ GROUPS = {
     "sglang": ("models/test_tiny_run.py", "models/capture/sglang", "models/export", "models/regeneration"),
     "flows": ("flows/test_deployment.py", "flows/test_retrain.py", "flows/test_promotion.py", "flows"),
     "chaos": ("test_chaos.py", "models/decoding"),
-    "training": ("models/training", "infra/data_plane/test_rounds.py"),
+    "training": ("models/training",),
     "pools": ("infra/pools",),
 }
 

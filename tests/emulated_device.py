@@ -68,9 +68,20 @@ _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
 DEVICE = torch.device(NAME, 0)
 _values_on = torch.device("cpu")
 """Where tensors of the device have their values."""
+
+
+def _add_wide_product(
+    total: torch.Tensor, first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype, *, out: torch.Tensor
+) -> torch.Tensor:
+    """`aten::addmm.dtype_out`: a product of half precision, added up in float32."""
+    assert total.dtype == out.dtype == dtype
+    return out.copy_(total + first.to(dtype) @ second.to(dtype))
+
+
 OF_THE_DEVICE = {
     "_flash_attention_forward": emulated_flash.forward,
     "_flash_attention_backward": emulated_flash.backward,
+    "addmm.dtype_out": _add_wide_product,
 }
 """Operations that the CPU does not have."""
 IN_LOW_PRECISION = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product_attention", "conv1d")
@@ -87,6 +98,11 @@ IN_FLOAT32 = (
     "log",
 )
 
+
+# The first backward pass of a process starts autograd's thread of every device that is there.
+_Module.is_present = True
+torch.ones((), requires_grad=True).backward()
+_Module.is_present = False
 
 _autocast = torch.library.Library("aten", "IMPL")
 _fallback = torch.library.Library("_", "IMPL")
@@ -167,10 +183,6 @@ class _Stream:
 
     def wait_stream(self, _other: "_Stream") -> None:
         """The host does not wait."""
-
-    def record_event(self) -> "_Stream":
-        """An event: everything is done already."""
-        return self
 
     def synchronize(self) -> None:
         self._traffic.waits["synchronize"] += 1
@@ -279,12 +291,16 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], traffic: Traffic) -> Any:
         on_device = False
     plain_kwargs = kwargs | ({"device": _values_on if on_device else torch.device("cpu")} if "device" in kwargs else {})
     plain_kwargs.pop("pin_memory", None)
-    compute = OF_THE_DEVICE.get(name, func) if _values_on.type == "cpu" else func
+    compute = OF_THE_DEVICE.get(_overload(func, name), func) if _values_on.type == "cpu" else func
     out = compute(*tree_map(_values, args), **tree_map(_values, plain_kwargs))
     if not on_device:
         return out
     same = {id(tensor.data_on_cpu): tensor for tensor in emulated}
     return tree_map(lambda x: _wrapped(x, same) if isinstance(x, torch.Tensor) else x, out)
+
+
+def _overload(func: Any, name: str) -> str:
+    return f"{name}.{func._schema.overload_name}".removesuffix(".")
 
 
 def _wrapped(values: torch.Tensor, same: dict[int, EmulatedTensor]) -> EmulatedTensor:
@@ -308,8 +324,6 @@ def _copy(func: Any, source: torch.Tensor, kwargs: dict[str, Any], traffic: Traf
     if _is_emulated(device):
         if not isinstance(source, EmulatedTensor):
             traffic.to_device.append(_bytes(out))
-            # CUDA copies from pageable memory when all work before is done.
-            traffic.waits["copy to the device"] += not kwargs.get("non_blocking", False)
         return EmulatedTensor(out.to(_values_on))
     if isinstance(source, EmulatedTensor):
         traffic.to_host.append(_bytes(out))
@@ -331,7 +345,6 @@ def _count(name: str, args: Any, emulated: list[EmulatedTensor], traffic: Traffi
         traffic.waits["copy to the host"] += not (len(args) > 2 and args[2])
     elif name == "copy_" and not isinstance(args[1], EmulatedTensor):
         traffic.to_device.append(_bytes(args[1]))
-        traffic.waits["copy to the device"] += not (len(args) > 2 and args[2])
 
 
 def _refuse_mixture(name: str, args: Any, tensors: list[torch.Tensor]) -> None:

@@ -52,9 +52,7 @@ def test_generators_belong_to_a_device():
 def test_copies_and_waits_are_counted():
     with emulated_device() as traffic:
         there = torch.arange(4.0).to(DEVICE)
-        assert (traffic.to_device, traffic.to_host) == ([16], [])
-        torch.arange(4.0).to(DEVICE, non_blocking=True)
-        assert dict(traffic.waits) == {"copy to the device": 1}
+        assert (traffic.to_device, traffic.to_host, traffic.waits.total()) == ([16], [], 0)
         there.cpu()
         assert traffic.to_host == [16]
         traffic.clear()

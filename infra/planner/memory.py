@@ -12,8 +12,9 @@ from infra.records.data_path import Record
 FLOAT = 4
 MOMENTS = 2
 """AdamW's."""
-BLOCK_BYTES = {True: 8 * 2**20, False: 256 * 2**20}
-"""Draft logits of a chunk that the loss works on at once, as float32: on a CPU, on a GPU (models/losses/chunked.py)."""
+BLOCK_BYTES = {True: 4 * 2**20, False: 0}
+"""Draft logits of a chunk that the loss works on at once, as float32: on a CPU; on a GPU its compiled functions keep
+none (models/losses/chunked.py)."""
 BLOCKS = 2
 """Arrays of a block that are alive at once: two temporaries; where logits are bfloat16, the block in float32 too."""
 RECOMPUTED_ROWS = 8192
@@ -44,6 +45,8 @@ class Setting(Record):
     recompute: bool = False
     """Whether inner activations are computed again in the backward pass (training.recompute)."""
     prefetch_steps: int
+    scaled: bool = False
+    """Whether the backward scales the loss's gradients, which copies them: with several ranks."""
     divided: int = 1
     """Ranks among which weights, gradients and optimizer state are divided (training.sharded)."""
     context: int = 1
@@ -65,7 +68,7 @@ class RankMemory(Record):
     frozen_tables: int = Field(description="frozen tables of the target")
     # As autocast keeps them during a micro-batch.
     cast_weights: int = Field(description="weights cast to bfloat16")
-    # Those of the micro-batch, and on a GPU of the next; without one all prefetched ones.
+    # Those of the micro-batch; without a GPU the prefetched ones too.
     features: int = Field(description="hidden states")
     # What the draft's rows keep for the backward, over all steps of the training-time test.
     activations: int = Field(description="activations, all steps")
@@ -90,7 +93,7 @@ def rank_memory(draft: DraftShape, target: TargetShape, setting: Setting, length
     matrices = draft.token_parameters + draft.row_parameters
     table = target.hidden_size * item
     heads = table * draft.vocab_size + (table * target.vocab_size if setting.whole_head else 0)
-    copies = setting.prefetch_steps + 2 if setting.one_memory or setting.on_device else 2
+    copies = setting.prefetch_steps + 2 if setting.one_memory or setting.on_device else 1
     activations, loss = _of_batch(draft, target, setting, lengths)
     captured = stored_bytes_per_token(setting.aux_count, target.hidden_size, setting.stored, setting.top_token)
     share = -(-draft.parameters // setting.divided) * FLOAT
@@ -117,7 +120,9 @@ def _of_batch(draft: DraftShape, target: TargetShape, setting: Setting, lengths:
     if setting.recompute and kept.carried is not None:
         held = int(kept.token * sum(lengths) + kept.carried * rows)
         of_step = rows // draft.rows_per_token
-        return held, max(loss, formed + int(kept.step * of_step + kept.inner * min(of_step, RECOMPUTED_ROWS)))
+        again = int(kept.step * of_step + kept.inner * min(of_step, RECOMPUTED_ROWS))
+        # The last step's output is gone when that step, the first to be computed again, is.
+        return held, max(loss, formed + again - int(kept.carried * of_step))
     return int(kept.token * sum(lengths) + kept.row * rows + kept.pair * pairs), loss
 
 
@@ -138,7 +143,8 @@ def _loss(draft: DraftShape, target: TargetShape, setting: Setting, tokens: int,
     states = rows * hidden * item
     # Chains hand their hidden states over, and the gradients take their memory; blocks of rows keep both.
     formed = outputs + states * (2 if draft.target_per_row else 1) + by_head
-    return formed + cast_head + max(projecting, comparing), formed
+    copied = by_head + states if setting.scaled else 0
+    return formed + max(cast_head + max(projecting, comparing), copied), formed + copied
 
 
 def cache_tokens(longest_tokens: int) -> int:

@@ -96,14 +96,14 @@ class DFlashConfig(LayerShape):
         )
 
     def _kept(self, hidden: int, aux_count: int, item: int) -> Kept:
-        """Counted from the graph's saved tensors, with products in `item` bytes and norms in float32."""
+        """Counted from what the functions save for the backward pass; a block's rows pass the layers in float32."""
         queries, keys, layers = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, len(self.layer_types)
-        layer = 28 * hidden + 12 * (queries + keys) + (3 * queries + 2 * keys + 4 * self.intermediate_size) * item
+        layer = 8 * hidden + (2 * hidden + 4 * queries + 3 * keys + 2 * self.intermediate_size) * item
         return Kept(
-            token=(aux_count * hidden + layers * 2 * keys) * item + 8 * hidden + layers * 12 * keys,
+            token=(aux_count * hidden + 2 * hidden + layers * keys) * item,
             row=layers * layer + 8 * hidden,
             output=4 * hidden,
-            pair=layers * 2 * keys * item / ROWS_AT_ONCE,
+            pair=layers * 2 * queries * item / ROWS_AT_ONCE,
         )
 
     def engine_arguments(self, lookahead: int) -> list[str]:

@@ -78,21 +78,24 @@ class Eagle3Config(LossChoice, VocabularyChoice, LayerShape):
         )
 
     def _kept(self, hidden: int, aux_count: int, item: int) -> Kept:
-        """Counted from the graph's saved tensors, with products in `item` bytes and norms in float32."""
+        """Counted from what the functions save for the backward pass, in `item` bytes unless said otherwise."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        # A norm keeps its input and its unscaled result; the results of two norms are concatenated.
-        of_hidden = (28 + 2 * item if item == 4 else 28 + 8 * item) * hidden
-        # Rotated queries, the attended values, keys and values; the log-sum-exp of every head's scores.
+        normed = self.fc_norm or self.norm_before_fc
+        # Rotated queries, the attended values, keys and values; the log-sum-exp of every head's scores in float32.
         of_attention = (2 * queries + 2 * keys) * item + 4 * self.num_heads
-        of_layer = 4 * self.intermediate_size * item + 4 * self.head_dim + 12
+        # Both normed inputs, the sum after attention, its norm, the output; perhaps the next input, its norm.
+        of_hidden = (5 + self.norm_output) * hidden * item
+        # Gate and up projection; the rotary tables and the factors of four norms in float32.
+        of_rest = 2 * self.intermediate_size * item + 4 * self.head_dim + 16
         return Kept(
-            token=aux_count * hidden * item + (hidden * 4 if item == 4 else 0),
-            row=of_hidden + of_attention + of_layer,
+            # The fused features; a copy of the captured ones where they are not bfloat16, and where they are normed.
+            token=(1 + aux_count * ((item == 4) + normed)) * hidden * item,
+            row=of_hidden + of_attention + of_rest,
             # The first step's keys and values, and their gradients.
             exchanged=4 * keys * item,
-            carried=4 * hidden + 2 * keys * item,
-            step=8 * hidden + (3 * queries + 2 * keys) * item,
-            inner=20 * hidden + 4 * self.intermediate_size * item,
+            carried=(hidden + 2 * keys) * item + 8,
+            step=(2 * queries + 2 * keys + hidden) * item + 4 * self.num_heads,
+            inner=(2 * hidden + 6 * self.intermediate_size) * item,
         )
 
     def engine_arguments(self, lookahead: int) -> list[str]:

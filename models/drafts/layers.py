@@ -1,8 +1,12 @@
 """Building blocks that drafts share: the target's embedding and head, and plain Llama layers."""
 
+from typing import NamedTuple
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from models.drafts.products import SharedWeight, gated_product, products
+from models.drafts.row_functions import rms_norm
 
 
 class TargetTable(nn.Module):
@@ -43,8 +47,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., size]` any dtype to the same shape in the weight's dtype."""
-        return F.rms_norm(x.to(self.weight.dtype), (x.shape[-1],), self.weight, self.eps)
+        """`[..., size]` any dtype to the same shape in autocast's dtype, or else the weight's."""
+        return rms_norm(x, self.weight, self.eps)
 
 
 class GatedMLP(nn.Module):
@@ -56,8 +60,23 @@ class GatedMLP(nn.Module):
         self.up_proj = nn.Linear(size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+    def weights(self) -> "GatedWeights":
+        """For one pass, in which the layer may run several times."""
+        gate, up, down = (SharedWeight(x.weight) for x in (self.gate_proj, self.up_proj, self.down_proj))
+        return GatedWeights(gate, up, down)
+
+
+class GatedWeights(NamedTuple):
+    """`GatedMLP`'s weights."""
+
+    gate: SharedWeight
+    up: SharedWeight
+    down: SharedWeight
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """`residual + mlp(x)`, `[n, size]`."""
+        gate, up = products(x, (self.gate, self.up))
+        return gated_product(residual, gate, up, self.down)
 
 
 def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -65,10 +84,3 @@ def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tenso
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64) / head_dim
     angles = positions.to(torch.float64)[:, None, None] * (theta**-exponents)
     return angles.cos().float(), angles.sin().float()
-
-
-def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply rotary position embedding (half-split layout) to `x` `[N, heads, head_dim]`."""
-    cos, sin = tables
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

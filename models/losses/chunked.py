@@ -1,18 +1,20 @@
 """Losses between two distributions, in chunks over positions, gradients formed in the forward pass.
 
 Logits live for one chunk of positions at a time, in one buffer in which their gradient takes their place; float32
-copies live for a block of it. The target is projected once per chunk and serves all steps, so nothing of the size of
-tokens x vocabulary is kept or redone.
+copies live for a block of it. The target is projected once per chunk and serves all steps and the question which
+positions count, so nothing of the size of tokens x vocabulary is kept or redone.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-BLOCK_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
+from models.fused import compiles, fused
+
+BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Draft logits, or rows of the head's gradient, that are worked on at once, as float32: what stays in a processor's
 cache, or fills a GPU."""
 
@@ -31,13 +33,17 @@ class TargetDistribution:
     """`[Vd]` int64 rows of the whole `head` that are the draft vocabulary's. None: the draft vocabulary is taken for
     the whole."""
 
-    def chunk(self, positions: slice) -> "TargetChunk":
-        """The target at some positions."""
+    def chunk(self, positions: slice, with_mass: bool) -> "TargetChunk":
+        """The target at some positions; the mass only if asked for."""
         logits = shape_logits(product(self.last[positions], self.head), self.logit_scale, self.soft_cap)
+        zeros = logits.new_zeros(len(logits), 1)
         if self.draft_ids is None:
-            return TargetChunk(logits, logits.new_zeros(len(logits), 1))
+            return TargetChunk(logits, torch.ones(len(logits), dtype=torch.bool, device=logits.device), zeros)
         inside = logits.index_select(1, self.draft_ids)
-        return TargetChunk(inside, (inside.logsumexp(-1) - logits.logsumexp(-1)).clamp_(max=0).unsqueeze(-1))
+        covered = inside.amax(-1) == logits.amax(-1)
+        if not with_mass:
+            return TargetChunk(inside, covered, zeros)
+        return TargetChunk(inside, covered, (inside.logsumexp(-1) - logits.logsumexp(-1)).clamp_(max=0).unsqueeze(-1))
 
 
 class TargetChunk(NamedTuple):
@@ -45,8 +51,10 @@ class TargetChunk(NamedTuple):
 
     logits: Tensor
     """`[n, Vd]` float32, over the draft vocabulary."""
+    covered: Tensor
+    """`[n]` bool: the target's greatest logit is in the draft vocabulary."""
     log_mass: Tensor
-    """`[n, 1]` log of the draft vocabulary's share of the target's probability; 0 where it is taken for the whole."""
+    """`[n, 1]` log of the draft vocabulary's share of the target's probability."""
 
 
 Sloped = tuple[Tensor, Tensor | None]
@@ -55,14 +63,17 @@ Sloped = tuple[Tensor, Tensor | None]
 class LossDivergence:
     """How far q is from p at a position, and its slope."""
 
-    def __call__(self, logits: Tensor, log_p: Tensor, log_mass: Tensor, with_slope: bool) -> Sloped:
-        """Values `[n, S]`, and their slope `[n, S, Vd]` by `logits` if wanted.
+    true_mass: ClassVar[bool] = False
+    """Whether it asks for the draft vocabulary's share of the target's probability."""
+
+    def __call__(self, logits: Tensor, log_p: Tensor, log_mass: Tensor, weights: Tensor | None) -> Sloped:
+        """Values `[n, S]`, and with weights their weighted slope `[n, S, Vd]` by `logits`.
 
         Args:
             logits: `[n, S, Vd]` the draft's, q = softmax; may be overwritten.
             log_p: `[n, Vd]` log of the target's probabilities, normalised over the draft vocabulary.
             log_mass: `[n, 1]` log of the draft vocabulary's share of the target's whole distribution.
-            with_slope: whether the slope is wanted.
+            weights: `[n, S]`, by which the slope is multiplied; None if it is not wanted.
         """
         raise NotImplementedError
 
@@ -73,7 +84,9 @@ class SummedLoss(NamedTuple):
     loss: Tensor
     """Scalar, float32 (float64 for float64 drafts); differentiable in `hidden` and `head`."""
     correct: Tensor
-    """`[P, S]` bool: the draft's greatest logit is the target's greatest of the draft vocabulary."""
+    """`[P, S]` bool: the draft's greatest logit is the target's greatest; false where the position is not covered."""
+    covered: Tensor
+    """`[P]` bool: the target's greatest logit is in the draft vocabulary."""
 
 
 def chunked_loss(
@@ -86,7 +99,7 @@ def chunked_loss(
     *,
     overwrite: bool = False,
 ) -> SummedLoss:
-    """Weighted sum of a divergence over positions and steps.
+    """Weighted sum of a divergence over positions and steps; positions that are not covered are left out.
 
     Args:
         hidden: S times `[P, h]` draft hidden states (after its norm): step s's prediction of position p's next token.
@@ -113,7 +126,9 @@ class _LossSettings(NamedTuple):
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, how: _LossSettings, weights: Tensor, head: Tensor, *hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, how: _LossSettings, weights: Tensor, head: Tensor, *hidden: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         positions, width = hidden[0].shape
         dtype, device = hidden[0].dtype, head.device
         accumulate = torch.float64 if dtype == torch.float64 else torch.float32
@@ -121,36 +136,40 @@ class _ChunkedLoss(torch.autograd.Function):
         gradients = [x.detach() if how.overwrite else torch.empty_like(x) for x in hidden] if with_slope else []
         head_grad = torch.zeros(head.shape, dtype=accumulate, device=device) if of_head else None
         loss = torch.zeros((), dtype=accumulate, device=device)
-        correct = torch.empty(positions, len(hidden), dtype=torch.bool, device=device)
+        correct = torch.zeros(positions, len(hidden), dtype=torch.bool, device=device)
+        covered = torch.empty(positions, dtype=torch.bool, device=device)
         compute_head = head.to(dtype)
         for start in range(0, positions, how.chunk_tokens):
             chunk = slice(start, min(start + how.chunk_tokens, positions))
-            part = how.target.chunk(chunk)
-            rows = torch.stack([x[chunk] for x in hidden], dim=1).view(-1, width)
-            logits = (rows @ compute_head.T).view(-1, len(hidden), len(head))
-            value, correct[chunk] = _diverge(logits, weights[chunk].to(accumulate), part, how.divergence, with_slope)
+            part = how.target.chunk(chunk, how.divergence.true_mass)
+            covered[chunk] = part.covered
+            kept = part.covered.nonzero().squeeze(-1)
+            part = TargetChunk(*(x[kept] for x in part)) if len(kept) < len(part.covered) else part
+            places = start + kept
+            rows = torch.stack([x[places] for x in hidden], dim=1).view(-1, width)
+            logits = (rows @ compute_head.T).view(len(kept), len(hidden), len(head))
+            value, correct[places] = _diverge(logits, weights[places].to(accumulate), part, how.divergence, with_slope)
             loss += value
             slope = logits.view(len(rows), len(head))
             if with_slope:
-                by_step = (slope @ compute_head).view(-1, len(hidden), width).unbind(1)
+                by_step = (slope @ compute_head).view(len(kept), len(hidden), width).unbind(1)
                 for found, gradient in zip(gradients, by_step, strict=True):
-                    found[chunk] = gradient
+                    found[chunk] = 0
+                    found[places] = gradient
                 if head_grad is not None:
-                    _add_product(head_grad, slope, rows)
+                    add_product(head_grad, slope, rows)
             # Not beside those of the next chunk.
             del logits, slope, part
         ctx.save_for_backward(None if head_grad is None else head_grad.to(head.dtype), *gradients)
-        ctx.mark_non_differentiable(correct)
-        return loss, correct
+        ctx.mark_non_differentiable(correct, covered)
+        return loss, correct, covered
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         scale, saved = gradients[0], ctx.saved_tensors
-        # In place: a copy of all would be the step's peak of memory. The host would wait for a device's number.
-        if scale.device.type != "cpu" or float(scale) != 1:
-            for grad in saved:
-                if grad is not None:
-                    grad.mul_(scale)
+        # As they are where nothing changes: a copy of all would be the step's peak of memory.
+        if float(scale) != 1:
+            saved = tuple(None if grad is None else grad * scale.to(grad.dtype) for grad in saved)
         return (None, None, *saved)
 
 
@@ -163,29 +182,43 @@ def _diverge(
     """
     count, steps, vocabulary = logits.shape
     total, correct = weights.new_zeros(()), torch.empty(count, steps, dtype=torch.bool, device=logits.device)
-    at_once = max(1, _block_bytes(logits.device) // (4 * steps * vocabulary))
+    at_once = max(1, count if compiles(logits.device) else _block_bytes(logits.device) // (4 * steps * vocabulary))
     for start in range(0, count, at_once):
         block = slice(start, min(start + at_once, count))
-        wide = logits[block].to(weights.dtype)
-        best = target.logits[block].argmax(-1)[:, None, None].expand(-1, steps, 1)
-        correct[block] = wide.gather(-1, best).squeeze(-1) == wide.amax(-1)
-        log_p = target.logits[block].log_softmax(-1).to(wide.dtype)
-        values, slope = divergence(wide, log_p, target.log_mass[block].to(wide.dtype), with_slope)
-        total += (weights[block] * values).sum()
-        if slope is not None:
-            logits[block] = slope.mul_(weights[block].unsqueeze(-1))
+        given = (logits[block], weights[block], target.logits[block], target.log_mass[block])
+        value, correct[block] = _diverge_rows(*given, divergence, with_slope)
+        total += value
     return total, correct
 
 
-def _add_product(total: Tensor, slope: Tensor, rows: Tensor) -> None:
-    """`total += slope.T @ rows`; where dtypes differ block by block, since a sum converts all that it adds."""
+@fused
+def _diverge_rows(
+    logits: Tensor, weights: Tensor, of_target: Tensor, log_mass: Tensor, divergence: LossDivergence, with_slope: bool
+) -> tuple[Tensor, Tensor]:
+    """See `_diverge`; the slope, if wanted, is written to `logits`."""
+    wide = logits.to(weights.dtype)
+    best = of_target.argmax(-1)[:, None, None].expand(-1, wide.shape[1], 1)
+    correct = wide.gather(-1, best).squeeze(-1) == wide.amax(-1)
+    log_p = of_target.log_softmax(-1).to(wide.dtype)
+    values, slope = divergence(wide, log_p, log_mass.to(wide.dtype), weights if with_slope else None)
+    value = (weights * values).sum()
+    if slope is not None:
+        logits.copy_(slope)
+    return value, correct
+
+
+def add_product(total: Tensor, slope: Tensor, rows: Tensor) -> None:
+    """`total += slope.T @ rows`, for `total` `[out, in]` in the dtype of `slope` and `rows`, or wider."""
     if total.dtype == slope.dtype:
         total.addmm_(slope.T, rows)
-        return
-    at_once = max(1, _block_bytes(total.device) // (total.shape[1] * total.element_size()))
-    for start in range(0, len(total), at_once):
-        block = slice(start, start + at_once)
-        total[block] += slope[:, block].T @ rows
+    elif total.device.type != "cpu":
+        torch.ops.aten.addmm.dtype_out(total, slope.T, rows, total.dtype, out=total)
+    else:
+        # A CPU's product has the dtype of its factors, and a sum converts all that it adds: block by block.
+        at_once = max(1, _block_bytes(total.device) // (total.shape[1] * total.element_size()))
+        for start in range(0, len(total), at_once):
+            block = slice(start, start + at_once)
+            total[block] += slope[:, block].T @ rows
 
 
 def _block_bytes(device: torch.device) -> int:

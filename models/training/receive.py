@@ -185,8 +185,7 @@ class Fetcher:
             loss_mask=torch.cat([t.loss_mask for t in texts]),
             aux=hidden.aux,
             last=hidden.last,
-            # With GPUDirect it arrives on the device.
-            top=None if hidden.top is None else hidden.top.cpu(),
+            top=hidden.top,
             lengths=lengths,
             share=share,
         )

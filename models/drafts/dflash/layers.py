@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.config.dflash import ROWS_AT_ONCE, DFlashConfig
-from models.drafts.layers import GatedMLP, RMSNorm, rotate
-from models.drafts.transfer import to_device
+from models.drafts.layers import GatedMLP, RMSNorm
+from models.drafts.row_functions import Tables, rotate
 
-Tables = tuple[Tensor, Tensor]
 KeysValues = tuple[Tensor, Tensor]
 """Rotated keys and values, each `[N, kv_heads, d]`."""
 BlockAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -21,7 +20,7 @@ features included: `[A*B, heads * d]`."""
 
 @dataclass(frozen=True)
 class Blocks:
-    """A blocks over packed features; on the host, which divides them."""
+    """A blocks over packed features."""
 
     tokens: Tensor
     """`[A]` int64, each block's known token."""
@@ -43,15 +42,14 @@ class View:
     """`[rows, features + rows]` bool: True is seen."""
 
 
-def views(blocks: Blocks, block_size: int, window: int | None, device: torch.device) -> list[View]:
-    """What every block sees: with a window, only the window's positions; without, everything. Masks are on `device`."""
+def views(blocks: Blocks, block_size: int, window: int | None) -> list[View]:
+    """What every block sees: with a window, only the window's positions; without, everything."""
     found = []
     starts, positions = blocks.starts.tolist(), blocks.positions.tolist()
-    (on_device,) = to_device([blocks.positions], device)
     for first, end in _together(starts, max(1, ROWS_AT_ONCE // block_size)):
         low = 0 if window is None else max(0, positions[first] - window + 1)
         features = slice(starts[first] + low, starts[first] + positions[end - 1])
-        anchors = on_device[first:end, None].expand(-1, block_size).flatten()
+        anchors = blocks.positions[first:end].repeat_interleave(block_size)
         offsets = torch.arange(block_size, device=anchors.device).repeat(end - first)
         own = anchors + offsets
         place = torch.arange(low, positions[end - 1], device=anchors.device)
@@ -119,13 +117,12 @@ class DFlashAttention(nn.Module):
         """`[N, H]` block rows or fused features to rotated keys and values."""
         values = self.v_proj(x).view(len(x), self.kv_heads, self.head_dim)
         keys = rotate(self.k_norm(self.k_proj(x).view(len(x), self.kv_heads, self.head_dim)), tables)
-        return keys.to(values.dtype), values
+        return keys, values
 
     def forward(self, x: Tensor, tables: Tables, attention: BlockAttention) -> Tensor:
         """Block rows `[A*B, H]` to `[A*B, H]`."""
         keys, values = self.keys_values(x, tables)
-        queries = self.queries(x, tables).to(values.dtype)
-        return self.o_proj(attention(queries, keys, values))
+        return self.o_proj(attention(self.queries(x, tables), keys, values))
 
 
 class DFlashLayer(nn.Module):
@@ -140,4 +137,4 @@ class DFlashLayer(nn.Module):
 
     def forward(self, hidden: Tensor, tables: Tables, attention: BlockAttention) -> Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), tables, attention)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return self.mlp.weights().add_to(hidden, self.post_attention_layernorm(hidden))

@@ -9,17 +9,16 @@ rank that has a part of a sample's rows merges what they find in the rows before
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from models.drafts.transfer import to_device
+from models.fused import compiles, fused
 
-ROWS = 4096
-"""Rows whose further columns are worked on at once, in float32."""
+ROWS = 256
+"""Rows whose further columns are worked on at once, in float32, where that takes memory: what stays in a cache."""
 
 PLAIN_ROWS = 512
 """Query rows of the plain kernel whose scores are alive at once."""
@@ -141,8 +140,7 @@ def _looking_back(how: _AttentionSettings) -> list[tuple[slice, slice]]:
 
 def _join(out: Tensor, log_sum: Tensor, more: Tensor, more_sum: Tensor) -> None:
     """Attended values and log-sum-exp as of both sets of keys, in place of the first set's."""
-    for start in range(0, len(out), ROWS):
-        rows = slice(start, start + ROWS)
+    for rows in _row_blocks(out):
         total = torch.logaddexp(log_sum[rows], more_sum[rows])
         shares = [(x[rows] - total).exp_().unsqueeze(-1) for x in (log_sum, more_sum)]
         out[rows] = out[rows] * shares[0] + more[rows] * shares[1]
@@ -154,22 +152,33 @@ def _grouped(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
     return x.unflatten(1, (kv_heads, -1)).to(dtype)
 
 
+def _row_blocks(x: Tensor) -> list[slice]:
+    """All rows at once where fused functions are compiled, which have no float32 temporaries."""
+    at_once = max(1, len(x)) if compiles(x.device) else ROWS
+    return [slice(start, start + at_once) for start in range(0, len(x), at_once)]
+
+
 def _merge(q: Tensor, own: Sequence[Tensor], out: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
     """Merge the own columns `k1, v1, k2, v2 ..` into the kernel's values and log-sum-exp."""
-    kv_heads, dtype = own[0].shape[1], log_sum.dtype
     merged, total = torch.empty_like(out), torch.empty_like(log_sum)
-    for start in range(0, len(q), ROWS):
-        rows = slice(start, start + ROWS)
-        q_rows = _grouped(q[rows], kv_heads, dtype)
-        before = _grouped(log_sum[rows], kv_heads, dtype)
-        scores = torch.stack([before, *(_scores(q_rows, k[rows]) for k in own[::2])], dim=-1)
-        after = scores.logsumexp(-1)
-        shares = (scores - after.unsqueeze(-1)).exp_()
-        found = _grouped(out[rows], kv_heads, dtype) * shares[..., :1]
-        for index, v in enumerate(own[1::2], 1):
-            found.addcmul_(shares[..., index : index + 1], v[rows].unsqueeze(2).to(dtype))
-        merged[rows], total[rows] = found.flatten(1, 2), after.flatten(1)
+    for rows in _row_blocks(q):
+        _merge_rows(q[rows], out[rows], log_sum[rows], merged[rows], total[rows], *(x[rows] for x in own))
     return merged, total
+
+
+@fused
+def _merge_rows(q: Tensor, out: Tensor, log_sum: Tensor, merged: Tensor, total: Tensor, *own: Tensor) -> None:
+    """Writes to `merged` and `total`."""
+    kv_heads, dtype = own[0].shape[1], log_sum.dtype
+    q = _grouped(q, kv_heads, dtype)
+    scores = torch.stack([_grouped(log_sum, kv_heads, dtype), *(_scores(q, k) for k in own[::2])], dim=-1)
+    after = scores.logsumexp(-1)
+    shares = (scores - after.unsqueeze(-1)).exp_()
+    found = _grouped(out, kv_heads, dtype) * shares[..., :1]
+    for index, v in enumerate(own[1::2], 1):
+        found.addcmul_(shares[..., index : index + 1], v.unsqueeze(2).to(dtype))
+    merged.copy_(found.flatten(1, 2))
+    total.copy_(after.flatten(1))
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:
@@ -181,22 +190,31 @@ def _add_own_gradients(
     of_q: Tensor, gradient: Tensor, q: Tensor, own: Sequence[Tensor], out: Tensor, log_sum: Tensor
 ) -> list[Tensor]:
     """Gradients of the own columns; what they give to the queries is added to `of_q`."""
-    kv_heads, dtype, scale = own[0].shape[1], log_sum.dtype, q.shape[-1] ** -0.5
     found = [torch.empty_like(x) for x in own]
-    for start in range(0, len(q), ROWS):
-        rows = slice(start, start + ROWS)
-        q_rows, gradient_rows, of_q_rows = (_grouped(x[rows], kv_heads, dtype) for x in (q, gradient, of_q))
-        drop = (gradient_rows * _grouped(out[rows], kv_heads, dtype)).sum(-1)
-        after = _grouped(log_sum[rows], kv_heads, dtype)
-        for index in range(0, len(own), 2):
-            k, v = own[index][rows], own[index + 1][rows]
-            share = (_scores(q_rows, k) - after).exp_()
-            slope = (((gradient_rows * v.unsqueeze(2)).sum(-1) - drop) * share * scale).unsqueeze(-1)
-            of_q_rows = of_q_rows + slope * k.unsqueeze(2)
-            found[index][rows] = (slope * q_rows).sum(2)
-            found[index + 1][rows] = (share.unsqueeze(-1) * gradient_rows).sum(2)
-        of_q[rows] = of_q_rows.flatten(1, 2)
+    for rows in _row_blocks(q):
+        given = (x[rows] for x in (of_q, gradient, q, out, log_sum))
+        _add_own_gradients_of_rows(*given, *(x[rows] for x in found), *(x[rows] for x in own))
     return found
+
+
+@fused
+def _add_own_gradients_of_rows(
+    of_q: Tensor, gradient: Tensor, q: Tensor, out: Tensor, log_sum: Tensor, *columns: Tensor
+) -> None:
+    """Adds to `of_q`, and writes to the first half of `columns` the gradients of the second half."""
+    found, own = columns[: len(columns) // 2], columns[len(columns) // 2 :]
+    kv_heads, dtype, scale = own[0].shape[1], log_sum.dtype, q.shape[-1] ** -0.5
+    q, gradient, out, sums = (_grouped(x, kv_heads, dtype) for x in (q, gradient, out, log_sum))
+    drop = (gradient * out).sum(-1)
+    more = torch.zeros_like(q)
+    for index in range(0, len(own), 2):
+        k, v = own[index], own[index + 1]
+        share = (_scores(q, k) - sums).exp_()
+        slope = (((gradient * v.unsqueeze(2)).sum(-1) - drop) * share).mul_(scale).unsqueeze(-1)
+        more.addcmul_(slope, k.unsqueeze(2).to(dtype))
+        found[index].copy_((slope * q).sum(2))
+        found[index + 1].copy_((share.unsqueeze(-1) * gradient).sum(2))
+    of_q.add_(more.flatten(1, 2))
 
 
 def _ends(lengths: Sequence[int]) -> list[int]:
@@ -335,12 +353,6 @@ class CudaFlash(Kernel):
 
 def _bounds(q: Tensor, k: Tensor, lengths: Sequence[int] | None) -> tuple[Tensor, Tensor, int, int]:
     """Ends of the sequences of queries and of keys, and their maximum lengths."""
-    of_both = ((len(q),), (len(k),)) if lengths is None else (tuple(lengths),) * 2
-    ends = (_ends_on(of_one, q.device) for of_one in of_both)
+    of_both = ((len(q),), (len(k),)) if lengths is None else (lengths, lengths)
+    ends = (torch.tensor(_ends(of_one), dtype=torch.int32, device=q.device) for of_one in of_both)
     return (*ends, *(max(of_one, default=0) for of_one in of_both))  # type: ignore[return-value]
-
-
-@lru_cache(maxsize=32)
-def _ends_on(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Copied once for all steps of a micro-batch, forward and backward."""
-    return to_device([torch.tensor(_ends(lengths), dtype=torch.int32)], device)[0]

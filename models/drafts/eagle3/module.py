@@ -9,7 +9,7 @@ embedding of token i+1+j, and predicts token i+2+j. Parameter names are those of
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +22,9 @@ from models.drafts.chains import chain_loss
 from models.drafts.context import ContextShare
 from models.drafts.eagle3.attention import Earlier, step_attention
 from models.drafts.eagle3.proposer import Eagle3Proposer
-from models.drafts.layers import GatedMLP, RMSNorm, TargetTable, rotary_tables, rotate
-from models.drafts.transfer import to_device
+from models.drafts.layers import GatedMLP, GatedWeights, RMSNorm, TargetTable, rotary_tables
+from models.drafts.products import SharedWeight, added_product, products
+from models.drafts.row_functions import Tables, compute_dtype, embedded_input, rotate
 from models.drafts.vocabulary import DraftVocabulary
 
 RECOMPUTED_ROWS = 8192
@@ -44,11 +45,15 @@ class Eagle3Attention(nn.Module):
         self.v_proj = nn.Linear(2 * hidden_size, self.kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.heads * self.head_dim, hidden_size, bias=False)
 
-    def project(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """`[N, 2H]` to rotated queries `[N, heads, d]`, rotated keys and values `[N, kv_heads, d]`."""
-        q = rotate(self.q_proj(x).view(len(x), self.heads, self.head_dim), tables)
-        k = rotate(self.k_proj(x).view(len(x), self.kv_heads, self.head_dim), tables)
-        return q, k, self.v_proj(x).view(len(x), self.kv_heads, self.head_dim)
+
+class Eagle3Weights(NamedTuple):
+    """The layer's weights for one pass, in which it runs once per step."""
+
+    q: SharedWeight
+    k: SharedWeight
+    v: SharedWeight
+    o: SharedWeight
+    mlp: GatedWeights
 
 
 class Eagle3Layer(nn.Module):
@@ -62,12 +67,25 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(hidden_size, config.intermediate_size)
 
-    def attention_input(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
-        return torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden)], dim=-1)
+    def weights(self) -> Eagle3Weights:
+        """For one pass."""
+        own = self.self_attn
+        q, k, v, o = (SharedWeight(x.weight) for x in (own.q_proj, own.k_proj, own.v_proj, own.o_proj))
+        return Eagle3Weights(q, k, v, o, self.mlp.weights())
 
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        hidden = residual + self.self_attn.o_proj(attended)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+    def attention_input(self, table: Tensor, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """Normed embeddings of `tokens` `[N]` by `table` `[V, H]` beside normed `hidden` `[N, H]`: `[N, 2H]`."""
+        weights = self.input_layernorm.weight, self.hidden_norm.weight
+        return embedded_input(table, tokens, hidden, weights, self.hidden_norm.eps)
+
+    def project(self, x: Tensor, tables: Tables, weights: Eagle3Weights) -> tuple[Tensor, Tensor, Tensor]:
+        """`[N, 2H]` to rotated queries `[N, heads, d]`, rotated keys and values `[N, kv_heads, d]`."""
+        q, k, v = (found.unflatten(1, (-1, self.self_attn.head_dim)) for found in products(x, weights[:3]))
+        return rotate(q, tables), rotate(k, tables), v
+
+    def finish(self, residual: Tensor, attended: Tensor, weights: Eagle3Weights) -> Tensor:
+        hidden = added_product(residual, attended, weights.o)
+        return weights.mlp.add_to(hidden, self.post_attention_layernorm(hidden))
 
 
 class Eagle3Draft(Draft):
@@ -167,7 +185,7 @@ class Eagle3Draft(Draft):
 
     def fuse(self, aux: Tensor) -> Tensor:
         """Target features `[N, K*H]` to the draft's input `[N, H]`."""
-        aux = aux.to(self.fc.weight.dtype)
+        aux = aux.to(compute_dtype(self.fc.weight))
         if self.config.norm_before_fc:
             aux = self.input_norm(aux)
         if self.config.fc_norm:
@@ -201,10 +219,10 @@ class Eagle3Draft(Draft):
             positions = torch.cat([torch.arange(n, device=tokens.device) for n in lengths])
         else:
             positions = share.positions(tokens.device)
-        hidden, known = self.fuse(aux), []
+        hidden, known, weights = self.fuse(aux), [], self.midlayer.weights()
         for step in range(steps):
             place = (share or lengths, tokens, positions + step, hidden)
-            raw, normed, *more = self._recomputable(self._step)(*place, *known)
+            raw, normed, *more = self._recomputable(partial(self._step, weights))(*place, *known)
             known += more
             yield normed
             if step + 1 < steps:
@@ -212,7 +230,13 @@ class Eagle3Draft(Draft):
             hidden = normed if self.config.norm_output else raw
 
     def _step(
-        self, of: Sequence[int] | ContextShare, tokens: Tensor, positions: Tensor, hidden: Tensor, *known: Tensor
+        self,
+        weights: Eagle3Weights,
+        of: Sequence[int] | ContextShare,
+        tokens: Tensor,
+        positions: Tensor,
+        hidden: Tensor,
+        *known: Tensor,
     ) -> tuple[Tensor, ...]:
         """One step: its output, raw and normed `[N, H]`, its keys and its values; `known` are those of steps before.
 
@@ -220,7 +244,7 @@ class Eagle3Draft(Draft):
         """
         rows = len(tokens) if not self.recompute else RECOMPUTED_ROWS
         parts = zip(tokens.split(rows), positions.split(rows), hidden.split(rows), strict=True)
-        q, k, v = _joined(self._recomputable(self.project)(*part) for part in parts)
+        q, k, v = _joined(self._recomputable(partial(self.project, weights))(*part) for part in parts)
         more = (*of.gather(k, v), k, v) if isinstance(of, ContextShare) and not known else (k, v)
         columns = [*known, *more]
         pairs = list(zip(columns[::2], columns[1::2], strict=True))
@@ -231,17 +255,17 @@ class Eagle3Draft(Draft):
         else:
             attended = step_attention(q, pairs, of)
         parts = zip(hidden.split(rows), attended.split(rows), strict=True)
-        raw, normed = _joined(self._recomputable(self._finish)(*part) for part in parts)
+        raw, normed = _joined(self._recomputable(partial(self._finish, weights))(*part) for part in parts)
         return raw, normed, *more
 
-    def project(self, tokens: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+    def project(self, weights: Eagle3Weights, tokens: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values of rows `[n]` from `tokens` and previous outputs `hidden` `[n, H]`."""
         tables = rotary_tables(positions, self.config.head_dim, self.config.rope_theta)
-        x = self.midlayer.attention_input(F.embedding(tokens, self.embed_tokens.weight), hidden)
-        return self.midlayer.self_attn.project(x, tables)
+        x = self.midlayer.attention_input(self.embed_tokens.weight, tokens, hidden)
+        return self.midlayer.project(x, tables, weights)
 
-    def _finish(self, hidden: Tensor, attended: Tensor) -> tuple[Tensor, ...]:
-        raw = self.midlayer.finish(hidden, attended)
+    def _finish(self, weights: Eagle3Weights, hidden: Tensor, attended: Tensor) -> tuple[Tensor, ...]:
+        raw = self.midlayer.finish(hidden, attended, weights)
         return raw, self.norm(raw)
 
     def _recomputable(self, function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
@@ -251,15 +275,14 @@ class Eagle3Draft(Draft):
 
     def loss(self, batch: PackedSamples, target: TargetProjection, total: int, chunk_tokens: int) -> DraftLoss:
         """Divergence from the target over the training-time test, step by step (see Draft.loss)."""
-        config, count, first = self.config, len(batch.tokens), batch.tokens[:1]
+        config, tokens = self.config, batch.tokens
 
         # Rows whose text ends before a step's token run on padding; their weight is 0.
-        padded = torch.cat([batch.tokens, first.expand(config.ttt_steps)])
-        (padded,) = to_device([padded], batch.aux.device)
-        rows = None if batch.share is None else batch.share.packed_rows(padded.device)
+        padded = torch.cat([tokens, tokens[:1].expand(config.ttt_steps)])
+        rows = None if batch.share is None else batch.share.packed_rows(tokens.device)
 
         def text(step: int, _normed: Tensor | None = None) -> Tensor:
-            return padded[1 + step : 1 + step + count] if rows is None else padded[1 + step + rows]
+            return padded[1 + step : 1 + step + len(tokens)] if rows is None else padded[1 + step + rows]
 
         outputs = self.unroll(text(0), batch.aux, batch.lengths, config.ttt_steps, text, batch.share)
         return chain_loss(self, outputs, batch, target, total, chunk_tokens)

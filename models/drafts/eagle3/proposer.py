@@ -27,7 +27,7 @@ class Eagle3Proposer(CachedProposer):
     def __init__(self, draft: "Eagle3Draft", rows: int):
         config = draft.config
         super().__init__(rows, 1, draft.fc.weight.new_empty(0, config.num_kv_heads, config.head_dim))
-        self.draft, self.cache = draft, self.caches[0]
+        self.draft, self.cache, self.weights = draft, self.caches[0], draft.midlayer.weights()
 
     @torch.no_grad()
     def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
@@ -84,10 +84,10 @@ class Eagle3Proposer(CachedProposer):
     ) -> Tensor:
         """See `step`; keys go to the columns `places` `[B, T]`, and rows see what is `visible` `[B, T, S]` bool."""
         cache.reserve(visible.shape[-1])
-        q, k, v = self.draft.project(tokens.flatten(), positions.flatten(), hidden)
+        q, k, v = self.draft.project(self.weights, tokens.flatten(), positions.flatten(), hidden)
         cache.write(places, k.unflatten(0, places.shape), v.unflatten(0, places.shape))
         attended = cache.attend(q.unflatten(0, places.shape), visible)
-        return self.draft.midlayer.finish(hidden, attended.flatten(0, 1))
+        return self.draft.midlayer.finish(hidden, attended.flatten(0, 1), self.weights)
 
     def _tree(self, row: int, newest: Tensor, turn: Turn) -> Tree:
         assert not isinstance(turn.shape, int)

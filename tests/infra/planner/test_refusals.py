@@ -15,9 +15,9 @@ RECIPE = Path(__file__).parents[3] / "recipes" / "qwen3-8b.yaml"
 @pytest.mark.parametrize(
     ("settings", "setting"),
     [
-        (["plan.memory_gb=36"], "training.micro_batches"),
-        (["training.micro_batches=8", "data.max_tokens=400000"], "data.max_tokens"),
-        (["training.micro_batches=8", "data.max_tokens=100000"], "training.recompute"),
+        (["plan.memory_gb=24"], "training.micro_batches"),
+        (["training.micro_batches=8", "data.max_tokens=800000"], "data.max_tokens"),
+        (["training.micro_batches=8", "data.max_tokens=150000"], "training.recompute"),
         (["transport.budget_mib=512"], "transport.budget_mib"),
         (["plan.memory_gb=18", "data.max_tokens=64"], "pools.inference_gpus"),
     ],
@@ -31,12 +31,12 @@ def test_the_nearest_recipe_is_possible(settings: list[str], setting: str) -> No
 
 
 def test_smaller_chunks_of_the_loss_are_tried_before_shorter_samples() -> None:
-    short = ["training.micro_batches=16", "data.max_tokens=512"]
-    wanted = plan_recipe(load_recipe(RECIPE, [*short, "training.loss_chunk_tokens=128"])).memory.total
+    short = ["training.micro_batches=16", "data.max_tokens=4096", "training.loss_chunk_tokens=4096"]
+    wanted = plan_recipe(load_recipe(RECIPE, [*short, "training.loss_chunk_tokens=2048"])).memory.total
     room = (wanted / FRAGMENTS + RESERVED) / 1e9 + 0.01
     settings = [*short, f"plan.memory_gb={room}", "plan.target.parameters=1"]
     (refusal,) = refusals(plan_recipe(load_recipe(RECIPE, settings)))
-    assert refusal.overrides == ("training.loss_chunk_tokens=128",)
+    assert refusal.overrides == ("training.loss_chunk_tokens=2048",)
 
 
 def test_a_draft_that_fits_nowhere() -> None:

@@ -1,0 +1,126 @@
+"""Products and row-wise functions with gradients by hand, against autograd's."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from models.drafts.layers import RMSNorm, rotary_tables
+from models.drafts.products import SharedWeight, added_product, gated_product, products
+from models.drafts.row_functions import embedded_input, gated, rms_norm, rotate
+
+
+def normal(*sizes: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(*sizes, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def test_a_norms_gradients_are_those_of_finite_differences() -> None:
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-3), (normal(5, 6), normal(6)))
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-3), (normal(3, 2, 6), normal(6)))
+
+
+def test_a_norm_is_torchs_own() -> None:
+    x, weight = normal(7, 16, dtype=torch.float32), normal(16, dtype=torch.float32)
+    assert torch.allclose(rms_norm(x, weight, 1e-6), F.rms_norm(x, (16,), weight, 1e-6), rtol=1e-6)
+
+
+def test_gradients_of_embedded_input() -> None:
+    tokens = torch.tensor([3, 0, 3, 1])
+    assert torch.autograd.gradcheck(
+        lambda table, hidden, first, second: embedded_input(table, tokens, hidden, (first, second), 1e-3),
+        (normal(5, 6), normal(4, 6), normal(6), normal(6)),
+    )
+
+
+def test_a_rotation_is_undone_in_the_backward_pass() -> None:
+    cos, sin = (x.double() for x in rotary_tables(torch.arange(4), 8, 10_000.0))
+    assert torch.autograd.gradcheck(lambda x: rotate(x, (cos, sin)), (normal(4, 3, 8),))
+
+
+def layer(x, weights):
+    """A layer that runs three times, as `products` compute it."""
+    q, k, gate, up, down = (SharedWeight(weight) for weight in weights)
+    for _ in range(3):
+        first, second = products(x, (q, k))
+        hidden = added_product(x, first, q)
+        x = gated_product(hidden + second, *products(hidden, (gate, up)), down)
+    return x
+
+
+def plain(x, weights):
+    q, k, gate, up, down = weights
+    for _ in range(3):
+        first, second = x @ q.T, x @ k.T
+        hidden = x + first @ q.T
+        x = hidden + second + (F.silu(hidden @ gate.T) * (hidden @ up.T)) @ down.T
+    return x
+
+
+SIZES = ((6, 6), (6, 6), (9, 6), (9, 6), (6, 9))
+
+
+def test_shared_weights_gather_the_gradients_of_all_their_uses() -> None:
+    x, weights = normal(5, 6), [normal(*size) for size in SIZES]
+    found, expected = layer(x, weights), plain(x, weights)
+    assert torch.allclose(found, expected)
+    slope = torch.randn_like(found)
+    for ours, theirs in zip(
+        torch.autograd.grad(found, [x, *weights], slope),
+        torch.autograd.grad(expected, [x, *weights], slope),
+        strict=True,
+    ):
+        assert torch.allclose(ours, theirs)
+
+
+def test_gradients_of_bfloat16_products_are_summed_in_float32() -> None:
+    """Closer to float64's than autograd's bfloat16 sums."""
+    x = normal(640, 6, dtype=torch.float32)
+    weights = [(0.2 * normal(*size, dtype=torch.float32)).detach().requires_grad_() for size in SIZES]
+    expected = torch.autograd.grad(plain(x.double(), [w.double() for w in weights]).sum(), weights)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(layer(x.bfloat16(), weights).sum(), weights)
+        autograds = torch.autograd.grad(plain(x.bfloat16(), weights).sum(), weights)
+    for ours, theirs, wanted in zip(found, autograds, expected, strict=True):
+        assert ours.dtype == torch.float32
+        assert (ours - wanted).norm() < 1.1 * (theirs - wanted).norm()
+
+
+def test_a_frozen_weight_has_no_gradient() -> None:
+    x, weight = normal(5, 6), normal(4, 6).detach()
+    shared = SharedWeight(weight)
+    products(x, (shared,))[0].sum().backward()
+    assert shared.gradient.total is None
+    assert torch.allclose(x.grad, weight.sum(0).expand(5, 6))
+
+
+def test_under_autocast_a_norm_gives_what_the_next_product_takes() -> None:
+    norm = RMSNorm(8, 1e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert norm(torch.randn(3, 8)).dtype == torch.bfloat16
+    assert norm(torch.randn(3, 8).bfloat16()).dtype == torch.float32
+
+
+def test_the_gate() -> None:
+    gate, up = torch.randn(4, 5), torch.randn(4, 5)
+    assert torch.equal(gated(gate, up), F.silu(gate) * up)
+
+
+def test_a_pass_leaves_nothing_to_the_garbage_collector() -> None:
+    weight = normal(4, 6)
+    gc.disable()
+    try:
+        shared = SharedWeight(weight)
+        found = products(normal(5, 6), (shared,))[0]
+        gone = weakref.ref(shared.gradient)
+        found.sum().backward()
+        del shared, found
+        assert gone() is None
+    finally:
+        gc.enable()
