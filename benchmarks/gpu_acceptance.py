@@ -34,11 +34,12 @@ from rich.table import Table
 from rich.text import Text
 
 from infra.files.atomic import write_atomically
-from infra.pools.gpus import read_gpus, visible_gpus
+from infra.pools.gpus import read_gpus
+from infra.pools.local import LocalPools
 from infra.processes.exit import run_main
 from infra.provenance import git_sha, hardware, versions
 from infra.refusal import Refusal
-from infra.settings import leased_gpus, permitted_gpus, shared_memory_folder
+from infra.settings import shared_memory_folder
 from infra.sglang.command import sglang_version
 
 ROOT = Path(__file__).parents[1]
@@ -48,12 +49,23 @@ STAGES = (
     Stage("losses", "losses against the CPU", "kernels.losses", 120),
     Stage("training", "tiny training: checkpoint, kill, resume", "training.tiny_training", 420),
     Stage("lengths", "draft steps of 4K to 128K tokens", "lengths.max_lengths", 300),
+    Stage("copies", "copies between host and GPU", "transfers.copies", 60),
+    Stage("capture", "SGLang: canary, capture throughput", "serving.capture", 480),
+    Stage("served", "the draft in SGLang beside the reference", "serving.served", 480),
+    Stage("share", "generator and trainer on one GPU", "sharing.share", 300),
+    Stage("alternate", "generator and trainer take turns", "sharing.alternate", 300),
+    Stage("mooncake", "samples through Mooncake, GPUDirect with RDMA", "transfers.mooncake", 180),
+    Stage("tensor", "SGLang on two GPUs: tensor parallel", "serving.tensor_parallel", 300, gpus=2),
     Stage("ddp", "two ranks: DDP", "training.data_parallel", 180, gpus=2),
     Stage("fsdp2", "two ranks: FSDP2", "training.sharded", 180, gpus=2),
     Stage("context", "two ranks share samples", "training.context_parallel", 180, gpus=2),
 )
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 MARKS = {PASSED: "green", FAILED: "bold red", SKIPPED: "yellow"}
+PACKAGES = (
+    "triton", "nvidia-nccl-cu13", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13",
+)  # fmt: skip
+"""Those whose versions matter here, besides the ones that every result names."""
 SHOWN = 6
 """Figures of a stage in the table."""
 
@@ -115,7 +127,7 @@ def run_here(stage: Stage, bench: Bench) -> None:
 
 def accept(stages: Sequence[Stage], device: str, work: Path, minutes: float, result: Path) -> dict[str, Any]:
     """Run the stages one after the other. Returns what was written: figures, conditions, outcomes."""
-    gpus = leased_gpus() or list(permitted_gpus() or visible_gpus()) if device == "cuda" else []
+    gpus = LocalPools().gpus if device == "cuda" else ()
     found = {"conditions": conditions(device), "stages": {}}
     deadline, lacking = time.monotonic() + 60 * minutes, ""
     for stage in stages:
@@ -145,7 +157,7 @@ def conditions(device: str) -> dict[str, Any]:
     """What the figures depend on."""
     inventory = read_gpus()
     packages = versions()
-    for package in ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda", "triton", "nvidia-nccl-cu13"):
+    for package in PACKAGES:
         try:
             packages[package] = version(package)
         except PackageNotFoundError:
@@ -211,10 +223,11 @@ def main() -> None:
     show(found)
     outcomes = found["stages"].items()
     passed = sum(stage["status"] == PASSED for _, stage in outcomes)
-    failed = {name: stage["reason"] for name, stage in outcomes if stage["status"] == FAILED}
+    failed = {name: stage for name, stage in outcomes if stage["status"] == FAILED}
     print(f"{passed} of {len(found['stages'])} stages passed; figures: {options.json}; logs: {work}")
     if failed:
-        print("\n".join(f"{name} failed: {reason}" for name, reason in failed.items()), flush=True)
+        told = (f"{name} failed: {stage['reason']} (whole log: {stage['log']})" for name, stage in failed.items())
+        print("\n".join(told), flush=True)
         sys.exit(1)
 
 

@@ -2,6 +2,7 @@
 
     python benchmarks/regeneration.py [--recipe recipes/quickstart.yaml] [--documents 1000] [--tokens 175000]
                                       [--seeds 0 1 2] [section.field=value ...]
+    python benchmarks/regeneration.py --speed --documents 64 [--recipe FILE] [section.field=value ...]
 
 The recipe's text is divided first, by a rule: of all documents in the order of their hashes, the last ones give the
 prompts of the comparison, the first ones are trained on, once as they are and once as the target goes on after their
@@ -9,6 +10,9 @@ first tokens (`data.regeneration`, here at temperature 1, as the main figure is 
 one of the prompts are left out of both. Both drafts take the same number of tokens, in order of hash, up to one sample;
 recipe, seed, draft and longest sample are the same. The comparison is the simulated walk over the same texts of the
 target, greedy and sampled, with a paired bootstrap over conversations; what regeneration costs is written beside it.
+
+`--speed` trains nothing: it regenerates the documents with both engines, one after the other, and counts tokens per
+second, without the engine's start.
 """
 
 import argparse
@@ -16,6 +20,7 @@ import json
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +32,14 @@ from prepared import capture_train_export, prepared_run
 from infra.files.atomic import write_atomically
 from infra.files.run_folder import RunFolder
 from infra.processes.exit import run_main
-from infra.provenance import git_sha
+from infra.provenance import git_sha, hardware, versions
 from infra.records.data_path import RegeneratedRecord, TrainingResult
 from models.benchmark.bootstrap import paired_difference
 from models.benchmark.conditions import conditions
 from models.benchmark.contestants import Contestants, load_contestants
 from models.config.recipe import RunConfig, load_recipe
 from models.data.conversations import Document, read_documents, source_hash
+from models.data.dialogue import Dialogue
 from models.data.prepare import prepare_samples
 from models.data.prompts import read_prompts
 from models.data.sample_set import SampleSet
@@ -42,12 +48,14 @@ from models.decoding.plain import continue_batch
 from models.decoding.simulated import features, simulate
 from models.drafts.batched_proposer import RolloutSource
 from models.dtypes import DTYPES
+from models.regeneration.engines import start_text_engine
 from models.regeneration.regenerate import regenerate
 from models.run import RunWithTarget
 from models.targets.prepare import prepare_target
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "regeneration.json"
+SPEED_RESULT = RESULT.with_name("regeneration_speed.json")
 GIVEN, REGENERATED = "given text", "regenerated text"
 PROMPTS = 96
 """Documents that give prompts: more than are asked for, because some are too short."""
@@ -172,6 +180,22 @@ def measure(trained: dict[str, Trained], config: RunConfig, prompts: Path) -> di
     }
 
 
+def speed(folder: Path, recipe: Path, overrides: list[str]) -> dict[str, Any]:
+    """Tokens per second of both engines on the same documents."""
+    found = {}
+    for engine in ("transformers", "sglang"):
+        config = load_recipe(recipe, [*overrides, f"generator.engine={engine}"])
+        run = RunWithTarget(RunFolder(folder / engine), config, prepare_target(config.target))
+        dialogues = [Dialogue(document) for document in read_documents(config.data.source)]
+        with closing(start_text_engine(run)) as started:
+            begun = time.perf_counter()
+            tokens = sum(dialogue.tokens for dialogue in started.finished(iter(dialogues)))
+            seconds = time.perf_counter() - begun
+        found[engine] = {"tokens": tokens, "seconds": round(seconds, 1), "tokens_per_s": round(tokens / seconds, 1)}
+        print(engine, found[engine], flush=True)
+    return found
+
+
 def longest(config: RunConfig) -> int:
     """Given text is cut to the length of the target's own: an optimizer step sees as much of either."""
     settings, templated = config.data.regeneration, config.data.chat_template == "tokenizer"
@@ -200,6 +224,17 @@ def one_seed(base: Path, options: argparse.Namespace, seed: int, sources: dict[s
     return {"seed": seed, "trained": told, **measure(trained, load_recipe(options.recipe, shared), prompts)}
 
 
+def conditions_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What every result says of itself."""
+    return {
+        "commit": git_sha(),
+        "date": time.strftime("%Y-%m-%d"),
+        "recipe": options.recipe.stem,
+        "overrides": options.overrides,
+        "documents": options.documents,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.yaml")
@@ -207,27 +242,28 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=175_000, help="training tokens of each draft")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--regeneration", default=REGENERATION, help="the override that says how")
-    parser.add_argument("--json", type=Path, default=RESULT)
+    parser.add_argument("--speed", action="store_true", help="only compare the engines")
+    parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="draftsmith-regeneration-") as name:
         base = Path(name)
         text, prompts = divide(load_recipe(options.recipe, options.overrides), options.documents, base)
         source = f"data.source={text}"
+        if options.speed:
+            figures = speed(base, options.recipe, [*options.overrides, source, options.regeneration])
+            result = conditions_of(options) | {"hardware": hardware(), "versions": versions(), "engines": figures}
+            write_atomically(options.json or SPEED_RESULT, json.dumps(result, indent=1) + "\n")
+            return
         record = regenerated(base, load_recipe(options.recipe, [*options.overrides, source, options.regeneration]))
         sources = {GIVEN: str(text), REGENERATED: record.path}
         seeds = [one_seed(base, options, seed, sources, prompts) for seed in options.seeds]
-    result = {
-        "commit": git_sha(),
-        "date": time.strftime("%Y-%m-%d"),
-        "recipe": options.recipe.stem,
-        "overrides": options.overrides,
-        "documents": options.documents,
+    result = conditions_of(options) | {
         "tokens": options.tokens,
         "regeneration": record.model_dump(mode="json", exclude={"path", "source_revision"}),
         "seeds": seeds,
     }
-    write_atomically(options.json, json.dumps(result, indent=1) + "\n")
+    write_atomically(options.json or RESULT, json.dumps(result, indent=1) + "\n")
     for found in seeds:
         for how in ("sampled", "greedy"):
             print(f"seed {found['seed']}, {how}: {found[how]['difference']:+.1%}, at least "

@@ -29,7 +29,7 @@ class Bench:
 
     @property
     def is_gpu(self) -> bool:
-        return self.device == "cuda"
+        return self.device != "cpu"
 
     @property
     def file(self) -> Path:

@@ -6,13 +6,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
 from prepared import prepared_run
 
 from gpu_stages.base import Bench, check
+from infra.pools.local import LocalPool
+from infra.processes.process import Owner
+from infra.transport.choice import objects_folder
+from infra.transport.mooncake.store import start_store
 from models.config.target import TinyRecipe
 from models.run import PreparedRun
 from models.targets.tiny import trained_tiny
@@ -20,7 +24,10 @@ from models.targets.tiny import trained_tiny
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
 SERVABLE = TinyRecipe(hidden_size=256, heads=4, kv_heads=2)
 """The tiny target with heads of 64, the smallest that all attention kernels of GPUs take."""
-HALF = ("generator.compute_dtype=bfloat16", "generator.stored_dtype=bfloat16", "training.precision=bfloat16")
+HALF = (
+    "generator.compute_dtype=bfloat16", "generator.stored_dtype=bfloat16", "training.precision=bfloat16",
+    "benchmark.compute_dtype=bfloat16",
+)  # fmt: skip
 TRAINED = "training"
 """Folder of the one-rank run, whose draft is served later."""
 POLL_S, END_S = 0.2, 900.0
@@ -29,7 +36,8 @@ POLL_S, END_S = 0.2, 900.0
 def recipe_settings(bench: Bench) -> list[str]:
     """Overrides of the tiny recipe."""
     if not bench.is_gpu:
-        return ["data.max_tokens=64", "data.max_samples=120", "training.max_steps=24", "training.checkpoint_steps=8",
+        return ["data.max_tokens=64", "data.max_samples=400", "benchmark.prompts=4", "benchmark.max_new_tokens=16",
+                "benchmark.served_concurrency=[2]", "training.max_steps=24", "training.checkpoint_steps=8",
                 "training.log_steps=4", "training.heldout_steps=0"]  # fmt: skip
     target = trained_tiny("tiny-llama-64", SERVABLE)
     draft = ["draft.num_heads=4", "draft.num_kv_heads=2", "draft.head_dim=64"]
@@ -55,12 +63,13 @@ def tiny_training(bench: Bench) -> None:
         subprocess.run([sys.executable, "-m", "models.export.sglang", str(run.folder.path)], check=True, timeout=END_S)
 
 
-def several_ranks(bench: Bench, *overrides: str) -> None:
-    """A short training with two ranks."""
-    settings = [*recipe_settings(bench), "training.ranks=2", f"training.max_steps={bench.pick(200, 8)}", *overrides]
+def train_once(bench: Bench, ranks: int, *overrides: str) -> None:
+    """A short training without kills."""
+    short = [f"training.ranks={ranks}", f"training.max_steps={bench.pick(200, 8)}"]
+    settings = [*recipe_settings(bench), *short, *overrides]
     with prepared_run(bench.work / bench.stage, RECIPE, settings) as run:
         begun = time.monotonic()
-        finish(run, 2)
+        finish(run, ranks)
         lines = _metrics(run)
         bench.note(
             steps=lines[-1]["step"], tokens_per_s=lines[-1]["tokens_per_s"], wall_s=time.monotonic() - begun,
@@ -71,17 +80,17 @@ def several_ranks(bench: Bench, *overrides: str) -> None:
 
 def data_parallel(bench: Bench) -> None:
     """DDP."""
-    several_ranks(bench)
+    train_once(bench, 2)
 
 
 def sharded(bench: Bench) -> None:
     """FSDP2."""
-    several_ranks(bench, "training.sharded=true")
+    train_once(bench, 2, "training.sharded=true")
 
 
 def context_parallel(bench: Bench) -> None:
     """Two ranks share every sample."""
-    several_ranks(bench, "training.context_parallel_size=2")
+    train_once(bench, 2, "training.context_parallel_size=2")
 
 
 def _check_whole(run: PreparedRun, lines: list[dict]) -> None:
@@ -114,6 +123,16 @@ def started(run: PreparedRun, ranks: int) -> Iterator[Mapping[str, "subprocess.P
     }
     with run.open_ledger() as ledger:
         ledger.reopen()
+    with ExitStack() as stack:
+        if run.config.transport.kind == "mooncake":
+            pool, transport = LocalPool(Owner(run.folder.name, run.folder.logs)), run.config.transport
+            objects = objects_folder(transport, run.folder)
+            stack.enter_context(start_store(pool, run.folder, transport, objects, print))
+        yield stack.enter_context(_running(commands))
+
+
+@contextmanager
+def _running(commands: Mapping[str, list[str]]) -> Iterator[Mapping[str, "subprocess.Popen[bytes]"]]:
     processes = {role: subprocess.Popen([sys.executable, "-m", *command]) for role, command in commands.items()}
     try:
         yield processes
