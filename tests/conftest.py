@@ -55,7 +55,13 @@ def pytest_configure() -> None:
 # /dev/shm are in one group. Long groups come first, and long tests come first within a group, because pytest-xdist
 # assigns the next group to a worker when two tests of its present one are left.
 GROUPS = {
-    "sglang": ("models/test_tiny_run.py", "models/capture/sglang", "models/export", "models/regeneration"),
+    "sglang": (
+        "models/test_tiny_run.py",
+        "models/capture/sglang",
+        "models/export",
+        "models/regeneration",
+        "test_gpu_acceptance.py",
+    ),
     "flows": ("flows/test_deployment.py", "flows/test_retrain.py", "flows/test_promotion.py", "flows"),
     "chaos": ("test_chaos.py", "models/decoding"),
     "training": ("models/training",),
