@@ -92,6 +92,11 @@ class PoolsConfig(StrictConfig):
     )
     inference_gpus: int = Field(default=0, ge=0, le=100_000, description="GPUs for generators; 0: on the CPU.")
     training_gpus: int = Field(default=0, ge=0, le=100_000, description="GPUs for trainer ranks; 0: on the CPU.")
+    training_machines: Count = Field(
+        default=1,
+        description="Parts of the training pool, each on one machine, that share training.ranks evenly; with `ray` and "
+        "`slurm`. The ranks meet in the private network of transport.address.",
+    )
     sharing: Literal["auto", "apart", "alternate", "share"] = Field(
         default="auto",
         description="`apart`: generators and trainer have GPUs of their own. `alternate`: they take turns on the same "
@@ -155,7 +160,8 @@ class TransportConfig(StrictConfig):
     )
     address: str = Field(
         default="127.0.0.1",
-        description="Mooncake: address of the machine with the store, in a private network of all machines.",
+        description="Address of the flow's machine in a private network of all machines. Mooncake's store is there, "
+        "and trainer ranks of several machines meet in that network.",
     )
     protocol: Literal["auto", "rdma", "tcp"] = Field(
         default="auto", description="Mooncake: `auto` is RDMA if this machine has a device with an active port."

@@ -45,6 +45,12 @@ def duration(seconds: float) -> str:
     return f"{whole} s"
 
 
+def numbers(text: str) -> list[int]:
+    """Numbers and ranges, as Linux and Slurm write them: `0-2,5` -> 0, 1, 2, 5."""
+    ends = [part.partition("-") for part in text.strip().split(",") if part]
+    return [number for first, _, last in ends for number in range(int(first), int(last or first) + 1)]
+
+
 def plural(number: int, noun: str) -> str:
     """`1 sample`, `1,234 samples`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -4,6 +4,7 @@ import os
 import sys
 import tomllib
 from pathlib import Path
+from typing import NamedTuple
 
 from infra.records.data_path import CaptureSpec
 
@@ -140,23 +141,42 @@ def ignored_gpu_bytes() -> int | None:
     return int(text) * 2**20 if text else None
 
 
-def rank_environment(rank: int, world: int, store: int) -> dict[str, str]:
-    """A trainer rank's number and the descriptor of the file through which the ranks find each other.
-
-    All ranks run on one machine, so gloo and NCCL are bound to loopback.
-    """
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    return place | {RANKS_STORE: str(store), "GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
+def own_gpus() -> list[str]:
+    """The GPU of this trainer rank; of any other process all that it leased."""
+    gpus, local = leased_gpus(), os.environ.get("LOCAL_RANK")
+    return gpus if local is None or not gpus else [gpus[int(local) % len(gpus)]]
 
 
-def rank_from_environment() -> tuple[int, int]:
-    """(rank, world size) from the launcher; (0, 1) without one."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+def rank_environment(local: int, ranks: int, index: int, machines: int) -> dict[str, str]:
+    """A trainer rank's numbers: `local` of the `ranks` ranks of machine `index` of `machines`."""
+    places = {"LOCAL_RANK": local, "NODE_RANK": index, "RANK": index * ranks + local}
+    counts = {"LOCAL_WORLD_SIZE": ranks, "WORLD_SIZE": machines * ranks}
+    return {name: str(number) for name, number in (places | counts).items()}
 
 
-def ranks_store() -> Path:
-    """The unnamed file through which the ranks find each other, inherited from the launcher."""
-    return Path(f"/proc/self/fd/{os.environ[RANKS_STORE]}")
+def meeting_environment(store: str, interface: str) -> dict[str, str]:
+    """The file through which the ranks find each other, and the only network interface on which they listen."""
+    return {RANKS_STORE: store, "GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+
+
+class RankPlace(NamedTuple):
+    """A trainer rank's numbers, and how many ranks there are, in all and on its machine."""
+
+    rank: int
+    world: int
+    local: int
+    local_world: int
+
+
+def rank_from_environment() -> RankPlace:
+    """This rank's place by its launcher; the only rank without one."""
+    names = ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")
+    return RankPlace(*(int(os.environ.get(name, default)) for name, default in names))
+
+
+def ranks_store() -> str:
+    """Path of the file through which the ranks find each other."""
+    return os.environ[RANKS_STORE]
 
 
 def prefect_home() -> Path:

@@ -42,7 +42,8 @@ def train(run: OpenRun, pool: Pool, generators: Generators, store: Sequence[Kept
 def follow_trainer(run: OpenRun, pool: Pool, generators: Generators, store: Sequence[KeptProcess]) -> None:
     """Start the trainer and follow it to its end, with the generators and services that it needs."""
     settings, logger = run.config.training, get_run_logger()
-    trainer = start_trainer(pool, run.folder, settings.ranks, settings.threads)
+    machines, address = run.config.pools.training_machines, run.config.transport.address
+    trainer = start_trainer(pool, run.folder, settings.ranks, settings.threads, machines, address)
     with closing(trainer), run.open_ledger() as ledger:
         max_quarantined, shown = run.config.ledger.max_quarantined, _Shown(run)
         checks = [RunWatch(ledger, 2 * settings.stall_s, max_quarantined).check, shown.catch_up]

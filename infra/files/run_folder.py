@@ -52,6 +52,8 @@ class RunFolder:
     """One JSON object each time that generators came or went."""
     store = _Place("store.json")
     """The record of the run's Mooncake store."""
+    meetings = _Place("meetings")
+    """Where the trainer's machines find each other, if there are several."""
     training = _Place("training.json")
     export = _Place("export")
     exported = _Place("export.json")

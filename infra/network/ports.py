@@ -70,6 +70,11 @@ def own_address(peer: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def interface_of(address: str) -> str:
+    """Name of the network interface with an address of this machine."""
+    return next(name for name, found in psutil.net_if_addrs().items() if any(one.address == address for one in found))
+
+
 def is_foreign(port: int, processes: Iterable[int]) -> bool:
     """Whether somebody listens at a port of this machine, and none of `processes`."""
 

@@ -15,9 +15,9 @@ from infra.refusal import Refusal
 
 
 def pool_specs(config: PoolsConfig, generators: int) -> tuple[PoolSpec, PoolSpec]:
-    """What a run wants: a part for each generator, and one for the trainer, whose ranks share a machine."""
+    """What a run wants: a part for each generator, and one for each machine that the trainer's ranks share."""
     inference = PoolSpec("inference", config.inference_gpus, parts=generators)
-    return inference, PoolSpec("training", config.training_gpus)
+    return inference, PoolSpec("training", config.training_gpus, parts=config.training_machines)
 
 
 def generator_spec(config: PoolsConfig, generators: int) -> PoolSpec:

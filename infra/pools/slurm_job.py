@@ -13,6 +13,7 @@ import jinja2
 
 from infra.config import SlurmConfig
 from infra.pools.engine import GrantedPart, Machine, Part, Request, fit, refuse_what_never_fits
+from infra.quantities import numbers
 from infra.records.data_path import Record
 from infra.refusal import Refusal
 
@@ -106,23 +107,17 @@ def nodes(job: str) -> list[list[Node]]:
             r"^ +Nodes=(\S+) CPU_IDs=(\S+) Mem=\S* GRES=(.*)$", component, re.MULTILINE
         ):
             gpus = re.findall(r"gpu(?::[^:,(]+)?:\d+\(IDX:([\d,-]+)\)", gres)
-            shown = tuple(str(index) for text in gpus for index in _numbers(text))
-            mine += [Node(name=name, cores=len(_numbers(cores)), gpus=shown) for name in _names(names)]
+            shown = tuple(str(index) for text in gpus for index in numbers(text))
+            mine += [Node(name=name, cores=len(numbers(cores)), gpus=shown) for name in _names(names)]
         found.append(mine)
     return found
-
-
-def _numbers(text: str) -> list[int]:
-    """`0-2,5` -> 0, 1, 2, 5."""
-    ends = [part.partition("-") for part in text.split(",")]
-    return [number for first, _, last in ends for number in range(int(first), int(last or first) + 1)]
 
 
 def _names(text: str) -> list[str]:
     """`gpu[01-03],big` -> gpu01, gpu02, gpu03, big."""
     found = []
-    for stem, numbers, end in re.findall(r"([^,\[]+)(?:\[([^\]]+)\])?([^,\[]*),?", text):
-        for part in numbers.split(",") if numbers else [""]:
+    for stem, spans, end in re.findall(r"([^,\[]+)(?:\[([^\]]+)\])?([^,\[]*),?", text):
+        for part in spans.split(",") if spans else [""]:
             first, _, last = part.partition("-")
             span = range(int(first), int(last or first) + 1) if first else []
             found += [f"{stem}{number:0{len(first)}}{end}" for number in span] or [stem + end]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from infra.processes.exit import REFUSED
+from infra.processes.gang import Gang
 from infra.processes.process import Process, ProcessFailedError
 
 RESTARTS = 5
@@ -24,7 +25,7 @@ class KeptProcess:
 
     def __init__(
         self,
-        launch: Callable[[], Process],
+        launch: Callable[[], Process | Gang],
         restarts: int = RESTARTS,
         backoff_s: float = BACKOFF_S,
         running: Process | None = None,
@@ -38,7 +39,7 @@ class KeptProcess:
         self._start(running)
 
     def _start(self, running: Process | None = None) -> None:
-        self.process = running or self._launch()
+        self.process: Process | Gang = running or self._launch()
         self._started = time.monotonic()
         self._start_at: float | None = None
 

@@ -82,6 +82,14 @@ class RunConfig(StrictConfig):
                 f"pools.training_gpus is {gpus}, training.ranks {ranks}: a rank needs one GPU, so make them equal (or "
                 "set it to 0 for the CPU)"
             )
+        machines = self.pools.training_machines
+        if machines > 1 and self.pools.kind == "local":
+            raise Refusal(f"pools.training_machines is {machines}, and pools.kind=local is one: set it to ray or slurm")
+        if ranks % machines:
+            raise Refusal(
+                f"training.ranks is {ranks}, and pools.training_machines={machines} share them evenly: make it a "
+                "multiple"
+            )
         return self
 
     @property

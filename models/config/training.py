@@ -41,7 +41,7 @@ class TrainingConfig(StrictConfig):
         default="strict",
         description="`strict`: runs with the same seed train the same samples per step. `any`: whatever is ready.",
     )
-    ranks: int = Field(default=1, ge=1, le=16_384, description="Trainer ranks: processes of one machine, one per GPU.")
+    ranks: int = Field(default=1, ge=1, le=16_384, description="Trainer ranks: one process per GPU.")
     sharded: bool = Field(
         default=False,
         description="Shard weights, gradients and optimizer state over the ranks (FSDP2) instead of replicating them "

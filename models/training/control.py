@@ -23,7 +23,7 @@ class Control:
     """
 
     def __init__(self, context_parallel_size: int = 1) -> None:
-        self.rank, self.world = rank_from_environment()
+        self.rank, self.world, self.local_rank, self.local_world = rank_from_environment()
         assert self.world % context_parallel_size == 0, "checked with the recipe"
         self.groups, self.group = self.world // context_parallel_size, self.rank // context_parallel_size
         self.context_size, self.context_rank = context_parallel_size, self.rank % context_parallel_size
@@ -34,7 +34,7 @@ class Control:
         if self.world > 1:
             backend = "nccl" if torch.cuda.is_available() else "gloo"
             if backend == "nccl":
-                torch.cuda.set_device(self.rank)  # all ranks run on one machine
+                torch.cuda.set_device(self.local_rank)
             # A file, because a TCP store has no authentication.
             store = f"file://{ranks_store()}"
             dist.init_process_group(backend, init_method=store, rank=self.rank, world_size=self.world)

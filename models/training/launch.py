@@ -2,7 +2,8 @@
 
 `python -m models.training.launch RUN --ranks N`. The ranks find each other through a file without a name that they
 inherit, and gloo and NCCL listen on loopback alone: nothing outside this machine can talk to a rank. (torchrun's agent
-serves its rendezvous on every interface, without authentication, and unpickles what it is sent.)
+serves its rendezvous on every interface, without authentication, and unpickles what it is sent.) Where ranks run on
+several machines, each has a launcher, told by `--machine`; they meet in the run folder (infra.data_plane.meeting).
 """
 
 import argparse
@@ -11,31 +12,49 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from infra.settings import rank_environment
+from infra.data_plane.meeting import ALONE, TrainerMachine, meet
+from infra.pools.binding import near_cores
+from infra.processes.exit import run_main
+from infra.settings import leased_gpus, meeting_environment, rank_environment
 
 GRACE_S = 5.0
 """Between SIGTERM and SIGKILL for the ranks that are left."""
 
 
-def run_ranks(command: Sequence[str], ranks: int) -> int:
-    """Run `command` once per rank; return 0 when all have ended well, else the status of the first that did not.
+def run_ranks(command: Sequence[str], ranks: int, machine: TrainerMachine = ALONE) -> int:
+    """Run `command` once per rank of this machine; return 0 when all have ended well, else the first other status.
 
     The status is 128 + n after signal n. A failed rank, or a signal to this process, stops all ranks.
     """
     store = os.memfd_create("ranks")
     started: list[subprocess.Popen[bytes]] = []
     try:
+        met = meeting_environment(machine.store or f"/proc/self/fd/{store}", machine.interface)
         for rank in range(ranks):
-            environment = {**os.environ, **rank_environment(rank, ranks, store)}
-            started.append(subprocess.Popen(command, env=environment, pass_fds=[store]))
+            place = rank_environment(rank, ranks, machine.index, machine.machines)
+            with _near_its_gpu(rank):
+                started.append(subprocess.Popen(command, env={**os.environ, **place, **met}, pass_fds=[store]))
         return _first_failure(started)
     finally:
         _stop(started)
         os.close(store)
+
+
+@contextmanager
+def _near_its_gpu(rank: int) -> Iterator[None]:
+    """What is started meanwhile has the cores on the NUMA node of the rank's GPU, and takes memory there."""
+    gpus, cores = leased_gpus(), os.sched_getaffinity(0)
+    if gpus:
+        os.sched_setaffinity(0, near_cores(gpus[rank % len(gpus)]))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def _first_failure(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
@@ -77,12 +96,17 @@ def _end(number: int, _frame: FrameType | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=1, help="ranks on this machine")
+    parser.add_argument("--machine", nargs=4, metavar=("INDEX", "MACHINES", "MEETING", "ADDRESS"))
     options = parser.parse_args()
     stop_on_signals()
+    machine = ALONE
+    if options.machine:
+        index, machines, meeting, address = options.machine
+        machine = meet(Path(meeting), address, int(index), int(machines))
     trainer = [sys.executable, "-m", "models.training.trainer", str(options.run), "--parent", str(os.getpid())]
-    raise SystemExit(run_ranks(trainer, options.ranks))
+    raise SystemExit(run_ranks(trainer, options.ranks, machine))
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

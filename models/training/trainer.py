@@ -100,7 +100,8 @@ class DraftTrainer(Callback):
         settings, world = self.run.config.training, self.control.world
         trainer = lightning.Trainer(
             accelerator="cpu" if compute_device().type == "cpu" else "gpu",
-            devices=world,
+            devices=self.control.local_world,
+            num_nodes=world // self.control.local_world,
             strategy=strategy(settings, world),
             plugins=[LightningEnvironment()],  # named, because inside a Slurm job Lightning would take Slurm's
             max_epochs=1,  # a stream of unknown length never ends without it

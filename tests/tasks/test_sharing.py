@@ -48,6 +48,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
             "DeviceGetUUID": lambda index: f"GPU-{index}",
             "DeviceGetName": lambda _index: name,
             "DeviceGetMemoryInfo": lambda *_, **__: SimpleNamespace(total=total, free=total, used=0, reserved=0),
+            "DeviceGetCudaComputeCapability": lambda _index: (9, 0),
             "DeviceGetMigMode": not_supported,
             "DeviceGetPciInfo": lambda index: SimpleNamespace(busId=f"00000000:{index:02x}:00.0"),
             "DeviceGetTopologyCommonAncestor": lambda *_: pynvml.NVML_TOPOLOGY_SYSTEM,

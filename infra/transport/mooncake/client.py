@@ -18,7 +18,7 @@ from infra.network.ports import own_address
 from infra.network.rdma import nearest_devices
 from infra.records.data_path import StoreRecord
 from infra.refusal import Refusal
-from infra.settings import leased_gpus, use_mooncake_settings
+from infra.settings import own_gpus, use_mooncake_settings
 from infra.transport.base import StoreUnavailableError, TransferError
 from infra.transport.mooncake.environment import INSTALL, check_mooncake
 
@@ -194,12 +194,12 @@ class MooncakeClient:
 
 
 def _near_devices() -> str:
-    """RDMA devices near the GPUs that this process's pool gave it; all of them on the CPU."""
+    """RDMA devices near this process's GPUs, or near its own where it is a trainer rank; all of them on the CPU."""
     gpus: list[str] = []
-    if leased := leased_gpus():
+    if own := own_gpus():
         from infra.pools.gpus import pci_addresses  # NVML is not in every environment that captures
 
-        gpus = pci_addresses(leased)
+        gpus = pci_addresses(own)
     return ",".join(nearest_devices(gpus))
 
 

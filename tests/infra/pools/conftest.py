@@ -80,14 +80,21 @@ time.sleep(7200)
 
 @pytest.fixture(scope="session")
 def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Ray cluster that nobody damages."""
+    with ray_cluster(tmp_path_factory.mktemp("ray"), MACHINES) as address:
+        yield address
+
+
+@contextmanager
+def ray_cluster(folder: Path, machines: int) -> Iterator[str]:
     """A Ray cluster on loopback: a head without devices, and machines with GPUs that are only counted."""
     if find_spec("ray") is None:
         pytest.skip("needs pip install draftsmith[ray]")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # else Ray looks for 127.0.0.1 on the network
-        command = [sys.executable, "-c", CLUSTER, str(MACHINES), str(GPUS)]
-        cluster = start("ray", command, Owner("tests", tmp_path_factory.mktemp("ray")))
+        command = [sys.executable, "-c", CLUSTER, str(machines), str(GPUS)]
+        cluster = start("ray", command, Owner("tests", folder))
         lines: list[str] = []
         deadline = time.monotonic() + CLUSTER_S
         while not any(line.startswith("address ") for line in lines):
@@ -97,6 +104,13 @@ def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             time.sleep(0.1)
         yield next(line for line in lines if line.startswith("address ")).split()[1]
         cluster.stop()
+
+
+@pytest.fixture
+def breakable_ray(tmp_path: Path) -> Iterator[str]:
+    """A Ray cluster of a test's own, with a machine to spare."""
+    with ray_cluster(tmp_path / "ray", MACHINES + 1) as address:
+        yield address
 
 
 @pytest.fixture(params=["local", "ray", "slurm"])

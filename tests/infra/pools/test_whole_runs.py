@@ -1,12 +1,19 @@
 """A tiny run on the pools of each cluster: generator and trainer find ledger, transport and each other."""
 
-from contextlib import closing
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
+from infra.config import PoolsConfig
 from infra.data_plane.start import start_generator, start_trainer
-from infra.pools.base import PoolSpec
+from infra.files.run_folder import RunFolder
+from infra.pools.base import PoolBusyError, PoolSpec
+from infra.pools.local import LocalPool
+from infra.pools.queued import QueuedPool, QueuedPools
+from infra.pools.run_pools import pool_specs
 from infra.processes.keep_running import Generators, follow
 from infra.processes.process import Owner
 from infra.records.data_path import TrainingResult
@@ -32,3 +39,82 @@ def test_a_run_on_a_cluster_ends_well(kind: str, request: pytest.FixtureRequest,
     finally:
         provider.release(owner.name)
     assert TrainingResult.read(folder.training).steps == 3, printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ray", "slurm"])
+def test_ranks_on_two_machines_of_a_cluster(
+    kind: str, request: pytest.FixtureRequest, make_run, tmp_path: Path
+) -> None:
+    """Each part wants more than half of a machine's cores, so there is one part on each."""
+    place = request.getfixturevalue(f"{kind}_place")
+    config = place.provider()._config.model_copy(update={"cores": 10, "training_machines": 2})
+    settings = ["data.max_samples=24", "training.max_steps=3", "training.ranks=2", f"pools.kind={kind}"]
+    shared = ["transport.kind=files", f"transport.folder={tmp_path / 'shared'}", "pools.training_machines=2"]
+    folder = make_run("run", *settings, *shared)
+    provider, owner = QueuedPools(config), Owner(f"{kind}-machines", folder.logs)
+    printed: list[str] = []
+    try:
+        _, wanted = pool_specs(config, 1)
+        (training,) = place.acquire(provider, [wanted], owner)
+        assert len({part.machine for part in training._granted}) == 2
+        with (
+            closing(start_generator(LocalPool(owner), folder, 0, 1, threads=1)) as generator,
+            closing(start_trainer(training, folder, 2, threads=1, machines=2)) as trainer,
+        ):
+            follow(trainer, Generators([generator]), printed.append, printed.append)
+    finally:
+        provider.release(owner.name)
+    assert TrainingResult.read(folder.training).steps == 3, printed
+    assert not any("restart" in line for line in printed), printed
+
+
+@pytest.mark.slow
+def test_a_trainer_moves_off_a_lost_machine_in_ray(breakable_ray: str, make_run, tmp_path: Path) -> None:
+    """The raylet of the second machine is killed; what it ran ends, and a third machine takes its place."""
+    ray = {"kind": "ray", "ray": {"address": breakable_ray}, "cores": 10, "training_machines": 2}
+    config = PoolsConfig.model_validate(ray)
+    settings = ["data.max_samples=48", "training.max_steps=12", "training.ranks=2", "training.checkpoint_steps=1"]
+    shared = ["transport.kind=files", f"transport.folder={tmp_path / 'shared'}", "training.samples_per_step=4"]
+    folder = make_run("run", *settings, *shared)
+    provider, owner = QueuedPools(config), Owner("ray-machines", folder.logs)
+    printed: list[str] = []
+    events: list[str] = []
+
+    def lose_a_machine() -> None:
+        if not events and folder.checkpoint(2, 1).exists():
+            (launcher,) = launchers(folder, "1")
+            raylet = int(launcher.environ()["RAY_RAYLET_PID"])
+            psutil.Process(raylet).kill()
+            events.append(f"lost {raylet}")
+
+    try:
+        (training,) = acquire(provider, pool_specs(config, 1)[1], owner)
+        with (
+            closing(start_generator(LocalPool(owner), folder, 0, 1, threads=1)) as generator,
+            closing(start_trainer(training, folder, 2, threads=1, machines=2)) as trainer,
+        ):
+            follow(trainer, Generators([generator]), printed.append, events.append, [lose_a_machine])
+    finally:
+        provider.release(owner.name)
+    assert TrainingResult.read(folder.training).steps == 12, printed
+    assert events[0].startswith("lost"), events
+    assert all("; restart " in event for event in events[1:]), events
+    assert len(events) > 1
+
+
+def launchers(folder: RunFolder, machine: str) -> list[psutil.Process]:
+    """The launcher of a machine, and not its supervisor."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        if command[1:3] == ["-m", "models.training.launch"] and str(folder.path) in command:
+            found += [process] if command[command.index("--machine") + 1] == machine else []
+    return found
+
+
+def acquire(provider: QueuedPools, spec: PoolSpec, owner: Owner) -> Sequence[QueuedPool]:
+    """Wait until the cluster admits."""
+    while True:
+        with suppress(PoolBusyError):
+            return provider.acquire([spec], owner)

@@ -59,3 +59,12 @@ def test_float32_is_refused_for_sglang_on_gpus_unless_a_backend_takes_it() -> No
     load_recipe(TINY, [*on_gpu, *half, "benchmark.served_concurrency=[]"])
     load_recipe(TINY, [*on_gpu, "generator.sglang.attention_backend=torch_native"])
     load_recipe(TINY, ["generator.engine=sglang"])
+
+
+def test_machines_of_the_trainer_share_the_ranks_evenly_and_are_of_a_cluster() -> None:
+    cluster = ["pools.kind=slurm", "transport.kind=mooncake", "pools.training_machines=2"]
+    assert load_recipe(TINY, [*cluster, "training.ranks=4"]).pools.training_machines == 2
+    with pytest.raises(Refusal, match=r"training\.ranks is 3, and pools\.training_machines=2"):
+        load_recipe(TINY, [*cluster, "training.ranks=3"])
+    with pytest.raises(Refusal, match=r"pools\.training_machines is 2, and pools\.kind=local is one"):
+        load_recipe(TINY, ["pools.training_machines=2", "training.ranks=2"])

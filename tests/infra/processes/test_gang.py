@@ -1,0 +1,72 @@
+"""Several processes that are one to whoever keeps them running. Real ones."""
+
+import time
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+
+from infra.processes.gang import Gang
+from infra.processes.keep_running import KeptProcess
+from infra.processes.process import Owner, ProcessFailedError, ProcessRefusedError, start
+
+WAIT_S = 30.0
+
+
+def gang(folder: Path, *scripts: str) -> Gang:
+    owner = Owner("gang", folder / "logs")
+    return Gang([start(f"member-{i}", ["sh", "-c", script], owner, grace_s=1.0) for i, script in enumerate(scripts)])
+
+
+def end(kept: KeptProcess) -> list[str]:
+    """Everything that was said until it has ended well, or for good."""
+    said: list[str] = []
+    deadline = time.monotonic() + WAIT_S
+    while not kept.tend(said.append, said.append) and kept.failure is None:
+        assert time.monotonic() < deadline, said
+        time.sleep(0.02)
+    return said
+
+
+def test_it_ends_well_when_all_have_and_the_first_one_speaks(tmp_path: Path) -> None:
+    with closing(KeptProcess(lambda: gang(tmp_path, "echo one", "echo two; sleep 0.3"))) as kept:
+        assert end(kept) == ["one"]
+    assert kept.failure is None
+
+
+def test_one_that_fails_takes_the_others_along_and_all_are_started_again(tmp_path: Path) -> None:
+    done, others = tmp_path / "done", tmp_path / "pids"
+    scripts = (f"echo $$ >> {others}; [ -e {done} ] || sleep 600", f"[ -e {done} ] && exit; touch {done}; kill -9 $$")
+    with closing(KeptProcess(lambda: gang(tmp_path, *scripts), backoff_s=0.05)) as kept:
+        assert end(kept) == ["member-1 was killed by signal 9; restart 1 of 5 in 0.05 s"]
+    first, second = map(int, others.read_text().split())
+    assert first != second
+    assert not psutil.pid_exists(first)
+
+
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_a_refusal_comes_before_what_failed_because_of_it(tmp_path: Path, refusing: int) -> None:
+    scripts = ["exit 1", "exit 1"]
+    scripts[refusing] = "echo 'error: mend it' >&2; exit 2"
+    members = gang(tmp_path, *scripts)
+    deadline = time.monotonic() + WAIT_S
+    while None in (statuses := [member.poll() for member in members._members]):
+        assert time.monotonic() < deadline, statuses
+        time.sleep(0.02)
+    with closing(KeptProcess(lambda: members)) as kept:
+        end(kept)
+        assert isinstance(kept.failure, ProcessRefusedError)
+        assert str(kept.failure) == "mend it"
+
+
+def test_who_failed_first_is_named(tmp_path: Path) -> None:
+    members = gang(tmp_path, "sleep 600", "echo why; exit 3")
+    deadline = time.monotonic() + WAIT_S
+    while members.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    members.stop()
+    failure = members.failure()
+    assert isinstance(failure, ProcessFailedError)
+    assert (failure.headline, failure.tail) == ("member-1 ended with exit code 3", ["why"])
