@@ -19,7 +19,8 @@ from models.drafts.layers import RMSNorm, rotary_tables
 from models.drafts.vocabulary import DraftVocabulary
 
 AUX_LAYERS = (1, 2, 3)
-CHUNK_TOKENS = 128
+CHUNK_TOKENS = 256
+"""`training.loss_chunk_tokens` of a CPU."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,13 @@ SHAPES = {
     "tiny": Shape(64, 512, 256, 4, 2, 16, 128, (48, 16), 3),
     "a": Shape(256, 32_000, 8_000, 4, 4, 64, 1_024, (512, 512), 4),
     "b": Shape(1_024, 151_936, 32_000, 16, 8, 64, 3_072, (1_024,), 7),
+    "c": Shape(2_048, 128_256, 32_000, 32, 8, 64, 8_192, (768,), 5),
     "gemma-270m": Shape(640, 262_144, 32_000, 4, 1, 256, 2_048, (1_024,), 7),
     "qwen3-8b": Shape(4_096, 151_936, 32_000, 32, 8, 128, 12_288, (2_048,), 7),
     "kimi-k2.5": Shape(7_168, 163_840, 163_840, 64, 8, 128, 18_432, (8_192,), 4),
     "kimi-k2.5-32k": Shape(7_168, 163_840, 32_000, 64, 8, 128, 18_432, (8_192,), 4),
 }
-"""`a` and `b` are those of the comparison with `speculators`; head counts of drafts are common ones."""
+"""`a`, `b` and `c` are those of the comparison with `speculators`; head counts of drafts are common ones."""
 
 
 @dataclass(frozen=True)

@@ -87,13 +87,19 @@ class PackedAttention:
                 torch.cat([given[view.features], own[view.rows]])
                 for given, own in zip(self.features, (keys, values), strict=True)
             )
-            out = F.scaled_dot_product_attention(
-                *(part.transpose(0, 1).unsqueeze(0) for part in (q, k, v)),
-                attn_mask=view.mask,
-                enable_gqa=queries.shape[1] != keys.shape[1],
-            )
+            q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q, k, v))
+            out = _masked_attention(q, k, v, view.mask)
             attended.append(out.squeeze(0).transpose(0, 1).flatten(1))
         return torch.cat(attended)
+
+
+def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Grouped-query attention `[1, heads, n, d]` of `q` to `k` and `v` `[1, kv_heads, m, d]`, by a mask `[n, m]`."""
+    group = q.shape[1] // k.shape[1]
+    if group > 1 and q.device.type != "cpu":
+        # With a mask and grouped heads CUDA has no kernel but the plain one in float32, so the keys are repeated.
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=k.shape[1] != q.shape[1])
 
 
 class DFlashAttention(nn.Module):

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from emulated_device import DEVICE, emulated_device
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -14,6 +15,7 @@ from models.decoding.simulated import features, simulate
 from models.decoding.speculative import speculate
 from models.drafts.base import PackedSamples, TargetProjection, supervised_positions
 from models.drafts.batched_proposer import Turn
+from models.drafts.dflash import layers
 from models.drafts.dflash.layers import Blocks
 from models.drafts.dflash.module import DFlashDraft
 from models.drafts.sampling import GREEDY, Sampling
@@ -386,3 +388,13 @@ def test_overfit_on_one_text_it_is_accepted_and_lossless(target, changes):
             assert decoded.counts == walks[lookahead - 1]
         lengths.append(walks[BLOCK - 2].tokens / walks[BLOCK - 2].steps)
     assert lengths[0] >= 0.95 * BLOCK
+
+
+def test_repeated_keys_on_a_device_attend_as_grouped_ones_do() -> None:
+    q, k, v = (torch.randn(1, heads, count, 8) for heads, count in ((4, 5), (2, 9), (2, 9)))
+    mask = torch.rand(5, 9) < 0.6
+    mask[:, 0] = True
+    expected = layers._masked_attention(q, k, v, mask)
+    with emulated_device():
+        found = layers._masked_attention(*(x.to(DEVICE) for x in (q, k, v, mask)))
+        torch.testing.assert_close(found.cpu(), expected)
