@@ -23,8 +23,11 @@ UV_COMPILE := .venv-lock/bin/uv pip compile --python-version 3.11 --upgrade --no
 
 .PHONY: quickstart test test-slow lint check sglang up down bench chaos soak gpu-acceptance lock clean
 
+# On the GPU where there is one; a single one is shared by both sides.
+ON_GPU := pools.inference_gpus=1 pools.training_gpus=1 generator.threads=null training.threads=null
+
 quickstart: $(VENV)/.ready
-	$(BIN)/draftsmith retrain recipes/quickstart.yaml
+	$(BIN)/draftsmith retrain recipes/quickstart.yaml $(if $(filter cu%,$(WHEELS)),$(ON_GPU))
 
 PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 

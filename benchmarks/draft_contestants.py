@@ -106,12 +106,12 @@ def make_work(shape: Shape, dtype: torch.dtype, device: str = "cpu", seed: int =
     head = normal(shape.vocabulary, shape.hidden, 0.02)
     last = F.normalize(normal(count, shape.hidden).add_(head[draft_tokens()], alpha=50)) * shape.hidden**0.5
     batch = PackedSamples(
-        tokens=draft_tokens(),
-        loss_mask=torch.ones(count, dtype=torch.bool, device=device),
+        tokens=draft_tokens().cpu(),
+        loss_mask=torch.ones(count, dtype=torch.bool),
         aux=normal(count, len(AUX_LAYERS) * shape.hidden).to(dtype),
         last=last.to(dtype),
         lengths=shape.lengths,
-        top=draft_tokens().int() if argmax else None,
+        top=draft_tokens().cpu().int() if argmax else None,
     )
     config = Eagle3Config(
         vocab_size=None if shape.draft_vocabulary == shape.vocabulary else shape.draft_vocabulary,
@@ -139,7 +139,7 @@ def autocast(dtype: torch.dtype, device: str = "cpu") -> Any:
 def our_step(work: Work, dtype: torch.dtype, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
     """Forward and backward; the loss."""
     work.draft.zero_grad(set_to_none=True)
-    with autocast(dtype, work.batch.tokens.device.type):
+    with autocast(dtype, work.batch.last.device.type):
         loss = work.draft.loss(work.batch, work.target, work.total, chunk_tokens).loss
     loss.backward()
     return loss.detach()
@@ -148,7 +148,7 @@ def our_step(work: Work, dtype: torch.dtype, chunk_tokens: int = CHUNK_TOKENS) -
 def plain_step(work: Work, dtype: torch.dtype) -> Tensor:
     """The same as plainly as can be: dense scores of all steps, whole logits, autograd."""
     work.draft.zero_grad(set_to_none=True)
-    with autocast(dtype, work.batch.tokens.device.type):
+    with autocast(dtype, work.batch.last.device.type):
         loss = _plain_loss(work)
     loss.backward()
     return loss.detach()
@@ -264,7 +264,7 @@ def _speculators_inputs(batch: PackedSamples) -> dict[str, Tensor]:
         mask[-1] = False
         for name, part in {
             "hidden_states": batch.aux[features],
-            "input_ids": batch.tokens[following],
+            "input_ids": batch.tokens[following].to(batch.last.device),
             "verifier_last_hidden_states": batch.last[following],
             "document_ids": torch.full((length - 1,), index),
             "position_ids": torch.arange(length - 1),

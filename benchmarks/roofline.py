@@ -99,7 +99,8 @@ def trace_step(step: Step) -> Trace:
     """One optimizer step; the last one's gradients, the optimizer's state and the moving average are there."""
     draft = _draft(step)
     with emulated_device(without_values=True), Trace(step.lengths, Hardware()) as trace, _as_on_cuda(trace):
-        module, batch = _module(step, draft), _batch(step)
+        # The next micro-batch waits on the device.
+        module, batch, _next = _module(step, draft), _batch(step), _batch(step)
         optimizer = module.configure_optimizers()["optimizer"]
         for group in optimizer.param_groups:
             for p in group["params"]:
@@ -159,7 +160,7 @@ def _batch(step: Step) -> MicroBatch:
         torch.empty(step.tokens, count * step.hidden, dtype=torch.bfloat16, device=DEVICE)
         for count in (len(AUX_LAYERS), 1)
     )
-    tokens = torch.zeros(step.tokens, dtype=torch.int64, device=DEVICE)
+    tokens = torch.zeros(step.tokens, dtype=torch.int64)
     supervised = torch.ones_like(tokens, dtype=torch.bool)
     samples = PackedSamples(tokens, supervised, aux, last, step.lengths, top=tokens.int())
     return MicroBatch(1, 0, True, samples, step.tokens, step.tokens)

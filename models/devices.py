@@ -2,6 +2,7 @@
 
 import torch
 
+from infra.planner.memory import RESERVED
 from infra.refusal import Refusal
 from infra.settings import leased_gpus
 
@@ -20,3 +21,14 @@ def compute_device() -> torch.device:
             "lease no GPUs (pools.inference_gpus=0 pools.training_gpus=0)"
         )
     return torch.device("cpu")
+
+
+def limit_memory(nbytes: int | None) -> None:
+    """Let this process take at most `nbytes` of its GPU, CUDA's own memory included; None: all of it.
+
+    Beyond that torch raises OutOfMemoryError, so that the other process on the GPU keeps its part.
+    """
+    device = compute_device()
+    if nbytes is not None and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, nbytes - RESERVED) / total), device)

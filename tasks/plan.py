@@ -49,7 +49,7 @@ def plan_recipe(config: RunConfig, target: TargetRecord | None = None, samples: 
     if mode == "alternate":
         job = plan.job
         epoch_bytes = job.samples * job.mean_tokens * job.bytes_per_token
-        size = round_bytes(config.transport, runs_folder(), epoch_bytes)
+        size = max(1, round_bytes(config.transport, runs_folder(), epoch_bytes, kept_checkpoints(config, plan)))
         changes |= {"budget_bytes": size, "rounds": job.epochs * -(-epoch_bytes // size)}
     return make_plan(plan.job.model_copy(update=changes))
 
@@ -95,7 +95,6 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
             chunk_tokens=training.loss_chunk_tokens,
             recompute=training.recompute,
             prefetch_steps=training.prefetch_steps,
-            scaled=training.ranks > 1,
             divided=training.ranks if training.sharded else 1,
             context=training.context_parallel_size,
             on_device=config.transport.kind == "mooncake" and config.transport.receive != "host",
@@ -198,9 +197,14 @@ def _from_hub(target: TargetConfig) -> Path:
         ) from error
 
 
+def kept_checkpoints(config: RunConfig, plan: Plan) -> int:
+    """Bytes of the checkpoints that a run keeps, of the next one, and of the export."""
+    return (config.training.keep_checkpoints + 2) * plan.checkpoint_bytes
+
+
 def on_this_machine(config: RunConfig) -> RunConfig:
     """The recipe with the GPUs of this machine in place of those that its plan assumes."""
-    gpus = len(LocalPools().gpus)
+    gpus = len(LocalPools().gpus) if config.pools.kind == "local" else 0
     changes: dict[str, object] = {"gpus": gpus or None}
     if gpus and read_gpus():
         changes |= {"device": None, "memory_gb": None}
@@ -235,7 +239,7 @@ def _device(config: RunConfig, assumed: list[str]) -> Device:
 def _own_gpu() -> Gpu | None:
     """The smallest GPU of this machine that runs may lease."""
     permitted, inventory = LocalPools().gpus, read_gpus()
-    own = [gpu for gpu in inventory.gpus if gpu.uuid in permitted] if inventory else []
+    own = [gpu for gpu in inventory.devices if gpu.uuid in permitted] if inventory else []
     return min(own, key=lambda gpu: gpu.total, default=None)
 
 

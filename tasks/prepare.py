@@ -7,6 +7,7 @@ from infra.files.atomic import write_atomically
 from infra.files.run_folder import RunFolder
 from infra.ledger.planning import check_budget
 from infra.markdown import escaped
+from infra.planner.memory import cache_tokens
 from infra.planner.page import headline, plan_page, verdicts
 from infra.planner.plan import Plan
 from infra.planner.refusals import refusals
@@ -21,7 +22,7 @@ from infra.tracking.registry import champion, download, find_version
 from infra.transport.choice import round_bytes
 from infra.transport.files import check_space
 from models.config.recipe import RunConfig
-from tasks.plan import on_this_machine, plan_recipe
+from tasks.plan import kept_checkpoints, on_this_machine, plan_recipe
 from tasks.pools import on_cpu, run_main
 from tasks.run import OpenRun
 from tasks.side_effects import artifact_key, side_effect
@@ -139,18 +140,26 @@ def decide_sharing(config: RunConfig, folder: RunFolder, plan: Plan | None, epoc
     if folder.sharing.is_file():
         budget = Sharing.read(folder.sharing).budget_bytes
     elif mode == "alternate":
-        budget = round_bytes(config.transport, folder.path, epoch_bytes)
+        checkpoints = kept_checkpoints(config, plan) if plan else 0
+        budget = max(1, round_bytes(config.transport, folder.path, epoch_bytes, checkpoints))
     else:
         budget = config.transport.budget_mib * 2**20
-    sharing = Sharing(mode=mode, why=why, budget_bytes=budget)
     if mode != "share":
-        return sharing
+        return Sharing(mode=mode, why=why, budget_bytes=budget)
     if plan is None:
         raise Refusal("pools.sharing=share needs a plan, and there is none: set pools.sharing=alternate")
     if obstacles := refusals(plan):
         raise Refusal("generators and trainer cannot share a GPU:\n" + "\n".join(f"  {one}" for one in obstacles))
     job = plan.job
-    return sharing.model_copy(update={"generator_bytes": job.generator_bytes, "trainer_bytes": job.rank_bytes})
+    return Sharing(
+        mode=mode,
+        why=why,
+        budget_bytes=budget,
+        generator_bytes=job.generator_bytes,
+        static_bytes=job.static_bytes,
+        cache_tokens=cache_tokens(job.longest_tokens),
+        trainer_bytes=job.rank_bytes,
+    )
 
 
 def _show_plan(run: OpenRun, plan: Plan) -> None:

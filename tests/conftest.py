@@ -64,7 +64,7 @@ GROUPS = {
     ),
     "flows": ("flows/test_deployment.py", "flows/test_retrain.py", "flows/test_promotion.py", "flows"),
     "chaos": ("test_chaos.py", "models/decoding"),
-    "training": ("models/training",),
+    "training": ("models/training", "infra/data_plane/test_rounds.py"),
     "pools": ("infra/pools",),
 }
 

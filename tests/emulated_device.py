@@ -184,6 +184,10 @@ class _Stream:
     def wait_stream(self, _other: "_Stream") -> None:
         """The host does not wait."""
 
+    def record_event(self) -> "_Stream":
+        """An event: everything is done already."""
+        return self
+
     def synchronize(self) -> None:
         self._traffic.waits["synchronize"] += 1
 
@@ -324,6 +328,8 @@ def _copy(func: Any, source: torch.Tensor, kwargs: dict[str, Any], traffic: Traf
     if _is_emulated(device):
         if not isinstance(source, EmulatedTensor):
             traffic.to_device.append(_bytes(out))
+            # CUDA copies from pageable memory when all work before is done.
+            traffic.waits["copy to the device"] += not kwargs.get("non_blocking", False)
         return EmulatedTensor(out.to(_values_on))
     if isinstance(source, EmulatedTensor):
         traffic.to_host.append(_bytes(out))
@@ -345,6 +351,7 @@ def _count(name: str, args: Any, emulated: list[EmulatedTensor], traffic: Traffi
         traffic.waits["copy to the host"] += not (len(args) > 2 and args[2])
     elif name == "copy_" and not isinstance(args[1], EmulatedTensor):
         traffic.to_device.append(_bytes(args[1]))
+        traffic.waits["copy to the device"] += not (len(args) > 2 and args[2])
 
 
 def _refuse_mixture(name: str, args: Any, tensors: list[torch.Tensor]) -> None:

@@ -105,8 +105,8 @@ def _loss(method: str, loss: str, device: str, dtype: torch.dtype) -> tuple[Tens
     lengths = (40, 9, 79)
     count = sum(lengths)
     batch = PackedSamples(
-        tokens=torch.randint(0, len(chosen), (count,)).to(device),
-        loss_mask=(torch.rand(count) > 0.2).to(device),
+        tokens=torch.randint(0, len(chosen), (count,)),
+        loss_mask=torch.rand(count) > 0.2,
         aux=torch.randn(count, len(LAYERS) * HIDDEN).to(device, dtype),
         last=torch.randn(count, HIDDEN).to(device, dtype),
         lengths=lengths,

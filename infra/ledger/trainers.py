@@ -149,9 +149,10 @@ def resume_run(
     """Take the run over in one transaction; every older trainer's writes fail from here on.
 
     The newest checkpoint that verifies survives. Samples trained after it are pending again; samples taken or
-    ready are ready if their object still verifies, else pending; epochs after the surviving one are closed (their
-    quarantined samples stay listed). Verifying happens before the lock is taken, except for what changed since.
-    Raises RepeatedCrash, changing nothing, at the third crash of a trainer at the same step.
+    ready are ready if their object still verifies, else pending. Epochs after the surviving one are closed (their
+    quarantined samples stay listed), but for the next one where nothing is left of it. Verifying happens before the
+    lock is taken, except for what changed since. Raises RepeatedCrash, changing nothing, at the third crash of a
+    trainer at the same step.
     """
     # Each record is verified once. Frozen models are hashable, which type checkers do not see.
     checkpoint_is_whole = cast(Callable[[CheckpointRecord], bool], cache(verify_checkpoint))
@@ -190,8 +191,13 @@ def _take_over(
     step = survivor.step if survivor else NO_STEP
     rows.delete_checkpoints(checkpoints.c.step > step)
     rows.give_back(samples.c.state == CONSUMED, samples.c.step > step)
-    epoch = rows.scalar(rows.select(sa.func.max(samples.c.epoch)).where(samples.c.state == CONSUMED)) or 0
-    floor = _close_later_epochs(rows, epoch)
+    newest = rows.scalar(rows.select(sa.func.max(samples.c.epoch)).where(samples.c.state == CONSUMED))
+    epoch = newest or 0
+    left = rows.select(samples.c.epoch).where(
+        samples.c.epoch == newest, samples.c.state.not_in((CONSUMED, QUARANTINED))
+    )
+    is_done = newest is not None and not rows.all(left.limit(1))
+    floor = _close_later_epochs(rows, epoch + is_done)
     _return_taken(rows, object_is_whole)
     evicted = evict(rows, run) if run.plan_order == "strict" else 0
     rows.update_run(

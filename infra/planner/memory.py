@@ -45,8 +45,6 @@ class Setting(Record):
     recompute: bool = False
     """Whether inner activations are computed again in the backward pass (training.recompute)."""
     prefetch_steps: int
-    scaled: bool = False
-    """Whether the backward scales the loss's gradients, which copies them: with several ranks."""
     divided: int = 1
     """Ranks among which weights, gradients and optimizer state are divided (training.sharded)."""
     context: int = 1
@@ -68,7 +66,7 @@ class RankMemory(Record):
     frozen_tables: int = Field(description="frozen tables of the target")
     # As autocast keeps them during a micro-batch.
     cast_weights: int = Field(description="weights cast to bfloat16")
-    # Those of the micro-batch; without a GPU the prefetched ones too.
+    # Those of the micro-batch, and on a GPU of the next; without one all prefetched ones.
     features: int = Field(description="hidden states")
     # What the draft's rows keep for the backward, over all steps of the training-time test.
     activations: int = Field(description="activations, all steps")
@@ -93,7 +91,7 @@ def rank_memory(draft: DraftShape, target: TargetShape, setting: Setting, length
     matrices = draft.token_parameters + draft.row_parameters
     table = target.hidden_size * item
     heads = table * draft.vocab_size + (table * target.vocab_size if setting.whole_head else 0)
-    copies = setting.prefetch_steps + 2 if setting.one_memory or setting.on_device else 1
+    copies = setting.prefetch_steps + 2 if setting.one_memory or setting.on_device else 2
     activations, loss = _of_batch(draft, target, setting, lengths)
     captured = stored_bytes_per_token(setting.aux_count, target.hidden_size, setting.stored, setting.top_token)
     share = -(-draft.parameters // setting.divided) * FLOAT
@@ -143,8 +141,7 @@ def _loss(draft: DraftShape, target: TargetShape, setting: Setting, tokens: int,
     states = rows * hidden * item
     # Chains hand their hidden states over, and the gradients take their memory; blocks of rows keep both.
     formed = outputs + states * (2 if draft.target_per_row else 1) + by_head
-    copied = by_head + states if setting.scaled else 0
-    return formed + max(cast_head + max(projecting, comparing), copied), formed + copied
+    return formed + cast_head + max(projecting, comparing), formed
 
 
 def cache_tokens(longest_tokens: int) -> int:

@@ -4,7 +4,15 @@ from pathlib import Path
 
 from infra.planner.answers import Answers
 from infra.planner.devices import Device
-from infra.planner.memory import RankMemory, Setting, generator_memory, longest_sample, rank_memory, usable
+from infra.planner.memory import (
+    RankMemory,
+    Setting,
+    generator_memory,
+    generator_static,
+    longest_sample,
+    rank_memory,
+    usable,
+)
 from infra.planner.shapes import ITEM_BYTES, DraftShape, Precision, TargetShape, draft_flops, prefill_flops
 from infra.planner.split import Sides, Split, advice, best_split, measured_sides, split
 from infra.planner.traffic import (
@@ -78,6 +86,12 @@ class Job(Record):
         """Memory that a generator needs of each of its GPUs."""
         precision, devices = self.inference_precision, self.devices_per_generator
         return generator_memory(self.target, precision, self.longest_tokens, devices)
+
+    @property
+    def static_bytes(self) -> int:
+        """The part of `generator_bytes` for weights and KV cache."""
+        precision, devices = self.inference_precision, self.devices_per_generator
+        return generator_static(self.target, precision, self.longest_tokens, devices)
 
     @property
     def rank_bytes(self) -> int:

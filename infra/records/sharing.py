@@ -18,6 +18,10 @@ class Sharing(Record):
     """Most bytes of hidden states at once: between capture and training, or of a round."""
     generator_bytes: int | None = None
     """Memory of each shared GPU that a generator may use, with `share`."""
+    static_bytes: int | None = None
+    """The part of it for an engine's weights and KV cache."""
+    cache_tokens: int | None = None
+    """Tokens in that cache."""
     trainer_bytes: int | None = None
     """The same of a trainer rank."""
 

@@ -67,11 +67,11 @@ def _object_bytes(config: TransportConfig) -> int:
     return store_bytes(config) if config.kind == "mooncake" else config.budget_mib * 2**20 + BEYOND_BUDGET
 
 
-def round_bytes(config: TransportConfig, run: Path, epoch_bytes: int) -> int:
+def round_bytes(config: TransportConfig, run: Path, epoch_bytes: int, checkpoints: int) -> int:
     """Bytes of a round of capture and training in turns (pools.sharing=alternate).
 
-    Files take a whole epoch, or half of the free disk of their folder, by default that of the run `run`. Raises
-    Refusal for a round that the disk has no room for.
+    Files take a whole epoch, or half of what is free in their folder, by default that of the run `run`, besides
+    `checkpoints` bytes. Raises Refusal for a round that the disk has no room for.
     """
     if config.kind in ("arena", "mooncake"):
         return config.budget_mib * 2**20
@@ -85,7 +85,7 @@ def round_bytes(config: TransportConfig, run: Path, epoch_bytes: int) -> int:
             f"transport.round_mib={config.round_mib}: {folder} has {free // 2**20} MiB free: lower it, leave it out, "
             "or name another transport.folder"
         )
-    return wanted if config.round_mib is not None else min(wanted, free // 2)
+    return wanted if config.round_mib is not None else min(wanted, max(0, free - checkpoints) // 2)
 
 
 def open_transport(config: TransportConfig, run: RunFolder) -> Transport:

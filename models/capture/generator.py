@@ -18,6 +18,7 @@ from infra.refusal import Refusal
 from infra.transport.choice import sweep
 from models.capture.engine import Captured, CaptureEngine, EngineError, StoredEngine
 from models.capture.heldout import make_heldout
+from models.devices import limit_memory
 from models.run import PreparedRun
 from models.targets.layout import SampleError
 
@@ -144,6 +145,7 @@ def start_engine(run: PreparedRun, index: int) -> CaptureEngine:
     else:
         from models.capture.plain_engine import PlainEngine
 
+        limit_memory(run.sharing.generator_bytes)
         engine = PlainEngine(run)
     return StoredEngine(run, engine) if run.config.transport.kind == "stored" else engine
 

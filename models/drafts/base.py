@@ -13,20 +13,23 @@ from models.drafts.vocabulary import DraftVocabulary
 
 @dataclass(frozen=True)
 class PackedSamples:
-    """Captured samples, concatenated without padding. N is the sum of `lengths`."""
+    """Captured samples, concatenated without padding. N is the sum of `lengths`.
+
+    What decides which positions are trained is on the host: planning a micro-batch there costs no wait for a GPU.
+    """
 
     tokens: Tensor
-    """`[N]` int64."""
+    """`[N]` int64, on the host."""
     loss_mask: Tensor
-    """`[N]` bool: the token is one that the target would generate."""
+    """`[N]` bool, on the host: the token is one that the target would generate."""
     aux: Tensor
     """`[N, K*H]` target features; with a `share`, of its rows alone."""
     last: Tensor
     """`[N, H]` target hidden states after the final norm; with a `share`, of its states alone."""
     lengths: tuple[int, ...]
     top: Tensor | None = None
-    """`[N]` int32 the target's own next tokens, if these decide which positions count (`training.out_of_vocabulary=
-    argmax`); with a `share`, of its states alone. None: the text's token decides."""
+    """`[N]` int32, on the host: the target's own next tokens, if these decide which positions count
+    (`training.out_of_vocabulary=argmax`); with a `share`, of its states alone. None: the text's token decides."""
     share: ContextShare | None = None
     """Which rows are computed here, where ranks share samples. None: all."""
 
@@ -53,10 +56,10 @@ class DraftLoss(NamedTuple):
     """`[S]` positions at which proposals 1..s all equal the target's greatest."""
     tried: Tensor
     """`[S]` positions at which proposals 1..s-1 were all accepted."""
-    supervised: Tensor
-    """Scalar count of supervised positions."""
-    covered: Tensor
-    """Scalar count of those that the draft vocabulary can express."""
+    supervised: int
+    """Supervised positions."""
+    covered: int
+    """Those of them that the draft vocabulary can express."""
 
 
 class Draft(torch.nn.Module):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from models.drafts.base import DraftLoss, PackedSamples, TargetProjection, supervised_positions
+from models.drafts.transfer import to_device
 from models.drafts.vocabulary import DraftVocabulary
 from models.losses.chunked import TargetDistribution, chunked_loss
 from models.losses.divergences import chosen_divergence
@@ -22,6 +23,8 @@ class ChainDraft(Protocol):
     config: Any
     """A `LossChoice` with `step_weights`, one for each of the S steps."""
     vocabulary: DraftVocabulary
+    target_ids: Tensor
+    """The vocabulary's, on the head's device."""
     lm_head: Any
     """Its `weight` is the draft head `[Vd, h]`."""
 
@@ -38,32 +41,49 @@ def chain_loss(
 
     `outputs`: S hidden states `[N, h]` (after the draft's norm), step s's prediction from every row.
     """
-    head, vocabulary, device = draft.lm_head.weight, draft.vocabulary, draft.lm_head.weight.device
+    head, vocabulary = draft.lm_head.weight, draft.vocabulary
+    positions, rows, places, states = _predictions(batch, len(draft.config.step_weights))
+    known, inside = _known(batch, positions, states, vocabulary), places >= 0
+    kept = known.nonzero().squeeze(-1)
+    weights = (torch.tensor(draft.config.step_weights) * inside / total)[kept]
+    given = (rows, kept, places[kept].clamp(min=0), weights, states[kept])
+    # Of ranks that share a sample, the one that proposes a position first counts it.
+    counted = inside[:, 0]
+    supervised, covered = int(counted.sum()), int((known & counted).sum())
+    rows, kept, places, weights, states = to_device(given, head.device)
+    hidden = _gathered(outputs, places)
+    distribution = _distribution(batch.last[states], target, draft)
+    divergence = chosen_divergence(draft.config)
+    loss, found = chunked_loss(hidden, head, weights, distribution, divergence, chunk_tokens, overwrite=True)
+    correct = found.new_zeros(rows.shape).index_copy_(0, kept, found)
+    accepted, tried = _accepted_chains(rows, correct, len(batch.tokens))
+    return DraftLoss(loss, accepted, tried, supervised, covered)
+
+
+def _predictions(batch: PackedSamples, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a packed batch of N tokens is asked for; everything on the host.
+
+    Returns:
+        positions: `[P]` packed positions whose next token any row here predicts.
+        rows: `[P, S]` the packed row of every step's prediction; N where there is none.
+        places: `[P, S]` its index in the outputs; -1 where there is none.
+        states: `[P]` index of each position's last state.
+    """
     positions = supervised_positions(batch.loss_mask, batch.lengths)
-    lengths = torch.tensor(batch.lengths, device=device)
+    lengths = torch.tensor(batch.lengths)
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    rows = positions[:, None] - 1 - torch.arange(len(draft.config.step_weights), device=device)
+    rows = positions[:, None] - 1 - torch.arange(steps)
     # A step's row must lie in the same sample.
-    valid = rows >= starts[positions][:, None]
-    rows = rows.clamp(min=0)
+    inside = rows >= starts[positions][:, None]
     places, states = rows, positions
     if batch.share is not None:
         # Only positions that any row of this rank predicts; rows of other ranks may stand anywhere in the outputs.
-        places = batch.share.row_index(device)[rows]
-        valid = valid & (places >= 0)
-        here = valid.any(-1)
-        positions, rows, valid, places = positions[here], rows[here], valid[here], places[here].clamp(min=0)
-        states = batch.share.state_index(device)[positions]
-    known = _known(batch, positions, states, vocabulary)
-    weights = torch.tensor(draft.config.step_weights, device=device) * (valid & known[:, None]) / total
-    hidden = _gathered(outputs, places)
-    distribution = _distribution(batch.last[states], target, vocabulary)
-    divergence = chosen_divergence(draft.config)
-    loss, correct, covered = chunked_loss(hidden, head, weights, distribution, divergence, chunk_tokens, overwrite=True)
-    accepted, tried = _accepted_chains(rows, valid, correct & known[:, None], len(batch.tokens))
-    # Of ranks that share a sample, the one that proposes a position first counts it.
-    counted = valid[:, 0]
-    return DraftLoss(loss, accepted, tried, counted.sum(), (covered & known & counted).sum())
+        places = batch.share.row_index(rows.device)[rows.clamp(min=0)]
+        inside &= places >= 0
+        here = inside.any(-1)
+        positions, rows, inside, places = positions[here], rows[here], inside[here], places[here]
+        states = batch.share.state_index(rows.device)[positions]
+    return positions, rows.where(inside, len(batch.tokens)), places.where(inside, -1), states
 
 
 def _gathered(outputs: Iterable[Tensor], rows: Tensor) -> list[Tensor]:
@@ -78,24 +98,28 @@ def _known(batch: PackedSamples, positions: Tensor, states: Tensor, vocabulary: 
     if vocabulary.whole:
         return torch.ones_like(positions, dtype=torch.bool)
     decisive = batch.tokens[positions + 1] if batch.top is None else batch.top[states]
-    return vocabulary.t2d.to(positions.device)[decisive]
+    return vocabulary.t2d[decisive]
 
 
-def _distribution(last: Tensor, target: TargetProjection, vocabulary: DraftVocabulary) -> TargetDistribution:
+def _distribution(last: Tensor, target: TargetProjection, draft: ChainDraft) -> TargetDistribution:
     """The target's distribution; from the whole head if the loss needs the draft vocabulary's share of it."""
-    if vocabulary.whole or target.full is None:
+    if draft.vocabulary.whole or target.full is None:
         return TargetDistribution(last, target.rows, target.logit_scale, target.soft_cap)
-    ids = vocabulary.target_ids.to(last.device)
-    return TargetDistribution(last, target.full, target.logit_scale, target.soft_cap, ids)
+    return TargetDistribution(last, target.full, target.logit_scale, target.soft_cap, draft.target_ids)
 
 
-def _accepted_chains(rows: Tensor, valid: Tensor, correct: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Accepted and tried chains `[S]`: row r's chain goes on to step j only if steps 0..j-1 were correct."""
-    alive = torch.ones(count, dtype=torch.bool, device=rows.device)
+def _accepted_chains(rows: Tensor, correct: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Accepted and tried chains `[S]`: row r's chain goes on to step j only if steps 0..j-1 were correct.
+
+    `rows` `[P, S]` of `count` rows; `count` stands for none. No index depends on a count that the host must know.
+    """
+    alive = torch.ones(count + 1, dtype=torch.bool, device=rows.device)
     accepted, tried = [], []
-    for row, here, hit in zip(rows.T, valid.T, correct.T, strict=True):
-        reached = here & alive[row]
+    for row, hit in zip(rows.T, correct.T, strict=True):
+        alive[count] = False
+        reached = alive[row]
+        going_on = reached & hit
         tried.append(reached.sum())
-        accepted.append((reached & hit).sum())
-        alive = torch.zeros_like(alive).index_put((row[reached & hit],), alive.new_ones(()))
+        accepted.append(going_on.sum())
+        alive = torch.zeros_like(alive).index_fill_(0, row.where(going_on, count), True)
     return torch.stack(accepted), torch.stack(tried)

@@ -1,13 +1,13 @@
 """Losses between two distributions, in chunks over positions, gradients formed in the forward pass.
 
 Logits live for one chunk of positions at a time, in one buffer in which their gradient takes their place; float32
-copies live for a block of it. The target is projected once per chunk and serves all steps and the question which
-positions count, so nothing of the size of tokens x vocabulary is kept or redone.
+copies live for a block of it. The target is projected once per chunk and serves all steps, so nothing of the size of
+tokens x vocabulary is kept or redone.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,17 +33,13 @@ class TargetDistribution:
     """`[Vd]` int64 rows of the whole `head` that are the draft vocabulary's. None: the draft vocabulary is taken for
     the whole."""
 
-    def chunk(self, positions: slice, with_mass: bool) -> "TargetChunk":
-        """The target at some positions; the mass only if asked for."""
+    def chunk(self, positions: slice) -> "TargetChunk":
+        """The target at some positions."""
         logits = shape_logits(product(self.last[positions], self.head), self.logit_scale, self.soft_cap)
-        zeros = logits.new_zeros(len(logits), 1)
         if self.draft_ids is None:
-            return TargetChunk(logits, torch.ones(len(logits), dtype=torch.bool, device=logits.device), zeros)
+            return TargetChunk(logits, logits.new_zeros(len(logits), 1))
         inside = logits.index_select(1, self.draft_ids)
-        covered = inside.amax(-1) == logits.amax(-1)
-        if not with_mass:
-            return TargetChunk(inside, covered, zeros)
-        return TargetChunk(inside, covered, (inside.logsumexp(-1) - logits.logsumexp(-1)).clamp_(max=0).unsqueeze(-1))
+        return TargetChunk(inside, (inside.logsumexp(-1) - logits.logsumexp(-1)).clamp_(max=0).unsqueeze(-1))
 
 
 class TargetChunk(NamedTuple):
@@ -51,10 +47,8 @@ class TargetChunk(NamedTuple):
 
     logits: Tensor
     """`[n, Vd]` float32, over the draft vocabulary."""
-    covered: Tensor
-    """`[n]` bool: the target's greatest logit is in the draft vocabulary."""
     log_mass: Tensor
-    """`[n, 1]` log of the draft vocabulary's share of the target's probability."""
+    """`[n, 1]` log of the draft vocabulary's share of the target's probability; 0 where it is taken for the whole."""
 
 
 Sloped = tuple[Tensor, Tensor | None]
@@ -62,9 +56,6 @@ Sloped = tuple[Tensor, Tensor | None]
 
 class LossDivergence:
     """How far q is from p at a position, and its slope."""
-
-    true_mass: ClassVar[bool] = False
-    """Whether it asks for the draft vocabulary's share of the target's probability."""
 
     def __call__(self, logits: Tensor, log_p: Tensor, log_mass: Tensor, weights: Tensor | None) -> Sloped:
         """Values `[n, S]`, and with weights their weighted slope `[n, S, Vd]` by `logits`.
@@ -84,9 +75,7 @@ class SummedLoss(NamedTuple):
     loss: Tensor
     """Scalar, float32 (float64 for float64 drafts); differentiable in `hidden` and `head`."""
     correct: Tensor
-    """`[P, S]` bool: the draft's greatest logit is the target's greatest; false where the position is not covered."""
-    covered: Tensor
-    """`[P]` bool: the target's greatest logit is in the draft vocabulary."""
+    """`[P, S]` bool: the draft's greatest logit is the target's greatest of the draft vocabulary."""
 
 
 def chunked_loss(
@@ -99,7 +88,7 @@ def chunked_loss(
     *,
     overwrite: bool = False,
 ) -> SummedLoss:
-    """Weighted sum of a divergence over positions and steps; positions that are not covered are left out.
+    """Weighted sum of a divergence over positions and steps.
 
     Args:
         hidden: S times `[P, h]` draft hidden states (after its norm): step s's prediction of position p's next token.
@@ -126,9 +115,7 @@ class _LossSettings(NamedTuple):
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, how: _LossSettings, weights: Tensor, head: Tensor, *hidden: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, how: _LossSettings, weights: Tensor, head: Tensor, *hidden: Tensor) -> tuple[Tensor, Tensor]:
         positions, width = hidden[0].shape
         dtype, device = hidden[0].dtype, head.device
         accumulate = torch.float64 if dtype == torch.float64 else torch.float32
@@ -136,40 +123,36 @@ class _ChunkedLoss(torch.autograd.Function):
         gradients = [x.detach() if how.overwrite else torch.empty_like(x) for x in hidden] if with_slope else []
         head_grad = torch.zeros(head.shape, dtype=accumulate, device=device) if of_head else None
         loss = torch.zeros((), dtype=accumulate, device=device)
-        correct = torch.zeros(positions, len(hidden), dtype=torch.bool, device=device)
-        covered = torch.empty(positions, dtype=torch.bool, device=device)
+        correct = torch.empty(positions, len(hidden), dtype=torch.bool, device=device)
         compute_head = head.to(dtype)
         for start in range(0, positions, how.chunk_tokens):
             chunk = slice(start, min(start + how.chunk_tokens, positions))
-            part = how.target.chunk(chunk, how.divergence.true_mass)
-            covered[chunk] = part.covered
-            kept = part.covered.nonzero().squeeze(-1)
-            part = TargetChunk(*(x[kept] for x in part)) if len(kept) < len(part.covered) else part
-            places = start + kept
-            rows = torch.stack([x[places] for x in hidden], dim=1).view(-1, width)
-            logits = (rows @ compute_head.T).view(len(kept), len(hidden), len(head))
-            value, correct[places] = _diverge(logits, weights[places].to(accumulate), part, how.divergence, with_slope)
+            part = how.target.chunk(chunk)
+            rows = torch.stack([x[chunk] for x in hidden], dim=1).view(-1, width)
+            logits = (rows @ compute_head.T).view(-1, len(hidden), len(head))
+            value, correct[chunk] = _diverge(logits, weights[chunk].to(accumulate), part, how.divergence, with_slope)
             loss += value
             slope = logits.view(len(rows), len(head))
             if with_slope:
-                by_step = (slope @ compute_head).view(len(kept), len(hidden), width).unbind(1)
+                by_step = (slope @ compute_head).view(-1, len(hidden), width).unbind(1)
                 for found, gradient in zip(gradients, by_step, strict=True):
-                    found[chunk] = 0
-                    found[places] = gradient
+                    found[chunk] = gradient
                 if head_grad is not None:
                     add_product(head_grad, slope, rows)
             # Not beside those of the next chunk.
             del logits, slope, part
         ctx.save_for_backward(None if head_grad is None else head_grad.to(head.dtype), *gradients)
-        ctx.mark_non_differentiable(correct, covered)
-        return loss, correct, covered
+        ctx.mark_non_differentiable(correct)
+        return loss, correct
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         scale, saved = gradients[0], ctx.saved_tensors
-        # As they are where nothing changes: a copy of all would be the step's peak of memory.
-        if float(scale) != 1:
-            saved = tuple(None if grad is None else grad * scale.to(grad.dtype) for grad in saved)
+        # In place: a copy of all would be the step's peak of memory. The host would wait for a device's number.
+        if scale.device.type != "cpu" or float(scale) != 1:
+            for grad in saved:
+                if grad is not None:
+                    grad.mul_(scale)
         return (None, None, *saved)
 
 

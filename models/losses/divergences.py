@@ -55,8 +55,6 @@ class SoftCrossEntropy(LossDivergence):
 class LKAlpha(LossDivergence):
     """`-log a`."""
 
-    true_mass = True
-
     def __call__(self, logits: Tensor, log_p: Tensor, log_mass: Tensor, weights: Tensor | None) -> Sloped:
         log_q = _log_softmax(logits)
         log_a, gain = _acceptance(log_q, (log_p + log_mass).unsqueeze(1), weights is not None)
@@ -68,7 +66,6 @@ class LKLambda(LossDivergence):
     """`w KL(p' || q) + (1 - w) (1 - a)` with `w = exp(-decay a)`."""
 
     decay: float
-    true_mass = True
 
     def __call__(self, logits: Tensor, log_p: Tensor, log_mass: Tensor, weights: Tensor | None) -> Sloped:
         p = log_p.exp()

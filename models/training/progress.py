@@ -1,5 +1,6 @@
 """Progress of training: one line for a person, one JSON line for the tracker."""
 
+import math
 import time
 from dataclasses import dataclass, field, replace
 
@@ -36,7 +37,7 @@ class ProgressWindow:
     opened: StreamTimes
     """The stream's times when the window opened."""
     sums: torch.Tensor
-    """`[2 * S + 1]` float64 on the CPU: positions accepted, positions tried, loss."""
+    """`[2 * S + 1]` float64 on the training's device: positions accepted, positions tried, loss."""
     steps: int = 0
     tokens: int = 0
     started: float = field(default_factory=time.monotonic)
@@ -83,9 +84,15 @@ class ProgressReporter:
         if outcome is None:
             return
         counts = (outcome.accepted, outcome.tried, outcome.loss)
-        self.window.sums += torch.cat([count.detach().double().flatten() for count in counts]).cpu()
-        self.totals["supervised"] += int(outcome.supervised)
-        self.totals["covered"] += int(outcome.covered)
+        counts = torch.cat([count.detach().double().flatten() for count in counts])
+        # Added up where they are: the host would wait for every micro-batch.
+        self.window.sums = self.window.sums.to(counts.device, non_blocking=True) + counts
+        self.totals["supervised"] += outcome.supervised
+        self.totals["covered"] += outcome.covered
+
+    def check_finite(self, step: int) -> None:
+        """Raise FloatingPointError if a loss since the last progress line is not finite. Waits for the device."""
+        _check_finite(float(self.window.sums[-1]), step - self.window.steps, step)
 
     def step_done(self, tokens: int) -> None:
         self.window.steps += 1
@@ -101,7 +108,8 @@ class ProgressReporter:
         self.window = ProgressWindow(replace(self.times), torch.zeros_like(window.sums))
         elapsed = self.window.started - window.started
         waited = self.window.opened.waited_s - window.opened.waited_s
-        sums = self.control.total(window.sums)
+        sums = self.control.total(window.sums.cpu())
+        _check_finite(float(sums[-1]), step - window.steps, step)
         accepted, tried = sums[:-1].chunk(2)
         self.totals["trained_s"] += elapsed
         self.totals["waited_s"] += waited
@@ -166,6 +174,13 @@ class ProgressReporter:
             waited_s=self.totals["waited_s"],
             fetch_s=self.times.fetch_s * captured.tokens / max(1, self.fetched),
             ranks=self.control.world,
+        )
+
+
+def _check_finite(loss: float, before: int, step: int) -> None:
+    if not math.isfinite(loss):
+        raise FloatingPointError(
+            f"the loss of steps {before + 1} to {step} is not finite: lower training.learning_rate"
         )
 
 

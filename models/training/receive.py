@@ -185,7 +185,8 @@ class Fetcher:
             loss_mask=torch.cat([t.loss_mask for t in texts]),
             aux=hidden.aux,
             last=hidden.last,
-            top=hidden.top,
+            # With GPUDirect it arrives on the device.
+            top=None if hidden.top is None else hidden.top.cpu(),
             lengths=lengths,
             share=share,
         )

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -42,13 +43,17 @@ class MicroBatch:
     """Tokens of the whole step."""
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """The same with its tensors on `device`, copied on a separate stream while the GPU computes."""
+        """The same with its hidden states on `device`, copied on a separate stream while the GPU computes."""
         if self.samples is None or device.type == "cpu":
             return self
-        copying, computing = _copy_stream(device), torch.cuda.current_stream(device)
+        copying, computing, marks = _copy_stream(device), torch.cuda.current_stream(device), _marks(device)
+        # Micro-batches that wait on the GPU take its memory: at most one waits while another is computed.
+        marks.append(computing.record_event())
+        if len(marks) > 1:
+            marks.popleft().synchronize()
         with torch.cuda.stream(copying):
-            tensors = {name: x for name, x in vars(self.samples).items() if isinstance(x, torch.Tensor)}
-            moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+            names = ("aux", "last")
+            moved = {name: getattr(self.samples, name).to(device, non_blocking=True) for name in names}
         computing.wait_stream(copying)
         for tensor in moved.values():
             tensor.record_stream(computing)
@@ -58,6 +63,12 @@ class MicroBatch:
 @cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
+
+
+@cache
+def _marks(_device: torch.device) -> deque[Any]:
+    """Where the computation stood at the latest copies."""
+    return deque()
 
 
 class StepStream:

@@ -29,7 +29,7 @@ from infra.refusal import Refusal
 from infra.transport.base import TransferError
 from infra.transport.choice import sweep
 from models import checkpoint as checkpoints
-from models.devices import compute_device
+from models.devices import compute_device, limit_memory
 from models.run import PreparedRun
 from models.targets.weights import read_target_head
 from models.training.control import Control
@@ -137,6 +137,7 @@ class DraftTrainer(Callback):
         self.module.average(self.step)
         self.progress.step_done(batch.step_tokens)
         if self.heldout.due(self.step):
+            self.progress.check_finite(self.step)
             averaged = whole(self.module.averaged)
             if self.control.rank == 0:
                 self.progress.heldout_length = self.heldout.measure(averaged, self.module.device)
@@ -153,6 +154,7 @@ class DraftTrainer(Callback):
         """Begin to save and commit the checkpoint of the present step; all ranks put together what they divide."""
         if self.step == self.committed:
             return
+        self.progress.check_finite(self.step)
         self.committed = self.step
         module, run = self.module, self.run
         weights, averaged = whole(module.draft.state_dict()), whole(module.averaged)
@@ -213,6 +215,7 @@ def main() -> None:
     if run.config.training.threads:
         torch.set_num_threads(run.config.training.threads)
     control = Control(run.config.training.context_parallel_size)
+    limit_memory(run.sharing.trainer_bytes)
     started = time.monotonic()
     trainer = open_trainer(run, control)
     if control.rank == 0:

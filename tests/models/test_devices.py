@@ -1,9 +1,11 @@
 """Leased GPUs that torch cannot use are refused; nothing falls back to the CPU in silence."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from models.devices import compute_device
+from models.devices import compute_device, limit_memory
 
 
 def test_a_lease_of_gpus_is_never_served_by_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,3 +20,14 @@ def test_whoever_hides_all_gpus_gets_the_cpu(monkeypatch: pytest.MonkeyPatch, hi
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
     assert compute_device() == torch.device("cpu")
+
+
+def test_a_process_keeps_to_its_part_of_a_shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _device: limits.append(share))
+    limit_memory(None)
+    limit_memory(int(41.5 * 2**30))
+    assert limits == [0.5]  # CUDA keeps 1.5 GiB beside torch's allocator

@@ -1,5 +1,7 @@
 """How generators and trainer share a machine: chosen from what the machine has, refused where it cannot be."""
 
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,6 +52,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
             "DeviceGetMemoryInfo": lambda *_, **__: SimpleNamespace(total=total, free=total, used=0, reserved=0),
             "DeviceGetCudaComputeCapability": lambda _index: (9, 0),
             "DeviceGetMigMode": not_supported,
+            "DeviceGetDeviceHandleFromMigDeviceHandle": not_supported,
             "DeviceGetPciInfo": lambda index: SimpleNamespace(busId=f"00000000:{index:02x}:00.0"),
             "DeviceGetTopologyCommonAncestor": lambda *_: pynvml.NVML_TOPOLOGY_SYSTEM,
             "DeviceGetP2PStatus": lambda *_: pynvml.NVML_P2P_STATUS_OK + 1,
@@ -84,6 +87,26 @@ def test_every_recipe_passes_the_plan_of_its_hardware(
     assert plan.job.sharing == mode
     assert plan.job.memory_bytes == memory_gib * 2**30 or not count
     assert f"**Sharing**: {mode}: " in plan_page(plan)
+
+
+@pytest.mark.parametrize(("count", "mode"), [(1, "share"), (2, "apart")])
+def test_make_quickstart_uses_a_gpu_where_there_is_one(machine: Machine, tmp_path: Path, count: int, mode: str) -> None:
+    assert not quickstart_overrides(tmp_path, "exit 9")
+    on_gpu = quickstart_overrides(tmp_path, "echo 580.65.06")
+    machine("NVIDIA L4", count, 23)
+    plan = checked_plan(on_this_machine(load_recipe(RECIPES / "quickstart.yaml", on_gpu)))
+    assert plan.job.sharing == mode
+
+
+def quickstart_overrides(folder: Path, nvidia_smi: str) -> list[str]:
+    """What `make quickstart` adds to its recipe where nvidia-smi does this."""
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{nvidia_smi}\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
+    command = ["make", "--dry-run", "quickstart"]
+    made = subprocess.check_output(command, cwd=RECIPES.parent, env=environment, text=True, timeout=30)
+    (line,) = (line for line in made.splitlines() if "recipes/quickstart.yaml" in line)
+    return line.split("recipes/quickstart.yaml")[1].split()
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))
@@ -155,11 +178,15 @@ def test_a_round_takes_an_epoch_or_half_of_the_disk_and_stays_the_same(
     monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=4 * 2**30))
     config = load_recipe(ONE, ["pools.sharing=alternate"])
     folder = RunFolder(tmp_path)
+    assert decide_sharing(config, folder, None, EPOCH).budget_bytes == 2 * 2**30
+    assert decide_sharing(config, folder, None, 2**30).budget_bytes == 2**30
+    checkpoints = 4 * plan_recipe(config).checkpoint_bytes  # two are kept, one is written, and the export
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=4 * 2**30 + checkpoints))
     assert decide_sharing(config, folder, plan_recipe(config), EPOCH).budget_bytes == 2 * 2**30
-    assert decide_sharing(config, folder, plan_recipe(config), 2**30).budget_bytes == 2**30
     given = load_recipe(ONE, ["pools.sharing=alternate", "transport.round_mib=3072"])
     sharing = decide_sharing(given, folder, plan_recipe(given), EPOCH)
     assert sharing.budget_bytes == 3 * 2**30
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=4 * 2**30))
     too_much = load_recipe(ONE, ["pools.sharing=alternate", "transport.round_mib=5120"])
     with pytest.raises(Refusal, match=r"round_mib=5120: .* has 4096 MiB free"):
         decide_sharing(too_much, folder, None, EPOCH)

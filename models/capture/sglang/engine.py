@@ -11,10 +11,12 @@ from torch import Tensor
 
 from infra.processes.process import Owner
 from infra.records.data_path import CaptureReply, CaptureSpec
+from infra.records.sharing import Sharing
 from infra.refusal import Refusal
 from infra.settings import CAPTURE, sglang_environment
 from infra.sglang.client import PromptRefusedError, ServerError, SGLangClient
 from infra.sglang.command import ServerSpec, capture_command, server_environment
+from infra.sglang.config import SGLangConfig
 from infra.sglang.server import SGLangServer
 from infra.transport.base import CANARY
 from models.capture.engine import Captured, Continued, EngineError, check_capture, check_next_tokens
@@ -51,7 +53,7 @@ class SGLangEngine:
         config = self.run.config
         longest = self.run.samples.longest + 1
         spec = ServerSpec(Path(self.run.target.path), config.generator.compute_dtype, longest, self.in_flight)
-        return capture_command(spec, self.settings, config.target.aux_layer_ids, port)
+        return capture_command(spec, within_share(self.settings, self.run.sharing), config.target.aux_layer_ids, port)
 
     def _environment(self) -> dict[str, str]:
         """Environment of the server, with the plugin's capture specification."""
@@ -137,3 +139,16 @@ class SGLangEngine:
     def close(self) -> None:
         self.server.stop()
         self._client.close()
+
+
+def within_share(settings: SGLangConfig, sharing: Sharing) -> SGLangConfig:
+    """Settings of a server that keeps to its part of a GPU on which a trainer runs too.
+
+    Weights and cache are a fraction of what is free when the server starts: of the generator's part once the trainer
+    has filled its own. The cap on the cache's tokens holds where the trainer has not.
+    """
+    if sharing.static_bytes is None or sharing.generator_bytes is None:
+        return settings
+    fraction = settings.memory_fraction or round(sharing.static_bytes / sharing.generator_bytes, 3)
+    arguments = ("--max-total-tokens", str(sharing.cache_tokens), *settings.arguments)
+    return settings.model_copy(update={"memory_fraction": fraction, "arguments": arguments})

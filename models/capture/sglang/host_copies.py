@@ -39,12 +39,16 @@ class HostCopy:
 
     def wait(self) -> None:
         """Wait for the copy. Raises TimeoutError: the buffer may not be used again then."""
+        if self.copied is None:
+            return
         deadline = time.monotonic() + COPY_S
-        while self.copied is not None and not self.copied.query():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"hidden states were not copied to the host within {COPY_S:g} s")
-            time.sleep(POLL_S)
-        self.sources = ()
+        # A new thread is on GPU 0, and would begin to use it.
+        with torch.cuda.device_of(self.sources[0]):
+            while not self.copied.query():
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"hidden states were not copied to the host within {COPY_S:g} s")
+                time.sleep(POLL_S)
+            self.sources = ()
 
 
 class HostCopies:

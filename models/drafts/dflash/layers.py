@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from models.config.dflash import ROWS_AT_ONCE, DFlashConfig
 from models.drafts.layers import GatedMLP, RMSNorm
 from models.drafts.row_functions import Tables, rotate
+from models.drafts.transfer import to_device
 
 KeysValues = tuple[Tensor, Tensor]
 """Rotated keys and values, each `[N, kv_heads, d]`."""
@@ -20,7 +21,7 @@ features included: `[A*B, heads * d]`."""
 
 @dataclass(frozen=True)
 class Blocks:
-    """A blocks over packed features."""
+    """A blocks over packed features; on the host, which divides them."""
 
     tokens: Tensor
     """`[A]` int64, each block's known token."""
@@ -42,14 +43,15 @@ class View:
     """`[rows, features + rows]` bool: True is seen."""
 
 
-def views(blocks: Blocks, block_size: int, window: int | None) -> list[View]:
-    """What every block sees: with a window, only the window's positions; without, everything."""
+def views(blocks: Blocks, block_size: int, window: int | None, device: torch.device) -> list[View]:
+    """What every block sees: with a window, only the window's positions; without, everything. Masks are on `device`."""
     found = []
     starts, positions = blocks.starts.tolist(), blocks.positions.tolist()
+    (on_device,) = to_device([blocks.positions], device)
     for first, end in _together(starts, max(1, ROWS_AT_ONCE // block_size)):
         low = 0 if window is None else max(0, positions[first] - window + 1)
         features = slice(starts[first] + low, starts[first] + positions[end - 1])
-        anchors = blocks.positions[first:end].repeat_interleave(block_size)
+        anchors = on_device[first:end, None].expand(-1, block_size).flatten()
         offsets = torch.arange(block_size, device=anchors.device).repeat(end - first)
         own = anchors + offsets
         place = torch.arange(low, positions[end - 1], device=anchors.device)

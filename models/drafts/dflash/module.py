@@ -20,6 +20,7 @@ from models.drafts.base import Draft, DraftLoss, PackedSamples, TargetProjection
 from models.drafts.dflash.layers import BlockAttention, Blocks, DFlashLayer, KeysValues, PackedAttention, views
 from models.drafts.dflash.proposer import DFlashProposer
 from models.drafts.layers import RMSNorm, rotary_tables
+from models.drafts.transfer import to_device
 from models.drafts.trees import NO_PROPOSAL
 from models.drafts.vocabulary import DraftVocabulary
 from models.losses.chunked import TargetDistribution, chunked_loss
@@ -152,11 +153,13 @@ class DFlashDraft(Draft):
 
     def fill(self, blocks: Blocks, features: Sequence[KeysValues]) -> Tensor:
         """Normed hidden states `[A, B - 1, H]` of the masked positions of A blocks, in one forward."""
-        seen = {window: views(blocks, self.config.block_size, window) for window in set(self.windows)}
+        device = features[0][0].device
+        seen = {window: views(blocks, self.config.block_size, window, device) for window in set(self.windows)}
         attentions = [
             PackedAttention(given, seen[window]) for given, window in zip(features, self.windows, strict=True)
         ]
-        return self.fill_by(blocks.tokens, blocks.positions, attentions)
+        tokens, positions = to_device((blocks.tokens, blocks.positions), device)
+        return self.fill_by(tokens, positions, attentions)
 
     def fill_by(self, tokens: Tensor, positions: Tensor, attentions: Sequence[BlockAttention]) -> Tensor:
         """Normed hidden states `[A, B - 1, H]` of the masked positions of blocks that begin with `tokens` `[A]` at
@@ -187,28 +190,32 @@ class DFlashDraft(Draft):
         proposed by up to B - 1 of them, as in EAGLE-3's training-time test. The draw depends on the sample's tokens
         and `anchor_seed` alone. Counts are of the drawn blocks.
         """
-        positions = supervised_positions(batch.loss_mask, batch.lengths)
-        count = torch.tensor(len(positions))
-        if not len(positions):
-            nothing = torch.zeros(self.positions, dtype=torch.int64, device=positions.device)
+        positions, device = supervised_positions(batch.loss_mask, batch.lengths), batch.last.device
+        count = len(positions)
+        if not count:
+            nothing = torch.zeros(self.positions, dtype=torch.int64, device=device)
             unused = sum((p.sum() * 0.0 for p in self.parameters()), start=batch.last.new_zeros(()))
             return DraftLoss(unused, nothing, nothing, count, count)
         places, starts, shares = self._draw(batch, positions)
-        own = torch.cat([torch.arange(n, device=places.device) for n in batch.lengths])
-        hidden = self.fill(Blocks(batch.tokens[places], own[places], starts), self.feature_keys(batch.aux, own))
+        own = torch.cat([torch.arange(n) for n in batch.lengths])
         # Proposal k of a block at a is supervised as position a + k - 1, whose next token it is. The last position of
         # a sample never is supervised, so no block runs on into the next sample.
-        predicted = places[:, None] + torch.arange(self.positions, device=places.device)
+        predicted = places[:, None] + torch.arange(self.positions)
         keep = torch.zeros_like(batch.loss_mask).index_fill(0, positions, True)
         there = keep[predicted.clamp(max=len(keep) - 1)].cumprod(-1).bool()
-        index, rows = predicted[there], hidden[there]
+        blocks, index = Blocks(batch.tokens[places], own[places], starts), predicted[there]
+        chosen = there.flatten().nonzero().squeeze(-1)
+        given = (own, chosen, index, batch.tokens[index + 1], there, shares)
+        features, chosen, index, following, there, shares = to_device(given, device)
+        hidden = self.fill(blocks, self.feature_keys(batch.aux, features))
+        rows = hidden.flatten(0, 1)[chosen]
         if torch.is_autocast_enabled(rows.device.type):
             rows = rows.to(torch.get_autocast_dtype(rows.device.type))
         distribution = TargetDistribution(batch.last[index], target.rows, target.logit_scale, target.soft_cap)
-        weights = self._weights(rows, target.rows, batch.tokens[index + 1], there, chunk_tokens) / shares[:, None]
-        weights = (weights / total)[there].unsqueeze(1)
-        loss, correct, _ = chunked_loss([rows], target.rows, weights, distribution, SoftCrossEntropy(), chunk_tokens)
-        accepted = torch.zeros_like(there).masked_scatter(there, correct).cumprod(-1)
+        weights = self._weights(rows, target.rows, following, chosen, there, chunk_tokens) / shares[:, None]
+        weights = (weights / total).flatten()[chosen].unsqueeze(1)
+        loss, correct = chunked_loss([rows], target.rows, weights, distribution, SoftCrossEntropy(), chunk_tokens)
+        accepted = _spread(correct.squeeze(1), chosen, there).cumprod(-1)
         tried = there.clone()
         tried[:, 1:] &= accepted[:, :-1].bool()
         return DraftLoss(loss, accepted.sum(0), tried.sum(0), count, count)
@@ -218,33 +225,34 @@ class DFlashDraft(Draft):
         drawn among; `[A]` each."""
         places, starts, shares = [], [], []
         bounds = [0, *torch.tensor(batch.lengths).cumsum(0).tolist()]
-        edges = torch.searchsorted(positions, torch.tensor(bounds, device=positions.device)).tolist()
+        edges = torch.searchsorted(positions, torch.tensor(bounds)).tolist()
         for index, start in enumerate(bounds[:-1]):
             possible = positions[edges[index] : edges[index + 1]]
             found = len(possible)
             if found > self.config.anchors:
                 tokens = batch.tokens[start : bounds[index + 1]]
                 drawn = _draw_without_order(tokens, self.config.anchor_seed, found, self.config.anchors)
-                possible = possible[drawn.to(possible.device)]
+                possible = possible[drawn]
             places.append(possible)
             starts.append(torch.full_like(possible, start))
             shares.append(torch.full_like(possible, len(possible) / max(1, found), dtype=torch.float32))
         return torch.cat(places), torch.cat(starts), torch.cat(shares)
 
-    def _weights(self, rows: Tensor, head: Tensor, tokens: Tensor, there: Tensor, chunk_tokens: int) -> Tensor:
+    def _weights(
+        self, rows: Tensor, head: Tensor, tokens: Tensor, chosen: Tensor, there: Tensor, chunk_tokens: int
+    ) -> Tensor:
         """`[A, B - 1]` weights of the proposals; those that are not there may have any."""
         config = self.config
         if config.position_weights == "decay":
             return decay_weights(self.positions, config.decay_gamma, there.device).expand(there.shape)
         known = token_probabilities(rows, head, tokens, chunk_tokens)
-        confidences = known.new_zeros(there.shape).masked_scatter(there, known)
-        return dpace_weights(confidences, there, config.dpace_alpha)
+        return dpace_weights(_spread(known, chosen, there), there, config.dpace_alpha)
 
     @torch.no_grad()
     def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
         """Proposals `[T, lookahead]` from every position of one sequence (see ProposalSource)."""
-        positions = torch.arange(len(aux), device=tokens.device)
-        features = self.feature_keys(aux, positions)
+        positions, tokens = torch.arange(len(aux)), tokens.cpu()
+        features = self.feature_keys(aux, positions.to(aux.device))
         found = []
         for part in positions.split(BLOCKS_AT_ONCE):
             normed = self.fill(Blocks(tokens[part + 1], part + 1, torch.zeros_like(part)), features)[:, :lookahead]
@@ -256,9 +264,14 @@ class DFlashDraft(Draft):
         return DFlashProposer(self, count)
 
 
+def _spread(values: Tensor, places: Tensor, like: Tensor) -> Tensor:
+    """`values` `[Q]` at `places` of a flat zero tensor, in the shape of `like`."""
+    return values.new_zeros(like.numel()).index_copy_(0, places, values).view(like.shape)
+
+
 def _draw_without_order(tokens: Tensor, seed: int, count: int, most: int) -> Tensor:
     """`[most]` ascending indices below `count`, from the sample's tokens and the seed alone."""
-    content = seed.to_bytes(8, "little", signed=True) + tokens.cpu().numpy().astype("<i8").tobytes()
+    content = seed.to_bytes(8, "little", signed=True) + tokens.numpy().astype("<i8").tobytes()
     digest = hashlib.sha256(content).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
     return torch.randperm(count, generator=generator)[:most].sort().values

@@ -9,12 +9,14 @@ rank that has a part of a sample's rows merges what they find in the rows before
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from models.drafts.transfer import to_device
 from models.fused import compiles, fused
 
 ROWS = 256
@@ -353,6 +355,12 @@ class CudaFlash(Kernel):
 
 def _bounds(q: Tensor, k: Tensor, lengths: Sequence[int] | None) -> tuple[Tensor, Tensor, int, int]:
     """Ends of the sequences of queries and of keys, and their maximum lengths."""
-    of_both = ((len(q),), (len(k),)) if lengths is None else (lengths, lengths)
-    ends = (torch.tensor(_ends(of_one), dtype=torch.int32, device=q.device) for of_one in of_both)
+    of_both = ((len(q),), (len(k),)) if lengths is None else (tuple(lengths),) * 2
+    ends = (_ends_on(of_one, q.device) for of_one in of_both)
     return (*ends, *(max(of_one, default=0) for of_one in of_both))  # type: ignore[return-value]
+
+
+@lru_cache(maxsize=32)
+def _ends_on(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Copied once for all steps of a micro-batch, forward and backward."""
+    return to_device([torch.tensor(_ends(lengths), dtype=torch.int32)], device)[0]

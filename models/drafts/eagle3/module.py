@@ -25,6 +25,7 @@ from models.drafts.eagle3.proposer import Eagle3Proposer
 from models.drafts.layers import GatedMLP, GatedWeights, RMSNorm, TargetTable, rotary_tables
 from models.drafts.products import SharedWeight, added_product, products
 from models.drafts.row_functions import Tables, compute_dtype, embedded_input, rotate
+from models.drafts.transfer import to_device
 from models.drafts.vocabulary import DraftVocabulary
 
 RECOMPUTED_ROWS = 8192
@@ -275,14 +276,15 @@ class Eagle3Draft(Draft):
 
     def loss(self, batch: PackedSamples, target: TargetProjection, total: int, chunk_tokens: int) -> DraftLoss:
         """Divergence from the target over the training-time test, step by step (see Draft.loss)."""
-        config, tokens = self.config, batch.tokens
+        config, count, first = self.config, len(batch.tokens), batch.tokens[:1]
 
         # Rows whose text ends before a step's token run on padding; their weight is 0.
-        padded = torch.cat([tokens, tokens[:1].expand(config.ttt_steps)])
-        rows = None if batch.share is None else batch.share.packed_rows(tokens.device)
+        padded = torch.cat([batch.tokens, first.expand(config.ttt_steps)])
+        (padded,) = to_device([padded], batch.aux.device)
+        rows = None if batch.share is None else batch.share.packed_rows(padded.device)
 
         def text(step: int, _normed: Tensor | None = None) -> Tensor:
-            return padded[1 + step : 1 + step + len(tokens)] if rows is None else padded[1 + step + rows]
+            return padded[1 + step : 1 + step + count] if rows is None else padded[1 + step + rows]
 
         outputs = self.unroll(text(0), batch.aux, batch.lengths, config.ttt_steps, text, batch.share)
         return chain_loss(self, outputs, batch, target, total, chunk_tokens)

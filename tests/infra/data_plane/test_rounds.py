@@ -4,7 +4,8 @@ import json
 import subprocess
 import sys
 import time
-from contextlib import closing
+from collections.abc import Callable
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -24,9 +25,11 @@ from infra.processes.keep_running import Generators, follow
 from infra.processes.process import Owner
 from infra.records.data_path import SampleProgress, TrainingResult
 from infra.records.sharing import Sharing
+from infra.run.ownership import hold_run
 from models.run import PreparedRun
 
 SMALL = ["data.max_samples=36", "data.max_tokens=64", "training.samples_per_step=4", "training.log_steps=1"]
+WAIT_S = 400.0
 ROUND_BYTES = 3 * 2**20
 """About half of the 36 samples."""
 
@@ -38,15 +41,16 @@ def nothing() -> None:
 def in_turns(folder: RunFolder) -> list[str]:
     """Train a run to its end, as the flow does; what was said."""
     said: list[str] = []
-    pool = LocalPool(Owner(folder.name, folder.logs))
-    generator = partial(start_generator, pool, folder, 0, 1, 1)
-    with Ledger.open(folder.ledger_url, folder.name) as ledger:
+    with hold_run(folder, said.append) as lock, Ledger.open(folder.ledger_url, folder.name) as ledger:
+        pool = LocalPool(Owner(folder.name, folder.logs, locks=(lock.descriptor,)))
+        generator = partial(start_generator, pool, folder, 0, 1, 1)
         while True:
             with closing(start_trainer(pool, folder, 1, 1)) as trainer:
                 follow(trainer, Generators(), said.append, said.append)
             if ledger.finished():
                 return said
             follow_capture(ledger, [generator], said.append, said.append, nothing)
+            assert sum(file.stat().st_size for file in (folder.path / "objects").iterdir()) <= ROUND_BYTES
 
 
 def alternating(folder: RunFolder, budget_bytes: int = ROUND_BYTES) -> RunFolder:
@@ -91,33 +95,48 @@ FLOW = "import sys; sys.path[:0] = sys.argv[2:]; import test_rounds as t; from p
 FLOW += "t.in_turns(t.RunFolder(Path(sys.argv[1])))"
 
 
+def trained(folder: RunFolder) -> int:
+    return len(losses(folder)) if folder.metrics.is_file() else 0
+
+
+MOMENTS: dict[str, Callable[[RunFolder, Ledger], bool]] = {
+    "the trainer takes the run over": lambda _, ledger: ledger.progress().total > 0,
+    "the engine loads": lambda folder, _: (folder.logs / "generator-0.log").is_file(),
+    "the first round is captured": lambda _, ledger: ledger.progress().ready > 4,
+    "the first round is trained": lambda folder, _: trained(folder) >= 3,
+    "the second round is captured": lambda folder, ledger: trained(folder) >= 4 and ledger.progress().leased > 0,
+    "the second epoch is captured": lambda folder, ledger: ledger.progress(1).ready > 4,
+    "the second epoch is trained": lambda folder, _: trained(folder) >= 12,
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["models.capture.generator", "models.training.trainer", "everything"])
 def test_turns_are_whole_after_kills(make_run, finished_run, victim: str, kill_tree) -> None:
-    """SIGKILL in every phase: as the engine loads, captures, as the trainer loads and trains; two epochs."""
+    """SIGKILL in every phase of two epochs: of one side, with restarts by the flow, or of the flow and everything."""
     settings = [*SMALL, "training.epochs=2", "training.checkpoint_steps=2"]
     folder = alternating(make_run("killed", *settings))
-    kills = 0
-    for moment in (2.0, 5.0, 7.5, 10.0, 14.0, 19.0):
-        command = [sys.executable, "-c", FLOW, str(folder.path), str(Path(__file__).parent), *sys.path]
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as flow:
-            deadline = time.monotonic() + moment
-            while flow.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.05)
-            if flow.poll() is None:
-                kills += 1
-                if victim == "everything":
-                    kill_tree(flow.pid)
-                else:
-                    kill_commands(flow.pid, victim)
-                    flow.kill()
-            flow.wait(60)
-    in_turns(folder)
-    assert kills >= 3
+    command = [sys.executable, "-c", FLOW, str(folder.path), str(Path(__file__).parent), *sys.path]
+    flow = subprocess.Popen(command)
+    with PreparedRun.open(folder.path).open_ledger() as ledger:
+        for name, is_now in MOMENTS.items():
+            deadline = time.monotonic() + WAIT_S
+            while not is_now(folder, ledger):
+                assert flow.poll() is None, f"ended before {name}"
+                assert time.monotonic() < deadline, f"never came to where {name}"
+                time.sleep(0.02)
+            if victim == "everything":
+                kill_tree(flow.pid)
+                flow.wait(60)
+                flow = subprocess.Popen(command)
+            else:
+                kill_commands(flow.pid, victim)
+    assert flow.wait(WAIT_S) == 0
     check_whole(folder, finished_run(*settings), 72)
 
 
 def kill_commands(flow: int, name: str) -> None:
     for process in psutil.Process(flow).children(recursive=True):
-        if name in process.cmdline():
-            process.kill()
+        with suppress(psutil.NoSuchProcess):
+            if name in process.cmdline():
+                process.kill()

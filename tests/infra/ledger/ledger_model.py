@@ -112,7 +112,9 @@ class Model:
                 row.to("pending")
             row.held, row.object = 0, None
         epoch = max((place[0] for place in self.of("consumed")), default=0)
-        self.rows = {place: row for place, row in self.rows.items() if place[0] <= epoch or row.state == "quarantined"}
+        left = any(place[0] == epoch for place in self.of("pending", "leased", "ready", "taken"))
+        last = epoch + 1 if self.of("consumed") and not left else epoch
+        self.rows = {place: row for place, row in self.rows.items() if place[0] <= last or row.state == "quarantined"}
         for place in self.of("taken", "ready"):
             row = self.rows[place]
             if row.object is None or store.get(row.object.key) != row.object:

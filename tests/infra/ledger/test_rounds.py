@@ -49,3 +49,20 @@ def test_a_crash_within_a_round_loses_no_capture(ledger: Ledger, slots: Slots, c
     resume_run(ledger, lambda _: True, lambda _: True)
     assert ledger.progress().ready == 3
     assert round_is_captured(ledger)
+
+
+def test_what_is_captured_of_the_next_epoch_survives_the_next_trainer(
+    ledger: Ledger, slots: Slots, captured: Captured
+) -> None:
+    incarnation = resume_run(ledger, lambda _: True, lambda _: True).incarnation
+    ledger.open_epoch(incarnation, 0, slots(3))
+    (lease,) = ledger.lease("g", 8)
+    ledger.publish(Publication(lease, captured(ledger, lease)))
+    plan_step(ledger, incarnation, 0, 1, ranks=1, micro_batches=1, samples_per_step=1)
+    ledger.commit(incarnation, CheckpointRecord(step=1, path="one", manifest_hash="x", incarnation=incarnation))
+    ledger.open_epoch(incarnation, 1, slots(3))
+    free_consumed(ledger, incarnation)
+    (lease,) = ledger.lease("g", 8)
+    ledger.publish(Publication(lease, captured(ledger, lease)))
+    assert resume_run(ledger, lambda _: True, lambda _: True).epoch == 0
+    assert ledger.progress(1).ready == 1

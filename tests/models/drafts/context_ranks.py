@@ -70,7 +70,8 @@ def outcome(
     found = draft.loss(make_batch(lengths, group, draft.positions), target, 13, 8)
     found.loss.backward()
     gradients = {name: p.grad for name, p in draft.named_parameters() if p.grad is not None}
-    return {**found._asdict(), "loss": found.loss.detach(), **gradients}
+    counts = {name: torch.tensor(getattr(found, name)) for name in ("supervised", "covered")}
+    return {**found._asdict(), **counts, "loss": found.loss.detach(), **gradients}
 
 
 def main() -> None:

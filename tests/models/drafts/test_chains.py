@@ -24,6 +24,7 @@ def test_a_batch_without_supervised_positions_has_no_loss_and_no_counts():
     draft: ChainDraft = SimpleNamespace(  # type: ignore[assignment]
         config=SimpleNamespace(step_weights=(1.0, 0.5), loss="lk_alpha"),
         vocabulary=DraftVocabulary(torch.arange(5), 9),
+        target_ids=torch.arange(5),
         lm_head=SimpleNamespace(weight=head),
     )
     found = chain_loss(draft, outputs, batch, target, 7, 2)
@@ -32,4 +33,4 @@ def test_a_batch_without_supervised_positions_has_no_loss_and_no_counts():
     assert head.grad is not None
     assert not head.grad.any()
     assert found.accepted.tolist() == found.tried.tolist() == [0, 0]
-    assert int(found.supervised) == int(found.covered) == 0
+    assert found.supervised == found.covered == 0

@@ -47,21 +47,18 @@ def value(divergence: LossDivergence, p, share, q):
 def obvious(hidden, head, weights, target, divergence=DIVERGENCES[0]):
     total = torch.zeros((), dtype=hidden.dtype)
     correct = torch.zeros(hidden.shape[:2], dtype=torch.bool)
-    covered = torch.zeros(hidden.shape[0], dtype=torch.bool)
     for position in range(hidden.shape[0]):
         everywhere = shaped(target.head @ target.last[position], target.soft_cap)
         ids = torch.arange(len(everywhere)) if target.draft_ids is None else target.draft_ids
         logits = everywhere[ids]
-        covered[position] = everywhere.argmax() in ids
         for step in range(hidden.shape[1]):
             p = torch.exp(logits) / torch.exp(logits).sum()
             share = torch.exp(logits).sum() / torch.exp(everywhere).sum()
             z = head @ hidden[position, step]
             q = torch.exp(z) / torch.exp(z).sum()
-            if covered[position]:
-                total = total + weights[position, step] * value(divergence, p, share, q)
-                correct[position, step] = z.argmax() == logits.argmax()
-    return total, correct, covered
+            total = total + weights[position, step] * value(divergence, p, share, q)
+            correct[position, step] = z.argmax() == logits.argmax()
+    return total, correct
 
 
 @divergences
@@ -69,14 +66,11 @@ def obvious(hidden, head, weights, target, divergence=DIVERGENCES[0]):
 @pytest.mark.parametrize(("soft_cap", "whole"), [(None, True), (2.0, False)])
 def test_equals_the_obvious_loss_and_its_gradients(chunk, soft_cap, whole, divergence):
     hidden, head, weights, target = make(chunk, torch.float64, soft_cap, whole)
-    loss, correct, covered = chunked_loss(hidden.unbind(1), head, weights, target, divergence, chunk)
+    loss, correct = chunked_loss(hidden.unbind(1), head, weights, target, divergence, chunk)
     gradients = torch.autograd.grad(loss, (hidden, head))
-    expected, expected_correct, expected_covered = obvious(hidden, head, weights, target, divergence)
+    expected, expected_correct = obvious(hidden, head, weights, target, divergence)
     assert torch.allclose(loss, expected, rtol=1e-6)
     assert torch.equal(correct, expected_correct)
-    assert torch.equal(covered, expected_covered)
-    assert covered.any()
-    assert bool(covered.all()) == whole
     for ours, theirs in zip(gradients, torch.autograd.grad(expected, (hidden, head)), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
@@ -111,7 +105,7 @@ def test_hidden_states_that_nobody_else_needs_give_their_memory_to_their_gradien
     assert torch.equal(again, loss)
     for found, wanted in zip(torch.autograd.grad(3 * again, (hidden, head)), expected, strict=True):
         assert torch.equal(found, wanted)
-    assert torch.equal(3 * torch.stack([x.detach() for x in given], dim=1), expected[0])
+    assert torch.equal(torch.stack([x.detach() for x in given], dim=1), expected[0])
 
 
 @divergences
@@ -139,7 +133,7 @@ def test_a_draft_that_is_sure_of_another_token_learns_in_float32(divergence):
     """Acceptance of e^-150 is no number of float32, its logarithm is one."""
     hidden = torch.tensor([[[150.0, 0.0]]], requires_grad=True)
     target = TargetDistribution(torch.tensor([[0.0, 300.0]]), torch.eye(2))
-    loss, correct, _ = chunked_loss(hidden.unbind(1), torch.eye(2), torch.ones(1, 1), target, divergence, 1)
+    loss, correct = chunked_loss(hidden.unbind(1), torch.eye(2), torch.ones(1, 1), target, divergence, 1)
     (slope,) = torch.autograd.grad(loss, hidden)
     assert not correct.any()
     assert loss.item() == pytest.approx(150, rel=0.02)
@@ -156,8 +150,7 @@ def test_nothing_is_lost_where_the_draft_equals_the_target():
     whole = TargetDistribution(last, torch.cat([head, unknown]), draft_ids=torch.arange(9))
     p = (last @ head.T).exp().sum(-1)
     one = torch.ones(6, 1)
-    alpha, _, covered = chunked_loss([last], head, one, whole, LKAlpha(), 4)
-    assert covered.all()
+    alpha, _ = chunked_loss([last], head, one, whole, LKAlpha(), 4)
     assert alpha.item() == pytest.approx(float(((p + 2) / p).log().sum()), rel=1e-5)
     blend, *_ = chunked_loss([last], head, one, TargetDistribution(last, head), LKLambda(3.0), 4)
     assert blend.item() == pytest.approx(0, abs=1e-5)

@@ -117,6 +117,31 @@ def test_a_training_on_a_device_follows_one_on_the_cpu(
         torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "method", [name if name == "eagle3" else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
+)
+def test_the_host_hardly_waits_for_the_device(make_run, start, accelerator, monkeypatch, method) -> None:
+    """From one micro-batch to the next: optimizer, averages and a progress line too, but no checkpoint."""
+    folder = make_run("run", *SHORT, *METHODS[method], "training.micro_batches=2")
+    generator = start("models.capture.generator", folder)
+    step, waits, copies = DraftModule.training_step, [], []
+
+    with emulated_device() as traffic:
+
+        def count(self: DraftModule, batch: Any, index: int) -> Any:
+            waits.append(dict(traffic.waits))
+            copies.extend(traffic.to_host)
+            traffic.clear()
+            return step(self, batch, index)
+
+        monkeypatch.setattr(DraftModule, "training_step", count)
+        trainer.open_trainer(PreparedRun.open(folder.path), Control()).fit()
+    generator.communicate(timeout=120)
+    assert len(waits) == 8
+    assert max(sum(found.values()) for found in waits[2:]) <= 3, waits
+    assert max(copies, default=0) <= 2**20
+
+
 def test_the_plain_engine_captures_on_a_device(make_run, accelerator) -> None:
     """Its canary passes, and what it captures lies on the host, as on the CPU."""
     run = PreparedRun.open(make_run("run", *SHORT).path)

@@ -187,7 +187,7 @@ host_copies.COPY_S = 0.0
 engine, request = Engine(Path(sys.argv[1])), FakeRequest("1", 3)
 batch, hidden = prefill((request, 0, 3))
 copy = engine.capture._copies.start(hidden, None)
-copy.copied = engine.scheduler.device_module.Event()
+copy.copied, copy.sources = engine.scheduler.device_module.Event(), (hidden.aux,)
 engine.submit(batch, copy)
 time.sleep(60)
 """

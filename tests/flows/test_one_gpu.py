@@ -1,0 +1,88 @@
+"""The whole flow on a machine with one GPU, which is a lock and a name: both ways of sharing it, killed and resumed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from infra.files.run_folder import RunFolder
+from infra.records.data_path import TargetRecord
+from infra.records.sharing import read_sharing
+
+ROOT = Path(__file__).parents[2]
+STEPS, SAMPLES_PER_STEP = 24, 4
+RECIPE = [
+    *("recipes/tiny.yaml", "pools.inference_gpus=1", "pools.training_gpus=1", "data.max_samples=96"),
+    *(f"training.samples_per_step={SAMPLES_PER_STEP}", "training.checkpoint_steps=6", "training.log_steps=1"),
+    *("benchmark.prompts=8", "benchmark.max_new_tokens=16", "benchmark.reference_tokens=64"),
+    *("benchmark.timed_tokens=16", "benchmark.sampled_reference_tokens=0", "promotion.smoke_prompts=2"),
+]
+COMMAND = [sys.executable, "-c", "from flows.command_line import main; main()"]
+WAIT_S = 600.0
+
+
+@pytest.fixture
+def environment(tmp_path: Path, tiny_target: TargetRecord) -> dict[str, str]:
+    (tmp_path / "shm").mkdir()
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+    return inherited | {
+        "DRAFTSMITH_RUNS": str(tmp_path / "runs"),
+        "DRAFTSMITH_SHM": str(tmp_path / "shm"),
+        "DRAFTSMITH_GPUS": f"GPU-fake-{tmp_path.name}",
+        "PREFECT_HOME": str(tmp_path / "prefect"),
+        "PYTHONPATH": str(ROOT / "tests" / "fake_gpu"),
+    }
+
+
+@pytest.fixture
+def draftsmith(tmp_path: Path, environment: dict[str, str]) -> Callable[..., "subprocess.Popen[bytes]"]:
+    def start(*arguments: str) -> "subprocess.Popen[bytes]":
+        with (tmp_path / "output.txt").open("a") as output:
+            return subprocess.Popen([*COMMAND, *arguments], cwd=ROOT, env=environment, stdout=output, stderr=output)
+
+    return start
+
+
+def losses(folder: RunFolder) -> list[float]:
+    return [json.loads(line)["loss"] for line in folder.metrics.read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_turns_on_one_gpu_are_killed_resumed_and_train_what_sharing_it_trains(
+    tmp_path: Path, environment: dict[str, str], draftsmith: Callable[..., "subprocess.Popen[bytes]"]
+) -> None:
+    assert draftsmith("retrain", *RECIPE).wait(WAIT_S) == 0, (tmp_path / "output.txt").read_text()[-4000:]
+    (shared,) = (RunFolder(path) for path in (tmp_path / "runs").glob("tiny-*"))
+    assert read_sharing(shared).mode == "share"  # the planner's choice: a tiny target and its draft fit together
+
+    turns = ["name=turns", "pools.sharing=alternate", "transport.round_mib=32"]
+    flow = draftsmith("retrain", *RECIPE, *turns)
+    deadline = time.monotonic() + WAIT_S
+    while not (found := list((tmp_path / "runs").glob("turns-*/metrics.jsonl"))):
+        assert flow.poll() is None, (tmp_path / "output.txt").read_text()[-4000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    flow.send_signal(signal.SIGKILL)
+    flow.wait(60)
+    folder = RunFolder(found[0].parent)
+    assert list((folder.path / "objects").iterdir())  # what is captured outlives the flow
+    assert draftsmith("retrain", "--resume", folder.name).wait(WAIT_S) == 0
+    said = (tmp_path / "output.txt").read_text()
+    assert "capture: the generators' turn" in said
+    assert "generators and trainer: alternate (the recipe's choice (pools.sharing))" in said
+    assert not list((folder.path / "objects").iterdir())
+    assert losses(folder) == losses(shared)
+    assert len(losses(folder)) == STEPS
+    report = json.loads(folder.report.read_text())
+    assert report["samples"]["consumed"] == STEPS * SAMPLES_PER_STEP
+
+    status = [*COMMAND, "status", folder.name]
+    shown = subprocess.run(status, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert "turn" in shown.stdout
