@@ -3,7 +3,8 @@
 Two servers of the same target stay up; only one works at a time. Rounds alternate between them, and the ratio of each
 pair of rounds is taken. The target has random weights, the width of an 8B model and few layers, so that there is as
 much to capture and little to compute. How long the hook keeps `run_batch` from returning is measured inside the
-server (tests/sglang_cpu). The writer's thread runs on the cores that compute the prefill, which a GPU spares.
+server (tests/sglang_cpu). The writer's thread runs on the cores that compute the prefill, which a GPU spares. Both
+servers prefill equally often, so their CPU seconds tell its share where other programs disturb the rounds.
 
     python benchmarks/capture_cost.py [--rounds 4] [--prompts 2] [--tokens 8192] [--hidden 4096] [--layers 4]
 """
@@ -19,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
+import psutil
 import torch
 from prepared import prepared_run
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -26,6 +28,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from infra.files.atomic import write_atomically
 from infra.processes.exit import run_main
 from infra.processes.process import Owner
+from infra.processes.supervisor import descendants
 from infra.provenance import git_sha, hardware
 from infra.sglang.client import SGLangClient
 from infra.sglang.command import ServerSpec, server_environment, serving_command
@@ -69,6 +72,12 @@ def batches(file: Path) -> list[tuple[float, ...]]:
     """Prefills of a whole batch."""
     lines = [tuple(map(float, line.split())) for line in file.read_text().splitlines()]
     return [line for line in lines if line[0] == BATCH]
+
+
+def scheduler_cpu_s(server: SGLangServer) -> float:
+    """CPU seconds of a server's busiest process since its start, which other programs on the machine do not change."""
+    processes = [psutil.Process(pid).cpu_times() for pid in descendants(server.process.pid)]
+    return round(max(times.user + times.system for times in processes), 1)
 
 
 class TimedEngine(SGLangEngine):
@@ -133,6 +142,7 @@ def measure(run: PreparedRun, rounds: int, count: int, length: int) -> dict[str,
             speeds = {ask: timed(ask, prompts, in_flight) for ask in order}
             pairs.append((speeds[plain], speeds[capture]))
             print(f"round {round_number}: {pairs[-1][0]:.0f} plain, {pairs[-1][1]:.0f} captured tokens/s", flush=True)
+        cpu_s = {"capture": scheduler_cpu_s(engine.server), "plain": scheduler_cpu_s(server)}
         transport.close()
     ratios = [captured / plain for plain, captured in pairs]
     captured, plainly = (batches(run.folder.path / f"{name}.times") for name in ("captured", "plain"))
@@ -142,6 +152,8 @@ def measure(run: PreparedRun, rounds: int, count: int, length: int) -> dict[str,
         "capture_tokens_per_s": [round(captured, 1) for _, captured in pairs],
         "ratio_median": round(statistics.median(ratios), 4),
         "ratios": [round(ratio, 4) for ratio in ratios],
+        "scheduler_cpu_s": cpu_s,
+        "load_average": os.getloadavg(),
         "batches_of_8192_tokens": len(captured),
         "batch_s_median": round(statistics.median(seconds for _, seconds, _ in captured), 3),
         "batch_without_capture_s_median": round(statistics.median(seconds for _, seconds, _ in plainly), 3),

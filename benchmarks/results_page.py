@@ -59,7 +59,16 @@ def engines(result: Json) -> Iterable[tuple[str, str]]:
 
 
 def capture(result: Json) -> Iterable[tuple[str, str]]:
-    yield "SGLang's prefill throughput with capture, share of that without (median)", f"{result['ratio_median']:.3f}"
+    load, cpu_s = f"{result['load_average'][1]:.0f}", result["scheduler_cpu_s"]
+    yield (
+        f"SGLang's prefill throughput with capture, share of that without ({result['target']}; median, load {load})",
+        f"{result['ratio_median']:.3f}",
+    )
+    yield "the same by CPU seconds, which the load does not change", f"{cpu_s['plain'] / cpu_s['capture']:.3f}"
+    yield (
+        f"share of a prefill of {result['tokens_per_prompt']:,} tokens for which capture keeps SGLang's scheduler",
+        f"{result['blocked_share_of_prefill']:.2%}",
+    )
 
 
 def ledger(result: Json) -> Iterable[tuple[str, str]]:
