@@ -58,6 +58,7 @@ def test_copies_follow_the_forward_and_the_engine_waits_for_none(traffic: Traffi
 def test_rows_that_are_not_finite_are_found_on_the_device(traffic: Traffic, name: str, value: str) -> None:
     hidden = computed(5)
     getattr(hidden, name)[3, 2] = float(value)
+    traffic.waits.clear()
     copy = HostCopies(LAYOUT).start(hidden, fake_scheduler())
     check_finite(copy.finite[:, :3])
     with pytest.raises(SampleError, match=f"{name} has values that are not finite"):
