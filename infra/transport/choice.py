@@ -8,7 +8,7 @@ from pathlib import Path
 from infra.config import TransportConfig
 from infra.files.run_folder import RunFolder
 from infra.records.data_path import StoreRecord
-from infra.records.sharing import alternates
+from infra.records.sharing import read_sharing
 from infra.refusal import Refusal
 from infra.settings import shared_memory_folder
 from infra.transport.arena import ArenaTransport
@@ -35,8 +35,8 @@ def objects_folder(config: TransportConfig, run: RunFolder) -> Path:
     folder exists keeps it. Raises Refusal where kind=arena leaves no choice and nothing fits.
     """
     own = config.folder is not None and config.kind != "stored"
-    if alternates(run) and not own and config.kind != "arena":
-        return run.path / "objects"  # a round is larger than memory, and must survive the flow
+    if not own and config.kind in ("auto", "files") and _has_rounds(config, run):
+        return run.path / "objects"
     place = Path(config.folder or "") / f"draftsmith-{run.name}" if own else run_memory_folder(run)
     if not place.is_dir() and (problem := shortage(config)):
         if config.kind == "arena":
@@ -44,6 +44,17 @@ def objects_folder(config: TransportConfig, run: RunFolder) -> Path:
         if not own:
             return run.path / "objects"
     return place / "objects"
+
+
+def _has_rounds(config: TransportConfig, run: RunFolder) -> bool:
+    """Whether rounds are captured, larger than memory, which must survive the flow; or were when the run began.
+
+    Its ledger keeps the budget of a round, also where the run is resumed with two pools.
+    """
+    if not run.sharing.is_file():
+        return False
+    sharing = read_sharing(run)
+    return sharing.mode == "alternate" or sharing.budget_bytes > config.budget_mib * 2**20
 
 
 def shortage(config: TransportConfig) -> str:

@@ -10,12 +10,15 @@ import pynvml
 import pytest
 
 from flows.plan_command import print_plan
+from infra.config import TransportConfig
+from infra.files.atomic import write_atomically
 from infra.files.run_folder import RunFolder
 from infra.planner.page import plan_page
 from infra.planner.refusals import refusals
 from infra.planner.sharing import choose_sharing
 from infra.records.sharing import Sharing, SharingMode
 from infra.refusal import Refusal
+from infra.transport.choice import objects_folder
 from models.config.recipe import load_recipe
 from tasks.plan import checked_plan, on_this_machine, plan_recipe
 from tasks.pools import leased_specs
@@ -201,3 +204,18 @@ def test_roles_that_share_devices_lease_the_larger_pool(run: OpenRun, mode: Shar
     run.folder.sharing.write_text(Sharing(mode=mode, why="", budget_bytes=1).model_dump_json())
     assert [spec.gpus for spec in leased_specs(opened, ("inference", "training"))] == leased
     assert [spec.gpus for spec in leased_specs(opened, ("inference",))] == [1]
+
+
+def test_a_round_is_in_files_and_stays_there_when_the_run_is_resumed_with_two_pools(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTSMITH_SHM", "/dev/shm")
+    run, config = RunFolder(tmp_path), TransportConfig(budget_mib=1)
+    kept: list[tuple[SharingMode, int]] = [("alternate", 1), ("alternate", 2**20), ("apart", 2**20)]
+    for mode, budget_mib in kept:
+        write_atomically(run.sharing, Sharing(mode=mode, why="", budget_bytes=budget_mib * 2**20))
+        assert objects_folder(config, run) == tmp_path / "objects"
+        assert objects_folder(TransportConfig(budget_mib=1, kind="arena"), run).is_relative_to("/dev/shm")
+        assert objects_folder(TransportConfig(budget_mib=1, kind="mooncake"), run).is_relative_to("/dev/shm")
+    write_atomically(run.sharing, Sharing(mode="apart", why="", budget_bytes=2**20))
+    assert objects_folder(config, run).is_relative_to("/dev/shm")
