@@ -74,7 +74,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         ("one-gpu-24gb", "NVIDIA GeForce RTX 4090", 2, 24, "apart"),
         ("one-gpu-24gb", "NVIDIA H100 80GB HBM3", 1, 80, "share"),
         ("one-gpu-80gb", "NVIDIA H100 80GB HBM3", 1, 80, "share"),
-        ("one-gpu-80gb", "NVIDIA A100-SXM4-40GB", 1, 40, "alternate"),
+        ("one-gpu-80gb", "NVIDIA GeForce RTX 5090", 1, 32, "alternate"),
         ("two-gpus", "NVIDIA H100 80GB HBM3", 2, 80, "apart"),
         ("two-gpus", "NVIDIA H100 80GB HBM3", 1, 80, "share"),
         ("qwen3-8b", "NVIDIA H200", 8, 141, "apart"),
