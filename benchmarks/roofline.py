@@ -57,7 +57,7 @@ class Step:
     ttt_steps: int = 7
     lengths: tuple[int, ...] = (1500,) * 4
     precision: Precision = "bfloat16"
-    chunk_tokens: int = 256
+    chunk_tokens: int | None = None
     recompute: bool = False
 
     @property
@@ -142,7 +142,9 @@ def _as_on_cuda(trace: Trace) -> Iterator[None]:
 def _draft(step: Step) -> Eagle3Draft:
     vocabulary = DraftVocabulary(torch.arange(step.draft_vocabulary), step.vocabulary)
     with torch.device("meta"):
-        return Eagle3Draft(step.config, torch.empty(step.vocabulary, step.hidden), vocabulary, AUX_LAYERS)
+        draft = Eagle3Draft(step.config, torch.empty(step.vocabulary, step.hidden), vocabulary, AUX_LAYERS)
+    draft.hold_embeddings(DTYPES[step.precision])
+    return draft
 
 
 def _module(step: Step, draft: Eagle3Draft) -> DraftModule:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from infra.planner.memory import RankMemory, Setting, rank_memory
+from infra.planner.memory import CPU_CHUNK_TOKENS, RankMemory, Setting, rank_memory
 from infra.planner.shapes import Precision, TargetShape
 from models.config.draft import DraftConfig, parse_draft_config
 from models.config.training import TrainingConfig
@@ -34,7 +34,7 @@ class Point:
     draft: dict[str, Any]
     lengths: tuple[int, ...]
     precision: Precision = "float32"
-    chunk_tokens: int = 256
+    chunk_tokens: int = CPU_CHUNK_TOKENS
     name: str = ""
     recompute: bool = False
     tied: bool = False
@@ -110,6 +110,7 @@ def _module(point: Point) -> tuple[DraftModule, torch.optim.Optimizer]:
     chosen = torch.arange(config.vocabulary_size(point.vocabulary))
     draft = build_draft(config, embedding, DraftVocabulary(chosen, point.vocabulary), range(point.aux))
     draft.start_from(head)
+    draft.hold_embeddings(dtype)
     weight = head.to(dtype)
     whole = weight if point.pruned and config.needs_mass else None
     projection = TargetProjection(weight[chosen], whole, 1.0, None)

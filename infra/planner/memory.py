@@ -15,6 +15,10 @@ MOMENTS = 2
 BLOCK_BYTES = {True: 4 * 2**20, False: 0}
 """Draft logits of a chunk that the loss works on at once, as float32: on a CPU; on a GPU its compiled functions keep
 none (models/losses/chunked.py)."""
+CPU_CHUNK_TOKENS = 256
+"""Positions of the loss at once on a CPU: products are no faster with more, and their logits leave the cache."""
+GPU_CHUNK_BYTES = 512 * 2**20
+"""Draft logits of a chunk on a GPU, whose kernels want many rows and few launches."""
 BLOCKS = 2
 """Arrays of a block that are alive at once: two temporaries; where logits are bfloat16, the block in float32 too."""
 RECOMPUTED_ROWS = 8192
@@ -41,7 +45,8 @@ class Setting(Record):
     """Whether generators send the target's top token at every position."""
     whole_head: bool
     """Whether the target's whole head is kept, because the loss reads its logits over the whole vocabulary."""
-    chunk_tokens: int
+    chunk_tokens: int | None = None
+    """Positions whose logits exist at once (training.loss_chunk_tokens); None: by the device."""
     recompute: bool = False
     """Whether inner activations are computed again in the backward pass (training.recompute)."""
     prefetch_steps: int
@@ -83,6 +88,22 @@ class RankMemory(Record):
         return self.total - self.features - self.activations - self.loss
 
 
+def loss_chunk_tokens(logits_bytes: int, on_cpu: bool) -> int:
+    """Positions of the loss whose logits exist at once, where no setting says so.
+
+    `logits_bytes`: draft logits of one position, over all the steps that predict its next token.
+    """
+    if on_cpu:
+        return CPU_CHUNK_TOKENS
+    return max(CPU_CHUNK_TOKENS, GPU_CHUNK_BYTES // logits_bytes // CPU_CHUNK_TOKENS * CPU_CHUNK_TOKENS)
+
+
+def planned_chunk_tokens(draft: DraftShape, setting: Setting) -> int:
+    """The same for a draft that is planned."""
+    rows = 1 if draft.target_per_row else draft.rows_per_token
+    return loss_chunk_tokens(rows * draft.vocab_size * ITEM_BYTES[setting.precision], setting.one_memory)
+
+
 def rank_memory(draft: DraftShape, target: TargetShape, setting: Setting, lengths: tuple[int, ...]) -> RankMemory:
     """Peak of an optimizer step (not the first) on packed samples of these lengths, all tokens supervised."""
     exchanged = int(draft.kept.exchanged * sum(lengths)) if setting.context > 1 else 0
@@ -102,7 +123,7 @@ def rank_memory(draft: DraftShape, target: TargetShape, setting: Setting, length
         gradients=share + gathered,
         optimizer=share * MOMENTS,
         averaged=share,
-        frozen_tables=draft.frozen * FLOAT + heads,
+        frozen_tables=draft.frozen * FLOAT + draft.frozen_embeddings * item + heads,
         cast_weights=matrices * item if item < FLOAT else 0,
         features=copies * tokens * captured,
         activations=activations + exchanged,
@@ -128,7 +149,7 @@ def _loss(draft: DraftShape, target: TargetShape, setting: Setting, tokens: int,
     """Hidden states, gradients and a chunk's peak, and the part of them that exists during the backward pass."""
     item, hidden, vocabulary = ITEM_BYTES[setting.precision], target.hidden_size, draft.vocab_size
     positions = rows if draft.target_per_row else tokens
-    chunk = min(setting.chunk_tokens, positions)
+    chunk = min(setting.chunk_tokens or planned_chunk_tokens(draft, setting), positions)
     logits = int(rows / max(1, positions) * chunk * vocabulary * item)
     wide = chunk * (target.vocab_size if setting.whole_head else vocabulary)
     of_target = chunk * vocabulary * FLOAT

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from infra.planner.memory import longest_sample, rank_memory
+from infra.planner.memory import longest_sample, planned_chunk_tokens, rank_memory
 from infra.planner.plan import Job, Plan, memory_left
 from infra.quantities import byte_size
 from infra.records.data_path import Record
@@ -86,7 +86,7 @@ def _smaller(job: Job) -> Iterator[tuple[Job, tuple[str, ...]]]:
         parts = -(-most // (samples - 1)) if samples > 1 else most + 1
     alone = job.model_copy(update={"micro_batches": max(job.micro_batches, most)})
     overrides = (f"training.micro_batches={most}",) if most > job.micro_batches else ()
-    chunk = job.setting.chunk_tokens
+    chunk = job.setting.chunk_tokens or planned_chunk_tokens(job.draft, job.setting)
     while chunk > LEAST_CHUNK:
         chunk = max(LEAST_CHUNK, chunk // 2)
         setting = job.setting.model_copy(update={"chunk_tokens": chunk})

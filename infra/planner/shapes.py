@@ -80,7 +80,9 @@ class DraftShape(Record):
     whole_vocabulary: bool
     trains_head: bool
     frozen: int
-    """Elements of tables it keeps in float32 without training them: embeddings, perhaps a head."""
+    """Elements of heads that it keeps in float32 without training them."""
+    frozen_embeddings: int = 0
+    """Elements of embeddings that it keeps without training them, in the precision of the arithmetic."""
     token_parameters: int
     """Weights of matrix products that every token passes once."""
     row_parameters: int

@@ -66,7 +66,11 @@ class TrainingConfig(StrictConfig):
         description="Recompute inner activations of EAGLE-3's layer in the backward pass, for samples that do not fit "
         "otherwise; costs about a third more arithmetic of the layer.",
     )
-    loss_chunk_tokens: Tokens = Field(default=256, description="Positions whose logits are in memory at once.")
+    loss_chunk_tokens: Tokens | None = Field(
+        default=None,
+        description="Positions whose logits are in memory at once. Default: 256 on a CPU; on a GPU as many as have 512 "
+        "MiB of draft logits.",
+    )
     checkpoint_steps: AtLeastOne = Field(default=200, description="Steps between checkpoints.")
     keep_checkpoints: int = Field(default=2, ge=1, le=10_000, description="Checkpoints that are kept, the newest.")
     log_steps: AtLeastOne = Field(default=10, description="Steps between progress lines and logged metrics.")

@@ -82,6 +82,14 @@ class Draft(torch.nn.Module):
         """S: proposed positions that training counts."""
         raise NotImplementedError
 
+    @property
+    def loss_logits(self) -> int:
+        """Draft logits of one position of the loss."""
+        return self.positions * len(self.vocabulary)
+
+    def hold_embeddings(self, dtype: torch.dtype) -> None:
+        """Keep the target's embeddings, where they are frozen, in `dtype`: they are only read, row by row."""
+
     def start_from(self, head: Tensor) -> None:
         """Take what an untrained draft can from the target's head `[V, H]`, and what no draft of the method stores.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from infra.planner.memory import loss_chunk_tokens
 from models.checkpoint import Restored, TrainerState
 from models.config.training import TrainingConfig
 from models.drafts.base import Draft, DraftLoss, TargetProjection
@@ -49,8 +50,14 @@ class DraftModule(lightning.LightningModule):
             self.outcome = None
             return self.draft.no_loss()
         settings = self.settings
-        self.outcome = self.draft.loss(batch.samples, self.target, batch.total, settings.loss_chunk_tokens)
+        self.outcome = self.draft.loss(batch.samples, self.target, batch.total, self._chunk_tokens)
         return self.outcome.loss * settings.micro_batches * self.world
+
+    @property
+    def _chunk_tokens(self) -> int:
+        rows = self.target.rows
+        by_device = loss_chunk_tokens(self.draft.loss_logits * rows.element_size(), rows.device.type == "cpu")
+        return self.settings.loss_chunk_tokens or by_device
 
     def configure_model(self) -> None:
         """Shard the draft if requested; Lightning may call this twice."""

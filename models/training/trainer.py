@@ -30,6 +30,7 @@ from infra.transport.base import TransferError
 from infra.transport.choice import sweep
 from models import checkpoint as checkpoints
 from models.devices import compute_device, limit_memory
+from models.dtypes import DTYPES
 from models.run import PreparedRun
 from models.targets.weights import read_target_head
 from models.training.control import Control
@@ -55,6 +56,7 @@ def open_trainer(run: PreparedRun, control: Control) -> "DraftTrainer":
     draft, token_coverage = first_draft(run, head)
     resumed = restore(run.folder.path / resume.checkpoint.path, draft) if resume.checkpoint else None
     counters = resumed.state["counters"] if resumed else None
+    draft.hold_embeddings(DTYPES[settings.precision])
     projection = target_projection(run, head, draft)
     module = DraftModule(draft, projection, settings, total_steps, control.world, resumed)
     stream = StepStream(run, control, ledger, resume, draft.positions)

@@ -80,6 +80,14 @@ class DFlashDraft(Draft):
         return self.config.block_size - 1
 
     @property
+    def loss_logits(self) -> int:
+        """The loss has one row for each proposal."""
+        return len(self.vocabulary)
+
+    def hold_embeddings(self, dtype: torch.dtype) -> None:
+        self.embedding = self.embedding.to(dtype)
+
+    @property
     def windows(self) -> list[int | None]:
         """Attention window of every layer; None: no window."""
         config = self.config
@@ -167,7 +175,7 @@ class DFlashDraft(Draft):
         config, size = self.config, self.config.block_size
         offsets = torch.arange(size, device=tokens.device)
         masked = torch.where(offsets == 0, tokens[:, None], self.mask_token_id)
-        hidden = F.embedding(masked.flatten(), self.embedding)
+        hidden = F.embedding(masked.flatten(), self.embedding).to(self.fc.weight.dtype)
         tables = rotary_tables((positions[:, None] + offsets).flatten(), config.head_dim, config.rope_theta)
         for layer, attention in zip(self._layers, attentions, strict=True):
             hidden = layer(hidden, tables, attention)

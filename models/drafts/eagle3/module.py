@@ -131,6 +131,10 @@ class Eagle3Draft(Draft):
     def positions(self) -> int:
         return self.config.ttt_steps
 
+    def hold_embeddings(self, dtype: torch.dtype) -> None:
+        if not self.config.train_embeddings:
+            self.embed_tokens.weight = self.embed_tokens.weight.to(dtype)
+
     def start_from(self, head: Tensor) -> None:
         """The draft head starts as the target head's rows of the draft vocabulary; a shared one stays so."""
         self.lm_head.start_as(head if self.vocabulary.whole else head[self.target_ids])

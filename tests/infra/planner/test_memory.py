@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainer_memory import Point, measured_peak
 
-from infra.planner.memory import Setting, longest_sample, rank_memory, usable
+from infra.planner.memory import Setting, longest_sample, loss_chunk_tokens, rank_memory, usable
 from infra.planner.shapes import Precision
 from models.config.draft import parse_draft_config
 
@@ -31,6 +31,14 @@ def test_what_is_there_without_any_sample_is_counted_exactly() -> None:
     memory = POINTS[0].predicted()
     draft = POINTS[0].config.shape(POINTS[0].target, 3, "float32")
     assert memory.steady == 4 * (draft.parameters * 5 + 512 * 64 + 256 * 64)
+
+
+def test_chunks_of_the_loss_by_device() -> None:
+    """On a GPU as many positions as 512 MiB of draft logits hold: EAGLE-3's seven steps, a block's row of DFlash."""
+    assert loss_chunk_tokens(7 * 32_000 * 2, on_cpu=True) == 256
+    assert loss_chunk_tokens(7 * 32_000 * 2, on_cpu=False) == 1024
+    assert loss_chunk_tokens(151_936 * 2, on_cpu=False) == 1536
+    assert loss_chunk_tokens(16 * 262_144 * 4, on_cpu=False) == 256
 
 
 def setting(precision: Precision) -> Setting:

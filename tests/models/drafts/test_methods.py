@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from infra.planner.memory import Setting, loss_chunk_tokens, planned_chunk_tokens
+from infra.planner.shapes import TargetShape
 from models.config.draft import METHODS, parse_draft_config
 from models.config.draft_base import LossChoice, VocabularyChoice
 from models.drafts.base import Draft, PackedSamples, TargetProjection
@@ -27,6 +29,9 @@ from models.export.sglang import load_draft, write_export
 from models.targets.weights import read_target_head
 
 HIDDEN, TARGET_VOCABULARY, AUX = 12, 40, (0, 2)
+TARGET = TargetShape(
+    hidden_size=HIDDEN, num_layers=4, vocab_size=TARGET_VOCABULARY, parameters=1, active_parameters=1, attention_width=1
+)
 
 EAGLE3 = {"vocab_size": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 20, "ttt_steps": 4}
 
@@ -310,6 +315,34 @@ def test_trains_in_bfloat16_on_a_device(method):
             if one.grad is not None:
                 assert other.grad.dtype == torch.float32
                 assert torch.cosine_similarity(other.grad.cpu().flatten(), one.grad.flatten(), 0) > 0.95
+
+
+@methods
+def test_frozen_embeddings_in_bfloat16_change_nothing_in_bfloat16(method):
+    """Where the target's are stored so: rows are gathered, and then computed with as before."""
+    losses = []
+    for dtype in (torch.float32, torch.bfloat16):
+        draft, batch = make_draft(method, dtype=torch.float32), with_top(make_batch((9, 14), dtype=torch.float32))
+        trained = {id(parameter) for parameter in draft.parameters()}
+        for table in (buffer for buffer in draft.buffers() if buffer.is_floating_point()):
+            table.copy_(table.bfloat16())
+        draft.hold_embeddings(dtype)
+        assert {id(parameter) for parameter in draft.parameters()} == trained
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses.append(draft.loss(batch, projection(draft, argmax=True), 10, 8).loss)
+        assert draft.rollout(batch.tokens, batch.aux[:-1], draft.positions).shape == (22, draft.positions)
+    held = {buffer.dtype for buffer in draft.buffers() if buffer.is_floating_point()}
+    assert (torch.bfloat16 in held) == bool(draft.config.shape(TARGET, len(AUX), "bfloat16").frozen_embeddings)
+    assert torch.equal(*losses)
+
+
+@methods
+def test_the_planner_knows_the_chunks_of_the_loss(method):
+    draft = make_draft(method)
+    setting = Setting(aux_count=len(AUX), stored="bfloat16", precision="bfloat16", top_token=True, whole_head=False,
+                      prefetch_steps=1, one_memory=False)  # fmt: skip
+    planned = planned_chunk_tokens(draft.config.shape(TARGET, len(AUX), "bfloat16"), setting)
+    assert planned == loss_chunk_tokens(draft.loss_logits * 2, on_cpu=False)
 
 
 class LossOf(torch.nn.Module):

@@ -74,7 +74,7 @@ def train_in_memory(run: PreparedRun) -> list[float]:
             top=torch.cat([target.top_tokens(h.last[0]) for h in hidden]),
         )
         total = sum(int(s.loss_mask[2:].sum()) for s in chosen)
-        loss = draft.loss(batch, projection, total, settings.loss_chunk_tokens).loss
+        loss = draft.loss(batch, projection, total, 256).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(draft.parameters(), settings.clip_norm)
