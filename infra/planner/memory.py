@@ -21,6 +21,8 @@ GPU_CHUNK_BYTES = 512 * 2**20
 """Draft logits of a chunk on a GPU, whose kernels want many rows and few launches."""
 BLOCKS = 2
 """Arrays of a block that are alive at once: two temporaries; where logits are bfloat16, the block in float32 too."""
+MASS_BLOCKS = 3
+"""More of them where the loss asks for the target's whole distribution (acceptance, and its slope)."""
 RECOMPUTED_ROWS = 8192
 """Rows of a step whose inner activations exist at once when they are recomputed (models/drafts/eagle3)."""
 RESERVED = 1.5 * 2**30
@@ -155,7 +157,7 @@ def _loss(draft: DraftShape, target: TargetShape, setting: Setting, tokens: int,
     of_target = chunk * vocabulary * FLOAT
     projecting = of_target + wide * (FLOAT + (item if item < FLOAT else 0))
     block = min(BLOCK_BYTES[setting.one_memory], logits * FLOAT // item)
-    comparing = logits + of_target + (BLOCKS + (item < FLOAT)) * block
+    comparing = logits + of_target + (BLOCKS + (item < FLOAT) + MASS_BLOCKS * setting.whole_head) * block
     by_head = hidden * vocabulary * FLOAT if draft.trains_head else 0
     cast_head = hidden * vocabulary * item if item < FLOAT and draft.trains_head else 0
     outputs = int(draft.kept.output * rows) + positions * hidden * ITEM_BYTES[setting.stored]
