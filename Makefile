@@ -21,7 +21,7 @@ BUILD := $(if $(filter cu130,$(WHEELS)),torch===2.13.0,\
 SGLANG := .venv-sglang
 UV_COMPILE := .venv-lock/bin/uv pip compile --python-version 3.11 --upgrade --no-annotate --no-header --quiet
 
-.PHONY: quickstart test test-slow lint check sglang up down bench chaos soak gpu-acceptance lock clean
+.PHONY: quickstart test test-slow test-installation lint check sglang up down bench chaos soak gpu-acceptance lock clean
 
 # On the GPU where there is one; a single one is shared by both sides.
 ON_GPU := pools.inference_gpus=1 pools.training_gpus=1 generator.threads=null training.threads=null
@@ -32,11 +32,15 @@ quickstart: $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
 test: $(VENV)/.ready $(SGLANG)/.test-ready
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not registry"
 
 # Long proofs: whole runs, kills, served drafts, deployments, clusters, two hosts.
 test-slow: $(VENV)/.ready $(SGLANG)/.test-ready
 	$(PYTEST) -m slow
+
+# What pip makes of requirements/ on machines with and without GPUs. Needs a package registry.
+test-installation: $(VENV)/.ready
+	$(PYTEST) -m registry
 
 # What CI adds to the tests: style, types, architecture.
 lint: $(VENV)/.ready
@@ -103,10 +107,11 @@ soak: $(VENV)/.ready
 	$(BIN)/python benchmarks/soak.py
 
 # Whether everything works on this machine's GPUs, and how fast: at most 25 minutes on one. Writes gpu_acceptance.json.
-gpu-acceptance: $(VENV)/.ready $(if $(GPU),$(SGLANG)/.ready)
+gpu-acceptance: $(VENV)/.ready $(if $(filter cu130,$(WHEELS)),$(SGLANG)/.ready)
 	$(BIN)/python benchmarks/gpu_acceptance.py
 
-# Resolve the newest versions that pyproject.toml and requirements/ admit. Run the tests before you commit the result.
+# Resolve the newest versions that pyproject.toml and requirements/ admit. Before you commit the result, run the tests and
+# `make test-installation`.
 lock:
 	$(PYTHON) -m venv .venv-lock
 	.venv-lock/bin/pip install --quiet uv

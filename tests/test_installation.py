@@ -111,7 +111,7 @@ def needed(folder: Path, requirement: str) -> set[str]:
     return found - libraries.keys() - BASE
 
 
-@pytest.mark.slow
+@pytest.mark.registry
 def test_a_machine_without_gpus_gets_nothing_of_cuda(tmp_path: Path) -> None:
     constraint = ("--constraint", "requirements/lock.txt")
     report = resolve(tmp_path, *constraint, "torch==2.13.0+cpu", ".[quickstart,dev,ray,mooncake]")
@@ -122,7 +122,7 @@ def test_a_machine_without_gpus_gets_nothing_of_cuda(tmp_path: Path) -> None:
     ) == set(LIBRARIES)
 
 
-@pytest.mark.slow
+@pytest.mark.registry
 def test_torch_and_mooncake_for_gpudirect_share_one_cuda_runtime(tmp_path: Path) -> None:
     report = resolve(tmp_path, "--constraint", "requirements/lock.txt", "torch===2.13.0", ".[mooncake-gpudirect]")
     mooncake = versions(report)["mooncake-transfer-engine-cuda13"]
@@ -132,7 +132,7 @@ def test_torch_and_mooncake_for_gpudirect_share_one_cuda_runtime(tmp_path: Path)
     assert versions(report)["nvidia-cuda-runtime"].startswith("13.")
 
 
-@pytest.mark.slow
+@pytest.mark.registry
 def test_sglang_on_gpus_is_installed_as_locked_with_mooncake_for_host_memory(tmp_path: Path) -> None:
     constraint = ("--constraint", "requirements/sglang-cuda-lock.txt")
     report = resolve(tmp_path, *constraint, "--requirement", "requirements/sglang-cuda.txt")
