@@ -290,7 +290,7 @@ def test_sglang_that_is_not_there(
 
 PLACES = [
     (["transport.kind=mooncake"], "no mooncake", "Mooncake is not installed", "pip install 'draftsmith[mooncake]'"),
-    (["transport.kind=mooncake"], "no libibverbs", "needs libibverbs", "apt install libibverbs1"),
+    (["transport.kind=mooncake"], "no libibverbs", "needs libibverbs.so.1 (libibverbs1)", "install it"),
     (
         ["transport.kind=mooncake", "transport.protocol=rdma"],
         "",
@@ -323,7 +323,9 @@ def test_places_that_are_not_there(
     monkeypatch.chdir(tmp_path)
     if overrides[0] == "transport.kind=mooncake":
         monkeypatch.setattr(mooncake, "find_spec", lambda _name: None if missing == "no mooncake" else "there")
-        libraries = {"libibverbs.so.1": 0} if missing != "no libibverbs" else {}
+        libraries = dict.fromkeys(mooncake.LIBRARIES, 0)
+        if missing == "no libibverbs":
+            del libraries["libibverbs.so.1"]
         monkeypatch.setattr(mooncake.ctypes, "CDLL", lambda name: found(libraries, name))
         monkeypatch.setattr(mooncake, "active_devices", lambda _root: [])
     said = refuse(prepare)
