@@ -34,7 +34,8 @@ from models.config.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results" / "kills.json"
-GPUS = ("GPU-of-kills-a", "GPU-of-kills-b")
+GPUS = ("GPU-fake-a", "GPU-fake-b")
+"""What leases them computes on the CPU (tests/fake_gpu)."""
 WAIT_S = 900.0
 POLL_S = 0.25
 STEPS, SAMPLES_PER_STEP = 240, 4
@@ -179,6 +180,7 @@ def kills_in(folder: Path) -> list[Kill]:
     runs = folder / "runs"
     os.environ |= {"DRAFTSMITH_RUNS": str(runs), "DRAFTSMITH_SHM": str(folder / "shm"), "PWD": str(folder)}
     os.environ |= {"PREFECT_HOME": str(folder / "prefect"), "DRAFTSMITH_GPUS": ",".join(GPUS)}
+    os.environ["PYTHONPATH"] = str(ROOT / "tests" / "fake_gpu")
     shutil.copy(ROOT / "prefect.yaml", folder)
     draftsmith(folder, "up", "--background")
     try:

@@ -216,11 +216,12 @@ def test_text_is_regenerated(stack: Any, submit: Callable[..., str], tiny_target
 def test_runs_share_no_gpu_and_wait_for_one(
     stack: Any, submit: Callable[..., str], until: Callable[..., None], tiny_target: TargetRecord
 ) -> None:
-    """Names of GPUs are enough for that: without a driver torch leaves them alone."""
+    """Names of GPUs are enough for that: the processes that lease them compute on the CPU."""
     names = ["one", "two", "three"]
     settings = [*SMALL, "training.max_steps=60", "pools.inference_gpus=1"]
     held: set[tuple[tuple[str, str], ...]] = set()
-    with stack.worker(DRAFTSMITH_GPUS="GPU-a,GPU-b"):
+    fake = str(ROOT / "tests" / "fake_gpu")
+    with stack.worker(DRAFTSMITH_GPUS="GPU-fake-a,GPU-fake-b", PYTHONPATH=fake):
         # Of different drafts: trainings of one wait for each other.
         runs = [submit("retrain", name, *settings, f"tracking.registered_model=draft-{name}") for name in names]
         until(lambda: held.add(holders(stack, names)) or ended(stack, runs), "for three runs")
