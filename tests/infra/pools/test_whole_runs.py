@@ -84,6 +84,9 @@ def test_a_trainer_moves_off_a_lost_machine_in_ray(breakable_ray: str, make_run,
     def lose_a_machine() -> None:
         if not events and folder.checkpoint(2, 1).exists():
             (launcher,) = launchers(folder, "1")
+            # Training must not end before Ray notices.
+            for rank in launcher.children():
+                rank.suspend()
             raylet = int(launcher.environ()["RAY_RAYLET_PID"])
             psutil.Process(raylet).kill()
             events.append(f"lost {raylet}")
