@@ -30,6 +30,7 @@ from infra.processes.exit import run_main
 from infra.processes.process import Owner
 from infra.processes.supervisor import descendants
 from infra.provenance import git_sha, hardware
+from infra.refusal import Refusal
 from infra.sglang.client import SGLangClient
 from infra.sglang.command import ServerSpec, server_environment, serving_command
 from infra.sglang.server import SGLangServer
@@ -195,6 +196,10 @@ def main() -> None:
         ]  # fmt: skip
         run = stack.enter_context(prepared_run(folder / f"capture-cost-{os.getpid()}", RECIPE, settings))
         found = measure(run, options.rounds, options.prompts, options.tokens)
+        if "blocked_share_of_prefill" not in found:
+            raise Refusal(
+                f"no prefill of {BATCH} tokens was timed: run `make .venv-sglang/.test-ready`, or more prompts"
+            )
         conditions = {
             "commit": git_sha(),
             "date": time.strftime("%Y-%m-%d"),

@@ -8,7 +8,7 @@ from infra.refusal import Refusal
 
 
 def choose_sharing(pools: PoolsConfig, gpus: int, plan: Plan | None) -> tuple[SharingMode, str]:
-    """The mode of a recipe on a machine with so many GPUs (0: unknown), and why.
+    """How a recipe's two sides share a machine with `gpus` GPUs (0: unknown), and why.
 
     `plan`: of two pools; None where the target's shape is unknown. Raises Refusal for an explicit choice that this
     machine cannot give.
@@ -26,7 +26,7 @@ def choose_sharing(pools: PoolsConfig, gpus: int, plan: Plan | None) -> tuple[Sh
     if not is_short:
         return "apart", f"{plural(wanted, 'GPU')} for two pools" if wanted else "no GPUs to share"
     if plan is None:
-        return "alternate", f"{plural(gpus, 'GPU')} for {inference} + {training}, and nobody knows whether both fit"
+        return "alternate", f"{plural(gpus, 'GPU')} for {inference} + {training}, and the target's shape is unknown"
     job = plan.job.model_copy(update={"sharing": "share"})
     left = memory_left(job, plan.memory)
     both = (

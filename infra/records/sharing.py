@@ -23,7 +23,7 @@ class Sharing(Record):
     cache_tokens: int | None = None
     """Tokens in that cache."""
     trainer_bytes: int | None = None
-    """The same of a trainer rank."""
+    """Memory of each shared GPU that a trainer rank may use, with `share`."""
 
 
 def alternates(run: RunFolder) -> bool:
