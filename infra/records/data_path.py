@@ -45,6 +45,8 @@ class TargetRecord(Record):
     num_layers: int
     vocab_size: int
     licence: str
+    quantization: str | None = None
+    """Method and format of a quantized checkpoint (models/targets/quantization.py); None: floating-point numbers."""
 
 
 class Histogram(Record):

@@ -20,8 +20,9 @@ from infra.settings import cache_folder
 from models.config.recipe import check_layers, read_config
 from models.config.target import TargetConfig
 from models.data.hub import model_folder
+from models.targets.quantization import read_quantization
 from models.targets.tiny import trained_tiny
-from models.targets.weights import tensor_files
+from models.targets.weights import find_target_head, tensor_files
 
 PACKAGE_FORMAT = 1
 """Increment when the same package gives another folder."""
@@ -56,6 +57,7 @@ def prepare_target(config: TargetConfig) -> TargetRecord:
         num_layers=text.num_hidden_layers,
         vocab_size=text.vocab_size,
         licence=config.licence,
+        quantization=read_quantization(folder),
     )
 
 
@@ -128,6 +130,7 @@ def _checked(folder: Path, aux_layer_ids: tuple[int, ...]) -> PretrainedConfig:
     if head is None or getattr(head, "bias", None) is not None:
         raise Refusal(f"{folder}: the architecture {config.model_type!r} has no plain output head (or one with bias)")
     check_layers(aux_layer_ids, len(layers))
+    find_target_head(folder)
     return text
 
 

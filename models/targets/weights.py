@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
 from infra.refusal import Refusal
+from models.targets.quantization import PACKED, StoredMatrix
 
 TOP_BYTES = 128 * 2**20
 """Logits over the whole vocabulary that exist at once where only the greatest is wanted."""
@@ -49,22 +50,40 @@ class TargetHead:
 
 
 def read_target_head(path: Path, dtype: torch.dtype) -> TargetHead:
-    """Read embedding and head of the Hugging Face folder `path` in `dtype`.
+    """Read embedding and head of the Hugging Face folder `path` in `dtype`, dequantized where they are quantized.
 
-    Raises Refusal: no safetensors files, or no known tensor names.
+    Raises Refusal: see `find_target_head`.
     """
-    config = AutoConfig.from_pretrained(path)
-    files = tensor_files(path)
-    embedding_name = _named(files, "embed_tokens.weight")
-    if embedding_name is None:
-        raise Refusal(f"{path} has no tensor named *embed_tokens.weight: this family of targets is not supported")
-    head_name = _named(files, "lm_head.weight")
-    if head_name is None and not _tied(config):
-        raise Refusal(f"{path} has no tensor named *lm_head.weight, and its config does not tie the embeddings")
-    embedding = _read(path / files[embedding_name], embedding_name, dtype)
-    head = embedding if head_name is None else _read(path / files[head_name], head_name, dtype)
-    logit_scale, soft_cap = logit_shape(config)
+    stored = find_target_head(path)
+    embedding = stored.embedding.read(dtype)
+    head = embedding if stored.head is None else stored.head.read(dtype)
+    logit_scale, soft_cap = logit_shape(AutoConfig.from_pretrained(path))
     return TargetHead(embedding=embedding, head=head, logit_scale=logit_scale, soft_cap=soft_cap)
+
+
+@dataclass(frozen=True)
+class StoredHead:
+    """Where a target's embedding and output head are."""
+
+    embedding: StoredMatrix
+    head: StoredMatrix | None
+    """None: tied to the embedding."""
+
+
+def find_target_head(path: Path) -> StoredHead:
+    """Find embedding and head of the Hugging Face folder `path`; no weights are read.
+
+    Raises Refusal: no safetensors files, no known tensor names, or a packed format.
+    """
+    files = tensor_files(path)
+    embedding, head = (_module(files, name) for name in ("embed_tokens", "lm_head"))
+    if embedding is None:
+        raise Refusal(f"{path} has no tensor named *embed_tokens.weight: this family of targets is not supported")
+    if head is None and not _tied(AutoConfig.from_pretrained(path)):
+        raise Refusal(f"{path} has no tensor named *lm_head.weight, and its config does not tie the embeddings")
+    found = [None if module is None else StoredMatrix.find(path, files, module) for module in (embedding, head)]
+    assert found[0] is not None
+    return StoredHead(found[0], found[1])
 
 
 def logit_shape(config: PretrainedConfig) -> tuple[float, float | None]:
@@ -87,17 +106,14 @@ def tensor_files(path: Path) -> dict[str, str]:
         return dict.fromkeys(file.keys(), single.name)
 
 
-def _named(names: Iterable[str], suffix: str) -> str | None:
-    """The text model's tensor: other towers and prediction heads excluded, the name nearest to the root."""
-    named = [name for name in names if name == suffix or name.endswith(f".{suffix}")]
-    named = [name for name in named if not {"vision_tower", "audio_tower", "mtp"} & set(name.split("."))]
-    return min(named, key=lambda name: (name.count("."), name), default=None)
+def _module(names: Iterable[str], last: str) -> str | None:
+    """The text model's module: other towers and prediction heads excluded, the name nearest to the root."""
+    endings = tuple(f"{last}.{weight}" for weight in ("weight", *PACKED))
+    found = [name for name in names if name in endings or name.endswith(tuple(f".{ending}" for ending in endings))]
+    found = [name for name in found if not {"vision_tower", "audio_tower", "mtp"} & set(name.split("."))]
+    nearest = min(found, key=lambda name: (name.count("."), name), default=None)
+    return nearest and nearest.rpartition(".")[0]
 
 
 def _tied(config: PretrainedConfig) -> bool:
     return any(getattr(part, "tie_word_embeddings", False) for part in (config, config.get_text_config()))
-
-
-def _read(path: Path, name: str, dtype: torch.dtype) -> Tensor:
-    with safe_open(path, framework="pt") as file:
-        return file.get_tensor(name).to(dtype)
