@@ -23,7 +23,7 @@ from infra.files.atomic import write_atomically
 from infra.ledger.ledger import Ledger
 from infra.ledger.rounds import free_consumed
 from infra.ledger.trainers import Resume
-from infra.processes.exit import die_with_parent, run_main
+from infra.processes.exit import die_with_parent, end_well, run_main
 from infra.records.data_path import TrainingResult
 from infra.refusal import Refusal
 from infra.transport.base import TransferError
@@ -218,6 +218,13 @@ def main() -> None:
         torch.set_num_threads(run.config.training.threads)
     control = Control(run.config.training.context_parallel_size)
     limit_memory(run.sharing.trainer_bytes)
+    train(run, control)
+    control.close()
+    end_well()
+
+
+def train(run: PreparedRun, control: Control) -> None:
+    """Train on this rank from where the run stands."""
     started = time.monotonic()
     trainer = open_trainer(run, control)
     if control.rank == 0:
@@ -230,7 +237,6 @@ def main() -> None:
         raise
     if result is not None:
         print(f"trained {result.steps} steps on {result.tokens} tokens in {result.wall_s:.0f} s", flush=True)
-    control.close()
 
 
 if __name__ == "__main__":

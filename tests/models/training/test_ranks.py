@@ -128,19 +128,35 @@ def test_a_run_goes_on_with_another_number_of_ranks(
 
 
 @pytest.mark.slow
+def test_what_aborts_while_the_interpreter_ends_does_not_undo_a_training(
+    make_run: Callable[..., RunFolder], start: Callable[..., Any]
+) -> None:
+    """As a thread of gloo does that still holds a tensor."""
+    folder = make_run("ended", *SMALL, "training.ranks=2", "training.max_steps=2")
+    generator = start("models.capture.generator", folder)
+    run_on_ranks(2, "aborting_trainer.py", folder.path)
+    generator.communicate(timeout=600)
+    assert TrainingResult.read(folder.training).steps == 2
+
+
+def run_on_ranks(ranks: int, script: str, *arguments: object) -> None:
+    """Run a script of this folder once per rank."""
+    launch = f"import sys; from models.training.launch import run_ranks; sys.exit(run_ranks(sys.argv[1:], {ranks}))"
+    command = [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)]
+    ended = subprocess.run(
+        [sys.executable, "-c", launch, *command],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.slow
 def test_accumulation_reduces_gradients_once_per_step(
     make_run: Callable[..., RunFolder], start: Callable[..., Any], tmp_path: Path
 ) -> None:
     folder = make_run("counted", *SMALL, "training.ranks=2", "training.micro_batches=3", "training.max_steps=5")
     generator = start("models.capture.generator", folder)
-    launch = "import sys; from models.training.launch import run_ranks; sys.exit(run_ranks(sys.argv[1:], 2))"
-    script = Path(__file__).with_name("counting_trainer.py")
-    trainer = [sys.executable, str(script), str(folder.path), str(tmp_path / "reduced")]
-    ended = subprocess.run(
-        [sys.executable, "-c", launch, *trainer],
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
+    run_on_ranks(2, "counting_trainer.py", folder.path, tmp_path / "reduced")
     generator.communicate(timeout=600)
     # One bucket holds all gradients, but for the first step, before DDP has put it together anew.
     assert int((tmp_path / "reduced").read_text()) in {5, 6}
