@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from models.config.eagle3 import Eagle3Config
 from models.drafts.base import PackedSamples, TargetProjection
 from models.drafts.eagle3.module import Eagle3Draft
-from models.drafts.layers import RMSNorm, rotary_tables
+from models.drafts.layers import RMSNorm
+from models.drafts.rope import rotary_tables
 from models.drafts.vocabulary import DraftVocabulary
 
 AUX_LAYERS = (1, 2, 3)
@@ -155,8 +156,8 @@ def plain_step(work: Work, dtype: torch.dtype) -> Tensor:
 
 
 def _plain_loss(work: Work) -> Tensor:
-    draft, batch, layer = work.draft, work.batch, work.draft.midlayer
-    config, attention, count = draft.config, draft.midlayer.self_attn, len(batch.tokens)
+    draft, batch, (layer,) = work.draft, work.batch, work.draft.decoder_layers
+    config, attention, count = draft.config, layer.self_attn, len(batch.tokens)
     group, row = config.num_heads // config.num_kv_heads, torch.arange(count)
     sample = torch.arange(len(batch.lengths)).repeat_interleave(torch.tensor(batch.lengths))
     own = torch.cat([torch.arange(n) for n in batch.lengths])
@@ -170,7 +171,7 @@ def _plain_loss(work: Work) -> Tensor:
         x = torch.cat([embedded, _plain_norm(layer.hidden_norm, hidden)], dim=-1)
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         q, k, v = (projection(x).unflatten(1, (-1, config.head_dim)) for projection in projections)
-        tables = rotary_tables(own + step, config.head_dim, config.rope_theta)
+        tables = rotary_tables(own + step, config)
         q, k = _plain_rotation(q, tables), _plain_rotation(k, tables)
         keys.append(k.repeat_interleave(group, 1))
         values.append(v.repeat_interleave(group, 1))

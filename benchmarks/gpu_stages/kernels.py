@@ -10,7 +10,8 @@ from gpu_stages.base import Bench, check
 from models.config.draft import METHODS as DRAFT_METHODS
 from models.config.draft import parse_draft_config
 from models.drafts.base import PackedSamples, TargetProjection
-from models.drafts.eagle3.attention import PlainKernel, fastest_kernel, step_attention
+from models.drafts.eagle3.attention import step_attention
+from models.drafts.eagle3.kernels import PlainKernel, fastest_kernel
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
 

@@ -149,7 +149,7 @@ def _of_batch(draft: DraftShape, target: TargetShape, setting: Setting, lengths:
 
 def _loss(draft: DraftShape, target: TargetShape, setting: Setting, tokens: int, rows: int) -> tuple[int, int]:
     """Hidden states, gradients and a chunk's peak, and the part of them that exists during the backward pass."""
-    item, hidden, vocabulary = ITEM_BYTES[setting.precision], target.hidden_size, draft.vocab_size
+    item, hidden, vocabulary = ITEM_BYTES[setting.precision], draft.hidden_size or target.hidden_size, draft.vocab_size
     positions = rows if draft.target_per_row else tokens
     chunk = min(setting.chunk_tokens or planned_chunk_tokens(draft, setting), positions)
     logits = int(rows / max(1, positions) * chunk * vocabulary * item)
@@ -160,7 +160,7 @@ def _loss(draft: DraftShape, target: TargetShape, setting: Setting, tokens: int,
     comparing = logits + of_target + (BLOCKS + (item < FLOAT) + MASS_BLOCKS * setting.whole_head) * block
     by_head = hidden * vocabulary * FLOAT if draft.trains_head else 0
     cast_head = hidden * vocabulary * item if item < FLOAT and draft.trains_head else 0
-    outputs = int(draft.kept.output * rows) + positions * hidden * ITEM_BYTES[setting.stored]
+    outputs = int(draft.kept.output * rows) + positions * target.hidden_size * ITEM_BYTES[setting.stored]
     states = rows * hidden * item
     # Chains hand their hidden states over, and the gradients take their memory; blocks of rows keep both.
     formed = outputs + states * (2 if draft.target_per_row else 1) + by_head

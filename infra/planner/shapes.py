@@ -77,6 +77,8 @@ class DraftShape(Record):
     """Trained weights, float32 with their gradients and moments."""
     vocab_size: int
     """Tokens over which it is trained."""
+    hidden_size: int | None = None
+    """Size of the states that its head reads; None: the target's."""
     whole_vocabulary: bool
     trains_head: bool
     frozen: int
@@ -201,7 +203,7 @@ def draft_flops(
     attention = 4 * draft.attention_width * tokens / 2
     again = 1 if recompute and draft.kept.carried is not None else 0
     body = (BACKWARD + again) * (2 * draft.token_parameters * tokens + rows * (2 * draft.row_parameters + attention))
-    product = 2.0 * target.hidden_size * draft.vocab_size
+    product = 2.0 * (draft.hidden_size or target.hidden_size) * draft.vocab_size
     predicted = rows * supervised_share
     loss = predicted * product * (3 if draft.trains_head else 2)
     of_target = 2.0 * target.hidden_size * (target.vocab_size if whole_head else draft.vocab_size)

@@ -2,17 +2,15 @@
 
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from infra.config import Seed
 from infra.planner.shapes import ITEM_BYTES, DraftShape, Kept, Precision, TargetShape
 from infra.refusal import Refusal
-from models.config.draft_base import LayerShape
+from models.config.draft_base import LayerShape, LayerType
 
 ROWS_AT_ONCE = 256
 """Rows of one attention call: blocks in one call see each other's keys masked, which is wasted work."""
-
-LayerType = Literal["full_attention", "sliding_attention"]
 
 
 class DFlashConfig(LayerShape):
@@ -38,9 +36,6 @@ class DFlashConfig(LayerShape):
         description="One per layer. `full_attention` sees all features and the whole block; `sliding_attention` the "
         "features of the last `sliding_window` positions and the earlier positions of the block.",
     )
-    sliding_window: int | None = Field(
-        default=None, ge=2, le=2**24, description="Positions that a sliding layer sees, including its own."
-    )
     mask_token_id: int | None = Field(
         default=None,
         ge=0,
@@ -65,12 +60,6 @@ class DFlashConfig(LayerShape):
     )
     dpace_alpha: float = Field(default=0.5, gt=0, le=1, description="Smoothing of D-PACE's confidences; 1: off.")
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "DFlashConfig":
-        if "sliding_attention" in self.layer_types and self.sliding_window is None:
-            raise Refusal("draft.layer_types has sliding_attention layers: set draft.sliding_window")
-        return self
-
     def shape(self, target: TargetShape, aux_count: int, precision: Precision) -> DraftShape:
         """Blocks of rows at up to `anchors` tokens; the keys of all layers include the features."""
         hidden, layers, item = target.hidden_size, len(self.layer_types), ITEM_BYTES[precision]
@@ -78,10 +67,11 @@ class DFlashConfig(LayerShape):
         fusion = aux_count * hidden * hidden
         layer = 2 * queries * hidden + 2 * keys * hidden + 3 * hidden * self.intermediate_size
         norms = layers * 2 * (hidden + self.head_dim) + hidden * (2 + (aux_count if self.fc_norm else 0))
+        biases = layers * (queries + 2 * keys + hidden) * self.attention_bias
         tables = target.vocab_size * hidden
         return DraftShape(
             title=self.title,
-            parameters=fusion + layers * layer + norms,
+            parameters=fusion + layers * layer + norms + biases,
             vocab_size=target.vocab_size,
             whole_vocabulary=True,
             trains_head=False,

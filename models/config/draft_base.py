@@ -7,6 +7,9 @@ from pydantic import Field, model_validator
 from infra.config import Count, StrictConfig
 from infra.planner.shapes import DraftShape, Precision, TargetShape
 from infra.refusal import Refusal
+from models.config.rope import RopeScaling
+
+LayerType = Literal["full_attention", "sliding_attention"]
 
 
 class MethodConfig(StrictConfig):
@@ -50,14 +53,50 @@ class MethodConfig(StrictConfig):
 
 
 class LayerShape(MethodConfig):
-    """Settings of methods that are built of decoder layers."""
+    """Settings of methods that are built of decoder layers: what a layer is built from."""
 
     num_heads: Count = Field(description="Query heads per layer.")
     num_kv_heads: Count = Field(description="Key-value heads per layer; must divide num_heads.")
     head_dim: int = Field(ge=8, le=4096, description="Size of one attention head.")
     intermediate_size: int = Field(ge=8, le=2**22, description="Hidden size of the feed-forward network.")
     rope_theta: float = Field(default=10_000.0, gt=0, le=1e12, description="Base of the rotary position embedding.")
+    rope_scaling: RopeScaling | None = Field(default=None, description="Scaling of that embedding; default: none.")
+    partial_rotary_factor: float = Field(
+        default=1.0, gt=0, le=1, description="Share of each head that is rotated; the rest of it has no position."
+    )
+    attention_bias: bool = Field(default=False, description="Biases in the attention's four projections.")
     rms_norm_eps: float = Field(default=1e-6, gt=0, le=1, description="Epsilon of the RMS norms.")
+    layer_types: tuple[LayerType, ...] = Field(
+        default=("full_attention",),
+        min_length=1,
+        max_length=256,
+        description="One per layer. `full_attention` sees everything before; `sliding_attention` the last "
+        "`sliding_window` positions.",
+    )
+    sliding_window: int | None = Field(
+        default=None, ge=2, le=2**24, description="Positions that a sliding layer sees, including its own."
+    )
+
+    @property
+    def rotary_dim(self) -> int:
+        """Rotated part of a head."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Attention window of every layer; None: no window."""
+        return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_types)
+
+    @model_validator(mode="after")
+    def _rotates_and_slides(self) -> Self:
+        if self.rotary_dim < 2 or self.rotary_dim % 2:
+            raise Refusal(
+                f"head_dim {self.head_dim} x partial_rotary_factor {self.partial_rotary_factor:g} is "
+                f"{self.rotary_dim}: pairs are rotated, so choose them for an even number"
+            )
+        if "sliding_attention" in self.layer_types and self.sliding_window is None:
+            raise Refusal("draft.layer_types has sliding_attention layers: set draft.sliding_window")
+        return self
 
     @model_validator(mode="after")
     def _heads_are_shared_evenly(self) -> Self:
@@ -68,23 +107,28 @@ class LayerShape(MethodConfig):
             )
         return self
 
-    def engine_layers(self, hidden_size: int, vocab_size: int, layers: int) -> dict[str, Any]:
+    def engine_layers(self, hidden_size: int, vocab_size: int) -> dict[str, Any]:
         """Hugging Face settings of the layers; older versions read `rope_theta`, newer ones `rope_parameters`."""
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
+        partial = {} if self.partial_rotary_factor == 1 else {"partial_rotary_factor": self.partial_rotary_factor}
+        if self.rope_scaling is not None:
+            rope |= self.rope_scaling.parameters()
         return {
             "hidden_size": hidden_size,
             "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": layers,
+            "num_hidden_layers": len(self.layer_types),
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
             "hidden_act": "silu",
             "rms_norm_eps": self.rms_norm_eps,
             "rope_theta": self.rope_theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "rope_parameters": rope | partial,
+            **partial,
             "max_position_embeddings": 131072,
             "vocab_size": vocab_size,
             "tie_word_embeddings": False,
-            "attention_bias": False,
+            "attention_bias": self.attention_bias,
             "torch_dtype": "float32",
         }
 

@@ -1,4 +1,4 @@
-"""Settings of EAGLE-3 (arXiv 2503.01840) and of EAGLE-3.1's norms (arXiv 2605.09992)."""
+"""Settings of EAGLE-3 (arXiv 2503.01840), of EAGLE-3.1's norms (arXiv 2605.09992) and of published variants."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -10,7 +10,7 @@ from models.config.draft_base import LOSS_FIELDS, LayerShape, LossChoice, Vocabu
 
 
 class Eagle3Config(LossChoice, VocabularyChoice, LayerShape):
-    """One decoder layer over the next token's embedding and the fused target features.
+    """Decoder layers, usually one, over the next token's embedding and the fused target features.
 
     EAGLE-3.1 is `fc_norm` and `norm_output` together.
     """
@@ -20,6 +20,24 @@ class Eagle3Config(LossChoice, VocabularyChoice, LayerShape):
     adaptive: ClassVar[bool] = True
 
     method: Literal["eagle3"] = Field(default="eagle3", description="Draft method.")
+    hidden_size: int | None = Field(
+        default=None,
+        ge=8,
+        le=2**20,
+        description="Size of the draft's hidden states; default: the target's. A draft of another size has embeddings "
+        "and a head of its own, which are trained.",
+    )
+    qk_norm: bool = Field(
+        default=False, description="RMS norms of queries and keys, head by head (Qwen3). SGLang does not serve it."
+    )
+    norm_before_residual: bool = Field(
+        default=False,
+        description="The first layer adds its output to the normed hidden state, not to the raw one (the default of "
+        "`speculators`). SGLang does not serve it.",
+    )
+    fc_bias: bool = Field(
+        default=False, description="A bias in the fusion of the target features. No engine serves it with the rest."
+    )
     fc_norm: bool = Field(
         default=False,
         description="RMS norm per target feature before fusion. Needed where the residual stream grows a lot (Gemma).",
@@ -42,6 +60,15 @@ class Eagle3Config(LossChoice, VocabularyChoice, LayerShape):
     def _consistent(self) -> "Eagle3Config":
         if self.fc_norm and self.norm_before_fc:
             raise Refusal("fc_norm and norm_before_fc both norm the target features: set one of them")
+        if self.hidden_size is not None and self.shared_head:
+            raise Refusal(
+                "shared_head is the target's head, which only reads states of its own size: leave hidden_size out"
+            )
+        if "sliding_attention" in self.layer_types and (self.sliding_window or 0) <= self.ttt_steps:
+            raise Refusal(
+                f"draft.sliding_window {self.sliding_window} must exceed ttt_steps {self.ttt_steps}: a step sees its "
+                "own chain whole"
+            )
         if self.ttt_weights is not None and (len(self.ttt_weights) != self.ttt_steps or not any(self.ttt_weights)):
             raise Refusal(
                 f"ttt_weights {list(self.ttt_weights)}: give one weight for each of the {self.ttt_steps} ttt_steps, "
@@ -55,47 +82,65 @@ class Eagle3Config(LossChoice, VocabularyChoice, LayerShape):
         return self.ttt_weights or tuple(self.ttt_decay**step for step in range(self.ttt_steps))
 
     def shape(self, target: TargetShape, aux_count: int, precision: Precision) -> DraftShape:
-        """One decoder layer that reads twice the hidden size and runs `ttt_steps` times."""
-        hidden, vocabulary = target.hidden_size, self.vocabulary_size(target.vocab_size)
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        fusion = aux_count * hidden * hidden
-        layer = 2 * hidden * (queries + 2 * keys) + queries * hidden + 3 * hidden * self.intermediate_size
-        norms = hidden * (4 + (aux_count if self.fc_norm or self.norm_before_fc else 0))
+        """Decoder layers, the first of which reads twice the hidden size, that run `ttt_steps` times."""
+        hidden, vocabulary = self.hidden_size or target.hidden_size, self.vocabulary_size(target.vocab_size)
+        own_tables = self.train_embeddings or hidden != target.hidden_size
+        layers, queries, keys = len(self.layer_types), *self._widths
+        fusion = aux_count * target.hidden_size * hidden
+        layer = hidden * (queries + 2 * keys) + queries * hidden + 3 * hidden * self.intermediate_size
+        matrices = layers * layer + hidden * (queries + 2 * keys)
         embeddings, head = target.vocab_size * hidden, vocabulary * hidden
-        trained = head * (not self.shared_head) + embeddings * self.train_embeddings
+        trained = head * (not self.shared_head) + embeddings * own_tables
         return DraftShape(
             title=self.title,
-            parameters=fusion + layer + norms + trained,
+            parameters=fusion + matrices + self._vectors(hidden, target.hidden_size, aux_count) + trained,
             vocab_size=vocabulary,
+            hidden_size=hidden,
             whole_vocabulary=vocabulary == target.vocab_size,
             trains_head=not self.shared_head,
             frozen=head * self.shared_head,
-            frozen_embeddings=embeddings * (not self.train_embeddings),
+            frozen_embeddings=embeddings * (not own_tables),
             token_parameters=fusion,
-            row_parameters=layer,
+            row_parameters=matrices,
             rows_per_token=self.ttt_steps,
-            attention_width=queries,
-            kept=self._kept(hidden, aux_count, ITEM_BYTES[precision]),
+            attention_width=layers * queries,
+            kept=self._kept(hidden, target.hidden_size, aux_count, ITEM_BYTES[precision]),
         )
 
-    def _kept(self, hidden: int, aux_count: int, item: int) -> Kept:
+    @property
+    def _widths(self) -> tuple[int, int]:
+        """Of all queries, and of all keys, of a layer."""
+        return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+
+    def _vectors(self, hidden: int, target_hidden: int, aux_count: int) -> int:
+        """Elements of norms and biases."""
+        layers, queries, keys = len(self.layer_types), *self._widths
+        norms = hidden * (2 + 2 * layers) + target_hidden * aux_count * (self.fc_norm or self.norm_before_fc)
+        norms += 2 * layers * self.head_dim * self.qk_norm
+        return norms + layers * (queries + 2 * keys + hidden) * self.attention_bias + hidden * self.fc_bias
+
+    def _kept(self, hidden: int, target_hidden: int, aux_count: int, item: int) -> Kept:
         """Counted from what the functions save for the backward pass, in `item` bytes unless said otherwise."""
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layers, queries, keys = len(self.layer_types), *self._widths
         normed = self.fc_norm or self.norm_before_fc
         # Rotated queries, the attended values, keys and values; the log-sum-exp of every head's scores in float32.
         of_attention = (2 * queries + 2 * keys) * item + 4 * self.num_heads
-        # Both normed inputs, the sum after attention, its norm, the output; perhaps the next input, its norm.
-        of_hidden = (5 + self.norm_output) * hidden * item
-        # Gate and up projection; the rotary tables and the factors of four norms in float32.
-        of_rest = 2 * self.intermediate_size * item + 4 * self.head_dim + 16
+        # Queries and keys before their norms, and the factors of these.
+        of_attention += ((queries + keys) * item + 4 * (self.num_heads + self.num_kv_heads)) * self.qk_norm
+        # The normed input, the sum after attention, its norm, the output.
+        of_hidden = 4 * hidden * item
+        # Gate and up projection; the rotary tables and the factors of norms in float32.
+        of_rest = 2 * self.intermediate_size * item + 4 * self.rotary_dim + 8
+        # The first layer's other input, normed; perhaps the next step's input, its norm; the factors of two norms.
+        of_step = (1 + self.norm_output) * hidden * item + 8
         return Kept(
             # The fused features; a copy of the captured ones where they are not bfloat16, and where they are normed.
-            token=(1 + aux_count * ((item == 4) + normed)) * hidden * item,
-            row=of_hidden + of_attention + of_rest,
+            token=(hidden + aux_count * ((item == 4) + normed) * target_hidden) * item,
+            row=layers * (of_hidden + of_attention + of_rest) + of_step,
             # The first step's keys and values, and their gradients.
-            exchanged=4 * keys * item,
-            carried=(hidden + 2 * keys) * item + 8,
-            step=(2 * queries + 2 * keys + hidden) * item + 4 * self.num_heads,
+            exchanged=4 * keys * item * layers,
+            carried=(hidden + 2 * keys * layers) * item + 8,
+            step=layers * ((2 * queries + 2 * keys + hidden) * item + 4 * self.num_heads),
             inner=(2 * hidden + 6 * self.intermediate_size) * item,
         )
 
@@ -103,4 +148,7 @@ class Eagle3Config(LossChoice, VocabularyChoice, LayerShape):
         """SGLang's arguments for a chain. SGLang counts the last known token among the draft tokens."""
         command = ["--speculative-algorithm", "EAGLE3", "--speculative-eagle-topk", "1"]
         command += ["--speculative-num-steps", str(lookahead)]
-        return [*command, "--speculative-num-draft-tokens", str(lookahead + 1)]
+        command += ["--speculative-num-draft-tokens", str(lookahead + 1)]
+        window = self.windows[0]
+        # SGLang counts the keys before a row's own.
+        return command if window is None else [*command, "--speculative-draft-window-size", str(window - 1)]

@@ -101,6 +101,10 @@ class Draft(torch.nn.Module):
         """This draft in SGLang's `config.json`; None if SGLang does not serve it."""
         return None
 
+    def engine_copies(self) -> dict[str, Tensor]:
+        """Parameters that an engine calls by another name: an export holds them under both."""
+        return {}
+
     def speculators_config(self) -> dict[str, Any] | None:
         """What `config.json` says of this draft to vLLM and the package `speculators`, beside `engine_config`.
 

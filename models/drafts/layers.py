@@ -1,12 +1,13 @@
-"""Building blocks that drafts share: the target's embedding and head, and plain Llama layers."""
+"""Building blocks that drafts share: the target's embedding and head, and the parts of Llama and Qwen3 layers."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from models.config.draft_base import LayerShape
 from models.drafts.products import SharedWeight, gated_product, products
-from models.drafts.row_functions import rms_norm
+from models.drafts.row_functions import Tables, rms_norm, rotate
 
 
 class TargetTable(nn.Module):
@@ -51,6 +52,44 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
+class AttentionProjections(nn.Module):
+    """Projections of grouped-query attention, as in Llama, or with normed queries and keys, as in Qwen3.
+
+    Args:
+        shape: heads, their size, biases.
+        input_size: width of what queries, keys and values are projected from.
+        output_size: width of the result.
+        qk_norm: whether queries and keys are normed, head by head, before they are rotated.
+    """
+
+    def __init__(self, shape: LayerShape, input_size: int, output_size: int, *, qk_norm: bool):
+        super().__init__()
+        self.head_dim, bias = shape.head_dim, shape.attention_bias
+        queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self.q_proj = nn.Linear(input_size, queries, bias=bias)
+        self.k_proj = nn.Linear(input_size, keys, bias=bias)
+        self.v_proj = nn.Linear(input_size, keys, bias=bias)
+        self.o_proj = nn.Linear(queries, output_size, bias=bias)
+        self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if qk_norm else None
+
+    def queries(self, projected: Tensor, tables: Tables) -> Tensor:
+        """What `q_proj` gives, `[N, heads * d]`, normed and rotated: `[N, heads, d]`."""
+        return self._rotated(projected, self.q_norm, tables)
+
+    def keys(self, projected: Tensor, tables: Tables) -> Tensor:
+        """What `k_proj` gives, `[N, kv_heads * d]`, normed and rotated: `[N, kv_heads, d]`."""
+        return self._rotated(projected, self.k_norm, tables)
+
+    def values(self, projected: Tensor) -> Tensor:
+        """What `v_proj` gives as `[N, kv_heads, d]`."""
+        return projected.unflatten(-1, (-1, self.head_dim))
+
+    def _rotated(self, projected: Tensor, norm: RMSNorm | None, tables: Tables) -> Tensor:
+        heads = projected.unflatten(-1, (-1, self.head_dim))
+        return rotate(heads if norm is None else norm(heads), tables)
+
+
 class GatedMLP(nn.Module):
     """Llama's feed-forward: `down(silu(gate(x)) * up(x))`."""
 
@@ -77,10 +116,3 @@ class GatedWeights(NamedTuple):
         """`residual + mlp(x)`, `[n, size]`."""
         gate, up = products(x, (self.gate, self.up))
         return gated_product(residual, gate, up, self.down)
-
-
-def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for `positions` `[N]`, each `[N, 1, head_dim / 2]`, float32 (float64 for float64 drafts)."""
-    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64) / head_dim
-    angles = positions.to(torch.float64)[:, None, None] * (theta**-exponents)
-    return angles.cos().float(), angles.sin().float()

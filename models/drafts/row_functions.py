@@ -13,7 +13,7 @@ from torch import Tensor
 from models.fused import fused
 
 Tables = tuple[Tensor, Tensor]
-"""Cosines and sines `[N, 1, d / 2]`."""
+"""Cosines and sines `[N, 1, r / 2]` of the rotated part r of every head."""
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
@@ -101,14 +101,15 @@ class _EmbeddedInput(torch.autograd.Function):
 
 
 def rotate(x: Tensor, tables: Tables) -> Tensor:
-    """Apply rotary position embedding (half-split layout) to `x` `[N, heads, head_dim]`."""
+    """Apply rotary position embedding (half-split layout) to the tables' part of `x` `[N, heads, head_dim]`."""
     return _Rotate.apply(x, *tables)  # type: ignore[return-value]
 
 
 @fused
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    half = cos.shape[-1]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1).to(x.dtype)
 
 
 class _Rotate(torch.autograd.Function):

@@ -80,7 +80,8 @@ def write_export(draft: Draft, folder: Path, extra: dict[str, Any], speculators:
     folder.mkdir(parents=True)
     vocabulary, engine = draft.vocabulary, draft.engine_config()
     maps = {} if vocabulary.whole else {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in draft.state_dict().items()}
+    given = draft.state_dict() | draft.engine_copies()
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in given.items()}
     save_file(tensors | maps, folder / WEIGHTS)
     block = block_of(draft.config, draft.aux_layer_ids, vocabulary.target_size, served=engine is not None)
     settings = (speculators or {}) | (engine or {}) | {BLOCK: extra | block}
@@ -104,7 +105,8 @@ def load_draft(folder: Path, target: Path, dtype: torch.dtype, device: str | tor
         )
     draft = build_draft(description.config, head.embedding, vocabulary, description.aux_layer_ids)
     draft.start_from(head.head)
-    fill(draft, {name: tensor for name, tensor in tensors.items() if name not in MAPS}, f"{folder}/{WEIGHTS}")
+    others = {*MAPS, *draft.engine_copies()}
+    fill(draft, {name: tensor for name, tensor in tensors.items() if name not in others}, f"{folder}/{WEIGHTS}")
     return draft.to(device, dtype).eval()
 
 

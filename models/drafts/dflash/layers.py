@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.config.dflash import ROWS_AT_ONCE, DFlashConfig
-from models.drafts.layers import GatedMLP, RMSNorm
-from models.drafts.row_functions import Tables, rotate
+from models.drafts.layers import AttentionProjections, GatedMLP, RMSNorm
+from models.drafts.row_functions import Tables
 from models.drafts.transfer import to_device
 
 KeysValues = tuple[Tensor, Tensor]
@@ -104,33 +104,21 @@ def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=k.shape[1] != q.shape[1])
 
 
-class DFlashAttention(nn.Module):
+class DFlashAttention(AttentionProjections):
     """Grouped-query attention with normed queries and keys (Qwen3's)."""
 
     def __init__(self, config: DFlashConfig, hidden_size: int):
-        super().__init__()
-        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.q_proj = nn.Linear(hidden_size, self.heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden_size, self.kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(hidden_size, self.kv_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, hidden_size, bias=False)
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-
-    def queries(self, x: Tensor, tables: Tables) -> Tensor:
-        """`[N, H]` to rotated queries `[N, heads, d]`."""
-        return rotate(self.q_norm(self.q_proj(x).view(len(x), self.heads, self.head_dim)), tables)
+        super().__init__(config, hidden_size, hidden_size, qk_norm=True)
 
     def keys_values(self, x: Tensor, tables: Tables) -> KeysValues:
         """`[N, H]` block rows or fused features to rotated keys and values."""
-        values = self.v_proj(x).view(len(x), self.kv_heads, self.head_dim)
-        keys = rotate(self.k_norm(self.k_proj(x).view(len(x), self.kv_heads, self.head_dim)), tables)
-        return keys, values
+        values = self.values(self.v_proj(x))
+        return self.keys(self.k_proj(x), tables), values
 
     def forward(self, x: Tensor, tables: Tables, attention: BlockAttention) -> Tensor:
         """Block rows `[A*B, H]` to `[A*B, H]`."""
         keys, values = self.keys_values(x, tables)
-        return self.o_proj(attention(self.queries(x, tables), keys, values))
+        return self.o_proj(attention(self.queries(self.q_proj(x), tables), keys, values))
 
 
 class DFlashLayer(nn.Module):

@@ -19,7 +19,8 @@ from models.config.dflash import DFlashConfig
 from models.drafts.base import Draft, DraftLoss, PackedSamples, TargetProjection, supervised_positions
 from models.drafts.dflash.layers import BlockAttention, Blocks, DFlashLayer, KeysValues, PackedAttention, views
 from models.drafts.dflash.proposer import DFlashProposer
-from models.drafts.layers import RMSNorm, rotary_tables
+from models.drafts.layers import RMSNorm
+from models.drafts.rope import rotary_tables
 from models.drafts.transfer import to_device
 from models.drafts.trees import NO_PROPOSAL
 from models.drafts.vocabulary import DraftVocabulary
@@ -87,12 +88,6 @@ class DFlashDraft(Draft):
     def hold_embeddings(self, dtype: torch.dtype) -> None:
         self.embedding = self.embedding.to(dtype)
 
-    @property
-    def windows(self) -> list[int | None]:
-        """Attention window of every layer; None: no window."""
-        config = self.config
-        return [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
-
     def start_from(self, head: Tensor) -> None:
         """Use the target's head, which is not exported."""
         assert head.shape == self.embedding.shape
@@ -137,7 +132,7 @@ class DFlashDraft(Draft):
     def _layer_config(self) -> dict[str, Any]:
         """Hugging Face's `Qwen3Config`."""
         config, (vocabulary, hidden) = self.config, self.embedding.shape
-        return config.engine_layers(hidden, vocabulary, len(config.layer_types)) | {
+        return config.engine_layers(hidden, vocabulary) | {
             "model_type": "qwen3",
             "layer_types": list(config.layer_types),
             # Without it Hugging Face's Qwen3Config forgets the window.
@@ -153,7 +148,7 @@ class DFlashDraft(Draft):
             chunks = aux.chunk(len(self.aux_layer_ids), dim=-1)
             aux = torch.cat([norm(chunk) for norm, chunk in zip(self.aux_hidden_norms, chunks, strict=True)], dim=-1)
         fused = self.hidden_norm(self.fc(aux))
-        tables = rotary_tables(positions, config.head_dim, config.rope_theta)
+        tables = rotary_tables(positions, config)
         return [
             layer.self_attn.keys_values(layer.input_layernorm(fused) if config.fc_norm else fused, tables)
             for layer in self._layers
@@ -162,9 +157,9 @@ class DFlashDraft(Draft):
     def fill(self, blocks: Blocks, features: Sequence[KeysValues]) -> Tensor:
         """Normed hidden states `[A, B - 1, H]` of the masked positions of A blocks, in one forward."""
         device = features[0][0].device
-        seen = {window: views(blocks, self.config.block_size, window, device) for window in set(self.windows)}
+        seen = {window: views(blocks, self.config.block_size, window, device) for window in set(self.config.windows)}
         attentions = [
-            PackedAttention(given, seen[window]) for given, window in zip(features, self.windows, strict=True)
+            PackedAttention(given, seen[window]) for given, window in zip(features, self.config.windows, strict=True)
         ]
         tokens, positions = to_device((blocks.tokens, blocks.positions), device)
         return self.fill_by(tokens, positions, attentions)
@@ -176,7 +171,7 @@ class DFlashDraft(Draft):
         offsets = torch.arange(size, device=tokens.device)
         masked = torch.where(offsets == 0, tokens[:, None], self.mask_token_id)
         hidden = F.embedding(masked.flatten(), self.embedding).to(self.fc.weight.dtype)
-        tables = rotary_tables((positions[:, None] + offsets).flatten(), config.head_dim, config.rope_theta)
+        tables = rotary_tables((positions[:, None] + offsets).flatten(), config)
         for layer, attention in zip(self._layers, attentions, strict=True):
             hidden = layer(hidden, tables, attention)
         return self.norm(hidden.view(len(tokens), size, -1)[:, 1:])

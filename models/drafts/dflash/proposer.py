@@ -54,10 +54,10 @@ class DFlashProposer(CachedProposer):
         tokens = torch.tensor(
             [turns[row].text[-1] if row in turns else 0 for row in range(len(anchors))], device=device
         )
-        visible = {window: _visible(own, columns, window) for window in set(self.draft.windows)}
+        visible = {window: _visible(own, columns, window) for window in set(self.draft.config.windows)}
         attentions = [
             partial(_attend, cache, own, visible[window])
-            for cache, window in zip(self.caches, self.draft.windows, strict=True)
+            for cache, window in zip(self.caches, self.draft.config.windows, strict=True)
         ]
         return self.draft.fill_by(tokens, anchors, attentions)
 

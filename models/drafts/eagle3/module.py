@@ -1,13 +1,13 @@
-"""EAGLE-3 (arXiv 2503.01840): one decoder layer over the next token's embedding and the fused target features.
+"""EAGLE-3 (arXiv 2503.01840): decoder layers, usually one, over the next token's embedding and the target's features.
 
 Row i of a sequence takes the target's features of position i and the embedding of token i+1, and predicts token i+2.
 In step j of the training-time test (and of a chain while decoding) it takes its own output of step j-1 and the
 embedding of token i+1+j, and predicts token i+2+j. Parameter names are those of SGLang's `LlamaForCausalLMEagle3`
 (0.5.23) and of speculators' `Eagle3DraftModel` (0.9.0): `fc`, `fc_norm.*` or `input_norm`, `layers.0.*`, `norm`,
-`lm_head`, `embed_tokens`.
+`lm_head`, `embed_tokens`. A row of step j stands at position i + j, in every layer.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,9 +22,10 @@ from models.drafts.chains import chain_loss
 from models.drafts.context import ContextShare
 from models.drafts.eagle3.attention import Earlier, step_attention
 from models.drafts.eagle3.proposer import Eagle3Proposer
-from models.drafts.layers import GatedMLP, GatedWeights, RMSNorm, TargetTable, rotary_tables
+from models.drafts.layers import AttentionProjections, GatedMLP, GatedWeights, RMSNorm, TargetTable
 from models.drafts.products import SharedWeight, added_product, products
-from models.drafts.row_functions import Tables, compute_dtype, embedded_input, rotate
+from models.drafts.rope import rotary_tables
+from models.drafts.row_functions import Tables, compute_dtype, embedded_input
 from models.drafts.transfer import to_device
 from models.drafts.vocabulary import DraftVocabulary
 
@@ -35,20 +36,8 @@ NextTokens = Callable[[int, Tensor], Tensor]
 """(step j >= 1, normed hidden states of step j-1 `[N, H]`) -> tokens `[N]` that step j embeds."""
 
 
-class Eagle3Attention(nn.Module):
-    """Grouped-query attention over `cat(embedding, hidden)`."""
-
-    def __init__(self, config: Eagle3Config, hidden_size: int):
-        super().__init__()
-        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.q_proj = nn.Linear(2 * hidden_size, self.heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(2 * hidden_size, self.kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(2 * hidden_size, self.kv_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, hidden_size, bias=False)
-
-
 class Eagle3Weights(NamedTuple):
-    """The layer's weights for one pass, in which it runs once per step."""
+    """A layer's weights for one pass, in which it runs once per step."""
 
     q: SharedWeight
     k: SharedWeight
@@ -58,13 +47,22 @@ class Eagle3Weights(NamedTuple):
 
 
 class Eagle3Layer(nn.Module):
-    """The draft's one layer."""
+    """A decoder layer; the first one reads the embeddings beside the hidden states.
 
-    def __init__(self, config: Eagle3Config, hidden_size: int):
+    Args:
+        config: the method's knobs.
+        hidden_size: of the draft.
+        first: whether it is the first one.
+    """
+
+    def __init__(self, config: Eagle3Config, hidden_size: int, *, first: bool):
         super().__init__()
+        self.first, self.norm_before_residual = first, config.norm_before_residual
         self.input_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
-        self.hidden_norm = RMSNorm(hidden_size, config.rms_norm_eps)
-        self.self_attn = Eagle3Attention(config, hidden_size)
+        if first:
+            self.hidden_norm = RMSNorm(hidden_size, config.rms_norm_eps)
+        input_size = 2 * hidden_size if first else hidden_size
+        self.self_attn = AttentionProjections(config, input_size, hidden_size, qk_norm=config.qk_norm)
         self.post_attention_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(hidden_size, config.intermediate_size)
 
@@ -74,18 +72,36 @@ class Eagle3Layer(nn.Module):
         q, k, v, o = (SharedWeight(x.weight) for x in (own.q_proj, own.k_proj, own.v_proj, own.o_proj))
         return Eagle3Weights(q, k, v, o, self.mlp.weights())
 
-    def attention_input(self, table: Tensor, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Normed embeddings of `tokens` `[N]` by `table` `[V, H]` beside normed `hidden` `[N, H]`: `[N, 2H]`."""
-        weights = self.input_layernorm.weight, self.hidden_norm.weight
-        return embedded_input(table, tokens, hidden, weights, self.hidden_norm.eps)
+    def project(
+        self, table: Tensor, tokens: Tensor, hidden: Tensor, tables: Tables, weights: Eagle3Weights
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries `[N, heads, d]`, rotated keys and values `[N, kv_heads, d]`.
 
-    def project(self, x: Tensor, tables: Tables, weights: Eagle3Weights) -> tuple[Tensor, Tensor, Tensor]:
-        """`[N, 2H]` to rotated queries `[N, heads, d]`, rotated keys and values `[N, kv_heads, d]`."""
-        q, k, v = (found.unflatten(1, (-1, self.self_attn.head_dim)) for found in products(x, weights[:3]))
-        return rotate(q, tables), rotate(k, tables), v
+        Args:
+            table: `[V, h]` embeddings, read by the first layer.
+            tokens: `[N]`, what the rows embed.
+            hidden: `[N, h]`, what the layer before gave; of the first one, the previous step.
+            tables: of the rows' positions.
+            weights: the layer's.
+        """
+        own = self.self_attn
+        if self.first:
+            norms = self.input_layernorm.weight, self.hidden_norm.weight
+            x = embedded_input(table, tokens, hidden, norms, self.hidden_norm.eps)
+        else:
+            x = self.input_layernorm(hidden)
+        q, k, v = products(x, weights[:3])
+        if own.q_proj.bias is not None:
+            biases = (own.q_proj.bias, own.k_proj.bias, own.v_proj.bias)
+            q, k, v = (found + bias.to(found.dtype) for found, bias in zip((q, k, v), biases, strict=True))
+        return own.queries(q, tables), own.keys(k, tables), own.values(v)
 
-    def finish(self, residual: Tensor, attended: Tensor, weights: Eagle3Weights) -> Tensor:
-        hidden = added_product(residual, attended, weights.o)
+    def finish(self, hidden: Tensor, attended: Tensor, weights: Eagle3Weights) -> Tensor:
+        """The layer's output `[N, h]` from its input `hidden` and what its rows attend to `[N, heads * d]`."""
+        residual = self.hidden_norm(hidden) if self.first and self.norm_before_residual else hidden
+        hidden, bias = added_product(residual, attended, weights.o), self.self_attn.o_proj.bias
+        if bias is not None:
+            hidden = hidden + bias.to(hidden.dtype)
         return weights.mlp.add_to(hidden, self.post_attention_layernorm(hidden))
 
 
@@ -105,53 +121,72 @@ class Eagle3Draft(Draft):
         self, config: Eagle3Config, embedding: Tensor, vocabulary: DraftVocabulary, aux_layer_ids: Sequence[int]
     ):
         super().__init__()
-        hidden_size = embedding.shape[1]
+        self.target_hidden_size = embedding.shape[1]
+        self.hidden_size = hidden_size = config.hidden_size or self.target_hidden_size
         self.config, self.vocabulary, self.aux_layer_ids = config, vocabulary, tuple(aux_layer_ids)
-        aux_count = len(self.aux_layer_ids)
-        self.fc = nn.Linear(aux_count * hidden_size, hidden_size, bias=False)
+        aux_count, eps = len(self.aux_layer_ids), config.rms_norm_eps
+        self.fc = nn.Linear(aux_count * self.target_hidden_size, hidden_size, bias=config.fc_bias)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(RMSNorm(hidden_size, config.rms_norm_eps) for _ in range(aux_count))
+            self.fc_norm = nn.ModuleList(RMSNorm(self.target_hidden_size, eps) for _ in range(aux_count))
         if config.norm_before_fc:
-            self.input_norm = RMSNorm(aux_count * hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList([Eagle3Layer(config, hidden_size)])
-        self.norm = RMSNorm(hidden_size, config.rms_norm_eps)
+            self.input_norm = RMSNorm(aux_count * self.target_hidden_size, eps)
+        self.layers = nn.ModuleList(
+            Eagle3Layer(config, hidden_size, first=index == 0) for index in range(len(config.layer_types))
+        )
+        self.norm = RMSNorm(hidden_size, eps)
         # SGLang takes a head that is not stored from the target, whole.
         stored = not (config.shared_head and vocabulary.whole)
         head = nn.Linear(hidden_size, len(vocabulary), bias=False).weight
         self.lm_head = TargetTable(head, trained=not config.shared_head, stored=stored)
-        self.embed_tokens = TargetTable(embedding, trained=config.train_embeddings, stored=config.train_embeddings)
+        own = self.has_own_embeddings
+        self.embed_tokens = TargetTable(_as_wide(embedding, hidden_size), trained=own, stored=own)
         self.register_buffer("target_ids", vocabulary.target_ids.clone(), persistent=False)
 
     @property
-    def midlayer(self) -> Eagle3Layer:
-        """The one layer."""
-        return self.layers[0]  # type: ignore[return-value]
+    def decoder_layers(self) -> list[Eagle3Layer]:
+        """`layers`, by their type."""
+        return list(self.layers)  # type: ignore[arg-type]
+
+    @property
+    def has_own_embeddings(self) -> bool:
+        """Whether its embeddings are trained: by choice, or because the target's have another size."""
+        return self.config.train_embeddings or self.hidden_size != self.target_hidden_size
 
     @property
     def positions(self) -> int:
         return self.config.ttt_steps
 
     def hold_embeddings(self, dtype: torch.dtype) -> None:
-        if not self.config.train_embeddings:
+        if not self.has_own_embeddings:
             self.embed_tokens.weight = self.embed_tokens.weight.to(dtype)
 
     def start_from(self, head: Tensor) -> None:
-        """The draft head starts as the target head's rows of the draft vocabulary; a shared one stays so."""
-        self.lm_head.start_as(head if self.vocabulary.whole else head[self.target_ids])
+        """The draft head starts as the target head's rows of the draft vocabulary; a shared one stays so.
+
+        Of a draft of another size, it starts as their first columns, and so do its embeddings: hidden dimensions have
+        no order, so any columns keep the directions of tokens as well.
+        """
+        rows = head if self.vocabulary.whole else head[self.target_ids]
+        self.lm_head.start_as(_as_wide(rows, self.hidden_size))
 
     def engine_config(self) -> dict[str, Any] | None:
-        """For SGLang's `LlamaForCausalLMEagle3`.
+        """For SGLang's `LlamaForCausalLMEagle3` (0.5.23); None for what its class would run differently.
 
-        None with embeddings of the draft's own, in whose place SGLang puts the target's, and with one target layer:
-        features as wide as an embedding are taken for the draft's own output, so they are neither normed nor fused.
+        That is: trained embeddings of the target's size, in whose place it puts the target's; features as wide as an
+        embedding (one target layer), which it takes for the draft's own output, neither normed nor fused; biases of
+        queries, keys and values, and norms of queries and keys, which it has no place for; a bias of the fusion, with
+        which it expects one of the attention's output; a residual that is normed first; windows in some layers only.
         """
-        config, whole = self.config, self.vocabulary.whole
-        if config.train_embeddings or len(self.aux_layer_ids) == 1:
+        config, whole, windows = self.config, self.vocabulary.whole, set(self.config.windows)
+        features = len(self.aux_layer_ids) * self.target_hidden_size
+        replaced = config.train_embeddings and self.hidden_size == self.target_hidden_size
+        unknown = config.attention_bias or config.fc_bias or config.qk_norm or config.norm_before_residual
+        if replaced or unknown or features == self.hidden_size or len(windows) > 1:
             return None
         return {
             **self._layer_config(),
             "architectures": ["LlamaForCausalLMEagle3"],
-            "target_hidden_size": self.norm.weight.shape[0],
+            "target_hidden_size": self.target_hidden_size,
             "draft_vocab_size": None if config.shared_head and whole else len(self.vocabulary),
             **self._norms(),
             "num_aux_hidden_states": len(self.aux_layer_ids),
@@ -161,35 +196,47 @@ class Eagle3Draft(Draft):
             },
         }
 
-    def speculators_config(self) -> dict[str, Any] | None:
-        """For speculators' `Eagle3DraftModel`, which calls the output of the target's layer l by the number l + 1.
+    def engine_copies(self) -> dict[str, Tensor]:
+        """SGLang calls the first norm of every layer after the first `hidden_norm`, vLLM and speculators as we do."""
+        later = list(enumerate(self.decoder_layers))[1:]
+        return {f"layers.{index}.hidden_norm.weight": layer.input_layernorm.weight.clone() for index, layer in later}
 
-        None with the target's whole head for the draft's: SGLang's way to say so contradicts theirs.
+    def speculators_config(self) -> dict[str, Any] | None:
+        """For vLLM and speculators' `Eagle3DraftModel`, which call the output of the target's layer l number l + 1.
+
+        None with the target's whole head for the draft's: SGLang's way to say so contradicts theirs; and with a bias of
+        the fusion, which they do not have.
         """
-        if self.config.shared_head and self.vocabulary.whole:
+        if self.config.fc_bias or (self.config.shared_head and self.vocabulary.whole):
             return None
         return {
             "architectures": ["Eagle3Speculator"],
             "speculators_model_type": "eagle3",
             "transformer_layer_config": self._layer_config(),
             "draft_vocab_size": len(self.vocabulary),
-            "target_hidden_size": self.norm.weight.shape[0],
+            "target_hidden_size": self.target_hidden_size,
             "eagle_aux_hidden_state_layer_ids": [layer_id + 1 for layer_id in self.aux_layer_ids],
-            "norm_before_residual": False,
+            "norm_before_residual": self.config.norm_before_residual,
             **self._norms(),
-            "embed_requires_grad": self.config.train_embeddings,
+            "embed_requires_grad": self.has_own_embeddings,
         }
 
     def _norms(self) -> dict[str, bool]:
         return {name: getattr(self.config, name) for name in ("fc_norm", "norm_before_fc", "norm_output")}
 
     def _layer_config(self) -> dict[str, Any]:
-        """Hugging Face's `LlamaConfig`."""
-        layers = self.config.engine_layers(self.norm.weight.shape[0], self.vocabulary.target_size, 1)
-        return {"model_type": "llama", "mlp_bias": False} | layers
+        """Hugging Face's `LlamaConfig`, or `Qwen3Config` with normed queries and keys."""
+        config = self.config
+        layers = config.engine_layers(self.hidden_size, self.vocabulary.target_size)
+        family = {"model_type": "qwen3"} if config.qk_norm else {"model_type": "llama", "mlp_bias": False}
+        if config.sliding_window is None:
+            return family | layers
+        # Without the switch Hugging Face's Qwen3Config forgets the window.
+        window = {"use_sliding_window": True, "sliding_window": config.sliding_window}
+        return family | layers | window | {"layer_types": list(config.layer_types)}
 
     def fuse(self, aux: Tensor) -> Tensor:
-        """Target features `[N, K*H]` to the draft's input `[N, H]`."""
+        """Target features `[N, K*H]` to the draft's input `[N, h]`."""
         aux = aux.to(compute_dtype(self.fc.weight))
         if self.config.norm_before_fc:
             aux = self.input_norm(aux)
@@ -218,17 +265,20 @@ class Eagle3Draft(Draft):
             share: where ranks share the sequences, which rows these are; `lengths` are still those of all.
 
         Yields:
-            Normed hidden states `[N, H]` of each step.
+            Normed hidden states `[N, h]` of each step.
         """
         if share is None:
             positions = torch.cat([torch.arange(n, device=tokens.device) for n in lengths])
         else:
             positions = share.positions(tokens.device)
-        hidden, known, weights = self.fuse(aux), [], self.midlayer.weights()
+        hidden, weights = self.fuse(aux), [layer.weights() for layer in self.decoder_layers]
+        known: list[list[Tensor]] = [[] for _ in weights]
         for step in range(steps):
             place = (share or lengths, tokens, positions + step, hidden)
-            raw, normed, *more = self._recomputable(partial(self._step, weights))(*place, *known)
-            known += more
+            columns = [column for of_layer in known for column in of_layer]
+            raw, normed, *more = self._recomputable(partial(self._step, weights))(*place, *columns)
+            for of_layer, found in zip(known, _shares(more, len(known)), strict=True):
+                of_layer.extend(found)
             yield normed
             if step + 1 < steps:
                 tokens = next_tokens(step + 1, normed)
@@ -236,42 +286,40 @@ class Eagle3Draft(Draft):
 
     def _step(
         self,
-        weights: Eagle3Weights,
+        weights: Sequence[Eagle3Weights],
         of: Sequence[int] | ContextShare,
         tokens: Tensor,
         positions: Tensor,
         hidden: Tensor,
         *known: Tensor,
     ) -> tuple[Tensor, ...]:
-        """One step: its output, raw and normed `[N, H]`, its keys and its values; `known` are those of steps before.
+        """One step: its output, raw and normed `[N, h]`, and each layer's keys and values.
 
-        Where ranks share the sequences, the first step's keys and values of all ranks come before those of its own.
+        `known` are those of the steps before, layer after layer. Where ranks share the sequences, the first step's keys
+        and values of all ranks come before those of its own.
         """
-        rows = len(tokens) if not self.recompute else RECOMPUTED_ROWS
-        parts = zip(tokens.split(rows), positions.split(rows), hidden.split(rows), strict=True)
-        q, k, v = _joined(self._recomputable(partial(self.project, weights))(*part) for part in parts)
-        more = (*of.gather(k, v), k, v) if isinstance(of, ContextShare) and not known else (k, v)
-        columns = [*known, *more]
-        pairs = list(zip(columns[::2], columns[1::2], strict=True))
-        if isinstance(of, ContextShare):
-            before = tuple(slice(run.offset, run.packed.start) for run in of.runs)
-            lengths, earlier = [run.rows for run in of.runs], Earlier(*pairs.pop(0), before)
-            attended = step_attention(q, pairs, lengths, earlier=earlier)
-        else:
-            attended = step_attention(q, pairs, of)
-        parts = zip(hidden.split(rows), attended.split(rows), strict=True)
-        raw, normed = _joined(self._recomputable(partial(self._finish, weights))(*part) for part in parts)
-        return raw, normed, *more
+        new: list[Tensor] = []
+        for layer, columns in enumerate(_shares(known, len(weights))):
+            project = self._recomputable(partial(self.project, layer, weights[layer]))
+            q, k, v = _by_rows(self.recompute, project, tokens, positions, hidden)
+            more = (*of.gather(k, v), k, v) if isinstance(of, ContextShare) and not columns else (k, v)
+            attended = _attend(q, [*columns, *more], of, self.config.windows[layer])
+            finish = self._recomputable(partial(self._finish, layer, weights[layer]))
+            hidden, *normed = _by_rows(self.recompute, finish, hidden, attended)
+            new += more
+        return hidden, *normed, *new
 
-    def project(self, weights: Eagle3Weights, tokens: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values of rows `[n]` from `tokens` and previous outputs `hidden` `[n, H]`."""
-        tables = rotary_tables(positions, self.config.head_dim, self.config.rope_theta)
-        x = self.midlayer.attention_input(self.embed_tokens.weight, tokens, hidden)
-        return self.midlayer.project(x, tables, weights)
+    def project(
+        self, layer: int, weights: Eagle3Weights, tokens: Tensor, positions: Tensor, hidden: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Queries, keys and values of a layer's rows `[n]`; see `Eagle3Layer.project`."""
+        tables = rotary_tables(positions, self.config)
+        return self.decoder_layers[layer].project(self.embed_tokens.weight, tokens, hidden, tables, weights)
 
-    def _finish(self, weights: Eagle3Weights, hidden: Tensor, attended: Tensor) -> tuple[Tensor, ...]:
-        raw = self.midlayer.finish(hidden, attended, weights)
-        return raw, self.norm(raw)
+    def _finish(self, layer: int, weights: Eagle3Weights, hidden: Tensor, attended: Tensor) -> tuple[Tensor, ...]:
+        """A layer's output; of the last one normed, too."""
+        raw = self.decoder_layers[layer].finish(hidden, attended, weights)
+        return (raw, self.norm(raw)) if layer + 1 == len(self.layers) else (raw,)
 
     def _recomputable(self, function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
         if not self.recompute or not torch.is_grad_enabled():
@@ -309,10 +357,34 @@ class Eagle3Draft(Draft):
         return Eagle3Proposer(self, count)
 
 
-def _joined(parts: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
-    """Each tensor of all the parts, row after row."""
-    columns = list(zip(*parts, strict=True))
+def _as_wide(table: Tensor, size: int) -> Tensor:
+    """The table `[rows, H]` itself, or its first columns, zero-padded, as `[rows, size]`."""
+    return table if table.shape[1] == size else F.pad(table[:, :size], (0, max(0, size - table.shape[1])))
+
+
+def _shares(flat: Sequence[Tensor], count: int) -> list[list[Tensor]]:
+    """`count` equal parts of a list."""
+    size = len(flat) // count
+    return [list(flat[start : start + size]) for start in range(0, size * count, size)] if size else [[]] * count
+
+
+def _by_rows(parted: bool, function: Callable[..., tuple[Tensor, ...]], *rows: Tensor) -> list[Tensor]:
+    """The function's tensors of all rows; `parted`: of `RECOMPUTED_ROWS` rows at a time."""
+    if not parted:
+        return list(function(*rows))
+    parts = zip(*(x.split(RECOMPUTED_ROWS) for x in rows), strict=True)
+    columns = list(zip(*(function(*part) for part in parts), strict=True))
     return [column[0] if len(column) == 1 else torch.cat(column) for column in columns]
+
+
+def _attend(q: Tensor, columns: Sequence[Tensor], of: Sequence[int] | ContextShare, window: int | None) -> Tensor:
+    """`[N, heads * d]` what a step's rows attend to; `columns` as in `Eagle3Draft._step`, keys and values by turns."""
+    pairs = list(zip(columns[::2], columns[1::2], strict=True))
+    if not isinstance(of, ContextShare):
+        return step_attention(q, pairs, of, window=window)
+    before = tuple(slice(run.offset, run.packed.start) for run in of.runs)
+    lengths, earlier = [run.rows for run in of.runs], Earlier(*pairs.pop(0), before)
+    return step_attention(q, pairs, lengths, earlier=earlier, window=window)
 
 
 DRAFT = Eagle3Draft

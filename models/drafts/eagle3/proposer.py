@@ -1,6 +1,6 @@
-"""EAGLE-3 while decoding: chains and trees for several texts, with the draft's own key-value cache.
+"""EAGLE-3 while decoding: chains and trees for several texts, with the draft's own key-value caches.
 
-A tree (EAGLE-2, arXiv 2406.16858) runs through the layer one depth at a time: every place attends to the verified rows
+A tree (EAGLE-2, arXiv 2406.16858) runs through the layers one depth at a time: every place attends to the verified rows
 and to the places on its own path. Trees grow text by text.
 """
 
@@ -26,8 +26,9 @@ class Eagle3Proposer(CachedProposer):
 
     def __init__(self, draft: "Eagle3Draft", rows: int):
         config = draft.config
-        super().__init__(rows, 1, draft.fc.weight.new_empty(0, config.num_kv_heads, config.head_dim))
-        self.draft, self.cache, self.weights = draft, self.caches[0], draft.midlayer.weights()
+        empty = draft.fc.weight.new_empty(0, config.num_kv_heads, config.head_dim)
+        super().__init__(rows, len(config.layer_types), empty)
+        self.draft, self.weights = draft, [layer.weights() for layer in draft.decoder_layers]
 
     @torch.no_grad()
     def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
@@ -65,29 +66,43 @@ class Eagle3Proposer(CachedProposer):
         return hidden[last]
 
     def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, columns: int) -> Tensor:
-        """Run the layer over the rows' next positions, which see themselves and all before them.
+        """Run the layers over the rows' next positions, which see themselves and all before them.
 
         Args:
             tokens: `[B, T]` int64, what they embed.
-            hidden: `[B * T, H]`, their previous outputs.
+            hidden: `[B * T, h]`, their previous outputs.
             positions: `[B, T]` int64.
             columns: more than any position.
 
         Returns:
-            Raw hidden states `[B * T, H]`.
+            Raw hidden states `[B * T, h]`.
         """
-        visible = torch.arange(columns, device=positions.device) <= positions.unsqueeze(-1)
-        return self.run(self.cache, tokens, hidden, positions, positions, visible)
+        column, own = torch.arange(columns, device=positions.device), positions.unsqueeze(-1)
+        seen = column <= own
+        windows = set(self.draft.config.windows)
+        visible = {window: seen if window is None else seen & (column > own - window) for window in windows}
+        return self.run(self.caches, tokens, hidden, positions, positions, visible)
 
     def run(
-        self, cache: RaggedCache, tokens: Tensor, hidden: Tensor, positions: Tensor, places: Tensor, visible: Tensor
+        self,
+        caches: Sequence[RaggedCache],
+        tokens: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        places: Tensor,
+        visible: Mapping[int | None, Tensor],
     ) -> Tensor:
-        """See `step`; keys go to the columns `places` `[B, T]`, and rows see what is `visible` `[B, T, S]` bool."""
-        cache.reserve(visible.shape[-1])
-        q, k, v = self.draft.project(self.weights, tokens.flatten(), positions.flatten(), hidden)
-        cache.write(places, k.unflatten(0, places.shape), v.unflatten(0, places.shape))
-        attended = cache.attend(q.unflatten(0, places.shape), visible)
-        return self.draft.midlayer.finish(hidden, attended.flatten(0, 1), self.weights)
+        """See `step`; keys go to the columns `places` `[B, T]`, and rows see what is `visible` `[B, T, S]` bool through
+        a layer's window."""
+        draft, embedded, at = self.draft, tokens.flatten(), positions.flatten()
+        for index, (layer, cache, weights) in enumerate(zip(draft.decoder_layers, caches, self.weights, strict=True)):
+            seen = visible[draft.config.windows[index]]
+            cache.reserve(seen.shape[-1])
+            q, k, v = draft.project(index, weights, embedded, at, hidden)
+            cache.write(places, k.unflatten(0, places.shape), v.unflatten(0, places.shape))
+            attended = cache.attend(q.unflatten(0, places.shape), seen)
+            hidden = layer.finish(hidden, attended.flatten(0, 1), weights)
+        return hidden
 
     def _tree(self, row: int, newest: Tensor, turn: Turn) -> Tree:
         assert not isinstance(turn.shape, int)
@@ -106,8 +121,9 @@ class _Branches:
 
     def __init__(self, proposer: Eagle3Proposer, row: int, root: Tensor):
         self.proposer, self.verified = proposer, proposer.lengths[row]
-        self.cache = copy(proposer.cache)
-        self.cache.only([row])
+        self.caches = [copy(cache) for cache in proposer.caches]
+        for cache in self.caches:
+            cache.only([row])
         self.hidden: dict[int, Tensor] = {ROOT: root}
         self.seen: dict[int, list[int]] = {ROOT: []}
         """Columns of a place's own key and of those above it."""
@@ -122,11 +138,22 @@ class _Branches:
         tokens = torch.tensor([[grown.tokens[node] for node in nodes]], device=before.device)
         positions = torch.full_like(tokens, self.verified + grown.depth(nodes[0]) - 1)
         places = first + torch.arange(len(nodes), device=before.device).unsqueeze(0)
-        visible = torch.zeros(1, len(nodes), first + len(nodes), dtype=torch.bool, device=before.device)
-        visible[..., : self.verified] = True
         for row, node in enumerate(nodes):
             self.seen[node] = [*self.seen[grown.parents[node]], first + row]
-            visible[0, row, self.seen[node]] = True
-        hidden = self.proposer.run(self.cache, tokens, fed_back, positions, places, visible)
+        visible = {
+            window: self._visible(nodes, window, first).to(before.device) for window in set(draft.config.windows)
+        }
+        hidden = self.proposer.run(self.caches, tokens, fed_back, positions, places, visible)
         self.hidden |= dict(zip(nodes, hidden, strict=True))
         return hidden
+
+    def _visible(self, nodes: Sequence[int], window: int | None, first: int) -> Tensor:
+        """`[1, m, S]` bool: what places of one depth see, whose keys go to the columns from `first` on."""
+        visible = torch.zeros(1, len(nodes), first + len(nodes), dtype=torch.bool)
+        # A place's path, with itself, are the last positions before it; verified ones come before them.
+        path = len(self.seen[nodes[0]])
+        most = self.verified + path if window is None else window
+        visible[..., max(0, self.verified + path - most) : self.verified] = True
+        for row, node in enumerate(nodes):
+            visible[0, row, self.seen[node][-most:]] = True
+        return visible

@@ -11,11 +11,15 @@ from models.config.draft import parse_draft_config
 
 LAYER = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 128}
 EAGLE3 = {"method": "eagle3", "vocab_size": 256, "ttt_steps": 3, **LAYER}
+WIDE = {"layer_types": ["full_attention"] * 2, "qk_norm": True, "attention_bias": True, "norm_before_residual": True}
 POINTS = [
     Point(64, 512, EAGLE3, (96,), name="eagle3"),
     Point(64, 512, EAGLE3, (96,), "bfloat16", name="eagle3 bfloat16"),
     Point(64, 512, {**EAGLE3, "ttt_steps": 2, "loss": "lk_alpha"}, (300, 80), chunk_tokens=128, name="eagle3 packed"),
     Point(64, 512, EAGLE3, (600,), recompute=True, name="eagle3 recomputed"),
+    Point(64, 512, {**EAGLE3, **WIDE}, (150, 60), name="eagle3, two layers with norms and biases"),
+    Point(64, 512, {**EAGLE3, **WIDE}, (600,), recompute=True, name="the same recomputed"),
+    Point(64, 512, {**EAGLE3, "hidden_size": 48}, (150,), "bfloat16", name="eagle3 of its own size"),
     Point(64, 512, {"method": "medusa", "vocab_size": 256}, (200,), name="medusa"),
     Point(64, 512, {"method": "dflash", "block_size": 4, "anchors": 32, **LAYER}, (200,), name="dflash"),
 ]

@@ -31,8 +31,10 @@ DRAFTS = [
     {"method": "eagle3", "vocab_size": 40, **LAYER},
     {"method": "eagle3", "vocab_size": None, "fc_norm": True, "train_embeddings": True, **LAYER},
     {"method": "eagle3", "vocab_size": 40, "norm_before_fc": True, "shared_head": True, **LAYER},
+    {"method": "eagle3", "vocab_size": 40, "layer_types": ["full_attention"] * 3, "qk_norm": True, **LAYER},
+    {"method": "eagle3", "vocab_size": 40, "hidden_size": 24, "fc_bias": True, "attention_bias": True, **LAYER},
     {"method": "medusa", "vocab_size": 40, "heads": 3, "layers": 2},
-    {"method": "dflash", "layer_types": ["full_attention"] * 2, "fc_norm": True, **LAYER},
+    {"method": "dflash", "layer_types": ["full_attention"] * 2, "fc_norm": True, "attention_bias": True, **LAYER},
 ]
 
 

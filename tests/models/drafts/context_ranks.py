@@ -20,6 +20,7 @@ RANKS = 3
 HIDDEN, VOCABULARY, AUX = 12, 40, (0, 2)
 EAGLE3 = {"method": "eagle3", "vocab_size": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ttt_steps": 4}
 EAGLE3 |= {"intermediate_size": 20}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7, "qk_norm": True}
 MEDUSA = {"method": "medusa", "vocab_size": 24, "heads": 3}
 LENGTHS = ((64,), (37, 22), (1, 2, 3, 5, 9), (1,))
 """Shorter ones than there are runs of rows too: some ranks have nothing to do."""
@@ -29,6 +30,8 @@ CASES = {
         ("eagle3", EAGLE3, False),
         ("eagle3.1", EAGLE3 | {"fc_norm": True, "norm_output": True, "loss": "lk_alpha"}, False),
         ("recompute", EAGLE3, True),
+        ("sliding", EAGLE3 | SLIDING, False),
+        ("sliding-recompute", EAGLE3 | SLIDING, True),
         ("medusa", MEDUSA, False),
     )
     for lengths in LENGTHS

@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.drafts.layers import RMSNorm, rotary_tables
+from models.config.eagle3 import Eagle3Config
+from models.drafts.layers import RMSNorm
 from models.drafts.products import SharedWeight, added_product, gated_product, products
+from models.drafts.rope import rotary_tables
 from models.drafts.row_functions import embedded_input, gated, rms_norm, rotate
 
 
@@ -39,8 +41,11 @@ def test_gradients_of_embedded_input() -> None:
     )
 
 
-def test_a_rotation_is_undone_in_the_backward_pass() -> None:
-    cos, sin = (x.double() for x in rotary_tables(torch.arange(4), 8, 10_000.0))
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_a_rotation_is_undone_in_the_backward_pass(share: float) -> None:
+    sizes = {"num_heads": 3, "num_kv_heads": 3, "head_dim": 8, "intermediate_size": 8}
+    shape = Eagle3Config(**sizes, partial_rotary_factor=share)
+    cos, sin = (x.double() for x in rotary_tables(torch.arange(4), shape))
     assert torch.autograd.gradcheck(lambda x: rotate(x, (cos, sin)), (normal(4, 3, 8),))
 
 

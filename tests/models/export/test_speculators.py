@@ -28,12 +28,19 @@ SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "intermediate_size":
 EAGLE3 = SIZES | {"method": "eagle3", "vocab_size": 32}
 DFLASH = SIZES | {"method": "dflash", "block_size": 4, "layer_types": ["full_attention"] * 2, "mask_token_id": 11}
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16}
 VARIANTS: dict[str, dict[str, Any]] = {
     "eagle3": {},
     "norms": {"fc_norm": True, "norm_output": True, "rms_norm_eps": 1e-3},
     "one norm": {"norm_before_fc": True, "num_kv_heads": 4},
     "whole vocabulary": {"vocab_size": None},
     "own embeddings": {"train_embeddings": True, "shared_head": True},
+    "residual after the norm": {"norm_before_residual": True},
+    "Qwen3 layers": {"qk_norm": True, "attention_bias": True, "norm_before_residual": True},
+    "two layers": {"layer_types": ("full_attention",) * 2, "attention_bias": True},
+    "llama3 rope": {"rope_scaling": LLAMA3, "rope_theta": 500.0},
+    "yarn rope": {"rope_scaling": LLAMA3 | {"rope_type": "yarn"}, "qk_norm": True},
+    "linear rope": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
 }
 
 
@@ -110,8 +117,11 @@ def test_an_eagle3_draft_says_the_same(name, layers, target, tmp_path):
         assert torch.equal(model.t2d, draft.vocabulary.t2d)
 
 
-def test_a_dflash_draft_says_the_same(target, tmp_path):
-    draft = export(target, tmp_path / "export", DFLASH)
+@pytest.mark.parametrize(
+    "changes", [{}, {"attention_bias": True, "rope_scaling": LLAMA3, "rope_theta": 500.0}], ids=str
+)
+def test_a_dflash_draft_says_the_same(changes, target, tmp_path):
+    draft = export(target, tmp_path / "export", DFLASH | changes)
     assert isinstance(draft, DFlashDraft)
     model = load(tmp_path / "export")
     size, tokens, aux = 4, torch.randint(VOCABULARY, (LENGTH,)), torch.randn(LENGTH, 3 * HIDDEN)

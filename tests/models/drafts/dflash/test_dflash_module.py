@@ -25,7 +25,8 @@ from models.targets.model import TargetModel
 
 HIDDEN, VOCABULARY, AUX, BLOCK = 12, 40, (0, 2), 4
 SLIDING = {"layer_types": ("sliding_attention", "full_attention", "sliding_attention"), "sliding_window": 5}
-VARIANTS = [{}, SLIDING, {"fc_norm": True, "num_kv_heads": 4}, {"fc_norm": True, "mask_token_id": 7} | SLIDING]
+SCALED = {"attention_bias": True, "partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "linear", "factor": 3.0}}
+VARIANTS = [{}, SLIDING, SCALED, {"fc_norm": True, "num_kv_heads": 4}, {"fc_norm": True, "mask_token_id": 7} | SLIDING]
 
 
 @pytest.fixture(autouse=True)
@@ -82,14 +83,17 @@ def norm(x, module):
     return x / (x.pow(2).mean(-1, keepdim=True) + module.eps).sqrt() * module.weight
 
 
-def turned(x, position, theta):
-    """Rotary embedding of one row `[heads, d]`: the pair (i, i + d / 2) turns by position * theta ** (-2i / d)."""
-    half = x.shape[-1] // 2
+def turned(x, position, config):
+    """Rotary embedding of one row `[heads, d]`: of the first r dimensions, the pair (i, i + r / 2) turns by position *
+    theta ** (-2i / r), by `linear` scaling `factor` times slower."""
+    half = int(x.shape[-1] * config.partial_rotary_factor) // 2
+    slower = config.rope_scaling.factor if config.rope_scaling else 1.0
     turns = torch.polar(
-        torch.ones(half, dtype=torch.float64), position * theta ** (-torch.arange(half) / half).double()
+        torch.ones(half, dtype=torch.float64),
+        position / slower * config.rope_theta ** (-torch.arange(half) / half).double(),
     )
-    out = torch.complex(x[:, :half].double(), x[:, half:].double()) * turns
-    return torch.cat([out.real, out.imag], -1).to(x)
+    out = torch.complex(x[:, :half].double(), x[:, half : 2 * half].double()) * turns
+    return torch.cat([out.real, out.imag, x[:, 2 * half :]], -1).to(x)
 
 
 def slow_attention(attention, config, layer_type, rows, given, anchor):
@@ -97,12 +101,12 @@ def slow_attention(attention, config, layer_type, rows, given, anchor):
     shape, places = (-1, config.head_dim), [*range(anchor), *(anchor + k for k in range(len(rows)))]
     sources = [*given[:anchor], *rows]
     keys = [
-        turned(norm(attention.k_proj(source).view(shape), attention.k_norm), place, config.rope_theta)
+        turned(norm(attention.k_proj(source).view(shape), attention.k_norm), place, config)
         for place, source in zip(places, sources, strict=True)
     ]
     values, out = [attention.v_proj(source).view(shape) for source in sources], []
     for k, row in enumerate(rows):
-        q = turned(norm(attention.q_proj(row).view(shape), attention.q_norm), anchor + k, config.rope_theta)
+        q = turned(norm(attention.q_proj(row).view(shape), attention.q_norm), anchor + k, config)
         seen = range(len(places))
         if layer_type == "sliding_attention":
             seen = [i for i in seen if anchor + k - config.sliding_window < places[i] <= anchor + k]

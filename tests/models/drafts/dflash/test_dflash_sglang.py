@@ -17,10 +17,14 @@ from models.drafts.vocabulary import DraftVocabulary
 SCRIPT = Path(__file__).parent / "sglang_logits.py"
 HIDDEN, VOCABULARY, AUX, LENGTH = 24, 60, (0, 2, 3), 21
 SLIDING = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 6, "mask_token_id": 11}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16}
 SHAPES = {
     "full": {"layer_types": ("full_attention",) * 2, "num_kv_heads": 4, "rope_theta": 50_000.0},
     "sliding": SLIDING,
     "normed": SLIDING | {"fc_norm": True},
+    "biases and llama3 rope": {"attention_bias": True, "rope_scaling": LLAMA3, "rope_theta": 500.0},
+    "partial yarn rope": {"partial_rotary_factor": 0.5, "rope_scaling": LLAMA3 | {"rope_type": "yarn"}},
+    "linear rope": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "fc_norm": True},
 }
 
 

@@ -23,13 +23,17 @@ def answer(folder: Path) -> None:
     inputs = load_file(folder / "inputs.safetensors")
     left_out = load_weights(draft, folder)
     # What the server puts in from the target.
-    assert left_out == {"model.embed_tokens.weight"} | ({"lm_head.weight"} if draft.load_lm_head_from_target else set())
-    embedding, head = inputs["embedding"], draft.lm_head.weight.data[: config.draft_vocab_size]  # SGLang pads tables
+    own = draft.model.embed_tokens.weight if config.hidden_size != config.target_hidden_size else None
+    expected = set() if own is not None else {"model.embed_tokens.weight"}
+    assert left_out == expected | ({"lm_head.weight"} if draft.load_lm_head_from_target else set())
+    embedding = inputs["embedding"] if own is None else own[: config.vocab_size]
+    head = draft.lm_head.weight.data[: config.draft_vocab_size]  # SGLang pads tables
     if draft.load_lm_head_from_target:
         head = inputs["head"]
-    attention = draft.model.layers[0].self_attn
-    nothing = torch.empty(0, attention.kv_size)
-    attention.attn = Attention(attention.attn, nothing, nothing)
+    for layer in draft.model.layers:
+        attention = layer.self_attn
+        nothing = torch.empty(0, attention.kv_size)
+        attention.attn = Attention(attention.attn, nothing, nothing)
     hidden, tokens, count = inputs["aux"], inputs["tokens"], len(inputs["aux"])
     logits = []
     for first in (0, *range(count, len(tokens))):

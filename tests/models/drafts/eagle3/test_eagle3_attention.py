@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from emulated_device import DEVICE, emulated_device
 from torch import Tensor
 
 from models.drafts.eagle3 import attention
-from models.drafts.eagle3.attention import CpuFlash, CudaFlash, Earlier, Kernel, PlainKernel, step_attention
+from models.drafts.eagle3 import kernels as kernels_module
+from models.drafts.eagle3.attention import Earlier, step_attention
+from models.drafts.eagle3.kernels import Attended, CpuFlash, CudaFlash, Kernel, PlainKernel
 
 KERNELS: list[Kernel] = [PlainKernel(), CpuFlash()]
 kernels = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
@@ -21,12 +24,16 @@ def make(lengths: tuple[int, ...], steps: int, heads: tuple[int, int], dtype: to
     return q, list(zip(rest[::2], rest[1::2], strict=True))
 
 
-def dense(q: Tensor, columns: list[tuple[Tensor, Tensor]], lengths: tuple[int, ...]) -> Tensor:
-    """Every score of every step, masked."""
+def dense(
+    q: Tensor, columns: list[tuple[Tensor, Tensor]], lengths: tuple[int, ...], window: int | None = None
+) -> Tensor:
+    """Every score of every step, masked. Row r of step j stands at position r + j."""
     count, heads = q.shape[:2]
     sample = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     row = torch.arange(count)
     causal = (sample[:, None] == sample) & (row <= row[:, None])
+    if window is not None:
+        causal &= row[:, None] + len(columns) - 1 - row < window
     seen = torch.cat([causal, *[torch.eye(count, dtype=torch.bool)] * (len(columns) - 1)], dim=1)
     keys, values = (
         torch.cat(parts).repeat_interleave(heads // parts[0].shape[1], 1) for parts in zip(*columns, strict=True)
@@ -39,13 +46,14 @@ def dense(q: Tensor, columns: list[tuple[Tensor, Tensor]], lengths: tuple[int, .
 @kernels
 @pytest.mark.parametrize("steps", [1, 2, 4])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)])
-def test_equals_dense_attention_and_its_gradients(monkeypatch, kernel, steps, heads):
+@pytest.mark.parametrize("window", [None, 4, 6, 20])
+def test_equals_dense_attention_and_its_gradients(monkeypatch, kernel, steps, heads, window):
     monkeypatch.setattr(attention, "ROWS", 5)
-    monkeypatch.setattr(attention, "PLAIN_ROWS", 4)
+    monkeypatch.setattr(kernels_module, "PLAIN_ROWS", 4)
     lengths = (9, 1, 6)
     q, columns = make(lengths, steps, heads)
     inputs = [q, *(x for column in columns for x in column)]
-    found, expected = step_attention(q, columns, lengths, kernel), dense(q, columns, lengths)
+    found, expected = step_attention(q, columns, lengths, kernel, None, window), dense(q, columns, lengths, window)
     assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
     slope = torch.randn(found.shape, dtype=found.dtype, generator=torch.Generator().manual_seed(0))
     for ours, theirs in zip(
@@ -55,13 +63,14 @@ def test_equals_dense_attention_and_its_gradients(monkeypatch, kernel, steps, he
 
 
 @kernels
-def test_parts_of_samples_that_look_back_equal_the_whole(monkeypatch, kernel):
+@pytest.mark.parametrize("window", [None, 3, 5, 7, 20])
+def test_parts_of_samples_that_look_back_equal_the_whole(monkeypatch, kernel, window):
     """Rows cut anywhere: each part sees itself, and what comes before it in its sample."""
     monkeypatch.setattr(attention, "ROWS", 3)
-    monkeypatch.setattr(attention, "PLAIN_ROWS", 2)
+    monkeypatch.setattr(kernels_module, "PLAIN_ROWS", 2)
     (q, columns), cuts = make((9, 7), 3, (4, 2)), [(0, 4, 0), (4, 5, 0), (5, 9, 0), (9, 10, 9), (10, 16, 9)]
-    expected, earlier = dense(q, columns, (9, 7)), Earlier(*columns[0], tuple(slice(o, a) for a, _, o in cuts))
-    found = step_attention(q, columns, [b - a for a, b, _ in cuts], kernel, earlier)
+    expected, earlier = dense(q, columns, (9, 7), window), Earlier(*columns[0], tuple(slice(o, a) for a, _, o in cuts))
+    found = step_attention(q, columns, [b - a for a, b, _ in cuts], kernel, earlier, window)
     assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
     slope, inputs = torch.randn_like(found), [q, *(x for column in columns for x in column)]
     for ours, theirs in zip(
@@ -82,11 +91,12 @@ def test_a_rank_without_rows_still_has_its_part_in_the_gradients(kernel):
 
 
 @kernels
-def test_half_precision_is_close(kernel):
+@pytest.mark.parametrize("window", [None, 9])
+def test_half_precision_is_close(kernel, window):
     q, columns = make((40, 30), 3, (4, 2), torch.bfloat16)
-    found = step_attention(q, columns, (40, 30), kernel)
+    found = step_attention(q, columns, (40, 30), kernel, None, window)
     wide = [(k.double(), v.double()) for k, v in columns]
-    expected = dense(q.double(), wide, (40, 30))
+    expected = dense(q.double(), wide, (40, 30), window)
     assert found.dtype == torch.bfloat16
     assert torch.allclose(found.double(), expected, atol=0.03)
     inputs = [q, *(x for column in columns for x in column)]
@@ -96,6 +106,26 @@ def test_half_precision_is_close(kernel):
         strict=True,
     ):
         assert (ours - theirs).norm() < 0.02 * theirs.norm()
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("lengths", [(6, 3), None])
+def test_cudas_kernel_is_asked_for_the_same(window, lengths):
+    """By an emulation of its operations: within sequences, and to keys before the queries, of which few are seen."""
+    queries = 9 if lengths else 4
+    q, (k, v) = torch.randn(queries, 4, 8).bfloat16(), torch.randn(2, 9, 2, 8).bfloat16()
+    k, v = (k, v) if lengths else (k[:4], v[:4])
+    out, sums = PlainKernel().forward(q, k, v, lengths, window)
+    slope = torch.randn_like(out)
+    expected = PlainKernel().backward(slope, Attended(q, k, v, out, sums, lengths, window))
+    with emulated_device():
+        there = [x.to(DEVICE) for x in (q, k, v)]
+        found, found_sums = CudaFlash().forward(*there, lengths, window)
+        gradients = CudaFlash().backward(slope.to(DEVICE), Attended(*there, found, found_sums, lengths, window))
+        assert torch.allclose(found.cpu().float(), out.float(), atol=0.02)
+        assert torch.allclose(found_sums.cpu(), sums, atol=1e-5)
+        for ours, theirs in zip(gradients, expected, strict=True):
+            assert torch.allclose(ours.cpu().float(), theirs.float(), atol=0.03)
 
 
 def test_long_float32_scores_do_not_lose_the_own_columns():

@@ -67,9 +67,48 @@ def test_names_sizes_and_settings_are_those_that_sglang_reads(changes, stored, s
     assert config["num_aux_hidden_states"] == 3
 
 
-def test_what_sglang_would_serve_wrongly_has_no_engine_config():
-    assert make(train_embeddings=True).engine_config() is None
-    assert make(layers=(1,)).engine_config() is None
+SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({"train_embeddings": True}, (0, 1, 3)),
+        ({}, (1,)),
+        ({"hidden_size": 3 * HIDDEN}, (0, 1, 3)),
+        ({"attention_bias": True}, (0, 1, 3)),
+        ({"qk_norm": True}, (0, 1, 3)),
+        ({"fc_bias": True}, (0, 1, 3)),
+        ({"norm_before_residual": True}, (0, 1, 3)),
+        ({"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}, (0, 1, 3)),
+    ],
+)
+def test_what_sglang_would_run_differently_has_no_engine_config(changes, layers):
+    assert make(layers, **changes).engine_config() is None
+
+
+def test_sglang_is_told_the_window_of_a_draft_that_slides():
+    draft = make(**SLIDING)
+    assert draft.engine_config() is not None
+    assert draft.config.engine_arguments(2)[-2:] == ["--speculative-draft-window-size", "4"]
+    assert "--speculative-draft-window-size" not in make().config.engine_arguments(2)
+
+
+def test_a_draft_of_its_own_size_starts_from_columns_of_the_targets_tables():
+    embedding, head = torch.randn(TARGET_VOCABULARY, HIDDEN), torch.randn(TARGET_VOCABULARY, HIDDEN)
+    vocabulary = DraftVocabulary(torch.arange(3, 27), TARGET_VOCABULARY)
+    for size in (8, 20):
+        config = Eagle3Config.model_validate(SIZES | {"vocab_size": 24, "hidden_size": size})
+        draft = Eagle3Draft(config, embedding, vocabulary, (0, 1))
+        draft.start_from(head)
+        columns = min(size, HIDDEN)
+        for table, source in ((draft.embed_tokens.weight, embedding), (draft.lm_head.weight, head[3:27])):
+            assert isinstance(table, torch.nn.Parameter)
+            assert table.shape == (len(source), size)
+            assert torch.equal(table[:, :columns], source[:, :columns])
+            assert not table[:, columns:].any()
+        assert draft.engine_config() is not None
+        assert "embed_tokens.weight" in draft.state_dict()
 
 
 def test_trained_embeddings_start_as_the_targets_and_a_shared_head_stays_it():
@@ -99,6 +138,9 @@ def test_step_weights_are_given_or_decay():
     assert make(ttt_weights=[1, 0, 0.5]).config.step_weights == (1, 0, 0.5)
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -107,6 +149,18 @@ def test_step_weights_are_given_or_decay():
         ({"ttt_weights": [1, -1, 1]}, "greater than or equal to 0"),
         ({"fc_norm": True, "norm_before_fc": True}, "set one of them"),
         ({"num_kv_heads": 3}, "no multiple of num_kv_heads 3"),
+        ({"hidden_size": 16, "shared_head": True}, "leave hidden_size out"),
+        ({"layer_types": ["sliding_attention"]}, "set draft.sliding_window"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 3}, "must exceed ttt_steps 3"),
+        ({"partial_rotary_factor": 0.4}, "is 3: pairs are rotated"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4}},
+            "rope_type yarn needs it",
+        ),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4, "beta_fast": 2}}, "linear has no such setting"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4}}, "'linear', 'llama3' or 'yarn'"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1}}, "must exceed low_freq_factor"),
+        ({"rope_scaling": LLAMA3 | {"rope_type": "yarn", "mscale": 1}}, "set both, or neither"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(changes, message):
@@ -114,8 +168,12 @@ def test_options_that_make_no_sense_are_refused(changes, message):
         Eagle3Config.model_validate(SIZES | changes)
 
 
+TWO_LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "qk_norm": True}
+
+
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_computing_the_layer_again_changes_no_gradient(monkeypatch, precision):
+@pytest.mark.parametrize("changes", [{"norm_output": True}, {"attention_bias": True, "fc_bias": True} | TWO_LAYERS])
+def test_computing_the_layer_again_changes_no_gradient(monkeypatch, precision, changes):
     monkeypatch.setattr(module, "RECOMPUTED_ROWS", 5)
     g, lengths = torch.Generator().manual_seed(0), (7, 9)
     batch = PackedSamples(
@@ -126,7 +184,7 @@ def test_computing_the_layer_again_changes_no_gradient(monkeypatch, precision):
         lengths=lengths,
     )
     torch.manual_seed(1)
-    draft = make(norm_output=True)
+    draft = make(**changes)
     target = TargetProjection(torch.randn(24, HIDDEN, generator=g), None, 1.0, None)
     found = []
     for draft.recompute in (False, True):

@@ -15,11 +15,22 @@ from models.export.sglang import write_export
 
 SCRIPT = Path(__file__).parent / "sglang_logits.py"
 HIDDEN, VOCABULARY, AUX, LENGTH, STEPS = 24, 60, (0, 2, 3), 21, 4
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16, "low_freq_factor": 1.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 SHAPES = {
     "draft vocabulary": {"vocab_size": 32},
     "norms of 3.1": {"vocab_size": 32, "fc_norm": True, "norm_output": True, "rms_norm_eps": 1e-3},
     "one norm": {"norm_before_fc": True, "num_kv_heads": 4, "rope_theta": 50_000.0},
     "the target's head": {"vocab_size": None, "shared_head": True},
+    "two layers": {"vocab_size": 32, "layer_types": ("full_attention",) * 2},
+    "a smaller draft": {"vocab_size": 32, "hidden_size": 16, "fc_norm": True},
+    "a wider draft": {"hidden_size": 40},
+    "linear rope": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "llama3 rope": {"rope_scaling": LLAMA3, "rope_theta": 500.0},
+    "yarn rope": {"rope_scaling": YARN, "rope_theta": 50_000.0},
+    "yarn rope with mscale": {"rope_scaling": YARN | {"mscale": 2.0, "mscale_all_dim": 0.5, "truncate": False}},
+    "partial rope": {"partial_rotary_factor": 0.5},
+    "partial yarn rope": {"partial_rotary_factor": 0.5, "rope_scaling": YARN},
 }
 
 

@@ -11,6 +11,7 @@ from models.drafts.trees import DynamicTree, StaticTree, Tree
 from models.drafts.vocabulary import DraftVocabulary
 
 HIDDEN, TARGET_VOCABULARY, AUX = 12, 40, (0, 2)
+FULL = ["full_attention"]
 
 
 def make_draft(**changes) -> Eagle3Draft:
@@ -49,7 +50,8 @@ def aux() -> Tensor:
     return torch.randn(9, len(AUX) * HIDDEN, generator=torch.Generator().manual_seed(2))
 
 
-VARIANTS = [{}, {"norm_output": True, "fc_norm": True}]
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3, "ttt_steps": 2}
+VARIANTS = [{}, {"norm_output": True, "fc_norm": True}, SLIDING, {"hidden_size": 8, "layer_types": FULL * 2}]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
