@@ -9,7 +9,7 @@ embedding of token i+1+j, and predicts token i+2+j. Parameter names are those of
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +21,11 @@ from models.drafts.base import Draft, DraftLoss, PackedSamples, TargetProjection
 from models.drafts.chains import chain_loss
 from models.drafts.context import ContextShare
 from models.drafts.eagle3.attention import Earlier, step_attention
+from models.drafts.eagle3.layers import Eagle3Layer, Eagle3Weights
 from models.drafts.eagle3.proposer import Eagle3Proposer
-from models.drafts.layers import AttentionProjections, GatedMLP, GatedWeights, RMSNorm, TargetTable
-from models.drafts.products import SharedWeight, added_product, products
+from models.drafts.layers import RMSNorm, TargetTable
 from models.drafts.rope import rotary_tables
-from models.drafts.row_functions import Tables, compute_dtype, embedded_input
+from models.drafts.row_functions import compute_dtype
 from models.drafts.transfer import to_device
 from models.drafts.vocabulary import DraftVocabulary
 
@@ -34,75 +34,6 @@ RECOMPUTED_ROWS = 8192
 
 NextTokens = Callable[[int, Tensor], Tensor]
 """(step j >= 1, normed hidden states of step j-1 `[N, H]`) -> tokens `[N]` that step j embeds."""
-
-
-class Eagle3Weights(NamedTuple):
-    """A layer's weights for one pass, in which it runs once per step."""
-
-    q: SharedWeight
-    k: SharedWeight
-    v: SharedWeight
-    o: SharedWeight
-    mlp: GatedWeights
-
-
-class Eagle3Layer(nn.Module):
-    """A decoder layer; the first one reads the embeddings beside the hidden states.
-
-    Args:
-        config: the method's knobs.
-        hidden_size: of the draft.
-        first: whether it is the first one.
-    """
-
-    def __init__(self, config: Eagle3Config, hidden_size: int, *, first: bool):
-        super().__init__()
-        self.first, self.norm_before_residual = first, config.norm_before_residual
-        self.input_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
-        if first:
-            self.hidden_norm = RMSNorm(hidden_size, config.rms_norm_eps)
-        input_size = 2 * hidden_size if first else hidden_size
-        self.self_attn = AttentionProjections(config, input_size, hidden_size, qk_norm=config.qk_norm)
-        self.post_attention_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(hidden_size, config.intermediate_size)
-
-    def weights(self) -> Eagle3Weights:
-        """For one pass."""
-        own = self.self_attn
-        q, k, v, o = (SharedWeight(x.weight) for x in (own.q_proj, own.k_proj, own.v_proj, own.o_proj))
-        return Eagle3Weights(q, k, v, o, self.mlp.weights())
-
-    def project(
-        self, table: Tensor, tokens: Tensor, hidden: Tensor, tables: Tables, weights: Eagle3Weights
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries `[N, heads, d]`, rotated keys and values `[N, kv_heads, d]`.
-
-        Args:
-            table: `[V, h]` embeddings, read by the first layer.
-            tokens: `[N]`, what the rows embed.
-            hidden: `[N, h]`, what the layer before gave; of the first one, the previous step.
-            tables: of the rows' positions.
-            weights: the layer's.
-        """
-        own = self.self_attn
-        if self.first:
-            norms = self.input_layernorm.weight, self.hidden_norm.weight
-            x = embedded_input(table, tokens, hidden, norms, self.hidden_norm.eps)
-        else:
-            x = self.input_layernorm(hidden)
-        q, k, v = products(x, weights[:3])
-        if own.q_proj.bias is not None:
-            biases = (own.q_proj.bias, own.k_proj.bias, own.v_proj.bias)
-            q, k, v = (found + bias.to(found.dtype) for found, bias in zip((q, k, v), biases, strict=True))
-        return own.queries(q, tables), own.keys(k, tables), own.values(v)
-
-    def finish(self, hidden: Tensor, attended: Tensor, weights: Eagle3Weights) -> Tensor:
-        """The layer's output `[N, h]` from its input `hidden` and what its rows attend to `[N, heads * d]`."""
-        residual = self.hidden_norm(hidden) if self.first and self.norm_before_residual else hidden
-        hidden, bias = added_product(residual, attended, weights.o), self.self_attn.o_proj.bias
-        if bias is not None:
-            hidden = hidden + bias.to(hidden.dtype)
-        return weights.mlp.add_to(hidden, self.post_attention_layernorm(hidden))
 
 
 class Eagle3Draft(Draft):
