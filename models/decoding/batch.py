@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DummyLayer
 
-from infra.refusal import Refusal
 from models.decoding.plain import Prefill
 from models.drafts.cache import RaggedCache
 from models.drafts.trees import Tree, ancestors, depths
@@ -56,11 +55,13 @@ class TargetBatch:
         self.lengths = [len(start.prompt) for start in starts]
         self.written: Tensor | None = None
         """`[B, T]` columns of the newest forward's tokens."""
-        self.layers = [
-            _Layer(self, [_stored(start.cache.layers[index]) for start in starts])
-            for index in range(len(starts[0].cache.layers))
+        first = starts[0].cache.layers
+        layers: list[Any] = [
+            layer if isinstance(layer, DummyLayer) else _Layer(self, [start.cache.layers[index] for start in starts])
+            for index, layer in enumerate(first)
         ]
-        self.cache = Cache(layers=list(self.layers))
+        self.layers = [layer for layer in layers if isinstance(layer, _Layer)]
+        self.cache = Cache(layers=layers)
 
     def place(self, last: Sequence[int], trees: Sequence[Tree]) -> tuple[Tensor, Placement | None]:
         """`[B, n + 1]` tokens of the next forward, the last emitted one of each row first, and where they stand.
@@ -117,14 +118,15 @@ class TargetBatch:
 class _Layer(CacheLayerMixin):
     """What a layer of the target reads and writes, as transformers wants it."""
 
-    def __init__(self, batch: TargetBatch, starts: Sequence[tuple[Tensor, Tensor]]):
+    def __init__(self, batch: TargetBatch, starts: Sequence[Any]):
         super().__init__()
         self.batch, self.is_initialized = batch, True
-        self.stored = RaggedCache(len(starts), starts[0][0][0].transpose(0, 1)[:0])
+        like = [part[0].transpose(0, 1)[:0] for part in (starts[0].keys, starts[0].values)]
+        self.stored = RaggedCache(len(starts), *like)
         self.stored.reserve(max(batch.lengths))
-        for row, (keys, values) in enumerate(starts):
-            self.stored.keys[row, :, : keys.shape[2]] = keys[0]
-            self.stored.values[row, :, : values.shape[2]] = values[0]
+        for row, start in enumerate(starts):
+            self.stored.keys[row, :, : start.keys.shape[2]] = start.keys[0]
+            self.stored.values[row, :, : start.values.shape[2]] = start.values[0]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write the new tokens' `[B, kv_heads, T, d]`; what all rows hold by now, `[B, kv_heads, S, d]`."""
@@ -144,15 +146,3 @@ class _Layer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise AssertionError
-
-
-def _stored(layer: Any) -> tuple[Tensor, Tensor]:
-    """`[1, heads, S, d]` keys and values; raises Refusal for a layer that keeps something else."""
-    if not isinstance(layer, DynamicLayer):
-        raise Refusal(
-            f"the target keeps a {type(layer).__name__}: rejected proposals can only be taken out of keys and values; "
-            "choose a target with attention in every layer"
-        )
-    assert layer.keys is not None
-    assert layer.values is not None
-    return layer.keys, layer.values

@@ -135,7 +135,8 @@ class _Batch:
             going = [slot for slot, row in enumerate(self.rows) if not ended(self.texts[row], max_new_tokens, eos_ids)]
             if len(going) < len(self.rows):
                 self.rows = [self.rows[slot] for slot in going]
-                cache.batch_select_indices(torch.tensor(going, dtype=torch.long, device=self.target.device))
+                kept = torch.tensor(going, dtype=torch.long, device=self.target.device)
+                cache.reorder_cache(kept)  # type: ignore[arg-type]
             tokens = torch.tensor([[self._at(row, read)] for row in self.rows], device=self.target.device)
             read += 1
         return self.texts

@@ -17,6 +17,7 @@ from models.decoding.acceptance import AcceptedCounts
 from models.decoding.batch import TargetBatch, Verification
 from models.decoding.plain import Prefill, end_of, ended, likeliest, likeliest_after, prefill
 from models.decoding.rejection import accept
+from models.decoding.replay import ReplayBatch
 from models.decoding.stopwatch import StepSeconds, Stopwatch, part_of
 from models.drafts.batched_proposer import ProposalSource, Proposer, Turn
 from models.drafts.sampling import GREEDY, Sampling, chances
@@ -102,7 +103,8 @@ def decode_together(
     going = [conversation for conversation in conversations if not conversation.over]
     if not going:
         return
-    batch = TargetBatch(going[0].target, [conversation.start for conversation in going])
+    target, starts = going[0].target, [conversation.start for conversation in going]
+    batch = TargetBatch(target, starts) if target.rewinds else ReplayBatch(target, starts)
     proposers, sampling = _proposers(going), going[0].sampling
     while going:
         written = sum(len(conversation.tokens) for conversation in going)

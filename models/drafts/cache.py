@@ -21,13 +21,14 @@ class RaggedCache:
 
     Args:
         rows: B.
-        like: `[0, kv_heads, d]`, an empty tensor of the cache's heads, size, dtype and device.
+        like: `[0, kv_heads, d]`, an empty tensor of the keys' heads, size, dtype and device.
+        values: the same of the values, where their size is another.
     """
 
-    def __init__(self, rows: int, like: Tensor):
+    def __init__(self, rows: int, like: Tensor, values: Tensor | None = None):
         _, heads, size = like.shape
         self.keys = like.new_zeros(rows, heads, LEAST, size)
-        self.values = like.new_zeros(rows, heads, LEAST, size)
+        self.values = like.new_zeros(rows, heads, LEAST, size if values is None else values.shape[-1])
         self._rows = torch.arange(rows, device=like.device).unsqueeze(1)
 
     def write(self, columns: Tensor, keys: Tensor, values: Tensor) -> None:

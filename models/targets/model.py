@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from infra.refusal import Refusal
+from models.targets.architecture import decoder_of, load_model, read_model_config
 from models.targets.weights import TargetHead, logit_shape
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 GENERATION_CONFIG = "generation_config.json"
 
 
@@ -55,12 +57,18 @@ class TargetModel:
 
     def __init__(self, model: PreTrainedModel, aux_layer_ids: Sequence[int]):
         self.model = model.eval()
-        self.body: Any = model.get_decoder()
+        self.body: Any = decoder_of(model)
         head = model.get_output_embeddings()
         assert isinstance(head, nn.Module)
         self.head_weight: Tensor = head.weight  # type: ignore[assignment]
         self.head = TargetHead(self.head_weight, self.head_weight, *logit_shape(model.config))
         self.aux_layer_ids = tuple(aux_layer_ids)
+        config = self.body.config
+        window = getattr(config, "sliding_window", None)
+        self._attention = set(getattr(config, "layer_types", None) or [SLIDING if window else FULL])
+        kinds = {type(layer) for layer in self.new_cache().layers}
+        self.rewinds = kinds <= {DynamicLayer, DummyLayer} and self._attention <= {FULL, SLIDING, CHUNKED}
+        """Whether rejected tokens can be taken out of the cache: every layer keeps keys and values of all tokens."""
         self._captured: dict[int, Tensor] = {}
         layers = self.body.layers
         if self.aux_layer_ids[-1] >= len(layers):
@@ -75,8 +83,7 @@ class TargetModel:
         cls, path: Path, aux_layer_ids: Sequence[int], dtype: torch.dtype, device: str | torch.device = "cpu"
     ) -> "TargetModel":
         """Load from a local Hugging Face folder (safetensors)."""
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
-        return cls(model.to(device), aux_layer_ids)  # type: ignore[arg-type]
+        return cls(load_model(path, dtype, device), aux_layer_ids)
 
     def _keep(self, layer_id: int):
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -106,22 +113,17 @@ class TargetModel:
 
     def _masks(self, placement: Placement) -> Tensor | dict[str, Tensor]:
         """Additive masks `[B, 1, T, S + T]`, one per type of layer if there are several."""
-        config = self.body.config
-        window = getattr(config, "sliding_window", None)
-        types = set(getattr(config, "layer_types", None) or [SLIDING if window else FULL])
-        if not types <= {FULL, SLIDING}:
-            raise Refusal(
-                f"the target has layers of type {', '.join(sorted(types - {FULL, SLIDING}))}: trees and batches of "
-                "several texts need full or sliding attention; decode chains one text at a time"
-            )
-        visible, masks = placement.visible, {}
-        for name in types:
+        assert self.rewinds
+        config, visible, masks = self.body.config, placement.visible, {}
+        own, other = placement.positions[:, :, None], placement.columns[:, None, :]
+        for name in self._attention:
+            seen = visible
             if name == SLIDING:
-                assert window is not None
-                near = placement.columns[:, None, :] > placement.positions[:, :, None] - window
-                masks[name] = self._additive(visible & near)
-            else:
-                masks[name] = self._additive(visible)
+                seen = visible & (other > own - config.sliding_window)
+            elif name == CHUNKED:
+                size = config.attention_chunk_size
+                seen = visible & (other // size == own // size)
+            masks[name] = self._additive(seen)
         return masks if len(masks) > 1 else masks.popitem()[1]
 
     def _additive(self, visible: Tensor) -> Tensor:
@@ -130,8 +132,12 @@ class TargetModel:
         return mask.masked_fill_(~visible, torch.finfo(dtype).min).unsqueeze(1)
 
     def new_cache(self) -> DynamicCache:
-        """An empty key-value cache, which can be cropped to any earlier length."""
-        return DynamicCache()
+        """An empty cache of the kind that each layer needs. Sliding layers keep all tokens, so any can be removed."""
+        cache = DynamicCache(config=self.body.config)
+        for index, layer in enumerate(cache.layers):
+            if type(layer) is DynamicSlidingWindowLayer:
+                cache.layers[index] = DynamicLayer()
+        return cache
 
     @torch.no_grad()
     def logits(self, last: Tensor) -> Tensor:
@@ -149,7 +155,7 @@ def eos_ids(target: Path) -> frozenset[int]:
     if (target / GENERATION_CONFIG).is_file():
         ids = GenerationConfig.from_pretrained(target).eos_token_id
     if ids is None:
-        ids = AutoConfig.from_pretrained(target).get_text_config().eos_token_id
+        ids = read_model_config(target).get_text_config().eos_token_id
     if ids is None:
         return frozenset()
     return frozenset([ids] if isinstance(ids, int) else ids)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PretrainedConfig
 
 from infra.files.atomic import sha256_file, write_atomically
 from infra.files.cached_folder import build_once
@@ -20,6 +20,7 @@ from infra.settings import cache_folder
 from models.config.recipe import check_layers, read_config
 from models.config.target import TargetConfig
 from models.data.hub import model_folder
+from models.targets.architecture import decoder_of, model_class, read_model_config
 from models.targets.quantization import read_quantization
 from models.targets.tiny import trained_tiny
 from models.targets.weights import find_target_head, tensor_files
@@ -116,13 +117,13 @@ def _checked(folder: Path, aux_layer_ids: tuple[int, ...]) -> PretrainedConfig:
         raise Refusal(f"{folder} is no Hugging Face folder: it has no config.json")
     tensor_files(folder)
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = read_model_config(folder)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = model_class(config).from_config(config)
         AutoTokenizer.from_pretrained(folder)
     except (ValueError, OSError) as error:
         raise Refusal(f"{folder} is not a causal language model with a tokenizer: {error}") from error
-    layers = getattr(model.get_decoder(), "layers", None)
+    layers = getattr(decoder_of(model), "layers", None)
     head = model.get_output_embeddings()
     text = config.get_text_config()
     if layers is None or len(layers) != text.num_hidden_layers:

@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from infra.refusal import Refusal
+from models.targets.architecture import read_model_config
 from models.targets.quantization import PACKED, StoredMatrix
 
 TOP_BYTES = 128 * 2**20
@@ -57,7 +58,7 @@ def read_target_head(path: Path, dtype: torch.dtype) -> TargetHead:
     stored = find_target_head(path)
     embedding = stored.embedding.read(dtype)
     head = embedding if stored.head is None else stored.head.read(dtype)
-    logit_scale, soft_cap = logit_shape(AutoConfig.from_pretrained(path))
+    logit_scale, soft_cap = logit_shape(read_model_config(path))
     return TargetHead(embedding=embedding, head=head, logit_scale=logit_scale, soft_cap=soft_cap)
 
 
@@ -79,7 +80,7 @@ def find_target_head(path: Path) -> StoredHead:
     embedding, head = (_module(files, name) for name in ("embed_tokens", "lm_head"))
     if embedding is None:
         raise Refusal(f"{path} has no tensor named *embed_tokens.weight: this family of targets is not supported")
-    if head is None and not _tied(AutoConfig.from_pretrained(path)):
+    if head is None and not _tied(read_model_config(path)):
         raise Refusal(f"{path} has no tensor named *lm_head.weight, and its config does not tie the embeddings")
     found = [None if module is None else StoredMatrix.find(path, files, module) for module in (embedding, head)]
     assert found[0] is not None

@@ -34,6 +34,8 @@ ALL, NUCLEUS = (1.0, 1.0), (0.7, 0.8)
 class Remembering(TargetModel):
     """A target that went through every continuation of `PROMPT` by `DEPTH` tokens; its `last` are already logits."""
 
+    rewinds = True
+
     def __init__(self, target: TargetModel):
         self.head_weight = target.head_weight
         codes = torch.arange(VOCABULARY**DEPTH)
@@ -41,6 +43,9 @@ class Remembering(TargetModel):
         texts = torch.cat([torch.tensor(PROMPT).expand(len(codes), -1), digits], dim=1)
         last = [target.forward(part).last.flatten(0, 1) for part in texts.split(8192)]
         self.known = torch.cat([target.logits(part) for part in last]).unflatten(0, texts.shape)
+
+    def new_cache(self):
+        return DynamicCache()
 
     def forward(self, tokens, cache=None, placement=None):
         columns = torch.arange(cache.get_seq_length() + tokens.shape[1])

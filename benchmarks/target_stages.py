@@ -1,0 +1,159 @@
+"""The stages of a target in Draftsmith's own process: prepared, captured, decoded. Each raises if it fails."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from models.capture.engine import check_capture
+from models.config.target import TargetConfig
+from models.decoding.plain import continue_batch, continue_greedily, prefill
+from models.decoding.speculative import Conversation, decode_together
+from models.drafts.batched_proposer import Turn
+from models.drafts.sampling import GREEDY
+from models.drafts.trees import ROOT, Likeliest, Proposals, StaticTree, Tree
+from models.targets.layout import HiddenStateLayout
+from models.targets.model import HiddenStates, TargetModel
+from models.targets.prepare import prepare_target
+from models.targets.weights import read_target_head
+
+AUX_LAYERS = (0, 1, 2)
+NEVER: frozenset[int] = frozenset()
+NEW_TOKENS = 20
+SHORTEST, LONGEST = 30, 50
+"""Tokens of a prompt: more than a sliding window or a chunk holds."""
+TREE = StaticTree.branching([2, 2, 2])
+
+
+def prepare(folder: Path) -> None:
+    """As a run prepares its target."""
+    prepare_target(TargetConfig(name=str(folder), aux_layer_ids=AUX_LAYERS))
+
+
+def random_prompts(count: int, vocabulary: int) -> list[list[int]]:
+    """Ragged prompts."""
+    generator = torch.Generator().manual_seed(11)
+    lengths = torch.randint(SHORTEST, LONGEST, (count,), generator=generator).tolist()
+    return [torch.randint(2, vocabulary - 8, (length,), generator=generator).tolist() for length in lengths]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A target, and what it writes after some prompts."""
+
+    target: TargetModel
+    prompts: list[list[int]]
+    texts: list[list[int]]
+
+
+def load(folder: Path) -> Loaded:
+    """Load a target in float32, and have it continue prompts."""
+    target = TargetModel.load(folder, AUX_LAYERS, torch.float32)
+    prompts = random_prompts(3, len(target.head_weight))
+    return Loaded(target, prompts, [continue_greedily(target, prompt, NEW_TOKENS, NEVER) for prompt in prompts])
+
+
+def check_canary(loaded: Loaded) -> None:
+    """Captured layers, final states and top tokens are those of transformers' own forward."""
+    target, tokens = loaded.target, torch.tensor(loaded.prompts[0])
+    states = target.forward(tokens[None])
+    hidden = HiddenStates(states.aux[0], states.last[0], target.top_tokens(states.last[0]))
+    layout = HiddenStateLayout(len(AUX_LAYERS), states.last.shape[-1], torch.float32, top_token=True)
+    check_capture(target, hidden, tokens, layout)
+
+
+@torch.no_grad()
+def check_head(loaded: Loaded, folder: Path) -> None:
+    """The embedding and head that the trainer reads from the files give the target's own logits."""
+    head, target, tokens = read_target_head(folder, torch.float32), loaded.target, torch.tensor(loaded.prompts[:1])
+    own = target.model(tokens).logits[0]
+    torch.testing.assert_close(head.logits(target.forward(tokens).last[0]), own, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(head.embedding, target.model.get_input_embeddings().weight, rtol=0, atol=0)
+
+
+def check_plain(loaded: Loaded) -> None:
+    """Cached decoding, alone and in batches, writes what one forward over the whole text says."""
+    target = loaded.target
+    for prompt, text in zip(loaded.prompts, loaded.texts, strict=True):
+        last = target.forward(torch.tensor([[*prompt, *text[:-1]]])).last[0, len(prompt) - 1 :]
+        assert target.logits(last).argmax(-1).tolist() == text, "cached decoding differs from a forward without a cache"
+    assert continue_batch(target, loaded.prompts, NEW_TOKENS, 0.0, NEVER) == loaded.texts, "batches differ"
+
+
+def check_chain(loaded: Loaded) -> None:
+    """A chain of proposals, some right and some wrong, one text at a time."""
+    for row in range(len(loaded.prompts)):
+        _check_decoding(loaded, [row], [3])
+
+
+def check_tree(loaded: Loaded) -> None:
+    """A tree of proposals, one text at a time."""
+    for row in range(len(loaded.prompts)):
+        _check_decoding(loaded, [row], [TREE])
+
+
+def check_batch(loaded: Loaded) -> None:
+    """Chains of different lengths and a tree, all texts in one forward."""
+    _check_decoding(loaded, [0, 1, 2], [3, 1, TREE])
+
+
+def _check_decoding(loaded: Loaded, rows: Sequence[int], shapes: Sequence[int | StaticTree]) -> None:
+    known = {tuple(prompt): text for prompt, text in zip(loaded.prompts, loaded.texts, strict=True)}
+    source = HalfRight(known, len(loaded.target.head_weight))
+    texts = [
+        Conversation(
+            loaded.target, source, prefill(loaded.target, loaded.prompts[row]), shape, NEW_TOKENS, NEVER,
+            sampling=GREEDY,
+        )
+        for row, shape in zip(rows, shapes, strict=True)
+    ]  # fmt: skip
+    decode_together(texts)
+    for row, shape, text in zip(rows, shapes, texts, strict=True):
+        assert text.tokens == loaded.texts[row], "speculative text differs from the target's own"
+        depth = shape if isinstance(shape, int) else shape.depth
+        assert any(text.accepted), "nothing was accepted"
+        assert min(text.accepted) < depth, "nothing was rejected"
+
+
+@dataclass
+class HalfRight:
+    """Proposes a target's known texts, with an error at every third place."""
+
+    texts: Mapping[tuple[int, ...], list[int]]
+    """Continuations by prompt."""
+    vocabulary: int
+    branches, candidates = True, 0
+
+    def proposers(self, count: int) -> "HalfRight":
+        return self
+
+    def observe(self, row: int, tokens: Tensor, likeliest: Likeliest) -> None:
+        raise AssertionError
+
+    def only(self, rows: Sequence[int]) -> None:
+        """Rows are told apart by their texts."""
+
+    def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
+        return {row: self._tree(turn) for row, turn in turns.items()}
+
+    def _tree(self, turn: Turn) -> Tree:
+        prompt, text = next(pair for pair in self.texts.items() if tuple(turn.text[: len(pair[0])]) == pair[0])
+        first = len(turn.text) - len(prompt)
+        depth = turn.shape if isinstance(turn.shape, int) else turn.shape.depth
+        own = [self._other(token, place % 3 == 2) for place, token in enumerate(text)][first : first + depth]
+        if isinstance(turn.shape, int):
+            return Tree.chain(Proposals(torch.tensor(own, dtype=torch.long), None))
+        # At each depth the proposed token, after or before a wrong one, both with the same parent.
+        tokens, parents, parent = [], [], ROOT
+        for place, token in enumerate(own):
+            right = place % 2
+            wrong = self._other(token, 2)
+            tokens += [token, wrong] if right == 0 else [wrong, token]
+            parents += [parent, parent]
+            parent = len(tokens) - 2 + right
+        return Tree(Proposals(torch.tensor(tokens, dtype=torch.long), None), tuple(parents))
+
+    def _other(self, token: int, distance: int) -> int:
+        return (token + distance) % self.vocabulary

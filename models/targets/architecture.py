@@ -1,0 +1,46 @@
+"""The target's architecture in transformers: its configuration, its model class, its decoder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    DeepseekV3Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+)
+
+SAME_AS: dict[str, type[PretrainedConfig]] = {"kimi_k2": DeepseekV3Config, "mimo": Qwen2Config}
+"""Model types that transformers does not know, and whose architecture it has under another name."""
+
+
+def read_model_config(folder: Path) -> PretrainedConfig:
+    """The configuration of a local Hugging Face folder. Raises ValueError or OSError if transformers cannot read it."""
+    settings = json.loads((folder / "config.json").read_text())
+    kind = SAME_AS.get(settings.get("model_type"))
+    return AutoConfig.from_pretrained(folder) if kind is None else kind(**settings | {"model_type": kind.model_type})
+
+
+def model_class(config: PretrainedConfig) -> Any:
+    """The Auto class for a target: its language model alone where there is one, else the multimodal model."""
+    return AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForMultimodalLM
+
+
+def load_model(folder: Path, dtype: torch.dtype, device: str | torch.device = "cpu") -> PreTrainedModel:
+    """Load a target, with the attention that transformers chooses for it."""
+    config = read_model_config(folder)
+    return model_class(config).from_pretrained(folder, config=config, dtype=dtype).to(device)
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module | None:
+    """The decoder inside a causal language model or a multimodal one: it has `layers` and the final `norm`."""
+    decoder: Any = model.get_decoder()
+    while decoder is not None and not hasattr(decoder, "layers") and hasattr(decoder, "model"):
+        decoder = decoder.model
+    return decoder
