@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from infra.planner.memory import loss_chunk_tokens
 from models.config.eagle3 import Eagle3Config
 from models.drafts.base import PackedSamples, TargetProjection
 from models.drafts.eagle3.module import Eagle3Draft
@@ -137,9 +138,10 @@ def autocast(dtype: torch.dtype, device: str = "cpu") -> Any:
     return nullcontext() if dtype == torch.float32 else torch.autocast(device, dtype)
 
 
-def our_step(work: Work, dtype: torch.dtype, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
-    """Forward and backward; the loss."""
+def our_step(work: Work, dtype: torch.dtype) -> Tensor:
+    """Forward and backward, with training's chunks of the loss on the device; the loss."""
     work.draft.zero_grad(set_to_none=True)
+    chunk_tokens = loss_chunk_tokens(work.draft.loss_logits * dtype.itemsize, not work.batch.last.is_cuda)
     with autocast(dtype, work.batch.last.device.type):
         loss = work.draft.loss(work.batch, work.target, work.total, chunk_tokens).loss
     loss.backward()

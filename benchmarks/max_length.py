@@ -36,18 +36,18 @@ PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "B200": 2250.0, "A100": 312.0}
 SHORTEST = 4096
 
 
-def measure(shape: Shape, device: str, chunk_tokens: int, recompute: bool, repeats: int) -> dict[str, Any] | None:
+def measure(shape: Shape, device: str, recompute: bool, repeats: int) -> dict[str, Any] | None:
     """Seconds and peak bytes of an optimizer step; None where it does not fit."""
     release(device)
     try:
-        return _measure(shape, device, chunk_tokens, recompute, repeats)
+        return _measure(shape, device, recompute, repeats)
     except torch.OutOfMemoryError:
         return None
     finally:
         release(device)
 
 
-def _measure(shape: Shape, device: str, chunk_tokens: int, recompute: bool, repeats: int) -> dict[str, Any]:
+def _measure(shape: Shape, device: str, recompute: bool, repeats: int) -> dict[str, Any]:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     work = make_work(shape, dtype, device)
     work.draft.recompute = recompute
@@ -60,7 +60,7 @@ def _measure(shape: Shape, device: str, chunk_tokens: int, recompute: bool, repe
     for _ in range(repeats + 1):
         synchronize(device)
         started = time.perf_counter()
-        loss = our_step(work, dtype, chunk_tokens)
+        loss = our_step(work, dtype)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         synchronize(device)
@@ -91,11 +91,11 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def search(shape: Shape, device: str, chunk_tokens: int, resolution: int) -> Iterator[dict[str, Any]]:
+def search(shape: Shape, device: str, resolution: int) -> Iterator[dict[str, Any]]:
     """Every length tried, with `fits`: doubled from `SHORTEST`, then halved between what fits and what does not."""
     fits, fails, length = 0, 0, SHORTEST
     while not fails or fails - fits > resolution:
-        found = measure(replace(shape, lengths=(length,)), device, chunk_tokens, True, 1)
+        found = measure(replace(shape, lengths=(length,)), device, True, 1)
         yield (found or {"tokens": length}) | {"fits": found is not None}
         fits, fails = (length, fails) if found else (fits, length)
         length = (fits + fails) // 2 if fails else 2 * fits
@@ -113,14 +113,14 @@ def of_shape(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     shape = replace(SHAPES[name], steps=arguments.steps or SHAPES[name].steps)
     lengths = [replace(shape, lengths=(length,)) for length in arguments.lengths]
     if lengths:
-        found = (measure(one, arguments.device, arguments.chunk_tokens, True, 1) for one in lengths)
+        found = (measure(one, arguments.device, True, 1) for one in lengths)
         curve = [(one or {}) | {"fits": one is not None} for one in found]
     else:
-        curve = list(search(shape, arguments.device, arguments.chunk_tokens, arguments.resolution))
+        curve = list(search(shape, arguments.device, arguments.resolution))
     result: dict[str, Any] = {"sizes": asdict(shape) | {"lengths": None}, "curve": curve}
     result["longest"] = max((one["tokens"] for one in curve if one["fits"]), default=None)
     at = replace(shape, lengths=(arguments.mfu_length,))
-    timed = [measure(at, arguments.device, arguments.chunk_tokens, again, arguments.repeats) for again in (False, True)]
+    timed = [measure(at, arguments.device, again, arguments.repeats) for again in (False, True)]
     result["timed"] = [
         one | {"tflops_per_s": model_flops(at) / one["seconds"] / 1e12, "mfu": share_of_peak(at, one["seconds"])}
         for one in timed
@@ -145,7 +145,6 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--lengths", type=int, nargs="*", default=[], help="instead of the search")
     parser.add_argument("--resolution", type=int, default=4096)
     parser.add_argument("--mfu-length", type=int, default=8192)
-    parser.add_argument("--chunk-tokens", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, default=RESULT)
     arguments = parser.parse_args(given)
@@ -163,7 +162,6 @@ def main(given: list[str] | None = None) -> None:
         "offload; embeddings and target head frozen; the target's head on the draft vocabulary alone",
         "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu",
         "gib": arguments.gib,
-        "chunk_tokens": arguments.chunk_tokens,
         "shapes": {},
     }
     for name in arguments.shapes:

@@ -38,7 +38,7 @@ def test_the_plain_step_does_the_same_work(load, argmax):
 def test_the_longest_sample_on_a_cpu(load, tmp_path):
     path, max_length = tmp_path / "found.json", load("max_length")
     given = ["--shapes", "tiny", "--device", "cpu", "--lengths", "32", "64", "--mfu-length", "32", "--repeats", "1"]
-    max_length.main([*given, "--chunk-tokens", "16", "--json", str(path)])
+    max_length.main([*given, "--json", str(path)])
     found = json.loads(path.read_text())["shapes"]["tiny"]
     assert [(one["tokens"], one["fits"]) for one in found["curve"]] == [(32, True), (64, True)]
     assert found["longest"] == 64
@@ -55,7 +55,7 @@ def test_the_search_ends_next_to_what_does_not_fit(load, monkeypatch, limit):
         return {"tokens": shape.tokens} if shape.tokens <= limit else None
 
     monkeypatch.setattr(max_length, "measure", measure)
-    tried = list(max_length.search(load("draft_contestants").SHAPES["tiny"], "cpu", 16, 512))
+    tried = list(max_length.search(load("draft_contestants").SHAPES["tiny"], "cpu", 512))
     longest = max((one["tokens"] for one in tried if one["fits"]), default=0)
     assert limit - 512 <= longest <= limit
 

@@ -13,7 +13,6 @@ from models.config.eagle3 import Eagle3Config
 
 LENGTHS = (4096, 16_384, 65_536, 131_072)
 STEPS = 4
-CHUNK_TOKENS = 1024
 PEAK_BAR = 0.15
 """Largest relative difference of the measured peak and the planner's."""
 
@@ -21,12 +20,12 @@ PEAK_BAR = 0.15
 def max_lengths(bench: Bench) -> None:
     """Every length that the planner expects to fit must fit, with the peak that it expects."""
     shape = replace(SHAPES[bench.pick("qwen3-8b", "tiny")], steps=STEPS)
-    bench.note(shape=bench.pick("qwen3-8b", "tiny"), ttt_steps=STEPS, chunk_tokens=CHUNK_TOKENS)
+    bench.note(shape=bench.pick("qwen3-8b", "tiny"), ttt_steps=STEPS)
     failures = []
     for length in bench.pick(LENGTHS, (32, 64)):
         at = replace(shape, lengths=(length,))
         planned, fits = predicted(at, bench)
-        found = measure(at, bench.device, CHUNK_TOKENS, True, bench.pick(2, 1))
+        found = measure(at, bench.device, True, bench.pick(2, 1))
         bench.note(**{f"tokens_{length}": _row(at, found, planned)})
         if found is None:
             failures += [f"{length} tokens do not fit, the planner says {planned / 2**30:.1f} GiB"] if fits else []
@@ -64,7 +63,7 @@ def predicted(shape: Shape, bench: Bench) -> tuple[int, bool]:
     precision = bench.pick("bfloat16", "float32")
     setting = Setting(
         aux_count=3, stored=precision, precision=precision, top_token=False, whole_head=False,
-        chunk_tokens=CHUNK_TOKENS, recompute=True, prefetch_steps=-1, one_memory=False,
+        recompute=True, prefetch_steps=-1, one_memory=not bench.is_gpu,
     )  # fmt: skip
     planned = rank_memory(draft.shape(target, 3, precision), target, setting, shape.lengths).total
     if not bench.is_gpu:
