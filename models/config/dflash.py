@@ -24,6 +24,9 @@ class DFlashConfig(LayerShape):
         {"anchors", "anchor_seed", "position_weights", "decay_gamma", "dpace_alpha"}
     )
     shareable: ClassVar[bool] = False
+    # SGLang hands over the block's embeddings in bfloat16 (0.5.23, model_executor/model_runner.py,
+    # `_extend_forward_kwargs`), and the target's features as they are.
+    engine_dtype: ClassVar[str | None] = "bfloat16"
 
     method: Literal["dflash"] = Field(default="dflash", description="Draft method.")
     block_size: int = Field(

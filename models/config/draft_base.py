@@ -24,6 +24,9 @@ class MethodConfig(StrictConfig):
     adaptive: ClassVar[bool] = False
     """Whether SGLang can change the lookahead of such a draft while serving (`--speculative-adaptive`)."""
 
+    engine_dtype: ClassVar[str | None] = None
+    """The only data type in which SGLang serves such drafts; None: every."""
+
     @property
     def needs_mass(self) -> bool:
         """Whether the loss asks for the draft vocabulary's share of the target's probability."""
@@ -46,6 +49,10 @@ class MethodConfig(StrictConfig):
         Only called for drafts whose `engine_config` is not None.
         """
         raise NotImplementedError
+
+    def dtype_arguments(self, dtype: str) -> list[str]:
+        """SGLang's argument for target and draft where the `dtype` that it would serve them in does not work."""
+        return [] if self.engine_dtype in (None, dtype) else ["--dtype", self.engine_dtype]
 
     def lookaheads(self, most: int) -> tuple[int, ...]:
         """Lookaheads up to `most` that such a draft can be served with, ascending from 0 (no draft)."""
@@ -108,7 +115,10 @@ class LayerShape(MethodConfig):
         return self
 
     def engine_layers(self, hidden_size: int, vocab_size: int) -> dict[str, Any]:
-        """Hugging Face settings of the layers; older versions read `rope_theta`, newer ones `rope_parameters`."""
+        """Hugging Face settings of the layers, without those that the target decides.
+
+        Older versions read `rope_theta`, newer ones `rope_parameters`.
+        """
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
         partial = {} if self.partial_rotary_factor == 1 else {"partial_rotary_factor": self.partial_rotary_factor}
         if self.rope_scaling is not None:
@@ -125,11 +135,9 @@ class LayerShape(MethodConfig):
             "rope_theta": self.rope_theta,
             "rope_parameters": rope | partial,
             **partial,
-            "max_position_embeddings": 131072,
             "vocab_size": vocab_size,
             "tie_word_embeddings": False,
             "attention_bias": self.attention_bias,
-            "torch_dtype": "float32",
         }
 
 

@@ -26,10 +26,11 @@ def write_card(run: PreparedRun, result: BenchmarkResult | None) -> None:
     """Write the card of the run's export, in place of the one that is there."""
     export, config, target = run.folder.export, run.config, run.target
     settings = json.loads((export / CONFIG).read_text())
-    block, lookahead = settings[BLOCK], config.benchmark.lookahead
+    block, lookahead, sglang = settings[BLOCK], config.benchmark.lookahead, []
     if block["served_by"]:
         # A block is served whole, whatever lookahead it was measured at.
         lookahead = settings.get("block_size", lookahead + 1) - 1
+        sglang = [*config.draft.engine_arguments(lookahead), *config.draft.dtype_arguments(settings["dtype"])]
     vllm = {"model": "DRAFT", "method": settings.get("speculators_model_type"), "num_speculative_tokens": lookahead}
     paths = (path for path in sorted(export.rglob("*")) if path.is_file() and path != export / CARD)
     card = render(
@@ -47,7 +48,7 @@ def write_card(run: PreparedRun, result: BenchmarkResult | None) -> None:
         result=result,
         acceptance=acceptance_rows(result) if result else [],
         lossless=findings(result)["Lossless"] if result else "",
-        sglang=config.draft.engine_arguments(lookahead) if block["served_by"] else [],
+        sglang=sglang,
         sglang_since=SGLANG_SINCE,
         vllm=json.dumps(vllm) if "speculators_config" in settings else None,
         has_serving=(export / SERVING).is_dir(),

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from infra.refusal import Refusal
 from models.config.draft import DraftConfig, parse_draft_config
 from models.drafts.base import Draft
+from models.export.served_target import ServedTarget
 
 CONFIG = "config.json"
 BLOCK = "draftsmith"
@@ -29,6 +30,8 @@ class ExportDescription:
     config: DraftConfig
     aux_layer_ids: tuple[int, ...]
     target_vocab_size: int
+    dtype: str
+    """Data type of its weights."""
     served: bool
     """Whether SGLang serves it."""
     vllm_method: str | None
@@ -54,10 +57,10 @@ def read_description(folder: Path) -> ExportDescription:
         raise Refusal(f"{folder} is not an exported draft (no {CONFIG}): give the export folder of a run")
     settings = json.loads((folder / CONFIG).read_text())
     block = settings.get(BLOCK, {})
-    if "served_by" not in block:
+    if "served_by" not in block or "dtype" not in settings:
         raise Refusal(
-            f"{folder}/{CONFIG} does not say how the draft is built (no {BLOCK}.served_by): give the export folder of "
-            "a run"
+            f"{folder}/{CONFIG} does not say how the draft is built (no {BLOCK}.served_by, or no dtype): give the "
+            "export folder of a run"
         )
     try:
         config = parse_draft_config(block["draft"])
@@ -67,31 +70,34 @@ def read_description(folder: Path) -> ExportDescription:
         config=config,
         aux_layer_ids=tuple(block["aux_layer_ids"]),
         target_vocab_size=block["target_vocab_size"],
+        dtype=settings["dtype"],
         served=SGLANG in block["served_by"],
         vllm_method=settings.get("speculators_model_type"),
         target_revision=block.get("target_revision"),
     )
 
 
-def speculators_settings(draft: Draft, target: Path, hub_id: str | None, lookahead: int) -> dict[str, Any] | None:
+def speculators_settings(
+    draft: Draft, target: ServedTarget, hub_id: str | None, lookahead: int
+) -> dict[str, Any] | None:
     """The part of `config.json` that vLLM and `speculators` read; None for a draft that they have no layout for.
 
     Args:
         draft: what is exported.
-        target: the target's Hugging Face folder.
+        target: the target as it is served.
         hub_id: where others find the target; None where it is not on the Hub (a path of this machine is no use there).
         lookahead: tokens that vLLM proposes per step, unless told otherwise.
     """
     settings = draft.speculators_config()
     if settings is None:
         return None
-    architectures = json.loads((target / CONFIG).read_text()).get("architectures") or []
     return settings | {
+        "transformer_layer_config": settings["transformer_layer_config"] | target.settings,
         "speculators_version": SPECULATORS_VERSION,
         "speculators_config": {
             "algorithm": settings["speculators_model_type"],
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": lookahead}],
             "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": hub_id, "architectures": architectures},
+            "verifier": {"name_or_path": hub_id, "architectures": list(target.architectures)},
         },
     }

@@ -9,7 +9,7 @@ import argparse
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from models.drafts.base import Draft
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.description import BLOCK, CONFIG
+from models.export.served_target import read_served_target
 from models.export.sglang import MAPS, current_name, fill, write_export
 from models.targets.weights import TargetHead, read_target_head, tensor_files
 
@@ -281,7 +282,10 @@ def import_start(name: str, config: RunConfig, target: TargetRecord, folder: Pat
             "leave training.start_from out"
         ) from error
     # It cannot say for which revision of its target it was made: this one is taken at its word.
-    write_export(draft, folder, {"target_revision": target.revision, "published": name})
+    made_for = {"target_revision": target.revision, "published": name}
+    # It is trained further, not served: nothing is rounded.
+    served = replace(read_served_target(Path(target.path)), dtype=torch.float32)
+    write_export(draft, folder, made_for, served)
     return f"training starts from the published draft {name}, with its vocabulary of {len(draft.vocabulary):,} tokens"
 
 

@@ -52,20 +52,24 @@ def spans(table: GoodputTable) -> list[Span]:
     return found
 
 
-def sglang(found: MeasuredGoodput, config: MethodConfig) -> dict[str, Any]:
+def sglang(found: MeasuredGoodput, config: MethodConfig, dtype: str) -> dict[str, Any]:
     """SGLang's arguments, but for the paths of the models and of the adaptive configuration.
 
     `arguments` propose the best number of tokens at the main load, `adaptive_arguments` as many as pay at each load;
-    no arguments (0 proposals): the target alone is faster.
+    no arguments (0 proposals): the target alone is faster. `dtype`: of the draft's weights.
     """
+
+    def arguments(lookahead: int) -> list[str]:
+        return [*config.engine_arguments(lookahead), *config.dtype_arguments(dtype)]
+
     lookahead, adaptive = found.best.lookahead, sglang_adaptive(found.draft, config)
     settings: dict[str, Any] = {"load": found.main_load, "lookahead": lookahead}
-    settings |= {"arguments": config.engine_arguments(lookahead) if lookahead else [], "adaptive_arguments": None}
+    settings |= {"arguments": arguments(lookahead) if lookahead else [], "adaptive_arguments": None}
     if adaptive is not None:
         # SGLang refuses to start with a lookahead that is not a candidate.
         candidates = sorted({at for slot in adaptive.values() for at in slot["candidate_steps"] if at})
         start = lookahead if lookahead in candidates else candidates[0]
-        settings["adaptive_arguments"] = [*config.engine_arguments(start), "--speculative-adaptive"]
+        settings["adaptive_arguments"] = [*arguments(start), "--speculative-adaptive"]
     return settings
 
 
@@ -100,7 +104,7 @@ def write_settings(export: Path, found: MeasuredGoodput) -> list[Path]:
     description = read_description(export)
     files: dict[str, Any] = {GOODPUT: found.model_dump(mode="json")}
     if description.served:
-        files[SGLANG] = sglang(found, description.config)
+        files[SGLANG] = sglang(found, description.config, description.dtype)
         files[SGLANG_ADAPTIVE] = sglang_adaptive(found.draft, description.config)
     if description.vllm_method is not None:
         files[VLLM] = vllm(found.draft, description.vllm_method)

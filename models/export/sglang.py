@@ -37,6 +37,7 @@ from models.export.description import (
     read_description,
     speculators_settings,
 )
+from models.export.served_target import ServedTarget, read_served_target
 from models.run import PreparedRun
 from models.targets.weights import read_target_head
 
@@ -50,7 +51,8 @@ def export_checkpoint(
     """Write the averaged weights of `checkpoint` as a Hugging Face folder, and read it back once.
 
     `extra` goes into `config.json` under `draftsmith` (licence, revisions), `hub_id` and `lookahead` into vLLM's part
-    (see `speculators_settings`). Raises Refusal where the export would not load: other tensor names or shapes.
+    (see `speculators_settings`). Weights are rounded to the data type that the target is served in. Raises Refusal
+    where the export would not load: other tensor names or shapes.
     """
     description: DraftDescription = DraftDescription.read(checkpoint / DRAFT)
     tensors = load_file(checkpoint / AVERAGED)
@@ -60,11 +62,12 @@ def export_checkpoint(
     draft = build_draft(config, head.embedding, vocabulary, description.aux_layer_ids)
     draft.start_from(head.head)
     draft.load_state_dict(tensors)
-    speculators = speculators_settings(draft, target, hub_id, lookahead)
-    write_export(draft, folder, extra, speculators)
-    reloaded = load_draft(folder, target, torch.float32).state_dict()
+    served = read_served_target(target)
+    speculators = speculators_settings(draft, served, hub_id, lookahead)
+    write_export(draft, folder, extra, served, speculators)
+    reloaded = load_draft(folder, target, served.dtype).state_dict()
     for name, tensor in draft.state_dict().items():
-        if not torch.equal(reloaded[name], tensor):
+        if not torch.equal(reloaded[name], tensor.to(served.dtype)):
             raise ValueError(f"export of {checkpoint} does not read back: {name} differs")
     sglang = (SGLANG,) if draft.engine_config() is not None else ()
     return ExportRecord(
@@ -74,17 +77,19 @@ def export_checkpoint(
     )
 
 
-def write_export(draft: Draft, folder: Path, extra: dict[str, Any], speculators: dict[str, Any] | None = None) -> None:
+def write_export(
+    draft: Draft, folder: Path, extra: dict[str, Any], target: ServedTarget, speculators: dict[str, Any] | None = None
+) -> None:
     """Write `draft` into `folder`, in place of what is there; `speculators` is vLLM's part of `config.json`."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     vocabulary, engine = draft.vocabulary, draft.engine_config()
     maps = {} if vocabulary.whole else {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
     given = draft.state_dict() | draft.engine_copies()
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in given.items()}
+    tensors = {name: each.detach().to("cpu", target.dtype).contiguous() for name, each in given.items()}
     save_file(tensors | maps, folder / WEIGHTS)
     block = block_of(draft.config, draft.aux_layer_ids, vocabulary.target_size, served=engine is not None)
-    settings = (speculators or {}) | (engine or {}) | {BLOCK: extra | block}
+    settings = (speculators or {}) | (engine or {}) | target.settings | {BLOCK: extra | block}
     write_atomically(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
 
 

@@ -34,6 +34,12 @@ class Attention(torch.nn.Module):
         return out[0].transpose(0, 1).reshape(-1, heads * size)
 
 
+def own_dtype(config: Any) -> torch.dtype:
+    """Make the data type of an export the default for the parameters to come, as its server does; returns it."""
+    torch.set_default_dtype(config.dtype)
+    return config.dtype
+
+
 def load_weights(draft: Any, folder: Path) -> set[str]:
     """As its server does; the names of the parameters that are not in the file, which hold no number then."""
     for parameter in draft.parameters():

@@ -48,6 +48,7 @@ def register() -> None:
     factory = "sglang.srt.speculative.draft_utils.DraftBackendFactory."
     HookRegistry.register(factory + "create_decode_backend", decode_backend, HookType.AROUND)
     HookRegistry.register(factory + "create_draft_extend_backend", extend_backend, HookType.AROUND)
+    HookRegistry.register("sglang.srt.models.dflash.DFlashAttention.forward", without_triton, HookType.AROUND)
     for name in ("DFlashDraftModel", "DFlashLagunaForCausalLM"):
         HookRegistry.register(f"sglang.srt.models.dflash.{name}.forward", in_own_dtype, HookType.AROUND)
     _without_streams()
@@ -66,6 +67,12 @@ def extend_backend(_original: Any, factory: Any) -> Any:
     from sglang_speculation_attention import VerifyingAttention, named
 
     return named(VerifyingAttention(factory.draft_model_runner))
+
+
+def without_triton(original: Any, attention: Any, *inputs: Any, **others: Any) -> Any:
+    """Of SGLang's two ways to normed and rotated queries and keys in bfloat16, the one that needs no GPU."""
+    attention.use_table_qk_norm_rope = False
+    return original(attention, *inputs, **others)
 
 
 def in_own_dtype(original: Any, draft: Any, *inputs: Any, input_embeds: Tensor, **others: Any) -> Any:

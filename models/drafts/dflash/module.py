@@ -111,10 +111,12 @@ class DFlashDraft(Draft):
     def speculators_config(self) -> dict[str, Any] | None:
         """For speculators' `DFlashDraftModel`, which calls the output of the target's layer l by the number l + 1.
 
-        None with a norm per target feature, which it does not have.
+        None with a norm per target feature, which it does not have, and with layers of both types: vLLM (0.33.0,
+        transformers_utils/configs/speculators/algos.py) takes `sliding_window_non_causal` for every layer's attention,
+        where here full layers see the whole block and sliding ones its earlier positions.
         """
         config = self.config
-        if config.fc_norm:
+        if config.fc_norm or len(set(config.layer_types)) > 1:
             return None
         return {
             "architectures": ["DFlashSpeculator"],
@@ -125,7 +127,7 @@ class DFlashDraft(Draft):
             "block_size": config.block_size,
             "aux_hidden_state_layer_ids": [layer_id + 1 for layer_id in self.aux_layer_ids],
             "mask_token_id": self.mask_token_id,
-            "sliding_window_non_causal": False,
+            "sliding_window_non_causal": "sliding_attention" not in config.layer_types,
             "sample_from_anchor": False,
         }
 

@@ -143,7 +143,8 @@ class Eagle3Draft(Draft):
         return {
             "architectures": ["Eagle3Speculator"],
             "speculators_model_type": "eagle3",
-            "transformer_layer_config": self._layer_config(),
+            # vLLM looks for the number of features among the layer's settings, and assumes three.
+            "transformer_layer_config": self._layer_config() | {"num_aux_hidden_states": len(self.aux_layer_ids)},
             "draft_vocab_size": len(self.vocabulary),
             "target_hidden_size": self.target_hidden_size,
             "eagle_aux_hidden_state_layer_ids": [layer_id + 1 for layer_id in self.aux_layer_ids],

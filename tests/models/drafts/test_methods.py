@@ -25,6 +25,7 @@ from models.drafts.sampling import GREEDY, Sampling
 from models.drafts.trees import Proposals
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.description import read_description
+from models.export.served_target import read_served_target
 from models.export.sglang import load_draft, write_export
 from models.targets.weights import read_target_head
 
@@ -524,7 +525,7 @@ def test_an_export_gives_the_same_logits(method, changes, target_folder, tmp_pat
         {name: made.state_dict()[name] if name in dict(made.named_parameters()) else tensor
          for name, tensor in draft.state_dict().items()}
     )  # fmt: skip
-    write_export(draft, tmp_path / "export", {"step": 7})
+    write_export(draft, tmp_path / "export", {"step": 7}, read_served_target(target_folder))
     again = load_draft(tmp_path / "export", target_folder, torch.float32)
     batch = make_batch((12,), dtype=torch.float32)
     tokens = torch.cat([batch.tokens, torch.tensor([3])])

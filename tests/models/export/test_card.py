@@ -19,7 +19,9 @@ SAMPLES |= {"train_samples": 1234, "heldout_samples": 5, "train_tokens": 56789, 
 SAMPLES |= {"supervised_share": 0.5, "truncated": 0}
 
 
-def card(folder: Path, config: RunConfig, model_type: str = "qwen3", **engines: dict) -> tuple[dict, str]:
+def card(
+    folder: Path, config: RunConfig, model_type: str = "qwen3", dtype: str = "bfloat16", **engines: dict
+) -> tuple[dict, str]:
     """Front matter and text of the card of a run that was exported for these engines."""
     sizes = {"hidden_size": 8, "num_layers": 36, "vocab_size": 151_936, "model_type": model_type}
     target = TargetRecord(
@@ -28,7 +30,7 @@ def card(folder: Path, config: RunConfig, model_type: str = "qwen3", **engines: 
     run = PreparedRun(RunFolder(folder), config, target, SamplesRecord(**SAMPLES))
     run.folder.export.mkdir()
     block = block_of(config.draft, config.target.aux_layer_ids, 151_936, served="sglang" in engines)
-    settings = engines.get("speculators", {}) | {BLOCK: block | {"step": 77}}
+    settings = engines.get("speculators", {}) | {"dtype": dtype, BLOCK: block | {"step": 77}}
     (run.folder.export / "config.json").write_text(json.dumps(settings))
     (run.folder.export / "model.safetensors").write_bytes(b"weights")
     write_card(run, None)
@@ -69,6 +71,19 @@ def test_a_card_names_no_path_of_this_machine_and_no_engine_that_does_not_serve_
     assert "sglang" not in text
     assert "vllm" not in text
     assert "Draftsmith's own decoder" in text
+
+
+def test_a_card_names_the_dtype_that_its_engine_needs_and_what_vllm_cannot_express(tmp_path):
+    layers = "num_heads: 4, num_kv_heads: 2, head_dim: 32, intermediate_size: 256, block_size: 5"
+    types = "layer_types: [sliding_attention, full_attention], sliding_window: 64"
+    config = load_recipe(RECIPES / "tiny.yaml", [f"draft={{method: dflash, {layers}, {types}}}"])
+    texts = {}
+    for dtype in ("bfloat16", "float16"):
+        (tmp_path / dtype).mkdir()
+        texts[dtype] = card(tmp_path / dtype, config, dtype=dtype, sglang={})[1]
+    assert "--speculative-num-draft-tokens 5\n```" in texts["bfloat16"]
+    assert "--speculative-num-draft-tokens 5 --dtype bfloat16\n```" in texts["float16"]
+    assert all("Not for vLLM" in text for text in texts.values())
 
 
 def test_a_card_says_what_the_engine_does_wrong(tmp_path):

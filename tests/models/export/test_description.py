@@ -12,6 +12,9 @@ DRAFT = {"method": "eagle3", "vocab_size": 24, "num_heads": 4, "num_kv_heads": 2
 DRAFT |= {"intermediate_size": 20}
 
 
+OTHER = {"dtype": "float16"}
+
+
 def write(folder: Path, settings: dict) -> Path:
     (folder / "config.json").write_text(json.dumps(settings))
     return folder
@@ -21,18 +24,19 @@ def write(folder: Path, settings: dict) -> Path:
 def test_what_is_written_is_read(tmp_path, served):
     config = parse_draft_config(DRAFT)
     block = block_of(config, (1, 4), 40, served=served)
-    found = read_description(write(tmp_path, {BLOCK: {"target_revision": "r"} | block}))
+    found = read_description(write(tmp_path, {"dtype": "bfloat16", BLOCK: {"target_revision": "r"} | block}))
     assert (found.config, found.aux_layer_ids, found.target_vocab_size) == (config, (1, 4), 40)
-    assert (found.served, found.target_revision) == (served, "r")
+    assert (found.served, found.target_revision, found.dtype) == (served, "r", "bfloat16")
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"architectures": ["X"]}, "does not say how the draft is built"),
-        ({BLOCK: {"draft": DRAFT}}, "does not say how the draft is built"),
-        ({BLOCK: {"draft": DRAFT | {"method": "eagle9"}, "served_by": []}}, "another version of Draftsmith"),
-        ({BLOCK: {"draft": DRAFT | {"no_such_knob": 1}, "served_by": []}}, "another version of Draftsmith"),
+        ({"dtype": "float16", BLOCK: {"draft": DRAFT}}, "does not say how the draft is built"),
+        ({BLOCK: {"draft": DRAFT, "served_by": []}}, "does not say how the draft is built"),
+        (OTHER | {BLOCK: {"draft": DRAFT | {"method": "eagle9"}, "served_by": []}}, "another version of Draftsmith"),
+        (OTHER | {BLOCK: {"draft": DRAFT | {"no_such_knob": 1}, "served_by": []}}, "another version of Draftsmith"),
     ],
 )
 def test_what_cannot_be_built_is_refused(tmp_path, settings, message):

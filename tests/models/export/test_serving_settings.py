@@ -97,7 +97,7 @@ def test_vllm_by_hand():
 
 
 def test_static_settings_are_for_the_main_load():
-    first, high = sglang(measured(table()), EAGLE3), sglang(measured(table(), 32), EAGLE3)
+    first, high = (sglang(measured(table(), load), EAGLE3, "float32") for load in (1, 32))
     assert (first["load"], first["lookahead"], first["arguments"]) == (1, 3, EAGLE3.engine_arguments(3))
     assert (high["load"], high["lookahead"], high["arguments"]) == (32, 0, [])
     # SGLang has to begin with some proposals, and stops after the first steps.
@@ -107,8 +107,10 @@ def test_static_settings_are_for_the_main_load():
 def test_a_block_is_proposed_whole_or_not_at_all():
     found = table(DFLASH.lookaheads(7))
     assert found.best == {1: 3, 4: 3, 8: 3, 32: 0}
-    told = sglang(measured(found), DFLASH)
+    told = sglang(measured(found), DFLASH, "bfloat16")
     assert told["arguments"] == DFLASH.engine_arguments(3)
+    other = sglang(measured(found), DFLASH, "float16")
+    assert other["arguments"] == [*DFLASH.engine_arguments(3), "--dtype", "bfloat16"]
     assert told["adaptive_arguments"] is None
     assert sglang_adaptive(found, DFLASH) is None
     ranges = vllm(found, "dflash")["num_speculative_tokens_per_batch_size"]
@@ -119,7 +121,7 @@ def test_a_block_is_proposed_whole_or_not_at_all():
 def test_a_draft_that_never_pays_is_not_served():
     found = table(rates=(0.05, 0.05, 0.05), draft=0.5)
     assert set(found.best.values()) == {0}
-    told = sglang(measured(found), EAGLE3)
+    told = sglang(measured(found), EAGLE3, "bfloat16")
     assert (told["arguments"], told["adaptive_arguments"]) == ([], None)
     assert vllm(found, "eagle3") is None
 
@@ -128,7 +130,7 @@ def test_a_draft_that_never_pays_is_not_served():
 def test_sglang_reads_its_settings(tmp_path: Path):
     """Its parser, its loader of adaptive configurations, its choice of a slot by texts at once."""
     found, path = table(), tmp_path / "sglang_adaptive.json"
-    adaptive, told = sglang_adaptive(found, EAGLE3), sglang(measured(found), EAGLE3)
+    adaptive, told = sglang_adaptive(found, EAGLE3), sglang(measured(found), EAGLE3, "bfloat16")
     path.write_text(json.dumps(adaptive))
     commands = [told["arguments"], told["adaptive_arguments"]]
     arguments = [str(path), json.dumps(list(range(1, 65))), json.dumps(commands)]

@@ -1,25 +1,26 @@
 """The export's layout, its refusals, and the overfit gate: train on one text to the end, export, reload, decode."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from infra.files.atomic import write_atomically
-from infra.records.data_path import SamplesRecord
+from infra.records.data_path import SamplesRecord, TrainingResult
 from models.benchmark.harness_result import page
 from models.benchmark.served import counts_of, setup_of, watch
 from models.benchmark.standalone import bench
 from models.config.bench_arguments import bench_parser
 from models.data.sample_set import read_manifest, write_sample_set
 from models.data.samples import EncodedSample, Splits
-from models.decoding.acceptance import AcceptedCounts
 from models.decoding.plain import continue_greedily
 from models.decoding.speculative import speculate
-from models.export.sglang import load_draft
+from models.export.sglang import MAPS, export_checkpoint, load_draft
 from models.run import PreparedRun
 from models.targets.model import TargetModel
 
@@ -79,35 +80,45 @@ def overfit(make_run, run_to_the_end, start):
 def test_an_overfit_draft_is_accepted_nearly_always_and_its_export_is_complete(overfit, tmp_path, monkeypatch):
     run, target, text = overfit(PRUNED)
     monkeypatch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")
-    check_served(run, text, check_decoded(run, target, text))
+    check_decoded(run, target, text)
+    check_served(run, text[:PROMPT_TOKENS], tmp_path)
     check_bench(run, tmp_path)
     check_layout(run.folder.export, run)
     check_refusals(run.folder.export, Path(run.target.path), tmp_path)
 
 
 @pytest.mark.slow
-def test_an_overfit_dflash_draft_is_accepted_nearly_always(overfit, monkeypatch):
+def test_an_overfit_dflash_draft_is_accepted_nearly_always(overfit, tmp_path, monkeypatch):
     run, target, text = overfit(DFLASH, "training.samples_per_step=2")
     monkeypatch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")
-    check_served(run, text, check_decoded(run, target, text))
+    check_decoded(run, target, text)
+    check_served(run, text[:PROMPT_TOKENS], tmp_path)
 
 
-def check_decoded(run: PreparedRun, target: TargetModel, text: list[int]) -> AcceptedCounts:
+def check_decoded(run: PreparedRun, target: TargetModel, text: list[int]) -> None:
     """The reference decoder's steps."""
     draft = load_draft(run.folder.export, Path(run.target.path), torch.float32)
     decoded = speculate(target, draft, text[:PROMPT_TOKENS], LOOKAHEAD, NEW_TOKENS, frozenset())
     assert list(decoded.tokens) == text[PROMPT_TOKENS:]
     assert decoded.counts.tokens / decoded.counts.steps >= 0.95 * (LOOKAHEAD + 1)
-    return decoded.counts
 
 
-def check_served(run: PreparedRun, text: list[int], counts: AcceptedCounts) -> None:
-    """The real engine takes the same steps as the reference decoder."""
+def check_served(run: PreparedRun, prompt: list[int], folder: Path) -> None:
+    """A bfloat16 target: the real engine, with its default data type, takes the same steps as the reference decoder."""
+    dtype, place, export = torch.bfloat16, folder / "target", folder / "export"
+    AutoModelForCausalLM.from_pretrained(run.target.path, dtype=dtype).save_pretrained(place)
+    export_checkpoint(run.folder.path / TrainingResult.read(run.folder.training).checkpoint, place, export, {})
+    assert {tensor.dtype for name, tensor in load_file(export / "model.safetensors").items() if name not in MAPS} == {
+        dtype
+    }
+    target = TargetModel.load(place, run.config.target.aux_layer_ids, dtype)
+    ours = speculate(target, load_draft(export, place, dtype), prompt, LOOKAHEAD, NEW_TOKENS, frozenset())
+    assert ours.counts.tokens / ours.counts.steps >= 0.8 * (LOOKAHEAD + 1)
     sampling = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-    with setup_of(run).serving(run.folder.export, LOOKAHEAD) as client:
-        answer = watch(client, text[:PROMPT_TOKENS], sampling)
-    assert answer.tokens == text[PROMPT_TOKENS:]
-    assert counts_of(answer, LOOKAHEAD) == counts
+    with replace(setup_of(run), target=place, dtype="auto").serving(export, LOOKAHEAD) as client:
+        answer = watch(client, prompt, sampling)
+    assert answer.tokens == list(ours.tokens)
+    assert counts_of(answer, LOOKAHEAD) == ours.counts
 
 
 def check_bench(run: PreparedRun, folder: Path) -> None:

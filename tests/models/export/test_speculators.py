@@ -20,6 +20,7 @@ from models.drafts.eagle3.module import Eagle3Draft
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.description import speculators_settings
+from models.export.served_target import read_served_target
 from models.export.sglang import WEIGHTS, write_export
 from models.targets.weights import read_target_head
 
@@ -27,6 +28,8 @@ HIDDEN, VOCABULARY, LENGTH, STEPS, LAYERS = 24, 60, 19, 3, 5
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 40, "rope_theta": 50_000.0}
 EAGLE3 = SIZES | {"method": "eagle3", "vocab_size": 32}
 DFLASH = SIZES | {"method": "dflash", "block_size": 4, "layer_types": ["full_attention"] * 2, "mask_token_id": 11}
+WINDOW = {"sliding_window": 64}
+"""Longer than the text: speculators counts it from the block's start, and engines, as we do, from each row."""
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -66,7 +69,8 @@ def export(target: Path, folder: Path, knobs: dict[str, Any], layers: tuple[int,
     draft.start_from(head.head)
     for name, parameter in draft.named_parameters():
         torch.nn.init.normal_(parameter, float("norm" in name), 0.3)
-    write_export(draft, folder, {}, speculators_settings(draft, target, str(target), lookahead=3))
+    served = read_served_target(target)
+    write_export(draft, folder, {}, served, speculators_settings(draft, served, str(target), lookahead=3))
     return draft.eval()
 
 
@@ -118,7 +122,13 @@ def test_an_eagle3_draft_says_the_same(name, layers, target, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"attention_bias": True, "rope_scaling": LLAMA3, "rope_theta": 500.0}], ids=str
+    "changes",
+    [
+        {},
+        WINDOW | {"layer_types": ["sliding_attention"] * 2},
+        {"attention_bias": True, "rope_scaling": LLAMA3, "rope_theta": 500.0},
+    ],
+    ids=str,
 )
 def test_a_dflash_draft_says_the_same(changes, target, tmp_path):
     draft = export(target, tmp_path / "export", DFLASH | changes)
@@ -152,6 +162,7 @@ def test_one_configuration_is_sglangs_and_vllms(target, tmp_path):
     theirs, engine = draft.speculators_config(), draft.engine_config()
     assert theirs is not None
     assert engine is not None
+    assert settings["transformer_layer_config"]["num_aux_hidden_states"] == engine["num_aux_hidden_states"] == 3
     for name in (theirs.keys() & engine.keys()) - {"architectures"}:
         assert theirs[name] == engine[name], name
     assert engine.items() <= settings.items()
@@ -165,7 +176,9 @@ def test_one_configuration_is_sglangs_and_vllms(target, tmp_path):
 
 def test_a_draft_that_they_do_not_have_is_exported_without_their_part(target, tmp_path):
     head = {"shared_head": True, "vocab_size": None}
-    for place, knobs in (("head", EAGLE3 | head), ("norm", DFLASH | {"fc_norm": True})):
+    mixed = {"layer_types": ["sliding_attention", "full_attention"]} | WINDOW
+    kinds = {"head": EAGLE3 | head, "norm": DFLASH | {"fc_norm": True}, "mixed": DFLASH | mixed}
+    for place, knobs in kinds.items():
         draft = export(target, tmp_path / place, knobs)
         assert draft.speculators_config() is None
         assert "speculators_config" not in json.loads((tmp_path / place / "config.json").read_text())

@@ -13,14 +13,16 @@ from safetensors.torch import load_file, save_file
 from sglang.srt.models import dflash
 from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 from sglang.srt.utils.hf_transformers_utils import get_config
-from sglang_alone import Attention, load_weights, stand_alone
+from sglang_alone import Attention, load_weights, own_dtype, stand_alone
 
 
 @torch.no_grad()
 def answer(folder: Path) -> None:
     config = get_config(str(folder), trust_remote_code=False)
     (model,) = (one for one in dflash.EntryClass if [one.__name__] == config.architectures)
+    dtype = own_dtype(config)
     draft = model(config).eval()
+    assert {parameter.dtype for parameter in draft.parameters()} == {dtype}
     left_out = load_weights(draft, folder)
     assert not left_out, left_out
     inputs = load_file(folder / "inputs.safetensors")
@@ -28,6 +30,8 @@ def answer(folder: Path) -> None:
     fused = draft.project_target_hidden(inputs["aux"])
     for layer in draft.layers:
         attention = layer.self_attn
+        # Of two ways to the same values the one without a Triton kernel, which needs a GPU.
+        attention.use_table_qk_norm_rope = False
         keys, values = attention.kv_proj_only(draft.prepare_context_hidden_for_kv(layer, fused))
         keys = attention.apply_k_rope(torch.arange(count), attention.apply_k_norm(keys))
         attention.attn = Attention(attention.attn, keys, values)

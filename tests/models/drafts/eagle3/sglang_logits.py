@@ -12,14 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from sglang.srt.models.llama_eagle3 import LlamaForCausalLMEagle3
 from sglang.srt.utils.hf_transformers_utils import get_config
-from sglang_alone import Attention, load_weights, stand_alone
+from sglang_alone import Attention, load_weights, own_dtype, stand_alone
 
 
 @torch.no_grad()
 def answer(folder: Path) -> None:
     config = get_config(str(folder), trust_remote_code=False)
     assert config.architectures == [LlamaForCausalLMEagle3.__name__]
+    dtype = own_dtype(config)
     draft = LlamaForCausalLMEagle3(config).eval()
+    assert {parameter.dtype for parameter in draft.parameters()} == {dtype}
     inputs = load_file(folder / "inputs.safetensors")
     left_out = load_weights(draft, folder)
     # What the server puts in from the target.

@@ -1,0 +1,74 @@
+"""What a target's `config.json` decides of a draft's: data type, context length, number of layers."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+CONTEXT_LENGTH_KEYS = (
+    "max_sequence_length",
+    "seq_length",
+    "max_seq_len",
+    "model_max_length",
+    "max_position_embeddings",
+)
+"""Where engines look for a context length, in this order (SGLang 0.5.23, utils/hf_transformers/common.py)."""
+DEFAULT_CONTEXT_LENGTH = 2048
+"""Theirs for a configuration with none of these keys."""
+
+
+@dataclass(frozen=True)
+class ServedTarget:
+    """A target as engines serve it with their default arguments."""
+
+    dtype: torch.dtype
+    """Data type of the draft's weights."""
+    context_length: int
+    num_layers: int
+    architectures: tuple[str, ...] = ()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The same in a draft's `config.json`; older readers take `torch_dtype`."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {
+            "dtype": dtype,
+            "torch_dtype": dtype,
+            "max_position_embeddings": self.context_length,
+            "num_target_layers": self.num_layers,
+        }
+
+
+def read_served_target(folder: Path) -> ServedTarget:
+    """Read the `config.json` of the target's Hugging Face folder."""
+    config = AutoConfig.from_pretrained(folder)
+    text = config.get_text_config()
+    # Configurations of multimodal targets may give the data type for all parts at once.
+    declared = getattr(text, "dtype", None) or getattr(config, "dtype", None)
+    dtype, architectures = _dtype(declared, text.model_type), tuple(config.architectures or ())
+    return ServedTarget(dtype, _context_length(text), text.num_hidden_layers, architectures)
+
+
+def _dtype(declared: torch.dtype | str | None, model_type: str) -> torch.dtype:
+    """The data type that gives a draft the one in which SGLang's default (`--dtype auto`) serves the target.
+
+    SGLang converts each model by its own configuration (0.5.23, configs/model_config.py, `_get_and_verify_dtype`), and
+    then multiplies the target's hidden states with the draft's weights as they are. Of a float32 model it makes
+    float16, of a float32 Gemma bfloat16. vLLM serves a draft in its target's data type, whatever is declared.
+    """
+    name = str(declared or torch.float32).removeprefix("torch.")
+    if name == "float32":
+        return torch.bfloat16 if model_type.startswith("gemma") else torch.float32
+    return torch.float16 if name == "float16" else torch.bfloat16
+
+
+def _context_length(text: PretrainedConfig) -> int:
+    """As SGLang derives it: it refuses a draft whose context is shorter than its target's."""
+    scaling = getattr(text, "rope_scaling", None) or {}
+    is_included = "original_max_position_embeddings" in scaling or scaling.get("rope_type") == "llama3"
+    factor = 1 if is_included else scaling.get("factor", 1)
+    lengths = (getattr(text, key, None) for key in CONTEXT_LENGTH_KEYS)
+    length = next((length for length in lengths if length is not None), None)
+    return DEFAULT_CONTEXT_LENGTH if length is None else int(factor * length)
