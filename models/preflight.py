@@ -28,6 +28,7 @@ from models.data.samples import SampleEncoder
 from models.drafts.base import Draft
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
+from models.export.description import start_of
 from models.progress_bars import counting
 from models.run import RunWithTarget
 from models.training.start import load_start
@@ -50,8 +51,21 @@ def check_settings(run: RunWithTarget) -> None:
         config.draft.engine_arguments(config.benchmark.lookahead)
     if run.folder.start.is_dir():
         load_start(run)
+        _tell_of_other_target(run)
     for suite in config.promotion.suites:
         suite_prompts(config, target, suite)
+
+
+def _tell_of_other_target(run: RunWithTarget) -> None:
+    """Print for which target the start was trained, unless it is this one: shapes do not tell whether it was tuned."""
+    start, target = start_of(run), run.target
+    if start and start.target_revision not in (None, target.revision):
+        print(
+            f"training.start_from={start.draft}: that draft was trained for {start.target} "
+            f"{start.target_revision[:12]}, and continues for {target.name} {target.revision[:12]}, which has the same "
+            "shapes",
+            flush=True,
+        )
 
 
 def _draft(recipe: RunConfig, target: TargetRecord) -> Draft:

@@ -81,6 +81,7 @@ def register_draft(
         "gate": "passed" if result.gate.passed else "not passed",
         "target": target.name,
         "target_revision": target.revision,
+        **_lineage(export),
         "dataset_hash": result.conditions.dataset_hash,
         "git_sha": git_sha(),
         "drift_test": unwatchable or "possible",
@@ -98,6 +99,13 @@ def register_draft(
     if unwatchable:
         get_run_logger().warning("watch-traffic cannot watch version %s: %s", draft.version, unwatchable)
     return draft
+
+
+def _lineage(export: ExportRecord) -> dict[str, str]:
+    """Tags of the draft that training started from, and of the target that it was trained for; none of a new draft."""
+    start = export.started_from
+    found = {} if start is None else start.model_dump(exclude_none=True)
+    return {("started_from" if name == "draft" else f"started_from_{name}"): value for name, value in found.items()}
 
 
 def why_unwatchable(counts: RequestCounts) -> str | None:

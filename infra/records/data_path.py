@@ -361,6 +361,18 @@ class TrainingResult(Record):
         return self.tokens / self.step_s if self.step_s else 0.0
 
 
+class StartRecord(Record):
+    """The draft that a run's training started from."""
+
+    draft: str
+    """What `training.start_from` named; of a folder its name."""
+    run: str | None
+    """Run that trained it; None for a published draft."""
+    target: str | None
+    """Target that it was trained for; None where nobody says."""
+    target_revision: str | None
+
+
 class ExportRecord(Record):
     """An exported draft: a Hugging Face folder in serving engines' layouts."""
 
@@ -369,3 +381,5 @@ class ExportRecord(Record):
     """Formats of the export; empty if no engine serves the method."""
     sha256: Mapping[str, str]
     """Hash of weights and configuration, without the model card, which every benchmark rewrites."""
+    started_from: StartRecord | None = None
+    """None for a new draft."""

@@ -10,10 +10,12 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from infra.records.data_path import StartRecord
 from infra.refusal import Refusal
 from models.config.draft import DraftConfig, parse_draft_config
 from models.drafts.base import Draft
 from models.export.served_target import ServedTarget
+from models.run import RunWithTarget
 
 CONFIG = "config.json"
 BLOCK = "draftsmith"
@@ -73,6 +75,19 @@ def read_description(folder: Path) -> ExportDescription:
         dtype=settings["dtype"],
         served=SGLANG in block["served_by"],
         vllm_method=settings.get("speculators_model_type"),
+        target_revision=block.get("target_revision"),
+    )
+
+
+def start_of(run: RunWithTarget) -> StartRecord | None:
+    """The draft that the run's training started from; None for a new one."""
+    if not run.folder.start.is_dir():
+        return None
+    block, named = json.loads((run.folder.start / CONFIG).read_text())[BLOCK], str(run.config.training.start_from)
+    return StartRecord(
+        draft=Path(named).name if Path(named).expanduser().is_dir() else named,
+        run=block.get("run"),
+        target=block.get("target"),
         target_revision=block.get("target_revision"),
     )
 

@@ -281,11 +281,9 @@ def import_start(name: str, config: RunConfig, target: TargetRecord, folder: Pat
             f"training.start_from={name} cannot start this run: {reason}. Give another draft, or "
             "leave training.start_from out"
         ) from error
-    # It cannot say for which revision of its target it was made: this one is taken at its word.
-    made_for = {"target_revision": target.revision, "published": name}
     # It is trained further, not served: nothing is rounded.
     served = replace(read_served_target(Path(target.path)), dtype=torch.float32)
-    write_export(draft, folder, made_for, served)
+    write_export(draft, folder, {"published": name}, served)
     return f"training starts from the published draft {name}, with its vocabulary of {len(draft.vocabulary):,} tokens"
 
 

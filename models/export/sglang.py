@@ -36,6 +36,7 @@ from models.export.description import (
     block_of,
     read_description,
     speculators_settings,
+    start_of,
 )
 from models.export.served_target import ServedTarget, read_served_target
 from models.run import PreparedRun
@@ -143,6 +144,7 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     run = PreparedRun.open(parser.parse_args().run)
     result: TrainingResult = TrainingResult.read(run.folder.training)
+    start = start_of(run)
     extra = {
         "target": run.target.name,
         "target_revision": run.target.revision,
@@ -150,6 +152,7 @@ def main() -> None:
         "dataset_hash": run.samples.dataset_hash,
         "run": run.folder.name,
         "step": result.steps,
+        "started_from": start and start.model_dump(),
     }
     record = export_checkpoint(
         run.folder.path / result.checkpoint,
@@ -159,7 +162,7 @@ def main() -> None:
         run.config.target.hub_id,
         run.config.benchmark.lookahead,
     )
-    write_atomically(run.folder.exported, record)
+    write_atomically(run.folder.exported, record.model_copy(update={"started_from": start}))
     write_card(run, result=None)
     print(f"exported the draft of step {result.steps} to {record.path}", flush=True)
 

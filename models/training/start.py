@@ -16,7 +16,6 @@ from models.drafts.base import Draft, TargetProjection
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
 from models.dtypes import DTYPES
-from models.export.description import read_description
 from models.export.sglang import load_draft
 from models.run import PreparedRun, RunWithTarget
 from models.targets.weights import TargetHead
@@ -64,17 +63,14 @@ def first_draft(run: PreparedRun, head: TargetHead) -> tuple[Draft, float]:
 def load_start(run: RunWithTarget) -> Draft:
     """A warm start: the draft of another training in RUN/start, with its vocabulary, whose tokens its head's rows are.
 
-    Raises Refusal for one of another target or shape.
+    It may have been trained for another target of the same shapes: a fine-tuned target continues from the draft of its
+    base. Raises Refusal for one of other shapes.
     """
     folder, named = run.folder.start, f"training.start_from={run.config.training.start_from}"
-    # A draft of another target loads wherever its sizes agree, and knows nothing.
-    revision = read_description(folder).target_revision
-    if revision != run.target.revision:
-        raise Refusal(
-            f"{named}: that draft was trained for revision {str(revision)[:12]} of its target, this run's target is "
-            f"{run.target.name} {run.target.revision[:12]}: leave training.start_from out"
-        )
-    draft = load_draft(folder, Path(run.target.path), torch.float32)
+    try:
+        draft = load_draft(folder, Path(run.target.path), torch.float32)
+    except Refusal as error:
+        raise Refusal(f"{named} does not fit {run.target.name}: {error}. Leave training.start_from out") from error
     wanted, given = (c.model_dump(exclude=set(c.training_only)) for c in (run.config.draft, draft.config))
     differing = [
         f"draft.{name} is {given.get(name)}, the recipe's {wanted.get(name)}"

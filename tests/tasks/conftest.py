@@ -17,7 +17,7 @@ from infra.records.acceptance import (
     RequestCounts,
     SpeedRecord,
 )
-from infra.records.data_path import ExportRecord, SamplesRecord, SideRates, TargetRecord, TrainingResult
+from infra.records.data_path import ExportRecord, SamplesRecord, SideRates, StartRecord, TargetRecord, TrainingResult
 from infra.records.goodput import CostFit, Goodput, GoodputTable, MeasuredGoodput
 from infra.tracking.runs import TrackedRun, start_run
 from models.config.recipe import load_recipe
@@ -132,7 +132,9 @@ def trained() -> TrainingResult:
 
 @pytest.fixture
 def export(run: OpenRun) -> ExportRecord:
-    return ExportRecord(path=str(run.folder.export), layouts=("sglang",), sha256={"model.safetensors": "5a" * 32})
+    start = StartRecord(draft="champion", run=None, target="base", target_revision="b")
+    sha256 = {"model.safetensors": "5a" * 32}
+    return ExportRecord(path=str(run.folder.export), layouts=("sglang",), sha256=sha256, started_from=start)
 
 
 @pytest.fixture

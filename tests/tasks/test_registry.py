@@ -18,6 +18,8 @@ def test_a_run_registers_one_version_with_its_serving_settings(
     assert draft.acceptance_length == 3.5
     assert draft.tags["beats_prompt_lookup"] == draft.tags["beats_token_recycling"] == "true"
     assert draft.tags["target_revision"] == "rev"
+    lineage = {name: value for name, value in draft.tags.items() if name.startswith("started_from")}
+    assert lineage == {"started_from": "champion", "started_from_target": "base", "started_from_target_revision": "b"}
     assert draft.tags["gate"] == "passed"
     assert (draft.tags["lookahead"], draft.tags["best_lookahead"]) == ("4", "3")
     assert draft.tags["weights_sha256"] == "5a" * 32

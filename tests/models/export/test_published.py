@@ -216,7 +216,7 @@ def test_the_command_writes_the_start_of_a_run(authors, target, tmp_path, monkey
     monkeypatch.setattr("sys.argv", ["published", str(folder.path)])
     main()
     assert "with its vocabulary of 32 tokens" in capsys.readouterr().out
-    assert read_description(folder.start).target_revision == target.revision
+    assert read_description(folder.start).target_revision is None, "it says nothing of its target"
 
 
 def test_embeddings_of_its_own_are_kept(authors, target):

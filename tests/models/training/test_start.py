@@ -2,20 +2,78 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from infra.files.run_folder import RunFolder
+from infra.records.data_path import StartRecord, TargetRecord
 from models.checkpoint import VOCABULARY
+from models.config.recipe import load_recipe
+from models.drafts.registry import build_draft
+from models.drafts.vocabulary import DraftVocabulary
+from models.export.description import start_of
+from models.export.served_target import read_served_target
+from models.export.sglang import write_export
 from models.preflight import check_settings
-from models.run import PreparedRun
+from models.run import PreparedRun, RunWithTarget
+from models.targets.weights import read_target_head
 from models.training.start import load_start
 
 VOCABULARY_SIZE = "draft.vocab_size=512"
 WARM = (VOCABULARY_SIZE, "data.max_samples=60", "training.max_steps=2", "training.log_steps=1")
+
+
+TINY = Path(__file__).parents[3] / "recipes" / "tiny.yaml"
+
+
+def random_target(folder: Path, **sizes: int) -> Path:
+    shape = {"vocab_size": 600, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 3}
+    model = LlamaForCausalLM(LlamaConfig(**(shape | {"num_attention_heads": 2} | sizes)))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def continued(tmp_path: Path) -> Callable[[Path], RunWithTarget]:
+    """Runs whose training starts from the export of a random draft for another target, `base`."""
+    base = random_target(tmp_path / "base")
+    config = load_recipe(TINY, [VOCABULARY_SIZE, f"training.start_from={tmp_path}/champion"])
+    head, vocabulary = read_target_head(base, torch.float32), DraftVocabulary(torch.arange(512), 600)
+    draft = build_draft(config.draft, head.embedding, vocabulary, config.target.aux_layer_ids)
+    made_for = {"target": "base", "target_revision": "1" * 40, "run": "tiny-1"}
+    write_export(draft, tmp_path / "champion", made_for, read_served_target(base))
+
+    def run(target: Path) -> RunWithTarget:
+        folder = RunFolder(tmp_path / f"run-{target.name}")
+        shutil.copytree(tmp_path / "champion", folder.start)
+        sizes = {"hidden_size": 32, "num_layers": 3, "vocab_size": 600, "model_type": "llama", "licence": "x"}
+        return RunWithTarget(
+            folder, config, TargetRecord(name=target.name, path=str(target), revision="2" * 40, **sizes)
+        )
+
+    return run
+
+
+def test_a_fine_tuned_target_continues_from_the_draft_of_its_base(continued, tmp_path, capsys):
+    run = continued(random_target(tmp_path / "tuned"))
+    check_settings(run)
+    assert "trained for base 111111111111, and continues for tuned 222222222222" in capsys.readouterr().out
+    stored = load_file(tmp_path / "champion" / "model.safetensors")
+    assert torch.equal(load_start(run).state_dict()["fc.weight"], stored["fc.weight"].float())
+    expected = StartRecord(draft="champion", run="tiny-1", target="base", target_revision="1" * 40)
+    assert start_of(run) == expected
+
+
+@pytest.mark.parametrize("size", ["vocab_size", "hidden_size"])
+def test_a_target_of_other_shapes_does_not_continue(size, continued, tmp_path):
+    run = continued(random_target(tmp_path / "other", **{size: 616}))
+    with pytest.raises(ValueError, match=r"training\.start_from=.*champion does not fit other: .* Leave"):
+        load_start(run)
 
 
 def first_step(folder: RunFolder) -> dict[str, float]:
@@ -66,9 +124,4 @@ def refuses_other_kinds(exported: RunFolder, make_run) -> None:
     folder = make_run("steps", *WARM, "draft.ttt_steps=2")
     shutil.copytree(exported.export, folder.start)
     assert load_start(PreparedRun.open(folder.path)).positions == 2, "how it is trained may change"
-    settings = json.loads((folder.start / "config.json").read_text())
-    settings["draftsmith"]["target_revision"] = "another"
-    (folder.start / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(ValueError, match="trained for revision another of its target"):
-        load_start(PreparedRun.open(folder.path))
     assert Path(exported.export).is_dir()
