@@ -58,7 +58,7 @@ def question_sets(options: argparse.Namespace, target: TargetRecord, add_bos: bo
     return {
         name: question_prompts(
             file, SUITES[name], Path(target.path), count=options.prompts, prompt_tokens=QUESTION_TOKENS,
-            templated=False, add_bos=add_bos,
+            chat_template="none", add_bos=add_bos,
         )
         for name, file in files.items()
         if file

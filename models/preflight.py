@@ -21,15 +21,16 @@ from infra.transport.mooncake.environment import check_mooncake, choose_protocol
 from models.config.recipe import RunConfig, read_config
 from models.data.benchmark_prompts import BenchmarkPrompts, read_excluded_prompts
 from models.data.conversations import read_documents
-from models.data.dialogue import check_answerable
+from models.data.dialogue import Dialogue, check_answerable
 from models.data.prepare import recipe_data
 from models.data.prompts import suite_prompts
-from models.data.samples import SampleEncoder
+from models.data.samples import SampleEncoder, check_refused
 from models.drafts.base import Draft
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.description import start_of
 from models.progress_bars import counting
+from models.regeneration.engines import recipe_prompter
 from models.run import RunWithTarget
 from models.training.start import load_start
 
@@ -104,10 +105,14 @@ def check_prompts(run: RunWithTarget) -> None:
     prompts = list(read_excluded_prompts(data.exclude))
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(run.target.path)
     SampleEncoder(tokenizer, data, run.config.target.add_bos, excluded=BenchmarkPrompts(prompts))
-    documents = 0
+    prompter, documents, refusals = recipe_prompter(run), 0, list[str]()
     for document in counting(read_documents(data.source), "checking prompts"):
         check_answerable(document)
         documents += 1
+        dialogue = Dialogue(document)
+        if prompter.next(dialogue) is None:
+            refusals.append(dialogue.fault)
+    check_refused(refusals, documents, data)
     if documents < 2:
         raise Refusal(f"data.source {data.source} holds {documents} documents: give at least two, one is held out")
 

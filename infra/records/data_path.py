@@ -45,6 +45,8 @@ class TargetRecord(Record):
     num_layers: int
     vocab_size: int
     licence: str
+    eos_ids: tuple[int, ...] = ()
+    """Tokens that end the target's answers."""
     quantization: str | None = None
     """Method and format of a quantized checkpoint (models/targets/quantization.py); None: floating-point numbers."""
 
@@ -77,7 +79,9 @@ class SamplesRecord(Record):
     refused: int = 0
     """Conversations left out because the chat template cannot render them."""
     refusals: tuple[str, ...] = ()
-    """Place and reason of the first refused documents."""
+    """Place and reason of the first refused documents; refused.txt in the folder lists all."""
+    reasoning_dropped: int = 0
+    """Conversations with reasoning that the chat template has no place for."""
     split: int = 0
     """Documents cut into several samples."""
     duplicates: int = 0
@@ -114,6 +118,10 @@ class RegeneratedRecord(Record):
     """Generated ones."""
     cut: int
     """Documents with an answer that reached the length limit."""
+    refused: int = 0
+    """Documents left out because the chat template cannot render them, or their prompt is too long."""
+    refusals: tuple[str, ...] = ()
+    """Place and reason of the first."""
     engine: str
     settings: Mapping[str, float | int | str]
     wall_s: float
@@ -126,7 +134,8 @@ class RegeneratedRecord(Record):
         shown = ", ".join(f"{name} {value}" for name, value in self.settings.items())
         return (
             f"regenerated: {self.documents} documents, {self.tokens} tokens by {self.engine} in {self.wall_s:.0f} s, "
-            f"{self.cut} cut at the limit, {self.duplicates} duplicates left out ({shown})"
+            f"{self.cut} cut at the limit, {self.duplicates} duplicates left out, {self.refused} refused ({shown})"
+            + "".join(f"\n  left out: {refusal}" for refusal in self.refusals)
         )
 
 

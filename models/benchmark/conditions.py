@@ -12,7 +12,7 @@ from infra.provenance import hardware, versions
 from infra.records.acceptance import Conditions
 from infra.records.data_path import TargetRecord
 from models.config.benchmark import BenchmarkConfig
-from models.data.loss_mask import OPENED, thinks
+from models.data.thinking import OPENED, thinks
 from models.targets.model import TargetModel
 
 OPENING = 16

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from transformers import AutoTokenizer
 
@@ -31,10 +32,11 @@ from models.benchmark.harness_result import Cell, HarnessResult, lines, page, ta
 from models.benchmark.served import Setup, whats_missing
 from models.config.bench_arguments import bench_parser
 from models.config.benchmark import BenchmarkConfig
+from models.config.data import TemplateArgument
 from models.config.generator import GeneratorConfig
 from models.config.target import TargetConfig
 from models.data.conversations import source_hash
-from models.data.prompts import SuitePrompts, find_suite_format, question_prompts, read_prompts
+from models.data.prompts import SuitePrompts, choose_template, find_suite_format, question_prompts, read_prompts
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.token_recycling import TokenRecycling
 from models.devices import compute_device
@@ -183,16 +185,25 @@ def _suite(
     name: str, source: str, options: argparse.Namespace, target: TargetRecord, config: BenchmarkConfig
 ) -> SuitePrompts:
     layout = find_suite_format(name, source)
+    arguments = _template_arguments(options.template_arguments)
     if layout is None:
-        prompts, template = read_prompts(source, target, config, options.chat_template, options.add_bos)
+        prompts, template = read_prompts(source, target, config, options.chat_template, options.add_bos, arguments)
         return SuitePrompts(prompts, (), source_hash(source), template)
-    templated = options.chat_template == "tokenizer"
-    if options.chat_template == "auto":
-        templated = bool(AutoTokenizer.from_pretrained(target.path).chat_template)
+    chosen = choose_template(AutoTokenizer.from_pretrained(target.path), options.chat_template, plain=False)
     return question_prompts(
         source, layout, Path(target.path), count=options.num_prompts, prompt_tokens=options.prompt_tokens,
-        templated=templated, add_bos=options.add_bos,
+        chat_template=chosen, template_arguments=arguments, add_bos=options.add_bos,
     )  # fmt: skip
+
+
+def _template_arguments(text: str) -> dict[str, TemplateArgument]:
+    """The JSON object of `--template-arguments`. Raises Refusal for anything else."""
+    try:
+        return TypeAdapter(dict[str, TemplateArgument]).validate_json(text)
+    except ValidationError as error:
+        raise Refusal(
+            f"--template-arguments {text!r}: give a JSON object, for instance '{{\"enable_thinking\": false}}'"
+        ) from error
 
 
 def main() -> None:

@@ -46,7 +46,8 @@ def bench_parser() -> argparse.ArgumentParser:
     add("--num-prompts", type=at_least(2), default=48, help="prompts per suite, spread over its categories")
     add("--prompt-tokens", type=at_least(2), default=512, help="longer questions are left out")
     add("--max-new-tokens", type=at_least(4), default=64, help="longest continuation")
-    add("--chat-template", choices=["auto", "tokenizer", "none"], default="auto", help="how questions are formatted")
+    add("--chat-template", default="auto", help="tokenizer (the target's own), none, or a Jinja file")
+    add("--template-arguments", metavar="JSON", default="{}", help="arguments of the chat template")
     add("--add-bos", action="store_true", help="as in the recipe's target.add_bos")
     add(
         "--dtype",

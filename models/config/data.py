@@ -1,13 +1,16 @@
 """Which text becomes samples, and how."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from infra.config import Address, AtLeastOne, Share, StrictConfig, Tokens
+from infra.refusal import Refusal
 
 PLAIN_BATCH = 16
 """Dialogues that transformers answers together."""
+TemplateArgument = bool | int | float | str | tuple[str, ...]
+"""A value that a recipe passes to the chat template."""
 
 
 class RegenerationConfig(StrictConfig):
@@ -19,9 +22,6 @@ class RegenerationConfig(StrictConfig):
     top_p: float = Field(default=1.0, gt=0, le=1, description="Top-p, applied after temperature; 1 is off.")
     max_new_tokens: int = Field(default=1024, ge=1, le=2**20, description="Longest answer, in tokens.")
     prompt_tokens: Tokens = Field(default=32, description="Tokens of plain text that are kept as the prompt.")
-    thinking: Literal["keep", "strip"] = Field(
-        default="keep", description="Whether an answer's reasoning, up to `</think>`, becomes part of the sample."
-    )
 
 
 class DataConfig(StrictConfig):
@@ -46,13 +46,18 @@ class DataConfig(StrictConfig):
     )
     thinking: Literal["keep", "strip", "mask"] = Field(
         default="keep",
-        description="Reasoning in given answers (`<think>...</think>`, `reasoning_content`): learned, removed, or "
-        "shown but not learned.",
+        description="Reasoning in answers (`<think>...</think>`, `reasoning_content`, `thinking`): learned, removed "
+        "from given answers, or shown but not learned.",
     )
-    chat_template: Literal["tokenizer", "none"] = Field(
+    chat_template: Address = Field(
         default="tokenizer",
-        description="`tokenizer`: the target's own chat template. `none`: plain text with every token supervised, or "
-        "tokens with their own mask.",
+        description="`tokenizer`: the target's own chat template. A path: the Jinja file that the target is served "
+        "with. `none`: plain text with every token supervised, or tokens with their own mask.",
+    )
+    template_arguments: dict[str, TemplateArgument] = Field(
+        default={},
+        description="Arguments of the chat template, as the server passes them: `{enable_thinking: false}`, "
+        "`{reasoning_effort: high}`.",
     )
     max_tokens: int = Field(default=1024, ge=8, le=2**24, description="Longest sample, in tokens.")
     min_tokens: int = Field(default=8, ge=2, le=2**24, description="Shortest sample, in tokens; others are left out.")
@@ -60,12 +65,22 @@ class DataConfig(StrictConfig):
         default="truncate", description="What happens to longer samples, which are counted; `split` needs plain text."
     )
     max_refused_share: Share = Field(
-        default=0.05,
+        default=0.9,
         description="The run is refused when the chat template cannot render a larger share of the conversations; "
-        "fewer are left out and counted.",
+        "fewer are left out, counted and listed.",
     )
     regeneration: RegenerationConfig | None = Field(
         default=None, description="Train on the target's own answers to these prompts; default: on the given answers."
     )
     heldout_share: float = Field(default=0.1, gt=0, lt=0.5, description="Share of documents that are held out.")
     max_samples: AtLeastOne | None = Field(default=None, description="Most training samples; default: all.")
+
+    @model_validator(mode="after")
+    def _regenerated_as_generated(self) -> Self:
+        if self.regeneration is not None and self.thinking == "strip":
+            raise Refusal(
+                "data.thinking=strip would change what the target generated (data.regeneration): set it to mask, or "
+                "let the target answer without reasoning, for instance by data.template_arguments={enable_thinking: "
+                "false}"
+            )
+        return self

@@ -60,7 +60,7 @@ def _prompts(place: str, record: Any) -> list[str]:
     if texts and all(isinstance(text, str) for text in texts):
         return texts
     document = as_document(place, record)
-    if document.tokens is not None:
+    if document.tokens and not document.messages:
         raise Refusal(f"{place}: tokens cannot be compared with training text: give the prompts' text")
     return [message.content for message in document.messages if document.plain or message.role == "user"]
 

@@ -24,6 +24,7 @@ _ROLES = {
 }
 MAX_DEPTH = 64
 """Nesting levels of tools and their arguments."""
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _TEMPLATE_KEYS = ("tool_call_id", "name")
 """Keys of a turn that templates get unchanged."""
 
@@ -52,7 +53,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A tokenized document: `ids` `[T]` int32, `loss_mask` `[T]` bool."""
+    """Token ids `[T]` int32 and `loss_mask` `[T]` bool of a document."""
 
     ids: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
@@ -62,7 +63,10 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Document:
-    """A conversation (`messages`), a plain text (one message whose role is ignored, `plain` is True), or tokens."""
+    """A conversation (`messages`), a plain text (one message whose role is ignored, `plain` is True), or tokens.
+
+    Regenerated documents have both, messages and the tokens that became of them.
+    """
 
     place: str
     """File and line, for messages."""
@@ -70,7 +74,8 @@ class Document:
     plain: bool
     tools: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
     """Tools that the assistant may call, as templates read them."""
-    tokens: Tokens | None = None
+    tokens: tuple[Tokens, ...] = ()
+    """Its samples, if it is tokenized."""
 
     @property
     def text(self) -> str:
@@ -80,8 +85,9 @@ class Document:
     @property
     def content_hash(self) -> str:
         """Hash of the content; does not depend on the file."""
-        if self.tokens is not None:
-            return hashlib.sha256(self.tokens.ids.tobytes() + self.tokens.loss_mask.tobytes()).hexdigest()
+        if self.tokens:
+            parts = (part.ids.tobytes() + part.loss_mask.tobytes() for part in self.tokens)
+            return hashlib.sha256(b"".join(parts)).hexdigest()
         return self._hash(str.strip)
 
     @property
@@ -134,16 +140,17 @@ def as_document(place: str, record: Any) -> Document:
     if not isinstance(record, dict):
         kind = type(record).__name__
         raise Refusal(f"{place}: write a JSON object with conversations, messages or text in place of this {kind}")
+    tokens = _generated(place, record)
     if record.get("conversations") is not None:
         turns = _turns(place, record["conversations"], "from", "value")
-        return Document(place, (*_system(record), *turns), plain=False, tools=_tools(place, record))
+        return Document(place, (*_system(record), *turns), plain=False, tools=_tools(place, record), tokens=tokens)
     if record.get("messages") is not None:
         turns = _turns(place, record["messages"], "role", "content")
-        return Document(place, turns, plain=False, tools=_tools(place, record))
+        return Document(place, turns, plain=False, tools=_tools(place, record), tokens=tokens)
     if record.get("input_ids") is not None:
-        return Document(place, (), plain=True, tokens=_tokens(place, record))
+        return Document(place, (), plain=True, tokens=(_tokens(place, record),))
     if isinstance(record.get("text"), str):
-        return Document(place, (Message("text", record["text"]),), plain=True)
+        return Document(place, (Message("text", record["text"]),), plain=True, tokens=tokens)
     raise Refusal(
         f"{place}: this record has none of the keys conversations, messages, text and input_ids; its keys are "
         f"{sorted(record)}. Rename the key, or convert the file"
@@ -188,8 +195,8 @@ def _turns(place: str, turns: Any, role_key: str, content_key: str) -> tuple[Mes
         more = {key: turn[key] for key in _TEMPLATE_KEYS if turn.get(key) is not None}
         if not all(isinstance(value, str) for value in more.values()):
             raise Refusal(f"{place}: turn {number}: {' and '.join(more)} must be text: correct or remove it")
-        thought = turn.get("reasoning_content") or turn.get("reasoning") or ""
-        reasoning = thought if isinstance(thought, str) and role == "assistant" else ""
+        thoughts = [turn[key] for key in _REASONING_KEYS if isinstance(turn.get(key), str)]
+        reasoning = next(filter(None, thoughts), "") if role == "assistant" else ""
         messages.append(Message(role, content, reasoning, more | ({"tool_calls": calls} if calls else {})))
     return tuple(messages)
 
@@ -247,6 +254,14 @@ def _present(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _present(item) for key, item in value.items() if item is not None}
     return [_present(item) for item in value] if isinstance(value, list) else value
+
+
+def _generated(place: str, record: Mapping[str, Any]) -> tuple[Tokens, ...]:
+    """What regeneration adds to a record: the tokens that the target was asked and answered."""
+    samples = record.get("generated")
+    if not isinstance(samples, list) or not all(isinstance(one, dict) and "input_ids" in one for one in samples):
+        return ()
+    return tuple(_tokens(place, sample) for sample in samples)
 
 
 def _tokens(place: str, record: Mapping[str, Any]) -> Tokens:

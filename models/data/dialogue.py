@@ -1,5 +1,10 @@
-"""Dialogues under regeneration: prompts for the target, and what its answers become."""
+"""Dialogues under regeneration: prompts for the target, and what its answers become.
 
+Training takes the token ids as the engine read and emitted them. History is rendered anew for every turn, as for a
+client that sends the conversation back.
+"""
+
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -8,9 +13,23 @@ from transformers import PreTrainedTokenizerBase
 
 from infra.refusal import Refusal
 from models.config.data import RegenerationConfig
+from models.data.chat_template import ChatTemplate, UnrenderableError
 from models.data.conversations import Document, Message
-from models.data.loss_mask import without_thinking
-from models.data.samples import chat_template, text_prefix
+from models.data.rendering import render_turn
+from models.data.samples import text_prefix
+from models.data.thinking import CLOSED, OPENED, split_thinking
+
+_ANSWER, _THOUGHT = "\ue000", "\ue001"
+"""Placeholders: private-use characters, which no template changes."""
+
+
+@dataclass
+class Generated:
+    """Token ids of one or several turns, and which of them the target generated."""
+
+    ids: list[int]
+    mask: list[int]
+    """1 where generated."""
 
 
 @dataclass
@@ -19,10 +38,14 @@ class Dialogue:
 
     document: Document
     turns: list[Message] = field(default_factory=list)
+    samples: list[Generated] = field(default_factory=list)
+    """What was asked and generated: several where a later prompt does not continue the earlier tokens."""
     tokens: int = 0
     """Generated tokens so far."""
     cut: bool = False
     """Whether an answer reached the length limit."""
+    fault: str = ""
+    """Why the dialogue ended before its last turn; empty if it did not."""
 
     @property
     def asked(self) -> str:
@@ -33,6 +56,8 @@ class Dialogue:
 
     def advance(self) -> bool:
         """Go to the next answer to generate; False when there is none."""
+        if self.fault or (self.document.plain and self.samples):
+            return False
         given = self.document.messages
         while len(self.turns) < len(given) and not is_generated(given, len(self.turns)):
             self.turns.append(given[len(self.turns)])
@@ -41,6 +66,16 @@ class Dialogue:
     def so_far(self) -> Document:
         """The document up to here, with the target's answers."""
         return replace(self.document, messages=tuple(self.turns))
+
+    def add(self, prompt: Sequence[int], generated: Sequence[int]) -> None:
+        """Keep an answer's tokens, with those of the turns before it if its prompt continues them."""
+        last = self.samples[-1] if self.samples else Generated([], [])
+        if not last.ids or list(prompt[: len(last.ids)]) != last.ids:
+            last = Generated([], [])
+            self.samples.append(last)
+        last.mask += [0] * (len(prompt) - len(last.ids)) + [1] * len(generated)
+        last.ids = [*prompt, *generated]
+        self.tokens += len(generated)
 
 
 def is_generated(messages: Sequence[Message], turn: int) -> bool:
@@ -51,7 +86,7 @@ def is_generated(messages: Sequence[Message], turn: int) -> bool:
 
 def check_answerable(document: Document) -> None:
     """Raise Refusal for a document of tokens, which has no turns to answer."""
-    if document.tokens is not None:
+    if document.tokens and not document.messages:
         raise Refusal(
             f"{document.place}: tokens have no turns that the target could answer: give conversations or text, or "
             "leave data.regeneration out"
@@ -59,42 +94,119 @@ def check_answerable(document: Document) -> None:
 
 
 class Prompter:
-    """Turns dialogues into prompts, and continuations into answers, with the target's tokenizer."""
+    """Turns dialogues into prompts, and continuations into answers, with the target's tokenizer.
+
+    Args:
+        tokenizer: the target's.
+        template: None for plain text.
+        settings: of regeneration.
+        add_bos: `target.add_bos`.
+        max_tokens: prompts of as many tokens leave no room for an answer in a sample.
+        ends: tokens that end the target's answers.
+    """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, settings: RegenerationConfig, *, templated: bool, add_bos: bool
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: ChatTemplate | None,
+        settings: RegenerationConfig,
+        *,
+        add_bos: bool,
+        max_tokens: int | None = None,
+        ends: frozenset[int] = frozenset(),
     ):
         self._tokenizer: Any = tokenizer
-        self._settings, self._templated = settings, templated
-        if templated:
-            chat_template(tokenizer)
-        self._prefix = text_prefix(tokenizer, add_bos)
+        self._template, self._settings = template, settings
+        self._max_tokens, self._ends = max_tokens, ends
+        self._text_prefix = text_prefix(tokenizer, add_bos)
+        self._chat_prefix = [self._tokenizer.bos_token_id] if add_bos else []
+
+    def next(self, dialogue: Dialogue) -> list[int] | None:
+        """Token ids of the next prompt; None when the dialogue is over, perhaps by a fault."""
+        if not dialogue.advance():
+            return None
+        try:
+            prompt = self.prompt(dialogue.so_far())
+        except UnrenderableError as error:
+            dialogue.fault = str(error)
+            return None
+        if self._max_tokens is not None and len(prompt) >= self._max_tokens:
+            dialogue.fault = (
+                f"{dialogue.document.place}: a prompt of {len(prompt)} tokens leaves no room for an answer: raise "
+                f"data.max_tokens ({self._max_tokens}), or leave the conversation out"
+            )
+            return None
+        return prompt
 
     def prompt(self, document: Document) -> list[int]:
-        """Token ids that the target continues after the turns of `document`."""
+        """Token ids that the target continues after the turns of `document`.
+
+        Raises UnrenderableError: the template refuses the turns.
+        """
         if document.plain:
             ids = self._tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"]
-            return [*self._prefix, *ids[: self._settings.prompt_tokens]]
-        if not self._templated:
-            raise Refusal(
-                f"{document.place}: a conversation needs the target's chat template to be regenerated: set "
-                "data.chat_template=tokenizer, or give plain text"
-            )
-        turns = [message.as_dict() for message in document.messages]
-        tools = list(document.tools) or None
-        text = self._tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, add_generation_prompt=True)
+            return [*self._text_prefix, *ids[: self._settings.prompt_tokens]]
+        text = self._prompt_text(document)
         ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids if not self._prefix or ids[:1] == self._prefix else [*self._prefix, *ids]
+        return ids if ids[:1] == self._chat_prefix else [*self._chat_prefix, *ids]
 
     def answer(self, dialogue: Dialogue, prompt: list[int], tokens: list[int]) -> None:
         """Add the continuation of `prompt` to the dialogue."""
-        dialogue.tokens += len(tokens)
-        dialogue.cut |= len(tokens) >= self._settings.max_new_tokens
+        before = dialogue.so_far()
+        dialogue.add(prompt, tokens)
+        dialogue.cut |= len(tokens) >= self._settings.max_new_tokens and tokens[-1] not in self._ends
         if dialogue.document.plain:
             text = self._tokenizer.decode(prompt + tokens, skip_special_tokens=True)
             dialogue.turns = [replace(dialogue.document.messages[0], content=text)]
             return
-        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        if self._settings.thinking == "strip":
-            text = without_thinking(text)
-        dialogue.turns.append(Message("assistant", text.strip()))
+        dialogue.turns.append(self._message(before, self._tokenizer.decode(tokens, skip_special_tokens=False)))
+
+    def _prompt_text(self, document: Document) -> str:
+        if self._template is None:
+            raise Refusal(
+                f"{document.place}: a conversation needs the target's chat template to be regenerated: set "
+                "data.chat_template=tokenizer, or give plain text"
+            )
+        try:
+            return self._template.render([m.as_dict() for m in document.messages], document.tools, prompt=True)
+        except UnrenderableError as error:
+            raise UnrenderableError(f"{document.place}: {error}") from error
+
+    def _message(self, before: Document, text: str) -> Message:
+        """The message that a client gets for a generated text: reasoning and content, without the template's tags.
+
+        The template itself says how: it is rendered with placeholders, and the text is matched with the result.
+        """
+        assert self._template is not None
+        for end in self._template.ends:
+            text = text.removesuffix(end)
+        for message in (Message("assistant", _ANSWER, _THOUGHT), Message("assistant", _ANSWER)):
+            found = re.fullmatch(self._pattern(before, message), text, re.DOTALL)
+            if found is not None:
+                parts = found.groupdict(default="")
+                return Message("assistant", parts["answer"], parts.get("thought", "").strip())
+        if self._prompt_text(before).rstrip().endswith(OPENED) and CLOSED not in text:
+            return Message("assistant", "", text.strip())  # cut inside its reasoning
+        reasoning, answer = split_thinking(text)
+        return Message("assistant", answer, reasoning)
+
+    def _pattern(self, before: Document, message: Message) -> str:
+        """A pattern of generated texts, from the template's rendering of placeholders; it allows for a missing end."""
+        assert self._template is not None
+        document = replace(before, messages=(*before.messages, message))
+        try:
+            rendered = render_turn(self._template, document, len(before.messages))
+        except UnrenderableError:
+            return r"(?!)"  # matches nothing
+        (start, end), *_ = rendered.spans
+        head, _, tail = rendered.text[start:end].partition(_ANSWER)
+        if message.reasoning and _THOUGHT not in head:
+            return r"(?!)"
+        opening, _, middle = head.rpartition(_THOUGHT)
+        thought = rf"(?P<thought>.*?){_lenient(middle)}" if message.reasoning else _lenient(middle)
+        return rf"{_lenient(opening)}{thought}(?P<answer>.*?)(?:{_lenient(tail)})?"
+
+
+def _lenient(text: str) -> str:
+    """A pattern of `text` in which white space may differ."""
+    return r"\s*".join(map(re.escape, re.split(r"\s+", text)))

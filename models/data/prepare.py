@@ -22,16 +22,19 @@ from infra.settings import cache_folder
 from models.config.data import DataConfig
 from models.config.recipe import RunConfig, read_config
 from models.data.benchmark_prompts import BenchmarkPrompts, read_excluded_prompts
+from models.data.chat_template import NONE, open_chat_template
 from models.data.conversations import read_documents, source_hash, source_revision
 from models.data.prompts import heldout_prompts, suite_address
 from models.data.sample_set import SampleSet, read_manifest, write_sample_set
-from models.data.samples import SampleEncoder, Splits, divide, template_hash
+from models.data.samples import SHOWN_REFUSALS, SampleEncoder, Splits, divide
 from models.progress_bars import counting
 
-FORMAT = 2
+FORMAT = 3
 """Increment when the same input gives other samples."""
 
 BINS = 24
+REFUSED = "refused.txt"
+"""Lists all conversations that the chat template cannot render, in the folder of the samples."""
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja")
 
 
@@ -42,7 +45,9 @@ def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> 
     """
     content = source_hash(config.source)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target.path)
-    template = "none" if config.chat_template == "none" else template_hash(tokenizer)
+    ends = frozenset(target.eos_ids)
+    chat = open_chat_template(tokenizer, config.chat_template, config.template_arguments)
+    template = NONE if chat is None else chat.hash
     made_by = tokenizer_hash(Path(target.path))
     key = _hash(
         FORMAT,
@@ -50,8 +55,9 @@ def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> 
         template,
         made_by,
         target.vocab_size,
+        sorted(ends),
         add_bos,
-        config.model_dump(exclude={"source", "exclude"}),
+        config.model_dump(exclude={"source", "exclude", "chat_template", "template_arguments"}),
         sorted({source_hash(source) for source in config.exclude}),
     )
     folder = cache_folder() / "samples" / key[:32]
@@ -60,11 +66,13 @@ def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> 
         encoder = SampleEncoder(
             tokenizer, config, add_bos,
             excluded=BenchmarkPrompts(read_excluded_prompts(config.exclude)),
-            tokenizer_hash=made_by, vocabulary=target.vocab_size,
+            tokenizer_hash=made_by, vocabulary=target.vocab_size, ends=ends,
         )  # fmt: skip
         samples = encoder.encode(counting(read_documents(config.source), "tokenizing"))
         splits = divide(samples, config, encoder.counts)
         record = _record(splits, encoder, template, content)
+        if refusals := encoder.counts.refusals:
+            write_atomically(aside / REFUSED, "\n".join(refusals) + "\n")
         write_sample_set(aside, splits, record)
 
     build_once(folder, build)
@@ -104,7 +112,9 @@ def _record(splits: Splits, encoder: SampleEncoder, template: str, content: str)
         train_tokens=int(lengths.sum()),
         longest=int(lengths.max()),
         supervised_share=int(supervised.sum()) / int(lengths.sum()),
-        **{name: value for name, value in vars(encoder.counts).items() if name != "documents"},
+        **{name: value for name, value in vars(encoder.counts).items() if name not in ("documents", "refusals")},
+        refused=len(encoder.counts.refusals),
+        refusals=tuple(encoder.counts.refusals[:SHOWN_REFUSALS]),
         compared_prompts=len(encoder.excluded),
         thinking=sum(sample.thinking for sample in train),
         lengths=histogram(lengths),
@@ -135,10 +145,16 @@ def summary(record: SamplesRecord) -> str:
         f"with one of {record.compared_prompts} benchmark prompts left out": record.benchmark_prompts,
     }
     notes = "".join(f", {count} {what}" for what, count in left_out.items() if count)
+    if record.reasoning_dropped:
+        notes += (
+            f"; {record.reasoning_dropped} learned without their reasoning, for which the chat template has no place"
+        )
+    more = f"\n  all of them: {Path(record.path) / REFUSED}" if record.refused > len(record.refusals) else ""
     return (
         f"samples: {record.train_samples} to train on ({record.train_tokens} tokens, longest {record.longest}, "
         f"{record.supervised_share:.1%} supervised), {record.heldout_samples} held out{notes}"
         + "".join(f"\n  left out: {refusal}" for refusal in record.refusals)
+        + more
     )
 
 

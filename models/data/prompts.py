@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,15 +13,17 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
 from models.config.benchmark import BenchmarkConfig
-from models.config.data import DataConfig, RegenerationConfig
+from models.config.data import DataConfig, RegenerationConfig, TemplateArgument
 from models.config.recipe import RunConfig
+from models.data.chat_template import NONE, OWN, open_chat_template
 from models.data.conversations import Document, Message, read_documents, read_records, source_hash
 from models.data.dialogue import Prompter
 from models.data.reading import converted, whole
 from models.data.sample_set import SampleSet
-from models.data.samples import SampleEncoder, template_hash
+from models.data.samples import SampleEncoder
 
-Template = Literal["auto", "tokenizer", "none"]
+AUTO = "auto"
+"""A chat template for conversations if the tokenizer has one, none for text."""
 LEAST_TOKENS = 2
 SAMPLES_PER_PROMPT = 4
 """Samples read per prompt: some give none, or one that was seen before."""
@@ -138,7 +140,15 @@ def _category(place: str, record: Mapping[str, Any], suite: SuiteFormat) -> str 
 
 
 def question_prompts(
-    source: str, suite: SuiteFormat, target: Path, *, count: int, prompt_tokens: int, templated: bool, add_bos: bool
+    source: str,
+    suite: SuiteFormat,
+    target: Path,
+    *,
+    count: int,
+    prompt_tokens: int,
+    chat_template: str,
+    template_arguments: Mapping[str, TemplateArgument] | None = None,
+    add_bos: bool,
 ) -> SuitePrompts:
     """At most `count` different prompts, spread evenly over the categories.
 
@@ -148,16 +158,16 @@ def question_prompts(
     Raises Refusal: an unreadable source, no chat template, or fewer than two prompts.
     """
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target)
+    template = open_chat_template(tokenizer, chat_template, template_arguments)
     # One token more than is kept shows which plain texts are too long.
-    prompter = Prompter(
-        tokenizer, RegenerationConfig(prompt_tokens=prompt_tokens + 1), templated=templated, add_bos=add_bos
-    )
+    settings = RegenerationConfig(prompt_tokens=prompt_tokens + 1)
+    prompter = Prompter(tokenizer, template, settings, add_bos=add_bos)
     questions = list(read_questions(source, suite))
     prompts: dict[tuple[int, ...], Question] = {}
     too_long = 0
     for question in _round_robin(questions):
-        message = Message("user" if templated else "text", question.text)
-        prompt = prompter.prompt(Document(question.place, (message,), plain=not templated))
+        message = Message("text" if template is None else "user", question.text)
+        prompt = prompter.prompt(Document(question.place, (message,), plain=template is None))
         if len(prompt) > prompt_tokens:
             too_long += 1
         elif len(prompt) > 1:
@@ -170,11 +180,10 @@ def question_prompts(
             "longest prompt, or give another suite"
         )
     categories = tuple(question.category or "" for question in prompts.values())
-    template = template_hash(tokenizer) if templated else "none"
-    content = source_hash(suite_address(source))
+    content, rendered_by = source_hash(suite_address(source)), NONE if template is None else template.hash
     # The only category of a suite would repeat the suite's own figure.
     several = len(set(categories)) > 1
-    return SuitePrompts(list(map(list, prompts)), categories if several else (), content, template, too_long)
+    return SuitePrompts(list(map(list, prompts)), categories if several else (), content, rendered_by, too_long)
 
 
 def _round_robin(questions: Iterable[Question]) -> Iterator[Question]:
@@ -194,43 +203,63 @@ def heldout_prompts(samples: SampleSet, config: BenchmarkConfig) -> list[list[in
 
 def suite_prompts(config: RunConfig, target: TargetRecord, name: str) -> SuitePrompts:
     """The prompts of one of `promotion.suites`. Raises Refusal if there are too few."""
-    promotion, add_bos = config.promotion, config.target.add_bos
+    promotion, data, add_bos = config.promotion, config.data, config.target.add_bos
     source = promotion.suites[name]
     try:
         suite = find_suite_format(name, source)
         if suite is None:
-            prompts, template = read_prompts(source, target, config.benchmark, "auto", add_bos)
-            return SuitePrompts(prompts, (), source_hash(source), template)
+            own = data.chat_template in (NONE, OWN) or next(read_documents(source)).plain
+            template = AUTO if own else data.chat_template
+            prompts, rendered_by = read_prompts(
+                source, target, config.benchmark, template, add_bos, data.template_arguments
+            )
+            return SuitePrompts(prompts, (), source_hash(source), rendered_by)
         return question_prompts(
             source,
             suite,
             Path(target.path),
             count=promotion.suite_prompts,
             prompt_tokens=promotion.suite_prompt_tokens,
-            templated=config.data.chat_template == "tokenizer",
+            chat_template=data.chat_template,
+            template_arguments=data.template_arguments,
             add_bos=add_bos,
         )
     except Refusal as error:
         raise Refusal(f"promotion.suites.{name}: {error}") from error
 
 
+def choose_template(tokenizer: PreTrainedTokenizerBase, name: str, *, plain: bool) -> str:
+    """The value of `data.chat_template` that `auto` stands for; any other name is its own."""
+    if name != AUTO:
+        return name
+    return NONE if plain or not tokenizer.chat_template else OWN
+
+
 def read_prompts(
-    source: str, target: TargetRecord, config: BenchmarkConfig, template: Template, bos: bool
+    source: str,
+    target: TargetRecord,
+    config: BenchmarkConfig,
+    chat_template: str,
+    add_bos: bool,
+    template_arguments: Mapping[str, TemplateArgument] | None = None,
 ) -> tuple[list[list[int]], str]:
     """Prompts from a file, and the hash of the chat template (`none` for plain text)."""
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target.path)
-    if template == "auto":
-        plain = next(read_documents(source)).plain
-        template = "none" if plain or not tokenizer.chat_template else "tokenizer"
-    data = DataConfig(source=source, chat_template=template, max_tokens=max(1024, 4 * config.prompt_tokens))
-    encoder = SampleEncoder(tokenizer, data, bos)
+    name = choose_template(tokenizer, chat_template, plain=next(read_documents(source)).plain)
+    data = DataConfig(
+        source=source,
+        chat_template=name,
+        template_arguments=dict(template_arguments or {}) if name != NONE else {},
+        max_tokens=max(1024, 4 * config.prompt_tokens),
+    )
+    encoder = SampleEncoder(tokenizer, data, add_bos, ends=frozenset(target.eos_ids))
     samples = islice(encoder.encode(read_documents(source)), SAMPLES_PER_PROMPT * config.prompts)
     prompts = take_prompts(
         ((torch.from_numpy(s.tokens).long(), torch.from_numpy(s.loss_mask)) for s in samples),
         config.prompts,
         config.prompt_tokens,
     )
-    return prompts, "none" if template == "none" else template_hash(tokenizer)
+    return prompts, NONE if encoder.template is None else encoder.template.hash
 
 
 def take_prompts(samples: Iterable[tuple[Tensor, Tensor]], count: int, prompt_tokens: int) -> list[list[int]]:

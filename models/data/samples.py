@@ -1,7 +1,6 @@
 """Builds samples from documents: tokens, loss mask, length limits, and the held-out split."""
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
@@ -14,12 +13,14 @@ from transformers import PreTrainedTokenizerBase
 from infra.refusal import Refusal
 from models.config.data import DataConfig
 from models.data.benchmark_prompts import BenchmarkPrompts
+from models.data.chat_template import UnrenderableError, open_chat_template
 from models.data.conversations import Document
-from models.data.loss_mask import UnrenderableError, thinks, tokenize_conversation, without_thinking
+from models.data.loss_mask import MaskedTokens, mask_generated, runs_of, tokenize_conversation
+from models.data.thinking import without_thinking
 
 ENCODE_BATCH_DOCUMENTS = 256
 SHOWN_REFUSALS = 3
-"""Conversations that the chat template refuses whose reasons are reported."""
+"""Conversations that the chat template refuses whose reasons a message repeats."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,9 @@ class EncodedSample:
     document: str
     """Content hash of the document."""
     turns: int = 0
-    """Assistant turns of the document."""
+    """Answers of a conversation in the mask."""
     thinking: bool = False
-    """Whether the document holds reasoning."""
+    """Whether these answers show reasoning, in the mask or not."""
 
     @property
     def id(self) -> str:
@@ -56,10 +57,10 @@ class PreparationCounts:
     split: int = 0
     unusable: int = 0
     """Left out because nothing in them is supervised."""
-    refused: int = 0
-    """Left out because the chat template cannot render them."""
     refusals: list[str] = field(default_factory=list)
-    """Places and reasons of the first ones."""
+    """Place and reason of each conversation that was left out because the chat template cannot render it."""
+    reasoning_dropped: int = 0
+    """Conversations with reasoning that the chat template has no place for."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class Splits:
 class SampleEncoder:
     """Turns documents into samples and counts what it leaves out.
 
-    Raises Refusal: the tokenizer lacks the chat template or beginning-of-text token that the recipe asks for.
+    Raises Refusal: the tokenizer lacks the beginning-of-text token that the recipe asks for, or the chat template
+    cannot be used.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -86,14 +88,18 @@ class SampleEncoder:
     """Expected hash of records that hold tokens."""
     vocabulary: int | None = None
     """Size of the target's vocabulary; default: the tokenizer's."""
+    ends: frozenset[int] = frozenset()
+    """Tokens that end the target's answers."""
 
     def __post_init__(self) -> None:
         bos: Any = self.tokenizer.bos_token_id
         if self.add_bos and bos is None:
             raise Refusal("target.add_bos is set, but the tokenizer has no beginning-of-text token: set it to false")
         self._text_prefix = text_prefix(self.tokenizer, self.add_bos)
-        self._template = None if self.config.chat_template == "none" else chat_template(self.tokenizer)
-        if self._template is not None and self.config.overlong == "split":
+        self.template = open_chat_template(
+            self.tokenizer, self.config.chat_template, self.config.template_arguments, self.ends
+        )
+        if self.template is not None and self.config.overlong == "split":
             raise Refusal(
                 "data.overlong=split cuts plain text only: with a chat template use truncate or drop, or set "
                 "data.chat_template=none"
@@ -103,30 +109,20 @@ class SampleEncoder:
         """Samples of all documents in order, without duplicates and documents that contain a benchmark prompt."""
         fresh = self._fresh(documents)
         while batch := list(islice(fresh, ENCODE_BATCH_DOCUMENTS)):
-            if self._template is None and batch[0].tokens is None:
+            if self.template is None and not batch[0].tokens:
                 yield from self._plain(batch)
                 continue
             for document in batch:
-                yield from self._tokens(document) if self._template is None else self._conversation(document)
-        self._check_refused()
-
-    def _check_refused(self) -> None:
-        """Many refused conversations are a sign of the wrong template or of wrong roles."""
-        refused, documents, most = self.counts.refused, self.counts.documents, self.config.max_refused_share
-        if refused and refused > most * documents:
-            first = "\n  ".join(self.counts.refusals)
-            raise Refusal(
-                f"the chat template refuses {refused} of {documents} conversations, more than data.max_refused_share="
-                f"{most:g} allows; correct them, or raise it. The first:\n  {first}"
-            )
+                yield from self._tokens(document) if document.tokens else self._conversation(document)
+        check_refused(self.counts.refusals, self.counts.documents, self.config)
 
     def _fresh(self, documents: Iterable[Document]) -> Iterator[Document]:
         seen: set[str] = set()
         tokens: bool | None = None
         for document in documents:
             if tokens is None:
-                tokens = document.tokens is not None
-            elif tokens != (document.tokens is not None):
+                tokens = bool(document.tokens)
+            elif tokens != bool(document.tokens):
                 raise Refusal(f"{document.place}: some records hold tokens, others text: make two sources of them")
             self.counts.documents += 1
             if document.wording_hash in seen:
@@ -136,15 +132,16 @@ class SampleEncoder:
             if self.excluded.occur_in(self._texts(document)):
                 self.counts.benchmark_prompts += 1
                 continue
-            shown = _without_thinking(document) if self.config.thinking == "strip" else document
+            strip = self.config.thinking == "strip" and not document.tokens
+            shown = _without_thinking(document) if strip else document
             if shown is None:
                 self.counts.unusable += 1
                 continue
             yield shown
 
     def _texts(self, document: Document) -> list[str]:
-        if document.tokens is not None:
-            return [str(self.tokenizer.decode(document.tokens.ids.tolist()))] if len(self.excluded) else []
+        if not document.messages:
+            return [str(self.tokenizer.decode(part.ids.tolist())) for part in document.tokens if len(self.excluded)]
         return [message.content for message in document.messages]
 
     def _plain(self, batch: Sequence[Document]) -> Iterator[EncodedSample]:
@@ -153,50 +150,61 @@ class SampleEncoder:
         encoded: Any = self.tokenizer(texts, add_special_tokens=False, verbose=False)
         for document, ids in zip(batch, encoded["input_ids"], strict=True):
             tokens = np.array(ids, dtype=np.int32)
-            yield from self._limited(document, self._text_prefix, tokens, np.ones(len(tokens), dtype=bool))
+            everything = np.ones(len(tokens), dtype=bool)
+            yield from self._limited(document, self._text_prefix, MaskedTokens(tokens, everything))
 
     def _tokens(self, document: Document) -> Iterator[EncodedSample]:
-        tokens, place = document.tokens, document.place
-        assert tokens is not None
-        known = self.vocabulary or len(self.tokenizer)
-        if len(tokens.ids) and int(tokens.ids.max()) >= known:
+        """Samples of tokens, which a user or the target made."""
+        place, known = document.place, self.vocabulary or len(self.tokenizer)
+        if self.template is not None and not document.messages:
             raise Refusal(
-                f"{place}: token {int(tokens.ids.max())}, but the target knows {known}: another tokenizer made these "
-                "input_ids; give the text, or tokens of the target's own tokenizer"
+                f"{place}: tokens have no turns for a chat template: set data.chat_template=none, or give conversations"
             )
-        if tokens.tokenizer_hash not in (None, self.tokenizer_hash):
+        if self.config.thinking == "strip" and not document.plain:
             raise Refusal(
-                f"{place}: made with the tokenizer {tokens.tokenizer_hash:.16}, the target's is "
-                f"{self.tokenizer_hash or 'unknown':.16}: tokenize with the target's own, or give the text"
+                f"{place}: data.thinking=strip would change what the target generated: set it to keep or mask"
             )
-        mask = last_run(tokens.loss_mask) if self.config.turns == "last" else tokens.loss_mask
-        yield from self._limited(document, [], tokens.ids, mask)
+        for tokens in document.tokens if self.config.turns == "all" else document.tokens[-1:]:
+            if len(tokens.ids) and int(tokens.ids.max()) >= known:
+                raise Refusal(
+                    f"{place}: token {int(tokens.ids.max())}, but the target knows {known}: another tokenizer made "
+                    "these input_ids; give the text, or tokens of the target's own tokenizer"
+                )
+            if tokens.tokenizer_hash not in (None, self.tokenizer_hash):
+                raise Refusal(
+                    f"{place}: made with the tokenizer {tokens.tokenizer_hash:.16}, the target's is "
+                    f"{self.tokenizer_hash or 'unknown':.16}: tokenize with the target's own, or give the text"
+                )
+            mask = last_run(tokens.loss_mask) if self.config.turns == "last" else tokens.loss_mask
+            masked = MaskedTokens(tokens.ids, mask)
+            if not document.plain:
+                mask_thinking = self.config.thinking == "mask"
+                masked = mask_generated(self.tokenizer, masked, document, mask_thinking=mask_thinking)
+            yield from self._limited(document, [], masked)
 
     def _conversation(self, document: Document) -> Iterator[EncodedSample]:
         if document.plain:
-            what = "plain text has" if document.tokens is None else "tokens have"
             raise Refusal(
-                f"{document.place}: {what} no turns for a chat template: set data.chat_template=none, or give "
+                f"{document.place}: plain text has no turns for a chat template: set data.chat_template=none, or give "
                 "conversations"
             )
-        assert self._template is not None
+        assert self.template is not None
         turns, mask_thinking = self.config.turns, self.config.thinking == "mask"
         try:
-            ids, mask = tokenize_conversation(
-                self.tokenizer, document, self._template, turns, mask_thinking=mask_thinking
-            )
+            parts = tokenize_conversation(self.template, document, turns, mask_thinking=mask_thinking)
         except UnrenderableError as error:
-            self.counts.refused += 1
-            if len(self.counts.refusals) < SHOWN_REFUSALS:
-                self.counts.refusals.append(str(error))
+            self.counts.refusals.append(str(error))
             return
+        if not parts:
+            self.counts.unusable += 1
+        self.counts.reasoning_dropped += any(part.reasoning_dropped for part in parts)
         bos: Any = self.tokenizer.bos_token_id
-        prefix = [bos] if self.add_bos and ids[:1] != [bos] else []
-        yield from self._limited(document, prefix, np.array(ids, dtype=np.int32), mask)
+        for part in parts:
+            prefix = [bos] if self.add_bos and part.ids[:1].tolist() != [bos] else []
+            yield from self._limited(document, prefix, part)
 
-    def _limited(
-        self, document: Document, prefix: list[int], tokens: NDArray[np.int32], mask: NDArray[np.bool_]
-    ) -> Iterator[EncodedSample]:
+    def _limited(self, document: Document, prefix: list[int], masked: MaskedTokens) -> Iterator[EncodedSample]:
+        tokens, mask = masked.ids, masked.mask
         room, overlong = self.config.max_tokens - len(prefix), None
         if len(tokens) > room:
             overlong = self.config.overlong
@@ -211,20 +219,30 @@ class SampleEncoder:
             pieces = even_pieces(len(tokens), room)
         head = np.array(prefix, dtype=np.int32)
         unsupervised = np.zeros(len(prefix), dtype=bool)
-        answers = [message for message in document.messages if message.role == "assistant"]
         for piece in pieces:
             sample = EncodedSample(
                 np.concatenate([head, tokens[piece]]),
                 np.concatenate([unsupervised, mask[piece]]),
                 document.content_hash,
-                turns=len(answers),
-                thinking=any(message.reasoning or thinks(message.content) for message in answers),
+                turns=masked.turns,
+                thinking=masked.thinking,
             )
             # The first token has no context from which a draft could predict it.
             if sample.loss_mask[1:].any():
                 yield sample
             else:
                 self.counts.unusable += 1
+
+
+def check_refused(refusals: Sequence[str], documents: int, config: DataConfig) -> None:
+    """Raise Refusal for many conversations that the chat template refuses: a sign of wrong roles or the wrong one."""
+    if refusals and len(refusals) > config.max_refused_share * documents:
+        first = "\n  ".join(refusals[:SHOWN_REFUSALS])
+        raise Refusal(
+            f"the chat template cannot render {len(refusals)} of {documents} conversations, more than "
+            f"data.max_refused_share={config.max_refused_share:g} allows: correct them, or raise it. "
+            f"The first:\n  {first}"
+        )
 
 
 def _without_thinking(document: Document) -> Document | None:
@@ -242,26 +260,10 @@ def _without_thinking(document: Document) -> Document | None:
 
 def last_run(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """`[T]` bool: the last run of True in `mask`."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
     last = np.zeros(len(mask), dtype=bool)
-    if len(edges):
-        last[edges[-2] : edges[-1]] = True
+    for start, end in runs_of(mask)[-1:]:
+        last[start:end] = True
     return last
-
-
-def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The tokenizer's own chat template; raises Refusal when it has none."""
-    if not tokenizer.chat_template:
-        raise Refusal(
-            f"the tokenizer in {tokenizer.name_or_path} has no chat template: set data.chat_template=none for plain "
-            "text, or put chat_template.jinja into the target's folder"
-        )
-    return tokenizer.get_chat_template()
-
-
-def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of the tokenizer's chat template; raises Refusal when it has none."""
-    return hashlib.sha256(json.dumps([chat_template(tokenizer)]).encode()).hexdigest()
 
 
 def text_prefix(tokenizer: Any, add_bos: bool) -> list[int]:

@@ -10,7 +10,7 @@ from threading import Lock
 from typing import Any, Protocol
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from infra.pools.gpus import read_gpus
 from infra.processes.process import Owner
@@ -22,12 +22,13 @@ from infra.sglang.config import SGLangConfig, decoding_requests
 from infra.sglang.server import SGLangServer
 from models.config.data import PLAIN_BATCH, RegenerationConfig
 from models.config.recipe import RunConfig
+from models.data.chat_template import open_chat_template
 from models.data.dialogue import Dialogue, Prompter
 from models.decoding.plain import continue_batch
 from models.devices import compute_device
 from models.dtypes import DTYPES
 from models.run import RunWithTarget
-from models.targets.model import TargetModel, eos_ids
+from models.targets.model import TargetModel
 
 SLOWEST_TOKEN_S = 0.25
 """An answer arrives whole, so that a request waits for all of its tokens, beside those of all other requests."""
@@ -37,7 +38,7 @@ class TextEngine(Protocol):
     """Answers dialogues with the target and the recipe's sampling settings."""
 
     def finished(self, dialogues: Iterator[Dialogue]) -> Iterator[Dialogue]:
-        """Answer all turns of all dialogues; yields each dialogue when it is finished, in any order."""
+        """Answer all turns of all dialogues; yields each when it is over, in any order, perhaps with a fault."""
         ...
 
     def close(self) -> None:
@@ -51,21 +52,24 @@ class PlainTextEngine:
     def __init__(self, run: RunWithTarget):
         path, config = Path(run.target.path), run.config
         dtype = DTYPES[config.generator.compute_dtype]
-        self._settings, self._prompter = regeneration_settings(run), _prompter(run)
+        self._settings, self._prompter = regeneration_settings(run), recipe_prompter(run)
         self._target = TargetModel.load(path, config.target.aux_layer_ids, dtype, compute_device())
-        self._ends = eos_ids(path)
+        self._ends = frozenset(run.target.eos_ids)
         self._random = torch.Generator(self._target.device).manual_seed(config.seed)
 
     def finished(self, dialogues: Iterator[Dialogue]) -> Iterator[Dialogue]:
         active: list[Dialogue] = []
         while True:
-            active += [dialogue for dialogue in islice(dialogues, PLAIN_BATCH - len(active)) if dialogue.advance()]
+            active += islice(dialogues, PLAIN_BATCH - len(active))
             if not active:
                 return
-            prompts = [self._prompter.prompt(dialogue.so_far()) for dialogue in active]
+            prompts = [self._prompter.next(dialogue) for dialogue in active]
+            asked = [(dialogue, prompt) for dialogue, prompt in zip(active, prompts, strict=True) if prompt is not None]
+            yield from (dialogue for dialogue, prompt in zip(active, prompts, strict=True) if prompt is None)
+            active = [dialogue for dialogue, _ in asked]
             answers = continue_batch(
                 self._target,
-                prompts,
+                [prompt for _, prompt in asked],
                 self._settings.max_new_tokens,
                 self._settings.temperature,
                 self._ends,
@@ -73,14 +77,8 @@ class PlainTextEngine:
                 top_p=self._settings.top_p,
                 batch_size=PLAIN_BATCH,
             )
-            unfinished = []
-            for dialogue, prompt, tokens in zip(active, prompts, answers, strict=True):
+            for (dialogue, prompt), tokens in zip(asked, answers, strict=True):
                 self._prompter.answer(dialogue, prompt, tokens)
-                if dialogue.document.plain or not dialogue.advance():
-                    yield dialogue
-                else:
-                    unfinished.append(dialogue)
-            active = unfinished
 
     def close(self) -> None:
         """Nothing to stop."""
@@ -129,12 +127,12 @@ class SGLangTextEngine:
         )
         timeout_s = config.sglang.request_timeout_s + settings.max_new_tokens * SLOWEST_TOKEN_S
         self._client = SGLangClient(self._server, timeout_s)
-        self._prompter, self._tokenizing = _prompter(run), Lock()
+        self._prompter, self._tokenizing = recipe_prompter(run), Lock()
         self._sampling: dict[str, Any] = {
             "temperature": settings.temperature,
             "top_p": settings.top_p,
             "max_new_tokens": settings.max_new_tokens,
-            "stop_token_ids": sorted(eos_ids(path)),
+            "stop_token_ids": list(run.target.eos_ids),
         }
 
     def finished(self, dialogues: Iterator[Dialogue]) -> Iterator[Dialogue]:
@@ -158,16 +156,15 @@ class SGLangTextEngine:
             threads.shutdown()
 
     def _finish(self, dialogue: Dialogue) -> Dialogue:
-        while dialogue.advance():
+        while True:
             # A tokenizer changes its own settings while it works.
             with self._tokenizing:
-                prompt = self._prompter.prompt(dialogue.so_far())
+                prompt = self._prompter.next(dialogue)
+            if prompt is None:
+                return dialogue
             tokens = self._client.generate(prompt, self._sampling).tokens
             with self._tokenizing:
                 self._prompter.answer(dialogue, prompt, tokens)
-            if dialogue.document.plain:
-                break
-        return dialogue
 
     def close(self) -> None:
         self._server.stop()
@@ -183,12 +180,18 @@ def _leased_bytes() -> list[int]:
     return [known.get(name, min(known.values())) for name in names]
 
 
-def _prompter(run: RunWithTarget) -> Prompter:
+def recipe_prompter(run: RunWithTarget) -> Prompter:
+    """What makes the run's prompts. Raises Refusal for a chat template that cannot be used."""
+    data, path = run.config.data, Path(run.target.path)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+    ends = frozenset(run.target.eos_ids)
     return Prompter(
-        AutoTokenizer.from_pretrained(run.target.path),
+        tokenizer,
+        open_chat_template(tokenizer, data.chat_template, data.template_arguments, ends),
         regeneration_settings(run),
-        templated=run.config.data.chat_template == "tokenizer",
         add_bos=run.config.target.add_bos,
+        max_tokens=data.max_tokens,
+        ends=ends,
     )
 
 

@@ -1,7 +1,8 @@
 """`python -m models.regeneration.regenerate RUN`: lets the target answer the recipe's prompts.
 
-Writes RUN/regenerated.json. The text is in the cache under the hash of its inputs. Answers are appended to a file as
-they are generated, so that another process can resume after a crash.
+Writes RUN/regenerated.json. The answers, as text and as the token ids that the engine read and emitted, are in the
+cache under the hash of their inputs. They are appended to a file as they are generated, so that another process can
+resume after a crash.
 """
 
 import argparse
@@ -12,6 +13,8 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
 from infra.files.atomic import sync_folder, write_atomically
 from infra.files.lines import as_line, read_objects, write_objects
 from infra.files.locks import LockHeldError, hold
@@ -21,14 +24,19 @@ from infra.records.data_path import RegeneratedRecord, TargetRecord
 from infra.refusal import Refusal
 from infra.settings import cache_folder
 from models.config.recipe import read_config
-from models.data.conversations import Document, read_documents, source_hash, source_revision
+from models.data.chat_template import NONE, open_chat_template
+from models.data.conversations import read_documents, source_hash, source_revision
 from models.data.dialogue import Dialogue, check_answerable
+from models.data.prepare import tokenizer_hash
+from models.data.samples import SHOWN_REFUSALS, check_refused
 from models.progress_bars import bars
 from models.regeneration.engines import regeneration_settings, start_text_engine
 from models.run import RunWithTarget
 
-FORMAT = 2
+FORMAT = 3
 """Increment when the same input gives other prompts."""
+REFUSED = ".refused.jsonl"
+"""Suffix of the list of dialogues that ended early or before their first answer, with the reasons."""
 LOCK_WAIT_S = 24 * 3600.0  # another run may be regenerating the same text
 SYNC_S = 1.0
 """Seconds of answers that a power failure may cost; a killed process loses none that is finished."""
@@ -40,22 +48,31 @@ def regenerate(run: RunWithTarget) -> RegeneratedRecord:
     file = cache_folder() / "regenerated" / f"{_key(run)}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
     dialogues = _distinct(run)
-    if not file.is_file():
+    refused = file.with_suffix(REFUSED)
+
+    def is_there() -> bool:
+        return file.is_file() and refused.is_file()
+
+    if not is_there():
         try:
             with hold(file.with_suffix(".lock"), wait_s=LOCK_WAIT_S):
-                if not file.is_file():
+                if not is_there():
                     _answer_all(run, list(dialogues.values()), file)
         except LockHeldError as error:
             raise Refusal(f"another process has been regenerating {file} for a day: stop it") from error
-    else:
-        os.utime(file)  # clean-up removes files that are not used
+    for path in (file, refused):
+        os.utime(path)  # clean-up removes files that are not used
     lines = [json.loads(line) for line in file.read_text().splitlines()]
+    refusals = [json.loads(line)["fault"] for line in refused.read_text().splitlines()]
+    check_refused(refusals, len(dialogues), run.config.data)
     return RegeneratedRecord(
         path=str(file),
         documents=len(lines),
         duplicates=sum(1 for _ in read_documents(run.config.data.source)) - len(dialogues),
         tokens=sum(line["tokens"] for line in lines),
         cut=sum(line["cut"] for line in lines),
+        refused=len(refusals),
+        refusals=tuple(refusals[:SHOWN_REFUSALS]),
         engine=run.config.generator.engine,
         settings=regeneration_settings(run).model_dump(mode="json"),
         wall_s=time.monotonic() - begun,
@@ -66,12 +83,16 @@ def regenerate(run: RunWithTarget) -> RegeneratedRecord:
 def _key(run: RunWithTarget) -> str:
     """Hash of all inputs of the answers."""
     config = run.config
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(run.target.path)
+    template = open_chat_template(tokenizer, config.data.chat_template, config.data.template_arguments)
     parts = [
         FORMAT,
         source_hash(config.data.source),
         run.target.revision,
         regeneration_settings(run).model_dump(mode="json"),
-        config.data.chat_template,
+        tokenizer_hash(Path(run.target.path)),
+        NONE if template is None else template.hash,
+        config.data.max_tokens,
         config.target.add_bos,
         config.generator.engine,
         config.generator.compute_dtype,
@@ -103,25 +124,34 @@ def _answer_all(run: RunWithTarget, dialogues: list[Dialogue], file: Path) -> No
     with closing(start_text_engine(run)) as engine, part.open("a") as written, bars() as bar:
         advance, synced = bar("regenerated documents", len(unanswered)), time.monotonic()
         for dialogue in engine.finished(iter(unanswered)):
-            answer = {"asked": dialogue.asked, "tokens": dialogue.tokens, "cut": dialogue.cut}
-            done[dialogue.asked] = as_line(answer | _as_record(dialogue.so_far()))
+            done[dialogue.asked] = as_line(_as_record(dialogue))
             written.write(done[dialogue.asked])
             written.flush()
             if time.monotonic() - synced > SYNC_S:
                 os.fsync(written.fileno())
                 synced = time.monotonic()
             advance(1)
-    write_atomically(file, "".join(done[dialogue.asked] for dialogue in dialogues))
+    lines = [done[dialogue.asked] for dialogue in dialogues]
+    records = [json.loads(line) for line in lines]
+    faults = (as_line({"fault": record["fault"]}) for record in records if record["fault"])
+    write_atomically(file.with_suffix(REFUSED), "".join(faults))
+    answered = (line for line, record in zip(lines, records, strict=True) if record["generated"])
+    write_atomically(file, "".join(answered))
     part.unlink()
     sync_folder(file.parent)
 
 
-def _as_record(document: Document) -> dict[str, object]:
-    """The record from which `read_documents` reads the document."""
+def _as_record(dialogue: Dialogue) -> dict[str, object]:
+    """The record from which `read_documents` reads the document with its tokens."""
+    document = dialogue.so_far()
     if document.plain:
-        return {"text": document.text}
-    tools = {"tools": [dict(tool) for tool in document.tools]} if document.tools else {}
-    return {"messages": [message.as_dict() for message in document.messages], **tools}
+        record: dict[str, object] = {"text": document.text}
+    else:
+        tools = {"tools": [dict(tool) for tool in document.tools]} if document.tools else {}
+        record = {"messages": [message.as_dict() for message in document.messages], **tools}
+    generated = [{"input_ids": sample.ids, "loss_mask": sample.mask} for sample in dialogue.samples]
+    counts = {"asked": dialogue.asked, "tokens": dialogue.tokens, "cut": dialogue.cut, "fault": dialogue.fault}
+    return counts | record | {"generated": generated}
 
 
 def main() -> None:

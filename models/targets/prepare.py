@@ -21,6 +21,7 @@ from models.config.recipe import check_layers, read_config
 from models.config.target import TargetConfig
 from models.data.hub import model_folder
 from models.targets.architecture import decoder_of, model_class, read_model_config
+from models.targets.model import eos_ids
 from models.targets.quantization import read_quantization
 from models.targets.tiny import trained_tiny
 from models.targets.weights import find_target_head, tensor_files
@@ -58,6 +59,7 @@ def prepare_target(config: TargetConfig) -> TargetRecord:
         num_layers=text.num_hidden_layers,
         vocab_size=text.vocab_size,
         licence=config.licence,
+        eos_ids=tuple(sorted(eos_ids(folder))),
         quantization=read_quantization(folder),
     )
 

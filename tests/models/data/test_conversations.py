@@ -187,7 +187,22 @@ def test_words_are_the_same_whatever_their_case_and_space() -> None:
 def test_tokens(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", '{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1], "tokenizer_hash": "abc"}')
     (document,) = read_documents(source)
-    assert document.tokens is not None
-    assert document.tokens.ids.tolist() == [5, 6, 7]
-    assert document.tokens.loss_mask.tolist() == [False, True, True]
-    assert document.tokens.tokenizer_hash == "abc"
+    (tokens,) = document.tokens
+    assert tokens.ids.tolist() == [5, 6, 7]
+    assert tokens.loss_mask.tolist() == [False, True, True]
+    assert tokens.tokenizer_hash == "abc"
+
+
+def test_regenerated_conversations_have_their_tokens(tmp_path: Path) -> None:
+    """Keys of the same name that mean something else are no tokens."""
+    samples = '[{"input_ids": [5, 6], "loss_mask": [0, 1]}, {"input_ids": [5, 7, 8], "loss_mask": [0, 1, 1]}]'
+    turns = '"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "thinking": "c"}]'
+    others = f'{{{turns}, "generated": true}}\n{{{turns}, "generated": [{{"by": "us"}}]}}'
+    source = write(tmp_path / "a.jsonl", f'{{{turns}, "generated": {samples}}}\n{others}')
+    regenerated, *rest = read_documents(source)
+    assert [part.ids.tolist() for part in regenerated.tokens] == [[5, 6], [5, 7, 8]]
+    assert not regenerated.plain
+    assert regenerated.messages == rest[0].messages == rest[1].messages
+    assert regenerated.messages[1].reasoning == "c"
+    assert regenerated.content_hash != rest[0].content_hash
+    assert [other.tokens for other in rest] == [(), ()]

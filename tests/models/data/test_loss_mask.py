@@ -1,205 +1,363 @@
 """The mask covers what the assistant said, all of it and nothing else, whatever the template."""
 
 import re
+from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from models.data.chat_template import ChatTemplate, open_chat_template
 from models.data.conversations import Document, Message
-from models.data.loss_mask import marks_generation, tokenize_conversation
+from models.data.loss_mask import MaskedTokens, runs_of, tokenize_conversation
+from tests.models.chat_templates import FAMILIES, QWEN3, make_tokenizer
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": {"word": "list"}}}
 
 
-def conversation(*turns: tuple[str, str]) -> Document:
-    return Document("chat.jsonl:7", tuple(Message(role, content) for role, content in turns), plain=False)
+def conversation(*messages: Message | tuple[str, str], tools: bool = False) -> Document:
+    turns = [Message(*message) if isinstance(message, tuple) else message for message in messages]
+    return Document("chat.jsonl:7", tuple(turns), plain=False, tools=(TOOL,) if tools else ())
 
 
-def masked_runs(tokenizer, document: Document, template: str, **options) -> list[str]:
-    ids, mask = tokenize_conversation(tokenizer, document, template, **options)
-    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(
-        [message.as_dict() for message in document.messages], tools=list(document.tools) or None, tokenize=False
-    )
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(int), [0]])))
-    return [tokenizer.decode(ids[start:end]) for start, end in edges.reshape(-1, 2)]
+def runs(template: ChatTemplate, parts: list[MaskedTokens]) -> list[list[str]]:
+    """What is learned of each sample, one text for each run of the mask."""
+    return [[template.tokenizer.decode(part.ids[a:b]) for a, b in runs_of(part.mask)] for part in parts]  # pyright: ignore[reportReturnType]
 
 
-def test_each_assistant_turn_with_its_end_and_nothing_else(make_tokenizer, template: str) -> None:
-    document = conversation(
-        ("system", "be the answer"),
-        ("user", "who?"),
-        ("assistant", "the answer"),
-        ("user", "the answer"),
-        ("assistant", "é!"),
-    )
-    runs = masked_runs(make_tokenizer(template), document, template)
-    last = "<think>\n\n</think>\n\né!<|im_end|>" if "think" in template else "é!<|im_end|>"
-    assert runs == ["the answer<|im_end|>", last]
+def opened(template: str) -> ChatTemplate:
+    found = open_chat_template(make_tokenizer(template))
+    assert found is not None
+    return found
 
 
-WORDS = st.text(st.sampled_from("the answer\nis ünd 日 <>|"), min_size=1, max_size=20).filter(str.strip)
+QUESTION, OTHER = ("user", "a"), ("user", "b")
+CONVERSATIONS = {
+    "one turn": conversation(("user", "q"), ("assistant", "one")),
+    "system, two turns": conversation(
+        ("system", "be"), QUESTION, ("assistant", "one"), OTHER, ("assistant", "two")
+    ),
+    "reasoning apart": conversation(
+        QUESTION, Message("assistant", "one", "hm"), OTHER, Message("assistant", "two", "so")
+    ),
+    "reasoning in the text": conversation(QUESTION, ("assistant", "<think>\nhm\n</think>\n\none")),
+    "tools": conversation(
+        QUESTION, Message("assistant", "", more={"tool_calls": [CALL]}), ("tool", "sun"), ("assistant", "one"),
+        OTHER, ("assistant", "two"), tools=True,
+    ),
+    "reasoning before a call": conversation(
+        QUESTION, Message("assistant", "", "hm", more={"tool_calls": [CALL]}), ("tool", "sun"),
+        Message("assistant", "one", "so"), tools=True,
+    ),
+}  # fmt: skip
+EMPTY = re.compile(r"<think>\s*(</think>\s*)?")
+REFUSED = "refused"
+DROPPED = "the reasoning has no place"
+JSON_CALL = '{"name": "look", "arguments": {"word": "list"}}'
+HERMES = f"<tool_call>\n{JSON_CALL}\n</tool_call><|im_end|>"
+FINAL, ANALYSIS = "<|channel|>final<|message|>", "<|channel|>analysis<|message|>"
+HARMONY_CALL = 'to=functions.look<|channel|>commentary json<|message|>{"word": "list"}<|call|>'
+MISTRAL_CALL = f'[TOOL_CALLS][{JSON_CALL[:-1]}, "id": "abcdefghi"}}]<eos>'
+R1_CALL = '<|tool_calls_begin|>look\n{"word": "list"}<|tool_calls_end|><eos>'
+GLM_CALL = "<tool_call>look\n<arg_key>word</arg_key>\n<arg_value>list</arg_value>\n</tool_call><|observation|>"
+# What is learned: a list of texts for each sample. Rows: one turn; system, two turns; reasoning apart; reasoning in the
+# text; tools; reasoning before a call.
+LEARNED: dict[str, list[Any]] = {
+    "chatml": [
+        [["one<|im_end|>"]],
+        [["one<|im_end|>", "two<|im_end|>"]],
+        (DROPPED, [["one<|im_end|>", "two<|im_end|>"]]),
+        [["<think>\nhm\n</think>\n\none<|im_end|>"]],
+        REFUSED,
+        REFUSED,
+    ],
+    # A block that is empty is not said: history is learned without it.
+    "qwen3": [
+        [["<think>\n\n</think>\n\none<|im_end|>"]],
+        [["one<|im_end|>", "<think>\n\n</think>\n\ntwo<|im_end|>"]],
+        [["<think>\nhm\n</think>\n\none<|im_end|>"], ["<think>\nso\n</think>\n\ntwo<|im_end|>"]],
+        [["<think>\nhm\n</think>\n\none<|im_end|>"]],
+        [[HERMES, "one<|im_end|>", "<think>\n\n</think>\n\ntwo<|im_end|>"]],
+        [[f"<think>\nhm\n</think>\n\n{HERMES}", "<think>\nso\n</think>\n\none<|im_end|>"]],
+    ],
+    "qwen3, no thinking": [
+        [["one<|im_end|>"]],
+        [["one<|im_end|>", "two<|im_end|>"]],
+        REFUSED,
+        REFUSED,
+        [[HERMES, "one<|im_end|>", "two<|im_end|>"]],
+        REFUSED,
+    ],
+    "qwen3, opened": [
+        [["\n</think>\n\none<|im_end|>"]],
+        [["one<|im_end|>", "\n</think>\n\ntwo<|im_end|>"]],
+        [["hm\n</think>\n\none<|im_end|>"], ["so\n</think>\n\ntwo<|im_end|>"]],
+        [["hm\n</think>\n\none<|im_end|>"]],
+        [[HERMES, "one<|im_end|>", "\n</think>\n\ntwo<|im_end|>"]],
+        [[f"hm\n</think>\n\n{HERMES}", "so\n</think>\n\none<|im_end|>"]],
+    ],
+    "llama3": [
+        [["one<|eot_id|>"]],
+        [["one<|eot_id|>", "two<|eot_id|>"]],
+        (DROPPED, [["one<|eot_id|>", "two<|eot_id|>"]]),
+        [["<think>\nhm\n</think>\n\none<|eot_id|>"]],
+        [['{"name": "look", "parameters": {"word": "list"}}<|eot_id|>', "one<|eot_id|>", "two<|eot_id|>"]],
+        (DROPPED, [['{"name": "look", "parameters": {"word": "list"}}<|eot_id|>', "one<|eot_id|>"]]),
+    ],
+    "gemma3": [
+        [["one<end_of_turn>"]],
+        [["one<end_of_turn>", "two<end_of_turn>"]],
+        (DROPPED, [["one<end_of_turn>", "two<end_of_turn>"]]),
+        [["<think>\nhm\n</think>\n\none<end_of_turn>"]],
+        REFUSED,
+        REFUSED,
+    ],
+    "r1": [
+        [["\n</think>\n\none<eos>"]],
+        [["one<eos>", "\n</think>\n\ntwo<eos>"]],
+        [["hm\n</think>\n\none<eos>"], ["so\n</think>\n\ntwo<eos>"]],
+        [["hm\n</think>\n\none<eos>"]],
+        [[R1_CALL, "one<eos>", "\n</think>\n\ntwo<eos>"]],
+        [[f"hm\n</think>\n\n{R1_CALL}"], ["<think>\nso\n</think>\n\none<eos>"]],
+    ],
+    "r1, closed": [
+        [["one<eos>"]],
+        [["one<eos>", "two<eos>"]],
+        [["<think>\nhm\n</think>\n\none<eos>"], ["<think>\nso\n</think>\n\ntwo<eos>"]],
+        [["<think>\nhm\n</think>\n\none<eos>"]],
+        [[R1_CALL, "one<eos>", "two<eos>"]],
+        [[f"<think>\nhm\n</think>\n\n{R1_CALL}"], ["<think>\nso\n</think>\n\none<eos>"]],
+    ],
+    "deepseek-v3.1": [[["one<eos>"]], [["one<eos>", "two<eos>"]], REFUSED, REFUSED, REFUSED, REFUSED],
+    "deepseek-v3.1, thinking": [
+        [["</think>one<eos>"]],
+        [["</think>one<eos>"], ["</think>two<eos>"]],
+        [["hm</think>one<eos>"], ["so</think>two<eos>"]],
+        [["hm</think>\n\none<eos>"]],
+        REFUSED,
+        REFUSED,
+    ],
+    # The system prompt and the tools stand before the last question.
+    "mistral": [
+        [["one<eos>"]],
+        [["one<eos>"], ["two<eos>"]],
+        (DROPPED, [["one<eos>", "two<eos>"]]),
+        [["<think>\nhm\n</think>\n\none<eos>"]],
+        [[MISTRAL_CALL, "one<eos>"], ["two<eos>"]],
+        (DROPPED, [[MISTRAL_CALL, "one<eos>"]]),
+    ],
+    # History has another end of turn, and no analysis.
+    "harmony": [
+        [[f"{FINAL}one<|return|>"]],
+        [[f"{FINAL}one<|return|>"], [f"{FINAL}two<|return|>"]],
+        [
+            [f"{ANALYSIS}hm<|end|><|start|>assistant{FINAL}one<|return|>"],
+            [f"{ANALYSIS}so<|end|><|start|>assistant{FINAL}two<|return|>"],
+        ],
+        [[f"{FINAL}<think>\nhm\n</think>\n\none<|return|>"]],
+        [[f" {HARMONY_CALL}", f"{FINAL}one<|return|>"], [f"{FINAL}two<|return|>"]],
+        [
+            [
+                f"{ANALYSIS}hm<|end|><|start|>assistant {HARMONY_CALL}",
+                f"{ANALYSIS}so<|end|><|start|>assistant{FINAL}one<|return|>",
+            ]
+        ],
+    ],
+    # The next turn's beginning ends an answer.
+    "glm4": [
+        [["\none<|user|>"]],
+        [["\none<|user|>", "\ntwo<|user|>"]],
+        (DROPPED, [["\none<|user|>", "\ntwo<|user|>"]]),
+        [["\n<think>\nhm\n</think>\n\none<|user|>"]],
+        [['look\n{"word": "list"}<|observation|>', "\none<|user|>", "\ntwo<|user|>"]],
+        (DROPPED, [['look\n{"word": "list"}<|observation|>', "\none<|user|>"]]),
+    ],
+    "glm4.5": [
+        [["\n<think></think>\none<|user|>"]],
+        [["\n<think></think>\none<|user|>", "\n<think></think>\ntwo<|user|>"]],
+        [["\n<think>hm</think>\none<|user|>"], ["\n<think>so</think>\ntwo<|user|>"]],
+        [["\n<think>hm</think>\none<|user|>"]],
+        [
+            [
+                f"\n<think></think>\n{GLM_CALL}", "\n<think></think>\none<|user|>", "\n<think></think>\ntwo<|user|>",
+            ]
+        ],
+        [[f"\n<think>hm</think>\n{GLM_CALL}", "\n<think>so</think>\none<|user|>"]],
+    ],
+    "glm4.5, no thinking": [
+        [["\none<|user|>"]],
+        [["\none<|user|>", "\ntwo<|user|>"]],
+        REFUSED,
+        REFUSED,
+        [[f"\n{GLM_CALL}", "\none<|user|>", "\ntwo<|user|>"]],
+        REFUSED,
+    ],
+}  # fmt: skip
+LEARNED |= {"chatml, tagged": LEARNED["chatml"], "qwen3, tagged": LEARNED["qwen3"]}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(pairs=st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4))
-def test_masks_of_any_conversation(make_tokenizer, template: str, pairs: list[tuple[str, str]]) -> None:
-    turns = [turn for asked, said in pairs for turn in (("user", asked), ("assistant", said))]
-    runs = masked_runs(make_tokenizer(template), conversation(*turns), template)
-    thinking = "<think>\n\n</think>\n\n"
-    assert [run.removeprefix(thinking).removesuffix("<|im_end|>").strip() for run in runs] == [
-        said.strip() for _, said in pairs
-    ]
-    assert all(run.endswith("<|im_end|>") for run in runs)
+@pytest.mark.parametrize("case", CONVERSATIONS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_learned(name: str, case: str) -> None:
+    """What the assistant said, with its end of turn: everything, nothing else, and each turn once."""
+    template, document = FAMILIES[name].open(), CONVERSATIONS[case]
+    expected = LEARNED[name][list(CONVERSATIONS).index(case)]
+    if expected == REFUSED:
+        with pytest.raises(ValueError, match=r"chat\.jsonl:7: the (chat template|answer) .*leave the conversation out"):
+            tokenize_conversation(template, document)
+        return
+    parts = tokenize_conversation(template, document)
+    learned = runs(template, parts)
+    dropped = any(part.reasoning_dropped for part in parts)
+    assert (DROPPED, learned) == expected if dropped else learned == expected
+    assert [part.turns for part in parts] == [len(texts) for texts in learned]
+    assert any(part.thinking for part in parts) == any("hm" in text for texts in learned for text in texts)
+    last = tokenize_conversation(template, document, "last")
+    assert runs(template, last) == [[learned[-1][-1]]]
 
 
-def test_thinking_of_earlier_turns_may_be_dropped_by_the_template(make_tokenizer) -> None:
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and not loop.last %}"
-        "{{ m.content.split('</think>')[-1] | trim }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    thought = "<think>hm</think>the answer"
-    document = conversation(("user", "a"), ("assistant", thought), ("user", "b"), ("assistant", thought))
-    runs = masked_runs(make_tokenizer(template), document, template)
-    assert runs == ["the answer<|im_end|>", f"{thought}<|im_end|>"]
+WORDS = st.text(st.sampled_from("the answer\nis ünd 日 <>|/"), min_size=1, max_size=20).map(str.strip).filter(bool)
 
 
-def test_templates_that_change_the_words_are_refused(make_tokenizer) -> None:
-    document = conversation(("user", "a"), ("assistant", "the answer"))
-    shouting = "{% for m in messages %}{{ m.role }}:{{ m.content | upper }}\n{% endfor %}"
-    with pytest.raises(ValueError, match=r"chat\.jsonl:7: the chat template renders turn 2"):
-        tokenize_conversation(make_tokenizer(shouting), document, shouting)
-    empty_tags = "{% for m in messages %}{% generation %}{% endgeneration %}{{ m.content }}{% endfor %}"
-    with pytest.raises(ValueError, match=r"chat\.jsonl:7: the loss mask misses"):
-        tokenize_conversation(make_tokenizer(empty_tags), document, empty_tags)
-    strict = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(ValueError, match=r"chat\.jsonl:7: .*roles must alternate"):
-        tokenize_conversation(make_tokenizer(strict), document, strict)
-
-
-def test_generation_tags_are_recognised() -> None:
-    assert marks_generation("a{%- generation -%}b{% endgeneration %}")
-    assert not marks_generation("{% if add_generation_prompt %}{% endif %}")
-
-
-def test_an_answer_that_looks_like_the_template(make_tokenizer, template: str) -> None:
-    for said in ("im_end", "think", "user", "assistant\n", "<"):
-        runs = masked_runs(make_tokenizer(template), conversation(("user", said), ("assistant", said)), template)
-        assert [run.removeprefix("<think>\n\n</think>\n\n") for run in runs] in (
-            [f"{said}<|im_end|>"],
-            [f"{said.strip()}<|im_end|>"],
-        )
-
-
-def test_characters_of_several_tokens_at_the_end_of_a_tagged_turn(make_tokenizer) -> None:
-    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}|{% endfor %}"
-    assert masked_runs(make_tokenizer(template), conversation(("assistant", "日")), template) == ["日"]
-
-
-def test_a_conversation_that_the_assistant_begins(make_tokenizer, template: str) -> None:
-    runs = masked_runs(make_tokenizer(template), conversation(("assistant", "hi"), ("user", "answer")), template)
-    assert runs == ["hi<|im_end|>"]
-
-
-END = re.compile(r"(<\|im_end\|>|<eos>)$")
-EMPTY_BLOCK = re.compile(r"^<think>\s*</think>\s*")
-
-
-def words(run: str) -> str:
-    """What the assistant said, without what templates put around it."""
-    assert END.search(run), run
-    return EMPTY_BLOCK.sub("", END.sub("", run)).strip()
+def shows_thinking(name: str) -> bool:
+    """Whether the target reasons, and its template has a place for that."""
+    arguments = FAMILIES[name].arguments
+    off = not arguments.get("enable_thinking", True) or name == "deepseek-v3.1"
+    return name.partition(",")[0] in ("qwen3", "r1", "deepseek-v3.1", "harmony", "glm4.5") and not off
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(pairs=st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4), system=st.none() | WORDS, last=st.booleans())
-def test_masks_of_any_conversation_in_real_templates(
-    make_tokenizer, real_template: str, pairs: list[tuple[str, str]], system: str | None, last: bool
+@given(
+    turns=st.lists(st.tuples(WORDS, st.sampled_from(["", "hm", "so it is"]), WORDS), min_size=1, max_size=4),
+    system=st.none() | WORDS,
+)
+def test_what_is_learned_is_what_the_template_would_have_generated(
+    family: str, turns: list[tuple[str, str, str]], system: str | None
 ) -> None:
-    """All that the assistant says and nothing else, with its end, in every turn or in the last."""
-    turns = [turn for asked, said in pairs for turn in (("user", asked), ("assistant", said))]
-    document = conversation(*([("system", system)] if system else []), *turns)
-    options = {"turns": "last"} if last else {}
-    runs = masked_runs(make_tokenizer(real_template), document, real_template, **options)
-    assert [words(run) for run in runs] == [said.strip() for _, said in pairs][-1 if last else 0 :]
+    """Each answer once, after its prompt and up to its end; the last of a sample after its prompt's very tokens."""
+    messages, template = [Message("system", system)] if system else [], FAMILIES[family].open()
+    for asked, thought, said in turns:
+        shown = thought if shows_thinking(family) else ""
+        messages += [Message("user", asked), Message("assistant", said, shown)]
+    answers = [turn for turn, message in enumerate(messages) if message.role == "assistant"]
+    tokenizer: Any = template.tokenizer
+    for part in tokenize_conversation(template, conversation(*messages)):
+        covered, answers = answers[: part.turns], answers[part.turns :]
+        for turn, (start, end) in zip(covered, runs_of(part.mask), strict=True):
+            prompt = tokenizer.apply_chat_template(
+                [message.as_dict() for message in messages[:turn]],
+                add_generation_prompt=True,
+                tokenize=False,
+                **template.arguments,
+            )
+            before, text = tokenizer.decode(part.ids[:start]), tokenizer.decode(part.ids[start:end])
+            if turn == covered[-1]:
+                assert end == len(part.ids)
+                assert part.ids[:start].tolist() == tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            else:  # history may lack an empty block
+                assert re.sub(EMPTY, "", prompt + text) == re.sub(EMPTY, "", before + text)
+            assert any(text.endswith(mark) for mark in template.ends)
+            assert sum(text.count(mark) for mark in template.ends) == 1
+            for words in (messages[turn].content, messages[turn].reasoning):
+                assert "".join(words.split()) in "".join(text.split())
+    assert answers == []
+
+
+def test_a_template_that_changes_the_words_is_refused() -> None:
+    document = conversation(QUESTION, ("assistant", "the answer"))
+    with pytest.raises(ValueError, match=r"chat\.jsonl:7: the chat template changes or drops .*turn 2"):
+        tokenize_conversation(
+            opened("{% for m in messages %}{{ m.role }}:{{ m.content | upper }}\n{% endfor %}"), document
+        )
+    empty_tags = "{% for m in messages %}{% generation %}{% endgeneration %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ValueError, match=r"chat\.jsonl:7: the chat template changes or drops .*turn 2"):
+        tokenize_conversation(opened(empty_tags), document)
+    with pytest.raises(ValueError, match=r"chat\.jsonl:7: .*roles must alternate"):
+        tokenize_conversation(opened("{{ raise_exception('roles must alternate') }}"), document)
+    another = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}BOT:{% endif %}"
+    )
+    with pytest.raises(ValueError, match=r"chat\.jsonl:7: .*in another way than its own prompt begins it"):
+        tokenize_conversation(opened(another), document)
+
+
+def test_generation_tags_are_recognised() -> None:
+    assert opened("a{%- generation -%}b{% endgeneration %}").marks_generation(())
+    assert not opened("{% if add_generation_prompt %}{% endif %}").marks_generation(())
+
+
+def test_an_answer_that_looks_like_the_template(family: str) -> None:
+    template = FAMILIES[family].open()
+    for said in ("im_end", "think", "user", "assistant\n", "<", "</", "<think"):
+        (part,) = tokenize_conversation(template, conversation(("user", said), ("assistant", said)))
+        ((text,),) = runs(template, [part])
+        end = next(mark for mark in template.ends if text.endswith(mark))
+        assert text.removesuffix(end).rpartition("</think>")[2].removeprefix(FINAL).strip() == said.strip()
+
+
+def test_an_answer_begins_after_its_prompt_where_a_token_could_hold_both() -> None:
+    """Line breaks on both sides of the boundary are one token of the whole text."""
+    template = FAMILIES["chatml"].open()
+    (part,) = tokenize_conversation(template, conversation(QUESTION, ("assistant", "\n\nthe answer")))
+    assert runs(template, [part]) == [["\n\nthe answer<|im_end|>"]]
+    whole: Any = template.tokenizer("assistant\n\n\nthe answer", add_special_tokens=False)
+    assert "ĊĊ" in template.tokenizer.convert_ids_to_tokens(whole["input_ids"])
+
+
+def test_characters_of_several_tokens_at_the_end_of_a_tagged_turn() -> None:
+    template = opened("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}|{% endfor %}")
+    parts = tokenize_conversation(template, conversation(QUESTION, ("assistant", "日")))
+    assert runs(template, parts) == [["日"]]
+
+
+def test_a_greeting_is_not_learned() -> None:
+    """Nothing stands before it, so that no target generates it."""
+    template = FAMILIES["chatml"].open()
+    greeting = ("assistant", "hi")
+    assert tokenize_conversation(template, conversation(greeting, QUESTION)) == []
+    parts = tokenize_conversation(template, conversation(greeting, QUESTION, ("assistant", "one")))
+    assert runs(template, parts) == [["one<|im_end|>"]]
+    assert "hi<|im_end|>" in str(template.tokenizer.decode(parts[0].ids))
 
 
 THOUGHT = "so the answer is there"
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["reasoning_content", "in the text"])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3, tagged"])
-def test_reasoning_is_learned_or_masked(make_tokenizer, real_templates: dict[str, str], name: str, apart: bool) -> None:
-    """Qwen3's template shows the reasoning of the last answer alone."""
-    template = real_templates[name]
-    tokenizer = make_tokenizer(template)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3, tagged", "qwen3, opened", "r1", "glm4.5"])
+def test_reasoning_may_be_shown_and_not_learned(name: str, apart: bool) -> None:
+    template = FAMILIES[name].open()
 
     def said(words: str) -> Message:
         if apart:
             return Message("assistant", words, reasoning=THOUGHT)
         return Message("assistant", f"<think>\n{THOUGHT}\n</think>\n\n{words}")
 
-    messages = (Message("user", "a"), said("one"), Message("user", "b"), said("two"))
-    document = Document("chat.jsonl:1", messages, plain=False)
-    block = f"<think>\n{THOUGHT}\n</think>\n\n"
-    assert masked_runs(tokenizer, document, template) == ["one<|im_end|>", f"{block}two<|im_end|>"]
-    assert masked_runs(tokenizer, document, template, mask_thinking=True) == ["one<|im_end|>", "two<|im_end|>"]
-    assert masked_runs(tokenizer, document, template, mask_thinking=True, turns="last") == ["two<|im_end|>"]
+    document = conversation(QUESTION, said("one"), OTHER, said("two"))
+    parts = tokenize_conversation(template, document, mask_thinking=True)
+    assert all(THOUGHT in str(template.tokenizer.decode(part.ids)) for part in parts)
+    texts = [text.strip() for learned in runs(template, parts) for text in learned]
+    end = FAMILIES[name].ends[0]
+    assert [text for text in texts if text] == [f"one{end}", f"two{end}"]
 
 
-def test_reasoning_that_a_template_writes_without_tags_is_masked(make_tokenizer) -> None:
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.reasoning_content or '' }}|{{ m.content }}<|im_end|>"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    messages = (Message("user", "a"), Message("assistant", "the answer", reasoning=THOUGHT))
-    document = Document("chat.jsonl:1", messages, plain=False)
-    assert masked_runs(make_tokenizer(template), document, template) == [f"{THOUGHT}|the answer<|im_end|>"]
-    masked = masked_runs(make_tokenizer(template), document, template, mask_thinking=True)
-    assert masked == ["|the answer<|im_end|>"]
+def test_reasoning_that_a_template_writes_without_tags_is_masked() -> None:
+    template = FAMILIES["harmony"].open()
+    document = conversation(QUESTION, Message("assistant", "one", reasoning=THOUGHT))
+    parts = tokenize_conversation(template, document, mask_thinking=True)
+    assert runs(template, parts) == [[ANALYSIS, f"<|end|><|start|>assistant{FINAL}one<|return|>"]]
 
 
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
-CALL = {"type": "function", "function": {"name": "weather", "arguments": {"place": "there"}}}
-
-
-@pytest.mark.parametrize("name", ["qwen3", "qwen3, tagged", "llama"])
-def test_tool_calls_are_what_the_assistant_says(make_tokenizer, real_templates: dict[str, str], name: str) -> None:
-    template = real_templates[name]
-    messages = (
-        Message("user", "what is it?"),
-        Message("assistant", "", more={"tool_calls": [CALL]}),
-        Message("tool", "sun"),
-        Message("assistant", "the sun"),
-    )
-    document = Document("chat.jsonl:1", messages, plain=False, tools=(TOOL,))
-    called, answered = masked_runs(make_tokenizer(template), document, template)
-    assert '"name": "weather"' in called
-    assert '{"place": "there"}' in called
-    assert called.endswith("<|im_end|>")
-    assert words(answered) == "the sun"
-    ids, _ = tokenize_conversation(make_tokenizer(template), document, template)
-    assert ("Tools:" in make_tokenizer(template).decode(ids)) == (name != "llama")
-
-
-def test_reasoning_before_a_call_stays_while_no_question_follows(make_tokenizer, real_templates) -> None:
+def test_reasoning_before_a_call_stays_while_no_question_follows() -> None:
     """With a later question the template drops it from turns that the prompt of a middle turn still shows."""
     call = Message("assistant", "", reasoning=THOUGHT, more={"tool_calls": [CALL]})
-    first = (Message("user", "a"), call, Message("tool", "sun"), Message("assistant", "the sun"))
-    later = (*first, Message("user", "b"), Message("assistant", "is it"))
-    template = real_templates["qwen3"]
-    tokenizer = make_tokenizer(template)
-    called, _ = masked_runs(tokenizer, Document("chat.jsonl:1", first, plain=False), template)
+    first = (Message(*QUESTION), call, Message("tool", "sun"), Message("assistant", "one"))
+    template = opened(QWEN3)
+    (part,) = tokenize_conversation(template, conversation(*first))
+    called, _ = runs(template, [part])[0]
     assert THOUGHT in called
-    called, *answers = masked_runs(tokenizer, Document("chat.jsonl:1", later, plain=False), template)
-    assert THOUGHT not in called
-    assert "weather" in called
-    assert [words(answer) for answer in answers] == ["the sun", "is it"]
-
-
-def test_a_template_that_drops_a_call_is_refused(make_tokenizer, real_templates) -> None:
-    document = Document(
-        "chat.jsonl:7", (Message("user", "a"), Message("assistant", "", more={"tool_calls": [CALL]})), plain=False
-    )
-    with pytest.raises(ValueError, match=r"chat\.jsonl:7: the loss mask misses"):
-        tokenize_conversation(make_tokenizer(real_templates["gemma"]), document, real_templates["gemma"])
+    earlier, later = tokenize_conversation(template, conversation(*first, OTHER, ("assistant", "two")))
+    assert THOUGHT in runs(template, [earlier])[0][0]
+    assert THOUGHT not in str(template.tokenizer.decode(later.ids))
+    assert later.turns == 1

@@ -19,6 +19,7 @@ from models.data.samples import (
     heldout_documents,
     last_run,
 )
+from tests.models.chat_templates import CHATML, QWEN3
 
 LIMITS = {"max_tokens": 20, "min_tokens": 4}
 
@@ -59,9 +60,11 @@ def test_overlong_text(make_tokenizer, add_bos: bool, overlong: str, lengths: li
 
 def test_the_beginning_of_text_is_not_doubled(make_tokenizer) -> None:
     tokenizer = make_tokenizer("{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
-    (sample,) = encoder(tokenizer, True, chat_template="tokenizer").encode([chat(("assistant", "12345"))])
+    (sample,) = encoder(tokenizer, True, chat_template="tokenizer").encode(
+        [chat(("user", "67"), ("assistant", "12345"))]
+    )
     assert Counter(sample.tokens.tolist())[tokenizer.bos_token_id] == 1
-    assert sample.loss_mask.tolist() == [False] + [True] * 5
+    assert sample.loss_mask.tolist() == [False] * 3 + [True] * 5
 
 
 def test_short_and_repeated_documents_are_counted(make_tokenizer) -> None:
@@ -98,16 +101,23 @@ def test_conversations_that_the_template_refuses_are_left_out_and_counted(make_t
         make_tokenizer(STRICT), chat_template="tokenizer", max_tokens=60, max_refused_share=0.1, min_tokens=2
     )
     list(made.encode([*whole[:4], odd, *whole[4:]]))
-    assert (made.counts.documents, made.counts.refused) == (10, 1)
+    assert made.counts.documents == 10
+    (refusal,) = made.counts.refusals
+    assert refusal.startswith("a.jsonl:1: the chat template refuses this (no tools here)")
     made = encoder(
         make_tokenizer(STRICT), chat_template="tokenizer", max_tokens=60, max_refused_share=0.1, min_tokens=2
     )
-    with pytest.raises(ValueError, match=r"refuses 2 of 10 conversations, more than data\.max_refused_share=0\.1"):
+    with pytest.raises(ValueError, match=r"cannot render 2 of 10 conversations, more than .*share=0\.1"):
         list(made.encode([*whole[:8], odd, chat(("user", "6"), ("tool", "4"), ("assistant", "2"))]))
 
 
 REFUSALS = {
-    "no template": (None, {"chat_template": "tokenizer"}, [], "has no chat template: set data.chat_template=none"),
+    "no template": (
+        None,
+        {"chat_template": "tokenizer"},
+        [],
+        "has no chat template: name a Jinja file",
+    ),
     "split conversations": ("x", {"chat_template": "tokenizer", "overlong": "split"}, [], "cuts plain text only"),
     "plain text for a template": ("x", {"chat_template": "tokenizer"}, [text("12345")], r"a\.txt:1: plain text has no"),
     "nothing supervised": (
@@ -207,7 +217,7 @@ def test_no_document_is_on_both_sides(pieces, share: float, limit: int | None, d
 
 def tokens(ids: list[int], mask: list[int], made_by: str | None = None) -> Document:
     found = Tokens(np.array(ids, dtype=np.int32), np.array(mask, dtype=bool), made_by)
-    return Document("t.jsonl:3", (), plain=True, tokens=found)
+    return Document("t.jsonl:3", (), plain=True, tokens=(found,))
 
 
 def test_tokens_are_taken_as_they_are(make_tokenizer) -> None:
@@ -255,29 +265,87 @@ def said(made: SampleEncoder, sample: EncodedSample) -> str:
     return str(made.tokenizer.decode(sample.tokens[sample.loss_mask]))
 
 
-def test_turns_and_thinking(make_tokenizer, real_templates) -> None:
-    """Reasoning is kept, left out, or shown and not learned; samples say whether they hold any."""
+def test_turns_and_thinking(make_tokenizer) -> None:
+    """Reasoning is kept, left out, or shown and not learned; samples say whether they show any."""
     thought = "<think>\nhm 12\n</think>\n\n"
     document = chat(("user", "1?"), ("assistant", f"{thought}21"), ("user", "2?"), ("assistant", f"{thought}34"))
     shown = {
-        ("keep", "all"): (f"21<|im_end|>{thought}34<|im_end|>", 2),
-        ("keep", "last"): (f"{thought}34<|im_end|>", 2),
-        ("mask", "all"): ("21<|im_end|>34<|im_end|>", 2),
-        ("strip", "last"): ("<think>\n\n</think>\n\n34<|im_end|>", 0),
+        ("keep", "all"): [(f"{thought}21<|im_end|>", 1), (f"{thought}34<|im_end|>", 1)],
+        ("keep", "last"): [(f"{thought}34<|im_end|>", 1)],
+        ("mask", "all"): [("21<|im_end|>", 1), ("34<|im_end|>", 1)],
+        ("strip", "all"): [("21<|im_end|><think>\n\n</think>\n\n34<|im_end|>", 2)],
+        ("strip", "last"): [("<think>\n\n</think>\n\n34<|im_end|>", 1)],
     }
-    for (thinking, turns), (words, times) in shown.items():
-        made = encoder(
-            make_tokenizer(real_templates["qwen3"]),
-            chat_template="tokenizer", max_tokens=500, thinking=thinking, turns=turns,
-        )  # fmt: skip
+    for (thinking, turns), expected in shown.items():
+        made = encoder(make_tokenizer(QWEN3), chat_template="tokenizer", max_tokens=500, thinking=thinking, turns=turns)
+        samples = list(made.encode([document]))
+        assert [(said(made, sample), sample.turns) for sample in samples] == expected
+        for sample in samples:
+            assert sample.thinking == ("hm" in str(made.tokenizer.decode(sample.tokens))) == (thinking != "strip")
+        assert len({sample.document for sample in samples}) == 1
+
+
+def test_reasoning_is_counted_where_it_is_shown(make_tokenizer) -> None:
+    """A template that has no place for it drops it, and that is counted too."""
+    messages = (Message("user", "1?"), Message("assistant", "21", "hm"))
+    document = Document("a.jsonl:1", messages, plain=False)
+    for template, shown in ((QWEN3, True), (CHATML, False)):
+        made = encoder(make_tokenizer(template), chat_template="tokenizer", max_tokens=500)
         (sample,) = made.encode([document])
-        assert said(made, sample) == words
-        assert (sample.turns, sample.thinking) == (2, times > 0)
-        assert ("hm" in made.tokenizer.decode(sample.tokens)) == (times > 0)
+        assert (sample.thinking, made.counts.reasoning_dropped) == (shown, 0 if shown else 1)
 
 
-def test_an_answer_that_was_reasoning_alone_is_left_out(make_tokenizer, real_templates) -> None:
-    made = encoder(make_tokenizer(real_templates["qwen3"]), chat_template="tokenizer", max_tokens=500, thinking="strip")
+def generated(tokenizer, *answers: str, reasoning: str = "") -> Document:
+    """A regenerated conversation, each answer in a sample of its own."""
+    messages, parts = list[Message](), list[Tokens]()
+    for answer in answers:
+        messages += [Message("user", "7"), Message("assistant", answer.rpartition("</think>")[2], reasoning)]
+        asked, said = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("<|im_start|>7", answer))
+        mask = np.array([False] * len(asked) + [True] * len(said))
+        parts.append(Tokens(np.array(asked + said, dtype=np.int32), mask, None))
+    return Document("g.jsonl:2", tuple(messages), plain=False, tokens=tuple(parts))
+
+
+def test_regenerated_tokens_are_taken_as_they_are(make_tokenizer) -> None:
+    tokenizer = make_tokenizer(QWEN3)
+    document = generated(tokenizer, "<think>hm</think>21<|im_end|>", "<think>hm 日</think>é日<|im_end|>")
+    shown = {
+        ("keep", "all"): ["<think>hm</think>21<|im_end|>", "<think>hm 日</think>é日<|im_end|>"],
+        ("keep", "last"): ["<think>hm 日</think>é日<|im_end|>"],
+        ("mask", "all"): ["21<|im_end|>", "é日<|im_end|>"],
+    }
+    for (thinking, turns), expected in shown.items():
+        made = encoder(tokenizer, chat_template="tokenizer", max_tokens=500, thinking=thinking, turns=turns)
+        samples = list(made.encode([document]))
+        assert [said(made, sample) for sample in samples] == expected
+        ids = [part.ids.tolist() for part in document.tokens]
+        assert [sample.tokens.tolist() for sample in samples] == (ids if turns == "all" else ids[-1:])
+        assert all(sample.thinking and sample.turns == 1 for sample in samples)
+        assert {sample.document for sample in samples} == {document.content_hash}
+    with pytest.raises(ValueError, match=r"g\.jsonl:2: data\.thinking=strip would change"):
+        list(encoder(tokenizer, chat_template="tokenizer", thinking="strip").encode([document]))
+
+
+def test_reasoning_without_tags_is_masked_in_regenerated_tokens(make_tokenizer) -> None:
+    tokenizer = make_tokenizer(QWEN3)
+    document = generated(tokenizer, "<|channel|>日 hm<|end|>21<|return|>", reasoning="日 hm")
+    made = encoder(tokenizer, chat_template="tokenizer", max_tokens=500, thinking="mask")
+    (sample,) = made.encode([document])
+    assert said(made, sample) == "<|channel|><|end|>21<|return|>"
+    assert sample.thinking
+
+
+def test_regenerated_conversations_may_hold_a_benchmark_s_prompt(make_tokenizer) -> None:
+    tokenizer = make_tokenizer(QWEN3)
+    document = generated(tokenizer, "Who is it?")
+    excluded = BenchmarkPrompts(["Who is it?"])
+    made = SampleEncoder(tokenizer, DataConfig(), False, excluded=excluded)
+    assert list(made.encode([document])) == []
+    assert made.counts.benchmark_prompts == 1
+
+
+def test_an_answer_that_was_reasoning_alone_is_left_out(make_tokenizer) -> None:
+    made = encoder(make_tokenizer(QWEN3), chat_template="tokenizer", max_tokens=500, thinking="strip")
     call = {"type": "function", "function": {"name": "add", "arguments": {}}}
     calling = Message("assistant", "<think>hm</think>", more={"tool_calls": [call]})
     documents = [

@@ -75,10 +75,10 @@ def test_refusals_name_the_line_and_the_remedy(name: str, record: object, said: 
         list(read_questions(source, SUITES[name]))
 
 
-def ask(source: str, target: Path, **more: int | bool):
+def ask(source: str, target: Path, **more: int | bool | str):
     layout = find_suite_format("own", source)
     assert layout is not None
-    options = {"count": 10, "prompt_tokens": 6, "templated": False, "add_bos": False} | more
+    options = {"count": 10, "prompt_tokens": 6, "chat_template": "none", "add_bos": False} | more
     return question_prompts(source, layout, target, **options)  # type: ignore[arg-type]
 
 
@@ -97,7 +97,7 @@ def test_prompts_are_spread_over_the_categories(target: Path, tmp_path: Path):
 
 def test_a_question_is_asked_by_the_template_or_continued(target: Path, tmp_path: Path):
     source = write(tmp_path / "s.jsonl", {"question": "w1 w2"}, {"question": "w3"})
-    asked = ask(source, target, templated=True)
+    asked = ask(source, target, chat_template="tokenizer")
     assert asked.prompts == [[1, 4, 5, 2], [1, 6, 2]]
     assert asked.categories == ()
     assert len(asked.template_hash) == 64

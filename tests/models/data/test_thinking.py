@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.data.loss_mask import thinking_spans, thinks, without_thinking
+from models.data.thinking import thinking_spans, thinks, without_thinking
 
 CASES = {
     "none": ("four", "four", False),

@@ -14,11 +14,10 @@ from transformers import AutoTokenizer
 from infra.files.atomic import write_atomically
 from infra.files.run_folder import RunFolder
 from infra.records.data_path import RegeneratedRecord, SamplesRecord, TargetRecord
-from models.config.data import RegenerationConfig
 from models.config.recipe import load_recipe
-from models.data.conversations import Document, Message, read_documents
-from models.data.dialogue import Dialogue, Prompter
+from models.data.conversations import read_documents
 from models.data.prepare import prepare_samples
+from models.data.sample_set import SampleSet
 from models.decoding.plain import continue_greedily
 from models.regeneration.regenerate import regenerate
 from models.run import RunWithTarget
@@ -79,6 +78,12 @@ def answers(record: RegeneratedRecord) -> list[list[str]]:
     ]
 
 
+def tokens_of(record: RegeneratedRecord) -> list[list[tuple[list[int], list[bool]]]]:
+    """Ids and mask of every sample, by document."""
+    documents = read_documents(record.path)
+    return [[(part.ids.tolist(), part.loss_mask.tolist()) for part in document.tokens] for document in documents]
+
+
 def by_hand(target: TargetRecord, *turns: str) -> list[str]:
     """Greedy answers to the user's turns, one after the other, by batch-1 decoding."""
     model = TargetModel.load(Path(target.path), (0,), torch.float32)
@@ -87,8 +92,8 @@ def by_hand(target: TargetRecord, *turns: str) -> list[str]:
     for turn in turns:
         text += f"[user]\n{turn}</s>[assistant]\n"
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        tokens = continue_greedily(model, [0, *ids], 12, frozenset([1]))
-        found.append(tokenizer.decode(tokens, skip_special_tokens=True).strip())
+        tokens = continue_greedily(model, ids, 12, frozenset([1]))
+        found.append(tokenizer.decode(tokens).removesuffix("</s>"))
         text += f"{found[-1]}</s>"
     return found
 
@@ -120,19 +125,9 @@ def test_plain_text_is_continued(task_of: Callable[..., RunWithTarget], chat_tar
     )
     assert document.text == tokenizer.decode(prompt + tokens, skip_special_tokens=True)
     assert document.plain
-
-
-@pytest.mark.parametrize(("thinking", "expected"), [("keep", "<think>hm</think> four"), ("strip", "four")])
-def test_thinking(chat_target: TargetRecord, thinking: str, expected: str) -> None:
-    tokenizer: Any = AutoTokenizer.from_pretrained(chat_target.path)
-    settings = RegenerationConfig.model_validate({"thinking": thinking})
-    prompter = Prompter(tokenizer, settings, templated=True, add_bos=False)
-    dialogue = Dialogue(Document("here", (Message("user", "two and two?"),), plain=False))
-    assert dialogue.advance()
-    said = tokenizer("<think>hm</think> four", add_special_tokens=False)["input_ids"]
-    prompter.answer(dialogue, prompter.prompt(dialogue.so_far()), [*said, 1])
-    assert dialogue.so_far().messages[-1] == Message("assistant", expected)
-    assert not dialogue.advance()
+    (part,) = document.tokens
+    assert part.ids.tolist() == prompt + tokens
+    assert part.loss_mask.tolist() == [False] * len(prompt) + [True] * len(tokens)
 
 
 def test_a_call_stays_where_a_tool_s_result_follows(
@@ -201,6 +196,7 @@ def test_sglang_answers_the_same(task_of: Callable[..., RunWithTarget]) -> None:
     plain, served = regenerate(task_of(prompts)), regenerate(task_of(prompts, "generator.engine=sglang"))
     assert served.path != plain.path
     assert answers(served) == answers(plain)
+    assert tokens_of(served) == tokens_of(plain)
 
 
 def test_samples_are_made_of_the_answers(task_of: Callable[..., RunWithTarget], start: Callable[..., Any]) -> None:
@@ -214,3 +210,6 @@ def test_samples_are_made_of_the_answers(task_of: Callable[..., RunWithTarget], 
     samples = SamplesRecord.read(task.folder.samples)
     data = task.config.data.model_copy(update={"source": record.path})
     assert samples == prepare_samples(data, task.target, task.config.target.add_bos)
+    sides = [SampleSet.open(Path(samples.path), split) for split in ("train", "heldout")]
+    trained = [(sample.tokens.tolist(), sample.loss_mask.tolist()) for side in sides for sample in side]
+    assert sorted(trained) == sorted(part for parts in tokens_of(record) for part in parts)

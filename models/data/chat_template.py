@@ -1,0 +1,162 @@
+"""The chat template of a run: the tokenizer's own or a file's, with the recipe's arguments."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError, TemplateSyntaxError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from infra.refusal import Refusal
+from models.config.data import TemplateArgument
+from models.data.thinking import CLOSED, Span
+
+OWN, NONE = "tokenizer", "none"
+"""Values of `data.chat_template` that are no files."""
+FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError, ArithmeticError)
+"""Raised by templates for conversations that they were not written for."""
+_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+
+
+class UnrenderableError(Refusal):
+    """The chat template cannot make a sample of this conversation; it may of others."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """Renders conversations as the target's server does."""
+
+    tokenizer: PreTrainedTokenizerBase
+    source: str | Mapping[str, str]
+    """The Jinja text; some tokenizers have several by name, one of them for conversations with tools."""
+    arguments: Mapping[str, TemplateArgument] = field(default_factory=dict)
+    ends: tuple[str, ...] = ()
+    """Texts of the tokens that end the target's answers."""
+
+    def render(self, messages: Messages, tools: Tools = (), *, prompt: bool = False) -> str:
+        """The text of a conversation; `prompt`: with the opening of an answer after it.
+
+        Raises UnrenderableError for messages that the template refuses.
+        """
+        return self._render(messages, tools, prompt, tagged=False)[0]
+
+    def tagged(self, messages: Messages, tools: Tools) -> tuple[str, list[Span]]:
+        """The text of a conversation, and what the template marks with `{% generation %}` in it."""
+        return self._render(messages, tools, prompt=False, tagged=True)
+
+    def marks_generation(self, tools: Tools) -> bool:
+        """Whether the template marks what the assistant generates with `{% generation %}`."""
+        return _GENERATION_TAG.search(self._text(tools)) is not None
+
+    def knows_thinking(self, tools: Tools) -> bool:
+        """Whether the template treats `<think>` blocks in any way."""
+        return CLOSED in self._text(tools)
+
+    @cached_property
+    def hash(self) -> str:
+        """Hash of the template and its arguments."""
+        parts = [self.source, dict(self.arguments)]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def _text(self, tools: Tools) -> str:
+        if isinstance(self.source, str):
+            return self.source
+        return self.source.get("tool_use", self.source["default"]) if tools else self.source["default"]
+
+    def _render(self, messages: Messages, tools: Tools, prompt: bool, *, tagged: bool) -> tuple[str, list[Span]]:
+        if not messages:
+            raise UnrenderableError("a template needs a first message")
+        try:
+            rendered: Any = render_jinja_template(
+                conversations=[[dict(message) for message in messages]],
+                tools=[dict(tool) for tool in tools] or None,
+                chat_template=self._text(tools),
+                add_generation_prompt=prompt,
+                return_assistant_tokens_mask=tagged,
+                **{**self.tokenizer.special_tokens_map, **self.arguments},
+            )
+        except FAULTS as error:
+            raise UnrenderableError(
+                f"the chat template refuses this ({error}): correct the roles or leave it out"
+            ) from error
+        (text,), spans = rendered
+        return text, spans[0] if tagged else []
+
+
+def open_chat_template(
+    tokenizer: PreTrainedTokenizerBase,
+    name: str = OWN,
+    arguments: Mapping[str, TemplateArgument] | None = None,
+    ends: frozenset[int] = frozenset(),
+) -> ChatTemplate | None:
+    """The template that `data.chat_template` names; None for plain text.
+
+    Args:
+        tokenizer: the target's.
+        name: `tokenizer`, `none`, or a Jinja file.
+        arguments: `data.template_arguments`.
+        ends: ids of the tokens that end the target's answers.
+
+    Raises Refusal: no template, a missing or broken file, or an argument that the template never reads.
+    """
+    arguments = arguments or {}
+    if name == NONE:
+        if arguments:
+            raise Refusal("data.template_arguments needs a chat template, and data.chat_template is none: remove one")
+        return None
+    source = _own(tokenizer) if name == OWN else _file(Path(name).expanduser())
+    _check_syntax(source, str(tokenizer.name_or_path) if name == OWN else name)
+    text = source if isinstance(source, str) else "\n".join(source.values())
+    for argument in arguments:
+        if not re.search(rf"\b{re.escape(argument)}\b", text):
+            raise Refusal(f"data.template_arguments.{argument}: the chat template never reads it: correct or remove it")
+    known = [token for token in sorted(ends) if token < len(tokenizer)]
+    texts = tuple(str(token) for token in tokenizer.convert_ids_to_tokens(known))
+    return ChatTemplate(tokenizer, source, arguments, texts)
+
+
+def _own(tokenizer: PreTrainedTokenizerBase) -> str | Mapping[str, str]:
+    source: Any = tokenizer.chat_template
+    if not source:
+        raise Refusal(
+            f"the tokenizer in {tokenizer.name_or_path} has no chat template: name a Jinja file in data.chat_template, "
+            "or set data.chat_template=none for plain text"
+        )
+    if not isinstance(source, str) and "default" not in source:
+        raise Refusal(
+            f"the tokenizer in {tokenizer.name_or_path} has the chat templates {', '.join(source)} and none called "
+            "default: name a Jinja file in data.chat_template"
+        )
+    return source
+
+
+def _file(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise Refusal(
+            f"data.chat_template {str(path)!r}: there is no such file (looked in {Path.cwd()}): give a Jinja file, "
+            "tokenizer (the target's own template) or none"
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refusal(f"data.chat_template {str(path)!r} cannot be read ({error}): give a Jinja file") from error
+
+
+def _check_syntax(source: str | Mapping[str, str], place: str) -> None:
+    for text in [source] if isinstance(source, str) else source.values():
+        try:
+            render_jinja_template(conversations=[[{"role": "user", "content": ""}]], chat_template=text)
+        except TemplateSyntaxError as error:
+            raise Refusal(
+                f"{place}:{error.lineno}: the chat template is not valid Jinja ({error.message}): correct it"
+            ) from error
+        except FAULTS:  # what the template says to this message does not matter
+            continue

@@ -1,0 +1,208 @@
+"""Conversations as text, with what the target would have generated in it.
+
+An answer is rendered as in service: the prompt of its turn, and after it what the template writes for an answer that
+nothing follows. Several turns share a text where the next prompt continues it. Where a template renders history in
+another way (reasoning dropped, the system prompt moved to the last question, another end of turn), the next turn has a
+text of its own.
+"""
+
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from models.data.chat_template import ChatTemplate, UnrenderableError
+from models.data.conversations import Document, Message
+from models.data.thinking import CLOSED, EMPTY_BLOCK, OPENED, Span, split_thinking, thinking_spans, thinks
+
+Turns = Literal["all", "last"]
+Messages = Sequence[dict[str, Any]]
+FOLLOWING = "x"
+"""Content of the message after an answer that shows how the template ends the answer."""
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """A conversation up to one of its answers, at whose end the target stops."""
+
+    text: str
+    spans: tuple[Span, ...]
+    """What the target generates in it, in order."""
+    turns: int = 1
+    """Answers in `spans`."""
+    thinking: bool = False
+    """Whether reasoning is in `spans`."""
+    reasoning_dropped: bool = False
+    """Whether the conversation holds reasoning that the template has no place for."""
+
+
+def render_conversation(template: ChatTemplate, document: Document, turns: Turns = "all") -> list[Rendering]:
+    """The texts that teach all answers of a conversation, or the last.
+
+    An answer before which nothing stands is never generated, so it is not learned.
+
+    Raises UnrenderableError: the template refuses the conversation, or drops or changes an answer.
+    """
+    answers = [turn for turn, message in enumerate(document.messages) if message.role == "assistant" and turn]
+    renderings: list[Rendering] = []
+    try:
+        for turn in answers if turns == "all" else answers[-1:]:
+            _add(renderings, render_turn(template, document, turn))
+    except UnrenderableError as error:
+        raise UnrenderableError(f"{document.place}: {error}") from error
+    return renderings
+
+
+def _add(renderings: list[Rendering], new: Rendering) -> None:
+    """Append a rendering, or extend the last one by it."""
+    if renderings:
+        last = renderings[-1]
+        for earlier in (last, _without_empty_block(last)):
+            if new.text.startswith(earlier.text):
+                renderings[-1] = Rendering(
+                    new.text,
+                    earlier.spans + new.spans,
+                    earlier.turns + new.turns,
+                    earlier.thinking or new.thinking,
+                    earlier.reasoning_dropped or new.reasoning_dropped,
+                )
+                return
+    renderings.append(new)
+
+
+def _without_empty_block(rendering: Rendering) -> Rendering:
+    """The rendering without an empty `<think>` block at the beginning of its last answer.
+
+    Templates write it before an answer without reasoning (Qwen3), and leave it out of history. Nobody said it, so the
+    answer in the history may be learned in its place.
+    """
+    text, (start, end) = rendering.text, rendering.spans[-1]
+    opened = text.rfind(OPENED, 0, start + len(OPENED))
+    block = EMPTY_BLOCK.match(text, opened) if opened >= 0 else None
+    if block is None or not start <= block.end() <= end:
+        return rendering
+    shorter = text[:opened] + text[block.end() :]
+    return replace(rendering, text=shorter, spans=(*rendering.spans[:-1], (opened, end - len(block.group()))))
+
+
+def render_turn(template: ChatTemplate, document: Document, turn: int) -> Rendering:
+    """A conversation up to the answer in `turn`, which is what the target generates.
+
+    Raises UnrenderableError.
+    """
+    message, tools = document.messages[turn], document.tools
+    messages = [message.as_dict() for message in document.messages[: turn + 1]]
+    thought, answer = _parts(message)
+    if template.marks_generation(tools):
+        text, tagged = template.tagged(messages, tools)
+        spans = [span for span in tagged[len(template.tagged(messages[:-1], tools)[1]) :] if span[0] < span[1]]
+    else:
+        prompt = template.render(messages[:-1], tools, prompt=True)
+        text = _after(prompt, template.render(messages, tools), messages[-2]["content"], thought)
+        dropped = text is not None and not _says(text[len(prompt) :], thought)
+        if thought and (text is None or dropped) and prompt.rstrip().endswith(CLOSED):
+            raise UnrenderableError(
+                f"the answer in turn {turn + 1} holds reasoning, and the chat template's prompt ends it before it "
+                "begins: set data.thinking=strip, or leave the conversation out"
+            )
+        if text is None:
+            raise UnrenderableError(
+                f"the chat template renders the answer in turn {turn + 1} in another way than its own prompt begins "
+                "it: leave the conversation out, or use a template with {% generation %} tags"
+            )
+        if dropped and template.knows_thinking(tools):
+            text = f"{prompt}{OPENED}\n{_closed(thought, text[len(prompt) :])}"
+        spans = [(len(prompt), len(text))]
+    generated = "".join(text[start:end] for start, end in spans)
+    if not all(_says(generated, part) for part in (answer, *message.tools_called)):
+        raise UnrenderableError(
+            f"the chat template changes or drops what the assistant said in turn {turn + 1} ({message.content!r:.60}): "
+            "leave the conversation out, or correct the template"
+        )
+    end = _stop(template, document, turn, text, spans[-1])
+    shown = _says(generated, thought)
+    return Rendering(
+        text=end,
+        spans=(*spans[:-1], (spans[-1][0], len(end))),
+        thinking=thinks(generated) or bool(thought and shown),
+        reasoning_dropped=not shown,
+    )
+
+
+def _parts(message: Message) -> tuple[str, str]:
+    """Reasoning and answer of a message, which may hold the one in the other."""
+    inside, answer = split_thinking(message.content)
+    return message.reasoning.strip() or inside, answer.strip()
+
+
+def _after(prompt: str, whole: str, asked: str, thought: str) -> str | None:
+    """`prompt` and what the target generates after it, from the rendered conversation `whole`; None if unknown."""
+    if whole.startswith(prompt):
+        return whole
+    opened = prompt.rfind(OPENED)
+    if opened >= 0 and not prompt[opened + len(OPENED) :].strip() and whole.startswith(prompt[:opened]):
+        # The prompt opens a block, and the template leaves the reasoning out of answers (DeepSeek-R1).
+        return prompt + _closed(thought, whole[opened:])
+    # The template writes a question that has an answer in another way (Mistral's system prompt): what it writes after
+    # the question is the answer.
+    tail = _shared_end(prompt, whole)
+    if not tail or squeezed(asked) not in squeezed(tail):
+        return None
+    return prompt + whole[whole.rfind(tail) + len(tail) :]
+
+
+def _shared_end(prompt: str, whole: str) -> str:
+    """The longest end of `prompt` that occurs in `whole`."""
+    known, unknown = 0, len(prompt) + 1
+    while unknown - known > 1:
+        size = (known + unknown) // 2
+        known, unknown = (size, unknown) if prompt[-size:] in whole else (known, size)
+    return prompt[len(prompt) - known :]
+
+
+def _closed(thought: str, rest: str) -> str:
+    """Reasoning inside an open block, its end, and the rest of an answer."""
+    if rest.lstrip().startswith(CLOSED):
+        return thought + rest.lstrip()
+    return f"{thought}\n{CLOSED}\n\n" + rest.lstrip("\n")
+
+
+def _stop(template: ChatTemplate, document: Document, turn: int, text: str, span: Span) -> str:
+    """`text` up to where the target stops: after the first token that ends an answer."""
+    start, end = span
+    found = [place + len(mark) for mark in template.ends if (place := text.find(mark, start, end)) >= 0]
+    if found:
+        return text[: min(found)]
+    return text[:start] + _ended(template, document, turn, text[start:end])
+
+
+def _ended(template: ChatTemplate, document: Document, turn: int, generated: str) -> str:
+    """An answer with its end where that is the beginning of the next turn (GLM's `<|user|>`)."""
+    stripped = generated.rstrip()
+    if not template.ends:
+        return stripped
+    message = document.messages[turn]
+    following = Message("tool" if message.tools_called else "user", FOLLOWING)
+    messages = [one.as_dict() for one in (*document.messages[: turn + 1], following)]
+    try:
+        text = template.render(messages, document.tools)
+    except UnrenderableError:
+        return stripped
+    for answer in dict.fromkeys((generated, stripped)):
+        # History may show the answer without its reasoning.
+        blocks = thinking_spans(answer, (0, len(answer)))
+        shown = answer[blocks[-1][1] if blocks else 0 :]
+        places = {end: text.rfind(shown + end) for end in template.ends}
+        end = max(places, key=places.__getitem__)
+        if shown and places[end] >= 0:
+            return answer + end
+    return stripped
+
+
+def _says(text: str, part: str) -> bool:
+    return squeezed(part) in squeezed(text)
+
+
+def squeezed(text: str) -> str:
+    """Without white space, which templates trim, and in the form that tokenizers bring characters to."""
+    return "".join(unicodedata.normalize("NFKC", text).split())
