@@ -24,7 +24,7 @@ from infra.files.atomic import write_atomically
 from infra.ledger.generators import Publication
 from infra.provenance import git_sha, hardware
 from models.run import PreparedRun
-from models.targets.model import HiddenStates
+from models.targets.hidden_states import HiddenStates
 
 RESULT = Path(__file__).parent / "results" / "data_wait.json"
 

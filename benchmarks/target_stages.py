@@ -14,8 +14,9 @@ from models.decoding.speculative import Conversation, decode_together
 from models.drafts.batched_proposer import Turn
 from models.drafts.sampling import GREEDY
 from models.drafts.trees import ROOT, Likeliest, Proposals, StaticTree, Tree
+from models.targets.hidden_states import HiddenStates
 from models.targets.layout import HiddenStateLayout
-from models.targets.model import HiddenStates, TargetModel
+from models.targets.model import TargetModel
 from models.targets.prepare import prepare_target
 from models.targets.weights import read_target_head
 

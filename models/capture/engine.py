@@ -16,8 +16,9 @@ from infra.records.data_path import ObjectRecord
 from infra.refusal import Refusal
 from infra.transport.files import StoredTransport
 from models.run import PreparedRun
+from models.targets.hidden_states import HiddenStates
 from models.targets.layout import HiddenStateLayout, SampleError
-from models.targets.model import HiddenStates, TargetModel
+from models.targets.model import TargetModel
 from models.targets.weights import TargetHead
 
 RELATIVE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}

@@ -13,7 +13,8 @@ from models.decoding.simulated import features
 from models.devices import compute_device
 from models.dtypes import DTYPES
 from models.run import PreparedRun
-from models.targets.model import HiddenStates, TargetModel, eos_ids
+from models.targets.hidden_states import HiddenStates
+from models.targets.model import TargetModel, eos_ids
 
 
 class PlainEngine:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from infra.planner.traffic import bytes_per_token
-from models.targets.model import HiddenStates
+from models.targets.hidden_states import HiddenStates
 
 
 class SampleError(Exception):

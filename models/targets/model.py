@@ -12,29 +12,11 @@ from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWin
 
 from infra.refusal import Refusal
 from models.targets.architecture import decoder_of, load_model, read_model_config
+from models.targets.hidden_states import HiddenStates
 from models.targets.weights import TargetHead, logit_shape
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 GENERATION_CONFIG = "generation_config.json"
-
-
-@dataclass(frozen=True)
-class HiddenStates:
-    """Captured hidden states: `aux` `[..., T, K*H]` and `last` `[..., T, H]`, in the target's compute dtype."""
-
-    aux: Tensor
-    last: Tensor
-    top: Tensor | None = None
-    """`[..., T]` int32 the target's own next token, with the greatest logit of its whole vocabulary; None where no
-    draft asks for it."""
-
-    def named(self) -> dict[str, Tensor]:
-        """The tensors that are there, by name."""
-        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
-
-    def rows(self, rows: slice) -> "HiddenStates":
-        """Some positions of one sample; views."""
-        return HiddenStates(**{name: tensor[rows] for name, tensor in self.named().items()})
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from infra.transport.mooncake.transport import MooncakeTransport
 from models.drafts.base import PackedSamples
 from models.drafts.context import ContextShare
 from models.run import PreparedRun
+from models.targets.hidden_states import HiddenStates
 from models.targets.layout import HiddenStateLayout, as_bytes
-from models.targets.model import HiddenStates
 from models.training.control import Control
 from models.training.progress import StreamTimes
 

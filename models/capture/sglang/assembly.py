@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infra.refusal import Refusal
-from models.targets.model import HiddenStates
+from models.targets.hidden_states import HiddenStates
 
 
 @dataclass

@@ -24,8 +24,9 @@ from models.capture.sglang.plugin import NAME
 from models.decoding.plain import end_of
 from models.dtypes import DTYPES
 from models.run import PreparedRun
+from models.targets.hidden_states import HiddenStates
 from models.targets.layout import SampleError
-from models.targets.model import HiddenStates, TargetModel, eos_ids
+from models.targets.model import TargetModel, eos_ids
 from models.targets.weights import read_target_head, tensor_files
 
 FAULTS = {"sample": SampleError, "engine": EngineError, "setting": Refusal}

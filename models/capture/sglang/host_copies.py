@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.targets.hidden_states import HiddenStates
 from models.targets.layout import HiddenStateLayout, finite_rows
-from models.targets.model import HiddenStates
 
 BUFFERS = 4
 """Prefills between capture and transport: one that runs, one that is queued after it, two that are being written."""

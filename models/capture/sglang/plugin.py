@@ -35,8 +35,8 @@ from models.capture.sglang.outbox import NAME, Outbox, PendingReply, is_pending,
 from models.capture.sglang.top_tokens import top_tokens
 from models.capture.sglang.writer import CapturedPrefill, PromptRows, Writer
 from models.dtypes import DTYPES
+from models.targets.hidden_states import HiddenStates
 from models.targets.layout import HiddenStateLayout
-from models.targets.model import HiddenStates
 
 RUN_BATCH = "sglang.srt.managers.scheduler.Scheduler.run_batch"
 STREAM_OUTPUT = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output"

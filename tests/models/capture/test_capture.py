@@ -9,8 +9,9 @@ import torch
 from models.capture.engine import check_capture
 from models.capture.plain_engine import PlainEngine
 from models.run import PreparedRun
+from models.targets.hidden_states import HiddenStates
 from models.targets.layout import HiddenStateLayout, as_bytes
-from models.targets.model import HiddenStates, TargetModel
+from models.targets.model import TargetModel
 
 IDS = (0, 1, 2)
 

@@ -17,7 +17,7 @@ from models.capture.engine import Captured, EngineError
 from models.capture.generator import Generator
 from models.capture.plain_engine import PlainEngine
 from models.run import PreparedRun
-from models.targets.model import HiddenStates
+from models.targets.hidden_states import HiddenStates
 
 SMALL = ("data.max_samples=12", "data.max_tokens=64", "training.samples_per_step=4")
 MakeRun = Callable[..., RunFolder]

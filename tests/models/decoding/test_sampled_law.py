@@ -20,7 +20,8 @@ from models.decoding.plain import Prefill
 from models.decoding.speculative import Conversation, decode_together, speculate
 from models.drafts.sampling import Sampling
 from models.drafts.trees import DynamicTree, Proposals, StaticTree, Tree, drawn_children, grow, likeliest_children
-from models.targets.model import HiddenStates, TargetModel
+from models.targets.hidden_states import HiddenStates
+from models.targets.model import TargetModel
 
 VOCABULARY, PROMPT = 16, (3, 9, 1)
 DEPTH = 4

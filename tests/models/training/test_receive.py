@@ -9,8 +9,8 @@ from infra.config import TransportConfig
 from infra.records.data_path import BufferRecord, ObjectRecord, StoreRecord
 from infra.transport.base import TransferError
 from infra.transport.mooncake.transport import MooncakeTransport
+from models.targets.hidden_states import HiddenStates
 from models.targets.layout import HiddenStateLayout
-from models.targets.model import HiddenStates
 from models.training.receive import CHECKED, DeviceReceiver, HostReceiver, Receiver, open_receiver
 
 LAYOUT = HiddenStateLayout(aux_count=3, hidden_size=8, dtype=torch.float32, top_token=True)

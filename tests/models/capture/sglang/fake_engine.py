@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from models.targets.model import HiddenStates
+from models.targets.hidden_states import HiddenStates
 
 AUX, HIDDEN = 12, 4
 

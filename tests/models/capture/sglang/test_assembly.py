@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from infra.refusal import Refusal
 from models.capture.sglang.assembly import Assembly
-from models.targets.model import HiddenStates
+from models.targets.hidden_states import HiddenStates
 
 
 @dataclass(frozen=True)

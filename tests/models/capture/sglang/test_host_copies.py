@@ -11,8 +11,8 @@ from fake_engine import AUX, HIDDEN, FakeRequest, fake_scheduler, prefill
 
 from models.capture.sglang import host_copies
 from models.capture.sglang.host_copies import BUFFERS, HostCopies
+from models.targets.hidden_states import HiddenStates
 from models.targets.layout import HiddenStateLayout, SampleError, check_finite
-from models.targets.model import HiddenStates
 
 LAYOUT = HiddenStateLayout(3, HIDDEN, torch.bfloat16, top_token=True)
 

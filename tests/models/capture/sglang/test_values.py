@@ -19,8 +19,9 @@ from models.config.recipe import load_recipe
 from models.decoding.plain import continue_greedily
 from models.decoding.simulated import features
 from models.run import PreparedRun
+from models.targets.hidden_states import HiddenStates
 from models.targets.layout import SampleError
-from models.targets.model import HiddenStates, TargetModel, eos_ids
+from models.targets.model import TargetModel, eos_ids
 from models.targets.prepare import prepare_target
 
 RECIPES = Path(__file__).parents[4] / "recipes"

@@ -20,8 +20,8 @@ from infra.files.run_folder import RunFolder
 from infra.records.data_path import CaptureReply, CaptureSpec
 from infra.transport.choice import open_transport
 from models.capture.sglang.plugin import Capture
+from models.targets.hidden_states import HiddenStates
 from models.targets.layout import HiddenStateLayout
-from models.targets.model import HiddenStates
 
 LAYOUT = HiddenStateLayout(3, 4, torch.float32)
 Chunk = tuple[FakeRequest, int, int]
