@@ -38,7 +38,7 @@ from models.data.benchmark_prompts import read_excluded_prompts
 from models.data.conversations import read_documents
 from models.data.prompts import OWN_SUITE, read_questions
 from models.data.samples import SampleEncoder
-from models.export.published import read_published
+from models.export.published_settings import read_published
 from tasks.plan import checked_plan
 
 LIMIT_S = 10

@@ -7,16 +7,16 @@ from pydantic import Field
 from infra.config import Seed
 from infra.planner.shapes import ITEM_BYTES, DraftShape, Kept, Precision, TargetShape
 from infra.refusal import Refusal
-from models.config.draft_base import LayerShape, LayerType
+from models.config.draft_base import LayerShape, LayerType, VocabularyChoice
 
 ROWS_AT_ONCE = 256
 """Rows of one attention call: blocks in one call see each other's keys masked, which is wasted work."""
 
 
-class DFlashConfig(LayerShape):
+class DFlashConfig(VocabularyChoice, LayerShape):
     """A few decoder layers over a block of one known token and masks; the target's features are keys and values.
 
-    There is no draft vocabulary: draft and serving engine use the target's own head.
+    Draft and serving engine use the target's own head, or its rows of a draft vocabulary.
     """
 
     title: ClassVar[str] = "DFlash"
@@ -29,6 +29,13 @@ class DFlashConfig(LayerShape):
     engine_dtype: ClassVar[str | None] = "bfloat16"
 
     method: Literal["dflash"] = Field(default="dflash", description="Draft method.")
+    vocab_size: int | None = Field(
+        default=None,
+        ge=16,
+        le=2**24,
+        description="Size of the draft vocabulary, the most frequent tokens of the target; default: all tokens. SGLang "
+        "serves DFlash with all tokens only.",
+    )
     block_size: int = Field(
         default=16, ge=2, le=64, description="Positions per block: the last known token and block_size - 1 proposals."
     )
@@ -71,15 +78,15 @@ class DFlashConfig(LayerShape):
         layer = 2 * queries * hidden + 2 * keys * hidden + 3 * hidden * self.intermediate_size
         norms = layers * 2 * (hidden + self.head_dim) + hidden * (2 + (aux_count if self.fc_norm else 0))
         biases = layers * (queries + 2 * keys + hidden) * self.attention_bias
-        tables = target.vocab_size * hidden
+        vocabulary = self.vocabulary_size(target.vocab_size)
         return DraftShape(
             title=self.title,
             parameters=fusion + layers * layer + norms + biases,
-            vocab_size=target.vocab_size,
-            whole_vocabulary=True,
+            vocab_size=vocabulary,
+            whole_vocabulary=vocabulary == target.vocab_size,
             trains_head=False,
-            frozen=tables,
-            frozen_embeddings=tables,
+            frozen=vocabulary * hidden,
+            frozen_embeddings=target.vocab_size * hidden,
             token_parameters=fusion + layers * 2 * keys * hidden,
             row_parameters=layers * layer,
             rows_per_token=self.block_size,

@@ -1,19 +1,20 @@
 """`python -m models.export.published RUN`: a published draft as the start of a run's training. Writes RUN/start.
 
 `training.start_from` names a folder or a model of the Hub, in the layout of `speculators` (0.9.0) or of the method's
-authors, which SGLang reads. What is written is an export like ours. A setting that our methods do not have is refused
-by its name: such a draft would load wherever sizes agree, and know nothing. Nothing is unpickled: safetensors only.
+authors, which SGLang and vLLM read. What is written is an export like ours. Where there are no safetensors files,
+PyTorch's are read, as tensors only: nothing in them is run.
 """
 
 import argparse
 import json
+import pickle
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -28,77 +29,14 @@ from models.drafts.base import Draft
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.description import BLOCK, CONFIG
+from models.export.published_settings import PublishedDraft, first_error, read_published
 from models.export.served_target import read_served_target
 from models.export.sglang import MAPS, current_name, fill, write_export
 from models.targets.weights import TargetHead, read_target_head, tensor_files
 
-HUB_FILES = ["*.json", "*.safetensors"]
+SAFE_FILES, PICKLED_FILES = ["*.json", "*.safetensors"], ["*.json", "*.bin"]
+OLDER_NAMES = {"aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1.", "aux_norm_high.": "fc_norm.2."}
 EMBEDDINGS, HEAD = "embed_tokens.weight", "lm_head.weight"
-
-
-ARCHITECTURES = {
-    "eagle3": {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle"},
-    "dflash": {"DFlashDraftModel"},
-}
-"""The authors' names of each method."""
-
-Settings = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class PublishedDraft:
-    """What a published draft's `config.json` says."""
-
-    method: str
-    shape: dict[str, Any]
-    """Fields of the method's configuration that say what the draft is."""
-    aux_layer_ids: tuple[int, ...] | None
-    """Layer ids in our numbering; None: unspecified, so the engine's default is meant."""
-    hidden_size: int
-    target_hidden_size: int
-    vocab_size: int
-    """Size of the target's vocabulary."""
-
-
-def read_published(settings: Settings) -> PublishedDraft:
-    """Read the content of a `config.json`. Raises Refusal, with the setting, for what none of our methods is."""
-    try:
-        return _read(settings)
-    except Refusal:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise Refusal(
-            f"config.json of the draft is damaged or incomplete ({type(error).__name__}: {error}): correct it, or "
-            "fetch the draft again"
-        ) from error
-
-
-def _read(settings: Settings) -> PublishedDraft:
-    speculators = "speculators_model_type" in settings
-    layer = settings
-    if speculators:
-        method, layer = settings["speculators_model_type"], settings.get("transformer_layer_config") or {}
-        if method not in tuple(ARCHITECTURES):
-            raise Refusal(f"its speculators_model_type {method!r} cannot be taken over: give an eagle3 or dflash draft")
-    else:
-        named = set(settings.get("architectures") or [])
-        method = next((method for method, names in ARCHITECTURES.items() if named & names), None)
-    if method is None:
-        eagle3, dflash = (", ".join(sorted(names)) for names in ARCHITECTURES.values())
-        raise Refusal(
-            f"its architectures {sorted(named)} are none that can be taken over: EAGLE-3 ({eagle3}), DFlash ({dflash}) "
-            "or the speculators layout. Give another draft"
-        )
-    shape, layer_ids = (_eagle3 if method == "eagle3" else _dflash)(layer, settings, speculators)
-    hidden = int(layer["hidden_size"])
-    return PublishedDraft(
-        method=method,
-        shape=shape,
-        aux_layer_ids=None if layer_ids is None else tuple(layer_ids),
-        hidden_size=hidden,
-        target_hidden_size=int(settings.get("target_hidden_size") or hidden),
-        vocab_size=int(layer["vocab_size"]),
-    )
 
 
 def default_layers(target_layers: int) -> tuple[int, ...]:
@@ -106,76 +44,13 @@ def default_layers(target_layers: int) -> tuple[int, ...]:
     return (1, target_layers // 2 - 1, target_layers - 4)
 
 
-def _eagle3(layer: Settings, settings: Settings, speculators: bool) -> tuple[dict[str, Any], list[int] | None]:
-    """Shape and layer ids. `speculators` numbers layers by their inputs, we and the authors by their outputs."""
-    _refuse(settings, {"norm_before_residual": False, "use_aux_norm": False})
-    _refuse(layer, {"num_hidden_layers": 1, "mlp_bias": False})
-    shape = _attention(layer) | {
-        name: bool(settings.get(name)) for name in ("fc_norm", "norm_before_fc", "norm_output")
-    }
-    vocabulary, size = int(layer["vocab_size"]), settings.get("draft_vocab_size")
-    # Without a size the head is the target's.
-    shape |= {"vocab_size": None if size in (None, vocabulary) else size, "shared_head": size is None}
-    if speculators:
-        _refuse(layer, {"model_type": "llama"})
-        ids = settings.get("eagle_aux_hidden_state_layer_ids")
-        return shape, ids and [layer_id - 1 for layer_id in ids]
-    eagle = settings.get("eagle_config") or {}
-    _refuse(eagle, {"use_aux_hidden_state": True})
-    shape["norm_before_fc"] |= bool(eagle.get("norm_before_fc"))
-    return shape, eagle.get("eagle_aux_hidden_state_layer_ids")
-
-
-def _dflash(layer: Settings, settings: Settings, speculators: bool) -> tuple[dict[str, Any], list[int]]:
-    """Shape and layer ids, numbered as in `_eagle3`."""
-    types = layer.get("layer_types") or ["full_attention"] * layer["num_hidden_layers"]
-    window = layer.get("sliding_window") if "sliding_attention" in types else None
-    _refuse(settings, {"sample_from_anchor": False})
-    if window is not None:
-        _refuse(settings, {"sliding_window_non_causal": False})
-    if speculators:
-        own = settings
-        _refuse(settings, {"draft_vocab_size": layer["vocab_size"]})
-        ids = [layer_id - 1 for layer_id in own["aux_hidden_state_layer_ids"]]
-    else:
-        own = settings.get("dflash_config") or {}
-        ids = own.get("target_layer_ids")
-        if ids is None:
-            raise Refusal("its dflash_config names no target_layer_ids: add them")
-    shape = _attention(layer) | {"layer_types": list(types), "sliding_window": window, "fc_norm": False}
-    shape |= {"block_size": settings.get("block_size") or own.get("block_size")}
-    return shape | {"mask_token_id": own.get("mask_token_id")}, ids
-
-
-def _attention(layer: Settings) -> dict[str, Any]:
-    """Attention settings of a Llama or Qwen3 layer, with Hugging Face's defaults."""
-    _refuse(layer, {"attention_bias": False, "hidden_act": "silu"})
-    rope = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise Refusal(f"its rope_type is {kind!r}, drafts here have the default one: give another draft")
-    heads = int(layer["num_attention_heads"])
-    return {
-        "num_heads": heads,
-        "num_kv_heads": int(layer.get("num_key_value_heads") or heads),
-        "head_dim": int(layer.get("head_dim") or layer["hidden_size"] // heads),
-        "intermediate_size": int(layer["intermediate_size"]),
-        "rope_theta": float(rope.get("rope_theta") or layer.get("rope_theta") or 10_000.0),
-        "rms_norm_eps": float(layer.get("rms_norm_eps", 1e-6)),
-    }
-
-
-def _refuse(settings: Settings, expected: Settings) -> None:
-    for name, value in expected.items():
-        found = settings.get(name, value)
-        if found is not None and found != value:
-            raise Refusal(f"its {name} is {found!r}, drafts here have {value!r}: give another draft")
-
-
 def fetch_published(name: str) -> Path:
     """The folder `name`, or the Hub's snapshot of OWNER/NAME or OWNER/NAME@REVISION. Raises Refusal for neither."""
     hub_id, revision = (name, "") if Path(name).expanduser().is_dir() else name.partition("@")[::2]
-    return model_folder("training.start_from", hub_id, revision or None, HUB_FILES)
+    folder = model_folder("training.start_from", hub_id, revision or None, SAFE_FILES)
+    if list(folder.glob("*.safetensors")):
+        return folder
+    return model_folder("training.start_from", hub_id, revision or None, PICKLED_FILES)
 
 
 def load_published(folder: Path, config: DraftConfig, target: TargetRecord) -> Draft:
@@ -190,7 +65,7 @@ def load_published(folder: Path, config: DraftConfig, target: TargetRecord) -> D
     tensors, head = _read_tensors(folder), read_target_head(Path(target.path), torch.float32)
     own_embeddings = EMBEDDINGS in tensors and not _same(tensors[EMBEDDINGS], head.embedding)
     vocabulary = _vocabulary(found, tensors)
-    method = _method(found, config, own_embeddings)
+    method = _method(found, config, own_embeddings, head)
     draft = build_draft(method, head.embedding, vocabulary, found.aux_layer_ids or default_layers(target.num_layers))
     draft.start_from(head.head)
     _load(draft, tensors, head)
@@ -199,10 +74,12 @@ def load_published(folder: Path, config: DraftConfig, target: TargetRecord) -> D
 
 def _check_target(found: PublishedDraft, target: TargetRecord) -> None:
     sizes = {
-        "hidden_size": (found.hidden_size, target.hidden_size),
         "target_hidden_size": (found.target_hidden_size, target.hidden_size),
         "vocab_size": (found.vocab_size, target.vocab_size),
     }
+    if found.target_hidden_size == found.hidden_size or found.method == "dflash":
+        # Without a size of the target's, the draft's is that.
+        sizes["hidden_size"] = (found.hidden_size, target.hidden_size)
     wrong = [f"its {name} is {its}, the target's {ours}" for name, (its, ours) in sizes.items() if its != ours]
     layers = found.aux_layer_ids or ()
     if layers and (list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= target.num_layers):
@@ -213,14 +90,51 @@ def _check_target(found: PublishedDraft, target: TargetRecord) -> None:
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     """Tensors by our names, floats in float32, without those that belong to the target."""
-    if not list(folder.glob("*.safetensors")):
-        raise Refusal("it has no safetensors files (nothing from outside is unpickled): convert its weights first")
     tensors: dict[str, Tensor] = {}
-    for file in sorted(set(tensor_files(folder).values())):
-        for name, tensor in load_file(folder / file).items():
-            ours = current_name(name).removeprefix("model.")
-            tensors[ours] = tensor.float() if tensor.is_floating_point() else tensor
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith("verifier_")}
+    for file in _weight_files(folder):
+        for name, tensor in _read_file(file).items():
+            tensors[_our_name(name)] = tensor.float() if tensor.is_floating_point() else tensor
+    later = [name for name in tensors if name.endswith(".hidden_norm.weight") and name.startswith("layers.")]
+    for name in sorted(set(later) - {"layers.0.hidden_norm.weight"}):
+        # SGLang's name of a later layer's first norm; others have a norm of ours there, which SGLang does not read.
+        ours, given = name.replace("hidden_norm", "input_layernorm"), tensors.pop(name)
+        if ours in tensors and not torch.equal(tensors[ours], given):
+            raise Refusal(f"its {name}, which SGLang reads, and its {ours}, which vLLM reads, differ")
+        tensors[ours] = given
+    foreign = ("verifier_", "rotary_emb.")
+    return {name: tensor for name, tensor in tensors.items() if not any(part in name for part in foreign)}
+
+
+def _our_name(name: str) -> str:
+    for older, ours in OLDER_NAMES.items():
+        name = name.replace(older, ours)
+    return current_name(name).removeprefix("model.")
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Files of a draft's weights, one or several. Raises Refusal without any."""
+    if list(folder.glob("*.safetensors")):
+        return [folder / file for file in sorted(set(tensor_files(folder).values()))]
+    index, single = folder / "pytorch_model.bin.index.json", folder / "pytorch_model.bin"
+    if index.is_file():
+        return [folder / file for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    if not single.is_file():
+        raise Refusal("it has neither model.safetensors nor pytorch_model.bin")
+    return [single]
+
+
+def _read_file(file: Path) -> dict[str, Tensor]:
+    """The tensors in a file. Raises Refusal for a file of PyTorch's that holds anything else."""
+    if file.suffix == ".safetensors":
+        return load_file(file)
+    try:
+        # Only tensors and plain containers are unpickled.
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise Refusal(f"its {file.name} is damaged, or holds more than tensors, which is not run") from error
+    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise Refusal(f"its {file.name} holds no mapping of names to tensors")
+    return dict(found)
 
 
 def _vocabulary(found: PublishedDraft, tensors: Mapping[str, Tensor]) -> DraftVocabulary:
@@ -241,18 +155,28 @@ def _vocabulary(found: PublishedDraft, tensors: Mapping[str, Tensor]) -> DraftVo
     return vocabulary
 
 
-def _method(found: PublishedDraft, config: DraftConfig, own_embeddings: bool) -> DraftConfig:
+def _method(found: PublishedDraft, config: DraftConfig, own_embeddings: bool, head: TargetHead) -> DraftConfig:
     """The method with this shape, and the recipe's training settings if it names the same method."""
-    shape = found.shape | ({"train_embeddings": own_embeddings} if found.method == "eagle3" else {})
     if config.method != found.method:
         raise Refusal(f"its method is {found.method}, the recipe's draft.method {config.method}")
+    shape = dict(found.shape)
+    if found.method == "eagle3":
+        shape["train_embeddings"] = own_embeddings and found.hidden_size == found.target_hidden_size
+    if found.tied and shape["vocab_size"] is None:
+        # Engines then take the embeddings for the head; of a pruned vocabulary they cannot.
+        if own_embeddings or not torch.equal(head.head, head.embedding):
+            raise Refusal("its head is its embeddings (tie_word_embeddings), and the target's head is another")
+        shape |= {"shared_head": True} if found.method == "eagle3" else {}
     training = config.model_dump(include=set(config.training_only))
-    return parse_draft_config(training | shape | {"method": found.method})
+    try:
+        return parse_draft_config(training | shape | {"method": found.method})
+    except ValidationError as error:
+        raise Refusal(f"drafts here cannot be of its shape: {first_error(error)}") from error
 
 
 def _load(draft: Draft, tensors: Mapping[str, Tensor], head: TargetHead) -> None:
     """Load the weights, without the tables that the draft shares with the target, which may be stored all the same."""
-    shared = {EMBEDDINGS: head.embedding, HEAD: head.head}
+    shared = {EMBEDDINGS: head.embedding, HEAD: head.head[draft.vocabulary.target_ids]}
     expected = draft.state_dict()
     given = {
         name: tensor

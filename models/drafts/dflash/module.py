@@ -38,26 +38,23 @@ class DFlashDraft(Draft):
     Args:
         config: the method's knobs.
         embedding: `[V, H]` the target's raw token embeddings, shared and frozen.
-        vocabulary: every token of the target.
+        vocabulary: which target tokens the draft proposes, through the target head's rows of them.
         aux_layer_ids: the K target layers whose outputs it reads.
 
     Raises:
-        Refusal: for a pruned vocabulary, or a mask token that the target does not have.
+        Refusal: for a mask token that the target does not have.
     """
 
     embedding: Tensor
+    target_ids: Tensor
     head: Tensor | None
+    """`[Vd, H]` the target head's rows of the draft vocabulary."""
 
     def __init__(
         self, config: DFlashConfig, embedding: Tensor, vocabulary: DraftVocabulary, aux_layer_ids: Sequence[int]
     ):
         super().__init__()
         count, hidden_size = embedding.shape
-        if len(vocabulary) != vocabulary.target_size:
-            raise Refusal(
-                f"dflash proposes through the target's own head: its vocabulary of {len(vocabulary)} tokens must be "
-                f"all {vocabulary.target_size} of the target"
-            )
         self.mask_token_id = count - 1 if config.mask_token_id is None else config.mask_token_id
         if self.mask_token_id >= count:
             raise Refusal(
@@ -75,6 +72,7 @@ class DFlashDraft(Draft):
         self.norm = RMSNorm(hidden_size, config.rms_norm_eps)
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("head", None, persistent=False)
+        self.register_buffer("target_ids", vocabulary.target_ids.clone(), persistent=False)
 
     @property
     def positions(self) -> int:
@@ -89,13 +87,19 @@ class DFlashDraft(Draft):
         self.embedding = self.embedding.to(dtype)
 
     def start_from(self, head: Tensor) -> None:
-        """Use the target's head, which is not exported."""
+        """Use the target's head, which is not exported whole."""
         assert head.shape == self.embedding.shape
-        self.head = head.to(self.embedding)
+        rows = head if self.vocabulary.whole else head[self.target_ids.to(head.device)]
+        self.head = rows.to(self.embedding)
 
-    def engine_config(self) -> dict[str, Any]:
-        """`config.json` as SGLang 0.5.23's `models/dflash.py` reads it; its layer ids are those of outputs, as ours."""
+    def engine_config(self) -> dict[str, Any] | None:
+        """`config.json` as SGLang 0.5.23's `models/dflash.py` reads it; its layer ids are those of outputs, as ours.
+
+        None with a draft vocabulary: SGLang proposes through the target's whole head.
+        """
         config = self.config
+        if not self.vocabulary.whole:
+            return None
         return {
             **self._layer_config(),
             "architectures": ["DFlashLagunaForCausalLM" if config.fc_norm else "DFlashDraftModel"],
@@ -107,6 +111,13 @@ class DFlashDraft(Draft):
                 "target_layer_ids": list(self.aux_layer_ids),
             },
         }
+
+    def engine_copies(self) -> dict[str, Tensor]:
+        """vLLM and speculators read the head's rows of a draft vocabulary from the draft."""
+        if self.vocabulary.whole:
+            return {}
+        assert self.head is not None, "start_from gives the draft its head"
+        return {"lm_head.weight": self.head}
 
     def speculators_config(self) -> dict[str, Any] | None:
         """For speculators' `DFlashDraftModel`, which calls the output of the target's layer l by the number l + 1.
@@ -122,7 +133,7 @@ class DFlashDraft(Draft):
             "architectures": ["DFlashSpeculator"],
             "speculators_model_type": "dflash",
             "transformer_layer_config": self._layer_config(),
-            "draft_vocab_size": len(self.embedding),
+            "draft_vocab_size": len(self.vocabulary),
             "target_hidden_size": self.embedding.shape[1],
             "block_size": config.block_size,
             "aux_hidden_state_layer_ids": [layer_id + 1 for layer_id in self.aux_layer_ids],
@@ -179,7 +190,7 @@ class DFlashDraft(Draft):
         return self.norm(hidden.view(len(tokens), size, -1)[:, 1:])
 
     def logits(self, normed: Tensor) -> Tensor:
-        """`[..., H]` to `[..., V]` by the target's head, without the scale and soft cap of the target's own logits."""
+        """`[..., H]` to `[..., Vd]` by the target's head, without the scale and soft cap of the target's own logits."""
         assert self.head is not None, "start_from gives the draft its head"
         return normed @ self.head.T
 
@@ -193,7 +204,8 @@ class DFlashDraft(Draft):
         A block is supervised up to its first unsupervised token. Where n of a sample's N possible blocks are drawn,
         each weighs N / n: over the draws the expected loss is that of all blocks, where each supervised position is
         proposed by up to B - 1 of them, as in EAGLE-3's training-time test. The draw depends on the sample's tokens
-        and `anchor_seed` alone. Counts are of the drawn blocks.
+        and `anchor_seed` alone. Counts are of the drawn blocks. What the draft vocabulary lacks is not trained, and
+        ends a block's accepted proposals.
         """
         positions, device = supervised_positions(batch.loss_mask, batch.lengths), batch.last.device
         count = len(positions)
@@ -210,20 +222,34 @@ class DFlashDraft(Draft):
         there = keep[predicted.clamp(max=len(keep) - 1)].cumprod(-1).bool()
         blocks, index = Blocks(batch.tokens[places], own[places], starts), predicted[there]
         chosen = there.flatten().nonzero().squeeze(-1)
-        given = (own, chosen, index, batch.tokens[index + 1], there, shares)
-        features, chosen, index, following, there, shares = to_device(given, device)
+        known, following = self._known(batch, index)
+        covered = int(self._known(batch, positions)[0].sum())
+        given = (own, chosen, index, following, there, shares, known)
+        features, chosen, index, following, there, shares, known = to_device(given, device)
         hidden = self.fill(blocks, self.feature_keys(batch.aux, features))
         rows = hidden.flatten(0, 1)[chosen]
         if torch.is_autocast_enabled(rows.device.type):
             rows = rows.to(torch.get_autocast_dtype(rows.device.type))
         distribution = TargetDistribution(batch.last[index], target.rows, target.logit_scale, target.soft_cap)
         weights = self._weights(rows, target.rows, following, chosen, there, chunk_tokens) / shares[:, None]
-        weights = (weights / total).flatten()[chosen].unsqueeze(1)
+        weights = ((weights / total).flatten()[chosen] * known).unsqueeze(1)
         loss, correct = chunked_loss([rows], target.rows, weights, distribution, SoftCrossEntropy(), chunk_tokens)
-        accepted = _spread(correct.squeeze(1), chosen, there).cumprod(-1)
+        accepted = _spread(correct.squeeze(1) & known, chosen, there).cumprod(-1)
         tried = there.clone()
         tried[:, 1:] &= accepted[:, :-1].bool()
-        return DraftLoss(loss, accepted.sum(0), tried.sum(0), count, count)
+        return DraftLoss(loss, accepted.sum(0), tried.sum(0), count, covered)
+
+    def _known(self, batch: PackedSamples, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """`[P]` bool whether the next token of packed positions `[P]` can be proposed; the text's, a draft id or -1.
+
+        The target's own next token decides, or the text's where that is not there.
+        """
+        following, vocabulary = batch.tokens[positions + 1], self.vocabulary
+        if vocabulary.whole:
+            return torch.ones_like(positions, dtype=torch.bool), following
+        ids = torch.searchsorted(vocabulary.target_ids, following)
+        decisive = following if batch.top is None else batch.top[positions]
+        return vocabulary.t2d[decisive], ids.where(vocabulary.t2d[following], -1)
 
     def _draw(self, batch: PackedSamples, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Where blocks start: packed places, where their samples start, and the share of its sample's that each was
@@ -250,8 +276,8 @@ class DFlashDraft(Draft):
         config = self.config
         if config.position_weights == "decay":
             return decay_weights(self.positions, config.decay_gamma, there.device).expand(there.shape)
-        known = token_probabilities(rows, head, tokens, chunk_tokens)
-        return dpace_weights(_spread(known, chosen, there), there, config.dpace_alpha)
+        chances = token_probabilities(rows, head, tokens.clamp(min=0), chunk_tokens) * (tokens >= 0)
+        return dpace_weights(_spread(chances, chosen, there), there, config.dpace_alpha)
 
     @torch.no_grad()
     def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
@@ -261,7 +287,7 @@ class DFlashDraft(Draft):
         found = []
         for part in positions.split(BLOCKS_AT_ONCE):
             normed = self.fill(Blocks(tokens[part + 1], part + 1, torch.zeros_like(part)), features)[:, :lookahead]
-            found.append(self.logits(normed).argmax(-1))
+            found.append(self.target_ids[self.logits(normed).argmax(-1)])
         best = torch.cat(found)
         return F.pad(best, (0, lookahead - best.shape[1]), value=NO_PROPOSAL)
 

@@ -27,10 +27,9 @@ class DFlashProposer(CachedProposer):
     @torch.no_grad()
     def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
         """See `Proposer.propose`; nothing is proposed beyond a block."""
-        logits = self.draft.logits(self.fill(turns))
-        every, vocabulary = [turns.get(row) for row in range(len(self.lengths))], logits.shape[-1]
-        ids = torch.arange(vocabulary, device=logits.device)
-        choice = Choice(every, ids, vocabulary, self.draft.positions)
+        draft, logits = self.draft, self.draft.logits(self.fill(turns))
+        every = [turns.get(row) for row in range(len(self.lengths))]
+        choice = Choice(every, draft.target_ids, draft.vocabulary.target_size, draft.positions)
         for place in range(choice.longest):
             choice.next(logits[:, place])
         chains = choice.chains()

@@ -67,6 +67,7 @@ VARIANTS: list[tuple[str, dict]] = [
     ("eagle3", SLIDING | {"attention_bias": True}),
     ("eagle3", {"hidden_size": 8, "partial_rotary_factor": 0.5, "rope_scaling": LLAMA3}),
     ("eagle3", {"hidden_size": 20, "norm_before_residual": True, "norm_before_fc": True}),
+    ("dflash", {"vocab_size": 24, "attention_bias": True, "rope_scaling": YARN}),
     ("medusa", {"heads": 5, "layers": 2, "head_decay": 0.5}),
 ]
 

@@ -1,6 +1,7 @@
 """Published drafts as the start of training: those that `speculators` saves, the authors' layout, and refusals."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from models.config.recipe import RunConfig
 from models.drafts.eagle3.module import Eagle3Draft
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.description import read_description
-from models.export.published import default_layers, import_start, load_published, main, read_published
+from models.export.published import default_layers, import_start, load_published, main
+from models.export.published_settings import read_published
 from models.export.sglang import load_draft
 
 HIDDEN, VOCABULARY, DRAFT_VOCABULARY, TARGET_LAYERS, LENGTH = 24, 60, 32, 8, 15
@@ -34,6 +36,7 @@ SIZES |= {"num_key_value_heads": 2, "head_dim": 16, "rope_theta": 50_000.0, "att
 OURS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 40, "rope_theta": 50_000.0}
 AUTHORS = SIZES | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFT_VOCABULARY}
 AUTHORS |= {"model_type": "llama", "num_hidden_layers": 1}
+LONG = {"original_max_position_embeddings": 64}
 EAGLE3 = parse_draft_config(OURS | {"method": "eagle3", "vocab_size": DRAFT_VOCABULARY, "ttt_steps": 2})
 
 
@@ -162,7 +165,7 @@ def changed(authors: Path, **tensors: Tensor | None) -> None:
         ({"d2t": torch.zeros(31, dtype=torch.long)}, "31 tokens, its draft_vocab_size is 32"),
         ({"t2d": torch.zeros(VOCABULARY, dtype=torch.bool)}, "contradict"),
         ({"norm.weight": None}, "tensors: norm.weight"),
-        ({"aux_norm_low.weight": torch.ones(HIDDEN)}, "tensors: aux_norm_low.weight"),
+        ({"aux_norm_low.weight": torch.ones(HIDDEN)}, "tensors: fc_norm.0.weight"),
         ({"fc.weight": torch.ones(HIDDEN, 2 * HIDDEN)}, "tensors: fc.weight"),
     ],
     ids=["no map", "damaged map", "short map", "two maps", "missing", "unknown", "misshapen"],
@@ -178,10 +181,43 @@ def test_weights_that_do_not_fit_are_refused(tensors, message, authors, target):
     [
         ({"hidden_size": 48}, "its hidden_size is 48, the target's 24"),
         ({"vocab_size": 61}, "its vocab_size is 61, the target's 60"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers is 2, drafts here have 1"),
-        ({"attention_bias": True}, "attention_bias is True"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
-        ({"norm_before_residual": True}, "norm_before_residual is True"),
+        ({"target_hidden_size": 48}, "its target_hidden_size is 48, the target's 24"),
+        ({"num_hidden_layers": 2}, "tensors: layers.1"),
+        ({"attention_bias": True}, "tensors: .*q_proj.bias"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "factor is .*Field required"),
+        (
+            {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 3]}},
+            r"rope_scaling\.mrope_section is \[2, 3\]",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.5} | LONG},
+            "attention_factor is 1.5",
+        ),
+        ({"layer_types": ["sliding_attention"], "sliding_window": None}, "contradict"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 9, "use_sliding_window": False}, "contradict"),
+        ({"layer_types": ["full_attention"] * 2}, "of 2 layers, its num_hidden_layers is 1"),
+        (
+            {"layer_types": ["chunked_attention"]},
+            r"layer_types\.0 is 'chunked_attention': Input should be 'full_attention' or 'sliding_attention'",
+        ),
+        ({"use_sliding_window": True, "sliding_window": 9}, "which layers slide"),
+        ({"logit_scale": 0.5}, "its logit_scale is 0.5, drafts here have 1.0"),
+        ({"use_last_layernorm": False}, "its use_last_layernorm is False, drafts here have True"),
+        ({"num_aux_hidden_states": 4}, "num_aux_hidden_states is 4"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"tie_word_embeddings": True, "draft_vocab_size": VOCABULARY}, "its head is its embeddings"),
+        ({"parallel_drafting": True}, "parallel_drafting is True"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "its quantization_config is .* a setting that drafts here do not",
+        ),
+        (
+            {"eagle_config": {"use_input_layernorm_in_first_layer": False}},
+            r"eagle_config\.use_input_layernorm_in_first_layer",
+        ),
+        ({"some_new_switch": False}, "its some_new_switch is False, a setting that drafts here do not have"),
+        ({"norm_before_residual": "twice", "rope_theta": "much"}, "damaged or incomplete"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 9]}}, "the target has 0..7"),
         ({"architectures": ["Other"]}, "none that can be taken over"),
         ({"speculators_model_type": "mtp"}, "'mtp' cannot be taken over"),
@@ -201,10 +237,96 @@ def test_what_is_no_draft_is_refused_with_the_setting_that_named_it(authors, tar
     config = RunConfig.model_validate(recipe)
     with pytest.raises(ValueError, match=r"training\.start_from: there is no folder .*/no-folder"):
         import_start(str(tmp_path / "no-folder"), config, target, tmp_path / "start")
-    (authors / "model.safetensors").rename(authors / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"training\.start_from=.*no safetensors files"):
+    (authors / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"training\.start_from=.*neither model\.safetensors nor pytorch_model\.bin"):
         import_start(str(authors), config, target, tmp_path / "start")
     assert not (tmp_path / "start").exists()
+
+
+class Dangerous:
+    """Unpickled carelessly, it makes a folder."""
+
+    def __init__(self, place: Path):
+        self.place = place
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.place),)
+
+
+def test_a_file_of_pytorchs_is_read_as_tensors_only(authors, target, tmp_path):
+    tensors = load_file(authors / "model.safetensors")
+    (authors / "model.safetensors").unlink()
+    file = authors / "pytorch_model.bin"
+    for content in (tensors | {"extra": Dangerous(tmp_path / "ran")}, tensors | {"extra": 1}, [1, 2]):
+        torch.save(content, file)
+        with pytest.raises(ValueError, match=r"holds more than tensors|no mapping of names to tensors"):
+            load_published(authors, EAGLE3, target)
+    assert not (tmp_path / "ran").exists()
+    torch.save(tensors, file)
+    assert isinstance(load_published(authors, EAGLE3, target), Eagle3Draft)
+    file.write_bytes(file.read_bytes()[:2000])
+    with pytest.raises(ValueError, match="is damaged"):
+        load_published(authors, EAGLE3, target)
+
+
+DFLASH = {name: value for name, value in AUTHORS.items() if name != "draft_vocab_size"}
+DFLASH |= {"architectures": ["DFlashDraftModel"], "block_size": 4}
+DFLASH |= {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1]}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_swa": True}, "use_swa is True"),
+        ({"use_gemma_norm": True}, "use_gemma_norm is True"),
+        ({"is_causal": True}, "is_causal is True"),
+        ({"is_causal": False, "layer_types": ["sliding_attention"], "sliding_window": 9}, "is_causal is False"),
+        ({"dflash_config": {"causal": True, "mask_token_id": 3}}, r"dflash_config\.causal is True"),
+        ({"dflash_config": {"final_logit_softcapping": 30.0}}, r"dflash_config\.final_logit_softcapping is 30\.0"),
+        ({"dflash_config": {"output_multiplier": 2.0}}, "output_multiplier is 2.0"),
+        ({"dflash_config": {"conv_kernel_size": 2}}, "conv_kernel_size is 2"),
+        ({"dflash_config": {"projector_type": "domino"}}, "projector_type is 'domino'"),
+        (
+            {"dflash_config": {"mask_token": "<mask>", "target_layer_ids": [1]}},
+            "its mask_token is '<mask>'.*add the token's id",
+        ),
+        ({"dflash_config": {"mask_token_id": 3}}, "names no target_layer_ids"),
+        (
+            {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1], "new": 1}},
+            r"dflash_config\.new is 1, a setting",
+        ),
+        ({"gating": "per_head"}, "gating is 'per_head', a setting"),
+        ({"architectures": ["DFlash2DraftModel"]}, "none that can be taken over"),
+    ],
+)
+def test_settings_of_dflash_that_do_not_fit_are_refused(settings, message):
+    assert read_published(DFLASH).shape["mask_token_id"] == 3
+    with pytest.raises(ValueError, match=message):
+        read_published(DFLASH | settings)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"norm_before_residual": None}, {"speculators_model_type": "mtp"}, {"sample_from_anchor": True}]
+)
+def test_settings_of_speculators_that_do_not_fit_are_refused(changes):
+    layer = SIZES | {"model_type": "qwen3", "num_hidden_layers": 1}
+    theirs = {"speculators_model_type": "eagle3", "transformer_layer_config": layer, "draft_vocab_size": 32}
+    theirs |= {"norm_before_residual": True}
+    assert read_published(theirs).shape["qk_norm"]
+    with pytest.raises(ValueError, match=f"its? .*{next(iter(changes))}"):
+        read_published(theirs | changes)
+    with pytest.raises(ValueError, match="model_type 'gemma3_text' is no layer"):
+        read_published(theirs | {"transformer_layer_config": layer | {"model_type": "gemma3_text"}})
+
+
+def test_two_names_of_one_norm_must_agree(target, tmp_path):
+    """A later layer's first norm: SGLang reads one name, vLLM the other."""
+    published_by_speculators(target, tmp_path / "published", "eagle3")
+    tensors, norm = tmp_path / "published" / "model.safetensors", torch.ones(HIDDEN)
+    later = {"layers.1.input_layernorm.weight": norm, "layers.1.hidden_norm.weight": norm + 1}
+    save_file(load_file(tensors) | later, tensors)
+    with pytest.raises(ValueError, match=r"layers\.1\.hidden_norm\.weight, which SGLang reads, and its .* differ"):
+        load_published(tmp_path / "published", EAGLE3, target)
 
 
 def test_the_command_writes_the_start_of_a_run(authors, target, tmp_path, monkeypatch, capsys):
@@ -228,6 +350,7 @@ def test_embeddings_of_its_own_are_kept(authors, target):
 def test_layers_are_counted_as_each_layout_does():
     layer = SIZES | {"model_type": "llama", "num_hidden_layers": 1}
     theirs = {"speculators_model_type": "eagle3", "transformer_layer_config": layer, "draft_vocab_size": 32}
+    theirs |= {"norm_before_residual": False}
     assert read_published(theirs | {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}).aux_layer_ids == (1, 3, 4)
     named = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}}
     assert read_published(AUTHORS | named).aux_layer_ids == (2, 4, 5)
