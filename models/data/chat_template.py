@@ -21,7 +21,10 @@ OWN, NONE = "tokenizer", "none"
 """Values of `data.chat_template` that are no files."""
 FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError, ArithmeticError)
 """Raised by templates for conversations that they were not written for."""
+PROBE = "probe"
+"""Content of a message that shows what a template reads."""
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_REASONING_KEY = re.compile(r"\breasoning_content\b|[.'\"]thinking\b")
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
@@ -60,11 +63,27 @@ class ChatTemplate:
         """Whether the template treats `<think>` blocks in any way."""
         return CLOSED in self._text(tools)
 
+    def reads_reasoning(self, tools: Tools) -> bool:
+        """Whether the template has a place for reasoning that is separate from the content."""
+        return _REASONING_KEY.search(self._text(tools)) is not None
+
     @cached_property
     def hash(self) -> str:
         """Hash of the template and its arguments."""
         parts = [self.source, dict(self.arguments)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template reads content as a list of parts only, as some of multimodal targets do."""
+
+        def shows(content: Any) -> bool:
+            try:
+                return PROBE in self._rendered([{"role": "user", "content": content}], (), False, tagged=False)[0]
+            except FAULTS:
+                return False
+
+        return not shows(PROBE) and shows(_parts(PROBE))
 
     def _text(self, tools: Tools) -> str:
         if isinstance(self.source, str):
@@ -74,21 +93,33 @@ class ChatTemplate:
     def _render(self, messages: Messages, tools: Tools, prompt: bool, *, tagged: bool) -> tuple[str, list[Span]]:
         if not messages:
             raise UnrenderableError("a template needs a first message")
+        shown = [dict(message) for message in messages]
+        if self._takes_parts:
+            shown = [message | {"content": _parts(message["content"])} for message in shown]
         try:
-            rendered: Any = render_jinja_template(
-                conversations=[[dict(message) for message in messages]],
-                tools=[dict(tool) for tool in tools] or None,
-                chat_template=self._text(tools),
-                add_generation_prompt=prompt,
-                return_assistant_tokens_mask=tagged,
-                **{**self.tokenizer.special_tokens_map, **self.arguments},
-            )
+            return self._rendered(shown, tools, prompt, tagged=tagged)
         except FAULTS as error:
             raise UnrenderableError(
                 f"the chat template refuses this ({error}): correct the roles or leave it out"
             ) from error
+
+    def _rendered(
+        self, messages: list[dict[str, Any]], tools: Tools, prompt: bool, *, tagged: bool
+    ) -> tuple[str, list[Span]]:
+        rendered: Any = render_jinja_template(
+            conversations=[messages],
+            tools=[dict(tool) for tool in tools] or None,
+            chat_template=self._text(tools),
+            add_generation_prompt=prompt,
+            return_assistant_tokens_mask=tagged,
+            **{**self.tokenizer.special_tokens_map, **self.arguments},
+        )
         (text,), spans = rendered
         return text, spans[0] if tagged else []
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 def open_chat_template(

@@ -178,20 +178,20 @@ class Prompter:
         The template itself says how: it is rendered with placeholders, and the text is matched with the result.
         """
         assert self._template is not None
-        for end in self._template.ends:
-            text = text.removesuffix(end)
         for message in (Message("assistant", _ANSWER, _THOUGHT), Message("assistant", _ANSWER)):
             found = re.fullmatch(self._pattern(before, message), text, re.DOTALL)
             if found is not None:
                 parts = found.groupdict(default="")
                 return Message("assistant", parts["answer"], parts.get("thought", "").strip())
+        for end in self._template.ends:
+            text = text.removesuffix(end)
         if self._prompt_text(before).rstrip().endswith(OPENED) and CLOSED not in text:
             return Message("assistant", "", text.strip())  # cut inside its reasoning
         reasoning, answer = split_thinking(text)
         return Message("assistant", answer, reasoning)
 
     def _pattern(self, before: Document, message: Message) -> str:
-        """A pattern of generated texts, from the template's rendering of placeholders; it allows for a missing end."""
+        """A pattern of generated texts, from the template's rendering of placeholders; their end may differ or miss."""
         assert self._template is not None
         document = replace(before, messages=(*before.messages, message))
         try:
@@ -204,7 +204,8 @@ class Prompter:
             return r"(?!)"
         opening, _, middle = head.rpartition(_THOUGHT)
         thought = rf"(?P<thought>.*?){_lenient(middle)}" if message.reasoning else _lenient(middle)
-        return rf"{_lenient(opening)}{thought}(?P<answer>.*?)(?:{_lenient(tail)})?"
+        ends = "|".join(map(re.escape, self._template.ends))
+        return rf"{_lenient(opening)}{thought}(?P<answer>.*?)(?:{_lenient(tail)})?(?:{ends})?"
 
 
 def _lenient(text: str) -> str:

@@ -7,7 +7,7 @@ text of its own.
 """
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from models.data.thinking import CLOSED, EMPTY_BLOCK, OPENED, Span, split_thinki
 
 Turns = Literal["all", "last"]
 Messages = Sequence[dict[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
 FOLLOWING = "x"
 """Content of the message after an answer that shows how the template ends the answer."""
 
@@ -43,6 +44,7 @@ def render_conversation(template: ChatTemplate, document: Document, turns: Turns
 
     Raises UnrenderableError: the template refuses the conversation, or drops or changes an answer.
     """
+    document = _with_reasoning_apart(template, document)
     answers = [turn for turn, message in enumerate(document.messages) if message.role == "assistant" and turn]
     renderings: list[Rendering] = []
     try:
@@ -93,26 +95,25 @@ def render_turn(template: ChatTemplate, document: Document, turn: int) -> Render
     message, tools = document.messages[turn], document.tools
     messages = [message.as_dict() for message in document.messages[: turn + 1]]
     thought, answer = _parts(message)
-    if template.marks_generation(tools):
-        text, tagged = template.tagged(messages, tools)
-        spans = [span for span in tagged[len(template.tagged(messages[:-1], tools)[1]) :] if span[0] < span[1]]
-    else:
-        prompt = template.render(messages[:-1], tools, prompt=True)
-        text = _after(prompt, template.render(messages, tools), messages[-2]["content"], thought)
-        dropped = text is not None and not _says(text[len(prompt) :], thought)
-        if thought and (text is None or dropped) and prompt.rstrip().endswith(CLOSED):
-            raise UnrenderableError(
-                f"the answer in turn {turn + 1} holds reasoning, and the chat template's prompt ends it before it "
-                "begins: set data.thinking=strip, or leave the conversation out"
-            )
-        if text is None:
-            raise UnrenderableError(
-                f"the chat template renders the answer in turn {turn + 1} in another way than its own prompt begins "
-                "it: leave the conversation out, or use a template with {% generation %} tags"
-            )
+    prompt, whole = template.render(messages[:-1], tools, prompt=True), template.render(messages, tools)
+    text = _after(prompt, whole, messages[-2]["content"], thought)
+    dropped = text is not None and not _says(text[len(prompt) :], thought)
+    if thought and (text is None or dropped) and prompt.rstrip().endswith(CLOSED):
+        raise UnrenderableError(
+            f"the answer in turn {turn + 1} holds reasoning, and the chat template's prompt ends it before it begins: "
+            "set data.thinking=strip, or leave the conversation out"
+        )
+    if text is not None:
         if dropped and template.knows_thinking(tools):
             text = f"{prompt}{OPENED}\n{_closed(thought, text[len(prompt) :])}"
         spans = [(len(prompt), len(text))]
+    else:
+        text, spans = whole, _tagged(template, messages, tools)
+    if not spans:
+        raise UnrenderableError(
+            f"the chat template renders the answer in turn {turn + 1} in another way than its own prompt begins it: "
+            "leave the conversation out, or use a template with {% generation %} tags"
+        )
     generated = "".join(text[start:end] for start, end in spans)
     if not all(_says(generated, part) for part in (answer, *message.tools_called)):
         raise UnrenderableError(
@@ -129,6 +130,26 @@ def render_turn(template: ChatTemplate, document: Document, turn: int) -> Render
     )
 
 
+def _tagged(template: ChatTemplate, messages: Messages, tools: Tools) -> list[Span]:
+    """What the template marks with `{% generation %}` in the last message."""
+    if not template.marks_generation(tools):
+        return []
+    before = len(template.tagged(messages[:-1], tools)[1])
+    return [(start, end) for start, end in template.tagged(messages, tools)[1][before:] if start < end]
+
+
+def _with_reasoning_apart(template: ChatTemplate, document: Document) -> Document:
+    """The document with `<think>` blocks as reasoning of their own, where the template has a place for it."""
+    if not template.reads_reasoning(document.tools):
+        return document
+    messages = list(document.messages)
+    for turn, message in enumerate(messages):
+        if message.role == "assistant" and not message.reasoning and thinks(message.content):
+            thought, answer = split_thinking(message.content)
+            messages[turn] = replace(message, reasoning=thought, content=answer)
+    return replace(document, messages=tuple(messages))
+
+
 def _parts(message: Message) -> tuple[str, str]:
     """Reasoning and answer of a message, which may hold the one in the other."""
     inside, answer = split_thinking(message.content)
@@ -142,7 +163,9 @@ def _after(prompt: str, whole: str, asked: str, thought: str) -> str | None:
     opened = prompt.rfind(OPENED)
     if opened >= 0 and not prompt[opened + len(OPENED) :].strip() and whole.startswith(prompt[:opened]):
         # The prompt opens a block, and the template leaves the reasoning out of answers (DeepSeek-R1).
-        return prompt + _closed(thought, whole[opened:])
+        rest = whole[opened:]
+        shown = EMPTY_BLOCK.match(rest)
+        return prompt + (rest[shown.group().index(CLOSED) :] if shown and not thought else _closed(thought, rest))
     # The template writes a question that has an answer in another way (Mistral's system prompt): what it writes after
     # the question is the answer.
     tail = _shared_end(prompt, whole)

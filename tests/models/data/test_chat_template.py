@@ -189,6 +189,18 @@ def test_prompts_are_rendered_by_the_recipe_s_template(source: Path, target: Tar
         assert all(tokenizer.decode(prompt).endswith(closed) for prompt in found.prompts) == (expected == hashed)
 
 
+@pytest.mark.parametrize("strict", [True, False], ids=["refuses text", "drops text"])
+def test_a_template_may_read_parts_of_content(strict: bool) -> None:
+    """Templates of multimodal targets, as servers find out: text is shown as one part."""
+    part = "part.text" if strict else "part.text or ''"
+    template = opened(open_chat_template(make_tokenizer(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{% if part.type == 'image' %}IMG"
+        f"{{% else %}}{{{{ {part} + '' }}}}{{% endif %}}{{% endfor %}}<|im_end|>{{% endfor %}}"
+    )))  # fmt: skip
+    messages = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": ""}]
+    assert template.render(messages) == "<|im_start|>user\na b<|im_end|><|im_start|>assistant\n<|im_end|>"
+
+
 def test_a_date_in_the_system_prompt_is_an_argument() -> None:
     template = opened(open_chat_template(make_tokenizer(LLAMA3), arguments={"date_string": "24 Nov 2026"}))
     assert "Today: 24 Nov 2026" in template.render([{"role": "user", "content": "a"}])

@@ -51,6 +51,11 @@ CONVERSATIONS = {
         Message("assistant", "one", "so"), tools=True,
     ),
 }  # fmt: skip
+CHATML_WIDE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<|im_start|>assistant\n{{ m.content }}"
+    "<|im_end|>{% endgeneration %}{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>"
+    "{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 EMPTY = re.compile(r"<think>\s*(</think>\s*)?")
 REFUSED = "refused"
 DROPPED = "the reasoning has no place"
@@ -155,7 +160,7 @@ LEARNED: dict[str, list[Any]] = {
             [f"{ANALYSIS}hm<|end|><|start|>assistant{FINAL}one<|return|>"],
             [f"{ANALYSIS}so<|end|><|start|>assistant{FINAL}two<|return|>"],
         ],
-        [[f"{FINAL}<think>\nhm\n</think>\n\none<|return|>"]],
+        [[f"{ANALYSIS}hm<|end|><|start|>assistant{FINAL}one<|return|>"]],
         [[f" {HARMONY_CALL}", f"{FINAL}one<|return|>"], [f"{FINAL}two<|return|>"]],
         [
             [
@@ -270,9 +275,6 @@ def test_a_template_that_changes_the_words_is_refused() -> None:
         tokenize_conversation(
             opened("{% for m in messages %}{{ m.role }}:{{ m.content | upper }}\n{% endfor %}"), document
         )
-    empty_tags = "{% for m in messages %}{% generation %}{% endgeneration %}{{ m.content }}{% endfor %}"
-    with pytest.raises(ValueError, match=r"chat\.jsonl:7: the chat template changes or drops .*turn 2"):
-        tokenize_conversation(opened(empty_tags), document)
     with pytest.raises(ValueError, match=r"chat\.jsonl:7: .*roles must alternate"):
         tokenize_conversation(opened("{{ raise_exception('roles must alternate') }}"), document)
     another = (
@@ -305,10 +307,26 @@ def test_an_answer_begins_after_its_prompt_where_a_token_could_hold_both() -> No
     assert "ĊĊ" in template.tokenizer.convert_ids_to_tokens(whole["input_ids"])
 
 
-def test_characters_of_several_tokens_at_the_end_of_a_tagged_turn() -> None:
-    template = opened("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}|{% endfor %}")
+def test_characters_of_several_tokens_at_the_end() -> None:
+    template = opened("{% for m in messages %}{{ m.content }}\n{% endfor %}")
     parts = tokenize_conversation(template, conversation(QUESTION, ("assistant", "日")))
     assert runs(template, parts) == [["日"]]
+
+
+def test_tags_serve_where_the_prompt_does_not() -> None:
+    """The prompt of a template decides; one that is unlike its answers may mark them."""
+    unlike = "{% if add_generation_prompt %}BOT:{% endif %}"
+    tagged = "{% for m in messages %}[{{ m.role }}]{% generation %}{{ m.content }}!{% endgeneration %}\n{% endfor %}"
+    document = conversation(QUESTION, ("assistant", "one"), OTHER, ("assistant", "two"))
+    template = opened(tagged + unlike)
+    assert runs(template, tokenize_conversation(template, document)) == [["one!", "two!"]]
+    with pytest.raises(ValueError, match=r"chat\.jsonl:7: .*in another way than its own prompt begins it"):
+        tokenize_conversation(
+            opened(tagged.replace("generation", "if true", 1).replace("endgeneration", "endif") + unlike), document
+        )
+    # Tags may hold the header, which the prompt holds as well.
+    wide = opened(CHATML_WIDE)
+    assert runs(wide, tokenize_conversation(wide, document)) == [["one<|im_end|>", "two<|im_end|>"]]
 
 
 def test_a_greeting_is_not_learned() -> None:
@@ -319,6 +337,17 @@ def test_a_greeting_is_not_learned() -> None:
     parts = tokenize_conversation(template, conversation(greeting, QUESTION, ("assistant", "one")))
     assert runs(template, parts) == [["one<|im_end|>"]]
     assert "hi<|im_end|>" in str(template.tokenizer.decode(parts[0].ids))
+
+
+def test_an_empty_block_is_not_opened_twice() -> None:
+    """The prompt opens a block with a line break, which answers without reasoning do not show."""
+    template = opened(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think></think>{% endif %}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    parts = tokenize_conversation(template, conversation(QUESTION, ("assistant", "one")))
+    assert runs(template, parts) == [["</think>one<|im_end|>"]]
 
 
 THOUGHT = "so the answer is there"
