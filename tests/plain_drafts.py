@@ -3,6 +3,7 @@
 Written from the layouts' own code (EAGLE's cnets.py, SpecForge, speculators, DFlash's model.py), with nothing of ours.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -87,6 +88,9 @@ def target_ids(tensors: Tensors, count: int) -> Tensor:
 class PlainEagle3:
     """Args: the `config.json`, the tensors of all files, the target's embeddings and head."""
 
+    fixed: Tensor | None = None
+    """What is stored and not trained."""
+
     def __init__(self, settings: dict[str, Any], tensors: Tensors, embedding: Tensor, head: Tensor):
         self.settings, self.tensors = settings, {name.removeprefix("model."): x for name, x in tensors.items()}
         layer = settings.get("transformer_layer_config", settings)
@@ -129,6 +133,28 @@ class PlainEagle3:
             hidden = layer.mlp(residual + layer.attend(x, position, seen[index]))
         return hidden
 
+    def loss(self, text: list[int], aux: Tensor, last: Tensor, head: Tensor, weights: Sequence[float]) -> Tensor:
+        """Soft cross-entropy of every step from every row, with the text's own tokens fed back.
+
+        `head` `[Vd, H]` and `last` `[T, H]` give the target's probabilities; tokens outside the vocabulary have none.
+        """
+        seen: list[list] = [[] for _ in self.layers]
+        total = aux.new_zeros(())
+        for row, feature in enumerate(aux):
+            hidden = self.row(text[row + 1], self.fuse(feature), row, seen)
+            own = [list(one) for one in seen]
+            for step, weight in enumerate(weights):
+                position = row + 1 + step
+                if position + 1 >= len(aux):
+                    break
+                normed = norm(hidden, self.tensors["norm.weight"], self.eps)
+                if text[position + 1] in self.ids.tolist():
+                    p = (head @ last[position]).softmax(-1)
+                    total = total - weight * (p * (self.head @ normed).log_softmax(-1)).sum()
+                fed_back = normed if self.settings.get("norm_output") else hidden
+                hidden = self.row(text[position + 1], fed_back, row + 1 + step, own)
+        return total
+
     def propose(self, tokens: list[int], aux: Tensor, lookahead: int) -> list[int]:
         """After `tokens` `[T + 1]`, with features `[T, 3H]`."""
         seen: list[list] = [[] for _ in self.layers]
@@ -157,20 +183,35 @@ class PlainDFlash:
             embedding,
             target_ids(tensors, len(head)),
         )
-        self.head = tensors.get("lm_head.weight", head[self.ids])
+        self.head = self.fixed = tensors.get("lm_head.weight", head[self.ids])
         kinds = enumerate(windows(self.layer))
         self.layers = [PlainLayer(tensors, f"layers.{index}.", self.layer, kind) for index, kind in kinds]
 
+    def loss(self, text: list[int], aux: Tensor, last: Tensor, head: Tensor, weights: Sequence[float]) -> Tensor:
+        """Of every block whose first proposal can be compared; see `PlainEagle3.loss`."""
+        total = aux.new_zeros(())
+        for anchor in range(1, len(aux) - 1):
+            logits = self.block(text[anchor], aux[:anchor]) @ self.head.T
+            for place, weight in enumerate(weights):
+                position = anchor + place
+                if position + 1 < len(aux) and text[position + 1] in self.ids.tolist():
+                    p = (head @ last[position]).softmax(-1)
+                    total = total - weight * (p * logits[place].log_softmax(-1)).sum()
+        return total
+
     def propose(self, tokens: list[int], aux: Tensor, lookahead: int) -> list[int]:
         """See `PlainEagle3.propose`."""
+        return self.ids[(self.block(tokens[-1], aux) @ self.head.T).argmax(-1)][:lookahead].tolist()
+
+    def block(self, token: int, aux: Tensor) -> Tensor:
+        """Normed rows `[B - 1, H]` of a block after features `[a, 3H]`."""
         fused = norm(aux @ self.tensors["fc.weight"].T, self.tensors["hidden_norm.weight"], self.eps)
         anchor = len(aux)
-        block = list(self.embedding[[tokens[-1], *[self.mask] * (self.size - 1)]])
+        block = list(self.embedding[[token, *[self.mask] * (self.size - 1)]])
         for layer in self.layers:
             inputs = [layer.normed(row, "input_layernorm") for row in block]
             seen = [layer.key_value(x, position) for position, x in enumerate(fused)]
             seen += [layer.key_value(x, anchor + place) for place, x in enumerate(inputs)]
             places = list(enumerate(zip(block, inputs, strict=True)))
             block = [layer.mlp(row + layer.attend(x, anchor + place, seen)) for place, (row, x) in places]
-        rows = norm(torch.stack(block[1:]), self.tensors["norm.weight"], self.eps)
-        return self.ids[(rows @ self.head.T).argmax(-1)][:lookahead].tolist()
+        return norm(torch.stack(block[1:]), self.tensors["norm.weight"], self.eps)

@@ -1,10 +1,12 @@
 """Published drafts of many layouts start a training with the proposals, and the acceptance, that they had.
 
+Loss and gradients of that training are the reference's too.
 Files are written as their authors write them, with random weights, and run by a reference without any code of ours.
 """
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -260,7 +262,42 @@ def test_it_starts_with_the_proposals_and_the_acceptance_that_it_had(name: str, 
     outcome = draft.loss(sample, projection, LENGTH, 16)
     assert (outcome.accepted.tolist(), outcome.tried.tolist()) == counts
     outcome.loss.backward()
-    assert all(parameter.grad is not None and parameter.grad.any() for parameter in draft.parameters())
+    expected = plain_gradients(plain, tensors, (text, aux, last, projection.rows), step_weights(draft))
+    assert outcome.loss.item() == pytest.approx(expected.pop("loss").item(), rel=1e-5)
+    found = {name: parameter.grad for name, parameter in draft.named_parameters()}
+    assert expected.keys() == found.keys()
+    for label, gradient in found.items():
+        assert (gradient - expected[label]).norm() <= 1e-4 * gradient.norm(), label
+
+
+def step_weights(draft: Any) -> list[float]:
+    config = draft.config
+    return (
+        [math.exp(-k / config.decay_gamma) for k in range(STEPS)] if config.method == "dflash" else config.step_weights
+    )
+
+
+def plain_gradients(plain: Any, tensors: Tensors, sample: tuple, weights: Sequence[float]) -> Tensors:
+    """The reference's loss, and its gradients by our names."""
+    trained = {label: x for label, x in tensors.items() if x.is_floating_point() and x is not plain.fixed}
+    for x in trained.values():
+        x.requires_grad_()
+    loss = plain.loss(*sample, weights) / LENGTH
+    gradients = torch.autograd.grad(loss, list(trained.values()))
+    older = {
+        "midlayer.": "layers.0.",
+        "aux_norm_low": "fc_norm.0",
+        "aux_norm_mid": "fc_norm.1",
+        "aux_norm_high": "fc_norm.2",
+    }
+    older |= {"layers.1.hidden_norm": "layers.1.input_layernorm"}
+    found = {"loss": loss.detach()}
+    for label, gradient in zip(trained, gradients, strict=True):
+        ours = label
+        for theirs, name in older.items():
+            ours = ours.replace(theirs, name)
+        found[ours] = gradient
+    return found
 
 
 def acceptance(proposed: list[list[int]], text: list[int]) -> tuple[list[int], list[int]]:
