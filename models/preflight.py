@@ -50,6 +50,14 @@ def check_settings(run: RunWithTarget) -> None:
     served = config.generator.engine == "sglang" and config.benchmark.served_concurrency
     if served and draft.engine_config() is not None:
         config.draft.engine_arguments(config.benchmark.lookahead)
+    elif served and (obstacles := draft.engine_obstacles()):
+        # Said before anything is trained: no figure of SGLang's will come.
+        exported = "for vLLM, " if draft.speculators_config() is not None else ""
+        print(
+            f"SGLang does not serve a draft with {', '.join(obstacles)}: it is exported {exported}and measured by the "
+            "reference decoder",
+            flush=True,
+        )
     if run.folder.start.is_dir():
         load_start(run)
         _tell_of_other_target(run)

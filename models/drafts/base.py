@@ -97,6 +97,10 @@ class Draft(torch.nn.Module):
         """
         raise NotImplementedError
 
+    def engine_obstacles(self) -> list[str]:
+        """What SGLang would run differently of a draft whose method it serves, by the names of settings."""
+        return []
+
     def engine_config(self) -> dict[str, Any] | None:
         """This draft in SGLang's `config.json`; None if SGLang does not serve it."""
         return None

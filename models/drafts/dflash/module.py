@@ -92,13 +92,14 @@ class DFlashDraft(Draft):
         rows = head if self.vocabulary.whole else head[self.target_ids.to(head.device)]
         self.head = rows.to(self.embedding)
 
-    def engine_config(self) -> dict[str, Any] | None:
-        """`config.json` as SGLang 0.5.23's `models/dflash.py` reads it; its layer ids are those of outputs, as ours.
+    def engine_obstacles(self) -> list[str]:
+        """SGLang proposes through the target's whole head."""
+        return [] if self.vocabulary.whole else ["vocab_size"]
 
-        None with a draft vocabulary: SGLang proposes through the target's whole head.
-        """
+    def engine_config(self) -> dict[str, Any] | None:
+        """`config.json` as SGLang 0.5.23's `models/dflash.py` reads it; its layer ids are those of outputs, as ours."""
         config = self.config
-        if not self.vocabulary.whole:
+        if self.engine_obstacles():
             return None
         return {
             **self._layer_config(),

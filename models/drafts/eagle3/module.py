@@ -100,19 +100,29 @@ class Eagle3Draft(Draft):
         rows = head if self.vocabulary.whole else head[self.target_ids]
         self.lm_head.start_as(_as_wide(rows, self.hidden_size))
 
-    def engine_config(self) -> dict[str, Any] | None:
-        """For SGLang's `LlamaForCausalLMEagle3` (0.5.23); None for what its class would run differently.
-
-        That is: trained embeddings of the target's size, in whose place it puts the target's; features as wide as an
-        embedding (one target layer), which it takes for the draft's own output, neither normed nor fused; biases of
-        queries, keys and values, and norms of queries and keys, which it has no place for; a bias of the fusion, with
-        which it expects one of the attention's output; a residual that is normed first; windows in some layers only.
+    def engine_obstacles(self) -> list[str]:
+        """SGLang puts the target's embeddings in the place of trained ones of their size. Features as wide as an
+        embedding it takes for the draft's own output, neither normed nor fused. It has no biases of queries, keys and
+        values, and with one of the fusion expects one of the attention's output; no norms of queries and keys; a
+        residual that is not normed; and one window for all layers.
         """
-        config, whole, windows = self.config, self.vocabulary.whole, set(self.config.windows)
-        features = len(self.aux_layer_ids) * self.target_hidden_size
-        replaced = config.train_embeddings and self.hidden_size == self.target_hidden_size
-        unknown = config.attention_bias or config.fc_bias or config.qk_norm or config.norm_before_residual
-        if replaced or unknown or features == self.hidden_size or len(windows) > 1:
+        config, same_size = self.config, self.hidden_size == self.target_hidden_size
+        found = {
+            "train_embeddings": config.train_embeddings and same_size,
+            "features as wide as its hidden states": len(self.aux_layer_ids) * self.target_hidden_size
+            == self.hidden_size,
+            "attention_bias": config.attention_bias,
+            "fc_bias": config.fc_bias,
+            "qk_norm": config.qk_norm,
+            "norm_before_residual": config.norm_before_residual,
+            "layer_types of both kinds": len(set(config.windows)) > 1,
+        }
+        return [name for name, holds in found.items() if holds]
+
+    def engine_config(self) -> dict[str, Any] | None:
+        """For SGLang's `LlamaForCausalLMEagle3` (0.5.23); None for what its class would run differently."""
+        config, whole = self.config, self.vocabulary.whole
+        if self.engine_obstacles():
             return None
         return {
             **self._layer_config(),

@@ -84,7 +84,10 @@ SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention"]}
     ],
 )
 def test_what_sglang_would_run_differently_has_no_engine_config(changes, layers):
-    assert make(layers, **changes).engine_config() is None
+    draft = make(layers, **changes)
+    assert draft.engine_config() is None
+    (obstacle,) = draft.engine_obstacles()
+    assert obstacle.startswith("features as wide") or obstacle.split()[0] in changes
 
 
 def test_sglang_is_told_the_window_of_a_draft_that_slides():
