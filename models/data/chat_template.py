@@ -74,6 +74,12 @@ class ChatTemplate:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     @cached_property
+    def adds_space(self) -> bool:
+        """Whether the tokenizer begins every text with a space of its own (Llama 2), so that a part is no text."""
+        tokenizer: Any = self.tokenizer
+        return tokenizer.convert_ids_to_tokens(tokenizer("a", add_special_tokens=False)["input_ids"]) != ["a"]
+
+    @cached_property
     def _takes_parts(self) -> bool:
         """Whether the template reads content as a list of parts only, as some of multimodal targets do."""
 

@@ -45,16 +45,14 @@ def tokenize_conversation(
     Raises UnrenderableError: the template refuses the conversation, or drops or changes an answer.
     """
     renderings = render_conversation(template, document, turns)
-    return [_tokenize(template.tokenizer, rendering, document, mask_thinking) for rendering in renderings]
+    return [_tokenize(template, rendering, document, mask_thinking) for rendering in renderings]
 
 
-def _tokenize(
-    tokenizer: PreTrainedTokenizerBase, rendering: Rendering, document: Document, mask_thinking: bool
-) -> MaskedTokens:
+def _tokenize(template: ChatTemplate, rendering: Rendering, document: Document, mask_thinking: bool) -> MaskedTokens:
     text, spans = rendering.text, rendering.spans
-    ids, offsets = _encode(tokenizer, text, spans)
+    ids, offsets = _encode(template, text, spans)
     mask = _covered(offsets, spans)
-    generated: Any = tokenizer.decode(ids[mask].tolist(), skip_special_tokens=False)
+    generated: Any = template.tokenizer.decode(ids[mask].tolist(), skip_special_tokens=False)
     if squeezed(generated) != squeezed("".join(text[start:end] for start, end in spans)):
         raise UnrenderableError(
             f"{document.place}: the tokenizer changes what the assistant said ({generated!r:.60}): leave the "
@@ -65,31 +63,26 @@ def _tokenize(
     return MaskedTokens(ids, mask, rendering.turns, rendering.thinking, rendering.reasoning_dropped)
 
 
-def _encode(
-    tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[Span]
-) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+def _encode(template: ChatTemplate, text: str, spans: Sequence[Span]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """Token ids `[T]` and the characters `[T, 2]` that each covers; no token lies across an edge of a span.
 
     A server tokenizes a prompt before its answer exists, and so is the prompt of the last span here: the whole text
     may have other tokens around the boundary.
     """
-    ids, offsets = _encode_whole(tokenizer, text)
+    cuts = set() if template.adds_space else {spans[-1][0]}
+    ids, offsets = _encode_pieces(template.tokenizer, text, cuts)
     starts, ends = offsets.T
-    cuts = {edge for span in spans for edge in span if ((starts < edge) & (ends > edge)).any()}
-    if not _adds_space(tokenizer):
-        cuts.add(spans[-1][0])
-    if not cuts:
-        return ids, offsets
+    torn = {edge for span in spans for edge in span if ((starts < edge) & (ends > edge)).any()}
+    return _encode_pieces(template.tokenizer, text, cuts | torn) if torn else (ids, offsets)
+
+
+def _encode_pieces(
+    tokenizer: PreTrainedTokenizerBase, text: str, cuts: set[int]
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     pieces = list(pairwise([0, *sorted(cuts), len(text)]))
     encoded = [_encode_whole(tokenizer, text[start:end]) for start, end in pieces]
-    moved = [part + start for (start, _), (_, part) in zip(pieces, encoded, strict=True)]
-    return np.concatenate([part for part, _ in encoded]), np.concatenate(moved)
-
-
-def _adds_space(tokenizer: Any) -> bool:
-    """Whether the tokenizer begins every text with a space of its own (Llama 2), so that pieces are no parts."""
-    ids = tokenizer("a", add_special_tokens=False)["input_ids"]
-    return tokenizer.convert_ids_to_tokens(ids) != ["a"]
+    moved = [offsets + start for (start, _), (_, offsets) in zip(pieces, encoded, strict=True)]
+    return np.concatenate([ids for ids, _ in encoded]), np.concatenate(moved)
 
 
 def _encode_whole(tokenizer: Any, text: str) -> tuple[NDArray[np.int32], NDArray[np.int64]]:

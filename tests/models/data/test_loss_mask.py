@@ -1,11 +1,13 @@
 """The mask covers what the assistant said, all of it and nothing else, whatever the template."""
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from models.data.chat_template import ChatTemplate, open_chat_template
 from models.data.conversations import Document, Message
@@ -305,6 +307,32 @@ def test_an_answer_begins_after_its_prompt_where_a_token_could_hold_both() -> No
     assert runs(template, [part]) == [["\n\nthe answer<|im_end|>"]]
     whole: Any = template.tokenizer("assistant\n\n\nthe answer", add_special_tokens=False)
     assert "ĊĊ" in template.tokenizer.convert_ids_to_tokens(whole["input_ids"])
+
+
+@pytest.mark.parametrize("scheme", ["first", "never"])
+def test_tokenizers_that_begin_every_text_with_a_space(scheme: Literal["first", "never"]) -> None:
+    """SentencePiece does for Llama 2, not for Gemma: a part of a text has no space more than the whole."""
+    made = Tokenizer(models.BPE(unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)  # type: ignore[assignment]
+    made.decoder = decoders.Metaspace(prepend_scheme=scheme, split=False)  # type: ignore[assignment]
+    special = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
+    trainer = trainers.BpeTrainer(vocab_size=80, special_tokens=special, initial_alphabet=list("abcdefghijklmnop▁\n"))
+    made.train_from_iterator(["a one", "one a one"], trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", additional_special_tokens=special[3:]
+    )
+    tokenizer.chat_template = (  # type: ignore[assignment]
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+        "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    template = open_chat_template(tokenizer, ends=frozenset([2]))
+    assert template is not None
+    assert template.adds_space == (scheme == "first")
+    (part,) = tokenize_conversation(template, conversation(QUESTION, ("assistant", "one"), OTHER, ("assistant", "one")))
+    whole = "<s>[INST] a [/INST] one</s>[INST] b [/INST] one</s>"
+    assert part.ids.tolist() == tokenizer(whole, add_special_tokens=False)["input_ids"]
+    answers = [tokenizer.convert_ids_to_tokens(part.ids[start:end].tolist()) for start, end in runs_of(part.mask)]
+    assert ["".join(tokens) for tokens in answers] == ["▁one</s>"] * 2
 
 
 def test_characters_of_several_tokens_at_the_end() -> None:
