@@ -284,7 +284,12 @@ def test_bench_refuses_in_words(run: PreparedRun, target: Path, text: Path, tmp_
         bench(options([*common, "--prompts", str(text), "--lookahead", "3;5"]))
     with pytest.raises(ValueError, match="no prompts: give --suite"):
         bench(options(common))
-    for option, said in (("--batch=64", "1 to 32"), ("--temperature=-1", "from 0 on")):
+    for option, said in (
+        ("--batch=64", "1 to 32"),
+        ("--temperature=-1", "from 0 on"),
+        ("--chat-template=own.jinja", "there is no such file"),
+        ("--template-arguments=on", "give a JSON object"),
+    ):
         with pytest.raises(ValueError, match=said):
             bench(options([*common, "--prompts", str(text), option]))
     with pytest.raises(ValueError, match="there are prompt-lookup"):

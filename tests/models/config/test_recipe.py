@@ -68,3 +68,10 @@ def test_machines_of_the_trainer_share_the_ranks_evenly_and_are_of_a_cluster() -
         load_recipe(TINY, [*cluster, "training.ranks=3"])
     with pytest.raises(Refusal, match=r"pools\.training_machines is 2, and pools\.kind=local is one"):
         load_recipe(TINY, ["pools.training_machines=2", "training.ranks=2"])
+
+
+def test_what_the_target_generates_keeps_its_reasoning() -> None:
+    settings = ["data.chat_template=tokenizer", "data.overlong=truncate", "data.regeneration={}"]
+    with pytest.raises(Refusal, match=r"data\.thinking=strip would change what the target generated .*set it to mask"):
+        load_recipe(TINY, [*settings, "data.thinking=strip"])
+    assert load_recipe(TINY, [*settings, "data.thinking=mask"]).data.regeneration is not None
