@@ -25,7 +25,12 @@ from models.export.sglang import MAPS, load_draft
 from models.run import PreparedRun
 from models.targets.model import TargetModel
 
-PRUNED = "draft.vocab_size=1000"
+PRUNED = (
+    "draft.vocab_size=1000", "draft.hidden_size=96", "draft.layer_types=[sliding_attention, sliding_attention]",
+    "draft.sliding_window=12", "draft.partial_rotary_factor=0.5",
+    "draft.rope_scaling={rope_type: llama3, factor: 8.0, original_max_position_embeddings: 64}", "training.epochs=8",
+)  # fmt: skip
+"""A draft of its own size with two sliding layers and the rotary embedding of another family."""
 LOOKAHEAD, NEW_TOKENS, PROMPT_TOKENS, COPIES = 4, 80, 16, 120
 LAYERS = (
     "num_heads: 4, num_kv_heads: 2, head_dim: 32, intermediate_size: 256, layer_types: [full_attention, full_attention]"
@@ -97,7 +102,7 @@ def overfit(make_run, run_to_the_end, start):
 
 @pytest.mark.slow
 def test_an_overfit_draft_is_accepted_nearly_always_and_its_export_is_complete(overfit, tmp_path, monkeypatch):
-    run, target, text = overfit(PRUNED)
+    run, target, text = overfit(*PRUNED)
     monkeypatch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")
     check_decoded(run, target, text)
     check_served(run, text)
@@ -155,26 +160,34 @@ def check_bench(run: PreparedRun, folder: Path) -> None:
 def check_layout(export: Path, run: PreparedRun) -> None:
     """Names and shapes as SGLang 0.5.23's llama_eagle3.py and speculators 0.9.0 load them."""
     settings, tensors = json.loads((export / "config.json").read_text()), load_file(export / "model.safetensors")
-    draft, hidden = run.config.draft, run.target.hidden_size
-    layer = "layers.0."
-    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
-        "fc.weight": (hidden, 3 * hidden),
-        **{f"fc_norm.{index}.weight": (hidden,) for index in range(3)},
-        layer + "input_layernorm.weight": (hidden,),
-        layer + "hidden_norm.weight": (hidden,),
-        layer + "post_attention_layernorm.weight": (hidden,),
-        layer + "self_attn.q_proj.weight": (draft.num_heads * draft.head_dim, 2 * hidden),
-        layer + "self_attn.k_proj.weight": (draft.num_kv_heads * draft.head_dim, 2 * hidden),
-        layer + "self_attn.v_proj.weight": (draft.num_kv_heads * draft.head_dim, 2 * hidden),
-        layer + "self_attn.o_proj.weight": (hidden, draft.num_heads * draft.head_dim),
-        layer + "mlp.gate_proj.weight": (draft.intermediate_size, hidden),
-        layer + "mlp.up_proj.weight": (draft.intermediate_size, hidden),
-        layer + "mlp.down_proj.weight": (hidden, draft.intermediate_size),
+    draft, target_hidden = run.config.draft, run.target.hidden_size
+    hidden, queries, keys = draft.hidden_size, draft.num_heads * draft.head_dim, draft.num_kv_heads * draft.head_dim
+    layers = {
+        f"layers.{index}.{name}.weight": shape
+        for index, wide in enumerate((2 * hidden, hidden))
+        for name, shape in {
+            "input_layernorm": (hidden,),
+            "hidden_norm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+            "self_attn.q_proj": (queries, wide),
+            "self_attn.k_proj": (keys, wide),
+            "self_attn.v_proj": (keys, wide),
+            "self_attn.o_proj": (hidden, queries),
+            "mlp.gate_proj": (draft.intermediate_size, hidden),
+            "mlp.up_proj": (draft.intermediate_size, hidden),
+            "mlp.down_proj": (hidden, draft.intermediate_size),
+        }.items()
+    }
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == layers | {
+        "fc.weight": (hidden, 3 * target_hidden),
+        **{f"fc_norm.{index}.weight": (target_hidden,) for index in range(3)},
+        "embed_tokens.weight": (run.target.vocab_size, hidden),
         "norm.weight": (hidden,),
         "lm_head.weight": (draft.vocab_size, hidden),
         "d2t": (draft.vocab_size,),
         "t2d": (run.target.vocab_size,),
     }
+    assert torch.equal(tensors["layers.1.hidden_norm.weight"], tensors["layers.1.input_layernorm.weight"])
     assert settings["fc_norm"] is True
     assert settings["architectures"] == ["LlamaForCausalLMEagle3"]
     assert settings["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == list(run.config.target.aux_layer_ids)
