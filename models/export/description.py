@@ -4,6 +4,7 @@ SGLang reads the same folder: tensors have the same names for all three, and eac
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,10 @@ SPECULATORS_VERSION = "0.9.0"
 """Version of the format."""
 
 
+VLLM_ARCHITECTURES = {"DFlashDraftModel": "dflash"}
+"""What vLLM (0.32.0) reads as SGLang does, without the `speculators` part: the architecture, and its method's name."""
+
+
 @dataclass(frozen=True)
 class ExportDescription:
     """An exported draft, without its weights."""
@@ -37,7 +42,7 @@ class ExportDescription:
     served: bool
     """Whether SGLang serves it."""
     vllm_method: str | None
-    """vLLM's name of the method, from the `speculators` part; None if there is none."""
+    """vLLM's name of the method; None where it cannot read the draft."""
     target_revision: str | None
 
 
@@ -74,9 +79,15 @@ def read_description(folder: Path) -> ExportDescription:
         target_vocab_size=block["target_vocab_size"],
         dtype=settings["dtype"],
         served=SGLANG in block["served_by"],
-        vllm_method=settings.get("speculators_model_type"),
+        vllm_method=vllm_method(settings),
         target_revision=block.get("target_revision"),
     )
+
+
+def vllm_method(settings: Mapping[str, Any]) -> str | None:
+    """vLLM's name of the method of an export with this `config.json`; None where it cannot read it."""
+    named = (VLLM_ARCHITECTURES.get(name) for name in settings.get("architectures") or ())
+    return settings.get("speculators_model_type") or next(named, None)
 
 
 def start_of(run: RunWithTarget) -> StartRecord | None:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import yaml
 
 from infra.files.atomic import sha256_file
@@ -31,7 +32,11 @@ def card(
     run = PreparedRun(RunFolder(folder), config, target, SamplesRecord(**SAMPLES))
     run.folder.export.mkdir()
     block = block_of(config.draft, config.target.aux_layer_ids, 151_936, served="sglang" in engines)
-    settings = engines.get("speculators", {}) | {"dtype": dtype, BLOCK: block | {"step": 77, "started_from": START}}
+    settings = (
+        engines.get("speculators", {})
+        | engines.get("sglang", {})
+        | {"dtype": dtype, BLOCK: block | {"step": 77, "started_from": START}}
+    )
     (run.folder.export / "config.json").write_text(json.dumps(settings))
     (run.folder.export / "model.safetensors").write_bytes(b"weights")
     write_card(run, None)
@@ -75,17 +80,24 @@ def test_a_card_names_no_path_of_this_machine_and_no_engine_that_does_not_serve_
     assert "Draftsmith's own decoder" in text
 
 
-def test_a_card_names_the_dtype_that_its_engine_needs_and_what_vllm_cannot_express(tmp_path):
+def test_a_card_names_the_dtype_that_its_engine_needs(tmp_path):
     layers = "num_heads: 4, num_kv_heads: 2, head_dim: 32, intermediate_size: 256, block_size: 5"
-    types = "layer_types: [sliding_attention, full_attention], sliding_window: 64"
-    config = load_recipe(RECIPES / "tiny.yaml", [f"draft={{method: dflash, {layers}, {types}}}"])
+    config = load_recipe(RECIPES / "tiny.yaml", [f"draft={{method: dflash, {layers}}}"])
     texts = {}
     for dtype in ("bfloat16", "float16"):
         (tmp_path / dtype).mkdir()
         texts[dtype] = card(tmp_path / dtype, config, dtype=dtype, sglang={})[1]
     assert "--speculative-num-draft-tokens 5\n```" in texts["bfloat16"]
     assert "--speculative-num-draft-tokens 5 --dtype bfloat16\n```" in texts["float16"]
-    assert all("Not for vLLM" in text for text in texts.values())
+
+
+@pytest.mark.parametrize("architecture", ["DFlashDraftModel", "DFlashLagunaForCausalLM"])
+def test_a_card_has_vllms_command_where_vllm_reads_the_draft(architecture, tmp_path):
+    config = load_recipe(RECIPES / "qwen3-8b.yaml")
+    text = card(tmp_path, config, sglang={"architectures": [architecture]})[1]
+    served = '"method": "dflash", "num_speculative_tokens": 4' in text
+    assert served == (architecture == "DFlashDraftModel")
+    assert served == ("Not for vLLM" not in text)
 
 
 def test_a_card_says_what_the_engine_does_wrong(tmp_path):
