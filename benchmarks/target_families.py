@@ -251,7 +251,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v32": Family(
         "DeepSeek-V3.2 (sparse attention)",
         "DeepseekV32ForCausalLM",
-        MLA | ROUTED | {"index_topk": 8, "index_n_heads": 4, "index_head_dim": 16},
+        MLA | ROUTED | {"index_topk": 8, "index_n_heads": 32, "index_head_dim": 16},
     ),
 }
 

@@ -8,12 +8,19 @@ import torch
 from torch import Tensor
 
 from models.capture.engine import check_capture
+from models.config.draft import parse_draft_config
 from models.config.target import TargetConfig
 from models.decoding.plain import continue_batch, continue_greedily, prefill
-from models.decoding.speculative import Conversation, decode_together
+from models.decoding.speculative import Conversation, decode_together, speculate
+from models.drafts.base import Draft, PackedSamples, TargetProjection
 from models.drafts.batched_proposer import Turn
+from models.drafts.registry import build_draft
 from models.drafts.sampling import GREEDY
 from models.drafts.trees import ROOT, Likeliest, Proposals, StaticTree, Tree
+from models.drafts.vocabulary import DraftVocabulary
+from models.export.description import speculators_settings
+from models.export.served_target import read_served_target
+from models.export.sglang import load_draft, write_export
 from models.targets.hidden_states import HiddenStates
 from models.targets.layout import HiddenStateLayout
 from models.targets.model import TargetModel
@@ -25,6 +32,12 @@ NEVER: frozenset[int] = frozenset()
 NEW_TOKENS = 20
 SHORTEST, LONGEST = 30, 50
 """Tokens of a prompt: more than a sliding window or a chunk holds."""
+LOOKAHEAD = 3
+TRAINED_STEPS = 60
+DRAFT = {
+    "method": "eagle3", "vocab_size": None, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 128,
+    "ttt_steps": 3, "fc_norm": True,
+}  # fmt: skip
 TREE = StaticTree.branching([2, 2, 2])
 
 
@@ -86,7 +99,7 @@ def check_plain(loaded: Loaded) -> None:
 def check_chain(loaded: Loaded) -> None:
     """A chain of proposals, some right and some wrong, one text at a time."""
     for row in range(len(loaded.prompts)):
-        _check_decoding(loaded, [row], [3])
+        _check_decoding(loaded, [row], [LOOKAHEAD])
 
 
 def check_tree(loaded: Loaded) -> None:
@@ -97,7 +110,55 @@ def check_tree(loaded: Loaded) -> None:
 
 def check_batch(loaded: Loaded) -> None:
     """Chains of different lengths and a tree, all texts in one forward."""
-    _check_decoding(loaded, [0, 1, 2], [3, 1, TREE])
+    _check_decoding(loaded, [0, 1, 2], [LOOKAHEAD, 1, TREE])
+
+
+def train(loaded: Loaded, folder: Path) -> Draft:
+    """Train an EAGLE-3 draft on the target's own texts until it accepts some of them."""
+    head = read_target_head(folder, torch.float32)
+    config = parse_draft_config(DRAFT)
+    vocabulary = DraftVocabulary(torch.arange(len(head.embedding)), len(head.embedding))
+    draft = build_draft(config, head.embedding, vocabulary, AUX_LAYERS)
+    draft.start_from(head.head)
+    batch = _packed(loaded)
+    projection = TargetProjection(head.head, None, head.logit_scale, head.soft_cap)
+    optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], 1e-2)
+    losses = []
+    for _ in range(TRAINED_STEPS):
+        loss = draft.loss(batch, projection, int(batch.loss_mask.sum()), 1024).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 1, f"the loss went from {losses[0]:.3g} to {losses[-1]:.3g}"
+    return draft.eval()
+
+
+def _packed(loaded: Loaded) -> PackedSamples:
+    """The prompts with their continuations, as the trainer gets them."""
+    texts = [[*prompt, *text] for prompt, text in zip(loaded.prompts, loaded.texts, strict=True)]
+    states = [loaded.target.forward(torch.tensor([text])) for text in texts]
+    tokens = torch.tensor([token for text in texts for token in text])
+    return PackedSamples(
+        tokens=tokens,
+        loss_mask=torch.ones(len(tokens), dtype=torch.bool),
+        aux=torch.cat([each.aux[0] for each in states]),
+        last=torch.cat([each.last[0] for each in states]),
+        lengths=tuple(map(len, texts)),
+    )
+
+
+def export(loaded: Loaded, folder: Path, draft: Draft, exported: Path) -> None:
+    """Write the draft, read it back, and decode with it: the target's own text, some of it proposed by the draft."""
+    served = read_served_target(folder)
+    write_export(draft, exported, {}, served, speculators_settings(draft, served, None, LOOKAHEAD))
+    source = load_draft(exported, folder, torch.float32)
+    accepted = 0
+    for prompt, text in zip(loaded.prompts, loaded.texts, strict=True):
+        decoded = speculate(loaded.target, source, prompt, LOOKAHEAD, NEW_TOKENS, NEVER)
+        assert list(decoded.tokens) == text, "speculative text differs from the target's own"
+        accepted += sum(decoded.counts.accepted)
+    assert accepted, "the trained draft's proposals were never accepted"
 
 
 def _check_decoding(loaded: Loaded, rows: Sequence[int], shapes: Sequence[int | StaticTree]) -> None:

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
+
+from models.targets.architecture import read_model_config
 
 CONTEXT_LENGTH_KEYS = (
     "max_sequence_length",
@@ -43,7 +45,7 @@ class ServedTarget:
 
 def read_served_target(folder: Path) -> ServedTarget:
     """Read the `config.json` of the target's Hugging Face folder."""
-    config = AutoConfig.from_pretrained(folder)
+    config = read_model_config(folder)
     text = config.get_text_config()
     # Configurations of multimodal targets may give the data type for all parts at once.
     declared = getattr(text, "dtype", None) or getattr(config, "dtype", None)

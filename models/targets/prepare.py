@@ -23,6 +23,7 @@ from models.data.hub import model_folder
 from models.targets.architecture import decoder_of, model_class, read_model_config
 from models.targets.model import eos_ids
 from models.targets.quantization import read_quantization
+from models.targets.rehearsal import rehearse
 from models.targets.tiny import trained_tiny
 from models.targets.weights import find_target_head, tensor_files
 
@@ -134,6 +135,7 @@ def _checked(folder: Path, aux_layer_ids: tuple[int, ...]) -> PretrainedConfig:
         raise Refusal(f"{folder}: the architecture {config.model_type!r} has no plain output head (or one with bias)")
     check_layers(aux_layer_ids, len(layers))
     find_target_head(folder)
+    rehearse(config)
     return text
 
 

@@ -12,11 +12,8 @@ sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 import target_stages as stages
 from target_families import FAMILIES, write
 
-INCONSISTENT = {"deepseek_v32"}
-"""transformers' own cached forward differs from the one without a cache."""
 
-
-@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - INCONSISTENT))
+@pytest.mark.parametrize("name", FAMILIES)
 def test_prepared_captured_and_decoded(name: str, tiny_target: TargetRecord, tmp_path: Path) -> None:
     folder = write(FAMILIES[name], tmp_path, Path(tiny_target.path))
     stages.prepare(folder)

@@ -1,0 +1,81 @@
+"""docs/targets.md from benchmarks/results/targets.json. A test fails when they do not match."""
+
+from pathlib import Path
+from typing import Any
+
+RESULT = Path(__file__).parent / "results" / "targets.json"
+PAGE = Path(__file__).parents[1] / "docs" / "targets.md"
+WORKS = "yes"
+DECODING = ("plain", "chain", "tree", "batch")
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "prepare": ("prepare",),
+    "capture": ("capture", "head"),
+    "canary": ("canary",),
+    "reference decoding": DECODING,
+    "training": ("training",),
+    "export": ("export",),
+    "capture in SGLang": ("capture in SGLang",),
+    "serving in SGLang": ("serving in SGLang",),
+}
+"""Measured stages of each column."""
+INTRODUCTION = """# Target families
+
+Find your target's family here before you train a draft for it. Each row is a tiny model with random weights and the
+family's real architecture, so the table says that the code works, and nothing of acceptance or speed. Every filled
+cell was measured; `python benchmarks/targets.py` measures them again and writes this page.
+
+| column | what was done |
+|---|---|
+| prepare | the target's preparation, as in a run |
+| capture | hidden states of three layers, and the head that training reads from the files, against the model's logits |
+| canary | all captured layers, the final states and the top tokens against transformers' own forward |
+| reference decoding | plain text with and without a cache and in batches; the same by chains, trees, ragged batches |
+| training | an EAGLE-3 draft on the target's own texts until its loss has fallen |
+| export | written, read back, and decoded with: the target's own text, and proposals of the draft in it |
+| capture in SGLang | the canary over all captured layers, then samples, from a real server |
+| serving in SGLang | target and exported draft in a real server: the target's own text in verification steps |
+
+Multimodal targets are trained on text alone: the draft never sees an image, and proposals after one may be worse.
+"""
+
+
+def page(result: dict[str, Any]) -> str:
+    """The page of a result."""
+    conditions, families = result["conditions"], result["families"].values()
+    rows = [_row(family) for family in sorted(families, key=lambda family: family["title"].lower())]
+    return "\n".join(
+        [
+            INTRODUCTION,
+            f"Measured on {conditions['date']}, {conditions['hardware']}, in float32: PyTorch {conditions['torch']}, "
+            f"transformers {conditions['transformers']}, SGLang {conditions['sglang']} with the tests' kernels for "
+            "speculation on a CPU.",
+            "",
+            f"| target | {' | '.join(COLUMNS)} |",
+            f"|---{'|---' * len(COLUMNS)}|",
+            *rows,
+            "",
+            "## What does not work, and why",
+            "",
+            "| target | stage | reason |",
+            "|---|---|---|",
+            *(line for family in families for line in _reasons(family)),
+            "",
+        ]
+    )
+
+
+def _row(family: dict[str, Any]) -> str:
+    cells = [_cell(family["stages"], stages) for stages in COLUMNS.values()]
+    return f"| {family['title']} | {' | '.join(cells)} |"
+
+
+def _cell(measured: dict[str, str], stages: tuple[str, ...]) -> str:
+    found = [measured[stage] for stage in stages if stage in measured]
+    if not found or any(cell.startswith("not tried") for cell in found):
+        return ""
+    return WORKS if len(found) == len(stages) and set(found) == {WORKS} else "**no**"
+
+
+def _reasons(family: dict[str, Any]) -> list[str]:
+    failed = {stage: cell for stage, cell in family["stages"].items() if cell != WORKS}
+    return [f"| {family['title']} | {stage} | {cell.replace('|', '/')} |" for stage, cell in failed.items()]

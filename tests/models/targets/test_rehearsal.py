@@ -1,0 +1,25 @@
+"""Architectures are tried at a small size: what cannot be decoded is refused, with the reason, before it is loaded."""
+
+import pytest
+from transformers import DeepseekV3Config, Gemma3TextConfig, MiniMaxConfig, PretrainedConfig, Qwen3NextConfig
+
+from models.targets.rehearsal import miniature, rehearse
+
+SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128}
+
+
+def test_a_cache_that_only_the_model_itself_can_make_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"(?s)minimax cannot be captured and decoded.*cache of its own"):
+        rehearse(MiniMaxConfig(**SMALL, num_hidden_layers=2, intermediate_size=32, num_local_experts=2))
+
+
+@pytest.mark.parametrize("kind", [DeepseekV3Config, Gemma3TextConfig, Qwen3NextConfig])
+def test_published_sizes_become_small_with_all_kinds_of_layers(kind: type[PretrainedConfig]) -> None:
+    """DeepSeek-V3 has dense layers before those with experts."""
+    config = kind()
+    small = miniature(config, narrow=True)
+    dense = getattr(config, "first_k_dense_replace", 0)
+    assert dense < small.num_hidden_layers < 8
+    assert set(getattr(small, "layer_types", ())) == set(getattr(config, "layer_types", ()))
+    assert small.vocab_size == 128
+    assert config.num_hidden_layers > 8, "the target's own configuration is left as it is"
