@@ -21,8 +21,8 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 INTRODUCTION = """# Target families
 
 Find your target's family here before you train a draft for it. Each row is a tiny model with random weights and the
-family's real architecture, so the table says that the code works, and nothing of acceptance or speed. Every filled
-cell was measured; `python benchmarks/targets.py` measures them again and writes this page.
+family's real architecture, so the table says that the code works, and nothing of acceptance or speed. An empty
+cell was not measured yet, the others all were; `python benchmarks/targets.py` measures them again and writes this page.
 
 | column | what was done |
 |---|---|
@@ -78,4 +78,7 @@ def _cell(measured: dict[str, str], stages: tuple[str, ...]) -> str:
 
 def _reasons(family: dict[str, Any]) -> list[str]:
     failed = {stage: cell for stage, cell in family["stages"].items() if cell != WORKS}
-    return [f"| {family['title']} | {stage} | {cell.replace('|', '/')} |" for stage, cell in failed.items()]
+    return [
+        f"| {family['title']} | {stage} | {cell.partition('. The end of')[0].replace('|', '/')} |"
+        for stage, cell in failed.items()
+    ]
