@@ -28,7 +28,7 @@ from infra.processes.process import Owner
 from infra.provenance import git_sha
 from infra.records.acceptance import Conditions
 from infra.records.data_path import Record, TargetRecord
-from models.benchmark.conditions import conditions
+from models.benchmark.conditions import Counter, conditions
 from models.benchmark.contestants import Contestants, load_contestants
 from models.benchmark.served import Setup, counts_of, whats_missing
 from models.config.recipe import RunConfig, load_recipe
@@ -122,7 +122,7 @@ def measure(options: argparse.Namespace, config: RunConfig, draft: Path) -> Agre
             "served": [counts_of(answer, settings.lookahead) for answer in answers[name]],
         }
         under = conditions(
-            settings, loaded.target, target=target, draft=draft, dataset_hash=dataset_hash,
+            settings, Counter.reference(loaded.target), target=target, draft=draft, dataset_hash=dataset_hash,
             template_hash="none", prompts=len(prompts),
         )  # fmt: skip
         found.append(agreement(name, under, counts, distinct_token_share(texts)))

@@ -38,7 +38,7 @@ def acceptance(recipe: Path, engine: str, seed: int, overrides: list[str]) -> di
         if ended.returncode:
             raise ValueError(f"the run of seed {seed} with {engine} failed:\n{ended.stdout}{ended.stderr}")
         (report,) = Path(runs).glob("*/report.json")
-        return json.loads(report.read_text())["acceptance"]["simulated"]["length"]
+        return json.loads(report.read_text())["acceptance"]["draft"]["length"]
 
 
 def summary(lengths: dict[str, dict[str, float]]) -> dict[str, object]:

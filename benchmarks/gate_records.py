@@ -16,7 +16,7 @@ from gates import RECORDS, GateRecords, Row
 from infra.files.atomic import sha256_file, write_atomically
 from infra.files.run_folder import RunFolder
 from infra.processes.exit import run_main
-from models.benchmark.conditions import conditions
+from models.benchmark.conditions import Counter, conditions
 from models.benchmark.contestants import Contestants, load_contestants
 from models.data.prompts import heldout_prompts
 from models.decoding.plain import continue_batch
@@ -68,7 +68,7 @@ def main() -> None:
     assert contestants.champion
     under = conditions(
         config,
-        contestants.target,
+        Counter.reference(contestants.target),
         target=run.target,
         draft=draft,
         dataset_hash=run.samples.dataset_hash,

@@ -33,7 +33,7 @@ from infra.provenance import git_sha
 from infra.records.acceptance import Conditions
 from infra.records.data_path import Record
 from infra.records.goodput import GoodputTable, StepTime
-from models.benchmark.conditions import conditions
+from models.benchmark.conditions import Counter, conditions
 from models.benchmark.contestants import load_contestants
 from models.config.benchmark import BenchmarkConfig
 from models.config.recipe import load_recipe
@@ -282,8 +282,8 @@ def prepare(options: argparse.Namespace, draft: Path, config: BenchmarkConfig) -
         CLOCKS[options.clock],
     )  # fmt: skip
     under = conditions(
-        config, loaded.target, target=target, draft=draft, dataset_hash=source_hash(recipe.data.source),
-        template_hash=template_hash, prompts=len(prompts),
+        config, Counter.reference(loaded.target), target=target, draft=draft,
+        dataset_hash=source_hash(recipe.data.source), template_hash=template_hash, prompts=len(prompts),
     )  # fmt: skip
     return setup, under.model_copy(update={"concurrency": max(PHASES)})
 

@@ -48,7 +48,7 @@ from infra.provenance import git_sha
 from infra.records.data_path import TargetRecord
 from infra.settings import cache_folder
 from models.benchmark.bootstrap import length_interval
-from models.benchmark.conditions import conditions
+from models.benchmark.conditions import Counter, conditions
 from models.benchmark.contestants import load_contestants
 from models.config.recipe import RunConfig, load_recipe
 from models.data import python_docs
@@ -248,8 +248,8 @@ def measure(
     rows = np.array([(each.counts.tokens, each.counts.steps) for each in decoded], dtype=np.int64)
     low, high = length_interval(rows, RESAMPLES, 0)
     under = conditions(
-        settings, loaded.target, target=comparison.target, draft=export, dataset_hash=prompts.dataset_hash,
-        template_hash="none", prompts=len(prompts.tokens),
+        settings, Counter.reference(loaded.target), target=comparison.target, draft=export,
+        dataset_hash=prompts.dataset_hash, template_hash="none", prompts=len(prompts.tokens),
     )  # fmt: skip
     told = under.model_copy(
         update={

@@ -35,7 +35,7 @@ from infra.processes.exit import run_main
 from infra.provenance import git_sha, hardware, versions
 from infra.records.data_path import RegeneratedRecord, TrainingResult
 from models.benchmark.bootstrap import paired_difference
-from models.benchmark.conditions import conditions
+from models.benchmark.conditions import Counter, conditions
 from models.benchmark.contestants import Contestants, load_contestants
 from models.config.recipe import RunConfig, load_recipe
 from models.data.conversations import Document, read_documents, source_hash
@@ -169,7 +169,7 @@ def measure(trained: dict[str, Trained], config: RunConfig, prompts: Path) -> di
     greedy, *greedy_walks = walks(contestants, config, tokens, 0.0, 1.0)
     _, *sampled_walks = walks(contestants, config, tokens, settings.sampled_temperature, settings.sampled_top_p)
     under = conditions(
-        settings, contestants.target, target=target, draft=trained[REGENERATED].export,
+        settings, Counter.reference(contestants.target), target=target, draft=trained[REGENERATED].export,
         dataset_hash=source_hash(str(prompts)), template_hash=template_hash, prompts=len(tokens),
         texts=zip(tokens, greedy, strict=True),
     )  # fmt: skip

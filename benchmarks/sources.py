@@ -8,7 +8,7 @@ from pathlib import Path
 
 from infra.records.acceptance import Conditions
 from infra.records.data_path import TargetRecord
-from models.benchmark.conditions import conditions
+from models.benchmark.conditions import Counter, conditions
 from models.benchmark.contestants import Contestants, draft_of, load_contestants
 from models.benchmark.standalone import baselines, find_target
 from models.config.benchmark import BenchmarkConfig
@@ -78,7 +78,7 @@ def load(options: argparse.Namespace, prompts: int, lookahead: int) -> Ground:
     loaded = load_contestants(Path(target.path), options.draft, DTYPES[options.dtype])
     under = conditions(
         config,
-        loaded.target,
+        Counter.reference(loaded.target),
         target=target,
         draft=options.draft[0] if options.draft else None,
         dataset_hash=source_hash(str(options.prompts)),

@@ -136,7 +136,7 @@ def _as_argument(folder: RunFolder) -> str:
 def _verdict(folder: RunFolder, config: "RunConfig") -> str:
     report = json.loads(folder.report.read_text())
     lookahead = report["conditions"]["lookahead"]
-    length = report["acceptance"]["simulated"]["length"][str(lookahead)]
+    length = report["acceptance"]["draft"]["length"][str(lookahead)]
     draft = report["draft"]
     alias = _alias(config, draft["name"], draft["version"])
     named = f"{draft['name']} version {draft['version']}" + (f" ({alias})" if alias else "")

@@ -3,6 +3,7 @@
 import torch
 
 from infra.planner.memory import RESERVED
+from infra.pools.gpus import read_gpus
 from infra.refusal import Refusal
 from infra.settings import leased_gpus
 
@@ -21,6 +22,15 @@ def compute_device() -> torch.device:
             "lease no GPUs (pools.inference_gpus=0 pools.training_gpus=0)"
         )
     return torch.device("cpu")
+
+
+def leased_bytes() -> list[int]:
+    """Memory of each GPU of this process, in bytes; the smallest of the machine's where a name is not NVML's."""
+    names, inventory = leased_gpus(), read_gpus()
+    if not names or inventory is None:
+        return [0] * len(names)
+    known = {gpu.uuid: gpu.total for gpu in inventory.gpus}
+    return [known.get(name, min(known.values())) for name in names]
 
 
 def limit_memory(nbytes: int | None) -> None:

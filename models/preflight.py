@@ -13,11 +13,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from infra.files.run_folder import RunFolder
 from infra.ledger.database import check_server
 from infra.planner.traffic import CHECKPOINT_BYTES_PER_PARAMETER
+from infra.pools.gpus import read_gpus
 from infra.processes.exit import run_main
 from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
 from infra.sglang.command import sglang_python
 from infra.transport.mooncake.environment import check_mooncake, choose_protocol
+from models.benchmark.counter import why_engine_counts
 from models.config.recipe import RunConfig, read_config
 from models.data.benchmark_prompts import BenchmarkPrompts, read_excluded_prompts
 from models.data.conversations import read_documents
@@ -28,7 +30,7 @@ from models.data.samples import SampleEncoder, check_refused
 from models.drafts.base import Draft
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
-from models.export.description import start_of
+from models.export.description import FLOATS, start_of
 from models.progress_bars import counting
 from models.regeneration.engines import recipe_prompter
 from models.run import RunWithTarget
@@ -47,8 +49,15 @@ def check_settings(run: RunWithTarget) -> None:
         check_server(config.ledger.url)
     draft = _draft(config, target)
     _check_disk(run, sum(parameter.numel() for parameter in draft.parameters()))
+    _check_precision(run)
     served = config.generator.engine == "sglang" and config.benchmark.served_concurrency
-    if served and draft.engine_config() is not None:
+    why = why_engine_counts(run, _inference_gpus(config))
+    if why and draft.engine_config() is None:
+        raise Refusal(
+            f"{why}: SGLang would count its acceptance, and it serves no {config.draft.title} drafts that are "
+            "configured like this one: choose another draft.method, or a target that one GPU holds"
+        )
+    if (why or served) and draft.engine_config() is not None:
         config.draft.engine_arguments(config.benchmark.lookahead)
     elif served and (obstacles := draft.engine_obstacles()):
         # Said before anything is trained: no figure of SGLang's will come.
@@ -75,6 +84,30 @@ def _tell_of_other_target(run: RunWithTarget) -> None:
             "shapes",
             flush=True,
         )
+    now = run.config.served_quantization(target.quantization)
+    if start and start.precision and start.precision.quantization != now:
+        print(
+            f"training.start_from={start.draft}: that draft was trained on hidden states in "
+            f"{start.precision.quantization or FLOATS}, and continues on hidden states in {now or FLOATS}",
+            flush=True,
+        )
+
+
+def _check_precision(run: RunWithTarget) -> None:
+    """Raise Refusal for a quantized target whose hidden states would be captured at another precision."""
+    quantization = run.target.quantization
+    if quantization and run.config.generator.engine == "transformers":
+        raise Refusal(
+            f"the target is quantized ({quantization}), and generator.engine=transformers computes with dequantized "
+            "weights: a draft must learn the hidden states that it will be served, so set generator.engine=sglang"
+        )
+
+
+def _inference_gpus(config: RunConfig) -> list[int]:
+    """Memory of the GPUs that inference would lease, as far as this machine knows."""
+    inventory = read_gpus() if config.pools.kind == "local" else None
+    smallest = min((gpu.total for gpu in inventory.devices), default=0) if inventory else 0
+    return [smallest] * config.pools.inference_gpus
 
 
 def _draft(recipe: RunConfig, target: TargetRecord) -> Draft:

@@ -10,6 +10,7 @@ from infra.pools.base import Pool
 from infra.records.acceptance import BenchmarkResult, RegisteredDraft
 from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
+from infra.tracking import registry
 from infra.tracking.registry import champion, download, version_of_run
 from infra.tracking.runs import log_model_figures
 from tasks.pools import run_main
@@ -33,7 +34,7 @@ def benchmark_draft(run: OpenRun, pool: Pool, target: TargetRecord) -> Benchmark
     if present:
         write_atomically(run.folder.champion, present)
     arguments: list[str] = []
-    if present and _comparable(present, target):
+    if present and _comparable(run, present, target):
         folder = run.folder.path / "champion"
         shutil.rmtree(folder, ignore_errors=True)
         downloaded = download(run.tracking_uri, present, folder)
@@ -58,8 +59,15 @@ def measure_again(run: OpenRun, pool: Pool) -> BenchmarkResult:
     return result
 
 
-def _comparable(present: RegisteredDraft, target: TargetRecord) -> bool:
-    logger = get_run_logger()
+def _comparable(run: OpenRun, present: RegisteredDraft, target: TargetRecord) -> bool:
+    logger, floats = get_run_logger(), "floating-point numbers"
+    precision, other = run.config.served_quantization(target.quantization), present.tags.get(registry.QUANTIZATION)
+    if (other or None) != precision:
+        logger.warning(
+            "champion %s was trained for the target in %s, which is now served in %s: compared with no draft",
+            present.version, other or floats, precision or floats,
+        )  # fmt: skip
+        return False
     if present.tags.get("target_revision") != target.revision:
         logger.warning("champion %s is of another target revision: compared with no draft", present.version)
         return False
@@ -72,8 +80,8 @@ def note_figures(run: OpenRun, draft: RegisteredDraft, result: BenchmarkResult) 
     """Log the figures with the version's model, as a curve over the nights."""
     at = result.conditions.lookahead
     figures = {
-        "nightly/acceptance_length": result.simulated.length[at],
-        "nightly/acceptance_length_reference": result.reference.length[at],
+        "nightly/acceptance_length": result.length,
+        **({"nightly/acceptance_length_reference": result.reference.length[at]} if result.reference else {}),
         "nightly/lossless_mismatches": float(result.lossless.mismatches),
         "nightly/plain_tokens_per_s": result.speed.plain_tokens_per_s,
     }
@@ -83,7 +91,14 @@ def note_figures(run: OpenRun, draft: RegisteredDraft, result: BenchmarkResult) 
 @side_effect("tell of change")
 def tell_of_change(draft: RegisteredDraft, result: BenchmarkResult, max_gap: float) -> str:
     """One sentence and an artifact. Raises Refusal where somebody has to look."""
-    now, then = result.simulated.length[result.conditions.lookahead], draft.acceptance_length
+    counter = result.conditions.engine
+    counted_by = draft.tags.get(registry.COUNTED_BY, counter)
+    if counted_by.split()[0] != counter.split()[0]:
+        raise Refusal(
+            f"version {draft.version} of {draft.name} was benchmarked by {counted_by}, and tonight {counter} counted: "
+            "the two are not compared; run the flow on the same kind of GPUs, or retrain"
+        )
+    now, then = result.length, draft.acceptance_length
     assert then, "a version is registered with its acceptance length"
     moved = now / then - 1
     said = (

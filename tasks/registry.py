@@ -16,7 +16,7 @@ from infra.markdown import escaped
 from infra.provenance import git_sha, hardware, versions
 from infra.records.acceptance import BenchmarkResult, RegisteredDraft, RequestCounts
 from infra.records.benchmark_text import sources
-from infra.records.data_path import ExportRecord, SamplesRecord, TargetRecord, TrainingResult
+from infra.records.data_path import CapturePrecision, ExportRecord, SamplesRecord, TargetRecord, TrainingResult
 from infra.refusal import Refusal
 from infra.tracking import registry
 from infra.tracking.client import NOTE
@@ -68,12 +68,16 @@ def register_draft(
             files=[*sorted(run.folder.plots.glob("*.png")), run.folder.request_counts, run.folder.gate],
         )
     champion = RegisteredDraft.read(run.folder.champion) if run.folder.champion.exists() else None
+    precision = CapturePrecision.read(run.folder.precision)
     unwatchable = why_unwatchable(RequestCounts.read(run.folder.request_counts))
     tags = {
         registry.RUN: run.folder.name,
         registry.WEIGHTS_SHA256: export.sha256["model.safetensors"],
         registry.MEASURED_AGAINST: str(champion.version) if champion else "",
-        registry.ACCEPTANCE: f"{result.simulated.length[result.conditions.lookahead]:.4f}",
+        registry.ACCEPTANCE: f"{result.length:.4f}",
+        registry.COUNTED_BY: result.conditions.engine,
+        registry.QUANTIZATION: precision.quantization or "",
+        registry.KERNELS: precision.how,
         "lookahead": str(result.conditions.lookahead),
         **({"best_lookahead": str(result.goodput.best.lookahead)} if result.goodput else {}),
         "beats_prompt_lookup": str(result.beats_prompt_lookup).lower(),
@@ -121,7 +125,7 @@ def why_unwatchable(counts: RequestCounts) -> str | None:
 
 def acceptance_table(result: BenchmarkResult) -> dict[str, list[float | int | None]]:
     """Acceptance length by lookahead, one column per source of proposals."""
-    lookaheads = sorted(result.simulated.length)
+    lookaheads = sorted(result.acceptance.length)
     columns = {name: [of.length.get(at) for at in lookaheads] for name, of in sources(result).items()}
     return {"lookahead": [*lookaheads], **columns}
 
@@ -130,9 +134,9 @@ def _figures(result: BenchmarkResult) -> dict[str, float]:
     lookahead = result.conditions.lookahead
     recycling = result.token_recycling
     figures = {
-        "acceptance_length": result.simulated.length[lookahead],
-        "benchmark/acceptance_length_reference": result.reference.length[lookahead],
-        "benchmark/acceptance_length_sampled": result.sampled.length[lookahead],
+        "acceptance_length": result.length,
+        "benchmark/acceptance_length_reference": result.reference and result.reference.length[lookahead],
+        "benchmark/acceptance_length_sampled": result.sampled and result.sampled.length[lookahead],
         "benchmark/acceptance_length_prompt_lookup": result.prompt_lookup.length[lookahead],
         "benchmark/target_distinct_token_share": result.target_distinct_token_share,
         "benchmark/lossless_mismatches": result.lossless.mismatches,
@@ -148,7 +152,7 @@ def _figures(result: BenchmarkResult) -> dict[str, float]:
 def _curves(result: BenchmarkResult) -> dict[str, dict[int, float]]:
     """What MLflow draws over lookahead."""
     shown = {
-        "draft": result.simulated,
+        "draft": result.acceptance,
         "prompt_lookup": result.prompt_lookup,
         "token_recycling": result.token_recycling,
         "champion": result.champion,

@@ -49,6 +49,6 @@ def _retrain(bench: Bench, mode: str) -> None:
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     bench.note(
         mode=read_sharing(run).mode, steps=lines[-1]["step"], tokens_per_s=lines[-1]["tokens_per_s"],
-        acceptance_length=result.simulated.length[result.conditions.lookahead],
+        acceptance_length=result.acceptance.length[result.conditions.lookahead],
     )  # fmt: skip
     check(read_sharing(run).mode == mode, f"the run was trained in the mode {read_sharing(run).mode}, not {mode}")

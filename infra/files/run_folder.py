@@ -32,6 +32,8 @@ class RunFolder:
     """Held by the supervisors of the run's processes too."""
     recoveries = _Place("recoveries.json")
     target = _Place("target.json")
+    precision = _Place("precision.json")
+    """At which precision the target's hidden states are captured."""
     regenerated = _Place("regenerated.json")
     """The target's own answers, where the recipe asks for them."""
     samples = _Place("samples.json")

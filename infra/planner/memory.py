@@ -6,10 +6,12 @@ Calibrated against the allocator (benchmarks/planner.py measures what is predict
 from pydantic import Field
 
 from infra.planner.shapes import ITEM_BYTES, DraftShape, Precision, TargetShape
-from infra.planner.traffic import stored_bytes_per_token
+from infra.planner.traffic import STORED_BYTES, StoredPrecision, stored_bytes_per_token
 from infra.records.data_path import Record
 
 FLOAT = 4
+RESTORED_BYTES = 2
+"""Of a number that was stored in fewer."""
 MOMENTS = 2
 """AdamW's."""
 BLOCK_BYTES = {True: 4 * 2**20, False: 0}
@@ -41,7 +43,7 @@ class Setting(Record):
     """Settings that determine a rank's memory, besides target and draft."""
 
     aux_count: int
-    stored: Precision
+    stored: StoredPrecision
     precision: Precision
     top_token: bool
     """Whether generators send the target's top token at every position."""
@@ -117,6 +119,8 @@ def rank_memory(draft: DraftShape, target: TargetShape, setting: Setting, length
     copies = setting.prefetch_steps + 2 if setting.one_memory or setting.on_device else 2
     activations, loss = _of_batch(draft, target, setting, lengths)
     captured = stored_bytes_per_token(setting.aux_count, target.hidden_size, setting.stored, setting.top_token)
+    # Restored once more, for the micro-batch that is computed.
+    restored = (setting.aux_count + 1) * target.hidden_size * RESTORED_BYTES if setting.stored == "float8" else 0
     share = -(-draft.parameters // setting.divided) * FLOAT
     # Divided, a draft is still put together for every micro-batch, and its gradients before they are reduced.
     gathered = draft.parameters * FLOAT if setting.divided > 1 else 0
@@ -127,7 +131,7 @@ def rank_memory(draft: DraftShape, target: TargetShape, setting: Setting, length
         averaged=share,
         frozen_tables=draft.frozen * FLOAT + draft.frozen_embeddings * item + heads,
         cast_weights=matrices * item if item < FLOAT else 0,
-        features=copies * tokens * captured,
+        features=tokens * (copies * captured + restored),
         activations=activations + exchanged,
         loss=loss,
     )
@@ -160,7 +164,9 @@ def _loss(draft: DraftShape, target: TargetShape, setting: Setting, tokens: int,
     comparing = logits + of_target + (BLOCKS + (item < FLOAT) + MASS_BLOCKS * setting.whole_head) * block
     by_head = hidden * vocabulary * FLOAT if draft.trains_head else 0
     cast_head = hidden * vocabulary * item if item < FLOAT and draft.trains_head else 0
-    outputs = int(draft.kept.output * rows) + positions * target.hidden_size * ITEM_BYTES[setting.stored]
+    # The loss reads the target's states as they are read back.
+    read = max(STORED_BYTES[setting.stored], RESTORED_BYTES)
+    outputs = int(draft.kept.output * rows) + positions * target.hidden_size * read
     states = rows * hidden * item
     # Chains hand their hidden states over, and the gradients take their memory; blocks of rows keep both.
     formed = outputs + states * (2 if draft.target_per_row else 1) + by_head

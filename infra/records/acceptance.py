@@ -37,8 +37,8 @@ class GateEvidence(Record):
     """Distinct tokens / tokens of the target's greedy text."""
     mismatches: int
     """Between speculative text and the target's own."""
-    gap: float
-    """Relative, between simulated and reference acceptance length."""
+    gap: float | None
+    """Relative, between simulated and reference acceptance length; None where the serving engine counted."""
     served_gap: float | None = None
     """Relative difference of served and simulated acceptance length; None if not served."""
     category_tolerance: float = 0.05
@@ -137,6 +137,9 @@ class Conditions(Record):
     topk: int
     concurrency: int
     engine: str
+    """What counted: `transformers` (the reference decoder), or `sglang` with its version."""
+    quantization: str | None = None
+    """Of the target as it was decoded; None: floating-point numbers."""
     versions: Mapping[str, str]
     dtype: str
     hardware: str
@@ -179,7 +182,8 @@ class RequestCounts(Record):
     greedy: Mapping[int, tuple[tuple[int, int], ...]]
     """Counts by lookahead."""
     sampled: Mapping[int, tuple[tuple[int, int], ...]]
-    """The same over text that the target sampled at `conditions.sampled_temperature` and top-p."""
+    """The same over text that the target sampled at `conditions.sampled_temperature` and top-p; empty where the
+    serving engine counted."""
 
 
 class DivergenceRecord(Record):
@@ -268,17 +272,19 @@ class BenchmarkResult(Record):
     conditions: Conditions
     target_distinct_token_share: float
     """Mean over greedy continuations of distinct tokens / tokens."""
-    sampled_distinct_token_share: float
-    simulated: Acceptance
-    reference: Acceptance
-    """Real decoding of the first conversations, at one lookahead."""
-    gap: float
+    sampled_distinct_token_share: float | None = None
+    acceptance: Acceptance
+    """The main figures: simulated at every lookahead, or counted by the serving engine at one (`conditions.engine`)."""
+    reference: Acceptance | None = None
+    """Real decoding of the first conversations, at one lookahead. This and what follows, up to the baselines, is None
+    where the serving engine counted."""
+    gap: float | None = None
     """Relative difference of simulated and reference acceptance length on the reference conversations."""
-    counts_identical: bool
+    counts_identical: bool | None = None
     """Simulated and reference counts agree step by step (conversations with a tie or mismatch left out)."""
-    counts_compared: int
+    counts_compared: int = 0
     """Conversations of that comparison."""
-    sampled: Acceptance
+    sampled: Acceptance | None = None
     """Simulated, over text that the target alone sampled. The draft proposes greedily: exactly what speculative
     sampling accepts of such proposals (each with the target's probability of it), on all conversations."""
     sampled_reference: Acceptance | None = None
@@ -286,15 +292,15 @@ class BenchmarkResult(Record):
     proposals from its own distribution, so this is another decoder's figure than `sampled`, each conversation holds
     another text, and over some hundred tokens it is a rough one. None: not measured."""
     prompt_lookup: Acceptance
-    prompt_lookup_sampled: Acceptance
+    prompt_lookup_sampled: Acceptance | None = None
     token_recycling: Acceptance | None = None
-    """The second baseline; None in older results."""
+    """The second baseline, which needs the target's likely tokens."""
     token_recycling_sampled: Acceptance | None = None
     served: ServedResult | None = None
     """Figures of the serving engine; None if not measured."""
     goodput: MeasuredGoodput | None = None
     """Tokens per second that are expected of a served draft; None: no loads were asked for."""
-    champion: Acceptance | None
+    champion: Acceptance | None = None
     beats_prompt_lookup: bool
     vocabulary_mass: float | None = None
     """Share of the target's probability that lies on the draft vocabulary: mean over positions of its own sampled
@@ -307,6 +313,11 @@ class BenchmarkResult(Record):
     gate: GateDecision
     summary: str
     wall_s: float
+
+    @property
+    def length(self) -> float:
+        """Acceptance length at the benchmark's lookahead."""
+        return self.acceptance.length[self.conditions.lookahead]
 
     @property
     def baselines(self) -> dict[str, Acceptance]:

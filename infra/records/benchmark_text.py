@@ -21,9 +21,9 @@ def sources(result: BenchmarkResult) -> dict[str, Acceptance]:
     """Every source of proposals that was measured, the draft first."""
     sampled = sampling(result.conditions)
     measured: dict[str, Acceptance | None] = {
-        "draft, simulated": result.simulated,
+        "draft, simulated" if result.reference else f"draft, counted by {result.conditions.engine}": result.acceptance,
         "draft, real decoding": result.reference,
-        "draft, served": result.served and result.served.acceptance,
+        "draft, served": result.served and result.reference and result.served.acceptance,
         "champion": result.champion,
         **result.baselines,
         f"draft, {sampled}, greedy proposals": result.sampled,
@@ -37,7 +37,7 @@ def acceptance_rows(result: BenchmarkResult) -> list[dict[str, str]]:
     """Acceptance length by lookahead: one row per source, one column per lookahead; empty where not measured."""
     return [
         {"acceptance length by lookahead": name}
-        | {str(at): f"{of.length[at]:.2f}" if at in of.length else "" for at in sorted(result.simulated.length)}
+        | {str(at): f"{of.length[at]:.2f}" if at in of.length else "" for at in sorted(result.acceptance.length)}
         for name, of in sources(result).items()
     ]
 
@@ -77,10 +77,12 @@ def summary(result: BenchmarkResult) -> str:
     """The draft against the baselines in one sentence, and why it does not beat prompt lookup where it does not."""
     at = result.conditions.lookahead
     text = (
-        f"the draft {against_baselines(result)} here: {result.simulated.length[at]:.2f} tokens per verification step "
-        f"at lookahead {at}"
+        f"the draft {against_baselines(result)} here: {result.length:.2f} tokens per verification step at lookahead "
+        f"{at}"
     )
-    greedy, sampled = result.target_distinct_token_share, result.sampled_distinct_token_share
+    if result.sampled is None or result.prompt_lookup_sampled is None:
+        return f"{text}, counted by {result.conditions.engine}"
+    greedy, sampled = result.target_distinct_token_share, result.sampled_distinct_token_share or 0.0
     easier = result.prompt_lookup_sampled.length[at] < result.prompt_lookup.length[at]
     if not result.beats_prompt_lookup and greedy < sampled and easier:
         text += (
@@ -102,8 +104,7 @@ def findings(result: BenchmarkResult) -> dict[str, str]:
         "Served": result.served and result.served.summary.removeprefix("served: "),
         "Goodput": _goodput(result),
         "Speed": _speed(result),
-        "Target's text": f"{result.target_distinct_token_share:.1%} distinct tokens when greedy, "
-        f"{result.sampled_distinct_token_share:.1%} when sampled: the fewer, the better prompt lookup does",
+        "Target's text": _distinct_tokens(result),
         "Draft vocabulary": result.vocabulary_mass
         and f"holds {result.vocabulary_mass:.1%} of the target's probability",
         "Sampled proposals": _sampled_proposals(result),
@@ -141,7 +142,18 @@ def _lossless(result: BenchmarkResult) -> str:
     return f"yes, {lossless.tokens:,} tokens equal the target's own text, with {differ}"
 
 
-def _agreement(result: BenchmarkResult) -> str:
+def _distinct_tokens(result: BenchmarkResult) -> str:
+    sampled = result.sampled_distinct_token_share
+    when_sampled = "" if sampled is None else f", {sampled:.1%} when sampled"
+    return (
+        f"{result.target_distinct_token_share:.1%} distinct tokens when greedy{when_sampled}: the fewer, the better "
+        "prompt lookup does"
+    )
+
+
+def _agreement(result: BenchmarkResult) -> str | None:
+    if result.gap is None:
+        return None
     same = "identical" if result.counts_identical else "NOT identical"
     return (
         f"counts are {same} step by step in {plural(result.counts_compared, 'conversation')}, acceptance lengths "
@@ -186,7 +198,7 @@ def _speed(result: BenchmarkResult) -> str:
 
 def _sampled_proposals(result: BenchmarkResult) -> str | None:
     real, greedy, at = result.sampled_reference, result.sampled, result.conditions.lookahead
-    return real and (
+    return (real and greedy) and (
         f"at {sampling(result.conditions)} and lookahead {at}, {real.length[at]:.2f} where the draft samples its "
         f"proposals (real decoding, {plural(real.steps[at], 'step')}), {greedy.length[at]:.2f} where it proposes "
         f"greedily (simulated, {plural(greedy.steps[at], 'step')}); two decoders, so the figures need not agree"

@@ -51,6 +51,23 @@ class TargetRecord(Record):
     """Method and format of a quantized checkpoint (models/targets/quantization.py); None: floating-point numbers."""
 
 
+class CapturePrecision(Record):
+    """`precision.json`: at which precision hidden states are captured, which is what a draft is trained for."""
+
+    quantization: str | None
+    """Of the target: its checkpoint's, or the engine's when it loads it; None: floating-point numbers."""
+    dtype: str
+    engine: str
+    """With its version."""
+    kernels: Mapping[str, str] = {}
+    """The engine's choices of kernels that decide how it rounds, by SGLang's names of the settings."""
+
+    @property
+    def how(self) -> str:
+        """Engine, data type and kernels, as text."""
+        return ", ".join([self.engine, self.dtype, *(f"{name} {kernel}" for name, kernel in self.kernels.items())])
+
+
 class Histogram(Record):
     """Counts of values in bins of equal width."""
 
@@ -380,6 +397,8 @@ class StartRecord(Record):
     target: str | None
     """Target that it was trained for; None where nobody says."""
     target_revision: str | None
+    precision: CapturePrecision | None = None
+    """Of that target, if it is known."""
 
 
 class ExportRecord(Record):

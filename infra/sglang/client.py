@@ -51,12 +51,14 @@ class SGLangClient:
             trust_env=False,
         )
 
-    def generate(self, tokens: Sequence[int], sampling: dict[str, Any], in_steps: bool = False) -> Answer:
-        """Continue one prompt; `in_steps`: and watch the engine's steps.
+    def generate(
+        self, tokens: Sequence[int], sampling: dict[str, Any], in_steps: bool = False, **settings: Any
+    ) -> Answer:
+        """Continue one prompt; `in_steps`: and watch the engine's steps; `settings`: further ones of the request.
 
         Raises ServerError, and PromptRefusedError for a prompt or settings that the server refuses.
         """
-        body = {"input_ids": list(tokens), "sampling_params": sampling, "stream": in_steps}
+        body = {"input_ids": list(tokens), "sampling_params": sampling, "stream": in_steps, **settings}
         seen, last = [0], {}
         try:
             with self._http.stream("POST", "/generate", json=body) as answer:
@@ -73,6 +75,14 @@ class SGLangClient:
             raise ServerError(self._reason(error, len(tokens))) from error
         steps = tuple(after - before for before, after in pairwise(seen) if after > before)
         return Answer(last["output_ids"], last["meta_info"], steps)
+
+    def settings(self) -> dict[str, Any]:
+        """The server's arguments as it resolved them, and its version. Raises ServerError."""
+        try:
+            answer = self._http.get("/server_info").raise_for_status()
+        except httpx.HTTPError as error:
+            raise ServerError(f"{self.server.process.role} does not tell its settings ({error})") from error
+        return answer.json()
 
     def _error(self, answer: httpx.Response, tokens: int) -> PromptRefusedError | ServerError:
         reason = f"{answer.status_code} {answer.text[:REFUSAL_CHARACTERS]}"

@@ -1,6 +1,7 @@
 """The conditions that every acceptance number carries."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,26 @@ OPENING = 16
 """Tokens at the end of a prompt that may open a block: `<think>`, perhaps in pieces, and a line break."""
 
 
+@dataclass(frozen=True)
+class Counter:
+    """What decodes and counts."""
+
+    engine: str
+    dtype: str
+    device: str
+    concurrency: int = 1
+    quantization: str | None = None
+
+    @classmethod
+    def reference(cls, model: TargetModel) -> "Counter":
+        """The reference decoder."""
+        device = torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu"
+        return cls("transformers", str(model.head_weight.dtype).removeprefix("torch."), device)
+
+
 def conditions(
     config: BenchmarkConfig,
-    model: TargetModel,
+    counter: Counter,
     *,
     target: TargetRecord,
     draft: Path | None,
@@ -34,7 +52,6 @@ def conditions(
 
     `texts` are prompts with the target's continuations.
     """
-    on = torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu"
     return Conditions(
         # Folder names, not paths: conditions are published, and revisions say what lies there.
         target=Path(target.name).name if Path(target.name).is_dir() else target.name,
@@ -52,11 +69,12 @@ def conditions(
         max_new_tokens=config.max_new_tokens,
         lookahead=config.lookahead,
         topk=1,
-        concurrency=1,
-        engine="transformers",
+        concurrency=counter.concurrency,
+        engine=counter.engine,
+        quantization=counter.quantization,
         versions=versions(),
-        dtype=str(model.head_weight.dtype).removeprefix("torch."),
-        hardware=f"{hardware()}; ran on {on}",
+        dtype=counter.dtype,
+        hardware=f"{hardware()}; ran on {counter.device}",
         threads=torch.get_num_threads(),
     )
 

@@ -8,12 +8,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from infra.refusal import Refusal
 from models.devices import compute_device
 from models.drafts.base import Draft
 from models.drafts.batched_proposer import Proposer, RolloutSource, Turn
 from models.drafts.trees import Tree
+from models.export.description import check_precision
 from models.export.sglang import load_draft
 from models.targets.model import TargetModel, eos_ids
+from models.targets.quantization import read_quantization
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,13 @@ class Contestants:
 
 def load_contestants(target: Path, folders: Sequence[Path], dtype: torch.dtype) -> Contestants:
     """Load a target and exported drafts, which may read different target layers."""
+    if quantization := read_quantization(target):
+        raise Refusal(
+            f"{target} is quantized ({quantization}), and the reference decoder would compute it with dequantized "
+            "weights: acceptance is counted by SGLang, in a run with generator.engine=sglang"
+        )
+    for folder in folders:
+        check_precision(folder, None)
     device = compute_device()
     drafts = [load_draft(folder, target, dtype, device) for folder in folders]
     layers = sorted({layer for loaded in drafts for layer in loaded.aux_layer_ids}) or [0]

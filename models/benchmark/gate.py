@@ -27,7 +27,7 @@ def objection(evidence: GateEvidence) -> str | None:
         )
     if evidence.mismatches:
         return f"speculative decoding is not lossless: {evidence.mismatches} mismatches with the target's own text"
-    if abs(evidence.gap) > evidence.max_gap:
+    if evidence.gap is not None and abs(evidence.gap) > evidence.max_gap:
         return (
             f"simulated and reference acceptance length differ by {abs(evidence.gap):.1%}, more than "
             f"{evidence.max_gap:.1%}: the draft does not decode as it was trained"

@@ -37,7 +37,7 @@ def plot_by_position(result: BenchmarkResult, path: Path) -> None:
     """Acceptance rate at each position, given that all before it were accepted."""
     temperature = f"temperature {result.conditions.sampled_temperature:g}"
     shown: list[tuple[str, Acceptance | None, str]] = [
-        ("draft", result.simulated, "C0-o"),
+        ("draft", result.acceptance, "C0-o"),
         ("champion", result.champion, "C2-o"),
         ("prompt lookup", result.prompt_lookup, "C1-s"),
         ("Token Recycling", result.token_recycling, "C3-^"),
@@ -55,7 +55,7 @@ def plot_by_position(result: BenchmarkResult, path: Path) -> None:
             xlabel=f"position of the draft token (shown where it was offered at least {LEAST_OFFERED} times)",
             ylabel="acceptance rate, given all before",
             ylim=(0, 1),
-            title=f"{result.conditions.target}: acceptance length {result.simulated.length[at]:.2f} at lookahead {at}",
+            title=f"{result.conditions.target}: acceptance length {result.length:.2f} at lookahead {at}",
         )
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 

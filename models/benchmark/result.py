@@ -20,12 +20,11 @@ from models.benchmark.measure import (
     PROMPT_LOOKUP,
     TOKEN_RECYCLING,
     Measurements,
-    Walk,
     WalkedTexts,
     at,
 )
 from models.config.benchmark import BenchmarkConfig, PromotionConfig
-from models.decoding.acceptance import acceptance_length, distinct_token_share, summarise
+from models.decoding.acceptance import AcceptedCounts, acceptance_length, distinct_token_share, summarise
 
 HELD_OUT = "held-out prompts"
 
@@ -55,35 +54,40 @@ def gather(
         served_gap=served.length / simulated - 1 if served and served.length else None,
         category_tolerance=promotion.category_tolerance,
         goodput=goodput and GoodputEvidence(max_loss=promotion.max_goodput_loss, loads=goodput.by_load),
-        grounds=(ground(HELD_OUT, dataset_hash, promotion.margin, found.greedy, lookahead), *suites),
+        grounds=(ground(HELD_OUT, dataset_hash, promotion.margin, *sides(found.greedy, lookahead)), *suites),
     )
+
+
+def sides(walked: WalkedTexts, lookahead: int) -> tuple[list[AcceptedCounts], list[AcceptedCounts] | None]:
+    """Counts of draft and champion, if there is one, of every conversation at one lookahead."""
+    champion = walked.walks.get(CHAMPION)
+    return at(walked.walks[DRAFT], lookahead), None if champion is None else at(champion, lookahead)
 
 
 def ground(
     name: str,
     dataset_hash: str,
     margin: float,
-    walked: WalkedTexts,
-    lookahead: int,
+    challenger: Sequence[AcceptedCounts],
+    champion: Sequence[AcceptedCounts] | None,
     *,
     categories: tuple[str, ...] = (),
     contexts: tuple[int, ...] = (),
 ) -> Ground:
-    """Both sides' counts of the same conversations at one lookahead, steps that the text's end cut left out.
+    """Both sides' counts of the same conversations at the same lookahead, steps that the text's end cut left out.
 
     `categories` and `contexts` (prompt tokens) are of each conversation, or empty.
     """
 
-    def sums(walk: Walk) -> tuple[tuple[int, int], ...]:
-        return tuple((counts.tokens, counts.steps) for counts in at(walk, lookahead))
+    def sums(side: Sequence[AcceptedCounts]) -> tuple[tuple[int, int], ...]:
+        return tuple((counts.tokens, counts.steps) for counts in side)
 
-    champion = walked.walks.get(CHAMPION)
-    acceptance_length(at(walked.walks[DRAFT], lookahead))  # refuses conversations without a complete step
+    acceptance_length(challenger)  # refuses conversations without a complete step
     return Ground(
         name=name,
         dataset_hash=dataset_hash,
         margin=margin,
-        challenger=sums(walked.walks[DRAFT]),
+        challenger=sums(challenger),
         champion=None if champion is None else sums(champion),
         categories=categories,
         contexts=contexts,
@@ -96,12 +100,11 @@ def build_result(
     conditions: Conditions,
     evidence: GateEvidence,
     *,
-    wall_s: float,
     served: ServedResult | None,
     suites: Sequence[SuiteResult],
     goodput: MeasuredGoodput | None,
 ) -> BenchmarkResult:
-    """Put everything together."""
+    """Put everything together; who measured adds the duration."""
     at, real = config.lookahead, found.reference.decoded
     greedy, sampled = (
         {name: summarise(walk) for name, walk in walked.walks.items()} for walked in (found.greedy, found.sampled)
@@ -112,7 +115,7 @@ def build_result(
         conditions=conditions,
         target_distinct_token_share=distinct_token_share(found.greedy.texts),
         sampled_distinct_token_share=distinct_token_share(found.sampled.texts),
-        simulated=greedy[DRAFT],
+        acceptance=greedy[DRAFT],
         reference=summarise([(decoded.counts,) for decoded in real]),
         gap=found.gap(at),
         counts_identical=identical,
@@ -134,7 +137,7 @@ def build_result(
         speed=found.reference.speed,
         gate=decide(evidence),
         summary="",
-        wall_s=wall_s,
+        wall_s=0.0,
     )
     return result.model_copy(update={"summary": summary(result)})
 

@@ -14,17 +14,20 @@ from rich.table import Table
 
 from infra.files.atomic import write_atomically
 from infra.processes.exit import run_main
-from infra.records.acceptance import BenchmarkResult, Ground, ServedResult, SuiteResult
+from infra.records.acceptance import BenchmarkResult, GateEvidence, Ground, RequestCounts, ServedResult, SuiteResult
 from infra.records.benchmark_text import acceptance_rows, findings, goodput_rows, suite_findings
 from models.benchmark.categories import suite_result
-from models.benchmark.conditions import conditions
+from models.benchmark.conditions import Counter, conditions
 from models.benchmark.contestants import Contestants, load_contestants
+from models.benchmark.counter import why_engine_counts
+from models.benchmark.engine_counts import benchmark_in_engine
 from models.benchmark.measure import measure, measure_suite
 from models.benchmark.plots import plot_by_position, plot_goodput, plot_heldout, plot_samples, plot_training
-from models.benchmark.result import build_result, gather, ground, request_counts
+from models.benchmark.result import build_result, gather, ground, request_counts, sides
 from models.benchmark.step_costs import measure_goodput
 from models.data.prompts import heldout_prompts, suite_prompts
 from models.decoding.acceptance import distinct_token_share
+from models.devices import leased_bytes
 from models.dtypes import DTYPES
 from models.export.card import write_card
 from models.export.serving_settings import write_settings
@@ -34,30 +37,17 @@ from models.run import PreparedRun
 def benchmark_run(run: PreparedRun, champion: Path | None, champion_label: str) -> BenchmarkResult:
     """Measure, judge, and write everything down. Raises Refusal for a run without export or enough prompts."""
     begun = time.perf_counter()
-    config, promotion = run.config.benchmark, run.config.promotion
-    prompts = heldout_prompts(run.open_samples("heldout"), run.config.benchmark)
-    folders = [run.folder.export, champion] if champion else [run.folder.export]
-    contestants = load_contestants(Path(run.target.path), folders, DTYPES[run.config.benchmark_dtype])
-    found = measure(contestants, config, prompts, run.config.seed)
-    goodput = measure_goodput(contestants, found, config) if config.loads else None
-    suites = [_suite(run, contestants, name) for name in promotion.suites]
-    under = conditions(
-        config, contestants.target, target=run.target, draft=run.folder.export,
-        dataset_hash=run.samples.dataset_hash, template_hash=run.samples.template_hash, prompts=len(prompts),
-        texts=zip(prompts, found.greedy.texts, strict=True),
-    )  # fmt: skip
-    served = ServedResult.read(run.folder.served) if run.folder.served.is_file() else None
-    evidence = gather(
-        found, [suite for suite, _ in suites], config, promotion, dataset_hash=run.samples.dataset_hash,
-        champion_label=champion_label, served=served, goodput=goodput,
-    )  # fmt: skip
-    shown, wall_s = [result for _, result in suites], time.perf_counter() - begun
-    result = build_result(found, config, under, evidence, wall_s=wall_s, served=served, suites=shown, goodput=goodput)
+    if why := why_engine_counts(run, leased_bytes()):
+        print(f"SGLang counts acceptance: {why}", flush=True)
+        result, evidence, counts = benchmark_in_engine(run, champion, champion_label)
+    else:
+        result, evidence, counts = _by_reference(run, champion, champion_label)
+    result = result.model_copy(update={"wall_s": time.perf_counter() - begun})
     # Before the result: a run that has benchmark.json is done with its benchmark.
-    write_atomically(run.folder.request_counts, request_counts(found, under))
+    write_atomically(run.folder.request_counts, counts)
     write_atomically(run.folder.gate, evidence)
-    if goodput is not None:
-        write_settings(run.folder.export, goodput)
+    if result.goodput is not None:
+        write_settings(run.folder.export, result.goodput)
     write_card(run, result)
     write_atomically(run.folder.benchmark, result)
     plot_by_position(result, run.folder.plots / "acceptance_by_position.png")
@@ -69,12 +59,37 @@ def benchmark_run(run: PreparedRun, champion: Path | None, champion_label: str) 
     return result
 
 
+def _by_reference(
+    run: PreparedRun, champion: Path | None, champion_label: str
+) -> tuple[BenchmarkResult, GateEvidence, RequestCounts]:
+    config, promotion = run.config.benchmark, run.config.promotion
+    prompts = heldout_prompts(run.open_samples("heldout"), run.config.benchmark)
+    folders = [run.folder.export, champion] if champion else [run.folder.export]
+    contestants = load_contestants(Path(run.target.path), folders, DTYPES[run.config.benchmark_dtype])
+    found = measure(contestants, config, prompts, run.config.seed)
+    goodput = measure_goodput(contestants, found, config) if config.loads else None
+    suites = [_suite(run, contestants, name) for name in promotion.suites]
+    under = conditions(
+        config, Counter.reference(contestants.target), target=run.target, draft=run.folder.export,
+        dataset_hash=run.samples.dataset_hash, template_hash=run.samples.template_hash, prompts=len(prompts),
+        texts=zip(prompts, found.greedy.texts, strict=True),
+    )  # fmt: skip
+    served = ServedResult.read(run.folder.served) if run.folder.served.is_file() else None
+    evidence = gather(
+        found, [suite for suite, _ in suites], config, promotion, dataset_hash=run.samples.dataset_hash,
+        champion_label=champion_label, served=served, goodput=goodput,
+    )  # fmt: skip
+    shown = [result for _, result in suites]
+    result = build_result(found, config, under, evidence, served=served, suites=shown, goodput=goodput)
+    return result, evidence, request_counts(found, under)
+
+
 def _suite(run: PreparedRun, contestants: Contestants, name: str) -> tuple[Ground, SuiteResult]:
     """Challenger and champion on further prompts: what the gate compares, and what people see."""
     config, suite = run.config.benchmark, suite_prompts(run.config, run.target, name)
     walks = measure_suite(contestants, config, name, suite.prompts)
     compared = ground(
-        name, suite.dataset_hash, run.config.promotion.suite_margin, walks, config.lookahead,
+        name, suite.dataset_hash, run.config.promotion.suite_margin, *sides(walks, config.lookahead),
         categories=suite.categories, contexts=tuple(map(len, suite.prompts)),
     )  # fmt: skip
     return compared, suite_result(compared, distinct_token_share(walks.texts), suite.too_long)
@@ -102,7 +117,7 @@ def lines(result: BenchmarkResult) -> list[str]:
         *(f"{topic}: {text}" for topic, text in (findings(result) | suite_findings(result)).items()),
         *(f"Tie at token {tie.position}: gap {tie.gap:.2e}, delta {tie.delta:.2e}" for tie in ties),
         result.summary,
-        f"acceptance length {result.simulated.length[at]:.2f} at lookahead {at} in {result.wall_s:.0f} s",
+        f"acceptance length {result.length:.2f} at lookahead {at} in {result.wall_s:.0f} s",
     ]
 
 

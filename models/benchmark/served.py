@@ -24,13 +24,16 @@ from infra.settings import leased_gpus, sglang_platform
 from infra.sglang.client import Answer, SGLangClient
 from infra.sglang.command import ServerSpec, server_environment, serving_command
 from infra.sglang.server import SGLangServer
+from models.benchmark.counter import why_engine_counts
 from models.config.generator import GeneratorConfig
 from models.data.prompts import heldout_prompts
 from models.decoding.acceptance import AcceptedCounts, summarise
-from models.export.description import read_description
-from models.progress_bars import Advance, bars
+from models.devices import leased_bytes
+from models.export.description import UNQUANTIZED_DRAFT, check_precision, read_description
+from models.progress_bars import Advance, Bar, bars
 from models.run import PreparedRun
 from models.targets.model import eos_ids
+from models.targets.quantization import read_quantization
 
 NO_MODEL = (
     "not served: SGLang has no model for {0} drafts that are configured like this one; its acceptance and speed are "
@@ -78,7 +81,11 @@ class Setup:
     def serving(self, draft: Path | None, lookahead: int) -> Iterator[SGLangClient]:
         """A server that is up, and stopped again; without a draft the target alone."""
         settings, longest = self.generator.sglang, self.prompt_tokens + self.max_new_tokens + lookahead + 1
-        speculation = [] if draft is None else speculative_arguments(draft, lookahead)
+        speculation = []
+        if draft is not None:
+            quantization = read_quantization(self.target) or settings.quantization
+            check_precision(draft, quantization)
+            speculation = speculative_arguments(draft, lookahead, quantization)
         spec = ServerSpec(self.target, self.dtype, longest, max(self.concurrency))
         server = SGLangServer(
             lambda port: serving_command(spec, settings, speculation, port),
@@ -107,10 +114,11 @@ class Setup:
         return {"temperature": 0.0, "max_new_tokens": self.max_new_tokens, "stop_token_ids": ends}
 
 
-def speculative_arguments(draft: Path, lookahead: int) -> list[str]:
-    """SGLang's arguments for an exported draft."""
+def speculative_arguments(draft: Path, lookahead: int, quantization: str | None) -> list[str]:
+    """SGLang's arguments for an exported draft; `quantization`: the target's."""
     path = ["--speculative-draft-model-path", str(draft)]
-    return [*path, *read_description(draft).config.engine_arguments(lookahead)]
+    quantized = [] if quantization is None else UNQUANTIZED_DRAFT
+    return [*path, *read_description(draft).config.engine_arguments(lookahead), *quantized]
 
 
 def ask_all(
@@ -206,16 +214,16 @@ def _acceptance(answers: Sequence[Answer], lookahead: int) -> Acceptance:
     return summarise([(counts_of(answer, lookahead),) for answer in answers])
 
 
-def setup_of(run: PreparedRun) -> Setup:
-    """How a run's target is served."""
+def setup_of(run: PreparedRun, prompt_tokens: int = 0) -> Setup:
+    """How a run's target is served; `prompt_tokens`: of prompts that are longer than benchmark.prompt_tokens."""
     config = run.config.benchmark
     return Setup(
         Path(run.target.path),
         run.config.generator,
         run.config.benchmark_dtype,
-        config.prompt_tokens,
+        max(config.prompt_tokens, prompt_tokens),
         config.max_new_tokens,
-        config.served_concurrency,
+        config.served_concurrency or (1,),
         Owner(run.folder.name, run.folder.logs),
     )
 
@@ -228,11 +236,17 @@ def _measure(run: PreparedRun, draft: Path | None) -> tuple[list[Answer], tuple[
     with setup.serving(draft, config.lookahead) as client, bars() as bar:
         watched = bar(f"{what}, step by step", len(prompts))
         answers = setup.watch_all(client, prompts, lambda _: watched(1))
-        speeds = [
-            _time(partial(client.generate, sampling=setup.greedy), prompts, concurrency, bar(what, len(prompts)))
-            for concurrency in config.served_concurrency
-        ]
-    return answers, tuple(speeds)
+        return answers, time_all(setup, client, prompts, what, bar)
+
+
+def time_all(
+    setup: Setup, client: SGLangClient, prompts: Sequence[Sequence[int]], what: str, bar: Bar
+) -> tuple[ServedSpeed, ...]:
+    """Time the prompts at every concurrency, on a server that has seen them."""
+    return tuple(
+        _time(partial(client.generate, sampling=setup.greedy), prompts, concurrency, bar(what, len(prompts)))
+        for concurrency in setup.concurrency
+    )
 
 
 def _time(ask: Ask, prompts: Sequence[Sequence[int]], concurrency: int, advance: Advance) -> ServedSpeed:
@@ -258,6 +272,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     run = PreparedRun.open(parser.parse_args().run)
+    if why := why_engine_counts(run, leased_bytes()):
+        run.folder.served.unlink(missing_ok=True)
+        print(f"served in the benchmark itself: {why}", flush=True)
+        return
     result = serve(run)
     write_atomically(run.folder.served, result)
     print(result.summary, flush=True)

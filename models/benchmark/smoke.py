@@ -14,11 +14,13 @@ from infra.processes.exit import run_main
 from infra.records.acceptance import RequestCounts, SmokeResult
 from infra.refusal import Refusal
 from models.benchmark.contestants import load_contestants
+from models.benchmark.counter import why_engine_counts
 from models.benchmark.measure import DRAFT, at, measure_suite
 from models.benchmark.reference import decode_reference
-from models.benchmark.served import served_acceptance
+from models.benchmark.served import counts_of, served_acceptance, setup_of
 from models.data.prompts import heldout_prompts
 from models.decoding.acceptance import acceptance_length
+from models.devices import leased_bytes
 from models.dtypes import DTYPES
 from models.progress_bars import bars
 from models.run import PreparedRun
@@ -37,6 +39,8 @@ def smoke_test(run: PreparedRun, export: Path, benchmarked: RequestCounts) -> Sm
         )
     config, lookahead = run.config.benchmark, run.config.benchmark.lookahead
     prompts = heldout_prompts(run.open_samples("heldout"), run.config.benchmark)[: run.config.promotion.smoke_prompts]
+    if why_engine_counts(run, leased_bytes()):
+        return _in_engine(run, export, prompts, benchmarked)
     contestants = load_contestants(Path(run.target.path), [export], DTYPES[run.config.benchmark_dtype])
     walked = measure_suite(contestants, config, "smoke test", prompts)
     some = config.model_copy(update={"reference_tokens": DECODED * config.max_new_tokens})
@@ -54,6 +58,19 @@ def smoke_test(run: PreparedRun, export: Path, benchmarked: RequestCounts) -> Sm
         conversations=len(prompts),
         max_gap=run.config.promotion.max_gap,
     )
+
+
+def _in_engine(
+    run: PreparedRun, export: Path, prompts: Sequence[Sequence[int]], benchmarked: RequestCounts
+) -> SmokeResult:
+    """For a target that the reference decoder does not decode: the serving engine alone, which benchmarked it too."""
+    lookahead, setup = run.config.benchmark.lookahead, setup_of(run)
+    with setup.serving(export, lookahead) as client:
+        answers = setup.watch_all(client, prompts)
+    here = [counts_of(answer, lookahead).as_served(len(answer.tokens) - 1) for answer in answers]
+    before = ratio(benchmarked.greedy[lookahead][: len(prompts)])
+    max_gap = run.config.promotion.max_gap
+    return judge(ratio(here), before, 0, None, conversations=len(prompts), max_gap=max_gap)
 
 
 def judge(

@@ -25,7 +25,7 @@ from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
 from infra.settings import leased_gpus
 from infra.sglang.config import SGLangConfig
-from models.benchmark.conditions import conditions
+from models.benchmark.conditions import Counter, conditions
 from models.benchmark.contestants import load_contestants
 from models.benchmark.harness import Harness, HarnessPlan, ServedHarness, branches, shape_of
 from models.benchmark.harness_result import Cell, HarnessResult, lines, page, table
@@ -85,8 +85,8 @@ def bench(options: argparse.Namespace) -> HarnessResult:
     under = {
         # A baseline's draft is None.
         (name, source): conditions(
-            config, loaded.target, target=target, draft=folders.get(source), dataset_hash=suite.dataset_hash,
-            template_hash=suite.template_hash, prompts=len(suite.prompts),
+            config, Counter.reference(loaded.target), target=target, draft=folders.get(source),
+            dataset_hash=suite.dataset_hash, template_hash=suite.template_hash, prompts=len(suite.prompts),
         )
         for name, suite in suites.items()
         for source in sources

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from infra.records.data_path import ObjectRecord
+from infra.records.data_path import CapturePrecision, ObjectRecord
 from infra.refusal import Refusal
 from infra.transport.files import StoredTransport
 from models.run import PreparedRun
@@ -23,7 +23,7 @@ from models.targets.weights import TargetHead
 
 RELATIVE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 """Tolerance by the target's compute data type."""
-ROUNDING = {torch.float32: 0.0, torch.bfloat16: 4e-3}
+ROUNDING = {torch.float32: 0.0, torch.bfloat16: 4e-3, torch.float8_e4m3fn: 0.03}
 """Rounding by the data type of stored hidden states."""
 
 
@@ -56,6 +56,10 @@ class CaptureEngine(Protocol):
 
     in_flight: int
     """Samples that it captures at the same time, each called from its own thread."""
+
+    def precision(self) -> CapturePrecision:
+        """At which precision it computes. May raise EngineError."""
+        ...
 
     def check_canary(self, tokens: Tensor) -> None:
         """Capture `tokens` `[T]` and compare them with an independent forward. Raises Refusal for a difference."""
@@ -94,9 +98,13 @@ class StoredEngine:
                 generator.compute_dtype,
                 generator.stored_dtype,
                 generator.engine,
+                run.config.served_quantization(run.target.quantization),
                 run.layout.top_token,
             ]
         )
+
+    def precision(self) -> CapturePrecision:
+        return self._inner.precision()
 
     def check_canary(self, tokens: Tensor) -> None:
         self._inner.check_canary(tokens)
@@ -125,7 +133,7 @@ def check_capture(target: TargetModel, captured: HiddenStates, tokens: Tensor, l
     except SampleError as error:
         raise Refusal(f"canary: {error}") from None
     reference = target.model(tokens[None].to(target.device), output_hidden_states=True)
-    tolerance = RELATIVE_TOLERANCE[target.head_weight.dtype] + ROUNDING[captured.last.dtype]
+    tolerance = RELATIVE_TOLERANCE[target.head_weight.dtype] + ROUNDING[layout.dtype]
     for chunk, layer_id in zip(captured.aux.chunk(layout.aux_count, dim=-1), target.aux_layer_ids, strict=True):
         # For the last layer transformers returns the output after the final norm.
         last = layer_id + 1 == len(target.body.layers)
@@ -137,18 +145,18 @@ def check_capture(target: TargetModel, captured: HiddenStates, tokens: Tensor, l
     if agreement < 0.9:
         raise Refusal(f"canary: head(last) gives the target's own next token at only {agreement:.0%} of positions")
     if captured.top is not None:
-        check_next_tokens(target.head, captured.last, captured.top)
+        check_next_tokens(target.head, captured.last, captured.top, layout.dtype)
 
 
-def check_next_tokens(head: TargetHead, last: Tensor, tokens: Tensor) -> None:
+def check_next_tokens(head: TargetHead, last: Tensor, tokens: Tensor, stored: torch.dtype) -> None:
     """Raise Refusal unless `tokens` `[N]`, an engine's greedy choices, are also the head's for its `last` `[N, H]`.
 
-    A token with nearly the highest logit is accepted too, because rounding may swap the two.
+    A token with nearly the highest logit is accepted too, because rounding, on the way in `stored` too, may swap them.
     """
     logits = head.logits(last.to(head.head))
     tokens = tokens.to(logits.device, torch.int64)
     inside = tokens.clamp(0, logits.shape[1] - 1)
-    tolerance = RELATIVE_TOLERANCE[head.head.dtype] + ROUNDING[last.dtype]
+    tolerance = RELATIVE_TOLERANCE[head.head.dtype] + ROUNDING[stored]
     best = logits.amax(-1)
     gaps = (best - logits.gather(-1, inside[:, None]).squeeze(-1)) / (best - logits.mean(-1))
     wrong = (~(gaps <= tolerance) | (tokens != inside)).nonzero().flatten().tolist()

@@ -11,6 +11,7 @@ from types import FrameType
 
 import torch
 
+from infra.files.atomic import write_atomically
 from infra.ledger.generators import Publication
 from infra.processes.exit import run_main
 from infra.records.data_path import Lease
@@ -164,6 +165,7 @@ def main() -> None:
         generator.take_over()
         engine.check_canary(generator.canary)
         if arguments.index == 0:
+            write_atomically(run.folder.precision, engine.precision())
             make_heldout(run, engine)
         signal.signal(signal.SIGTERM, generator.stop)
         print(f"generator {arguments.index} ready after {time.monotonic() - started:.1f} s: canary passed", flush=True)

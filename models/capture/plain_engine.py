@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import transformers
 from torch import Tensor
 
+from infra.records.data_path import CapturePrecision
 from models.capture.engine import Captured, Continued, check_capture
 from models.decoding.plain import continue_batch
 from models.decoding.simulated import features
@@ -28,13 +30,18 @@ class PlainEngine:
         self._eos_ids = eos_ids(Path(run.target.path))
         self.target = TargetModel.load(Path(run.target.path), run.config.target.aux_layer_ids, dtype, compute_device())
 
+    def precision(self) -> CapturePrecision:
+        dtype = str(self.target.head_weight.dtype).removeprefix("torch.")
+        return CapturePrecision(quantization=None, dtype=dtype, engine=f"transformers {transformers.__version__}")
+
     def prefill(self, tokens: Tensor) -> HiddenStates:
         """Hidden states of `tokens` `[T]`, without the top tokens."""
         hidden = self.target.forward(tokens[None].to(self.target.device))
         return HiddenStates(aux=hidden.aux[0], last=hidden.last[0])
 
     def check_canary(self, tokens: Tensor) -> None:
-        check_capture(self.target, self._capture(tokens), tokens, self.layout)
+        read = self.layout.restored(self.layout.stored(self._capture(tokens)))
+        check_capture(self.target, read, tokens, self.layout)
 
     def _capture(self, tokens: Tensor) -> HiddenStates:
         hidden = self.prefill(tokens)
@@ -50,7 +57,11 @@ class PlainEngine:
     def continue_greedily(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Continued]:
         texts = continue_batch(self.target, prompts, max_new_tokens, 0.0, self._eos_ids)
         return [
-            Continued(tuple(prompt), tuple(text), features(self.target, [*prompt, *text]).to("cpu", self.layout.dtype))
+            Continued(
+                tuple(prompt),
+                tuple(text),
+                features(self.target, [*prompt, *text]).to("cpu", self.layout.restored_dtype),
+            )
             for prompt, text in zip(prompts, texts, strict=True)
         ]
 

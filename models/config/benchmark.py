@@ -27,6 +27,12 @@ class BenchmarkConfig(StrictConfig):
     timed_tokens: AtLeastOne = Field(
         default=256, description="Of the reference tokens, those also decoded by the target alone to time both."
     )
+    counted_by: Literal["auto", "reference", "engine"] = Field(
+        default="auto",
+        description="Who counts acceptance. `reference`: the reference decoder, which holds the whole target on one "
+        "device. `engine`: SGLang, on all inference GPUs. `auto`: the engine where the target is quantized or exceeds "
+        "one GPU.",
+    )
     served_concurrency: tuple[Count, ...] = Field(
         default=(1, 4),
         description="Concurrent requests of the serving benchmark, which needs generator.engine=sglang; [] skips it.",

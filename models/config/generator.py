@@ -5,6 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from infra.config import Count, Seconds, StrictConfig
+from infra.planner.traffic import StoredPrecision
 from infra.refusal import Refusal
 from infra.sglang.config import SGLangConfig
 
@@ -23,7 +24,11 @@ class GeneratorConfig(StrictConfig):
     )
     patience_s: Seconds = Field(default=120.0, description="Seconds of one bottleneck before the number changes.")
     compute_dtype: Literal["float32", "bfloat16"] = Field(default="bfloat16", description="Data type of the target.")
-    stored_dtype: Literal["float32", "bfloat16"] = Field(default="bfloat16", description="Data type of hidden states.")
+    stored_dtype: StoredPrecision = Field(
+        default="bfloat16",
+        description="Data type of hidden states on their way to the trainer. `float8`: e4m3 with a scale for each "
+        "token and layer, half the bytes of bfloat16.",
+    )
     lease_samples: Count = Field(default=8, description="Samples leased per ledger transaction.")
     threads: Count | None = Field(default=None, description="CPU threads per generator; default: all cores.")
     sglang: SGLangConfig = Field(default=SGLangConfig(), description="Settings of the SGLang servers.")

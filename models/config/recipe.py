@@ -98,6 +98,10 @@ class RunConfig(StrictConfig):
         on_gpus = self.pools.inference_gpus > 0
         return self.benchmark.compute_dtype or (self.generator.compute_dtype if on_gpus else "float32")
 
+    def served_quantization(self, checkpoint: str | None) -> str | None:
+        """How the target is quantized in service: as its checkpoint is, else as SGLang does when it loads it."""
+        return checkpoint or (self.generator.sglang.quantization if self.generator.engine == "sglang" else None)
+
     @property
     def gpus_per_copy(self) -> int:
         """GPUs that hold one copy of the target in SGLang."""

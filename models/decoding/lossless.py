@@ -8,6 +8,7 @@ float32 ones at that position.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -16,6 +17,46 @@ from models.decoding.plain import continue_greedily, ended
 from models.targets.model import TargetModel
 
 FLOAT32_DELTA = 1e-3
+
+
+class OwnText(Protocol):
+    """What the target alone writes, greedily."""
+
+    @property
+    def max_new_tokens(self) -> int: ...
+
+    @property
+    def eos_ids(self) -> frozenset[int]: ...
+
+    def continued(self, prefix: list[int], tokens: int) -> list[int]:
+        """The target's own continuation of `prefix`, of at most `tokens` tokens."""
+        ...
+
+    def judge(self, prefix: list[int], position: int, token: int) -> DivergenceRecord:
+        """Whether `token`, which follows `prefix` at `position` of the text, ties with the target's own choice."""
+        ...
+
+
+def compare_texts(
+    own_text: OwnText, prompt: Sequence[int], speculative: Sequence[int], plain: Sequence[int]
+) -> LosslessRecord:
+    """Compare two continuations of one prompt; `plain` is the target's own, of at most `max_new_tokens`."""
+    text, own = list(speculative), list(plain)
+    divergences: list[DivergenceRecord] = []
+    start = 0
+    while (agreeing := _common(text[start:], own)) < max(len(text) - start, len(own)):
+        place = start + agreeing
+        if agreeing == min(len(text) - start, len(own)):
+            # One text stops where the other continues: never a matter of arithmetic.
+            token = text[place] if place < len(text) else None
+            divergences.append(DivergenceRecord(position=place, token=token, gap=None, delta=0.0, tie=False))
+            break
+        divergences.append(own_text.judge([*prompt, *text[:place]], place, text[place]))
+        start = place + 1
+        own = []
+        if not ended(text[:start], own_text.max_new_tokens, own_text.eos_ids):
+            own = own_text.continued([*prompt, *text[:start]], own_text.max_new_tokens - start)
+    return _verdict(len(text), divergences)
 
 
 @dataclass(frozen=True)
@@ -32,25 +73,14 @@ class LosslessCheck:
 
     def compare(self, prompt: Sequence[int], speculative: Sequence[int], plain: Sequence[int]) -> LosslessRecord:
         """Compare two continuations of one prompt; `plain` is the target's own, of at most `max_new_tokens`."""
-        text, own = list(speculative), list(plain)
-        divergences: list[DivergenceRecord] = []
-        start = 0
-        while (agreeing := _common(text[start:], own)) < max(len(text) - start, len(own)):
-            place = start + agreeing
-            if agreeing == min(len(text) - start, len(own)):
-                # One text stops where the other continues: never a matter of arithmetic.
-                token = text[place] if place < len(text) else None
-                divergences.append(DivergenceRecord(position=place, token=token, gap=None, delta=0.0, tie=False))
-                break
-            divergences.append(self._judge([*prompt, *text[:place]], place, text[place]))
-            start = place + 1
-            own = []
-            if not ended(text[:start], self.max_new_tokens, self.eos_ids):
-                left = self.max_new_tokens - start
-                own = continue_greedily(self.target, [*prompt, *text[:start]], left, self.eos_ids)
-        return _verdict(len(text), divergences)
+        return compare_texts(self, prompt, speculative, plain)
 
-    def _judge(self, prefix: list[int], position: int, token: int) -> DivergenceRecord:
+    def continued(self, prefix: list[int], tokens: int) -> list[int]:
+        """See `OwnText`."""
+        return continue_greedily(self.target, prefix, tokens, self.eos_ids)
+
+    def judge(self, prefix: list[int], position: int, token: int) -> DivergenceRecord:
+        """See `OwnText`."""
         exact = self.exact()
         logits = _last_logits(exact, prefix)
         delta = FLOAT32_DELTA

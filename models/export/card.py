@@ -11,8 +11,10 @@ from infra.files.atomic import sha256_file, write_atomically
 from infra.provenance import git_sha
 from infra.records.acceptance import BenchmarkResult
 from infra.records.benchmark_text import acceptance_rows, findings
+from infra.records.data_path import CapturePrecision, TargetRecord
 from infra.templates import render
-from models.export.description import BLOCK, CONFIG, vllm_method
+from models.config.recipe import RunConfig
+from models.export.description import BLOCK, CONFIG, UNQUANTIZED_DRAFT, vllm_method
 from models.export.serving_settings import SERVING
 from models.run import PreparedRun
 
@@ -31,8 +33,12 @@ def write_card(run: PreparedRun, result: BenchmarkResult | None) -> None:
         # A block is served whole, whatever lookahead it was measured at.
         lookahead = settings.get("block_size", lookahead + 1) - 1
         sglang = [*config.draft.engine_arguments(lookahead), *config.draft.dtype_arguments(settings["dtype"])]
+        sglang += unquantized_draft(config, target)
+    quantization = config.served_quantization(target.quantization)
     method = vllm_method(settings)
-    vllm = {"model": "DRAFT", "method": method, "num_speculative_tokens": lookahead}
+    vllm: dict[str, object] = {"model": "DRAFT", "method": method, "num_speculative_tokens": lookahead}
+    if quantization:
+        vllm["quantization"] = None  # otherwise vLLM too would take the target's for the draft
     paths = (path for path in sorted(export.rglob("*")) if path.is_file() and path != export / CARD)
     card = render(
         TEMPLATE,
@@ -50,6 +56,8 @@ def write_card(run: PreparedRun, result: BenchmarkResult | None) -> None:
         acceptance=acceptance_rows(result) if result else [],
         lossless=findings(result)["Lossless"] if result else "",
         sglang=sglang,
+        quantization=quantization,
+        precision=CapturePrecision.read(run.folder.precision) if quantization else None,
         sglang_since=SGLANG_SINCE,
         vllm_since=VLLM_SINCE,
         vllm=json.dumps(vllm) if method else None,
@@ -57,3 +65,11 @@ def write_card(run: PreparedRun, result: BenchmarkResult | None) -> None:
         files={str(path.relative_to(export)): sha256_file(path) for path in paths},
     )
     write_atomically(export / CARD, card)
+
+
+def unquantized_draft(config: RunConfig, target: TargetRecord) -> list[str]:
+    """SGLang's further arguments where the target is quantized: the draft is not."""
+    if config.served_quantization(target.quantization) is None:
+        return []
+    loading = config.generator.sglang.quantization
+    return [*UNQUANTIZED_DRAFT, *(["--quantization", loading] if loading else [])]

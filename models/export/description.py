@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from infra.records.data_path import StartRecord
+from infra.records.data_path import CapturePrecision, StartRecord
 from infra.refusal import Refusal
 from models.config.draft import DraftConfig, parse_draft_config
 from models.drafts.base import Draft
@@ -22,6 +22,10 @@ CONFIG = "config.json"
 BLOCK = "draftsmith"
 SGLANG: Literal["sglang"] = "sglang"
 SPECULATORS: Literal["speculators"] = "speculators"
+UNQUANTIZED_DRAFT = ("--speculative-draft-model-quantization", "unquant")
+"""SGLang's argument for a draft of a quantized target: otherwise a draft inherits `--quantization` (0.5.23,
+srt/arg_groups/serving_hook.py)."""
+FLOATS = "floating-point numbers"
 SPECULATORS_VERSION = "0.9.0"
 """Version of the format."""
 
@@ -44,6 +48,8 @@ class ExportDescription:
     vllm_method: str | None
     """vLLM's name of the method; None where it cannot read the draft."""
     target_revision: str | None
+    precision: CapturePrecision | None = None
+    """At which precision of its target it was trained; None where nobody knows."""
 
 
 def block_of(
@@ -81,6 +87,7 @@ def read_description(folder: Path) -> ExportDescription:
         served=SGLANG in block["served_by"],
         vllm_method=vllm_method(settings),
         target_revision=block.get("target_revision"),
+        precision=_precision(block),
     )
 
 
@@ -88,6 +95,22 @@ def vllm_method(settings: Mapping[str, Any]) -> str | None:
     """vLLM's name of the method of an export with this `config.json`; None where it cannot read it."""
     named = (VLLM_ARCHITECTURES.get(name) for name in settings.get("architectures") or ())
     return settings.get("speculators_model_type") or next(named, None)
+
+
+def _precision(block: dict[str, Any]) -> CapturePrecision | None:
+    stored = block.get("precision")
+    return None if stored is None else CapturePrecision.model_validate(stored)
+
+
+def check_precision(draft: Path, quantization: str | None) -> None:
+    """Raise Refusal unless `draft` was trained for a target that is quantized like this, or nobody knows."""
+    precision = read_description(draft).precision
+    if precision is not None and precision.quantization != quantization:
+        raise Refusal(
+            f"{draft} was trained on hidden states of its target in {precision.quantization or FLOATS}, and here the "
+            f"target is in {quantization or FLOATS}: its acceptance would be another one; use that target, or train a "
+            "draft at this precision"
+        )
 
 
 def start_of(run: RunWithTarget) -> StartRecord | None:
@@ -100,6 +123,7 @@ def start_of(run: RunWithTarget) -> StartRecord | None:
         run=block.get("run"),
         target=block.get("target"),
         target_revision=block.get("target_revision"),
+        precision=_precision(block),
     )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from infra.files.atomic import sha256_file, write_atomically
 from infra.processes.exit import run_main
-from infra.records.data_path import ExportRecord, TrainingResult
+from infra.records.data_path import CapturePrecision, ExportRecord, TrainingResult
 from infra.refusal import Refusal
 from models.checkpoint import AVERAGED, DRAFT, VOCABULARY, DraftDescription
 from models.config.draft import parse_draft_config
@@ -152,6 +152,7 @@ def main() -> None:
         "dataset_hash": run.samples.dataset_hash,
         "run": run.folder.name,
         "step": result.steps,
+        "precision": CapturePrecision.read(run.folder.precision).model_dump(),
         "started_from": start and start.model_dump(),
     }
     record = export_checkpoint(

@@ -12,10 +12,8 @@ from typing import Any, Protocol
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from infra.pools.gpus import read_gpus
 from infra.processes.process import Owner
 from infra.refusal import Refusal
-from infra.settings import leased_gpus
 from infra.sglang.client import SGLangClient
 from infra.sglang.command import ServerSpec, server_environment, serving_command
 from infra.sglang.config import SGLangConfig, decoding_requests
@@ -25,7 +23,7 @@ from models.config.recipe import RunConfig
 from models.data.chat_template import open_chat_template
 from models.data.dialogue import Dialogue, Prompter
 from models.decoding.plain import continue_batch
-from models.devices import compute_device
+from models.devices import compute_device, leased_bytes
 from models.dtypes import DTYPES
 from models.run import RunWithTarget
 from models.targets.model import TargetModel
@@ -114,7 +112,7 @@ class SGLangTextEngine:
 
     def __init__(self, run: RunWithTarget):
         config, settings, path = run.config.generator, regeneration_settings(run), Path(run.target.path)
-        copies = copies_on(run.config, _leased_bytes())
+        copies = copies_on(run.config, leased_bytes())
         self._in_flight = copies.in_flight
         longest = run.config.data.max_tokens + settings.max_new_tokens
         spec = ServerSpec(path, config.compute_dtype, longest, copies.in_flight)
@@ -169,15 +167,6 @@ class SGLangTextEngine:
     def close(self) -> None:
         self._server.stop()
         self._client.close()
-
-
-def _leased_bytes() -> list[int]:
-    """Memory of each GPU of this process, in bytes; the smallest of the machine's where a name is not NVML's."""
-    names, inventory = leased_gpus(), read_gpus()
-    if not names or inventory is None:
-        return [0] * len(names)
-    known = {gpu.uuid: gpu.total for gpu in inventory.gpus}
-    return [known.get(name, min(known.values())) for name in names]
 
 
 def recipe_prompter(run: RunWithTarget) -> Prompter:

@@ -1,11 +1,12 @@
 """The layout of one sample's hidden states in named buffers, between generators and trainer ranks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from infra.planner.traffic import bytes_per_token
+from models.targets.float8 import FLOAT8, SCALE_BYTES, decode, encode
 from models.targets.hidden_states import HiddenStates
 
 
@@ -18,7 +19,10 @@ class SampleError(Exception):
 
 @dataclass(frozen=True)
 class HiddenStateLayout:
-    """Hidden states of a run: `aux` `[T, K*H]` and `last` `[T, H]` in `dtype`, perhaps `top` `[T]` int32."""
+    """Hidden states of a run: `aux` `[T, K*H]` and `last` `[T, H]` in `dtype`, perhaps `top` `[T]` int32.
+
+    With `dtype=FLOAT8` rows are stored as models.targets.float8 describes, and restored in bfloat16.
+    """
 
     aux_count: int
     hidden_size: int
@@ -30,6 +34,11 @@ class HiddenStateLayout:
     def bytes_per_token(self) -> int:
         return bytes_per_token(self.aux_count, self.hidden_size, self.dtype.itemsize, self.top_token)
 
+    @property
+    def restored_dtype(self) -> torch.dtype:
+        """Data type of what is read back."""
+        return torch.bfloat16 if self.dtype == FLOAT8 else self.dtype
+
     def check(self, hidden: HiddenStates, tokens: int) -> None:
         """Raise SampleError unless `hidden` has the right shapes for `tokens` positions and finite values."""
         self.check_shapes(hidden, tokens)
@@ -37,15 +46,26 @@ class HiddenStateLayout:
 
     def check_shapes(self, hidden: HiddenStates, tokens: int) -> None:
         """Raise SampleError unless `hidden` has the right shapes for `tokens` positions."""
-        for name, shape in self._shapes(tokens, tokens).items():
+        for name, shape in self._shapes(tokens, tokens, stored=hidden.aux.dtype == FLOAT8).items():
             tensor: Tensor = getattr(hidden, name)
             if tuple(tensor.shape) != shape:
                 raise SampleError(f"{name} has shape {list(tensor.shape)}, the run needs {list(shape)}")
 
     def stored(self, hidden: HiddenStates) -> HiddenStates:
-        """One sample, or the rows of several, in the stored data types, on their device."""
-        tensors = hidden.named()
-        return HiddenStates(**{name: tensors[name].to(self._dtype(name)).contiguous() for name in self._shapes(0, 0)})
+        """One sample, or the rows of several, in the stored data types, on their device. Idempotent."""
+        tensors = {name: hidden.named()[name] for name in self._shapes(0, 0)}
+        if self.dtype == FLOAT8 and hidden.aux.dtype != FLOAT8:
+            tensors |= {name: encode(tensors[name], groups) for name, groups in self._groups.items()}
+        return HiddenStates(**{name: tensor.to(self._dtype(name)).contiguous() for name, tensor in tensors.items()})
+
+    def restored(self, stored: HiddenStates) -> HiddenStates:
+        """Stored rows as numbers that products take, on their device."""
+        if self.dtype != FLOAT8:
+            return stored
+        rows = {
+            name: decode(getattr(stored, name), groups, self.restored_dtype) for name, groups in self._groups.items()
+        }
+        return replace(stored, **rows)
 
     def pack(self, hidden: HiddenStates) -> dict[str, memoryview]:
         """CPU buffers of one captured sample in the stored data type."""
@@ -72,9 +92,15 @@ class HiddenStateLayout:
         """Views through which a transport fills `hidden`, which is contiguous."""
         return {name: as_bytes(tensor) for name, tensor in hidden.named().items()}
 
-    def _shapes(self, tokens: int, last: int) -> dict[str, tuple[int, ...]]:
+    @property
+    def _groups(self) -> dict[str, int]:
+        """Layers in a row."""
+        return {"aux": self.aux_count, "last": 1}
+
+    def _shapes(self, tokens: int, last: int, stored: bool = True) -> dict[str, tuple[int, ...]]:
         """In the order in which buffers lie in an object."""
-        shapes = {"aux": (tokens, self.aux_count * self.hidden_size), "last": (last, self.hidden_size)}
+        width = self.hidden_size + (SCALE_BYTES if stored and self.dtype == FLOAT8 else 0)
+        shapes: dict[str, tuple[int, ...]] = {"aux": (tokens, self.aux_count * width), "last": (last, width)}
         return shapes | ({"top": (last,)} if self.top_token else {})
 
     def _dtype(self, name: str) -> torch.dtype:

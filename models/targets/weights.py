@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from infra.refusal import Refusal
 from models.targets.architecture import read_model_config
-from models.targets.quantization import PACKED, StoredMatrix
+from models.targets.quantization import PACKED, StoredMatrix, read_quantization
 
 TOP_BYTES = 128 * 2**20
 """Logits over the whole vocabulary that exist at once where only the greatest is wanted."""
@@ -105,6 +105,16 @@ def tensor_files(path: Path) -> dict[str, str]:
         raise Refusal(f"{path} holds no model.safetensors: convert the target with save_pretrained first")
     with safe_open(single, framework="pt") as file:
         return dict.fromkeys(file.keys(), single.name)
+
+
+def weight_bytes(path: Path, dtype: torch.dtype) -> int:
+    """Bytes of a target's weights when they are loaded in `dtype`; of a quantized one, of its files."""
+    nbytes = sum((path / file).stat().st_size for file in set(tensor_files(path).values()))
+    if read_quantization(path):
+        return nbytes
+    text = read_model_config(path).get_text_config()
+    stored = text.dtype if isinstance(text.dtype, torch.dtype) else torch.float32
+    return nbytes * dtype.itemsize // stored.itemsize
 
 
 def _module(names: Iterable[str], last: str) -> str | None:

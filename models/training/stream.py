@@ -21,6 +21,8 @@ from infra.ledger.trainers import EndOfEpoch, Resume, plan_step
 from infra.records.data_path import StepPlan
 from models.drafts.base import PackedSamples, supervised_positions
 from models.run import PreparedRun
+from models.targets.layout import HiddenStateLayout
+from models.targets.model import HiddenStates
 from models.training.control import Control
 from models.training.progress import StreamTimes
 from models.training.receive import Fetcher
@@ -41,11 +43,18 @@ class MicroBatch:
     """Supervised positions of the whole step, over all ranks and micro-batches."""
     step_tokens: int
     """Tokens of the whole step."""
+    layout: HiddenStateLayout | None = None
+    """How the samples' hidden states are stored. None: as they are trained on."""
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """The same with its hidden states on `device`, copied on a separate stream while the GPU computes."""
-        if self.samples is None or device.type == "cpu":
+        """The same with its hidden states on `device`, copied on a separate stream while the GPU computes.
+
+        Hidden states stored in float8 arrive so, and are restored there.
+        """
+        if self.samples is None:
             return self
+        if device.type == "cpu":
+            return self._restored(self.samples)
         copying, computing, marks = _copy_stream(device), torch.cuda.current_stream(device), _marks(device)
         # Micro-batches that wait on the GPU take its memory: at most one waits while another is computed.
         marks.append(computing.record_event())
@@ -57,7 +66,13 @@ class MicroBatch:
         computing.wait_stream(copying)
         for tensor in moved.values():
             tensor.record_stream(computing)
-        return replace(self, samples=replace(self.samples, **moved))
+        return self._restored(replace(self.samples, **moved))
+
+    def _restored(self, samples: PackedSamples) -> "MicroBatch":
+        if self.layout is None:
+            return replace(self, samples=samples)
+        rows = self.layout.restored(HiddenStates(samples.aux, samples.last))
+        return replace(self, samples=replace(samples, aux=rows.aux, last=rows.last))
 
 
 @cache
@@ -126,6 +141,7 @@ class StepStream:
                 samples=self.fetcher.fetch(plan, index, self.times),
                 total=max(total, 1),
                 step_tokens=sum(planned.tokens for planned in plan.samples),
+                layout=self.run.layout,
             )
             for index in range(plan.micro_batches)
         ]

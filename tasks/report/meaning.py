@@ -26,7 +26,7 @@ def how_good(target: str, result: BenchmarkResult) -> str:
         )
     return (
         f"On {result.conditions.prompts} held-out prompts the draft lets {target} emit "
-        f"{result.simulated.length[at]:.2f} tokens per verification step at lookahead {at} (1.00 would mean that "
+        f"{result.length:.2f} tokens per verification step at lookahead {at} (1.00 would mean that "
         f"nothing it proposes is accepted), and {gain}."
     )
 
@@ -42,7 +42,7 @@ def compared(result: BenchmarkResult) -> str:
     if result.champion is None:
         return f"{text}; there was no draft in service to compare it with."
     champion = result.champion.length[at]
-    difference = signed(result.simulated.length[at] / champion - 1)
+    difference = signed(result.length / champion - 1)
     text += f"; against the draft in service, which reaches {champion:.2f}, the difference is {difference}"
     return (
         f"{text}."

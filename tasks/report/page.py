@@ -219,7 +219,7 @@ def headline(facts: RunFacts) -> str:
     """The verdict in one line."""
     result, at = facts.result, facts.result.conditions.lookahead
     return (
-        f"Acceptance length {result.simulated.length[at]:.2f} (prompt lookup {result.prompt_lookup.length[at]:.2f}), "
+        f"Acceptance length {result.length:.2f} (prompt lookup {result.prompt_lookup.length[at]:.2f}), "
         f"gate {'passed' if result.gate.passed else 'not passed'}, version {facts.draft.version} of {facts.draft.name} "
         f"({', '.join(facts.draft.aliases) or 'no alias'})"
     )
@@ -229,7 +229,7 @@ def version_line(result: BenchmarkResult) -> str:
     """One line for lists of versions."""
     at, gate = result.conditions.lookahead, result.gate
     return (
-        f"{result.simulated.length[at]:.2f} tokens per step, gate {'passed' if gate.passed else 'not passed'} against "
+        f"{result.length:.2f} tokens per step, gate {'passed' if gate.passed else 'not passed'} against "
         f"{gate.against} ({signed(gate.difference)}), prompt lookup {result.prompt_lookup.length[at]:.2f}"
     )
 

@@ -63,7 +63,7 @@ def acceptance_by_lookahead(result: BenchmarkResult) -> list[dict[str, Any]]:
     return [
         {"lookahead": at}
         | {name: f"{of.length[at]:.2f}" if at in of.length else "" for name, of in sources(result).items()}
-        for at in sorted(result.simulated.length)
+        for at in sorted(result.acceptance.length)
     ]
 
 
@@ -135,21 +135,23 @@ def training_report(trained: TrainingResult, progress: SampleProgress) -> dict[s
 def benchmark_report(result: BenchmarkResult) -> dict[str, Any]:
     """The benchmark in a page: acceptance and its baselines, lossless decoding, speed, the gate, the conditions."""
     at, recycling, sampled = result.conditions.lookahead, result.token_recycling, result.token_recycling_sampled
+    lookup = result.prompt_lookup_sampled
     shown = result.model_dump(mode="json")
-    lengths = ("simulated", "reference", "sampled", "sampled_reference")
+    lengths = {"draft": "acceptance"} | {name: name for name in ("reference", "sampled", "sampled_reference")}
     return {
         "target": {
             "distinct_token_share": result.target_distinct_token_share,
             "sampled_distinct_token_share": result.sampled_distinct_token_share,
         },
         "acceptance": {
-            name: shown[name] and {part: shown[name][part] for part in ("length", "by_position")} for name in lengths
+            name: shown[field] and {part: shown[field][part] for part in ("length", "by_position")}
+            for name, field in lengths.items()
         }
         | {name: shown[name] for name in ("served", "gap", "counts_identical")},
         "baseline": {
             "prompt_lookup": result.prompt_lookup.length[at],
             "prompt_lookup_length": shown["prompt_lookup"]["length"],
-            "prompt_lookup_sampled": result.prompt_lookup_sampled.length[at],
+            "prompt_lookup_sampled": lookup and lookup.length[at],
             "beats_prompt_lookup": result.beats_prompt_lookup,
             "token_recycling": recycling and recycling.length[at],
             "token_recycling_sampled": sampled and sampled.length[at],

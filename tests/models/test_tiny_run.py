@@ -42,11 +42,11 @@ def test_the_draft_learns_and_decoding_is_lossless(finished):
     assert result.counts_identical
     assert result.gap == 0
     assert result.target_distinct_token_share > 0.25
-    assert result.simulated.length[LOOKAHEAD] >= 2.5
-    assert result.simulated.length[LOOKAHEAD] > result.prompt_lookup.length[LOOKAHEAD]
+    assert result.acceptance.length[LOOKAHEAD] >= 2.5
+    assert result.acceptance.length[LOOKAHEAD] > result.prompt_lookup.length[LOOKAHEAD]
     assert result.gate.passed
-    assert result.served.same_text == result.served.acceptance.conversations == result.simulated.conversations
-    assert result.served.length == pytest.approx(result.simulated.length[LOOKAHEAD], rel=0.05)
+    assert result.served.same_text == result.served.acceptance.conversations == result.acceptance.conversations
+    assert result.served.length == pytest.approx(result.acceptance.length[LOOKAHEAD], rel=0.05)
     assert untrained_length(finished) <= 1.1
 
 

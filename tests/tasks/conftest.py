@@ -17,7 +17,15 @@ from infra.records.acceptance import (
     RequestCounts,
     SpeedRecord,
 )
-from infra.records.data_path import ExportRecord, SamplesRecord, SideRates, StartRecord, TargetRecord, TrainingResult
+from infra.records.data_path import (
+    CapturePrecision,
+    ExportRecord,
+    SamplesRecord,
+    SideRates,
+    StartRecord,
+    TargetRecord,
+    TrainingResult,
+)
 from infra.records.goodput import CostFit, Goodput, GoodputTable, MeasuredGoodput
 from infra.tracking.runs import TrackedRun, start_run
 from models.config.recipe import load_recipe
@@ -69,7 +77,8 @@ def result() -> BenchmarkResult:
     )  # fmt: skip
     return BenchmarkResult(
         conditions=conditions, target_distinct_token_share=0.4, sampled_distinct_token_share=0.7,
-        simulated=acceptance(3.5), reference=Acceptance(conversations=4, length={4: 3.5}, steps={4: 9}, by_position=()),
+        acceptance=acceptance(3.5),
+        reference=Acceptance(conversations=4, length={4: 3.5}, steps={4: 9}, by_position=()),
         gap=0.0, counts_identical=True, counts_compared=4, sampled=acceptance(2.5), prompt_lookup=acceptance(2.1),
         prompt_lookup_sampled=acceptance(1.2), vocabulary_mass=0.888, champion=None, token_recycling=acceptance(1.9),
         token_recycling_sampled=acceptance(1.1), beats_token_recycling=True, beats_prompt_lookup=True,
@@ -95,6 +104,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, result: BenchmarkResult
         counts = RequestCounts(conditions=result.conditions, greedy={4: rows}, sampled={4: rows})
         write_atomically(opened.folder.request_counts, counts)
         opened.folder.gate.write_text("{}")
+        precision = CapturePrecision(quantization=None, dtype="float32", engine="transformers 5")
+        write_atomically(opened.folder.precision, precision)
         yield opened
 
 

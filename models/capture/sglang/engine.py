@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from infra.processes.process import Owner
-from infra.records.data_path import CaptureReply, CaptureSpec
+from infra.records.data_path import CapturePrecision, CaptureReply, CaptureSpec
 from infra.records.sharing import Sharing
 from infra.refusal import Refusal
 from infra.settings import CAPTURE, sglang_environment
@@ -31,6 +31,11 @@ from models.targets.weights import read_target_head, tensor_files
 
 FAULTS = {"sample": SampleError, "engine": EngineError, "setting": Refusal}
 """Exception for each kind of fault in a plugin's reply."""
+KERNELS = (
+    *("attention_backend", "prefill_attention_backend", "kv_cache_dtype", "moe_runner_backend"),
+    *("fp8_gemm_runner_backend", "fp4_gemm_runner_backend"),
+)
+"""Settings of SGLang that decide how hidden states are rounded."""
 COMPARED_BYTES = 4 * 2**30
 """Targets with at most this size of weights are compared with a forward in transformers on the CPU."""
 
@@ -69,6 +74,18 @@ class SGLangEngine:
         )
         return server_environment(self.settings, config.threads, config.count) | {CAPTURE: spec.model_dump_json()}
 
+    def precision(self) -> CapturePrecision:
+        try:
+            resolved = self._client.settings()
+        except ServerError as error:
+            raise EngineError(str(error)) from error
+        return CapturePrecision(
+            quantization=self.run.config.served_quantization(self.run.target.quantization),
+            dtype=self.run.config.generator.compute_dtype,
+            engine=f"sglang {resolved['version']}",
+            kernels={name: str(resolved[name]) for name in KERNELS if resolved.get(name) not in (None, "auto")},
+        )
+
     def capture(self, key: str, tokens: Tensor) -> Captured:
         return self._ask(key, tokens)[0]
 
@@ -101,9 +118,9 @@ class SGLangEngine:
                 raise Refusal(f"canary: {error}") from error
             path, dtype = Path(self.run.target.path), DTYPES[self.run.config.generator.compute_dtype]
             head = read_target_head(path, dtype)
-            check_next_tokens(head, hidden.last[-1:], torch.tensor([next_token]))
+            check_next_tokens(head, hidden.last[-1:], torch.tensor([next_token]), self.layout.dtype)
             if hidden.top is not None:
-                check_next_tokens(head, hidden.last, hidden.top)
+                check_next_tokens(head, hidden.last, hidden.top, self.layout.dtype)
         if sum((path / file).stat().st_size for file in set(tensor_files(path).values())) <= COMPARED_BYTES:
             target = TargetModel.load(path, self.run.config.target.aux_layer_ids, dtype)
             check_capture(target, hidden, tokens, self.layout)
@@ -117,6 +134,7 @@ class SGLangEngine:
             self.transport.get(captured.record, self.layout.views(hidden))
         finally:
             self.transport.delete(key)
+        hidden = self.layout.restored(hidden)
         self.layout.check(hidden, len(tokens))
         return hidden, next_token
 

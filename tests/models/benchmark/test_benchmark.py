@@ -150,7 +150,7 @@ def test_benchmark_of_a_run(run: PreparedRun, target: Path, tmp_path: Path):
     champion = export(target, tmp_path / "champion", (1,), seed=2)
     result = benchmark_run(run, champion, "version 7")
     card = (run.folder.export / "README.md").read_text()
-    assert f"**{result.simulated.length[result.conditions.lookahead]:.2f} tokens per verification step" in card
+    assert f"**{result.acceptance.length[result.conditions.lookahead]:.2f} tokens per verification step" in card
     assert result.conditions.draft_revision in card
     assert BenchmarkResult.read(run.folder.benchmark) == result
     assert result.counts_identical
@@ -158,7 +158,7 @@ def test_benchmark_of_a_run(run: PreparedRun, target: Path, tmp_path: Path):
     assert result.gap == 0.0
     assert (result.lossless.mismatches, result.lossless.ties) == (0, 0)
     assert 90 <= result.lossless.tokens < 90 + 16
-    assert list(result.simulated.length) == list(range(1, 8))
+    assert list(result.acceptance.length) == list(range(1, 8))
     assert list(result.reference.length) == [4]
     assert result.sampled_reference is not None
     assert list(result.sampled_reference.length) == [4]
@@ -170,26 +170,26 @@ def test_benchmark_of_a_run(run: PreparedRun, target: Path, tmp_path: Path):
     assert "draft, temperature 0.8, top-p 0.95, sampled proposals" in shown.file.getvalue()
     assert any("samples its proposals" in line for line in lines(result))
     assert result.champion is not None
-    assert 1.0 <= result.simulated.length[4] < 1.2, "an untrained draft has nothing accepted"
+    assert 1.0 <= result.acceptance.length[4] < 1.2, "an untrained draft has nothing accepted"
     assert not result.gate.passed
     assert result.gate.against == "no draft"
-    assert result.beats_prompt_lookup == (result.simulated.length[4] > result.prompt_lookup.length[4])
+    assert result.beats_prompt_lookup == (result.acceptance.length[4] > result.prompt_lookup.length[4])
     recycling = result.token_recycling
     assert recycling is not None
-    assert result.beats_token_recycling == (result.simulated.length[4] > recycling.length[4])
+    assert result.beats_token_recycling == (result.acceptance.length[4] > recycling.length[4])
     assert recycling.conversations == 12
     assert "Token Recycling, temperature 0.8, top-p 0.95" in shown.file.getvalue()
     assert f"Token Recycling ({recycling.length[4]:.2f})" in result.summary
     assert result.conditions.dataset_hash == run.samples.dataset_hash
-    assert result.conditions.prompts == result.simulated.conversations == 12
+    assert result.conditions.prompts == result.acceptance.conversations == 12
     assert result.target_distinct_token_share > 0.3
     served = RequestCounts.read(run.folder.request_counts)
     assert served.conditions == result.conditions
     assert list(served.greedy) == list(served.sampled) == list(range(1, 8))
     tokens, steps = (sum(column) for column in zip(*served.greedy[4], strict=True))
     assert len(served.greedy[4]) == 12
-    assert 0 <= steps - result.simulated.steps[4] <= 12, "at most one cut step each"
-    assert 1.0 <= tokens / steps <= result.simulated.length[4] + 0.1
+    assert 0 <= steps - result.acceptance.steps[4] <= 12, "at most one cut step each"
+    assert 1.0 <= tokens / steps <= result.acceptance.length[4] + 0.1
     assert result.speed.tokens >= 40
     assert result.vocabulary_mass is not None
     assert 0.5 < result.vocabulary_mass < 1.0, "60 of 80 tokens of a random target"
@@ -334,7 +334,7 @@ def test_drafts_of_one_build_are_timed_once(run: PreparedRun, target: Path, tmp_
 def test_a_draft_that_sglang_has_no_model_for_is_not_served_and_says_so(
     run: PreparedRun, target: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    arguments = speculative_arguments(run.folder.export, 3)
+    arguments = speculative_arguments(run.folder.export, 3, None)
     assert arguments[:2] == ["--speculative-draft-model-path", str(run.folder.export)]
     assert arguments[arguments.index("--speculative-num-steps") + 1] == "3"
     export(target, run.folder.export, (1,), seed=2)

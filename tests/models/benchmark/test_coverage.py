@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from infra.records.data_path import TargetRecord
-from models.benchmark.conditions import conditions
+from models.benchmark.conditions import Counter, conditions
 from models.benchmark.measure import POSITIONS, vocabulary_mass
 from models.config.benchmark import BenchmarkConfig
 from models.drafts.vocabulary import DraftVocabulary
@@ -65,7 +65,7 @@ def test_conditions_say_whether_the_target_reasons(
     (tmp_path / "model.safetensors").write_text("weights")
     ids = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in (prompt, text)]
     found = conditions(
-        BenchmarkConfig(), model, target=tiny_target, draft=tmp_path, dataset_hash="d", template_hash="t", prompts=1,
-        texts=[([2], [3]), (ids[0], ids[1])],
+        BenchmarkConfig(), Counter.reference(model), target=tiny_target, draft=tmp_path, dataset_hash="d",
+        template_hash="t", prompts=1, texts=[([2], [3]), (ids[0], ids[1])],
     )  # fmt: skip
     assert found.thinking == expected

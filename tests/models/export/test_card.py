@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from infra.files.atomic import sha256_file
+from infra.files.atomic import sha256_file, write_atomically
 from infra.files.run_folder import RunFolder
-from infra.records.data_path import SamplesRecord, TargetRecord
+from infra.records.data_path import CapturePrecision, SamplesRecord, TargetRecord
 from models.config.recipe import RunConfig, load_recipe
 from models.export.card import write_card
 from models.export.description import BLOCK, block_of
@@ -107,3 +107,16 @@ def test_a_card_says_what_the_engine_does_wrong(tmp_path):
         (tmp_path / model_type).mkdir()
         mends.append("its plugin corrects that" in card(tmp_path / model_type, config, model_type, sglang={})[1])
     assert mends == [False, True]
+
+
+def test_a_draft_of_a_quantized_target_is_served_unquantized(tmp_path):
+    vllm = {"speculators_config": {}, "speculators_model_type": "eagle3"}
+    config = load_recipe(RECIPES / "qwen3-8b.yaml", ["generator.engine=sglang", "generator.sglang.quantization=fp8"])
+    precision = CapturePrecision(
+        quantization="fp8", dtype="bfloat16", engine="sglang 0.5.23", kernels={"attention_backend": "fa3"}
+    )
+    write_atomically(RunFolder(tmp_path).precision, precision)
+    _, text = card(tmp_path, config, sglang={}, speculators=vllm)
+    assert "--speculative-draft-model-quantization unquant --quantization fp8" in text
+    assert "while this draft learned from it: fp8, computed by sglang 0.5.23, bfloat16, attention_backend fa3." in text
+    assert '"quantization": null}' in text

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from models.config.draft import parse_draft_config
-from models.export.description import BLOCK, block_of, read_description
+from models.export.description import BLOCK, FLOATS, block_of, check_precision, read_description
 
 DRAFT = {"method": "eagle3", "vocab_size": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 DRAFT |= {"intermediate_size": 20}
@@ -47,3 +47,16 @@ def test_what_cannot_be_built_is_refused(tmp_path, settings, message):
 def test_a_folder_without_an_export_is_refused(tmp_path):
     with pytest.raises(ValueError, match="not an exported draft"):
         read_description(tmp_path)
+
+
+@pytest.mark.parametrize(("trained", "now"), [(None, "fp8 128x128"), ("fp8 128x128", None), ("modelopt NVFP4", "fp8")])
+def test_a_benchmark_at_another_precision_is_refused(tmp_path, trained, now):
+    block = block_of(parse_draft_config(DRAFT), (1, 4), 40, served=True)
+    precision = {"quantization": trained, "dtype": "bfloat16", "engine": "sglang 0.5.23"}
+    draft = write(tmp_path, {"dtype": "bfloat16", BLOCK: block | {"precision": precision}})
+    check_precision(draft, trained)
+    told = f"in {trained or FLOATS}, and here the target is in {now or FLOATS}"
+    with pytest.raises(ValueError, match=told):
+        check_precision(draft, now)
+    write(tmp_path, {"dtype": "bfloat16", BLOCK: block})
+    check_precision(draft, now)  # a published draft says nothing

@@ -52,7 +52,7 @@ def test_the_report_holds_what_was_promised(result: BenchmarkResult, trained: Tr
     expected = {"steps": 20, "wall_s": 754.0, "data_wait_share": 0.05, "tokens_per_s": 100.0, "slow_side": "training"}
     assert expected.items() <= shown["train"].items()
     report = benchmark_report(result)
-    assert report["acceptance"]["simulated"] == {"length": {"1": 1.5, "4": 3.5}, "by_position": [0.9, 0.5, None]}
+    assert report["acceptance"]["draft"] == {"length": {"1": 1.5, "4": 3.5}, "by_position": [0.9, 0.5, None]}
     assert report["acceptance"]["reference"]["length"] == {"4": 3.5}
     assert report["baseline"]["prompt_lookup"] == 2.1
     assert report["target"]["distinct_token_share"] == 0.4
@@ -204,9 +204,9 @@ def test_the_summary_excuses_only_a_text_that_repeats_itself(
     told: str,
     repeats: bool,
 ) -> None:
-    sources = ("simulated", "prompt_lookup", "token_recycling", "sampled", "prompt_lookup_sampled")
+    sources = ("acceptance", "prompt_lookup", "token_recycling", "sampled", "prompt_lookup_sampled")
     lengths = dict(zip((*sources, "token_recycling_sampled"), (*greedy, *sampled), strict=True))
-    measured = {name: result.simulated.model_copy(update={"length": {4: length}}) for name, length in lengths.items()}
+    measured = {name: result.acceptance.model_copy(update={"length": {4: length}}) for name, length in lengths.items()}
     beats = {"beats_prompt_lookup": greedy[0] > greedy[1], "beats_token_recycling": greedy[0] > greedy[2]}
     distinct = {"target_distinct_token_share": shares[0], "sampled_distinct_token_share": shares[1]}
     text = summary(result.model_copy(update=measured | beats | distinct))

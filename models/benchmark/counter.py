@@ -1,0 +1,46 @@
+"""Who counts a benchmark's acceptance: the reference decoder, or the serving engine."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from infra.quantities import byte_size
+from infra.refusal import Refusal
+from models.dtypes import DTYPES
+from models.run import RunWithTarget
+from models.targets.weights import weight_bytes
+
+FREE_SHARE = 0.9
+"""Share of a device for the reference decoder's weights; its cache and the draft need the rest."""
+
+
+def why_engine_counts(run: RunWithTarget, gpus: Sequence[int]) -> str | None:
+    """Why SGLang counts acceptance, for a person; None: the reference decoder does.
+
+    `gpus`: bytes of each inference GPU, 0 where unknown; empty on the CPU, whose memory counts in their place. Raises
+    Refusal, with the remedy, where neither can.
+    """
+    why = _why(run, gpus)
+    if why is None or run.config.generator.engine == "sglang":
+        return why
+    raise Refusal(f"{why}: only SGLang can count its acceptance; set generator.engine=sglang")
+
+
+def _why(run: RunWithTarget, gpus: Sequence[int]) -> str | None:
+    config, target = run.config, run.target
+    chosen = config.benchmark.counted_by
+    if quantization := config.served_quantization(target.quantization):
+        if chosen == "reference":
+            raise Refusal(
+                f"benchmark.counted_by=reference: the target is served in {quantization}, and the reference decoder "
+                "computes with floating-point weights, so its acceptance is another target's: set it to auto"
+            )
+        return f"the target is served in {quantization}, which the reference decoder does not compute"
+    if chosen != "auto":
+        return "benchmark.counted_by=engine" if chosen == "engine" else None
+    needed = weight_bytes(Path(target.path), DTYPES[config.benchmark_dtype])
+    room = min(gpus) if gpus else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if not room or needed <= FREE_SHARE * room:
+        return None
+    device = "one GPU" if gpus else "this machine"
+    return f"the target's weights take {byte_size(needed)} in {config.benchmark_dtype}, {device} has {byte_size(room)}"
