@@ -16,7 +16,8 @@ from infra.markdown import escaped
 from infra.provenance import git_sha, hardware, versions
 from infra.records.acceptance import BenchmarkResult, RegisteredDraft, RequestCounts
 from infra.records.benchmark_text import sources
-from infra.records.data_path import CapturePrecision, ExportRecord, SamplesRecord, TargetRecord, TrainingResult
+from infra.records.data_path import SamplesRecord, TargetRecord, TrainingResult
+from infra.records.drafts import CapturePrecision, ExportRecord
 from infra.refusal import Refusal
 from infra.tracking import registry
 from infra.tracking.client import NOTE

@@ -17,7 +17,8 @@ from infra.data_plane.watch import RunWatch, check_quarantined
 from infra.files.lines import last_object
 from infra.pools.base import Pool
 from infra.processes.keep_running import Generators, KeptProcess, follow
-from infra.records.data_path import ExportRecord, TrainingResult
+from infra.records.data_path import TrainingResult
+from infra.records.drafts import ExportRecord
 from infra.tracking.runs import log_new_metrics
 from infra.transport.choice import objects_folder
 from infra.transport.mooncake.store import start_store

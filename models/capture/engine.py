@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from infra.records.data_path import CapturePrecision, ObjectRecord
+from infra.records.data_path import ObjectRecord
+from infra.records.drafts import CapturePrecision
 from infra.refusal import Refusal
 from infra.transport.files import StoredTransport
 from models.run import PreparedRun

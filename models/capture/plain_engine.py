@@ -8,7 +8,7 @@ from pathlib import Path
 import transformers
 from torch import Tensor
 
-from infra.records.data_path import CapturePrecision
+from infra.records.drafts import CapturePrecision
 from models.capture.engine import Captured, Continued, check_capture
 from models.decoding.plain import continue_batch
 from models.decoding.simulated import features

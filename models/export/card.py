@@ -11,7 +11,8 @@ from infra.files.atomic import sha256_file, write_atomically
 from infra.provenance import git_sha
 from infra.records.acceptance import BenchmarkResult
 from infra.records.benchmark_text import acceptance_rows, findings
-from infra.records.data_path import CapturePrecision, TargetRecord
+from infra.records.data_path import TargetRecord
+from infra.records.drafts import CapturePrecision
 from infra.templates import render
 from models.config.recipe import RunConfig
 from models.export.description import BLOCK, CONFIG, UNQUANTIZED_DRAFT, vllm_method

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from infra.records.data_path import CapturePrecision, StartRecord
+from infra.records.drafts import CapturePrecision, StartRecord
 from infra.refusal import Refusal
 from models.config.draft import DraftConfig, parse_draft_config
 from models.drafts.base import Draft

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from infra.files.atomic import sha256_file, write_atomically
 from infra.processes.exit import run_main
-from infra.records.data_path import CapturePrecision, ExportRecord, TrainingResult
+from infra.records.data_path import TrainingResult
+from infra.records.drafts import CapturePrecision, ExportRecord
 from infra.refusal import Refusal
 from models.checkpoint import AVERAGED, DRAFT, VOCABULARY, DraftDescription
 from models.config.draft import parse_draft_config

@@ -17,15 +17,8 @@ from infra.records.acceptance import (
     RequestCounts,
     SpeedRecord,
 )
-from infra.records.data_path import (
-    CapturePrecision,
-    ExportRecord,
-    SamplesRecord,
-    SideRates,
-    StartRecord,
-    TargetRecord,
-    TrainingResult,
-)
+from infra.records.data_path import SamplesRecord, SideRates, TargetRecord, TrainingResult
+from infra.records.drafts import CapturePrecision, ExportRecord, StartRecord
 from infra.records.goodput import CostFit, Goodput, GoodputTable, MeasuredGoodput
 from infra.tracking.runs import TrackedRun, start_run
 from models.config.recipe import load_recipe

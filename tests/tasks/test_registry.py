@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from infra.records.acceptance import BenchmarkResult, RegisteredDraft, RequestCounts
-from infra.records.data_path import ExportRecord, TargetRecord, TrainingResult
+from infra.records.data_path import TargetRecord, TrainingResult
+from infra.records.drafts import ExportRecord
 from infra.tracking.client import NOTE, connect
 from infra.tracking.registry import CHALLENGER, download
 from infra.tracking.runs import TrackedRun

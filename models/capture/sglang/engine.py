@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from infra.processes.process import Owner
-from infra.records.data_path import CapturePrecision, CaptureReply, CaptureSpec
+from infra.records.data_path import CaptureReply, CaptureSpec
+from infra.records.drafts import CapturePrecision
 from infra.records.sharing import Sharing
 from infra.refusal import Refusal
 from infra.settings import CAPTURE, sglang_environment

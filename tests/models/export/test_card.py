@@ -8,7 +8,8 @@ import yaml
 
 from infra.files.atomic import sha256_file, write_atomically
 from infra.files.run_folder import RunFolder
-from infra.records.data_path import CapturePrecision, SamplesRecord, TargetRecord
+from infra.records.data_path import SamplesRecord, TargetRecord
+from infra.records.drafts import CapturePrecision
 from models.config.recipe import RunConfig, load_recipe
 from models.export.card import write_card
 from models.export.description import BLOCK, block_of

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from infra.files.run_folder import RunFolder
-from infra.records.data_path import StartRecord, TargetRecord
+from infra.records.data_path import TargetRecord
+from infra.records.drafts import StartRecord
 from models.checkpoint import VOCABULARY
 from models.config.recipe import load_recipe
 from models.drafts.registry import build_draft

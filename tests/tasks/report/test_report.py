@@ -23,14 +23,8 @@ from infra.records.acceptance import (
     ServedResult,
 )
 from infra.records.benchmark_text import acceptance_rows, findings, goodput_rows, summary
-from infra.records.data_path import (
-    ExportRecord,
-    SampleProgress,
-    SampleSlot,
-    SamplesRecord,
-    TargetRecord,
-    TrainingResult,
-)
+from infra.records.data_path import SampleProgress, SampleSlot, SamplesRecord, TargetRecord, TrainingResult
+from infra.records.drafts import ExportRecord
 from infra.tracking.client import NOTE, connect
 from infra.tracking.runs import TrackedRun
 from tasks.registry import open_tracking, register_draft
