@@ -1,6 +1,6 @@
-"""Chain speculation (EAGLE-3, DFlash; topk 1, greedy) for a real SGLang server on a plain CPU: test equipment.
+"""Chain speculation (EAGLE-3, DFlash; topk 1, greedy) and fp8 for a real SGLang server on a plain CPU: test equipment.
 
-SGLang has seams for most of it (`sglang_speculation_platform.py`); six kernels without one are replaced here through
+SGLang has seams for most of it (`sglang_speculation_platform.py`); kernels without one are replaced here through
 its hook registry. Active only with `SGLANG_PLATFORM=draftsmith_test_cpu`.
 """
 
@@ -45,6 +45,8 @@ def register() -> None:
         HookRegistry.register(OPS + name, function, HookType.REPLACE)
     pool = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
     HookRegistry.register(pool, assign_req_to_token_pool, HookType.REPLACE)
+    fp8 = "sglang.srt.layers.quantization.fp8.Fp8LinearMethod.apply"
+    HookRegistry.register(fp8, fp8_block_linear, HookType.REPLACE)
     factory = "sglang.srt.speculative.draft_utils.DraftBackendFactory."
     HookRegistry.register(factory + "create_decode_backend", decode_backend, HookType.AROUND)
     HookRegistry.register(factory + "create_draft_extend_backend", extend_backend, HookType.AROUND)
@@ -52,6 +54,18 @@ def register() -> None:
     for name in ("DFlashDraftModel", "DFlashLagunaForCausalLM"):
         HookRegistry.register(f"sglang.srt.models.dflash.{name}.forward", in_own_dtype, HookType.AROUND)
     _without_streams()
+
+
+def fp8_block_linear(method: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """SGLang's product of weights and activations in fp8, whose kernel is Triton's: both are rounded as it does."""
+    assert method.block_quant, "only weights in blocks"
+    height, width = method.weight_block_size
+    scales = layer.weight_scale_inv.repeat_interleave(height, 0).repeat_interleave(width, 1)
+    groups = x.float().unflatten(-1, (-1, width))
+    factors = groups.abs().amax(-1, keepdim=True).clamp_min(1e-10) / torch.finfo(layer.weight.dtype).max
+    rounded = ((groups / factors).to(layer.weight.dtype).float() * factors).flatten(-2)
+    product = rounded @ (layer.weight.float() * scales).T
+    return (product if bias is None else product + bias).to(x.dtype)
 
 
 def decode_backend(_original: Any, factory: Any) -> Any:

@@ -21,14 +21,16 @@ from infra.sglang.config import SGLangConfig
 from infra.sglang.server import SGLangServer
 from infra.transport.base import CANARY
 from models.capture.engine import Captured, Continued, EngineError, check_capture, check_next_tokens
+from models.capture.ranking import check_ranking
 from models.capture.sglang.plugin import NAME
 from models.decoding.plain import end_of
 from models.dtypes import DTYPES
 from models.run import PreparedRun
+from models.targets.dequantized import load_dequantized
 from models.targets.hidden_states import HiddenStates
 from models.targets.layout import SampleError
 from models.targets.model import TargetModel, eos_ids
-from models.targets.weights import read_target_head, tensor_files
+from models.targets.weights import read_target_head, weight_bytes
 
 FAULTS = {"sample": SampleError, "engine": EngineError, "setting": Refusal}
 """Exception for each kind of fault in a plugin's reply."""
@@ -39,6 +41,8 @@ KERNELS = (
 """Settings of SGLang that decide how hidden states are rounded."""
 COMPARED_BYTES = 4 * 2**30
 """Targets with at most this size of weights are compared with a forward in transformers on the CPU."""
+DEQUANTIZED = 4
+"""How many times larger a quantized target is in floating-point numbers, at most."""
 
 
 class SGLangEngine:
@@ -122,9 +126,21 @@ class SGLangEngine:
             check_next_tokens(head, hidden.last[-1:], torch.tensor([next_token]), self.layout.dtype)
             if hidden.top is not None:
                 check_next_tokens(head, hidden.last, hidden.top, self.layout.dtype)
-        if sum((path / file).stat().st_size for file in set(tensor_files(path).values())) <= COMPARED_BYTES:
-            target = TargetModel.load(path, self.run.config.target.aux_layer_ids, dtype)
-            check_capture(target, hidden, tokens, self.layout)
+        layers = self.run.config.target.aux_layer_ids
+        quantization = self.run.config.served_quantization(self.run.target.quantization)
+        if weight_bytes(path, dtype) > COMPARED_BYTES // (DEQUANTIZED if quantization else 1):
+            return
+        if quantization is None:
+            check_capture(TargetModel.load(path, layers, dtype), hidden, tokens, self.layout)
+            return
+        try:
+            target = TargetModel(load_dequantized(path, dtype), layers)
+        except Refusal as error:
+            print(
+                f"canary: the chosen layers are compared with nothing, only the final states are: {error}", flush=True
+            )
+        else:
+            check_ranking(target, hidden, tokens, self.layout)
 
     def _take_back(self, name: str, tokens: Tensor) -> tuple[HiddenStates, int]:
         """One prompt's hidden states, deleted from the transport, and the engine's own next token."""

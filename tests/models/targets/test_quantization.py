@@ -1,8 +1,4 @@
-"""Quantized checkpoints, in the layouts of published repositories: what is read equals the float weights.
-
-The tensors' names and data types are those of deepseek-ai/DeepSeek-V3 and Qwen3-*-FP8 (fp8 blocks), nvidia/*-FP8 and
-*-NVFP4 (ModelOpt), RedHatAI/*-FP8-dynamic and *-NVFP4 (llm-compressor), and of AWQ's and GPTQ's packers.
-"""
+"""Quantized checkpoints, in the layouts of published repositories: what is read equals the float weights."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from quantizers import Tensors, awq, fp8_blocks, fp8_rows, fp8_tensor, gptq, nvfp4, pack_quantized, quantize
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -19,55 +16,11 @@ from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
 from models.config.target import TargetConfig
 from models.targets.prepare import prepare_target
-from models.targets.quantization import E2M1, read_quantization
+from models.targets.quantization import read_quantization
 from models.targets.weights import read_target_head
 
 HIDDEN, VOCABULARY = 192, 300
 """Neither is a multiple of 128."""
-FP8 = torch.float8_e4m3fn
-GREATEST = 448.0
-Tensors = dict[str, Tensor]
-
-
-def blocks(weight: Tensor, size: int = 128) -> Tensor:
-    """The greatest magnitude of each block."""
-    rows, columns = (-(-length // size) for length in weight.shape)
-    padded = torch.zeros(rows * size, columns * size)
-    padded[: weight.shape[0], : weight.shape[1]] = weight.abs()
-    return padded.view(rows, size, columns, size).amax((1, 3))
-
-
-def spread(scale: Tensor, weight: Tensor, size: int = 128) -> Tensor:
-    return scale.repeat_interleave(size, 0).repeat_interleave(size, 1)[: weight.shape[0], : weight.shape[1]]
-
-
-def fp8_blocks(weight: Tensor) -> Tensors:
-    scale = blocks(weight) / GREATEST
-    return {"weight": (weight / spread(scale, weight)).to(FP8), "weight_scale_inv": scale}
-
-
-def fp8_rows(weight: Tensor) -> Tensors:
-    scale = (weight.abs().amax(1, keepdim=True) / GREATEST).bfloat16()
-    return {"weight": (weight / scale.float()).to(FP8), "weight_scale": scale}
-
-
-def fp8_tensor(weight: Tensor) -> Tensors:
-    scale = weight.abs().max() / GREATEST
-    return {"weight": (weight / scale).to(FP8), "weight_scale": scale, "input_scale": torch.tensor(0.1)}
-
-
-def nvfp4(weight: Tensor, llm_compressor: bool) -> Tensors:
-    whole = weight.abs().max() / (GREATEST * 6)
-    groups = weight.unflatten(1, (-1, 16))
-    scale = (groups.abs().amax(-1) / 6 / whole).to(FP8)
-    values = groups / (scale.float() * whole)[..., None]
-    levels = torch.tensor(E2M1)
-    codes = (values.abs()[..., None] - levels).abs().argmin(-1) + 8 * (values < 0)
-    codes = codes.flatten(1).to(torch.uint8)
-    packed = codes[:, 0::2] | codes[:, 1::2] << 4
-    if llm_compressor:
-        return {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": (1 / whole)[None]}
-    return {"weight": packed, "weight_scale": scale, "weight_scale_2": whole, "input_scale": torch.tensor(0.1)}
 
 
 LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensors], dict[str, Any], float]] = {
@@ -104,18 +57,6 @@ def target(tmp_path: Path, tiny_target: TargetRecord) -> Path:
     save_llama(tmp_path, HIDDEN, VOCABULARY)
     AutoTokenizer.from_pretrained(tiny_target.path).save_pretrained(tmp_path)
     return tmp_path
-
-
-def quantize(folder: Path, modules: tuple[str, ...], quantizer: Callable[[Tensor], Tensors], settings: Any) -> Tensors:
-    """Replace the modules' weights, and return what they were."""
-    tensors = load_file(folder / "model.safetensors")
-    before = {module: tensors.pop(f"{module}.weight").float() for module in modules}
-    for module, weight in before.items():
-        tensors |= {f"{module}.{name}": tensor.contiguous() for name, tensor in quantizer(weight).items()}
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
-    return before
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -162,26 +103,6 @@ def test_a_plain_head_of_a_quantized_target_is_read_as_it_is(target: Path) -> No
     quantize(target, ("model.layers.0.mlp.up_proj",), awq, settings)
     assert torch.equal(read_target_head(target, torch.bfloat16).head, before)
     assert prepare_target(TargetConfig(name=str(target), aux_layer_ids=(0,))).quantization == "awq 4-bit"
-
-
-def awq(weight: Tensor) -> Tensors:
-    rows, columns = weight.shape
-    packed, groups = torch.zeros(columns, rows // 8, dtype=torch.int32), -(-columns // 128)
-    zeros = torch.zeros(groups, rows // 8, dtype=torch.int32)
-    return {"qweight": packed, "qzeros": zeros, "scales": torch.ones(groups, rows, dtype=torch.float16)}
-
-
-def gptq(weight: Tensor) -> Tensors:
-    rows, columns = weight.shape
-    packed, indices = torch.zeros(columns // 8, rows, dtype=torch.int32), torch.zeros(columns, dtype=torch.int32)
-    return awq(weight) | {"qweight": packed, "g_idx": indices}
-
-
-def pack_quantized(weight: Tensor) -> Tensors:
-    rows, columns = weight.shape
-    scale = torch.ones(rows, columns // 32, dtype=torch.bfloat16)
-    packed = torch.zeros(rows, columns // 8, dtype=torch.int32)
-    return {"weight_packed": packed, "weight_scale": scale, "weight_shape": torch.tensor([rows, columns])}
 
 
 @pytest.mark.parametrize(
