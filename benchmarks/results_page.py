@@ -71,6 +71,21 @@ def capture(result: Json) -> Iterable[tuple[str, str]]:
     )
 
 
+def float8(result: Json) -> Iterable[tuple[str, str]]:
+    sizes, target = result["bytes_per_token"], result["target"]
+    for one in result["float8_against_bfloat16"]:
+        low, high = one["interval"]
+        yield (
+            f"acceptance length of {target}'s draft trained on float8 against bfloat16, seed {one['seed']} (95 %)",
+            f"{one['relative']:+.1%} ({low:+.1%} to {high:+.1%})",
+        )
+    yield f"bytes of hidden states per token, float8 / bfloat16 ({target})", f"{sizes['float8']} / {sizes['bfloat16']}"
+    yield (
+        f"rows of which {target}'s head chooses the same token after rounding to float8",
+        f"{result['rounding']['same_top_token']:.1%}",
+    )
+
+
 def ledger(result: Json) -> Iterable[tuple[str, str]]:
     for database, rates in result["samples_per_s_by_generators"].items():
         yield (
@@ -178,6 +193,7 @@ SECTIONS = (
             ("agreement-tiny-dflash", "agreement.py", agreement),
             ("agreement-quickstart-eagle3", "agreement.py", agreement),
             ("engines", "engines.py", engines),
+            ("float8-tiny", "float8.py", float8),
         ),
     ),
     Section(

@@ -139,6 +139,11 @@ def _reference(config: WatchConfig, draft: RegisteredDraft, series: Series) -> R
     counts = read_request_counts(config.tracking_uri or tracking_uri(), draft)
     of_kind = counts.greedy if config.traffic == "greedy" else counts.sampled
     lookahead = series.served.lookahead
+    if not of_kind:
+        raise Refusal(
+            f"version {draft.version} was benchmarked by {counts.conditions.engine}, which counted greedy text only: "
+            "sampled traffic cannot be compared with it"
+        )
     if lookahead not in of_kind:
         raise Refusal(
             f"the servers decode at lookahead {lookahead}, the benchmark of version {draft.version} knows "

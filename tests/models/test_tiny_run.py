@@ -1,11 +1,17 @@
 """The tiny target, from samples to benchmark: what a draft learns there, and 6,000 lossless tokens."""
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from infra.records.acceptance import BenchmarkResult
+from infra.files.atomic import write_atomically
+from infra.files.run_folder import RunFolder
+from infra.records.acceptance import BenchmarkResult, GateEvidence, RequestCounts
+from models.benchmark.run import benchmark_run
+from models.benchmark.smoke import smoke_test
 from models.data.prompts import take_prompts
 from models.decoding.plain import continue_batch
 from models.decoding.simulated import features, simulate
@@ -13,7 +19,7 @@ from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
 from models.run import PreparedRun
 from models.targets.model import TargetModel
-from models.targets.weights import read_target_head
+from models.targets.weights import read_target_head, weight_bytes
 
 LOOKAHEAD = 4
 
@@ -35,7 +41,7 @@ def finished(make_run, run_to_the_end, start, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_the_draft_learns_and_decoding_is_lossless(finished):
+def test_the_draft_learns_and_decoding_is_lossless(finished, tmp_path, monkeypatch):
     result = BenchmarkResult.read(finished.folder.benchmark)
     assert result.lossless.tokens >= 6000
     assert result.lossless.mismatches == 0
@@ -48,6 +54,31 @@ def test_the_draft_learns_and_decoding_is_lossless(finished):
     assert result.served.same_text == result.served.acceptance.conversations == result.acceptance.conversations
     assert result.served.length == pytest.approx(result.acceptance.length[LOOKAHEAD], rel=0.05)
     assert untrained_length(finished) <= 1.1
+    count_in_the_engine(finished, result, tmp_path, monkeypatch)
+
+
+def count_in_the_engine(run: PreparedRun, by_reference: BenchmarkResult, tmp_path: Path, monkeypatch) -> None:
+    """The same run on a machine whose memory is too small for the reference decoder: SGLang gives the same counts."""
+    weights, sysconf = weight_bytes(Path(run.target.path), torch.float32), os.sysconf
+    pages = weights // sysconf("SC_PAGE_SIZE")
+    monkeypatch.setattr(os, "sysconf", lambda name: pages if name == "SC_PHYS_PAGES" else sysconf(name))
+    folder = RunFolder(Path(shutil.copytree(run.folder.path, tmp_path / "small")))
+    generator = run.config.generator.model_copy(update={"engine": "sglang"})
+    write_atomically(folder.config, run.config.model_copy(update={"generator": generator}))
+    small = PreparedRun.open(folder.path)
+    result = benchmark_run(small, None, "champion")
+    assert result.conditions.engine.startswith("sglang ")
+    evidence, before = GateEvidence.read(folder.gate), GateEvidence.read(run.folder.gate)
+    assert evidence.grounds[0].challenger == before.grounds[0].challenger
+    assert evidence.gap is None
+    assert result.gate.model_dump(exclude={"reason"}) == by_reference.gate.model_dump(exclude={"reason"})
+    assert (result.lossless.tokens > 6000, result.lossless.mismatches) == (True, 0)
+    assert result.acceptance.length == {LOOKAHEAD: by_reference.acceptance.length[LOOKAHEAD]}
+    assert result.prompt_lookup == by_reference.prompt_lookup
+    counts = RequestCounts.read(folder.request_counts)
+    assert counts.greedy == {LOOKAHEAD: RequestCounts.read(run.folder.request_counts).greedy[LOOKAHEAD]}
+    smoke = smoke_test(small, folder.export, counts)
+    assert smoke.passed, smoke.reason
 
 
 def untrained_length(run: PreparedRun) -> float:
