@@ -9,6 +9,7 @@ from infra.config import TransportConfig
 from infra.records.data_path import BufferRecord, ObjectRecord, StoreRecord
 from infra.transport.base import TransferError
 from infra.transport.mooncake.transport import MooncakeTransport
+from models.targets.float8 import FLOAT8
 from models.targets.hidden_states import HiddenStates
 from models.targets.layout import HiddenStateLayout
 from models.training.receive import CHECKED, DeviceReceiver, HostReceiver, Receiver, open_receiver
@@ -112,3 +113,17 @@ def test_a_build_of_mooncake_without_cuda_never_sees_a_gpus_address(
     receiver = open_receiver(transport, TransportConfig(), LAYOUT)
     assert isinstance(receiver, HostReceiver)
     assert "not by GPUDirect: Mooncake's build for CUDA 13" in receiver.words
+
+
+def test_a_part_of_a_sample_in_float8_is_restored_alone(transport: MooncakeTransport) -> None:
+    """Ranks that share a sample read its rows: each holds its own scales."""
+    layout, hidden = HiddenStateLayout(3, 8, FLOAT8), sample(40)
+    whole = layout.restored(layout.stored(hidden))
+    record = transport.put("receive/float8/0/1", layout.pack(hidden))
+    receiver = HostReceiver(transport, layout)
+    part = receiver.empty(7, 9)
+    receiver.receive_part(record, "aux", 5, part.aux)
+    receiver.receive_part(record, "last", 30, part.last)
+    back = layout.restored(part)
+    assert torch.equal(back.aux, whole.aux[5:12])
+    assert torch.equal(back.last, whole.last[30:39])

@@ -11,6 +11,7 @@ from fake_engine import AUX, HIDDEN, FakeRequest, fake_scheduler, prefill
 
 from models.capture.sglang import host_copies
 from models.capture.sglang.host_copies import BUFFERS, HostCopies
+from models.targets.float8 import FLOAT8
 from models.targets.hidden_states import HiddenStates
 from models.targets.layout import HiddenStateLayout, SampleError, check_finite
 
@@ -51,6 +52,18 @@ def test_copies_follow_the_forward_and_the_engine_waits_for_none(traffic: Traffi
     assert torch.equal(copy.hidden.last, expected.last.bfloat16())
     assert copy.hidden.top.tolist() == [0, 1, 2, 3, 4]
     assert copy.finite.all()
+
+
+def test_float8_is_encoded_on_the_device_and_crosses_in_half_the_bytes(traffic: Traffic) -> None:
+    layout = HiddenStateLayout(3, HIDDEN, FLOAT8, top_token=True)
+    hidden, copies = computed(5), HostCopies(layout)
+    traffic.clear()
+    copy = copies.start(hidden, fake_scheduler())
+    assert sorted(traffic.to_host) == sorted([5 * 3 * (HIDDEN + 4), 5 * (HIDDEN + 4), 5 * 4, 2 * 5])
+    assert not +traffic.waits
+    expected = layout.stored(computed(5, "cpu"))
+    for name, buffer in layout.pack(copy.hidden).items():
+        assert buffer == layout.pack(expected)[name]
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
