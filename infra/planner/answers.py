@@ -32,7 +32,7 @@ class Answers(Record):
         if not device.memory_bytes:
             return self.most_requests
         item, tokens = ITEM_BYTES[precision], self.prompt_tokens + self.answer_tokens
-        room = FREE_SHARE * device.memory_bytes * self.devices_per_copy - target.parameters * item
+        room = FREE_SHARE * device.memory_bytes * self.devices_per_copy - target.weight_bytes(precision)
         return max(1, min(self.most_requests, int(room / (tokens * target.cache_per_token * item))))
 
     def tokens_per_s(self, target: TargetShape, precision: Precision, device: Device, compute_share: float) -> float:
@@ -43,7 +43,7 @@ class Answers(Record):
         cached = requests * (self.prompt_tokens + self.answer_tokens / 2) * target.cache_per_token
         head = target.hidden_size * target.vocab_size
         step_s = max(
-            (target.parameters + cached) * item / bytes_per_s,
+            (target.weight_bytes(precision) + cached * item) / bytes_per_s,
             requests * 2 * (target.active_parameters + head) / flops_per_s,
         )
         prefill_s = prefill_flops(target, self.prompt_tokens, top_token=False) / flops_per_s

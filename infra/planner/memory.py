@@ -181,7 +181,7 @@ def cache_tokens(longest_tokens: int) -> int:
 def generator_static(target: TargetShape, precision: Precision, longest_tokens: int, devices: int) -> int:
     """Bytes of weights and KV cache on each of a generator's `devices`."""
     cached = target.cache_per_token * cache_tokens(longest_tokens)
-    return (target.parameters + cached) * ITEM_BYTES[precision] // devices
+    return (target.weight_bytes(precision) + cached * ITEM_BYTES[precision]) // devices
 
 
 def generator_memory(target: TargetShape, precision: Precision, longest_tokens: int, devices: int) -> int:

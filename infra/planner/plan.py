@@ -13,7 +13,7 @@ from infra.planner.memory import (
     rank_memory,
     usable,
 )
-from infra.planner.shapes import ITEM_BYTES, DraftShape, Precision, TargetShape, draft_flops, prefill_flops
+from infra.planner.shapes import DraftShape, Precision, TargetShape, draft_flops, prefill_flops
 from infra.planner.split import Sides, Split, advice, best_split, measured_sides, split
 from infra.planner.traffic import (
     CHECKPOINT_BYTES_PER_PARAMETER,
@@ -198,7 +198,7 @@ def _with_sides(job: Job, sides: Sides, prefill: float, draft: float) -> Plan:
         present=present,
         memory=rank_memory(job.draft, job.target, job.setting, job.micro_batch),
         longest_sample=longest_sample(job.draft, job.target, job.setting, memory_bytes) if memory_bytes else None,
-        target_bytes=job.target.parameters * ITEM_BYTES[job.inference_precision],
+        target_bytes=job.target.weight_bytes(job.inference_precision),
         store_bytes=in_flight * job.longest_tokens * job.bytes_per_token,
         traffic=traffic(present.samples_per_s, job.mean_tokens, job.bytes_per_token, job.generators, receiving),
         checkpoint_bytes=job.draft.parameters * CHECKPOINT_BYTES_PER_PARAMETER,

@@ -34,9 +34,10 @@ def _found(plan: Plan) -> Iterator[PlanObstacle]:
     if job.device.is_gpu and job.memory_bytes:
         room = int(job.memory_bytes * job.devices_per_generator * 0.9)
         if plan.target_bytes > room:
+            held = "as it is quantized" if job.target.bytes_per_weight else f"in {job.inference_precision}"
             needed = -(-plan.target_bytes // int(job.memory_bytes * 0.9))
             yield PlanObstacle(
-                problem=f"the target's weights take {plan.target_bytes / GIB:.0f} GiB in {job.inference_precision}, "
+                problem=f"the target's weights take {plan.target_bytes / GIB:.0f} GiB {held}, "
                 f"and a generator has {job.devices_per_generator} x {job.memory_bytes / GIB:.0f} GiB, of which a tenth "
                 "is left to its cache",
                 overrides=("generator.engine=sglang", f"pools.inference_gpus={needed * job.generators}"),

@@ -15,6 +15,8 @@ from infra.refusal import Refusal
 
 Precision = Literal["float32", "bfloat16"]
 ITEM_BYTES: dict[Precision, int] = {"float32": 4, "bfloat16": 2}
+SCALE_SHARE = 1 / 16
+"""Bytes of scales for a weight of four bits: one in fp8 for 16 weights (NVFP4)."""
 BACKWARD = 3.0
 """Forward and backward of a matrix product against its forward: gradients of inputs and of weights."""
 
@@ -38,6 +40,17 @@ class TargetShape(Record):
         le=2**24,
         description="Numbers that a token keeps in a layer's KV cache; 0: two per attention_width.",
     )
+
+    bytes_per_weight: float | None = Field(
+        default=None,
+        gt=0,
+        le=8,
+        description="Bytes of a weight of a quantized target, scales included; default: the precision's.",
+    )
+
+    def weight_bytes(self, precision: Precision) -> int:
+        """Bytes of all weights, as an engine holds them."""
+        return int(self.parameters * (self.bytes_per_weight or ITEM_BYTES[precision]))
 
     @property
     def cache_per_token(self) -> int:
@@ -147,7 +160,18 @@ def target_shape(config: Mapping[str, Any]) -> TargetShape:
         active_parameters=layers * attention + active,
         attention_width=width,
         cache_width=cached,
+        bytes_per_weight=_bytes_per_weight(text.get("quantization_config") or config.get("quantization_config") or {}),
     )
+
+
+def _bytes_per_weight(quantization: Mapping[str, Any]) -> float | None:
+    """Of a quantized checkpoint, by its `quantization_config`; None for floats, and where the format is not known."""
+    if bits := quantization.get("bits") or quantization.get("w_bit"):
+        return bits / 8 + SCALE_SHARE * (bits < 8)
+    words = " ".join(str(quantization.get(name, "")) for name in ("quant_method", "quant_algo", "format")).lower()
+    if "fp4" in words or "pack-quantized" in words:
+        return 0.5 + SCALE_SHARE
+    return 1.0 if "fp8" in words or "float-quantized" in words or "int-quantized" in words else None
 
 
 def _latent_attention(text: Mapping[str, Any], hidden: int, heads: int) -> tuple[int, int]:

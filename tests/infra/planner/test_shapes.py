@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from infra.planner.memory import generator_static
 from infra.planner.shapes import TargetShape, read_target_shape, target_shape
 from models.config.draft import parse_draft_config
 from models.drafts.registry import build_draft
@@ -51,6 +52,26 @@ def test_published_sizes(config: dict[str, Any], stored: float, active: float) -
     shape = target_shape(config)
     assert shape.parameters == pytest.approx(stored, rel=0.02)
     assert shape.active_parameters == pytest.approx(active, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "nbytes"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 1.0),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, 1.0),
+        ({"quant_method": "gptq", "bits": 8}, 1.0),
+        ({"quant_method": "awq", "bits": 4}, 0.5625),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 0.5625),
+        ({"quant_method": "mxfp4"}, 0.5625),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, 0.5625),
+        ({"quant_method": "something new"}, 2.0),
+        ({}, 2.0),
+    ],
+)
+def test_a_quantized_target_takes_fewer_bytes(quantization: dict[str, Any], nbytes: float) -> None:
+    shape = target_shape(KIMI_K2 | {"quantization_config": quantization})
+    assert shape.weight_bytes("bfloat16") == int(shape.parameters * nbytes)
+    assert generator_static(shape, "bfloat16", 4096, 8) < shape.parameters * nbytes / 8 + 10 * 2**30
 
 
 def test_a_configuration_that_says_too_little(tmp_path: Path) -> None:
