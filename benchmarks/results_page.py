@@ -58,6 +58,25 @@ def engines(result: Json) -> Iterable[tuple[str, str]]:
     yield "largest difference between seeds", f"{result['largest_difference_between_seeds_of_one_engine']:.3f}"
 
 
+def served_by_vllm(result: Json) -> Iterable[tuple[str, str]]:
+    for one in result["served"]:
+        yield (
+            f"{one['method']}, {one['target_dtype']} target: prompts with the reference decoder's text in vLLM "
+            f"{result['vllm']}, and of these with its counts",
+            f"{one['same_text']} of {one['prompts']}, {one['same_counts']}",
+        )
+
+
+def continued(result: Json) -> Iterable[tuple[str, str]]:
+    for one in result["seeds"]:
+        lengths = [f"{part['length']:.2f} at {part['tokens_share']:.0%}" for part in one["continued"]]
+        yield (
+            f"seed {one['seed']}: acceptance length of a new draft of a fine-tuned target; of the base's draft, "
+            "continued with a share of the tokens",
+            f"{one['scratch']['length']:.2f}; {', '.join(lengths)}",
+        )
+
+
 def capture(result: Json) -> Iterable[tuple[str, str]]:
     load, cpu_s = f"{result['load_average'][1]:.0f}", result["scheduler_cpu_s"]
     yield (
@@ -194,6 +213,8 @@ SECTIONS = (
             ("agreement-quickstart-eagle3", "agreement.py", agreement),
             ("engines", "engines.py", engines),
             ("float8-tiny", "float8.py", float8),
+            ("vllm", "vllm_served.py", served_by_vllm),
+            ("continued", "continued.py", continued),
         ),
     ),
     Section(

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from continued import fine_tuned
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from infra.files.atomic import write_atomically
 from infra.files.run_folder import RunFolder
 from infra.records.data_path import TargetRecord
 from infra.records.drafts import StartRecord
@@ -108,6 +110,21 @@ def test_a_warm_start_goes_on_where_the_version_ended(exported: RunFolder, make_
     assert torch.equal(vocabularies[0], vocabularies[1])
     assert not torch.equal(vocabularies[0], vocabularies[2])
     refuses_other_kinds(exported, make_run)
+    continues_for_a_fine_tuned_target(exported, make_run, run_to_the_end, first_step(cold)["loss"])
+
+
+def continues_for_a_fine_tuned_target(exported: RunFolder, make_run, run_to_the_end, new_loss: float) -> None:
+    """Its first step is better than a new draft's, too."""
+    folder = make_run("tuned", *WARM, "training.start_from=1")
+    target = PreparedRun.open(exported.path).target
+    tuned = fine_tuned(Path(target.path), folder.path / "target", steps=30)
+    write_atomically(folder.target, target.model_copy(update={"path": str(tuned), "revision": "tuned"}))
+    shutil.copytree(exported.export, folder.start)
+    run_to_the_end(folder)
+    assert first_step(folder)["loss"] < 0.9 * new_loss
+    start = start_of(PreparedRun.open(folder.path))
+    assert start is not None
+    assert start.target_revision == target.revision != "tuned"
 
 
 def refuses_other_kinds(exported: RunFolder, make_run) -> None:
