@@ -4,7 +4,7 @@
 
 The base is the tiny target, whose draft is trained in 400 steps by recipes/tiny.yaml. The fine-tuned target is the base
 after 200 more steps on the same documentation in lower case. Drafts for it are trained on lower-case text: one from
-scratch in 400 steps, others from the base's draft in 200 and 100. Compared is the acceptance length of the averaged
+scratch in 400 steps, others from the base's draft in 180 and 80. Compared is the acceptance length of the averaged
 weights on the same 64 held-out prompts at the end of training, by the simulated walk of models/training/heldout.py.
 Writes benchmarks/results/continued.json; about ten minutes on two cores.
 """
@@ -36,7 +36,9 @@ ROOT = Path(__file__).parents[1]
 RECIPE, RESULTS = ROOT / "recipes" / "tiny.yaml", Path(__file__).parent / "results"
 TIMEOUT_S = 1800.0
 TUNING_STEPS, BATCH, LENGTH, LEARNING_RATE = 200, 4, 192, 1e-3
-STEPS, SHARES = 400, (1, 2, 4)
+STEPS, CONTINUED = 400, (180, 80)
+"""Of a new draft, and of those that continue: samples have different lengths, so half of the steps may be more than
+half of the tokens."""
 """Of training, two samples each; drafts that continue take one of so many parts of them."""
 
 
@@ -88,16 +90,16 @@ def compare(seed: int, tuned: Path, source: Path, folder: Path) -> dict[str, Any
     """One seed: the base's draft, a new one, and those that continue."""
     base = trained_export(folder / "base", RECIPE, [f"seed={seed}", f"training.max_steps={STEPS}"])
     found: dict[str, Any] = {"seed": seed, "continued": []}
-    for share in SHARES:
+    for steps in (STEPS, *CONTINUED):
         overrides = [f"seed={seed}", "target.source=huggingface", f"target.name={tuned}", f"data.source={source}"]
-        overrides += ["training.heldout_prompts=64", "training.heldout_steps=100", "training.log_steps=100"]
-        overrides += [f"training.max_steps={STEPS // share}"]
-        one = trained(folder / f"share-{share}", overrides, base if share > 1 else None)
-        if share == 1:
+        overrides += ["training.heldout_prompts=64", "training.heldout_steps=20", "training.log_steps=20"]
+        overrides += [f"training.max_steps={steps}"]
+        one = trained(folder / f"steps-{steps}", overrides, base if steps < STEPS else None)
+        if steps == STEPS:
             found["scratch"] = one
         else:
             found["continued"].append({"tokens_share": one["tokens"] / found["scratch"]["tokens"]} | one)
-        print(seed, share, one, flush=True)
+        print(seed, steps, one, flush=True)
     reached = [one["tokens_share"] for one in found["continued"] if one["length"] >= found["scratch"]["length"]]
     return found | {"reached_at_share": min(reached, default=None)}
 

@@ -149,7 +149,7 @@ def open_chat_template(
         if arguments:
             raise Refusal("data.template_arguments needs a chat template, and data.chat_template is none: remove one")
         return None
-    source = _own(tokenizer) if name == OWN else _file(Path(name).expanduser())
+    source = read_template_file(name) or _own(tokenizer)
     _check_syntax(source, str(tokenizer.name_or_path) if name == OWN else name)
     text = source if isinstance(source, str) else "\n".join(source.values())
     for argument in arguments:
@@ -175,7 +175,11 @@ def _own(tokenizer: PreTrainedTokenizerBase) -> str | Mapping[str, str]:
     return source
 
 
-def _file(path: Path) -> str:
+def read_template_file(name: str) -> str | None:
+    """The text of the Jinja file that `data.chat_template` names; None if it names none. Raises Refusal without it."""
+    if name in (OWN, NONE):
+        return None
+    path = Path(name).expanduser()
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:

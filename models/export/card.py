@@ -19,7 +19,7 @@ from models.export.description import BLOCK, CONFIG, UNQUANTIZED_DRAFT, vllm_met
 from models.export.serving_settings import SERVING
 from models.run import PreparedRun
 
-CARD = "README.md"
+CARD, CHAT_TEMPLATE = "README.md", "chat_template.jinja"
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 SGLANG_SINCE, VLLM_SINCE = "0.5.23", "0.32.0"
 """The oldest versions that such files were served by."""
@@ -63,6 +63,8 @@ def write_card(run: PreparedRun, result: BenchmarkResult | None) -> None:
         vllm_since=VLLM_SINCE,
         vllm=json.dumps(vllm) if method else None,
         has_serving=(export / SERVING).is_dir(),
+        chat_template=["--chat-template", f"DRAFT/{CHAT_TEMPLATE}"] if (export / CHAT_TEMPLATE).is_file() else [],
+        template_arguments=json.dumps(config.data.template_arguments) if config.data.template_arguments else None,
         files={str(path.relative_to(export)): sha256_file(path) for path in paths},
     )
     write_atomically(export / CARD, card)

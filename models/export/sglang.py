@@ -3,8 +3,8 @@
 `model.safetensors` holds the draft's parameters, under the names that SGLang and vLLM give them where they serve the
 method, and the maps `d2t` (offsets) and `t2d` where the draft vocabulary is not the whole. `config.json` is what SGLang
 reads, what vLLM reads (the `speculators` format), and in a block of its own what Draftsmith builds the draft from
-again. `README.md` is the model card. SGLang skips tensors with unknown names in silence, so names and shapes are
-compared here.
+again. `README.md` is the model card, `chat_template.jinja` the template that the recipe names, if it does. SGLang skips
+tensors with unknown names in silence, so names and shapes are compared here.
 """
 
 import argparse
@@ -24,10 +24,11 @@ from infra.records.drafts import CapturePrecision, ExportRecord
 from infra.refusal import Refusal
 from models.checkpoint import AVERAGED, DRAFT, VOCABULARY, DraftDescription
 from models.config.draft import parse_draft_config
+from models.data.chat_template import read_template_file
 from models.drafts.base import Draft
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
-from models.export.card import write_card
+from models.export.card import CHAT_TEMPLATE, write_card
 from models.export.description import (
     BLOCK,
     CONFIG,
@@ -164,7 +165,11 @@ def main() -> None:
         run.config.target.hub_id,
         run.config.benchmark.lookahead,
     )
-    write_atomically(run.folder.exported, record.model_copy(update={"started_from": start}))
+    files = dict(record.sha256)
+    if template := read_template_file(run.config.data.chat_template):
+        write_atomically(run.folder.export / CHAT_TEMPLATE, template)
+        files[CHAT_TEMPLATE] = sha256_file(run.folder.export / CHAT_TEMPLATE)
+    write_atomically(run.folder.exported, record.model_copy(update={"started_from": start, "sha256": files}))
     write_card(run, result=None)
     print(f"exported the draft of step {result.steps} to {record.path}", flush=True)
 

@@ -11,6 +11,7 @@ from infra.files.run_folder import RunFolder
 from infra.records.data_path import SamplesRecord, TargetRecord
 from infra.records.drafts import CapturePrecision
 from models.config.recipe import RunConfig, load_recipe
+from models.data.chat_template import read_template_file
 from models.export.card import write_card
 from models.export.description import BLOCK, block_of
 from models.run import PreparedRun
@@ -40,6 +41,8 @@ def card(
     )
     (run.folder.export / "config.json").write_text(json.dumps(settings))
     (run.folder.export / "model.safetensors").write_bytes(b"weights")
+    if template := read_template_file(config.data.chat_template):
+        (run.folder.export / "chat_template.jinja").write_text(template)
     write_card(run, None)
     _, front, text = (run.folder.export / "README.md").read_text().split("---\n", 2)
     return yaml.safe_load(front), text
@@ -90,6 +93,21 @@ def test_a_card_names_the_dtype_that_its_engine_needs(tmp_path):
         texts[dtype] = card(tmp_path / dtype, config, dtype=dtype, sglang={})[1]
     assert "--speculative-num-draft-tokens 5\n```" in texts["bfloat16"]
     assert "--speculative-num-draft-tokens 5 --dtype bfloat16\n```" in texts["float16"]
+
+
+def test_a_card_says_with_which_chat_template_to_serve(tmp_path):
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ messages[0].content }}")
+    given = [f"data.chat_template={file}", "data.template_arguments={enable_thinking: false}"]
+    vllm = {"speculators_config": {}, "speculators_model_type": "eagle3"}
+    config = load_recipe(RECIPES / "qwen3-8b.yaml", given)
+    text = card(tmp_path, config, sglang={}, speculators=vllm)[1]
+    assert "--chat-template DRAFT/chat_template.jinja\n```" in text
+    assert "}' --chat-template DRAFT/chat_template.jinja\n```" in text
+    assert '`"chat_template_kwargs": {"enable_thinking": false}`' in text
+    assert "- `chat_template.jinja`: SHA-256" in text
+    (tmp_path / "own").mkdir()
+    assert "chat_template" not in card(tmp_path / "own", load_recipe(RECIPES / "qwen3-8b.yaml"), sglang={})[1]
 
 
 @pytest.mark.parametrize("architecture", ["DFlashDraftModel", "DFlashLagunaForCausalLM"])
