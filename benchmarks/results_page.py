@@ -58,15 +58,6 @@ def engines(result: Json) -> Iterable[tuple[str, str]]:
     yield "largest difference between seeds", f"{result['largest_difference_between_seeds_of_one_engine']:.3f}"
 
 
-def served_by_vllm(result: Json) -> Iterable[tuple[str, str]]:
-    for one in result["served"]:
-        yield (
-            f"{one['method']}, {one['target_dtype']} target: prompts with the reference decoder's text in vLLM "
-            f"{result['vllm']}, and of these with its counts",
-            f"{one['same_text']} of {one['prompts']}, {one['same_counts']}",
-        )
-
-
 def continued(result: Json) -> Iterable[tuple[str, str]]:
     for one in result["seeds"]:
         lengths = [f"{part['length']:.2f} at {part['tokens_share']:.0%}" for part in one["continued"]]
@@ -213,7 +204,6 @@ SECTIONS = (
             ("agreement-quickstart-eagle3", "agreement.py", agreement),
             ("engines", "engines.py", engines),
             ("float8-tiny", "float8.py", float8),
-            ("vllm", "vllm_served.py", served_by_vllm),
             ("continued", "continued.py", continued),
         ),
     ),
