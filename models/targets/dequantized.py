@@ -31,6 +31,6 @@ def load_dequantized(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     config = read_model_config(folder)
     for part in (config, config.get_text_config()):
         if hasattr(part, "quantization_config"):
-            del part.quantization_config
+            delattr(part, "quantization_config")  # declared nowhere, so pyright knows no such attribute to delete
     kind = model_class(config)._model_mapping[type(config)]
     return kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype)
