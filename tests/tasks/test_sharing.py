@@ -131,10 +131,10 @@ def test_a_machine_whose_gpus_are_not_in_the_table_is_planned_with_its_own_memor
 
 
 def test_turns_take_the_time_of_both_sides_and_of_every_switch() -> None:
-    plan = plan_recipe(load_recipe(ONE, ["pools.sharing=alternate", "transport.round_mib=65536"]))
+    plan = plan_recipe(load_recipe(ONE, ["pools.sharing=alternate", "transport.round_mib=16384"]))
     sample_s = 1 / plan.present.inference + 1 / plan.present.training
     assert plan.present.samples_per_s == pytest.approx(1 / sample_s)
-    assert plan.job.rounds == -(-50_000 * 1200 * 32 * 2**10 // 2**36)
+    assert plan.job.rounds == -(-50_000 * 1200 * 32 * 2**10 // 2**34)
     assert plan.seconds == pytest.approx(50_000 * sample_s + 90 * plan.job.rounds)
     assert plan.job.devices == 1
 

@@ -124,6 +124,7 @@ def test_a_part_of_a_sample_in_float8_is_restored_alone(transport: MooncakeTrans
     part = receiver.empty(7, 9)
     receiver.receive_part(record, "aux", 5, part.aux)
     receiver.receive_part(record, "last", 30, part.last)
+    transport.delete(record.key)
     back = layout.restored(part)
     assert torch.equal(back.aux, whole.aux[5:12])
     assert torch.equal(back.last, whole.last[30:39])
