@@ -63,3 +63,11 @@ def test_sglang_reads_target_and_draft_alike_with_default_arguments(tmp_path):
     for folder, read in zip(folders, json.loads(done.stdout.splitlines()[-1]), strict=True):
         assert read["draft"][:2] == read["target"][:2], folder
         assert read["draft"][2] >= read["target"][1], folder
+
+
+def test_a_model_type_that_transformers_does_not_know(tmp_path):
+    settings = LLAMA | {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    target = read_served_target(tmp_path)
+    assert (target.dtype, target.context_length, target.num_layers) == (torch.bfloat16, 4096, 5)
+    assert target.architectures == ("MiMoForCausalLM",)
