@@ -37,9 +37,8 @@ RECIPE, RESULTS = ROOT / "recipes" / "tiny.yaml", Path(__file__).parent / "resul
 TIMEOUT_S = 1800.0
 TUNING_STEPS, BATCH, LENGTH, LEARNING_RATE = 200, 4, 192, 1e-3
 STEPS, CONTINUED = 400, (180, 80)
-"""Of a new draft, and of those that continue: samples have different lengths, so half of the steps may be more than
+"""Steps of a new draft, and of those that continue. Samples differ in length, so half of the steps may be more than
 half of the tokens."""
-"""Of training, two samples each; drafts that continue take one of so many parts of them."""
 
 
 def lower_case(folder: Path) -> Path:

@@ -48,7 +48,7 @@ def _yarn_kept(shape: LayerShape, scaling: RopeScaling, device: torch.device) ->
     assert scaling.original_max_position_embeddings is not None
 
     def dimension(turns: float) -> float:
-        """Where a pair makes so many turns within the original context."""
+        """Index of the pair that makes `turns` turns within the original context."""
         length = scaling.original_max_position_embeddings or 0
         return size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(shape.rope_theta))
 

@@ -92,7 +92,7 @@ def _limit(part: Any, most: dict[str, int]) -> None:
 
 
 def _cut_layers(text: Any) -> None:
-    """Keep the first layers, so many that every kind of layer is among them."""
+    """Keep the shortest run of first layers that has every kind of layer."""
     count = text.num_hidden_layers
     types = list(getattr(text, "layer_types", None) or [])
     kinds = [types.index(kind) + 1 for kind in set(types)]
