@@ -28,6 +28,7 @@ from infra.transport.base import (
 )
 
 RECORD = ".json"
+PARTIAL = ".tmp"
 LASTING = (FileNotFoundError, PermissionError)
 """Errors of a server that answers."""
 Result = TypeVar("Result")
@@ -69,19 +70,25 @@ class FileTransport(Transport):
             raise TransferError(f"{record.key} is gone from {self.folder}") from error
 
     def delete(self, key: str) -> None:
-        self._path(key).unlink(missing_ok=True)
+        for path in (self._path(key), _aside(self._path(key))):
+            path.unlink(missing_ok=True)
 
     def keys(self) -> Iterator[str]:
+        """Also of files that were never finished: a killed writer's hold memory until they are swept."""
         for path in self.folder.iterdir():
-            if not path.name.startswith("."):
-                yield path.name.replace("+", "/")
+            yield path.name.removeprefix(".").removesuffix(PARTIAL).replace("+", "/")
 
     def _path(self, key: str) -> Path:
         return self.folder / key.replace("/", "+")
 
 
+def _aside(path: Path) -> Path:
+    """Where an object is written until it is whole."""
+    return path.with_name(f".{path.name}{PARTIAL}")
+
+
 def _write(path: Path, views: list[memoryview], nbytes: int) -> None:
-    aside = path.with_name(f".{path.name}.tmp")
+    aside = _aside(path)
     try:
         with aside.open("wb") as file:
             # Room is taken before the first byte, so a full tmpfs is an error here and never a torn object.

@@ -50,7 +50,8 @@ def in_turns(folder: RunFolder) -> list[str]:
             if ledger.finished():
                 return said
             follow_capture(ledger, [generator], said.append, said.append, nothing)
-            assert sum(file.stat().st_size for file in (folder.path / "objects").iterdir()) <= ROUND_BYTES
+            sizes = {file.name: file.stat().st_size for file in (folder.path / "objects").iterdir()}
+            assert sum(sizes.values()) <= ROUND_BYTES, sizes
 
 
 def alternating(folder: RunFolder, budget_bytes: int = ROUND_BYTES) -> RunFolder:

@@ -4,6 +4,8 @@ import mmap
 import os
 import resource
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from infra.records.data_path import ObjectRecord
 from infra.refusal import Refusal
 from infra.transport.arena import ArenaTransport
 from infra.transport.base import TransferError, Transport
-from infra.transport.choice import objects_folder, open_transport, run_memory_folder
+from infra.transport.choice import objects_folder, open_transport, run_memory_folder, sweep
 from infra.transport.files import FileTransport
 from infra.transport.mooncake.transport import MooncakeTransport
 
@@ -191,6 +193,28 @@ def test_objects_of_many_pieces(make: Make, tmp_path: Path) -> None:
     transport.delete(KEY)
     assert list(transport.keys()) == []
     transport.close()
+
+
+DIES_WRITING = """
+import os, signal, sys
+from pathlib import Path
+from infra.transport.files import FileTransport
+os.posix_fallocate = lambda file, start, nbytes: os.truncate(file, nbytes) or os.kill(os.getpid(), signal.SIGKILL)
+FileTransport(Path(sys.argv[1])).put(sys.argv[2], {"aux": bytes(1000)})
+"""
+
+
+def test_what_a_killed_writer_left_is_swept(tmp_path: Path) -> None:
+    transport = FileTransport(tmp_path)
+    for key in (KEY, "run/0/4/1"):
+        died = subprocess.run([sys.executable, "-c", DIES_WRITING, tmp_path, key], check=False)
+        assert died.returncode == -signal.SIGKILL
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) == 2000
+    sweep(transport, lambda: {KEY})
+    (left,) = tmp_path.iterdir()
+    record = transport.put(KEY, {"aux": b"0123456789"})
+    assert not left.exists()
+    assert read(transport, record) == {"aux": b"0123456789"}
 
 
 @pytest.mark.usefixtures("small_disk")
