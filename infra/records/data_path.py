@@ -49,6 +49,10 @@ class TargetRecord(Record):
     """Tokens that end the target's answers."""
     quantization: str | None = None
     """Method and format of a quantized checkpoint (models/targets/quantization.py); None: floating-point numbers."""
+    text_only: bool = False
+    """Whether the target reads images or sound, of which its draft, trained on text alone, sees nothing."""
+    media_ids: tuple[int, ...] = ()
+    """Placeholder tokens of images, video and sound. Text that holds one is left out."""
 
 
 class Histogram(Record):
@@ -77,7 +81,7 @@ class SamplesRecord(Record):
     unusable: int
     """Conversations left out because nothing in them is supervised."""
     refused: int = 0
-    """Conversations left out because the chat template cannot render them."""
+    """Conversations left out because they hold more than text, or the chat template cannot render them."""
     refusals: tuple[str, ...] = ()
     """Place and reason of the first refused documents; refused.txt in the folder lists all."""
     reasoning_dropped: int = 0
@@ -119,7 +123,7 @@ class RegeneratedRecord(Record):
     cut: int
     """Documents with an answer that reached the length limit."""
     refused: int = 0
-    """Documents left out because the chat template cannot render them, or their prompt is too long."""
+    """Documents left out: more than text, a chat template that cannot render them, a prompt that is too long."""
     refusals: tuple[str, ...] = ()
     """Place and reason of the first."""
     engine: str

@@ -25,6 +25,8 @@ _ROLES = {
 MAX_DEPTH = 64
 """Nesting levels of tools and their arguments."""
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_MEDIA = {"image": "an image", "video": "a video", "audio": "sound"}
+_TEXT_ALONE = ", and a draft learns from text alone: leave it out"
 _TEMPLATE_KEYS = ("tool_call_id", "name")
 """Keys of a turn that templates get unchanged."""
 
@@ -76,6 +78,8 @@ class Document:
     """Tools that the assistant may call, as templates read them."""
     tokens: tuple[Tokens, ...] = ()
     """Its samples, if it is tokenized."""
+    media: str = ""
+    """Why it is left out, where it holds more than text."""
 
     @property
     def text(self) -> str:
@@ -100,7 +104,7 @@ class Document:
         for message in self.messages:
             more = [normalize(message.reasoning), dict(message.more)] if message.reasoning or message.more else []
             turns.append([message.role, normalize(message.content), *more])
-        parts = [self.plain, turns, *([list(self.tools)] if self.tools else [])]
+        parts = [self.plain, turns, *([list(self.tools)] if self.tools else []), *([self.media] if self.media else [])]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -140,17 +144,18 @@ def as_document(place: str, record: Any) -> Document:
     if not isinstance(record, dict):
         kind = type(record).__name__
         raise Refusal(f"{place}: write a JSON object with conversations, messages or text in place of this {kind}")
-    tokens = _generated(place, record)
+    tokens, media = _generated(place, record), _media_in(record)
     if record.get("conversations") is not None:
         turns = _turns(place, record["conversations"], "from", "value")
-        return Document(place, (*_system(record), *turns), plain=False, tools=_tools(place, record), tokens=tokens)
+        turns = (*_system(record), *turns)
+        return Document(place, turns, plain=False, tools=_tools(place, record), tokens=tokens, media=media)
     if record.get("messages") is not None:
         turns = _turns(place, record["messages"], "role", "content")
-        return Document(place, turns, plain=False, tools=_tools(place, record), tokens=tokens)
+        return Document(place, turns, plain=False, tools=_tools(place, record), tokens=tokens, media=media)
     if record.get("input_ids") is not None:
         return Document(place, (), plain=True, tokens=(_tokens(place, record),))
     if isinstance(record.get("text"), str):
-        return Document(place, (Message("text", record["text"]),), plain=True, tokens=tokens)
+        return Document(place, (Message("text", record["text"]),), plain=True, tokens=tokens, media=media)
     raise Refusal(
         f"{place}: this record has none of the keys conversations, messages, text and input_ids; its keys are "
         f"{sorted(record)}. Rename the key, or convert the file"
@@ -202,13 +207,35 @@ def _turns(place: str, turns: Any, role_key: str, content_key: str) -> tuple[Mes
 
 
 def _text(content: Any) -> str | None:
-    """A turn's text: a string, or parts that are all text."""
+    """A turn's text: a string, or parts that are text or media."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
         return None
-    texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+    texts = [part.get("text") if isinstance(part, dict) else None for part in content if not _medium(part)]
     return "\n".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None
+
+
+def _media_in(record: Mapping[str, Any]) -> str:
+    """Why a record with media in its turns or beside them is not for training; empty for text alone."""
+    if medium := _medium(record):
+        return f"the record holds {medium}{_TEXT_ALONE}"
+    turns = record.get("conversations") or record.get("messages")
+    for number, turn in enumerate(turns if isinstance(turns, list) else [], start=1):
+        contents = [turn.get(key) for key in ("content", "value")] if isinstance(turn, dict) else []
+        parts = [turn, *(part for content in contents if isinstance(content, list) for part in content)]
+        if medium := next(filter(None, map(_medium, parts)), ""):
+            return f"turn {number} holds {medium}{_TEXT_ALONE}"
+    return ""
+
+
+def _medium(part: Any) -> str:
+    """The medium of a part of a message, or of what lies beside messages; empty for text."""
+    if not isinstance(part, dict):
+        return ""
+    held = {str(part.get("type")), *(key for key, value in part.items() if value)}
+    forms = ("{}", "{}s", "{}_url", "input_{}")
+    return next((shown for name, shown in _MEDIA.items() if held & {form.format(name) for form in forms}), "")
 
 
 def _calls(place: str, turn: Mapping[str, Any]) -> list[dict[str, Any]]:

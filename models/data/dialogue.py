@@ -16,7 +16,7 @@ from models.config.data import RegenerationConfig
 from models.data.chat_template import ChatTemplate, UnrenderableError
 from models.data.conversations import Document, Message
 from models.data.rendering import render_turn
-from models.data.samples import text_prefix
+from models.data.samples import PLACEHOLDER, text_prefix
 from models.data.thinking import CLOSED, OPENED, split_thinking
 
 _ANSWER, _THOUGHT = "\ue000", "\ue001"
@@ -46,6 +46,10 @@ class Dialogue:
     """Whether an answer reached the length limit."""
     fault: str = ""
     """Why the dialogue ended before its last turn; empty if it did not."""
+
+    def __post_init__(self) -> None:
+        if self.document.media:
+            self.fault = f"{self.document.place}: {self.document.media}"
 
     @property
     def asked(self) -> str:
@@ -103,6 +107,7 @@ class Prompter:
         add_bos: `target.add_bos`.
         max_tokens: prompts of as many tokens leave no room for an answer in a sample.
         ends: tokens that end the target's answers.
+        media_ids: the target's placeholder tokens of images, video and sound.
     """
 
     def __init__(
@@ -114,10 +119,11 @@ class Prompter:
         add_bos: bool,
         max_tokens: int | None = None,
         ends: frozenset[int] = frozenset(),
+        media_ids: tuple[int, ...] = (),
     ):
         self._tokenizer: Any = tokenizer
         self._template, self._settings = template, settings
-        self._max_tokens, self._ends = max_tokens, ends
+        self._max_tokens, self._ends, self._media_ids = max_tokens, ends, frozenset(media_ids)
         self._text_prefix = text_prefix(tokenizer, add_bos)
         self._chat_prefix = [self._tokenizer.bos_token_id] if add_bos else []
 
@@ -129,6 +135,9 @@ class Prompter:
             prompt = self.prompt(dialogue.so_far())
         except UnrenderableError as error:
             dialogue.fault = str(error)
+            return None
+        if not self._media_ids.isdisjoint(prompt):
+            dialogue.fault = f"{dialogue.document.place}: {PLACEHOLDER}"
             return None
         if self._max_tokens is not None and len(prompt) >= self._max_tokens:
             dialogue.fault = (

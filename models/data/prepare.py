@@ -29,12 +29,12 @@ from models.data.sample_set import SampleSet, read_manifest, write_sample_set
 from models.data.samples import SHOWN_REFUSALS, SampleEncoder, Splits, divide
 from models.progress_bars import counting
 
-FORMAT = 3
+FORMAT = 4
 """Increment when the same input gives other samples."""
 
 BINS = 24
 REFUSED = "refused.txt"
-"""Lists all conversations that the chat template cannot render, in the folder of the samples."""
+"""Lists all refused conversations, in the folder of the samples."""
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja")
 
 
@@ -56,6 +56,7 @@ def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> 
         made_by,
         target.vocab_size,
         sorted(ends),
+        target.media_ids,
         add_bos,
         config.model_dump(exclude={"source", "exclude", "chat_template", "template_arguments"}),
         sorted({source_hash(source) for source in config.exclude}),
@@ -66,7 +67,7 @@ def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> 
         encoder = SampleEncoder(
             tokenizer, config, add_bos,
             excluded=BenchmarkPrompts(read_excluded_prompts(config.exclude)),
-            tokenizer_hash=made_by, vocabulary=target.vocab_size, ends=ends,
+            tokenizer_hash=made_by, vocabulary=target.vocab_size, ends=ends, media_ids=target.media_ids,
         )  # fmt: skip
         samples = encoder.encode(counting(read_documents(config.source), "tokenizing"))
         splits = divide(samples, config, encoder.counts)
@@ -140,7 +141,7 @@ def summary(record: SamplesRecord) -> str:
         "truncated": record.truncated,
         "dropped for their length": record.dropped,
         "unusable": record.unusable,
-        "refused by the chat template": record.refused,
+        "refused": record.refused,
         "duplicates": record.duplicates,
         f"with one of {record.compared_prompts} benchmark prompts left out": record.benchmark_prompts,
     }

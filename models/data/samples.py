@@ -20,7 +20,11 @@ from models.data.thinking import without_thinking
 
 ENCODE_BATCH_DOCUMENTS = 256
 SHOWN_REFUSALS = 3
-"""Conversations that the chat template refuses whose reasons a message repeats."""
+"""Refused conversations whose reasons a message repeats."""
+
+PLACEHOLDER = (
+    "the text holds a token that stands for an image or sound in this target: remove it, or leave the line out"
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class PreparationCounts:
     unusable: int = 0
     """Left out because nothing in them is supervised."""
     refusals: list[str] = field(default_factory=list)
-    """Place and reason of each conversation that was left out because the chat template cannot render it."""
+    """Place and reason of each that was left out: more than text, or a chat template that cannot render it."""
     reasoning_dropped: int = 0
     """Conversations with reasoning that the chat template has no place for."""
 
@@ -90,6 +94,8 @@ class SampleEncoder:
     """Size of the target's vocabulary; default: the tokenizer's."""
     ends: frozenset[int] = frozenset()
     """Tokens that end the target's answers."""
+    media_ids: tuple[int, ...] = ()
+    """The target's placeholder tokens of images, video and sound."""
 
     def __post_init__(self) -> None:
         bos: Any = self.tokenizer.bos_token_id
@@ -125,6 +131,9 @@ class SampleEncoder:
             elif tokens != bool(document.tokens):
                 raise Refusal(f"{document.place}: some records hold tokens, others text: make two sources of them")
             self.counts.documents += 1
+            if document.media:
+                self.counts.refusals.append(f"{document.place}: {document.media}")
+                continue
             if document.wording_hash in seen:
                 self.counts.duplicates += 1
                 continue
@@ -205,6 +214,9 @@ class SampleEncoder:
 
     def _limited(self, document: Document, prefix: list[int], masked: MaskedTokens) -> Iterator[EncodedSample]:
         tokens, mask = masked.ids, masked.mask
+        if self.media_ids and np.isin(tokens, self.media_ids).any():
+            self.counts.refusals.append(f"{document.place}: {PLACEHOLDER}")
+            return
         room, overlong = self.config.max_tokens - len(prefix), None
         if len(tokens) > room:
             overlong = self.config.overlong
@@ -235,13 +247,12 @@ class SampleEncoder:
 
 
 def check_refused(refusals: Sequence[str], documents: int, config: DataConfig) -> None:
-    """Raise Refusal for many conversations that the chat template refuses: a sign of wrong roles or the wrong one."""
+    """Raise Refusal for many refused conversations: a sign of wrong roles, the wrong template or data of images."""
     if refusals and len(refusals) > config.max_refused_share * documents:
         first = "\n  ".join(refusals[:SHOWN_REFUSALS])
         raise Refusal(
-            f"the chat template cannot render {len(refusals)} of {documents} conversations, more than "
-            f"data.max_refused_share={config.max_refused_share:g} allows: correct them, or raise it. "
-            f"The first:\n  {first}"
+            f"{len(refusals)} of {documents} conversations cannot be used, more than data.max_refused_share="
+            f"{config.max_refused_share:g} allows: correct them, or raise it. The first:\n  {first}"
         )
 
 

@@ -181,6 +181,7 @@ def recipe_prompter(run: RunWithTarget) -> Prompter:
         add_bos=run.config.target.add_bos,
         max_tokens=data.max_tokens,
         ends=ends,
+        media_ids=run.target.media_ids,
     )
 
 

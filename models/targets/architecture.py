@@ -1,6 +1,7 @@
 """The target's architecture in transformers: its configuration, its model class, its decoder."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from transformers import (
 SAME_AS: dict[str, type[PretrainedConfig]] = {"kimi_k2": DeepseekV3Config, "mimo": Qwen2Config}
 """Model types that transformers does not know, and whose architecture it has under another name."""
 
+_MEDIA_TOKEN = re.compile(r"(image|video|audio|media_placeholder)_token_(id|index)")
+
 
 def read_model_config(folder: Path) -> PretrainedConfig:
     """The configuration of a local Hugging Face folder. Raises ValueError or OSError if transformers cannot read it."""
@@ -30,6 +33,17 @@ def read_model_config(folder: Path) -> PretrainedConfig:
 def model_class(config: PretrainedConfig) -> Any:
     """The Auto class for a target: its language model alone where there is one, else the multimodal model."""
     return AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForMultimodalLM
+
+
+def reads_media(config: PretrainedConfig) -> bool:
+    """Whether a target reads images, video or sound beside text."""
+    return any(getattr(config, f"{part}_config", None) is not None for part in ("vision", "audio"))
+
+
+def media_ids(config: PretrainedConfig) -> tuple[int, ...]:
+    """The placeholder tokens of images, video and sound, sorted; empty for a target that reads text alone."""
+    named = {token for name, token in config.to_dict().items() if _MEDIA_TOKEN.fullmatch(name)}
+    return tuple(sorted(token for token in named if isinstance(token, int)))
 
 
 def load_model(folder: Path, dtype: torch.dtype, device: str | torch.device = "cpu") -> PreTrainedModel:

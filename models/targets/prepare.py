@@ -20,7 +20,7 @@ from infra.settings import cache_folder
 from models.config.recipe import check_layers, read_config
 from models.config.target import TargetConfig
 from models.data.hub import model_folder
-from models.targets.architecture import decoder_of, model_class, read_model_config
+from models.targets.architecture import decoder_of, media_ids, model_class, read_model_config, reads_media
 from models.targets.model import eos_ids
 from models.targets.quantization import read_quantization
 from models.targets.rehearsal import rehearse
@@ -50,7 +50,8 @@ def prepare_target(config: TargetConfig) -> TargetRecord:
         folder = model_folder("target.name", config.name, config.revision, _HUB_FILES)
         if not Path(config.name).expanduser().is_dir() and _HUB_COMMIT.fullmatch(folder.name):
             revision = folder.name
-    text = _checked(folder, config.aux_layer_ids)
+    whole = _checked(folder, config.aux_layer_ids)
+    text = whole.get_text_config()
     return TargetRecord(
         name=config.name,
         path=str(folder),
@@ -62,6 +63,8 @@ def prepare_target(config: TargetConfig) -> TargetRecord:
         licence=config.licence,
         eos_ids=tuple(sorted(eos_ids(folder))),
         quantization=read_quantization(folder),
+        text_only=reads_media(whole),
+        media_ids=media_ids(whole),
     )
 
 
@@ -115,7 +118,7 @@ def _gguf_file(name: str, aside: Path) -> Path:
 
 
 def _checked(folder: Path, aux_layer_ids: tuple[int, ...]) -> PretrainedConfig:
-    """The text model's configuration. Raises Refusal if hidden states cannot be captured from the target."""
+    """The target's configuration. Raises Refusal if hidden states cannot be captured from the target."""
     if not (folder / "config.json").is_file():
         raise Refusal(f"{folder} is no Hugging Face folder: it has no config.json")
     tensor_files(folder)
@@ -136,7 +139,7 @@ def _checked(folder: Path, aux_layer_ids: tuple[int, ...]) -> PretrainedConfig:
     check_layers(aux_layer_ids, len(layers))
     find_target_head(folder)
     rehearse(config)
-    return text
+    return config
 
 
 def _files_hash(folder: Path) -> str:
@@ -157,6 +160,8 @@ def main() -> None:
         f"target: {record.name} ({record.model_type}, {record.num_layers} layers, hidden {record.hidden_size}, "
         f"vocabulary {record.vocab_size}) at {record.path}"
     )
+    if record.text_only:
+        print("the target reads more than text: the draft learns from text alone, and may propose worse after an image")
 
 
 if __name__ == "__main__":

@@ -3,17 +3,18 @@
 from infra.quantities import signed
 from infra.records.acceptance import BenchmarkResult, GateDecision, RegisteredDraft
 from infra.records.benchmark_text import against_baselines, tokens_per_s
+from infra.records.data_path import TargetRecord
 from infra.tracking.registry import CHALLENGER, CHAMPION, REFUSED, REPLACES, SMOKE_TEST
 
 NO_DRAFT = "no draft"
 
 
-def meaning(target: str, result: BenchmarkResult, draft: RegisteredDraft) -> tuple[str, str, str]:
+def meaning(target: TargetRecord, result: BenchmarkResult, draft: RegisteredDraft) -> tuple[str, str, str]:
     """Exactly three sentences for somebody who was not there."""
     return how_good(target, result), compared(result), what_next(result.gate, draft)
 
 
-def how_good(target: str, result: BenchmarkResult) -> str:
+def how_good(target: TargetRecord, result: BenchmarkResult) -> str:
     """The acceptance length, and what decoding gained from it."""
     at, speed = result.conditions.lookahead, result.speed
     if speed.speedup is None:
@@ -24,10 +25,11 @@ def how_good(target: str, result: BenchmarkResult) -> str:
             f"decoding at batch 1 {faster} with it, {tokens_per_s(speed.speculative_tokens_per_s)} instead of "
             f"{tokens_per_s(speed.plain_tokens_per_s)} tokens per second"
         )
+    blind = "; it saw text only, and its proposals after an image may be worse" if target.text_only else ""
     return (
-        f"On {result.conditions.prompts} held-out prompts the draft lets {target} emit "
+        f"On {result.conditions.prompts} held-out prompts the draft lets {target.name} emit "
         f"{result.length:.2f} tokens per verification step at lookahead {at} (1.00 would mean that "
-        f"nothing it proposes is accepted), and {gain}."
+        f"nothing it proposes is accepted), and {gain}{blind}."
     )
 
 

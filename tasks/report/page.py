@@ -148,7 +148,7 @@ def run_html(facts: RunFacts, plots: Path) -> str:
         FOLDER / "run_page.html.jinja",
         facts=facts,
         written=f"{facts.written:%Y-%m-%d %H:%M %Z}".strip(),
-        meaning=meaning(facts.target.name, result, facts.draft),
+        meaning=meaning(facts.target, result, facts.draft),
         acceptance=[row | more for row, more in zip(acceptance_rows(result), measured, strict=True)],
         findings=findings(result) | suite_findings(result),
         differences=[
@@ -182,7 +182,7 @@ def run_markdown(facts: RunFacts, plots: Path | None = None) -> str:
         facts=facts,
         is_note=is_note,
         headline=headline(facts),
-        meaning=meaning(facts.target.name, facts.result, facts.draft),
+        meaning=meaning(facts.target, facts.result, facts.draft),
         findings=facts.findings,
         plots=[] if is_note else list(embedded(plots)),
         quarantined=[] if is_note else _quarantined(facts.quarantined[:LISTED]),
@@ -207,7 +207,7 @@ def version_markdown(target: TargetRecord, result: BenchmarkResult) -> str:
     return render(
         FOLDER / "version.md.jinja",
         version_line=version_line(result),
-        how_good=how_good(target.name, result),
+        how_good=how_good(target, result),
         compared=compared(result),
         findings=findings(result),
         **_tables(result, GAP),

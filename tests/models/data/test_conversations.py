@@ -73,7 +73,6 @@ REFUSALS = {
     ),
     "ShareGPT's keys in messages": ('{"messages": [{"from": "human", "value": "x"}]}', r":1: turn 1 needs 'role'"),
     "content is null": ('{"messages": [{"role": "user", "content": null}]}', r":1: turn 1 needs 'role' and 'content'"),
-    "picture": ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', r":1: turn 1 needs 'role' and"),
     "a call without a name": (
         '{"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]}',
         r":1: turn 1 has a tool call without a function's name: {'id': '1'}",

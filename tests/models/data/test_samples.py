@@ -107,7 +107,7 @@ def test_conversations_that_the_template_refuses_are_left_out_and_counted(make_t
     made = encoder(
         make_tokenizer(STRICT), chat_template="tokenizer", max_tokens=60, max_refused_share=0.1, min_tokens=2
     )
-    with pytest.raises(ValueError, match=r"cannot render 2 of 10 conversations, more than .*share=0\.1"):
+    with pytest.raises(ValueError, match=r"2 of 10 conversations cannot be used, more than .*share=0\.1"):
         list(made.encode([*whole[:8], odd, chat(("user", "6"), ("tool", "4"), ("assistant", "2"))]))
 
 

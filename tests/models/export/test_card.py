@@ -24,10 +24,16 @@ SAMPLES |= {"supervised_share": 0.5, "truncated": 0}
 
 
 def card(
-    folder: Path, config: RunConfig, model_type: str = "qwen3", dtype: str = "bfloat16", **engines: dict
+    folder: Path,
+    config: RunConfig,
+    model_type: str = "qwen3",
+    dtype: str = "bfloat16",
+    text_only: bool = False,
+    **engines: dict,
 ) -> tuple[dict, str]:
     """Front matter and text of the card of a run that was exported for these engines."""
     sizes = {"hidden_size": 8, "num_layers": 36, "vocab_size": 151_936, "model_type": model_type}
+    sizes |= {"text_only": text_only}
     target = TargetRecord(
         name=config.target.name, path="/cache/t", revision="rev", licence=config.target.licence, **sizes
     )
@@ -108,6 +114,15 @@ def test_a_card_says_with_which_chat_template_to_serve(tmp_path):
     assert "- `chat_template.jinja`: SHA-256" in text
     (tmp_path / "own").mkdir()
     assert "chat_template" not in card(tmp_path / "own", load_recipe(RECIPES / "qwen3-8b.yaml"), sglang={})[1]
+
+
+def test_a_card_says_that_the_draft_saw_text_only(tmp_path):
+    config, said = load_recipe(RECIPES / "qwen3-8b.yaml"), []
+    for text_only in (True, False):
+        (tmp_path / str(text_only)).mkdir()
+        text = card(tmp_path / str(text_only), config, text_only=text_only, sglang={})[1]
+        said.append("**It saw text only**: proposals after an image may be worse, which nobody measured." in text)
+    assert said == [True, False]
 
 
 @pytest.mark.parametrize("architecture", ["DFlashDraftModel", "DFlashLagunaForCausalLM"])

@@ -197,7 +197,7 @@ def test_prompts_that_cannot_be_asked_are_left_out_and_listed(
     assert f"left out: {source}:2" in record.summary
     assert regenerate(run).refusals == record.refusals
     strict = load_recipe(RECIPES / "tiny.yaml", [*overrides, "data.max_refused_share=0.2"])
-    with pytest.raises(ValueError, match="cannot render 2 of 4 conversations"):
+    with pytest.raises(ValueError, match="2 of 4 conversations cannot be used"):
         regenerate(RunWithTarget(run.folder, strict, random_target))
 
 

@@ -218,11 +218,17 @@ def test_a_champion_in_service_is_compared_with(result: BenchmarkResult) -> None
     assert "no draft in service" in compared(result)
 
 
-def test_a_speed_is_told_as_it_was(result: BenchmarkResult) -> None:
-    assert "no speed-up is published" in how_good("tiny", result)
+def test_a_report_says_that_the_draft_saw_text_only(target: TargetRecord, result: BenchmarkResult) -> None:
+    multimodal = target.model_copy(update={"text_only": True})
+    assert "it saw text only, and its proposals after an image may be worse." in how_good(multimodal, result)
+    assert "image" not in how_good(target, result)
+
+
+def test_a_speed_is_told_as_it_was(target: TargetRecord, result: BenchmarkResult) -> None:
+    assert "no speed-up is published" in how_good(target, result)
     for speedup, faster, words in ((1.5, 75.0, "1.50 times as fast"), (0.8, 40.0, "became slower")):
         speed = result.speed.model_copy(update={"speedup": speedup, "speculative_tokens_per_s": faster})
-        told = how_good("tiny", result.model_copy(update={"speed": speed}))
+        told = how_good(target, result.model_copy(update={"speed": speed}))
         assert words in told
         assert f"{faster:g} instead of 50 tokens per second" in told
 
