@@ -61,9 +61,17 @@ def _yarn_kept(shape: LayerShape, scaling: RopeScaling, device: torch.device) ->
 
 
 def _yarn_scale(scaling: RopeScaling) -> float:
-    def strength(mscale: float) -> float:
-        return 0.1 * mscale * math.log(scaling.factor) + 1.0
-
     if scaling.mscale is None or scaling.mscale_all_dim is None:
-        return strength(1.0)
-    return strength(scaling.mscale) / strength(scaling.mscale_all_dim)
+        return _strength(scaling, 1.0)
+    return _strength(scaling, scaling.mscale) / _strength(scaling, scaling.mscale_all_dim)
+
+
+def latent_scale(scaling: RopeScaling | None) -> float:
+    """Factor of all scores of latent attention, beside `d ** -0.5`: YaRN's, squared, which stands for both sides."""
+    if scaling is None or scaling.mscale_all_dim is None:
+        return 1.0
+    return _strength(scaling, scaling.mscale_all_dim) ** 2
+
+
+def _strength(scaling: RopeScaling, mscale: float) -> float:
+    return 0.1 * mscale * math.log(scaling.factor) + 1.0
