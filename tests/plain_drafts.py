@@ -1,8 +1,10 @@
 """Published drafts read and run as plainly as can be: files by their own names, one row after another, no cache.
 
-Written from the layouts' own code (EAGLE's cnets.py, SpecForge, speculators, DFlash's model.py), with nothing of ours.
+Written from the layouts' own code (EAGLE's cnets.py, SpecForge, speculators, DFlash's model.py, DeepSeek-V3's model.py),
+with nothing of ours.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,6 +78,46 @@ class PlainLayer:
         return hidden + (silu(x @ gate.T) * (x @ up.T)) @ down.T
 
 
+class PlainLatentLayer(PlainLayer):
+    """DeepSeek's attention as its authors write it: scores of parts without and with position, summed.
+
+    A row's key is its latent vector and its rotated part, its value the latent vector.
+    """
+
+    def __init__(self, tensors: Tensors, prefix: str, layer: dict[str, Any], window: int | None):
+        self.rank, self.rotary = layer["kv_lora_rank"], layer["qk_rope_head_dim"]
+        self.plain, self.count = layer["qk_nope_head_dim"], layer["num_attention_heads"]
+        super().__init__(tensors, prefix, layer | {"head_dim": self.rotary}, window)
+        scaling = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+        self.softmax = (self.plain + self.rotary) ** -0.5
+        if scaling.get("mscale_all_dim"):
+            self.softmax *= (0.1 * scaling["mscale_all_dim"] * math.log(scaling["factor"]) + 1) ** 2
+
+    def turned(self, x: Tensor, position: int) -> Tensor:
+        turns = torch.polar(torch.full_like(self.frequencies, self.scale), position * self.frequencies)
+        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turns).flatten(-2)
+
+    def key_value(self, x: Tensor, position: int) -> tuple[Tensor, Tensor, int]:
+        both = self.project(x, "kv_a_proj_with_mqa")
+        latent = self.normed(both[: self.rank], "self_attn.kv_a_layernorm")
+        return self.turned(both[None, self.rank :], position)[0], latent, position
+
+    def attend(self, x: Tensor, position: int, seen: list[tuple[Tensor, Tensor, int]]) -> Tensor:
+        if self.get("self_attn.q_a_proj.weight") is None:
+            q = self.project(x, "q_proj")
+        else:
+            q = self.project(self.normed(self.project(x, "q_a_proj"), "self_attn.q_a_layernorm"), "q_b_proj")
+        q = q.view(self.count, -1)
+        rotated, latents = (torch.stack([one[index] for one in seen]) for index in (0, 1))
+        of_heads = self.tensors[f"{self.prefix}self_attn.kv_b_proj.weight"].view(self.count, -1, self.rank)
+        keys = torch.einsum("hdr,nr->hnd", of_heads[:, : self.plain], latents)
+        values = torch.einsum("hdr,nr->hnd", of_heads[:, self.plain :], latents)
+        scores = torch.einsum("hd,hnd->hn", q[:, : self.plain], keys)
+        scores = scores + self.turned(q[:, self.plain :], position) @ rotated.T
+        weights = (scores * self.softmax).softmax(-1)
+        return self.project(torch.einsum("hn,hnd->hd", weights, values).flatten(), "o_proj")
+
+
 def windows(layer: dict[str, Any]) -> list[int | None]:
     types = layer.get("layer_types") or ["full_attention"] * layer["num_hidden_layers"]
     return [layer["sliding_window"] if kind == "sliding_attention" else None for kind in types]
@@ -97,8 +139,9 @@ class PlainEagle3:
         self.eps, kinds = layer.get("rms_norm_eps", 1e-6), windows(layer)
         first = "midlayer." if "midlayer.mlp.up_proj.weight" in self.tensors else "layers.0."
         prefixes = [first, *(f"layers.{index}." for index in range(1, len(kinds)))]
+        kind_of_layer = PlainLatentLayer if "kv_lora_rank" in layer else PlainLayer
         self.layers = [
-            PlainLayer(self.tensors, *one, layer, kind) for one, kind in zip(zip(prefixes), kinds, strict=True)
+            kind_of_layer(self.tensors, *one, layer, kind) for one, kind in zip(zip(prefixes), kinds, strict=True)
         ]
         # A later layer's first norm has another name in SGLang's layout.
         self.inner = "hidden_norm" if "layers.1.hidden_norm.weight" in self.tensors else "input_layernorm"

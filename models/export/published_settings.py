@@ -21,6 +21,8 @@ ARCHITECTURES = {
     "LlamaForCausalLMEagle": "eagle3",
     "Qwen3ForCausalLMEagle3": "eagle3",
     "Eagle3Qwen3ForCausalLM": "eagle3",
+    "Eagle3DeepseekV2ForCausalLM": "eagle3",
+    "Eagle3DeepseekV3ForCausalLM": "eagle3",
     "DFlashDraftModel": "dflash",
 }
 """The authors' names, and the method that each is of."""
@@ -49,6 +51,12 @@ PASSED_OVER = frozenset(
     for name in line.split()
 )
 """Settings that change nothing of what a draft proposes."""
+OF_EXPERTS = (
+    "aux_loss_alpha ep_size first_k_dense_replace moe_intermediate_size moe_layer_freq n_group n_routed_experts "
+    "n_shared_experts norm_topk_prob num_experts_per_tok num_nextn_predict_layers routed_scaling_factor scoring_func "
+    "seq_aux topk_group topk_method"
+).split()
+"""Settings of DeepSeek's experts and MTP layers, copied into MLA drafts, which are dense."""
 
 
 @dataclass(frozen=True)
@@ -170,19 +178,34 @@ def _method(top: _Section, layer: _Section, speculators: bool) -> tuple[str, boo
 
 
 def _layers(layer: _Section, hidden: int) -> dict[str, Any]:
-    """Settings of Llama or Qwen3 layers, with Hugging Face's defaults."""
+    """Settings of Llama, Qwen3 or DeepSeek layers, with Hugging Face's defaults."""
     layer.expect(hidden_act="silu", mlp_bias=False, is_neox_style=True, rope_is_neox_style=True)
     heads = int(layer.need("num_attention_heads"))
     return {
         "num_heads": heads,
-        "num_kv_heads": int(layer.take("num_key_value_heads", heads)),
-        "head_dim": int(layer.take("head_dim", hidden // heads)),
+        **(_latent_heads(layer) if "kv_lora_rank" in layer.left else _grouped_heads(layer, heads, hidden)),
         "intermediate_size": int(layer.need("intermediate_size")),
         "attention_bias": bool(layer.take("attention_bias", False)),
         "rms_norm_eps": float(layer.take("rms_norm_eps", 1e-6)),
         **_windows(layer, int(layer.need("num_hidden_layers"))),
         **_rope(layer),
     }
+
+
+def _grouped_heads(layer: _Section, heads: int, hidden: int) -> dict[str, Any]:
+    return {
+        "num_kv_heads": int(layer.take("num_key_value_heads", heads)),
+        "head_dim": int(layer.take("head_dim", hidden // heads)),
+    }
+
+
+def _latent_heads(layer: _Section) -> dict[str, Any]:
+    """Settings of DeepSeek's attention; those of grouped queries and of experts mean nothing here."""
+    for name in ("num_key_value_heads", "head_dim", "qk_head_dim", *OF_EXPERTS):
+        layer.take(name)
+    layer.expect(rope_interleave=True)
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return {"mla": {"q_lora_rank": layer.take("q_lora_rank")} | {name: int(layer.need(name)) for name in names}}
 
 
 def _windows(layer: _Section, count: int) -> dict[str, Any]:
@@ -251,16 +274,29 @@ def _eagle3(
     shape["fc_bias"] = bool(top.take("bias", False))
     # vLLM looks for it among the layer's settings.
     count = top.take("num_aux_hidden_states", layer.take("num_aux_hidden_states"))
-    ids = top.take("eagle_aux_hidden_state_layer_ids") if speculators else None
+    ids = top.take("eagle_aux_hidden_state_layer_ids")
     if not speculators:
         eagle = top.section("eagle_config")
         eagle.expect(use_aux_hidden_state=True)
         shape["norm_before_fc"] |= bool(eagle.take("norm_before_fc", False))
-        ids = eagle.take("eagle_aux_hidden_state_layer_ids")
+        ids = _by_output(eagle.take("eagle_aux_hidden_state_layer_ids"), ids)
         eagle.all_taken()
     if count not in (None, 3 if ids is None else len(ids)):
         raise Refusal(f"its num_aux_hidden_states is {count}, its eagle_aux_hidden_state_layer_ids are {ids}")
     return shape, ids
+
+
+def _by_output(ids: list[int] | None, by_input: list[int] | None) -> list[int] | None:
+    """Layers' ids from the authors' place, where they are numbered by outputs, and from vLLM's, by inputs."""
+    if by_input is None:
+        return ids
+    found = [int(layer_id) - 1 for layer_id in by_input]
+    if ids not in (None, found):
+        raise Refusal(
+            f"its eagle_aux_hidden_state_layer_ids {by_input}, which vLLM reads, are not one more than those of its "
+            f"eagle_config, {ids}, which SGLang reads"
+        )
+    return found
 
 
 def _dflash(

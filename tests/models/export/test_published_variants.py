@@ -77,6 +77,19 @@ def scaled(kind: str, **more: Any) -> dict[str, Any]:
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10_000.0}
 FIVE = {"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}
 TWO, SLIDING = {"num_hidden_layers": 2}, ["sliding_attention"]
+# lightseekorg/kimi-k2.5-eagle3-mla: a copy of the target's configuration, with its experts.
+KIMI = METADATA | {
+    "architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "kimi_k2", "hidden_act": "silu",
+    "hidden_size": HIDDEN, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "num_hidden_layers": 1, "rms_norm_eps": 1e-5, "vocab_size": VOCABULARY, "draft_vocab_size": SMALL,
+    "q_lora_rank": 12, "kv_lora_rank": 14, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 9,
+    "rope_theta": 50_000.0, "attention_bias": False, "first_k_dense_replace": 1, "n_routed_experts": 384,
+    "num_nextn_predict_layers": 0, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1,
+    "rope_scaling": {
+        "type": "yarn", "factor": 64.0, "original_max_position_embeddings": 16, "beta_fast": 1.0, "beta_slow": 1.0,
+        "mscale": 1.0, "mscale_all_dim": 1.0,
+    },
+}  # fmt: skip
 MASKED = {"mask_token_id": 11, "target_layer_ids": [1, 3, 5]}
 VARIANTS: dict[str, dict[str, Any]] = {
     # SafeAILab/EAGLE, eagle/traineagle3/config.json; the published ones are PyTorch files without embeddings.
@@ -113,6 +126,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "speculators sliding": by_speculators(
         "eagle3", {"layer_types": SLIDING, "sliding_window": 6, "use_sliding_window": True, "rope_parameters": YARN}
     ),
+    "MLA, Kimi-K2": KIMI | {"eagle_config": FIVE},
+    "MLA, EAGLE-3.1": KIMI | {"fc_norm": True, "norm_output": True, "rope_scaling": None},
+    "MLA with direct queries, vLLM's numbers": KIMI
+    | {"q_lora_rank": None, "eagle_aux_hidden_state_layer_ids": [1, 3, 6]}
+    | {"architectures": ["Eagle3DeepseekV3ForCausalLM"], "rope_scaling": YARN},
     # z-lab/dflash, dflash/model.py and tests/fixtures/assistant-config.json.
     "DFlash": FLASH | {"dflash_config": MASKED},
     "DFlash, sliding": FLASH | MASKED | {"layer_types": SLIDING * 2, "sliding_window": 5},
@@ -126,6 +144,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def projections(layer: dict[str, Any], prefix: str, wide: int, add: Callable[..., None], qk_norm: bool) -> None:
+    hidden = layer["hidden_size"]
+    (latent_heads if "kv_lora_rank" in layer else grouped_heads)(layer, prefix, wide, add)
+    for name in ("q", "k") if qk_norm else ():
+        add(f"{prefix}self_attn.{name}_norm.weight", layer["head_dim"])
+    for name in ("gate", "up"):
+        add(f"{prefix}mlp.{name}_proj.weight", layer["intermediate_size"], hidden)
+    add(f"{prefix}mlp.down_proj.weight", hidden, layer["intermediate_size"])
+    add(f"{prefix}post_attention_layernorm.weight", hidden)
+
+
+def grouped_heads(layer: dict[str, Any], prefix: str, wide: int, add: Callable[..., None]) -> None:
     hidden, heads = layer["hidden_size"], layer["num_attention_heads"]
     size = layer.get("head_dim") or hidden // heads
     queries, keys = heads * size, layer["num_key_value_heads"] * size
@@ -134,12 +163,19 @@ def projections(layer: dict[str, Any], prefix: str, wide: int, add: Callable[...
         add(f"{prefix}self_attn.{name}_proj.weight", *shape)
         if layer.get("attention_bias"):
             add(f"{prefix}self_attn.{name}_proj.bias", shape[0])
-    for name in ("q", "k") if qk_norm else ():
-        add(f"{prefix}self_attn.{name}_norm.weight", size)
-    for name in ("gate", "up"):
-        add(f"{prefix}mlp.{name}_proj.weight", layer["intermediate_size"], hidden)
-    add(f"{prefix}mlp.down_proj.weight", hidden, layer["intermediate_size"])
-    add(f"{prefix}post_attention_layernorm.weight", hidden)
+
+
+def latent_heads(layer: dict[str, Any], prefix: str, wide: int, add: Callable[..., None]) -> None:
+    heads, rank, latent = layer["num_attention_heads"], layer["q_lora_rank"], layer["kv_lora_rank"]
+    plain, rotary, value = (layer[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    queries = heads * (plain + rotary)
+    shapes = {"q_proj": (queries, wide)}
+    if rank is not None:
+        shapes = {"q_a_proj": (rank, wide), "q_a_layernorm": (rank,), "q_b_proj": (queries, rank)}
+    shapes |= {"kv_a_proj_with_mqa": (latent + rotary, wide), "kv_a_layernorm": (latent,)}
+    shapes |= {"kv_b_proj": (heads * (plain + value), latent), "o_proj": (layer["hidden_size"], heads * value)}
+    for name, shape in shapes.items():
+        add(f"{prefix}self_attn.{name}.weight", *shape)
 
 
 def weights(name: str, settings: dict[str, Any], head: Tensor) -> Tensors:
@@ -172,7 +208,7 @@ def weights(name: str, settings: dict[str, Any], head: Tensor) -> Tensors:
 
 def eagle3_layers(name: str, layer: dict[str, Any], add: Callable[..., None]) -> None:
     hidden, qk_norm = layer["hidden_size"], "Qwen3" in name and "SpecForge" not in name
-    first = "layers.0." if "speculators" in name or "SGLang" in name else "midlayer."
+    first = "layers.0." if "speculators" in name or "SGLang" in name or "MLA" in name else "midlayer."
     for index in range(layer["num_hidden_layers"]):
         prefix = f"layers.{index}." if index else first
         projections(layer, prefix, hidden if index else 2 * hidden, add, qk_norm)
