@@ -19,8 +19,8 @@ class Attention(torch.nn.Module):
         super().__init__()
         self.asked, self.keys, self.values = asked, keys, values
 
-    def forward(self, q, k, v, _batch):
-        heads, size = self.asked.tp_q_head_num, self.asked.head_dim
+    def forward(self, q, k, v, _batch, **_):
+        heads, sizes = self.asked.tp_q_head_num, (self.asked.head_dim, self.asked.head_dim, self.asked.v_head_dim)
         own = torch.arange(len(self.keys), len(self.keys) + len(k))[:, None]
         self.keys, self.values = torch.cat([self.keys, k]), torch.cat([self.values, v])
         other = torch.arange(len(self.keys))
@@ -29,9 +29,10 @@ class Attention(torch.nn.Module):
             mask &= other <= own
         if self.asked.sliding_window_size > -1:
             mask &= other >= own - self.asked.sliding_window_size
-        q, k, v = (x.view(len(x), -1, size).transpose(0, 1)[None] for x in (q, self.keys, self.values))
+        given = zip((q, self.keys, self.values), sizes, strict=True)
+        q, k, v = (x.view(len(x), -1, size).transpose(0, 1)[None] for x, size in given)
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.asked.scaling, enable_gqa=True)
-        return out[0].transpose(0, 1).reshape(-1, heads * size)
+        return out[0].transpose(0, 1).reshape(-1, heads * self.asked.v_head_dim)
 
 
 def own_dtype(config: Any) -> torch.dtype:

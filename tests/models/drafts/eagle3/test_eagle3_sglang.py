@@ -21,6 +21,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embedding
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 ERRORS = {torch.float32: 1e-4, torch.bfloat16: 0.15}
 """Largest difference of a logit, in their standard deviations."""
+MLA = {"q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
 SHAPES = {
     "draft vocabulary": {"vocab_size": 32},
     "norms of 3.1": {"vocab_size": 32, "fc_norm": True, "norm_output": True, "rms_norm_eps": 1e-3},
@@ -34,14 +35,27 @@ SHAPES = {
     "yarn rope": {"rope_scaling": YARN, "rope_theta": 50_000.0},
     "yarn rope with mscale": {"rope_scaling": YARN | {"mscale": 2.0, "mscale_all_dim": 0.5, "truncate": False}},
     "partial rope": {"partial_rotary_factor": 0.5},
+    # Without scaling SGLang's class does not run on a CPU.
+    "mla": {
+        "mla": MLA,
+        "vocab_size": 32,
+        "rope_theta": 500.0,
+        "rope_scaling": YARN | {"factor": 1.0, "original_max_position_embeddings": 64},
+    },
+    "mla, 3.1, yarn": {"mla": MLA, "rope_scaling": YARN, "fc_norm": True, "norm_output": True},
+    "mla, the target's head, yarn with mscale": {
+        "mla": MLA,
+        "shared_head": True,
+        "rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
+    },
     "partial yarn rope": {"partial_rotary_factor": 0.5, "rope_scaling": YARN},
 }
 
 
 def make_draft(changes: dict) -> Eagle3Draft:
     torch.manual_seed(5)
-    knobs = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 40, "vocab_size": None}
-    config = Eagle3Config(**(knobs | changes))
+    knobs = {"num_heads": 4, "intermediate_size": 40, "vocab_size": None} | changes
+    config = Eagle3Config(**(({} if "mla" in changes else {"num_kv_heads": 2, "head_dim": 16}) | knobs))
     ids = torch.randperm(VOCABULARY)[: config.vocabulary_size(VOCABULARY)].sort().values
     draft = Eagle3Draft(config, torch.randn(VOCABULARY, HIDDEN), DraftVocabulary(ids, VOCABULARY), AUX)
     for name, parameter in draft.named_parameters():
