@@ -1,7 +1,7 @@
 """Published drafts read and run as plainly as can be: files by their own names, one row after another, no cache.
 
-Written from the layouts' own code (EAGLE's cnets.py, SpecForge, speculators, DFlash's model.py, DeepSeek-V3's model.py),
-with nothing of ours.
+Written from the layouts' own code (EAGLE's cnets.py, SpecForge, speculators, DFlash's model.py, DeepSeek-V3's
+model.py), with nothing of ours.
 """
 
 import math
@@ -108,7 +108,7 @@ class PlainLatentLayer(PlainLayer):
         else:
             q = self.project(self.normed(self.project(x, "q_a_proj"), "self_attn.q_a_layernorm"), "q_b_proj")
         q = q.view(self.count, -1)
-        rotated, latents = (torch.stack([one[index] for one in seen]) for index in (0, 1))
+        rotated, latents = torch.stack([one[0] for one in seen]), torch.stack([one[1] for one in seen])
         of_heads = self.tensors[f"{self.prefix}self_attn.kv_b_proj.weight"].view(self.count, -1, self.rank)
         keys = torch.einsum("hdr,nr->hnd", of_heads[:, : self.plain], latents)
         values = torch.einsum("hdr,nr->hnd", of_heads[:, self.plain :], latents)

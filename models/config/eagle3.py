@@ -15,8 +15,8 @@ class LatentAttention(StrictConfig):
 
     q_lora_rank: Count | None = Field(
         default=1536,
-        description="Size of the latent vector that a row's queries come from; null: they are projected directly, which "
-        "SGLang does not serve.",
+        description="Size of the latent vector that a row's queries come from; null: they are projected directly, "
+        "which SGLang does not serve.",
     )
     kv_lora_rank: Count = Field(default=512, description="Size of the latent vector of a row's keys and values.")
     qk_nope_head_dim: Count = Field(default=128, description="Part of a head's queries and keys without position.")

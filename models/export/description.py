@@ -30,7 +30,8 @@ SPECULATORS_VERSION = "0.9.0"
 """Version of the format."""
 
 
-VLLM_ARCHITECTURES = {"DFlashDraftModel": "dflash"}
+LATENT = "Eagle3DeepseekV2ForCausalLM"
+VLLM_ARCHITECTURES = {"DFlashDraftModel": "dflash", LATENT: "eagle3"}
 """What vLLM (0.32.0) reads as SGLang does, without the `speculators` part: the architecture, and its method's name."""
 
 
@@ -93,7 +94,12 @@ def read_description(folder: Path) -> ExportDescription:
 
 def vllm_method(settings: Mapping[str, Any]) -> str | None:
     """vLLM's name of the method of an export with this `config.json`; None where it cannot read it."""
-    named = (VLLM_ARCHITECTURES.get(name) for name in settings.get("architectures") or ())
+    architectures = settings.get("architectures") or ()
+    if LATENT in architectures:
+        # Of MLA layers it takes every RoPE for YaRN, and finds no factor in one without scaling.
+        is_scaled = settings["rope_parameters"]["rope_type"] != "default"
+        return VLLM_ARCHITECTURES[LATENT] if is_scaled and settings["draft_vocab_size"] else None
+    named = (VLLM_ARCHITECTURES.get(name) for name in architectures)
     return settings.get("speculators_model_type") or next(named, None)
 
 

@@ -52,10 +52,10 @@ PASSED_OVER = frozenset(
 )
 """Settings that change nothing of what a draft proposes."""
 OF_EXPERTS = (
-    "aux_loss_alpha ep_size first_k_dense_replace moe_intermediate_size moe_layer_freq n_group n_routed_experts "
-    "n_shared_experts norm_topk_prob num_experts_per_tok num_nextn_predict_layers routed_scaling_factor scoring_func "
-    "seq_aux topk_group topk_method"
-).split()
+    "aux_loss_alpha", "ep_size", "first_k_dense_replace", "moe_intermediate_size", "moe_layer_freq", "n_group",
+    "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "num_nextn_predict_layers",
+    "routed_scaling_factor", "scoring_func", "seq_aux", "topk_group", "topk_method",
+)  # fmt: skip
 """Settings of DeepSeek's experts and MTP layers, copied into MLA drafts, which are dense."""
 
 

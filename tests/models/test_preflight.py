@@ -28,6 +28,11 @@ TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
             ["draft.fc_bias=true"],
             "SGLang does not serve a draft with fc_bias: it is exported and measured by the reference decoder\n",
         ),
+        (
+            ["draft={method: eagle3, num_heads: 2, intermediate_size: 16, mla: {q_lora_rank: null}, vocab_size: 512}"],
+            "SGLang does not serve a draft with mla.q_lora_rank of null: it is exported and measured by the reference "
+            "decoder\n",
+        ),
     ],
 )
 def test_a_draft_that_sglang_does_not_serve_is_named_before_it_is_trained(changes, said, tmp_path, capsys):

@@ -21,6 +21,7 @@ from models.drafts.base import Draft, DraftLoss, PackedSamples, TargetProjection
 from models.drafts.chains import chain_loss
 from models.drafts.context import ContextShare
 from models.drafts.eagle3.attention import Earlier, step_attention
+from models.drafts.eagle3.engines import sglang_config, sglang_obstacles, speculators_config
 from models.drafts.eagle3.layers import Eagle3Layer, Eagle3Weights
 from models.drafts.eagle3.proposer import Eagle3Proposer
 from models.drafts.layers import RMSNorm, TargetTable
@@ -101,55 +102,10 @@ class Eagle3Draft(Draft):
         self.lm_head.start_as(_as_wide(rows, self.hidden_size))
 
     def engine_obstacles(self) -> list[str]:
-        """SGLang puts the target's embeddings in the place of trained ones of their size. Features as wide as an
-        embedding it takes for the draft's own output, neither normed nor fused. It has no biases of queries, keys and
-        values, and with one of the fusion expects one of the attention's output; no norms of queries and keys; a
-        residual that is not normed; and one window for all layers. With MLA it has one layer, whose queries come from a
-        latent vector, and no norm over all features.
-        """
-        config, same_size = self.config, self.hidden_size == self.target_hidden_size
-        found = {
-            "train_embeddings": config.train_embeddings and same_size,
-            "features as wide as its hidden states": len(self.aux_layer_ids) * self.target_hidden_size
-            == self.hidden_size,
-            "attention_bias": config.attention_bias,
-            "fc_bias": config.fc_bias,
-            "qk_norm": config.qk_norm,
-            "norm_before_residual": config.norm_before_residual,
-            "layer_types of both kinds": len(set(config.windows)) > 1,
-        }
-        if config.mla is not None:
-            found |= {
-                "mla.q_lora_rank of null": config.mla.q_lora_rank is None,
-                "several MLA layers": len(config.layer_types) > 1,
-                "norm_before_fc and mla": config.norm_before_fc,
-            }
-        return [name for name, holds in found.items() if holds]
+        return sglang_obstacles(self)
 
     def engine_config(self) -> dict[str, Any] | None:
-        """For SGLang's `LlamaForCausalLMEagle3` or, with MLA, `Eagle3DeepseekV2ForCausalLM` (0.5.23), which vLLM has by
-        the same name; None for what its class would run differently.
-
-        In `eagle_config` layers have SGLang's numbers. vLLM prefers its own, one more, where they are at the top: MLA
-        drafts have no other part for it.
-        """
-        config, whole = self.config, self.vocabulary.whole
-        if self.engine_obstacles():
-            return None
-        own_numbers = {} if config.mla is None else {"eagle_aux_hidden_state_layer_ids": self._vllm_layers()}
-        return {
-            **self._layer_config(),
-            **own_numbers,
-            "architectures": ["LlamaForCausalLMEagle3" if config.mla is None else "Eagle3DeepseekV2ForCausalLM"],
-            "target_hidden_size": self.target_hidden_size,
-            "draft_vocab_size": None if config.shared_head and whole else len(self.vocabulary),
-            **self._norms(),
-            "num_aux_hidden_states": len(self.aux_layer_ids),
-            "eagle_config": {
-                "use_aux_hidden_state": True,
-                "eagle_aux_hidden_state_layer_ids": list(self.aux_layer_ids),
-            },
-        }
+        return sglang_config(self)
 
     def engine_copies(self) -> dict[str, Tensor]:
         """SGLang calls the first norm of every layer after the first `hidden_norm`, vLLM and speculators as we do."""
@@ -157,46 +113,7 @@ class Eagle3Draft(Draft):
         return {f"layers.{index}.hidden_norm.weight": layer.input_layernorm.weight.clone() for index, layer in later}
 
     def speculators_config(self) -> dict[str, Any] | None:
-        """For vLLM and speculators' `Eagle3DraftModel`, which call the output of the target's layer l number l + 1.
-
-        None with the target's whole head for the draft's: SGLang's way to say so contradicts theirs; and with a bias of
-        the fusion or MLA, which they do not have.
-        """
-        if self.config.fc_bias or self.config.mla or (self.config.shared_head and self.vocabulary.whole):
-            return None
-        return {
-            "architectures": ["Eagle3Speculator"],
-            "speculators_model_type": "eagle3",
-            # vLLM looks for the number of features among the layer's settings, and assumes three.
-            "transformer_layer_config": self._layer_config() | {"num_aux_hidden_states": len(self.aux_layer_ids)},
-            "draft_vocab_size": len(self.vocabulary),
-            "target_hidden_size": self.target_hidden_size,
-            "eagle_aux_hidden_state_layer_ids": self._vllm_layers(),
-            "norm_before_residual": self.config.norm_before_residual,
-            **self._norms(),
-            "embed_requires_grad": self.has_own_embeddings,
-        }
-
-    def _vllm_layers(self) -> list[int]:
-        """Layers that it reads, by the numbers of their inputs."""
-        return [layer_id + 1 for layer_id in self.aux_layer_ids]
-
-    def _norms(self) -> dict[str, bool]:
-        return {name: getattr(self.config, name) for name in ("fc_norm", "norm_before_fc", "norm_output")}
-
-    def _layer_config(self) -> dict[str, Any]:
-        """Hugging Face's `LlamaConfig`; `Qwen3Config` with normed queries and keys; `DeepseekV3Config` with MLA."""
-        config = self.config
-        layers = config.engine_layers(self.hidden_size, self.vocabulary.target_size)
-        if config.mla is not None:
-            # By its own name, deepseek_v3, vLLM takes a draft for the target's MTP layer.
-            return {"model_type": "kimi_k2", **layers}
-        family = {"model_type": "qwen3"} if config.qk_norm else {"model_type": "llama", "mlp_bias": False}
-        if config.sliding_window is None:
-            return family | layers
-        # Without the switch Hugging Face's Qwen3Config forgets the window.
-        window = {"use_sliding_window": True, "sliding_window": config.sliding_window}
-        return family | layers | window | {"layer_types": list(config.layer_types)}
+        return speculators_config(self)
 
     def fuse(self, aux: Tensor) -> Tensor:
         """Target features `[N, K*H]` to the draft's input `[N, h]`."""

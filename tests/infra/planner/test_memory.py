@@ -12,6 +12,9 @@ from models.config.draft import parse_draft_config
 LAYER = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 128}
 EAGLE3 = {"method": "eagle3", "vocab_size": 256, "ttt_steps": 3, **LAYER}
 WIDE = {"layer_types": ["full_attention"] * 2, "qk_norm": True, "attention_bias": True, "norm_before_residual": True}
+MLA = {"q_lora_rank": 24, "kv_lora_rank": 40, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 12}
+LATENT = {name: value for name, value in EAGLE3.items() if name not in ("num_kv_heads", "head_dim")} | {"mla": MLA}
+DIRECT = LATENT | {"mla": MLA | {"q_lora_rank": None, "v_head_dim": 16}}
 POINTS = [
     Point(64, 512, EAGLE3, (96,), name="eagle3"),
     Point(64, 512, EAGLE3, (96,), "bfloat16", name="eagle3 bfloat16"),
@@ -20,6 +23,10 @@ POINTS = [
     Point(64, 512, {**EAGLE3, **WIDE}, (150, 60), name="eagle3, two layers with norms and biases"),
     Point(64, 512, {**EAGLE3, **WIDE}, (600,), recompute=True, name="the same recomputed"),
     Point(64, 512, {**EAGLE3, "hidden_size": 48}, (150,), "bfloat16", name="eagle3 of its own size"),
+    Point(64, 512, LATENT, (150,), name="eagle3 with MLA"),
+    Point(64, 512, LATENT, (150, 60), "bfloat16", name="eagle3 with MLA, bfloat16"),
+    Point(64, 512, LATENT, (600,), recompute=True, name="eagle3 with MLA, recomputed"),
+    Point(64, 512, DIRECT, (150,), name="eagle3 with MLA, direct queries"),
     Point(64, 512, {"method": "medusa", "vocab_size": 256}, (200,), name="medusa"),
     Point(64, 512, {"method": "dflash", "block_size": 4, "anchors": 32, **LAYER}, (200,), name="dflash"),
 ]

@@ -39,6 +39,7 @@ EAGLE3 = {"vocab_size": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "i
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8}
+MLA = {"q_lora_rank": 6, "kv_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6}
 
 DFLASH = {"block_size": 4, "layer_types": ["full_attention"] * 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 DFLASH |= {"intermediate_size": 20, "anchors": 64}
@@ -67,6 +68,11 @@ VARIANTS: list[tuple[str, dict]] = [
     ("eagle3", SLIDING | {"attention_bias": True}),
     ("eagle3", {"hidden_size": 8, "partial_rotary_factor": 0.5, "rope_scaling": LLAMA3}),
     ("eagle3", {"hidden_size": 20, "norm_before_residual": True, "norm_before_fc": True}),
+    ("eagle3", {"mla": MLA, "num_kv_heads": 4, "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}),
+    (
+        "eagle3",
+        {"mla": MLA | {"q_lora_rank": None}, "num_kv_heads": 4, "layer_types": ["full_attention"] * 2, "fc_norm": True},
+    ),
     ("dflash", {"vocab_size": 24, "attention_bias": True, "rope_scaling": YARN}),
     ("medusa", {"heads": 5, "layers": 2, "head_decay": 0.5}),
 ]

@@ -17,7 +17,6 @@ from sglang.srt.models.llama_eagle3 import LlamaForCausalLMEagle3
 from sglang.srt.utils.hf_transformers_utils import get_config
 from sglang_alone import Attention, load_weights, own_dtype, stand_alone
 
-
 CLASSES = {each.__name__: each for each in (LlamaForCausalLMEagle3, Eagle3DeepseekV2ForCausalLM)}
 
 

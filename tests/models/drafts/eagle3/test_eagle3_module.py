@@ -141,6 +141,7 @@ def test_step_weights_are_given_or_decay():
     assert make(ttt_weights=[1, 0, 0.5]).config.step_weights == (1, 0, 0.5)
 
 
+LATENT = {"qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
 
 
@@ -164,6 +165,15 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embedding
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4}}, "'linear', 'llama3' or 'yarn'"),
         ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1}}, "must exceed low_freq_factor"),
         ({"rope_scaling": LLAMA3 | {"rope_type": "yarn", "mscale": 1}}, "set both, or neither"),
+        ({"mla": {}}, "num_kv_heads 2 and head_dim 8 are 4 and 192 with draft.mla: leave them out"),
+        ({"mla": LATENT | {"v_head_dim": 9}, "num_kv_heads": 4}, "v_head_dim 9 exceeds"),
+        ({"mla": LATENT | {"qk_rope_head_dim": 3}}, "multiple of 2"),
+        ({"mla": LATENT, "num_kv_heads": 4, "qk_norm": True, "attention_bias": True}, "no attention_bias, qk_norm"),
+        (
+            {"mla": LATENT, "num_kv_heads": 4, "layer_types": ["sliding_attention"], "sliding_window": 9},
+            "draft.mla has no sliding_attention layers",
+        ),
+        ({"mla": LATENT, "num_kv_heads": 4, "rope_scaling": LLAMA3}, "engines take every scaling of an MLA layer"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(changes, message):
@@ -175,7 +185,14 @@ TWO_LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_w
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("changes", [{"norm_output": True}, {"attention_bias": True, "fc_bias": True} | TWO_LAYERS])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"norm_output": True},
+        {"attention_bias": True, "fc_bias": True} | TWO_LAYERS,
+        {"mla": LATENT | {"q_lora_rank": 6, "kv_lora_rank": 5}, "num_kv_heads": 4},
+    ],
+)
 def test_computing_the_layer_again_changes_no_gradient(monkeypatch, precision, changes):
     monkeypatch.setattr(module, "RECOMPUTED_ROWS", 5)
     g, lengths = torch.Generator().manual_seed(0), (7, 9)

@@ -16,7 +16,8 @@ FULL = ["full_attention"]
 
 def make_draft(**changes) -> Eagle3Draft:
     torch.manual_seed(3)
-    config = Eagle3Config(vocab_size=24, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=20, **changes)
+    heads = {} if "mla" in changes else {"num_kv_heads": 2, "head_dim": 8}
+    config = Eagle3Config(**{"vocab_size": 24, "num_heads": 4, "intermediate_size": 20} | heads | changes)
     ids = torch.randperm(TARGET_VOCABULARY)[:24].sort().values
     draft = Eagle3Draft(config, torch.randn(TARGET_VOCABULARY, HIDDEN), DraftVocabulary(ids, TARGET_VOCABULARY), AUX)
     for parameter in draft.parameters():
@@ -51,7 +52,8 @@ def aux() -> Tensor:
 
 
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3, "ttt_steps": 2}
-VARIANTS = [{}, {"norm_output": True, "fc_norm": True}, SLIDING, {"hidden_size": 8, "layer_types": FULL * 2}]
+MLA = {"mla": {"q_lora_rank": 6, "kv_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6}}
+VARIANTS = [{}, {"norm_output": True, "fc_norm": True}, SLIDING, MLA, {"hidden_size": 8, "layer_types": FULL * 2}]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
