@@ -24,6 +24,9 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class PlainLayer:
     """A decoder layer's tensors, by the names in the file."""
 
+    ahead = False
+    """Whether its window reaches as far ahead as back."""
+
     def __init__(self, tensors: Tensors, prefix: str, layer: dict[str, Any], window: int | None):
         self.tensors, self.prefix, self.window = tensors, prefix, window
         self.eps, heads = layer.get("rms_norm_eps", 1e-6), layer["num_attention_heads"]
@@ -66,7 +69,7 @@ class PlainLayer:
     def attend(self, x: Tensor, position: int, seen: list[tuple[Tensor, Tensor, int]]) -> Tensor:
         q = self.heads(x, "q", position)
         if self.window is not None:
-            seen = [one for one in seen if position - self.window < one[2] <= position]
+            seen = [one for one in seen if abs(position - one[2]) < self.window and (self.ahead or one[2] <= position)]
         keys = torch.stack([one[0] for one in seen]).repeat_interleave(self.group, 1)
         values = torch.stack([one[1] for one in seen]).repeat_interleave(self.group, 1)
         weights = (torch.einsum("hd,nhd->hn", q, keys) / self.head_dim**0.5).softmax(-1)
@@ -229,6 +232,8 @@ class PlainDFlash:
         self.head = self.fixed = tensors.get("lm_head.weight", head[self.ids])
         kinds = enumerate(windows(self.layer))
         self.layers = [PlainLayer(tensors, f"layers.{index}.", self.layer, kind) for index, kind in kinds]
+        for layer in self.layers:
+            layer.ahead = settings.get("is_causal") is False or bool(settings.get("sliding_window_non_causal"))
 
     def loss(self, text: list[int], aux: Tensor, last: Tensor, head: Tensor, weights: Sequence[float]) -> Tensor:
         """Of every block whose first proposal can be compared; see `PlainEagle3.loss`."""

@@ -2,7 +2,7 @@
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from infra.config import Seed
 from infra.planner.shapes import ITEM_BYTES, DraftShape, Kept, Precision, TargetShape
@@ -46,6 +46,11 @@ class DFlashConfig(VocabularyChoice, LayerShape):
         description="One per layer. `full_attention` sees all features and the whole block; `sliding_attention` the "
         "features of the last `sliding_window` positions and the earlier positions of the block.",
     )
+    sliding_sees_ahead: bool = Field(
+        default=False,
+        description="Sliding layers see the later positions of the block, too, as full ones do; sliding_window must be "
+        "at least block_size then.",
+    )
     mask_token_id: int | None = Field(
         default=None,
         ge=0,
@@ -69,6 +74,19 @@ class DFlashConfig(VocabularyChoice, LayerShape):
         default=7.0, gt=0, le=10_000, description="Decay length in positions: 7 for a block of 16, 5 for 10, 4 for 8."
     )
     dpace_alpha: float = Field(default=0.5, gt=0, le=1, description="Smoothing of D-PACE's confidences; 1: off.")
+
+    @model_validator(mode="after")
+    def _sees_the_whole_block(self) -> "DFlashConfig":
+        if not self.sliding_sees_ahead:
+            return self
+        if "sliding_attention" not in self.layer_types:
+            raise Refusal("sliding_sees_ahead is for sliding_attention layers, and there are none: leave it out")
+        if (self.sliding_window or 0) < self.block_size:
+            raise Refusal(
+                f"sliding_window {self.sliding_window} is less than block_size {self.block_size}: with "
+                "sliding_sees_ahead engines differ in what a row sees of its block, so raise it"
+            )
+        return self
 
     def shape(self, target: TargetShape, aux_count: int, precision: Precision) -> DraftShape:
         """Blocks of rows at up to `anchors` tokens; the keys of all layers include the features."""

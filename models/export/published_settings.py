@@ -305,11 +305,12 @@ def _dflash(
     """What only DFlash has, and the layers' ids as the layout counts them."""
     top.expect(sample_from_anchor=False, use_gemma_norm=False, use_swa=False)
     # Full layers see the whole block and sliding ones nothing ahead, unless a file says otherwise.
-    causal, ahead = top.take("is_causal"), top.take("sliding_window_non_causal", False)
-    if (causal is not None and causal != (window is not None)) or (window is not None and ahead):
+    causal, non_causal = top.take("is_causal"), top.take("sliding_window_non_causal")
+    ahead = window is not None and (causal is False if non_causal is None else bool(non_causal))
+    if causal is not None and causal != (window is not None and not ahead):
         raise Refusal(
-            f"its is_causal is {causal!r} and its sliding_window_non_causal {ahead!r}: here full layers see the whole "
-            "block, and sliding ones nothing ahead"
+            f"its is_causal is {causal!r} and its sliding_window_non_causal {non_causal!r}: here full layers see the "
+            "whole block, and sliding ones what both say"
         )
     own = top if speculators else top.section("dflash_config")
     own.expect(
@@ -331,4 +332,5 @@ def _dflash(
         own.all_taken()
     size = top.take("draft_vocab_size")
     pruned = None if size in (None, vocabulary) else size
-    return {"fc_norm": False, "block_size": block, "mask_token_id": mask, "vocab_size": pruned}, ids
+    shape = {"fc_norm": False, "block_size": block, "mask_token_id": mask, "vocab_size": pruned}
+    return shape | {"sliding_sees_ahead": ahead}, ids

@@ -43,8 +43,11 @@ class View:
     """`[rows, features + rows]` bool: True is seen."""
 
 
-def views(blocks: Blocks, block_size: int, window: int | None, device: torch.device) -> list[View]:
-    """What every block sees: with a window, only the window's positions; without, everything. Masks are on `device`."""
+def views(
+    blocks: Blocks, block_size: int, window: int | None, device: torch.device, *, ahead: bool = False
+) -> list[View]:
+    """What every block sees: without a window everything; with one the window's positions, up to the row's own unless
+    `ahead`. Masks are on `device`."""
     found = []
     starts, positions = blocks.starts.tolist(), blocks.positions.tolist()
     (on_device,) = to_device([blocks.positions], device)
@@ -58,7 +61,8 @@ def views(blocks: Blocks, block_size: int, window: int | None, device: torch.dev
         before, block = place < anchors[:, None], anchors[:, None] == anchors
         if window is not None:
             before &= place > own[:, None] - window
-            block &= (own <= own[:, None]) & (own > own[:, None] - window)
+            block &= own > own[:, None] - window
+            block &= (own <= own[:, None]) | ahead
         rows = slice(first * block_size, end * block_size)
         found.append(View(rows, features, torch.cat([before, block], dim=1)))
     return found

@@ -105,6 +105,8 @@ class DFlashDraft(Draft):
             **self._layer_config(),
             "architectures": ["DFlashLagunaForCausalLM" if config.fc_norm else "DFlashDraftModel"],
             "block_size": config.block_size,
+            # Left out, it is false for full layers and true for sliding ones.
+            **({"is_causal": False} if config.sliding_sees_ahead else {}),
             # Laguna's gate on the attention's output is none of DFlash's.
             **({"gating": False} if config.fc_norm else {}),
             "dflash_config": {
@@ -125,10 +127,11 @@ class DFlashDraft(Draft):
 
         None with a norm per target feature, which it does not have, and with layers of both types: vLLM (0.33.0,
         transformers_utils/configs/speculators/algos.py) takes `sliding_window_non_causal` for every layer's attention,
-        where here full layers see the whole block and sliding ones its earlier positions.
+        where here full layers see the whole block and sliding ones, unless they see ahead, its earlier positions.
         """
         config = self.config
-        if config.fc_norm or len(set(config.layer_types)) > 1:
+        non_causal = "sliding_attention" not in config.layer_types or config.sliding_sees_ahead
+        if config.fc_norm or (len(set(config.layer_types)) > 1 and not non_causal):
             return None
         return {
             "architectures": ["DFlashSpeculator"],
@@ -139,7 +142,7 @@ class DFlashDraft(Draft):
             "block_size": config.block_size,
             "aux_hidden_state_layer_ids": [layer_id + 1 for layer_id in self.aux_layer_ids],
             "mask_token_id": self.mask_token_id,
-            "sliding_window_non_causal": "sliding_attention" not in config.layer_types,
+            "sliding_window_non_causal": non_causal,
             "sample_from_anchor": False,
         }
 
@@ -170,10 +173,13 @@ class DFlashDraft(Draft):
 
     def fill(self, blocks: Blocks, features: Sequence[KeysValues]) -> Tensor:
         """Normed hidden states `[A, B - 1, H]` of the masked positions of A blocks, in one forward."""
-        device = features[0][0].device
-        seen = {window: views(blocks, self.config.block_size, window, device) for window in set(self.config.windows)}
+        config, device = self.config, features[0][0].device
+        seen = {
+            window: views(blocks, config.block_size, window, device, ahead=config.sliding_sees_ahead)
+            for window in set(config.windows)
+        }
         attentions = [
-            PackedAttention(given, seen[window]) for given, window in zip(features, self.config.windows, strict=True)
+            PackedAttention(given, seen[window]) for given, window in zip(features, config.windows, strict=True)
         ]
         tokens, positions = to_device((blocks.tokens, blocks.positions), device)
         return self.fill_by(tokens, positions, attentions)

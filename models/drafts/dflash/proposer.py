@@ -53,20 +53,21 @@ class DFlashProposer(CachedProposer):
         tokens = torch.tensor(
             [turns[row].text[-1] if row in turns else 0 for row in range(len(anchors))], device=device
         )
-        visible = {window: _visible(own, columns, window) for window in set(self.draft.config.windows)}
+        config = self.draft.config
+        visible = {window: _visible(own, columns, window, config.sliding_sees_ahead) for window in set(config.windows)}
         attentions = [
             partial(_attend, cache, own, visible[window])
-            for cache, window in zip(self.caches, self.draft.config.windows, strict=True)
+            for cache, window in zip(self.caches, config.windows, strict=True)
         ]
         return self.draft.fill_by(tokens, anchors, attentions)
 
 
-def _visible(own: Tensor, columns: int, window: int | None) -> Tensor:
-    """`[B, T, columns]` bool: what blocks at positions `own` `[B, T]` see; with a window nothing ahead."""
+def _visible(own: Tensor, columns: int, window: int | None, ahead: bool) -> Tensor:
+    """`[B, T, columns]` bool: what blocks at positions `own` `[B, T]` see; with a window nothing ahead, or `ahead`."""
     place = torch.arange(columns, device=own.device)
-    if window is None:
-        return (place <= own[:, -1:, None]).expand(-1, own.shape[1], -1)
-    return (place <= own[:, :, None]) & (place > own[:, :, None] - window)
+    last = own if window is not None and not ahead else own[:, -1:].expand_as(own)
+    seen = place <= last[:, :, None]
+    return seen if window is None else seen & (place > own[:, :, None] - window)
 
 
 def _attend(cache: RaggedCache, own: Tensor, visible: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -74,6 +74,7 @@ VARIANTS: list[tuple[str, dict]] = [
         {"mla": MLA | {"q_lora_rank": None}, "num_kv_heads": 4, "layer_types": ["full_attention"] * 2, "fc_norm": True},
     ),
     ("dflash", {"vocab_size": 24, "attention_bias": True, "rope_scaling": YARN}),
+    ("dflash", SLIDING | {"sliding_sees_ahead": True}),
     ("medusa", {"heads": 5, "layers": 2, "head_decay": 0.5}),
 ]
 

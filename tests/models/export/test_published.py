@@ -280,7 +280,15 @@ DFLASH |= {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1]}}
         ({"use_swa": True}, "use_swa is True"),
         ({"use_gemma_norm": True}, "use_gemma_norm is True"),
         ({"is_causal": True}, "is_causal is True"),
-        ({"is_causal": False, "layer_types": ["sliding_attention"], "sliding_window": 9}, "is_causal is False"),
+        (
+            {
+                "is_causal": True,
+                "sliding_window_non_causal": True,
+                "layer_types": ["sliding_attention"],
+                "sliding_window": 9,
+            },
+            "is_causal is True",
+        ),
         ({"dflash_config": {"causal": True, "mask_token_id": 3}}, r"dflash_config\.causal is True"),
         ({"dflash_config": {"final_logit_softcapping": 30.0}}, r"dflash_config\.final_logit_softcapping is 30\.0"),
         ({"dflash_config": {"output_multiplier": 2.0}}, "output_multiplier is 2.0"),

@@ -134,9 +134,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     # z-lab/dflash, dflash/model.py and tests/fixtures/assistant-config.json.
     "DFlash": FLASH | {"dflash_config": MASKED},
     "DFlash, sliding": FLASH | MASKED | {"layer_types": SLIDING * 2, "sliding_window": 5},
+    "DFlash, sliding and seeing ahead": FLASH
+    | MASKED
+    | {"layer_types": [*SLIDING, "full_attention"], "sliding_window": 5, "is_causal": False},
     "DFlash, mixed with biases": FLASH
     | {"dflash_config": MASKED, "attention_bias": True}
     | {"sliding_window": 5, "layer_types": [*SLIDING, "full_attention"]},
+    "speculators DFlash, sliding and seeing ahead": by_speculators(
+        "dflash", {"model_type": "qwen3", "layer_types": SLIDING * 2, "sliding_window": 4} | TWO,
+        block_size=4, mask_token_id=11, sliding_window_non_causal=True,
+    ),
     "speculators DFlash, pruned": by_speculators(
         "dflash", {"model_type": "qwen3"} | TWO | scaled("llama3"), block_size=4, mask_token_id=11
     ),

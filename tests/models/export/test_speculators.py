@@ -126,6 +126,7 @@ def test_an_eagle3_draft_says_the_same(name, layers, target, tmp_path):
     [
         {},
         WINDOW | {"layer_types": ["sliding_attention"] * 2},
+        WINDOW | {"layer_types": ["sliding_attention", "full_attention"], "sliding_sees_ahead": True},
         {"attention_bias": True, "rope_scaling": LLAMA3, "rope_theta": 500.0},
     ],
     ids=str,

@@ -15,6 +15,11 @@ SHAPE = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 
     ("changes", "message"),
     [
         ({"layer_types": ("sliding_attention",)}, "sliding_window"),
+        ({"sliding_sees_ahead": True}, "there are none: leave it out"),
+        (
+            {"layer_types": ("sliding_attention",), "sliding_window": 9, "sliding_sees_ahead": True},
+            "sliding_window 9 is less than block_size 16",
+        ),
         ({"num_heads": 3}, "multiple"),
         ({"mask_token_id": 40}, "0 to 39"),
         ({"vocab_sizes": 16}, "Extra inputs"),

@@ -26,7 +26,15 @@ from models.targets.model import TargetModel
 HIDDEN, VOCABULARY, AUX, BLOCK = 12, 40, (0, 2), 4
 SLIDING = {"layer_types": ("sliding_attention", "full_attention", "sliding_attention"), "sliding_window": 5}
 SCALED = {"attention_bias": True, "partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "linear", "factor": 3.0}}
-VARIANTS = [{}, SLIDING, SCALED, {"fc_norm": True, "num_kv_heads": 4}, {"fc_norm": True, "mask_token_id": 7} | SLIDING]
+AHEAD = SLIDING | {"sliding_sees_ahead": True}
+VARIANTS = [
+    {},
+    SLIDING,
+    AHEAD,
+    SCALED,
+    {"fc_norm": True, "num_kv_heads": 4},
+    {"fc_norm": True, "mask_token_id": 7} | SLIDING,
+]
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +117,8 @@ def slow_attention(attention, config, layer_type, rows, given, anchor):
         q = turned(norm(attention.q_proj(row).view(shape), attention.q_norm), anchor + k, config)
         seen = range(len(places))
         if layer_type == "sliding_attention":
-            seen = [i for i in seen if anchor + k - config.sliding_window < places[i] <= anchor + k]
+            last = places[-1] if config.sliding_sees_ahead else anchor + k
+            seen = [i for i in seen if anchor + k - config.sliding_window < places[i] <= last]
         parts = []
         for head in range(config.num_heads):
             shared = head * config.num_kv_heads // config.num_heads
@@ -306,7 +315,7 @@ def test_a_draw_depends_on_the_tokens_and_the_seed_alone():
     assert drawn(replace(batch, tokens=(batch.tokens + 1) % VOCABULARY)) != first
 
 
-@pytest.mark.parametrize("changes", [{"fc_norm": True}, SLIDING | {"anchors": 3}])
+@pytest.mark.parametrize("changes", [{"fc_norm": True}, SLIDING | {"anchors": 3}, AHEAD | {"anchors": 3}])
 def test_gradients_against_finite_differences(changes):
     draft, batch = make_draft(**changes), make_batch((6, 5), 3)
     target = projection(draft)

@@ -26,6 +26,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embedding
 SHAPES = {
     "full": {"layer_types": ("full_attention",) * 2, "num_kv_heads": 4, "rope_theta": 50_000.0},
     "sliding": SLIDING,
+    "sliding and seeing ahead": SLIDING | {"sliding_sees_ahead": True},
     "normed": SLIDING | {"fc_norm": True},
     "biases and llama3 rope": {"attention_bias": True, "rope_scaling": LLAMA3, "rope_theta": 500.0},
     "partial yarn rope": {"partial_rotary_factor": 0.5, "rope_scaling": LLAMA3 | {"rope_type": "yarn"}},
