@@ -12,6 +12,8 @@ from infra.files.atomic import sha256_file
 from infra.provenance import hardware, versions
 from infra.records.acceptance import Conditions
 from infra.records.data_path import TargetRecord
+from infra.settings import leased_gpus
+from infra.sglang.command import sglang_version
 from models.config.benchmark import BenchmarkConfig
 from models.data.thinking import OPENED, thinks
 from models.targets.model import TargetModel
@@ -35,6 +37,12 @@ class Counter:
         """The reference decoder."""
         device = torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu"
         return cls("transformers", str(model.head_weight.dtype).removeprefix("torch."), device)
+
+    @classmethod
+    def sglang(cls, dtype: str, concurrency: int, quantization: str | None) -> "Counter":
+        """SGLang, over all leased GPUs."""
+        device = f"{len(leased_gpus())} GPUs" if leased_gpus() else "cpu"
+        return cls(f"sglang {sglang_version()}", dtype, device, concurrency, quantization)
 
 
 def conditions(

@@ -44,7 +44,7 @@ def load_contestants(target: Path, folders: Sequence[Path], dtype: torch.dtype) 
     if quantization := read_quantization(target):
         raise Refusal(
             f"{target} is quantized ({quantization}), and the reference decoder would compute it with dequantized "
-            "weights: acceptance is counted by SGLang, in a run with generator.engine=sglang"
+            "weights: acceptance is counted by SGLang, in a run with generator.engine=sglang, or in `draftsmith bench`"
         )
     for folder in folders:
         check_precision(folder, None)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infra.quantities import byte_size
+from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
 from models.dtypes import DTYPES
 from models.run import RunWithTarget
@@ -29,18 +30,27 @@ def why_engine_counts(run: RunWithTarget, gpus: Sequence[int]) -> str | None:
 def _why(run: RunWithTarget, gpus: Sequence[int]) -> str | None:
     config, target = run.config, run.target
     chosen = config.benchmark.counted_by
-    if quantization := config.served_quantization(target.quantization):
-        if chosen == "reference":
-            raise Refusal(
-                f"benchmark.counted_by=reference: the target is served in {quantization}, and the reference decoder "
-                "computes with floating-point weights, so its acceptance is another target's: set it to auto"
-            )
-        return f"the target is served in {quantization}, which the reference decoder does not compute"
+    quantization = config.served_quantization(target.quantization)
+    if quantization and chosen == "reference":
+        raise Refusal(
+            f"benchmark.counted_by=reference: the target is served in {quantization}, and the reference decoder "
+            "computes with floating-point weights, so its acceptance is another target's: set it to auto"
+        )
     if chosen != "auto":
         return "benchmark.counted_by=engine" if chosen == "engine" else None
-    needed = weight_bytes(Path(target.path), DTYPES[config.benchmark_dtype])
+    return why_no_reference(target, quantization, config.benchmark_dtype, gpus)
+
+
+def why_no_reference(target: TargetRecord, quantization: str | None, dtype: str, gpus: Sequence[int]) -> str | None:
+    """Why the reference decoder cannot decode a target in `dtype`, for a person; None: it can.
+
+    `quantization`: as it is served; `gpus`: see `why_engine_counts`.
+    """
+    if quantization:
+        return f"the target is served in {quantization}, which the reference decoder does not compute"
+    needed = weight_bytes(Path(target.path), DTYPES[dtype])
     room = min(gpus) if gpus else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if not room or needed <= FREE_SHARE * room:
         return None
     device = "one GPU" if gpus else "this machine"
-    return f"the target's weights take {byte_size(needed)} in {config.benchmark_dtype}, {device} has {byte_size(room)}"
+    return f"the target's weights take {byte_size(needed)} in {dtype}, {device} has {byte_size(room)}"

@@ -28,9 +28,7 @@ from infra.records.acceptance import (
 )
 from infra.records.benchmark_text import summary
 from infra.refusal import Refusal
-from infra.settings import leased_gpus
 from infra.sglang.client import Answer, SGLangClient
-from infra.sglang.command import sglang_version
 from models.benchmark.categories import suite_result
 from models.benchmark.conditions import Counter, conditions
 from models.benchmark.gate import decide
@@ -126,8 +124,7 @@ def measure_in_engine(
             served = [answer.tokens for answer in answers]
             compared = [compare_texts(own, *texts) for texts in zip(prompts, served, plain, strict=True)]
             speeds = time_all(setup, client, heldout, "target alone", bar)
-    device = f"{len(leased_gpus())} GPUs" if leased_gpus() else "cpu"
-    counter = Counter(f"sglang {sglang_version()}", setup.dtype, device, max(setup.concurrency), quantization)
+    counter = Counter.sglang(setup.dtype, max(setup.concurrency), quantization)
     rival = counted[1] if champion else None
     return EngineCounts(prompts, counted[0], rival, served, plain, total(compared), speeds, speculative, counter)
 

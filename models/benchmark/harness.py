@@ -7,7 +7,7 @@ suites, for the same table. Runs in the process of `models.benchmark.standalone`
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,16 +19,16 @@ import torch
 from infra.records.acceptance import Conditions, Ground, LosslessRecord
 from infra.refusal import Refusal
 from infra.sglang.client import SGLangClient
-from infra.sglang.command import sglang_version
 from models.benchmark.bootstrap import length_interval
 from models.benchmark.categories import suite_result
 from models.benchmark.contestants import Contestants
+from models.benchmark.engine_counts import ServedText
 from models.benchmark.harness_result import LEAST_DISTINCT, Cell, Speed
 from models.benchmark.reference import TOLERANCE
 from models.benchmark.served import Setup, ask_all, counts_of
 from models.data.prompts import SuitePrompts
 from models.decoding.acceptance import by_position, distinct_token_share
-from models.decoding.lossless import LosslessCheck, total
+from models.decoding.lossless import LosslessCheck, compare_texts, total
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.speculative import Decoded, Shape, speculate_together
 from models.decoding.stopwatch import Stopwatch
@@ -36,6 +36,7 @@ from models.drafts.batched_proposer import ProposalSource
 from models.drafts.sampling import GREEDY, Sampling
 from models.drafts.trees import DynamicTree, parse_shape
 from models.progress_bars import Bar, bars
+from models.targets.model import eos_ids
 
 RESAMPLES = 10_000
 
@@ -51,6 +52,15 @@ class Repeat:
 
 Speeds = dict[int, list[Repeat]]
 """Speeds by batch size."""
+
+
+class Watched(NamedTuple):
+    """A suite in a server with a draft."""
+
+    decoded: list[Decoded]
+    speeds: Speeds
+
+
 TimePass = Callable[[Sequence[list[int]], int, int], Repeat]
 """Decodes prompts, as many at a time as the second argument says; the third is the number of the repeat."""
 
@@ -107,8 +117,70 @@ def topk_of(shape: Shape) -> int:
     return max(children for depth in range(shape.depth) for children in shape.parents_at(depth).values())
 
 
-class Harness:
-    """Measures every cell of a plan with one target."""
+class Cells:
+    """What comes of decoded texts and timed passes, whoever decoded them."""
+
+    def __init__(self, plan: HarnessPlan, under: Mapping[tuple[str, str], Conditions]):
+        """`under`: conditions by suite and source."""
+        self.plan, self.under = plan, under
+
+    def cell(
+        self,
+        place: Place,
+        decoded: Sequence[Decoded],
+        plain: Speeds,
+        speeds: Speeds,
+        compared: LosslessRecord | None,
+    ) -> Cell:
+        """What comes of all texts of a suite. `compared`: greedy ones with the target's own text."""
+        suite, temperature = place.suite, place.temperature
+        prompts, shape = self.plan.suites[suite], shape_of(place.shape)
+        shares = [distinct_token_share([each.tokens]) for each in decoded]
+        varied = [row for row, share in enumerate(shares) if share >= LEAST_DISTINCT]
+        others = [row for row, share in enumerate(shares) if share < LEAST_DISTINCT]
+        shown = _ground(suite, prompts, decoded, varied)
+        figures = suite_result(shown, 1.0)
+        rows = np.array(shown.challenger, dtype=np.int64).reshape(-1, 2)
+        chain = [decoded[row].counts for row in varied] if isinstance(shape, int) else []
+        depth = shape if isinstance(shape, int) else shape.depth
+        at = {"temperature": temperature, "sampled_temperature": temperature, "lookahead": depth}
+        conditions = self.under[suite, place.source].model_copy(
+            update={**at, "topk": topk_of(shape), "concurrency": self.plan.together}
+        )
+        return Cell(
+            suite=suite,
+            source=place.source,
+            shape=place.shape,
+            conditions=conditions,
+            length=figures.whole.length,
+            interval=length_interval(rows, RESAMPLES, 0) if figures.whole.steps else None,
+            steps=figures.whole.steps,
+            conversations=len(varied),
+            by_position=by_position(chain, depth) if chain else (),
+            by_category=figures.by_category,
+            by_context=figures.by_context,
+            distinct_token_share=sum(shares) / len(shares),
+            repetitive=suite_result(_ground(suite, prompts, decoded, others), 1.0).whole if others else None,
+            mismatches=compared and compared.mismatches,
+            ties=compared and compared.ties,
+            speeds=tuple(speed(batch, plain[batch], repeats) for batch, repeats in speeds.items()),
+        )
+
+    def speeds(self, suite: str, what: str, time_pass: TimePass, bar: Bar, *, warm: int | None = None) -> Speeds:
+        """Every repeat at every batch size; a pass over the first `warm` prompts (None: a batch) is not counted."""
+        plan, found = self.plan, Speeds()
+        for batch in plan.batches:
+            prompts, advance = plan.timed(suite, batch), bar(f"{suite}, {what}, batch {batch}", plan.repeats)
+            time_pass(prompts[: warm or batch], batch, 0)
+            found[batch] = []
+            for repeat in range(plan.repeats):
+                found[batch].append(time_pass(prompts, batch, repeat))
+                advance(1)
+        return found
+
+
+class Harness(Cells):
+    """Measures every cell of a plan with one target, by the reference decoder."""
 
     def __init__(
         self,
@@ -118,7 +190,8 @@ class Harness:
         under: Mapping[tuple[str, str], Conditions],
     ):
         """`sources` by the name that is written down; `under`: conditions by suite and source."""
-        self.loaded, self.sources, self.plan, self.under = loaded, sources, plan, under
+        super().__init__(plan, under)
+        self.loaded, self.sources = loaded, sources
         self._alone: dict[tuple[str, float], Speeds] = {}
         self._own: dict[str, list[Decoded]] = {}
 
@@ -156,57 +229,8 @@ class Harness:
         decoded = self._decode(suite, source, shape, temperature)
         what = f"{place.source} {place.shape}, T={temperature:g}"
         speeds = self.speeds(suite, what, self._time_pass(source, shape, temperature), bar)
-        return self.cell(place, decoded, self._alone[alone], speeds)
-
-    def cell(
-        self, place: Place, decoded: Sequence[Decoded], plain: Speeds, speeds: Speeds, engine: str = "transformers"
-    ) -> Cell:
-        """What comes of all texts of a suite; greedy ones are compared with the target's own."""
-        suite, temperature = place.suite, place.temperature
-        prompts, shape = self.plan.suites[suite], shape_of(place.shape)
-        shares = [distinct_token_share([each.tokens]) for each in decoded]
-        varied = [row for row, share in enumerate(shares) if share >= LEAST_DISTINCT]
-        others = [row for row, share in enumerate(shares) if share < LEAST_DISTINCT]
-        shown = _ground(suite, prompts, decoded, varied)
-        figures = suite_result(shown, 1.0)
-        rows = np.array(shown.challenger, dtype=np.int64).reshape(-1, 2)
-        chain = [decoded[row].counts for row in varied] if isinstance(shape, int) else []
         compared = self._compare(suite, decoded) if temperature == 0 else None
-        depth = shape if isinstance(shape, int) else shape.depth
-        at = {"temperature": temperature, "sampled_temperature": temperature, "lookahead": depth}
-        conditions = self.under[suite, place.source].model_copy(
-            update={**at, "topk": topk_of(shape), "concurrency": self.plan.together, "engine": engine}
-        )
-        return Cell(
-            suite=suite,
-            source=place.source,
-            shape=place.shape,
-            conditions=conditions,
-            length=figures.whole.length,
-            interval=length_interval(rows, RESAMPLES, 0) if figures.whole.steps else None,
-            steps=figures.whole.steps,
-            conversations=len(varied),
-            by_position=by_position(chain, depth) if chain else (),
-            by_category=figures.by_category,
-            by_context=figures.by_context,
-            distinct_token_share=sum(shares) / len(shares),
-            repetitive=suite_result(_ground(suite, prompts, decoded, others), 1.0).whole if others else None,
-            mismatches=compared and compared.mismatches,
-            ties=compared and compared.ties,
-            speeds=tuple(speed(batch, plain[batch], repeats) for batch, repeats in speeds.items()),
-        )
-
-    def speeds(self, suite: str, what: str, time_pass: TimePass, bar: Bar, *, warm: int | None = None) -> Speeds:
-        """Every repeat at every batch size; a pass over the first `warm` prompts (None: a batch) is not counted."""
-        plan, found = self.plan, Speeds()
-        for batch in plan.batches:
-            prompts, advance = plan.timed(suite, batch), bar(f"{suite}, {what}, batch {batch}", plan.repeats)
-            time_pass(prompts[: warm or batch], batch, 0)
-            found[batch] = []
-            for repeat in range(plan.repeats):
-                found[batch].append(time_pass(prompts, batch, repeat))
-                advance(1)
-        return found
+        return self.cell(place, decoded, self._alone[alone], speeds, compared)
 
     def _decode(self, suite: str, source: ProposalSource, shape: Shape, temperature: float) -> list[Decoded]:
         """All prompts of a suite, some at a time."""
@@ -285,36 +309,54 @@ def _ground(name: str, prompts: SuitePrompts, decoded: Sequence[Decoded], rows: 
     )
 
 
-class ServedHarness:
-    """Measures every chain of a harness's plan in SGLang, for every draft, greedily.
+class ServedHarness(Cells):
+    """Measures every chain of a plan in SGLang, for every draft, greedily, without the reference decoder.
 
-    One server for the target alone, and one for each draft and lookahead.
+    One server for each draft and lookahead, then one for the target alone, whose text theirs must equal.
     """
 
-    def __init__(self, harness: Harness, setup: Setup, drafts: Mapping[str, Path]):
+    def __init__(
+        self,
+        setup: Setup,
+        drafts: Mapping[str, Path],
+        plan: HarnessPlan,
+        under: Mapping[tuple[str, str], Conditions],
+    ):
         """`drafts`: exports by the name that is written down; the engine can serve all of them."""
-        self.harness, self.plan, self.setup, self.drafts = harness, harness.plan, setup, drafts
-        self.engine = f"sglang {sglang_version()}"
+        super().__init__(plan, under)
+        self.setup, self.drafts = setup, drafts
 
     def measure(self) -> list[Cell]:
         """Measure every cell. Raises Refusal for what a person has to correct."""
-        found, chains = list[Cell](), [int(shape) for shape in self.plan.shapes if shape.isdigit()]
+        chains, watched = [shape for shape in self.plan.shapes if shape.isdigit()], dict[Place, Watched]()
         with bars() as bar:
-            with self.setup.serving(None, 0) as client:
-                plain = {suite: self._speeds(client, suite, "target alone", bar) for suite in self.plan.suites}
             for name, draft in self.drafts.items():
-                for lookahead in chains:
-                    with self.setup.serving(draft, lookahead) as client:
-                        found += [self._cell(client, suite, name, lookahead, plain[suite], bar) for suite in plain]
-        return found
+                for shape in chains:
+                    with self.setup.serving(draft, int(shape)) as client:
+                        for suite in self.plan.suites:
+                            watched[Place(suite, 0.0, name, shape)] = self._watched(client, suite, name, shape, bar)
+            with self.setup.serving(None, 0) as client:
+                own = ServedText(client, self.setup, eos_ids(self.setup.target))
+                return [cell for suite in self.plan.suites for cell in self._cells(own, suite, watched, bar)]
 
-    def _cell(self, client: SGLangClient, suite: str, name: str, lookahead: int, plain: Speeds, bar: Bar) -> Cell:
+    def _watched(self, client: SGLangClient, suite: str, name: str, shape: str, bar: Bar) -> Watched:
         prompts = self.plan.suites[suite].prompts
-        watched = bar(f"{suite}, {name} in SGLang, step by step", len(prompts))
-        answers = self.setup.watch_all(client, prompts, lambda _: watched(1))
-        speeds = self._speeds(client, suite, name, bar)
-        decoded = [Decoded(tuple(answer.tokens), counts_of(answer, lookahead)) for answer in answers]
-        return self.harness.cell(Place(suite, 0.0, name, str(lookahead)), decoded, plain, speeds, self.engine)
+        seen = bar(f"{suite}, {name} in SGLang, step by step", len(prompts))
+        answers = self.setup.watch_all(client, prompts, lambda _: seen(1))
+        decoded = [Decoded(tuple(answer.tokens), counts_of(answer, int(shape))) for answer in answers]
+        return Watched(decoded, self._speeds(client, suite, name, bar))
+
+    def _cells(self, own: ServedText, suite: str, watched: Mapping[Place, Watched], bar: Bar) -> Iterator[Cell]:
+        """The suite's cells, once the target alone has written its texts."""
+        prompts, ask = self.plan.suites[suite].prompts, partial(own.client.generate, sampling=self.setup.greedy)
+        answered = bar(f"{suite}, target alone in SGLang", len(prompts))
+        texts = [answer.tokens for answer in ask_all(ask, prompts, self.plan.together, lambda _: answered(1))]
+        plain = self._speeds(own.client, suite, "target alone", bar)
+        for place, found in watched.items():
+            if place.suite == suite:
+                pairs = zip(prompts, found.decoded, texts, strict=True)
+                compared = total(compare_texts(own, prompt, each.tokens, text) for prompt, each, text in pairs)
+                yield self.cell(place, found.decoded, plain, found.speeds, compared)
 
     def _speeds(self, client: SGLangClient, suite: str, name: str, bar: Bar) -> Speeds:
         # No text ends early, so that as many requests run all the time.
@@ -329,4 +371,4 @@ class ServedHarness:
 
         # The warm-up leaves all prompts in the engine's cache.
         every = max((len(self.plan.timed(suite, batch)) for batch in self.plan.batches), default=None)
-        return self.harness.speeds(suite, f"{name} in SGLang", time_pass, bar, warm=every)
+        return self.speeds(suite, f"{name} in SGLang", time_pass, bar, warm=every)

@@ -1,7 +1,8 @@
 """`python -m models.benchmark.standalone`: exported drafts and baselines on suites of prompts, without a run.
 
 What `draftsmith bench` starts. Real decoding by the reference decoder: acceptance by category and context, at several
-temperatures, lookaheads and tree shapes, and speed by batch size; where asked, the drafts in SGLang as well.
+temperatures, lookaheads and tree shapes, and speed by batch size. SGLang measures the drafts as well where asked, and
+alone where the reference decoder cannot decode the target.
 """
 
 import argparse
@@ -9,7 +10,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -21,12 +22,14 @@ from infra.files.atomic import write_atomically
 from infra.processes.exit import run_main
 from infra.processes.process import Owner
 from infra.provenance import git_sha
+from infra.records.acceptance import Conditions
 from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
 from infra.settings import leased_gpus
 from infra.sglang.config import SGLangConfig
 from models.benchmark.conditions import Counter, conditions
 from models.benchmark.contestants import load_contestants
+from models.benchmark.counter import why_no_reference
 from models.benchmark.harness import Harness, HarnessPlan, ServedHarness, branches, shape_of
 from models.benchmark.harness_result import Cell, HarnessResult, lines, page, table
 from models.benchmark.served import Setup, whats_missing
@@ -39,7 +42,7 @@ from models.data.conversations import source_hash
 from models.data.prompts import SuitePrompts, choose_template, find_suite_format, question_prompts, read_prompts
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.token_recycling import TokenRecycling
-from models.devices import compute_device
+from models.devices import compute_device, leased_bytes
 from models.drafts.batched_proposer import ProposalSource
 from models.dtypes import DTYPES
 from models.export.description import read_description
@@ -52,6 +55,7 @@ BASELINES: dict[str, type[PromptLookup] | type[TokenRecycling]] = {
 DRAFT, CHAMPION = "draft", "champion"
 REFERENCE: Literal["reference"] = "reference"
 SGLANG: Literal["sglang"] = "sglang"
+AUTO = "auto"
 Item = TypeVar("Item")
 
 
@@ -69,38 +73,43 @@ def bench(options: argparse.Namespace) -> HarnessResult:
     shapes = tuple(_listed(options.lookahead, str) + _listed(options.tree, str))
     for shape in shapes:
         shape_of(shape)
-    engines = _engines(options)
-    if SGLANG in engines and leased_gpus():
-        SGLangConfig().check_gpu_dtype(dtype, "--dtype")
     folders = {DRAFT: options.draft} | ({CHAMPION: options.champion} if options.champion else {})
     aux_layer_ids = read_description(options.draft).aux_layer_ids
     target = find_target(options.target, aux_layer_ids)
+    engines = _engines(options, target, dtype)
+    if SGLANG in engines and leased_gpus():
+        SGLangConfig().check_gpu_dtype(dtype, "--dtype")
     config = BenchmarkConfig(
         prompts=options.num_prompts, prompt_tokens=options.prompt_tokens, max_new_tokens=options.max_new_tokens,
     )  # fmt: skip
     suites = _suites(options, target, config)
-    loaded = load_contestants(Path(target.path), list(folders.values()), DTYPES[dtype])
-    sources: dict[str, ProposalSource] = dict(zip(folders, loaded.drafts, strict=True))
-    sources |= baselines(_listed(options.baselines, str))
-    under = {
-        # A baseline's draft is None.
-        (name, source): conditions(
-            config, Counter.reference(loaded.target), target=target, draft=folders.get(source),
-            dataset_hash=suite.dataset_hash, template_hash=suite.template_hash, prompts=len(suite.prompts),
-        )
-        for name, suite in suites.items()
-        for source in sources
-    }  # fmt: skip
-    harness = Harness(loaded, sources, _plan(options, suites, shapes), under)
-    cells = harness.measure() if REFERENCE in engines else []
-    trees = [shape for shape in shapes if not shape.isdigit()]
-    chains_only = [name for name, source in sources.items() if trees and not branches(source)]
-    notes = [f"{name} proposes chains only: no figures for {', '.join(trees)}" for name in chains_only]
+    plan = _plan(options, suites, shapes)
+
+    def under(counter: Counter, sources: Iterable[str]) -> dict[tuple[str, str], Conditions]:
+        return {
+            # A baseline's draft is None.
+            (name, source): conditions(
+                config, counter, target=target, draft=folders.get(source), dataset_hash=suite.dataset_hash,
+                template_hash=suite.template_hash, prompts=len(suite.prompts),
+            )
+            for name, suite in suites.items()
+            for source in sources
+        }  # fmt: skip
+
+    trees, cells, notes = [shape for shape in shapes if not shape.isdigit()], list[Cell](), list[str]()
+    asked = baselines(_listed(options.baselines, str))
+    if REFERENCE in engines:
+        loaded = load_contestants(Path(target.path), list(folders.values()), DTYPES[dtype])
+        sources: dict[str, ProposalSource] = dict(zip(folders, loaded.drafts, strict=True)) | asked
+        cells += Harness(loaded, sources, plan, under(Counter.reference(loaded.target), sources)).measure()
+        chains_only = [name for name, source in sources.items() if trees and not branches(source)]
+        notes += [f"{name} proposes chains only: no figures for {', '.join(trees)}" for name in chains_only]
     if SGLANG in engines:
-        missing = {name: whats_missing(folder, harness.plan.batches) for name, folder in folders.items()}
+        missing = {name: whats_missing(folder, plan.batches) for name, folder in folders.items()}
         notes += [f"{name} in SGLang: {why}" for name, why in missing.items() if why]
         served = {name: folder for name, folder in folders.items() if not missing[name]}
-        cells += serve(harness, target, served, dtype, options)
+        counter = Counter.sglang(dtype, plan.together, target.quantization)
+        cells += serve(plan, under(counter, served), target, served, dtype, options)
     if not cells:
         raise Refusal("; ".join(notes))
     return HarnessResult(
@@ -114,7 +123,12 @@ def bench(options: argparse.Namespace) -> HarnessResult:
 
 
 def serve(
-    harness: Harness, target: TargetRecord, drafts: Mapping[str, Path], dtype: str, options: argparse.Namespace
+    plan: HarnessPlan,
+    under: Mapping[tuple[str, str], Conditions],
+    target: TargetRecord,
+    drafts: Mapping[str, Path],
+    dtype: str,
+    options: argparse.Namespace,
 ) -> list[Cell]:
     """Measure drafts in SGLang; empty if it can serve none of them."""
     if not drafts:
@@ -126,16 +140,24 @@ def serve(
             dtype=dtype,
             prompt_tokens=options.prompt_tokens,
             max_new_tokens=options.max_new_tokens,
-            concurrency=harness.plan.batches or (1,),
+            concurrency=plan.batches or (1,),
             owner=Owner(f"bench-{os.getpid()}", Path(logs)),
         )
-        return ServedHarness(harness, setup, drafts).measure()
+        return ServedHarness(setup, drafts, plan, under).measure()
 
 
-def _engines(options: argparse.Namespace) -> list[str]:
+def _engines(options: argparse.Namespace, target: TargetRecord, dtype: str) -> list[str]:
+    """The engines asked for. Raises Refusal for the reference decoder where it cannot decode the target."""
+    why = why_no_reference(target, target.quantization, dtype, leased_bytes())
     engines = _listed(options.engines, str)
+    if engines == [AUTO]:
+        return [SGLANG if why else REFERENCE]
     if not engines or not {*engines} <= {REFERENCE, SGLANG}:
-        raise Refusal(f"--engines {options.engines!r}: give {REFERENCE}, {SGLANG}, or both with a comma")
+        raise Refusal(
+            f"--engines {options.engines!r}: give {AUTO}, {REFERENCE}, {SGLANG}, or the last two with a comma"
+        )
+    if why and REFERENCE in engines:
+        raise Refusal(f"--engines {options.engines}: {why}: give {SGLANG}, which counts its acceptance itself")
     return engines
 
 

@@ -35,7 +35,12 @@ def bench_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="your own .jsonl or .txt; may be repeated",
     )
-    add("--engines", default="reference", help="reference, sglang (drafts, greedy, chains), or both")
+    add(
+        "--engines",
+        default="auto",
+        help="reference, sglang (drafts, greedy, chains), or both; auto: sglang where the target is quantized or "
+        "exceeds one device, else reference",
+    )
     add("--baselines", default="prompt-lookup,token-recycling", help="empty for none")
     add("--lookahead", default="4", help="numbers of proposed tokens, for example 3,5")
     add("--tree", default="", help="trees, for example 3x2x1,dynamic-5-4-16")

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import random
 from dataclasses import replace
 from io import StringIO
@@ -294,6 +295,20 @@ def test_bench_refuses_in_words(run: PreparedRun, target: Path, text: Path, tmp_
             bench(options([*common, "--prompts", str(text), option]))
     with pytest.raises(ValueError, match="there are prompt-lookup"):
         bench(options([*common, "--prompts", str(text), "--baselines", "luck"]))
+
+
+def test_bench_leaves_a_target_that_no_device_holds_to_the_engine(
+    run: PreparedRun, target: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+):
+    sysconf = os.sysconf
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 if name == "SC_PHYS_PAGES" else sysconf(name))
+    common = ["--target", str(target), "--draft", str(run.folder.export), "--prompts", str(text)]
+    for engines in ("reference", "reference,sglang"):
+        with pytest.raises(ValueError, match=rf"--engines {engines}: the target's weights take .*: give sglang"):
+            bench(options([*common, "--engines", engines]))
+    # Without the tests' kernels SGLang has none for a CPU.
+    with pytest.raises(ValueError, match=r"^draft in SGLang: not served: SGLang has no kernels"):
+        bench(options(common))
 
 
 def test_drafts_that_read_other_layers_share_one_target(run: PreparedRun, target: Path, tmp_path: Path):
