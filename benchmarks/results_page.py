@@ -244,6 +244,28 @@ def conditions(result: Json) -> str:
     return ", ".join(part for part in (hardware, day, commit) if part)
 
 
+def served_by_vllm(result: Json) -> list[str]:
+    """Counts of vLLM beside the reference decoder's."""
+    titles = "method", "target", "prompts", "same text", "same counts among them", "steps, accepted: reference", "vLLM"
+    rows = [f"| {' | '.join(titles)} |", "|---|---|--:|--:|--:|--:|--:|"]
+    for one in result["served"]:
+        sums = [f"{one[who]['steps']}, {sum(one[who]['accepted_by_position'])}" for who in ("reference", "vllm")]
+        cells = one["method"], one["target_dtype"], one["prompts"], one["same_text"], one["same_counts"], *sums
+        rows.append(f"| {' | '.join(map(str, cells))} |")
+    under = f"{result['max_new_tokens']} new tokens, lookahead {result['lookahead']}, greedy"
+    return [
+        "## vLLM on the CPU",
+        "",
+        f"Drafts of {result['target']} in vLLM {result['vllm']} (`vllm_served.py`): {under}; {conditions(result)}.",
+        f"vLLM's own code read {len(result['settings'])} kinds of exports with the settings of training.",
+        "",
+        *rows,
+        "",
+        *(f"- Not served: {what}: {why}." for what, why in result["not_served"].items()),
+        "",
+    ]
+
+
 def page() -> str:
     """The page's Markdown."""
     lines = [TITLE]
@@ -253,6 +275,7 @@ def page() -> str:
             result = json.loads((RESULTS / f"{name}.json").read_text())
             lines += [f"| {what} | {figure} | {conditions(result)} | `{script}` |" for what, figure in facts(result)]
         lines.append("")
+    lines += served_by_vllm(json.loads((RESULTS / "vllm.json").read_text()))
     lines += ["## Draft methods", ""]
     for name in ("methods-gemma3-270m", "methods-tiny"):
         lines += [
