@@ -102,6 +102,10 @@ YARN: dict[str, Any] = {
 }
 
 
+PUBLISHED_MOE: dict[str, Any] = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+"""Of DeepSeek's configurations."""
+
+
 @dataclass(frozen=True)
 class Family:
     """A target family as it is published."""
@@ -114,7 +118,7 @@ class Family:
     wrapper: dict[str, Any] = field(default_factory=dict)
     """Settings of the multimodal configuration around the text model's; empty for text models."""
     published_as: dict[str, Any] = field(default_factory=dict)
-    """Entries of `config.json` for which transformers has no class."""
+    """Entries of the published `config.json` that transformers 5 does not write or know, and SGLang reads."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -146,7 +150,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family("Qwen3", "Qwen3ForCausalLM", HEADS | {"tie_word_embeddings": True}),
     "qwen3_moe": Family("Qwen3-MoE", "Qwen3MoeForCausalLM", HEADS | EXPERTS),
     "qwen3_next": Family(
-        "Qwen3-Next", "Qwen3NextForCausalLM", HEADS | EXPERTS | LINEAR | {"shared_expert_intermediate_size": 32}
+        *("Qwen3-Next", "Qwen3NextForCausalLM", HEADS | EXPERTS | LINEAR | {"shared_expert_intermediate_size": 32}),
+        published_as={"full_attention_interval": 4},
     ),
     "qwen3_5": Family(
         "Qwen3.5",
@@ -184,6 +189,7 @@ FAMILIES: dict[str, Family] = {
         HEADS
         | ALTERNATING
         | {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 8.0},
+        published_as={"hidden_act": "gelu_pytorch_tanh"},
     ),
     "gemma3_text": Family("Gemma 3 (text)", "Gemma3ForCausalLM", HEADS | ALTERNATING | {"query_pre_attn_scalar": 16}),
     "gemma3": Family(
@@ -205,7 +211,10 @@ FAMILIES: dict[str, Family] = {
         | ALTERNATING
         | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "rope_parameters": YARN},
     ),
-    "mistral": Family("Mistral", "MistralForCausalLM", HEADS | {"sliding_window": WINDOW}),
+    "mistral": Family("Mistral", "MistralForCausalLM", HEADS | {"sliding_window": None}),
+    "mistral_7b_v01": Family(
+        "Mistral 7B v0.1 (sliding window)", "MistralForCausalLM", HEADS | {"sliding_window": WINDOW}
+    ),
     "mixtral": Family("Mixtral", "MixtralForCausalLM", HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mistral3": Family(
         "Mistral 3 (multimodal)",
@@ -218,12 +227,15 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": Family(
         "GLM-4-MoE", "Glm4MoeForCausalLM", HEADS | ROUTED | {"use_qk_norm": True, "partial_rotary_factor": 0.5}
     ),
-    "deepseek_v3": Family("DeepSeek-V3", "DeepseekV3ForCausalLM", MLA | ROUTED | {"rope_parameters": YARN}),
+    "deepseek_v3": Family(
+        *("DeepSeek-V3", "DeepseekV3ForCausalLM", MLA | ROUTED | {"rope_parameters": YARN}),
+        published_as=PUBLISHED_MOE,
+    ),
     "kimi_k2": Family(
         "Kimi-K2",
         "DeepseekV3ForCausalLM",
         MLA | ROUTED | {"rope_parameters": YARN | {"rope_theta": 50_000.0}},
-        published_as={"model_type": "kimi_k2"},
+        published_as=PUBLISHED_MOE | {"model_type": "kimi_k2"},
     ),
     "mimo": Family(
         "MiMo", "Qwen2ForCausalLM", {}, published_as={"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
@@ -252,6 +264,7 @@ FAMILIES: dict[str, Family] = {
         "DeepSeek-V3.2 (sparse attention)",
         "DeepseekV32ForCausalLM",
         MLA | ROUTED | {"index_topk": 8, "index_n_heads": 32, "index_head_dim": 16},
+        published_as=PUBLISHED_MOE,
     ),
 }
 
@@ -265,7 +278,12 @@ def build(family: Family) -> PreTrainedModel:
         config = kind.config_class(**PLAIN | family.settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return kind(config).eval()
+        model = kind(config).eval()
+    for name, sinks in model.named_parameters():
+        if name.endswith("sinks"):
+            # Published in bfloat16, which SGLang keeps them in.
+            sinks.data = sinks.data.bfloat16().float()
+    return model
 
 
 def write(family: Family, folder: Path, tokenizer: Path) -> Path:

@@ -6,6 +6,8 @@ from typing import Any
 RESULT = Path(__file__).parent / "results" / "targets.json"
 PAGE = Path(__file__).parents[1] / "docs" / "targets.md"
 WORKS = "yes"
+REFUSED = "refused: "
+"""Begins a cell of a stage that a run is refused for before it takes GPUs."""
 DECODING = ("plain", "chain", "tree", "batch")
 COLUMNS: dict[str, tuple[str, ...]] = {
     "prepare": ("prepare",),
@@ -23,6 +25,8 @@ INTRODUCTION = """# Target families
 Find your target's family here before you train a draft for it. Each row is a tiny model with random weights and the
 family's real architecture, so the table says that the code works, and nothing of acceptance or speed. An empty
 cell was not measured yet, the others all were; `python benchmarks/targets.py` measures them again and writes this page.
+"Refused": a run with `generator.engine=sglang` is refused before it takes GPUs. Such a target is captured with
+`generator.engine=transformers`, and its draft is measured by the reference decoder.
 
 | column | what was done |
 |---|---|
@@ -47,8 +51,8 @@ def page(result: dict[str, Any]) -> str:
         [
             INTRODUCTION,
             f"Measured on {conditions['date']}, {conditions['hardware']}, in float32: PyTorch {conditions['torch']}, "
-            f"transformers {conditions['transformers']}, SGLang {conditions['sglang']} with the tests' kernels for "
-            "speculation on a CPU.",
+            f"transformers {conditions['transformers']}, SGLang {conditions['sglang']} on a CPU with the "
+            "tests' kernels for speculation and for gpt-oss's attention sinks.",
             "",
             f"| target | {' | '.join(COLUMNS)} |",
             f"|---{'|---' * len(COLUMNS)}|",
@@ -71,14 +75,16 @@ def _row(family: dict[str, Any]) -> str:
 
 def _cell(measured: dict[str, str], stages: tuple[str, ...]) -> str:
     found = [measured[stage] for stage in stages if stage in measured]
-    if not found or any(cell.startswith("not tried") for cell in found):
+    if not found:
         return ""
+    if all(cell.startswith(REFUSED) for cell in found):
+        return "refused"
     return WORKS if len(found) == len(stages) and set(found) == {WORKS} else "**no**"
 
 
 def _reasons(family: dict[str, Any]) -> list[str]:
-    failed = {stage: cell for stage, cell in family["stages"].items() if cell != WORKS}
-    return [
-        f"| {family['title']} | {stage} | {cell.partition('. The end of')[0].replace('|', '/')} |"
-        for stage, cell in failed.items()
-    ]
+    reasons = dict[str, list[str]]()
+    for stage, cell in family["stages"].items():
+        if cell != WORKS:
+            reasons.setdefault(cell.removeprefix(REFUSED).replace("|", "/"), []).append(stage)
+    return [f"| {family['title']} | {', '.join(stages)} | {reason} |" for reason, stages in reasons.items()]

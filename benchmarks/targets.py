@@ -16,24 +16,25 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import target_stages as stages
 import torch
 import transformers
 from prepared import prepared_run
 from target_families import FAMILIES, Family, write
-from target_page import PAGE, RESULT, page
+from target_page import PAGE, REFUSED, RESULT, WORKS, page
 
 from infra.files.atomic import write_atomically
 from infra.processes.exit import run_main
 from infra.processes.process import ProcessFailedError
 from infra.provenance import git_sha, hardware
+from infra.refusal import Refusal
 from infra.settings import sglang_platform
 from infra.sglang.command import sglang_version
 from models.benchmark.served import setup_of
 from models.capture.sglang.engine import SGLangEngine
 from models.drafts.base import Draft
+from models.preflight import check_engine
 from models.run import PreparedRun
 from models.targets.tiny import trained_tiny
 
@@ -41,14 +42,15 @@ ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "tiny.yaml"
 SMALL = (
     "data.max_samples=24", "data.max_tokens=64", "training.log_steps=4", "training.heldout_steps=0",
-    "generator.sglang.start_timeout_s=240", "draft.num_heads=4", "draft.num_kv_heads=2", "draft.head_dim=16",
+    "generator.sglang.start_timeout_s=600", "draft.num_heads=4", "draft.num_kv_heads=2", "draft.head_dim=16",
 )  # fmt: skip
 CAPTURED = 4
 """Samples that SGLang captures after its canary."""
-NEEDS_PROCESSOR = "not tried: SGLang wants an image processor, which a random model has none of"
 REASON = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Refusal): .+")
-LONGEST_REASON = 240
-WORKS = "yes"
+CPU = re.compile(r"triton|cuda|TorchNative|platform support|sgl_kernel|on CPU|_cpu\b", re.IGNORECASE)
+"""What a failure says that a GPU would not have."""
+LONGEST_REASON = 400
+SGLANG = ("capture in SGLang", "serving in SGLang")
 
 
 @dataclass
@@ -73,10 +75,11 @@ def reason(error: Exception) -> str:
     """One line about a failure; of a process that died, its last exception."""
     lines = str(error).strip().splitlines()
     if isinstance(error, ProcessFailedError):
-        lines = [line for line in lines if REASON.match(line.strip())][-1:] or lines
+        lines = [line for line in error.log.read_text().splitlines() if REASON.match(line)][-1:] or lines
         print(str(error))
     text = lines[0].strip() if lines else type(error).__name__
-    return re.sub(r"/(?:tmp|dev/shm|work)\S*/", "", text)[:LONGEST_REASON]
+    build = "SGLang's CPU build: " if isinstance(error, ProcessFailedError) and CPU.search(text) else ""
+    return build + re.sub(r"/(?:tmp|dev/shm|work)\S*/", "", text)[:LONGEST_REASON]
 
 
 def measure(family: Family, work: Path, sglang: bool) -> dict[str, str]:
@@ -95,32 +98,39 @@ def measure(family: Family, work: Path, sglang: bool) -> dict[str, str]:
     if not cells.measure("training", lambda: drafts.append(stages.train(target, folder))):
         return cells.stages
     cells.measure("export", partial(stages.export, target, folder, *drafts, work / "export"))
-    if sglang and family.wrapper:
-        cells.stages |= {"capture in SGLang": NEEDS_PROCESSOR, "serving in SGLang": NEEDS_PROCESSOR}
-    elif sglang:
+    if sglang:
         settings = ["target.source=huggingface", f"target.name={folder}", "generator.engine=sglang"]
+        if family.wrapper:
+            # Without it SGLang wants an image processor in the folder.
+            settings.append("generator.sglang.arguments=[--language-model-only]")
         with prepared_run(work / "run", RECIPE, [*SMALL, *settings]) as run:
-            cells.measure("capture in SGLang", partial(capture_in_sglang, run))
-            cells.measure("serving in SGLang", partial(serve_in_sglang, run, work / "export", target))
+            measure_in_sglang(cells, run, work / "export", target)
     return cells.stages
+
+
+def measure_in_sglang(cells: Cells, run: PreparedRun, draft: Path, target: stages.Loaded) -> None:
+    """Capture and serve in real servers, unless a run with this target would be refused before."""
+    try:
+        check_engine(run, speculates=True)
+    except Refusal as refusal:
+        cells.stages |= dict.fromkeys(SGLANG, f"{REFUSED}{refusal}")
+        print(f"  {refusal}", flush=True)
+        return
+    parts = partial(capture_in_sglang, run), partial(serve_in_sglang, run, draft, target)
+    for stage, part in zip(SGLANG, parts, strict=True):
+        cells.measure(stage, part)
 
 
 def capture_in_sglang(run: PreparedRun) -> None:
     """The canary over all captured layers, and samples written to the transport."""
     samples, transport = run.open_samples(), run.open_transport()
-    # The test equipment's platform is for speculation; capture runs on ours.
-    with mock.patch.dict(os.environ), closing(_engine(run)) as engine:
+    with closing(SGLangEngine(run, 0)) as engine:
         engine.check_canary(samples[0].tokens[:32])
         for index in range(CAPTURED):
             record = engine.capture(f"targets/{index}", samples[index].tokens).record
             hidden = run.layout.empty(len(samples[index].tokens))
             transport.get(record, run.layout.views(hidden))
             run.layout.check(hidden, len(samples[index].tokens))
-
-
-def _engine(run: PreparedRun) -> SGLangEngine:
-    os.environ.pop("SGLANG_PLATFORM")
-    return SGLangEngine(run, 0)
 
 
 def serve_in_sglang(run: PreparedRun, draft: Path, loaded: stages.Loaded) -> None:

@@ -3,6 +3,7 @@
 It needs the target but no samples, so it runs before regeneration.
 """
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -17,9 +18,10 @@ from infra.pools.gpus import read_gpus
 from infra.processes.exit import run_main
 from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
-from infra.sglang.command import sglang_python
+from infra.sglang.command import sglang_version
 from infra.transport.mooncake.environment import check_mooncake, choose_protocol
 from models.benchmark.counter import why_engine_counts
+from models.capture.sglang.model_class import ask_sglang
 from models.config.recipe import RunConfig, read_config
 from models.data.benchmark_prompts import BenchmarkPrompts, read_excluded_prompts
 from models.data.conversations import read_documents
@@ -34,14 +36,13 @@ from models.export.description import FLOATS, start_of
 from models.progress_bars import counting
 from models.regeneration.engines import recipe_prompter
 from models.run import RunWithTarget
+from models.targets.architecture import read_model_config, sliding_window
 from models.training.start import load_start
 
 
 def check_settings(run: RunWithTarget) -> None:
     """Raise Refusal for a run that could not train, save checkpoints, or be measured."""
     config, target = run.config, run.target
-    if config.generator.engine == "sglang":
-        sglang_python()
     if config.transport.kind == "mooncake":
         check_mooncake()
         choose_protocol(config.transport.protocol)
@@ -57,7 +58,8 @@ def check_settings(run: RunWithTarget) -> None:
             f"{why}: SGLang would count its acceptance, and it serves no {config.draft.title} drafts that are "
             "configured like this one: choose another draft.method, or a target that one GPU holds"
         )
-    if (why or served) and draft.engine_config() is not None:
+    speculates = bool((why or served) and draft.engine_config() is not None)
+    if speculates:
         config.draft.engine_arguments(config.benchmark.lookahead)
     elif served and (obstacles := draft.engine_obstacles()):
         # Said before anything is trained: no figure of SGLang's will come.
@@ -67,11 +69,46 @@ def check_settings(run: RunWithTarget) -> None:
             "reference decoder",
             flush=True,
         )
+    if config.generator.engine == "sglang":
+        check_engine(run, speculates)
     if run.folder.start.is_dir():
         load_start(run)
         _tell_of_other_target(run)
     for suite in config.promotion.suites:
         suite_prompts(config, target, suite)
+
+
+def check_engine(run: RunWithTarget, speculates: bool) -> None:
+    """Raise Refusal for a target that SGLang's own class would not capture, or would compute differently.
+
+    `speculates`: whether SGLang is also to serve the target with the draft.
+    """
+    path, draft, longest = Path(run.target.path), run.config.draft, run.config.data.max_tokens
+    architectures = json.loads((path / "config.json").read_text()).get("architectures") or [run.target.model_type]
+    kind = ask_sglang(architectures[0])
+    if not kind.is_known:
+        return
+    release, other = f"SGLang {sglang_version()}", "set generator.engine=transformers, or try a newer SGLang"
+    if kind.name is None:
+        raise Refusal(f"{release} has no model class for the target's architecture {architectures[0]}: {other}")
+    if not kind.captures:
+        raise Refusal(
+            f"{release} cannot capture hidden states of the target's architecture {kind.name}, nor serve an EAGLE-3 "
+            f"draft for it (its class has no set_eagle3_layers_to_capture): {other}"
+        )
+    if speculates and draft.method == "dflash" and not kind.captures_blocks:
+        raise Refusal(
+            f"{release} serves no DFlash draft for the target's architecture {kind.name} (its class has no "
+            "set_dflash_layers_to_capture): set draft.method=eagle3, or benchmark.served_concurrency=[] and "
+            "benchmark.counted_by=reference"
+        )
+    window = sliding_window(read_model_config(path).get_text_config())
+    if window is not None and window < longest and not kind.has_windows:
+        raise Refusal(
+            f"{release}'s {kind.name} ignores the target's sliding window of {window} tokens, and would compute other "
+            f"hidden states of longer samples: set data.max_tokens to at most {window}, or "
+            "generator.engine=transformers"
+        )
 
 
 def _tell_of_other_target(run: RunWithTarget) -> None:

@@ -104,7 +104,14 @@ class SGLangServer:
 
     def check(self) -> None:
         """Raises ProcessFailedError, with the end of the log, when the server has ended: it was to run on."""
-        if self.process.check():
+        try:
+            ended = self.process.check()
+        except ProcessFailedError as error:
+            # SGLang kills its own processes, itself last, after an exception in one of them.
+            if any("kill_process_tree called" in line for line in error.tail):
+                raise ProcessFailedError(error.role, 1, error.tail, error.log) from None
+            raise
+        if ended:
             raise ProcessFailedError(self.process.role, 0, list(self._last)[-20:], self.process.log)
 
     def stop(self) -> None:

@@ -58,3 +58,9 @@ def decoder_of(model: PreTrainedModel) -> nn.Module | None:
     while decoder is not None and not hasattr(decoder, "layers") and hasattr(decoder, "model"):
         decoder = decoder.model
     return decoder
+
+
+def sliding_window(text: PretrainedConfig) -> int | None:
+    """Tokens that a text model's sliding layers see; None without such layers."""
+    window, types = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+    return window if window and (types is None or "sliding_attention" in types) else None

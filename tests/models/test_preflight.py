@@ -1,18 +1,27 @@
-"""What preflight says of a run that can go on."""
+"""What preflight says of a run that can go on, and of targets and engines that do not fit."""
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+import transformers
 
 from infra.files.run_folder import RunFolder
 from infra.records.data_path import TargetRecord
+from infra.refusal import Refusal
 from models.config.recipe import load_recipe
 from models.preflight import check_settings
 from models.run import RunWithTarget
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
+DFLASH = (
+    "draft={method: dflash, block_size: 4, anchors: 8, num_heads: 6, num_kv_heads: 3, head_dim: 32, "
+    "intermediate_size: 64}"
+)
+SLOW = pytest.mark.slow
+"""Each asks SGLang of another class, about 10 s."""
 
 
 @pytest.mark.parametrize(
@@ -23,6 +32,11 @@ TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
             ["draft.qk_norm=true", "draft.attention_bias=true"],
             "SGLang does not serve a draft with attention_bias, qk_norm: it is exported for vLLM, and measured by the "
             "reference decoder\n",
+        ),
+        (
+            ["draft.num_heads=5", "draft.num_kv_heads=1"],
+            "SGLang does not serve a draft with num_heads that do not divide its hidden size: it is exported and "
+            "measured by the reference decoder\n",
         ),
         (
             ["draft.fc_bias=true"],
@@ -36,16 +50,69 @@ TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
     ],
 )
 def test_a_draft_that_sglang_does_not_serve_is_named_before_it_is_trained(changes, said, tmp_path, capsys):
-    sizes = {"vocab_size": 600, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 3}
-    model = LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **sizes))
-    model.to(torch.bfloat16).save_pretrained(tmp_path / "target")
-    options = ["draft.vocab_size=512", "generator.engine=sglang", "benchmark.served_concurrency=[1]"]
-    config, folder = load_recipe(TINY, [*options, *changes]), RunFolder(tmp_path / "run")
-    folder.path.mkdir()
-    target = TargetRecord(
-        name="t", path=str(tmp_path / "target"), revision="2" * 40, hidden_size=32, num_layers=3, vocab_size=600,
-        model_type="llama", licence="x",
-    )  # fmt: skip
+    run = run_of("LlamaForCausalLM", {}, changes, tmp_path)
     capsys.readouterr()
-    check_settings(RunWithTarget(folder, config, target))
+    check_settings(run)
     assert capsys.readouterr().out == said
+
+
+WINDOW = {"sliding_window": 64}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "changes", "refused"),
+    [
+        (
+            "Glm4ForCausalLM",
+            {},
+            [],
+            r"SGLang [\d.]+ cannot capture hidden states of the target's architecture Glm4ForCausalLM, nor serve an "
+            r"EAGLE-3 draft .*: set generator.engine=transformers",
+        ),
+        pytest.param("SmolLM3ForCausalLM", {}, [], "has no model class for .* SmolLM3ForCausalLM", marks=SLOW),
+        pytest.param(
+            *("Qwen2ForCausalLM", {}, [DFLASH, "benchmark.lookahead=3"]),
+            "serves no DFlash draft for the target's architecture Qwen2ForCausalLM .*: set draft.method=eagle3",
+            marks=SLOW,
+        ),
+        pytest.param(
+            *("MistralForCausalLM", WINDOW, ["data.max_tokens=65"]),
+            "MistralForCausalLM ignores the target's sliding window of 64 tokens, .*: set data.max_tokens to at most",
+            marks=SLOW,
+        ),
+        pytest.param("MistralForCausalLM", WINDOW, ["data.max_tokens=64"], None, marks=SLOW),
+        pytest.param("Gemma3ForCausalLM", WINDOW, ["data.max_tokens=65"], None, marks=SLOW),
+    ],
+)
+def test_a_target_that_sglang_would_fail_on_is_refused_for_sglang_alone(
+    architecture, settings, changes, refused, tmp_path
+):
+    run = run_of(architecture, settings, changes, tmp_path)
+    with nullcontext() if refused is None else pytest.raises(Refusal, match=refused):
+        check_settings(run)
+    plain = run.config.model_copy(
+        update={"generator": run.config.generator.model_copy(update={"engine": "transformers"})}
+    )
+    check_settings(RunWithTarget(run.folder, plain, run.target))
+
+
+@SLOW
+def test_a_class_that_this_machine_cannot_import_is_left_to_sglang(tmp_path, monkeypatch):
+    monkeypatch.setenv("SGLANG_DISABLED_MODEL_ARCHS", "commandr")
+    check_settings(run_of("CohereForCausalLM", {}, [], tmp_path))
+
+
+def run_of(architecture: str, settings: dict[str, Any], changes: list[str], folder: Path) -> RunWithTarget:
+    """A run with a tiny random target, before its samples are prepared."""
+    kind = getattr(transformers, architecture)
+    sizes = {"vocab_size": 600, "hidden_size": 48, "intermediate_size": 16, "num_hidden_layers": 3, "pad_token_id": 0}
+    model = kind(kind.config_class(num_attention_heads=2, num_key_value_heads=2, **sizes, **settings))
+    model.to(torch.bfloat16).save_pretrained(folder / "target")
+    options = ["generator.engine=sglang", "benchmark.served_concurrency=[1]", "draft.vocab_size=null"]
+    config, run = load_recipe(TINY, [*options, *changes]), RunFolder(folder / "run")
+    run.path.mkdir()
+    target = TargetRecord(
+        name="t", path=str(folder / "target"), revision="2" * 40, hidden_size=48, num_layers=3, vocab_size=600,
+        model_type=model.config.model_type, licence="x",
+    )  # fmt: skip
+    return RunWithTarget(run, config, target)

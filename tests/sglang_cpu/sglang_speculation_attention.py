@@ -1,4 +1,7 @@
-"""Attention for verification steps and for the draft's own steps, on PyTorch's kernels: chains and DFlash's blocks."""
+"""Attention for verification steps and for the draft's own steps, on PyTorch's kernels: chains and DFlash's blocks.
+
+And attention sinks, as gpt-oss has them, which SGLang's own PyTorch attention does not take.
+"""
 
 from typing import Any
 
@@ -21,24 +24,37 @@ class VerifyingAttention(TorchNativeAttnBackend):
         self.max_context_len = runner.model_config.context_len
 
     def forward_extend(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any, save_kv_cache: bool = True, **_: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        batch: Any,
+        save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
+        **_: Any,
     ) -> Tensor:
-        if not batch.forward_mode.is_target_verify():
+        verifies = batch.forward_mode.is_target_verify()
+        if not verifies and sinks is None:
             return super().forward_extend(q, k, v, layer, batch, save_kv_cache)
         if save_kv_cache and k is not None:
             place = KVWriteLoc(batch.out_cache_loc, self.swa_out_cache_loc)
             self.token_to_kv_pool.set_kv_buffer(layer, place, k, v)
-        count = batch.spec_info.draft_token_num
-        queries = q.view(batch.batch_size, count, layer.tp_q_head_num, layer.qk_head_dim)
-        outputs = [self._verify(queries[row], layer, batch, row, count) for row in range(batch.batch_size)]
-        return torch.cat(outputs)
+        if verifies:
+            before, counts = batch.seq_lens.tolist(), [batch.spec_info.draft_token_num] * batch.batch_size
+        else:
+            before, counts = batch.extend_prefix_lens.tolist(), batch.extend_seq_lens.tolist()
+        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim).split(counts)
+        rows = enumerate(zip(queries, before, strict=True))
+        return torch.cat([self._attend(part, layer, batch, row, length, sinks) for row, (part, length) in rows])
 
-    def _verify(self, queries: Tensor, layer: Any, batch: Any, row: int, count: int) -> Tensor:
-        """`count` rows of one request: each sees the prefix, and the rows up to itself (of a block to fill: all)."""
-        length = int(batch.seq_lens[row])
+    def _attend(
+        self, queries: Tensor, layer: Any, batch: Any, row: int, length: int, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Rows of one request after `length` others: each sees those, and up to itself (of a block to fill: all)."""
+        count = len(queries)
         places = self.req_to_token_pool.req_to_token[batch.req_pool_indices[row], : length + count]
-        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)[places]
-        values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)[places]
+        keys, values = self._cached(layer, places)
         own, other = torch.arange(count)[:, None] + length, torch.arange(length + count)[None, :]
         mask = other <= own
         if layer.attn_type == AttentionType.ENCODER_ONLY:
@@ -46,18 +62,40 @@ class VerifyingAttention(TorchNativeAttnBackend):
         window = layer.sliding_window_size
         if window is not None and window > -1:
             mask &= other >= own - window
-        heads = (queries, keys.to(queries.dtype), values.to(queries.dtype))
-        out = scaled_dot_product_attention(
-            *(one.transpose(0, 1)[None] for one in heads),
-            attn_mask=mask,
-            scale=layer.scaling,
-            enable_gqa=layer.tp_q_head_num != layer.tp_k_head_num,
-        )
+        heads = [one.transpose(0, 1)[None] for one in (queries, keys.to(queries.dtype), values.to(queries.dtype))]
+        grouped = layer.tp_q_head_num != layer.tp_k_head_num
+        out = scaled_dot_product_attention(*heads, attn_mask=mask, scale=layer.scaling, enable_gqa=grouped)
+        if sinks is not None:
+            # A sink is one more key with this logit and no value: it only takes its share of the softmax.
+            each = heads[1].repeat_interleave(layer.tp_q_head_num // layer.tp_k_head_num, dim=1)
+            logits = (heads[0] @ each.mT * layer.scaling).masked_fill(~mask, -torch.inf)
+            total = logits.float().logsumexp(-1, keepdim=True)
+            out = (out * (total - sinks.float()[:, None, None]).sigmoid()).to(out.dtype)
         return out[0].transpose(0, 1).reshape(count, -1)
 
+    def _cached(self, layer: Any, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a request; layers with a window may have a pool of their own."""
+        pool = self.token_to_kv_pool
+        if self.use_sliding_window_kv_pool and pool.layers_mapping[layer.layer_id][1]:
+            places = pool.translate_loc_from_full_to_swa(places)
+        return pool.get_key_buffer(layer.layer_id)[places], pool.get_value_buffer(layer.layer_id)[places]
+
     def forward_decode(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any, save_kv_cache: bool = True, **_: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        batch: Any,
+        save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
+        **_: Any,
     ) -> Tensor:
+        if sinks is not None:
+            self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, self.swa_out_cache_loc), k, v)
+            queries = q.view(-1, 1, layer.tp_q_head_num, layer.qk_head_dim)
+            rows = enumerate(zip(queries, batch.seq_lens.tolist(), strict=True))
+            return torch.cat([self._attend(one, layer, batch, row, length - 1, sinks) for row, (one, length) in rows])
         if self.step is None:
             return super().forward_decode(q, k, v, layer, batch, save_kv_cache)
         kept = batch.seq_lens

@@ -12,8 +12,9 @@ def sglang_obstacles(draft: "Eagle3Draft") -> list[str]:
     It puts the target's embeddings in the place of trained ones of their size. Features as wide as an embedding it
     takes for the draft's own output, neither normed nor fused. It has no biases of queries, keys and values, and with
     one of the fusion expects one of the attention's output; no norms of queries and keys; a residual that is not
-    normed; and one window for all layers. With MLA it has one layer, whose queries come from a latent vector, and no
-    norm over all features.
+    normed; and one window for all layers. It reads the settings as Hugging Face's `LlamaConfig`, which refuses heads
+    that do not divide the hidden size. With MLA it has one layer, whose queries come from a latent vector, and no norm
+    over all features.
     """
     config, same_size = draft.config, draft.hidden_size == draft.target_hidden_size
     width = len(draft.aux_layer_ids) * draft.target_hidden_size
@@ -25,6 +26,8 @@ def sglang_obstacles(draft: "Eagle3Draft") -> list[str]:
         "qk_norm": config.qk_norm,
         "norm_before_residual": config.norm_before_residual,
         "layer_types of both kinds": len(set(config.windows)) > 1,
+        "num_heads that do not divide its hidden size": config.mla is None
+        and draft.hidden_size % config.num_heads != 0,
     }
     if config.mla is not None:
         found |= {
@@ -66,11 +69,12 @@ def sglang_config(draft: "Eagle3Draft") -> dict[str, Any] | None:
 def speculators_config(draft: "Eagle3Draft") -> dict[str, Any] | None:
     """For vLLM and speculators' `Eagle3DraftModel`, which call the output of the target's layer l number l + 1.
 
-    None with the target's whole head for the draft's: SGLang's way to say so contradicts theirs; and with a bias of the
-    fusion or MLA, which they do not have.
+    None with the target's whole head for the draft's: SGLang's way to say so contradicts theirs; with a bias of the fusion
+    or MLA, which they do not have; and with heads that `LlamaConfig` refuses.
     """
     config = draft.config
-    if config.fc_bias or config.mla or (config.shared_head and draft.vocabulary.whole):
+    uneven = not config.qk_norm and draft.hidden_size % config.num_heads
+    if uneven or config.fc_bias or config.mla or (config.shared_head and draft.vocabulary.whole):
         return None
     return {
         "architectures": ["Eagle3Speculator"],

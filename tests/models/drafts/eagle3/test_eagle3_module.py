@@ -80,6 +80,7 @@ SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention"]}
         ({"qk_norm": True}, (0, 1, 3)),
         ({"fc_bias": True}, (0, 1, 3)),
         ({"norm_before_residual": True}, (0, 1, 3)),
+        ({"num_heads": 5, "num_kv_heads": 1}, (0, 1, 3)),
         ({"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}, (0, 1, 3)),
     ],
 )
