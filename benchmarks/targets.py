@@ -48,7 +48,8 @@ CAPTURED = 4
 """Samples that SGLang captures after its canary."""
 REASON = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Refusal): .+")
 CPU = re.compile(r"triton|cuda|TorchNative|platform support|sgl_kernel|on CPU|_cpu\b", re.IGNORECASE)
-"""What a failure says that a GPU would not have."""
+CPU_ATTENTION = "torch_native_backend.py"
+"""What the message of a failure, or its traceback, says that a GPU would not have."""
 LONGEST_REASON = 400
 SGLANG = ("capture in SGLang", "serving in SGLang")
 
@@ -78,7 +79,10 @@ def reason(error: Exception) -> str:
         lines = [line for line in error.log.read_text().splitlines() if REASON.match(line)][-1:] or lines
         print(str(error))
     text = lines[0].strip() if lines else type(error).__name__
-    build = "SGLang's CPU build: " if isinstance(error, ProcessFailedError) and CPU.search(text) else ""
+    build = ""
+    if isinstance(error, ProcessFailedError):
+        attention = any(CPU_ATTENTION in line for line in error.tail)
+        build = "SGLang's attention on a CPU: " if attention else "SGLang's CPU build: " if CPU.search(text) else ""
     return build + re.sub(r"/(?:tmp|dev/shm|work)\S*/", "", text)[:LONGEST_REASON]
 
 
