@@ -69,8 +69,8 @@ def sglang_config(draft: "Eagle3Draft") -> dict[str, Any] | None:
 def speculators_config(draft: "Eagle3Draft") -> dict[str, Any] | None:
     """For vLLM and speculators' `Eagle3DraftModel`, which call the output of the target's layer l number l + 1.
 
-    None with the target's whole head for the draft's: SGLang's way to say so contradicts theirs; with a bias of the fusion
-    or MLA, which they do not have; and with heads that `LlamaConfig` refuses.
+    None with the target's whole head for the draft's: SGLang's way to say so contradicts theirs; with a bias of the
+    fusion or MLA, which they do not have; and with heads that `LlamaConfig` refuses.
     """
     config = draft.config
     uneven = not config.qk_norm and draft.hidden_size % config.num_heads
