@@ -60,6 +60,10 @@ START_S, REQUEST_S, TRAIN_S = 300.0, 120.0, 1800.0
 LAYER = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 32, "intermediate_size": 256}
 EAGLE3 = LAYER | {"method": "eagle3", "vocab_size": 512}
 DFLASH = LAYER | {"method": "dflash", "block_size": LOOKAHEAD + 1, "sliding_window": 64}
+LATENT = {"q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+MLA = {"method": "eagle3", "vocab_size": 512, "num_heads": 6, "intermediate_size": 256, "mla": LATENT, "rope_scaling": {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 1.0,
+}}  # fmt: skip
 FULL, SLIDING = "full_attention", "sliding_attention"
 KINDS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "EAGLE-3": (EAGLE3, AUX),
@@ -68,9 +72,11 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "EAGLE-3, two features": (EAGLE3, (0, 2)),
     "EAGLE-3, one feature": (EAGLE3, (2,)),
     "EAGLE-3, own embeddings": (EAGLE3 | {"train_embeddings": True}, (0, 2)),
+    "EAGLE-3 with MLA": (MLA | {"fc_norm": True, "norm_output": True}, (0, 2)),
     "DFlash": (DFLASH | {"layer_types": [FULL, FULL]}, AUX),
     "DFlash, sliding": (DFLASH | {"layer_types": [SLIDING, SLIDING]}, (0, 2)),
     "DFlash, both": (DFLASH | {"layer_types": [SLIDING, FULL]}, AUX),
+    "DFlash, both, seeing ahead": (DFLASH | {"layer_types": [SLIDING, FULL], "sliding_sees_ahead": True}, AUX),
 }
 TRAINED = {
     "EAGLE-3": [],
@@ -146,7 +152,11 @@ def expected(knobs: dict[str, Any], layers: Sequence[int], vocabulary: int, leng
         "features": len(layers),
         "vocabulary": knobs.get("vocab_size") or vocabulary,
         "attention": [
-            {"window": knobs["sliding_window"] if kind == SLIDING else None, "causal": kind != FULL} for kind in types
+            {
+                "window": knobs["sliding_window"] if kind == SLIDING else None,
+                "causal": kind != FULL and not knobs.get("sliding_sees_ahead"),
+            }
+            for kind in types
         ],
         "norms": [knobs.get(name, False) for name in ("fc_norm", "norm_before_fc", "norm_output")],
     }

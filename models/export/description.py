@@ -95,10 +95,8 @@ def read_description(folder: Path) -> ExportDescription:
 def vllm_method(settings: Mapping[str, Any]) -> str | None:
     """vLLM's name of the method of an export with this `config.json`; None where it cannot read it."""
     architectures = settings.get("architectures") or ()
-    if LATENT in architectures:
-        # Of MLA layers it takes every RoPE for YaRN, and finds no factor in one without scaling.
-        is_scaled = settings["rope_parameters"]["rope_type"] != "default"
-        return VLLM_ARCHITECTURES[LATENT] if is_scaled and settings["draft_vocab_size"] else None
+    if LATENT in architectures and not settings["draft_vocab_size"]:
+        return None  # the target's whole head, which SGLang alone is told so
     named = (VLLM_ARCHITECTURES.get(name) for name in architectures)
     return settings.get("speculators_model_type") or next(named, None)
 

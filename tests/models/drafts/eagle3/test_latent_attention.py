@@ -91,7 +91,7 @@ VLLM = {f"model.layers.0.{name}.weight": shape for name, shape in LAYER.items()}
     "model.fc.weight": (HIDDEN, 3 * HIDDEN), "model.norm.weight": (HIDDEN,), "lm_head.weight": (32, HIDDEN),
     "draft_id_to_target_id": (32,), **{f"model.fc_norm.{index}.weight": (HIDDEN,) for index in range(3)},
 }  # fmt: skip
-"""Parameters of vLLM's `Eagle3DeepseekV2ForCausalLM` (0.33.0), without the embeddings, which are the target's."""
+"""Parameters of vLLM's `Eagle3DeepseekV2ForCausalLM` (0.32.0), without the embeddings, which are the target's."""
 
 
 def export(folder: Path, **changes: object) -> tuple[dict, dict[str, Tensor]]:
@@ -124,7 +124,7 @@ def test_vllm_finds_its_weights_and_settings(tmp_path: Path) -> None:
     assert settings["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
     assert settings["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 3]
     assert settings["draft_vocab_size"] == 32
-    # Both engines read the type kimi_k2 with this class.
+    # Both engines read the type kimi_k2 with this class; vLLM the RoPE of MLA layers, whatever its scaling, as YaRN.
     config = DeepseekV3Config.from_dict(settings)
     assert {name: getattr(config, name) for name in SIZES} == SIZES
     assert (config.qk_head_dim, config.head_dim) == (16, 6)
@@ -134,6 +134,6 @@ def test_vllm_finds_its_weights_and_settings(tmp_path: Path) -> None:
 
 def test_the_export_names_vllm_only_where_its_class_reads_the_same(tmp_path: Path) -> None:
     assert vllm_method(export(tmp_path / "yarn", rope_scaling=YARN)[0]) == "eagle3"
-    assert vllm_method(export(tmp_path / "plain")[0]) is None
-    assert vllm_method(export(tmp_path / "head", rope_scaling=YARN, vocab_size=None, shared_head=True)[0]) is None
+    assert vllm_method(export(tmp_path / "plain")[0]) == "eagle3"
+    assert vllm_method(export(tmp_path / "head", vocab_size=None, shared_head=True)[0]) is None
     assert make_draft({"mla": SIZES | {"q_lora_rank": None}}).engine_config() is None
