@@ -193,6 +193,25 @@ def overhead(result: Json) -> Iterable[tuple[str, str]]:
         yield f"seconds that Prefect, MLflow and process starts add to a run ({when})", f"{mean:.1f}"
 
 
+def sampled_walk(result: Json) -> Iterable[tuple[str, str]]:
+    cells = result["cells"]
+    steps = sum(cell["real"]["steps"] for cell in cells)
+    wrong = max(p for cell in cells for p in cell.get("wrong_ratio_p", {}).values())
+    yield (
+        f"acceptance by position over sampled text against real decoding, {result['target']}, {steps:,} steps, "
+        f"{len(cells)} comparisons: smallest p; largest p of a walk by a wrong ratio",
+        f"{result['smallest_p']:.3f}; {wrong:.0e}",
+    )
+    slow = [cell["one_by_one"]["efficiency"] for cell in cells if "one_by_one" in cell]
+    for of, what in (("one", "of one acceptance length"), ("all", "of 14 (7 lookaheads, 2 rules)")):
+        together = [cell["efficiency"][of] for cell in cells]
+        alone = [efficiency[of] for efficiency in slow]
+        yield (
+            f"standard error {what} by real decoding of 64 texts at once (of one), against the walk's at equal CPU time",
+            f"{min(together):.1f} to {max(together):.1f} times ({min(alone):.1f} to {max(alone):.1f})",
+        )
+
+
 SECTIONS = (
     Section(
         "Decoding and acceptance",
@@ -203,6 +222,7 @@ SECTIONS = (
             ("agreement-tiny-dflash", "agreement.py", agreement),
             ("agreement-quickstart-eagle3", "agreement.py", agreement),
             ("engines", "engines.py", engines),
+            ("sampled_walk", "sampled_walk.py", sampled_walk),
             ("float8-tiny", "float8.py", float8),
             ("continued", "continued.py", continued),
         ),

@@ -138,6 +138,7 @@ def _figures(result: BenchmarkResult) -> dict[str, float]:
         "acceptance_length": result.length,
         "benchmark/acceptance_length_reference": result.reference and result.reference.length[lookahead],
         "benchmark/acceptance_length_sampled": result.sampled and result.sampled.length[lookahead],
+        "benchmark/acceptance_length_sampled_drawn": result.sampled_drawn and result.sampled_drawn.length[lookahead],
         "benchmark/acceptance_length_prompt_lookup": result.prompt_lookup.length[lookahead],
         "benchmark/target_distinct_token_share": result.target_distinct_token_share,
         "benchmark/lossless_mismatches": result.lossless.mismatches,
@@ -157,6 +158,8 @@ def _curves(result: BenchmarkResult) -> dict[str, dict[int, float]]:
         "prompt_lookup": result.prompt_lookup,
         "token_recycling": result.token_recycling,
         "champion": result.champion,
+        "draft_sampled": result.sampled,
+        "draft_sampled_drawn": result.sampled_drawn,
     }
     curves = {f"acceptance_length_by_lookahead/{name}": dict(of.length) for name, of in shown.items() if of}
     for row in result.goodput.draft.rows if result.goodput else ():

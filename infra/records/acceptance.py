@@ -130,6 +130,9 @@ class Conditions(Record):
     """Temperature of the main figures; sampled figures carry their own."""
     sampled_temperature: float
     sampled_top_p: float = 1.0
+    proposals: str = "drawn"
+    """How the draft proposes for sampled text where that is decoded: `greedy` or `drawn`. Each sampled figure names its
+    own rule."""
     prompts: int
     prompt_tokens: int
     max_new_tokens: int
@@ -285,12 +288,15 @@ class BenchmarkResult(Record):
     counts_compared: int = 0
     """Conversations of that comparison."""
     sampled: Acceptance | None = None
-    """Simulated, over text that the target alone sampled. The draft proposes greedily: exactly what speculative
-    sampling accepts of such proposals (each with the target's probability of it), on all conversations."""
+    """Over text that the target alone sampled, on all conversations: what speculative sampling accepts of greedy
+    proposals."""
+    sampled_drawn: Acceptance | None = None
+    """The same of proposals that are drawn from the draft's distribution: expectations given the text."""
     sampled_reference: Acceptance | None = None
-    """Real decoding at that temperature and top-p of the first conversations, at one lookahead. The draft samples its
-    proposals from its own distribution, so this is another decoder's figure than `sampled`, each conversation holds
-    another text, and over some hundred tokens it is a rough one. None: not measured."""
+    """Real decoding at that temperature and top-p of the first conversations, at one lookahead, with proposals as
+    `conditions.proposals` says. Each conversation holds another text than the walk's. None: not measured."""
+    sampled_deviation: float | None = None
+    """Standard errors by which `sampled_reference` lies above the walk on the same prompts."""
     prompt_lookup: Acceptance
     prompt_lookup_sampled: Acceptance | None = None
     token_recycling: Acceptance | None = None

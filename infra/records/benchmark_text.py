@@ -27,7 +27,8 @@ def sources(result: BenchmarkResult) -> dict[str, Acceptance]:
         "champion": result.champion,
         **result.baselines,
         f"draft, {sampled}, greedy proposals": result.sampled,
-        f"draft, {sampled}, sampled proposals": result.sampled_reference,
+        f"draft, {sampled}, drawn proposals": result.sampled_drawn,
+        f"draft, {sampled}, {result.conditions.proposals} proposals, real decoding": result.sampled_reference,
         **{f"{name}, {sampled}": acceptance for name, acceptance in result.baselines_sampled.items()},
     }
     return {name: acceptance for name, acceptance in measured.items() if acceptance}
@@ -197,11 +198,24 @@ def _speed(result: BenchmarkResult) -> str:
 
 
 def _sampled_proposals(result: BenchmarkResult) -> str | None:
-    real, greedy, at = result.sampled_reference, result.sampled, result.conditions.lookahead
-    return (real and greedy) and (
-        f"at {sampling(result.conditions)} and lookahead {at}, {real.length[at]:.2f} where the draft samples its "
-        f"proposals (real decoding, {plural(real.steps[at], 'step')}), {greedy.length[at]:.2f} where it proposes "
-        f"greedily (simulated, {plural(greedy.steps[at], 'step')}); two decoders, so the figures need not agree"
+    greedy, drawn, real, at = (
+        result.sampled,
+        result.sampled_drawn,
+        result.sampled_reference,
+        result.conditions.lookahead,
+    )
+    if greedy is None or drawn is None:
+        return None
+    text = (
+        f"at {sampling(result.conditions)} and lookahead {at}, {greedy.length[at]:.2f} where the draft proposes its "
+        f"likeliest tokens (SGLang's default), {drawn.length[at]:.2f} where it draws them"
+    )
+    if real is None:
+        return text
+    errors = "" if result.sampled_deviation is None else f", {result.sampled_deviation:+.1f} standard errors"
+    return (
+        f"{text}; real decoding with {result.conditions.proposals} proposals gave {real.length[at]:.2f} over "
+        f"{plural(real.steps[at], 'step')} of {plural(real.conversations, 'conversation')}{errors}"
     )
 
 

@@ -72,6 +72,7 @@ def conditions(
         temperature=0.0,
         sampled_temperature=config.sampled_temperature,
         sampled_top_p=config.sampled_top_p,
+        proposals=config.sampled_proposals,
         prompts=prompts,
         prompt_tokens=config.prompt_tokens,
         max_new_tokens=config.max_new_tokens,

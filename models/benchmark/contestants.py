@@ -11,7 +11,8 @@ from torch import Tensor
 from infra.refusal import Refusal
 from models.devices import compute_device
 from models.drafts.base import Draft
-from models.drafts.batched_proposer import Proposer, RolloutSource, Turn
+from models.drafts.batched_proposer import Along, DrawingSource, PackedTexts, Proposer, RolloutSource, Turn
+from models.drafts.sampling import Sampling
 from models.drafts.trees import Tree
 from models.export.description import check_precision
 from models.export.sglang import load_draft
@@ -26,16 +27,16 @@ class Contestants:
     target: TargetModel
     exact: Callable[[], TargetModel]
     """The target in float32; the target itself if it is float32."""
-    drafts: Sequence[RolloutSource]
+    drafts: Sequence[DrawingSource]
     """The draft, then the champion if there is one."""
     eos_ids: frozenset[int]
 
     @property
-    def draft(self) -> RolloutSource:
+    def draft(self) -> DrawingSource:
         return self.drafts[0]
 
     @property
-    def champion(self) -> RolloutSource | None:
+    def champion(self) -> DrawingSource | None:
         return self.drafts[1] if len(self.drafts) > 1 else None
 
 
@@ -60,7 +61,7 @@ def load_contestants(target: Path, folders: Sequence[Path], dtype: torch.dtype) 
     return Contestants(model, exact, [_reading_its_own(loaded, layers) for loaded in drafts], eos_ids(target))
 
 
-def _reading_its_own(draft: Draft, layers: Sequence[int]) -> RolloutSource:
+def _reading_its_own(draft: Draft, layers: Sequence[int]) -> DrawingSource:
     if list(draft.aux_layer_ids) == list(layers):
         return draft
     return SelectedLayers(draft, [layers.index(layer) for layer in draft.aux_layer_ids], len(layers))
@@ -82,9 +83,9 @@ def draft_of(source: RolloutSource) -> Draft:
 
 
 class SelectedLayers:
-    """A `RolloutSource` that hands a draft only the target layers it was trained on."""
+    """A `DrawingSource` that hands a draft only the target layers it was trained on."""
 
-    def __init__(self, source: RolloutSource, chosen: Sequence[int], layers: int):
+    def __init__(self, source: DrawingSource, chosen: Sequence[int], layers: int):
         self.source, self.chosen, self.layers = source, list(chosen), layers
 
     def select(self, aux: Tensor) -> Tensor:
@@ -96,8 +97,12 @@ class SelectedLayers:
         return _SelectedProposers(self, self.source.proposers(count))
 
     def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
-        """`[T, lookahead]` int64; see `RolloutSource.rollout`."""
+        """`[T, lookahead]` int64; see `DrawingSource.rollout`."""
         return self.source.rollout(tokens, self.select(aux), lookahead)
+
+    def along(self, texts: PackedTexts, lookahead: int, rows: Tensor, sampling: Sampling) -> Along:
+        """See `DrawingSource.along`."""
+        return self.source.along(replace(texts, aux=self.select(texts.aux)), lookahead, rows, sampling)
 
 
 class _SelectedProposers:

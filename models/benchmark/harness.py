@@ -144,8 +144,10 @@ class Cells:
         chain = [decoded[row].counts for row in varied] if isinstance(shape, int) else []
         depth = shape if isinstance(shape, int) else shape.depth
         at = {"temperature": temperature, "sampled_temperature": temperature, "lookahead": depth}
-        conditions = self.under[suite, place.source].model_copy(
-            update={**at, "topk": topk_of(shape), "concurrency": self.plan.together}
+        under = self.under[suite, place.source]
+        proposals = "drawn" if temperature and under.draft != "none" else "greedy"
+        conditions = under.model_copy(
+            update={**at, "topk": topk_of(shape), "concurrency": self.plan.together, "proposals": proposals}
         )
         return Cell(
             suite=suite,

@@ -1,23 +1,26 @@
 """All measurements of a benchmark, in one process with the target loaded once.
 
-Greedy and sampled continuations of the target, simulated walks of every source over them, real decoding of a part.
+Greedy and sampled continuations of the target, walks of every source over them, real decoding of a part.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from models.benchmark.contestants import Contestants, draft_of
 from models.benchmark.reference import ReferenceRun, decode_reference, decode_sampled
-from models.config.benchmark import BenchmarkConfig
-from models.decoding.acceptance import AcceptedCounts, acceptance_length
+from models.config.benchmark import BenchmarkConfig, Proposals
+from models.decoding.acceptance import AcceptedCounts, AnyCounts, ExpectedCounts, acceptance_length
 from models.decoding.plain import continue_batch
 from models.decoding.prompt_lookup import PromptLookup
-from models.decoding.simulated import features, features_and_likeliest, simulate
+from models.decoding.sampled_walk import walk_sampled
+from models.decoding.simulated import read_texts, simulate
 from models.decoding.speculative import Decoded
 from models.decoding.token_recycling import TokenRecycling
-from models.drafts.batched_proposer import ProposalSource
+from models.drafts.batched_proposer import DrawingSource, ProposalSource
+from models.drafts.sampling import GREEDY, Sampling
 from models.drafts.vocabulary import DraftVocabulary
 from models.progress_bars import bars
 from models.targets.model import TargetModel
@@ -30,9 +33,11 @@ DRAFT, CHAMPION, PROMPT_LOOKUP, TOKEN_RECYCLING = "draft", "champion", "prompt_l
 
 Walk = list[tuple[AcceptedCounts, ...]]
 """Per conversation, counts at lookahead 1..max_lookahead."""
+DrawnWalk = list[tuple[ExpectedCounts, ...]]
+"""The same where the draft draws its proposals."""
 
 
-def at(walk: Walk, lookahead: int) -> list[AcceptedCounts]:
+def at(walk: Sequence[Sequence[AnyCounts]], lookahead: int) -> list[AnyCounts]:
     """One lookahead's counts of every conversation."""
     return [counts[lookahead - 1] for counts in walk]
 
@@ -43,6 +48,9 @@ class WalkedTexts:
 
     texts: list[list[int]]
     walks: Mapping[str, Walk]
+    """Greedy proposals."""
+    drawn: Mapping[str, DrawnWalk]
+    """Of drafts over sampled text, proposals drawn from their distributions."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,8 @@ class Measurements:
     sampled: WalkedTexts
     reference: ReferenceRun
     sampled_reference: tuple[Decoded, ...]
+    proposals: Proposals
+    """How the draft proposed in `sampled_reference`."""
     vocabulary_mass: float
     """See `vocabulary_mass`."""
 
@@ -61,6 +71,24 @@ class Measurements:
         real = [result.counts for result in self.reference.decoded]
         simulated = at(self.greedy.walks[DRAFT], lookahead)[: len(real)]
         return acceptance_length(simulated) / acceptance_length(real) - 1
+
+    def sampled_deviation(self, lookahead: int) -> float | None:
+        """How many standard errors real sampled decoding lies above the walk over other texts of the same prompts.
+
+        The error is linearised over conversations. None with fewer than two, or without any spread.
+        """
+        walks = self.sampled.drawn if self.proposals == "drawn" else self.sampled.walks
+        real = [decoded.counts for decoded in self.sampled_reference]
+        walked = at(walks[DRAFT], lookahead)[: len(real)]
+        if len(real) < 2 or not sum(counts.steps for counts in real):
+            return None
+        sides = [np.array([(counts.tokens, counts.steps) for counts in side], dtype=float) for side in (real, walked)]
+        lengths = [float(rows[:, 0].sum() / rows[:, 1].sum()) for rows in sides]
+        first, second = (
+            (rows[:, 0] - length * rows[:, 1]) / rows[:, 1].sum() for rows, length in zip(sides, lengths, strict=True)
+        )
+        error = float(((first - second) ** 2).sum() * len(real) / (len(real) - 1)) ** 0.5
+        return (lengths[0] - lengths[1]) / error if error else None
 
     def identical(self, lookahead: int) -> tuple[bool, int]:
         """Whether simulated and reference counts agree in every step, and in how many conversations that was asked.
@@ -83,9 +111,8 @@ def measure(
     sources = {DRAFT: contestants.draft, PROMPT_LOOKUP: PromptLookup(), TOKEN_RECYCLING: TokenRecycling()}
     champion = {CHAMPION: contestants.champion} if contestants.champion else {}
     greedy = walk_texts(contestants, config, "greedy", prompts, sources | champion)
-    sampled = walk_texts(
-        contestants, config, "sampled", prompts, sources, temperature=config.sampled_temperature, seed=seed
-    )
+    law = Sampling(config.sampled_temperature, config.sampled_top_p)
+    sampled = walk_texts(contestants, config, "sampled", prompts, sources | champion, sampling=law, seed=seed)
     with bars() as bar:
         decoded = bar("decoding", config.reference_tokens)
         reference = decode_reference(contestants, config, prompts, greedy.texts, decoded)
@@ -93,7 +120,7 @@ def measure(
         sampled_reference = decode_sampled(contestants, config, prompts, seed, decoded)
     vocabulary = draft_of(contestants.draft).vocabulary
     mass = vocabulary_mass(contestants.target, vocabulary, prompts, sampled.texts, config.sampled_temperature)
-    return Measurements(greedy, sampled, reference, sampled_reference, mass)
+    return Measurements(greedy, sampled, reference, sampled_reference, config.sampled_proposals, mass)
 
 
 def measure_suite(
@@ -111,29 +138,40 @@ def walk_texts(
     prompts: Sequence[Sequence[int]],
     sources: Mapping[str, ProposalSource],
     *,
-    temperature: float = 0.0,
+    sampling: Sampling = GREEDY,
     seed: int = 0,
 ) -> WalkedTexts:
     """Let the target continue all prompts, and walk over them; a conversation takes one forward for all sources."""
     target, walks = contestants.target, {source: Walk() for source in sources}
+    drawing = {} if sampling.greedy else {name: of for name, of in sources.items() if isinstance(of, DrawingSource)}
+    drawn = {source: DrawnWalk() for source in drawing}
     candidates = max(source.proposers(1).candidates for source in sources.values())
     with bars() as bar:
         texts = continue_batch(
-            target, prompts, config.max_new_tokens, temperature, contestants.eos_ids,
-            torch.Generator(target.device).manual_seed(seed), top_p=config.sampled_top_p,
+            target, prompts, config.max_new_tokens, sampling.temperature, contestants.eos_ids,
+            torch.Generator(target.device).manual_seed(seed), top_p=sampling.top_p,
             batch_size=config.batch_size, advance=bar(f"{name}, continuations", len(prompts)),
         )  # fmt: skip
         walked = bar(f"{name}, walks", len(prompts))
-        for prompt, text in zip(prompts, texts, strict=True):
-            whole, likeliest = [*prompt, *text], None
-            if candidates:
-                aux, likeliest = features_and_likeliest(target, whole, candidates)
-            else:
-                aux = features(target, whole)
+        # Greedy text is read one by one: its counts must be those of decoding, where rounding decides between equals.
+        together = 1 if sampling.greedy else config.batch_size
+        for first in range(0, len(prompts), together):
+            pairs = list(zip(prompts, texts, strict=True))[first : first + together]
+            readings = read_texts(
+                target, [[*prompt, *text] for prompt, text in pairs], candidates=candidates,
+                sampled=[len(text) - 1 for _, text in pairs] if drawing else (), sampling=sampling,
+            )  # fmt: skip
             for source, proposing in sources.items():
-                walks[source].append(simulate(proposing, prompt, text, aux, config.max_lookahead, likeliest))
-            walked(1)
-    return WalkedTexts(texts, walks)
+                if source in drawing:
+                    found = walk_sampled(drawing[source], readings, config.max_lookahead, sampling)
+                    walks[source] += [each.greedy for each in found]
+                    drawn[source] += [each.drawn for each in found]
+                    continue
+                for (prompt, text), reading in zip(pairs, readings, strict=True):
+                    known = reading.likeliest
+                    walks[source].append(simulate(proposing, prompt, text, reading.aux, config.max_lookahead, known))
+            walked(len(pairs))
+    return WalkedTexts(texts, walks, drawn)
 
 
 @torch.no_grad()

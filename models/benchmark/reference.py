@@ -13,6 +13,7 @@ from models.decoding.acceptance import acceptance_length
 from models.decoding.lossless import LosslessCheck, total
 from models.decoding.plain import decode, prefill
 from models.decoding.speculative import Conversation, Decoded, decode_together, speculate
+from models.drafts.certain import ProposesCertainly
 from models.drafts.sampling import GREEDY, Sampling
 
 TOLERANCE = 1.03
@@ -115,7 +116,8 @@ def decode_sampled(
     seed: int,
     advance: Callable[[int], None],
 ) -> tuple[Decoded, ...]:
-    """Decode conversations in order, at the sampled temperature, until `sampled_reference_tokens` tokens are there."""
+    """Decode conversations in order, as `config` samples and proposes, until `sampled_reference_tokens` are there."""
+    source = contestants.draft if config.sampled_proposals == "drawn" else ProposesCertainly(contestants.draft)
     generator = torch.Generator(contestants.target.device).manual_seed(seed)
     sampling = Sampling(config.sampled_temperature, config.sampled_top_p, generator)
     decoded: list[Decoded] = []
@@ -123,8 +125,8 @@ def decode_sampled(
         if sum(len(each.tokens) for each in decoded) >= config.sampled_reference_tokens:
             break
         result = speculate(
-            contestants.target, contestants.draft, prompt, config.lookahead, config.max_new_tokens,
-            contestants.eos_ids, sampling=sampling,
+            contestants.target, source, prompt, config.lookahead, config.max_new_tokens, contestants.eos_ids,
+            sampling=sampling,
         )  # fmt: skip
         decoded.append(result)
         advance(len(result.tokens))

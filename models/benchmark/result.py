@@ -110,6 +110,7 @@ def build_result(
         {name: summarise(walk) for name, walk in walked.walks.items()} for walked in (found.greedy, found.sampled)
     )
     identical, compared = found.identical(at)
+    drawn = {name: summarise(walk) for name, walk in found.sampled.drawn.items()}
     sampled_real = [(decoded.counts,) for decoded in found.sampled_reference]
     result = BenchmarkResult(
         conditions=conditions,
@@ -121,7 +122,9 @@ def build_result(
         counts_identical=identical,
         counts_compared=compared,
         sampled=sampled[DRAFT],
+        sampled_drawn=drawn[DRAFT],
         sampled_reference=summarise(sampled_real) if sampled_real else None,
+        sampled_deviation=found.sampled_deviation(at),
         prompt_lookup=greedy[PROMPT_LOOKUP],
         prompt_lookup_sampled=sampled[PROMPT_LOOKUP],
         token_recycling=greedy[TOKEN_RECYCLING],

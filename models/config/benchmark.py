@@ -10,6 +10,7 @@ from infra.config import Address, AtLeastOne, Count, Share, StrictConfig, Tokens
 Lookahead = Annotated[int, Field(ge=1, le=16)]
 RelativeLoss = Annotated[float, Field(ge=0, lt=1)]
 Prompts = Annotated[int, Field(ge=2, le=1_000_000)]
+Proposals = Literal["greedy", "drawn"]
 SuiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)]
 
 
@@ -54,8 +55,17 @@ class BenchmarkConfig(StrictConfig):
     sampled_top_p: float = Field(
         default=1.0, gt=0, le=1, description="Top-p of the sampled figures, applied after temperature; 1 is off."
     )
+    sampled_proposals: Proposals = Field(
+        default="greedy",
+        description="How the serving engine proposes for sampled text. `greedy`: the likeliest tokens, SGLang's "
+        "default. `drawn`: drawn from the draft's distribution, as with rejection sampling in vLLM "
+        "(`draft_sample_method=probabilistic`). Both are measured; this one is decoded for real.",
+    )
     sampled_reference_tokens: int = Field(
-        default=128, ge=0, le=1_000_000_000, description="Tokens that are really decoded with sampling; 0 is none."
+        default=128,
+        ge=0,
+        le=1_000_000_000,
+        description="Tokens that are really decoded with sampling, to check the walk over sampled text; 0 is none.",
     )
     min_distinct_token_share: Share = Field(
         default=0.05,

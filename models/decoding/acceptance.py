@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from infra.records.acceptance import Acceptance
 from infra.refusal import Refusal
@@ -44,7 +45,35 @@ class AcceptedCounts:
         return accepted, offered
 
 
-def acceptance_length(counts: Sequence[AcceptedCounts]) -> float:
+@dataclass(frozen=True)
+class ExpectedCounts:
+    """Expected numbers of a text's verification steps, where which proposals are accepted is a matter of chance."""
+
+    lookahead: int
+    by_accepted: tuple[float, ...]
+    """Complete steps that accept 0..lookahead draft tokens."""
+    cut: float = 0.0
+    """Steps left out: the chance that the end cuts one."""
+
+    @property
+    def steps(self) -> float:
+        return sum(self.by_accepted)
+
+    @property
+    def tokens(self) -> float:
+        """Tokens emitted by the complete steps, correction and bonus tokens included."""
+        return sum((number + 1) * steps for number, steps in enumerate(self.by_accepted))
+
+    def at_position(self, position: int) -> tuple[float, float]:
+        """See `AcceptedCounts.at_position`."""
+        return sum(self.by_accepted[position:]), sum(self.by_accepted[position - 1 :])
+
+
+Counts = AcceptedCounts | ExpectedCounts
+AnyCounts = TypeVar("AnyCounts", bound=Counts)
+
+
+def acceptance_length(counts: Sequence[Counts]) -> float:
     """Tokens emitted after the prefill token / verification steps, over complete steps.
 
     Raises Refusal where there is none.
@@ -58,7 +87,7 @@ def acceptance_length(counts: Sequence[AcceptedCounts]) -> float:
     return sum(count.tokens for count in counts) / steps
 
 
-def by_position(counts: Sequence[AcceptedCounts], lookahead: int) -> tuple[float | None, ...]:
+def by_position(counts: Sequence[Counts], lookahead: int) -> tuple[float | None, ...]:
     """Acceptance rate at positions 1..lookahead, given that all earlier ones were accepted; None if never proposed."""
     rates: list[float | None] = []
     for position in range(1, lookahead + 1):
@@ -68,7 +97,7 @@ def by_position(counts: Sequence[AcceptedCounts], lookahead: int) -> tuple[float
     return tuple(rates)
 
 
-def summarise(conversations: Sequence[Sequence[AcceptedCounts]]) -> Acceptance:
+def summarise(conversations: Sequence[Sequence[Counts]]) -> Acceptance:
     """Acceptance by lookahead.
 
     Args:
@@ -81,7 +110,7 @@ def summarise(conversations: Sequence[Sequence[AcceptedCounts]]) -> Acceptance:
     return Acceptance(
         conversations=len(conversations),
         length={at: acceptance_length(counts) for at, counts in zip(lookaheads, by_lookahead, strict=True)},
-        steps={at: sum(c.steps for c in counts) for at, counts in zip(lookaheads, by_lookahead, strict=True)},
+        steps={at: round(sum(c.steps for c in counts)) for at, counts in zip(lookaheads, by_lookahead, strict=True)},
         by_position=by_position(by_lookahead[-1], lookaheads[-1]),
     )
 

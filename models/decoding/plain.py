@@ -158,5 +158,4 @@ def likeliest(logits: Tensor, count: int) -> Likeliest:
 
 def likeliest_after(target: TargetModel, last: Tensor, count: int) -> Likeliest:
     """The most likely tokens, from `[n, H]` hidden states after the final norm."""
-    parts = [likeliest(target.logits(rows), count) for rows in last.split(ROWS)]
-    return Likeliest(torch.cat([part.tokens for part in parts]), torch.cat([part.log_probabilities for part in parts]))
+    return Likeliest.joined([likeliest(target.logits(rows), count) for rows in last.split(ROWS)])

@@ -8,14 +8,16 @@ that, so the walk over sampled text is speculative sampling itself, not an estim
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from models.decoding.acceptance import AcceptedCounts
-from models.decoding.plain import likeliest_after
+from models.decoding.plain import ROWS, likeliest
 from models.drafts.batched_proposer import ProposalSource, RolloutSource, Turn
-from models.drafts.sampling import GREEDY
+from models.drafts.sampling import GREEDY, Sampling
 from models.drafts.trees import NO_PROPOSAL, Likeliest
 from models.targets.model import TargetModel
 
@@ -25,10 +27,54 @@ def features(target: TargetModel, tokens: Sequence[int]) -> Tensor:
     return target.forward(torch.tensor([list(tokens[:-1])], device=target.device)).aux[0]
 
 
-def features_and_likeliest(target: TargetModel, tokens: Sequence[int], candidates: int) -> tuple[Tensor, Likeliest]:
-    """`features`, and the target's most likely tokens after each of these positions, from the same forward."""
-    states = target.forward(torch.tensor([list(tokens[:-1])], device=target.device))
-    return states.aux[0], likeliest_after(target, states.last[0], candidates)
+@dataclass(frozen=True)
+class Reading:
+    """What the target says of a text of T + 1 tokens."""
+
+    following: Tensor
+    """`[T]` int64, the text without its first token."""
+    aux: Tensor
+    """`[T, K*H]`, as of `features`."""
+    likeliest: Likeliest | None
+    """Its most likely tokens after each of these positions; None: not wanted."""
+    chances: Tensor
+    """`[n]` float32: its probability of each of the text's last n tokens, those that are wanted."""
+
+
+@torch.no_grad()
+def read_texts(
+    target: TargetModel,
+    texts: Sequence[Sequence[int]],
+    *,
+    candidates: int = 0,
+    sampled: Sequence[int] = (),
+    sampling: Sampling = GREEDY,
+) -> list[Reading]:
+    """Read texts of at least 2 tokens by one forward of all; shorter ones are padded at their ends.
+
+    Args:
+        target: the target.
+        texts: token ids.
+        candidates: how many likely tokens are wanted of each position.
+        sampled: of how many last tokens of each text the probability is wanted; empty: of none.
+        sampling: temperature and top-p of these probabilities.
+    """
+    tokens = [torch.tensor(list(text), device=target.device) for text in texts]
+    states = target.forward(pad_sequence([text[:-1] for text in tokens], batch_first=True))
+    found = []
+    for row, (text, wanted) in enumerate(zip(tokens, sampled or [0] * len(texts), strict=True)):
+        following, aux, last = text[1:], states.aux[row, : len(text) - 1], states.last[row, : len(text) - 1]
+        best, chances = list[Likeliest](), [aux.new_empty(0, dtype=torch.float32)]
+        first = len(last) - wanted
+        for rows in torch.arange(0 if candidates else first, len(last), device=target.device).split(ROWS):
+            logits, own = target.logits(last[rows]), rows[rows >= first]
+            if candidates:
+                best.append(likeliest(logits, candidates))
+            if len(own):
+                after = sampling.distribution(logits[-len(own) :])
+                chances.append(after.gather(-1, following[own].unsqueeze(-1)).squeeze(-1))
+        found.append(Reading(following, aux, Likeliest.joined(best) if best else None, torch.cat(chances)))
+    return found
 
 
 @torch.no_grad()
@@ -38,7 +84,7 @@ def simulate(
     continuation: Sequence[int],
     aux: Tensor,
     max_lookahead: int,
-    likeliest: Likeliest | None = None,
+    known: Likeliest | None = None,
 ) -> tuple[AcceptedCounts, ...]:
     """Walk over a continuation at every lookahead 1..max_lookahead.
 
@@ -51,7 +97,7 @@ def simulate(
         continuation: N token ids of the target's own, the prefill token first.
         aux: `[P + N - 1, K*H]` from `features`.
         max_lookahead: largest lookahead.
-        likeliest: the target's most likely tokens at each row of `aux`, for a source without a rollout.
+        known: the target's most likely tokens at each row of `aux`, for a source without a rollout.
 
     Returns:
         Counts for lookahead 1..max_lookahead, in that order.
@@ -64,22 +110,22 @@ def simulate(
     if isinstance(source, RolloutSource):
         proposals = source.rollout(tokens, aux, max_lookahead)[first:-1]
     else:
-        assert likeliest is not None, "a source without a rollout observes the target's likely tokens"
-        proposals = _propose_step_by_step(source, text, first, aux, max_lookahead, likeliest)
+        assert known is not None, "a source without a rollout observes the target's likely tokens"
+        proposals = _propose_step_by_step(source, text, first, aux, max_lookahead, known)
     agreeing = _agreeing(proposals.cpu(), torch.tensor(continuation))
-    return tuple(_walk(agreeing, lookahead) for lookahead in range(1, max_lookahead + 1))
+    return tuple(walk_chain(agreeing, lookahead) for lookahead in range(1, max_lookahead + 1))
 
 
 def _propose_step_by_step(
-    source: ProposalSource, text: Sequence[int], first: int, aux: Tensor, lookahead: int, likeliest: Likeliest
+    source: ProposalSource, text: Sequence[int], first: int, aux: Tensor, lookahead: int, known: Likeliest
 ) -> Tensor:
     """`[N - 1, lookahead]` proposals of rows `first ..` but the last, numbered as in `RolloutSource.rollout`."""
     proposer, tokens = source.proposers(1), torch.tensor(text, device=aux.device)
-    proposer.observe(0, tokens[:first], likeliest[:first])
+    proposer.observe(0, tokens[:first], known[:first])
     rows = tokens.new_full((len(aux) - 1 - first, lookahead), NO_PROPOSAL)
     for index, row in enumerate(range(first, len(aux) - 1)):
         newest = slice(row, row + 1)
-        proposer.observe(0, tokens[newest], likeliest[newest])
+        proposer.observe(0, tokens[newest], known[newest])
         unread = aux[: row + 1] if row == first else aux[newest]
         chain = proposer.propose({0: Turn(text[: row + 2], unread, lookahead, GREEDY)})[0].proposals.tokens
         rows[index, : len(chain)] = chain
@@ -95,7 +141,8 @@ def _agreeing(proposals: Tensor, continuation: Tensor) -> list[int]:
     return (proposals == following).cumprod(dim=1).sum(dim=1).tolist()
 
 
-def _walk(agreeing: list[int], lookahead: int) -> AcceptedCounts:
+def walk_chain(agreeing: Sequence[int], lookahead: int) -> AcceptedCounts:
+    """Counts of a text's steps, from how many proposals equal it after each of its tokens but the last."""
     accepted: list[int] = []
     place = 0
     while place < len(agreeing):

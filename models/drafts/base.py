@@ -1,13 +1,16 @@
 """What every draft method offers: a training loss, proposals while decoding, and a rollout from every position."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from models.drafts.batched_proposer import Proposer
+from models.drafts.batched_proposer import Along, PackedTexts, Proposer
 from models.drafts.context import ContextShare
+from models.drafts.sampling import Sampling
 from models.drafts.vocabulary import DraftVocabulary
 
 
@@ -136,6 +139,26 @@ class Draft(torch.nn.Module):
 
     def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
         raise NotImplementedError
+
+    def logits_along(self, texts: PackedTexts, lookahead: int, rows: Tensor) -> Iterator[Tensor]:
+        """Logits `[n, Vd]` of each token that is proposed, at most `lookahead` of them; see `DrawingSource.along`."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def along(self, texts: PackedTexts, lookahead: int, rows: Tensor, sampling: Sampling) -> Along:
+        """See `DrawingSource.along`."""
+        ids, left = self.vocabulary.target_ids.to(rows.device), texts.places[1][rows]
+        text = F.pad(texts.following, (0, lookahead))
+        chances = torch.zeros(len(rows), lookahead, device=rows.device)
+        likeliest = torch.zeros_like(chances, dtype=torch.bool)
+        for step, logits in enumerate(self.logits_along(texts, lookahead, rows) if len(rows) else ()):
+            own = text[rows + 1 + step]
+            place = torch.searchsorted(ids, own).clamp(max=len(ids) - 1)
+            known = (ids[place] == own) & (step < left)
+            drawn = sampling.distribution(logits).gather(-1, place.unsqueeze(-1)).squeeze(-1)
+            chances[:, step] = drawn * known
+            likeliest[:, step] = known & (logits.argmax(-1) == place)
+        return Along(chances, likeliest)
 
 
 def supervised_positions(loss_mask: Tensor, lengths: tuple[int, ...]) -> Tensor:

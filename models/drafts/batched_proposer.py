@@ -90,6 +90,59 @@ class RolloutSource(ProposalSource, Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class PackedTexts:
+    """Texts of T + 1 tokens each, a row for each token but the last, concatenated; N is the number of rows."""
+
+    following: Tensor
+    """`[N]` int64, the token after each row's own."""
+    aux: Tensor
+    """`[N, K*H]` target features."""
+    lengths: tuple[int, ...]
+    """T of each text."""
+
+    @classmethod
+    def of(cls, following: Sequence[Tensor], aux: Sequence[Tensor]) -> "PackedTexts":
+        """Concatenate texts."""
+        return cls(torch.cat(list(following)), torch.cat(list(aux)), tuple(map(len, following)))
+
+    @property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """`[N]` int64 each: the row's position in its text, and how many of its text's rows come after it."""
+        places = torch.cat([torch.arange(length) for length in self.lengths])
+        after = torch.cat([torch.arange(length).flip(0) for length in self.lengths])
+        return places.to(self.aux.device), after.to(self.aux.device)
+
+
+@dataclass(frozen=True)
+class Along:
+    """What a draft says of texts, from n of its positions, L tokens each; see `DrawingSource.along`."""
+
+    chances: Tensor
+    """`[n, L]` float32: its probability of the text's token, after temperature and top-p; 0 beyond the text."""
+    likeliest: Tensor
+    """`[n, L]` bool: the text's token is its most likely one."""
+
+
+@runtime_checkable
+class DrawingSource(RolloutSource, Protocol):
+    """A source with a distribution: what it says of a text's own tokens, in place of its own proposals."""
+
+    def along(self, texts: PackedTexts, lookahead: int, rows: Tensor, sampling: Sampling) -> Along:
+        """Follow texts from many positions at once, as steps do whose proposals are all accepted.
+
+        Args:
+            texts: all texts.
+            lookahead: L, tokens from each position.
+            rows: `[n]` int64, the wanted ones, ascending; proposals of a row begin after the token that follows it.
+            sampling: temperature and top-p of the probabilities; not greedy.
+
+        Returns:
+            A row for each wanted one; column j is what follows if the j tokens of the text before it were proposed.
+        """
+        ...
+
+
 class Choice:
     """How the rows of a batch choose their chains' tokens: the likeliest ones, or each drawn by its own generator.
 

@@ -66,6 +66,11 @@ class Likeliest:
     def __getitem__(self, rows: slice) -> "Likeliest":
         return Likeliest(self.tokens[rows], self.log_probabilities[rows])
 
+    @classmethod
+    def joined(cls, parts: Sequence["Likeliest"]) -> "Likeliest":
+        """All parts' positions, in order."""
+        return cls(torch.cat([part.tokens for part in parts]), torch.cat([part.log_probabilities for part in parts]))
+
 
 @dataclass(frozen=True)
 class StaticTree:

@@ -137,7 +137,9 @@ def benchmark_report(result: BenchmarkResult) -> dict[str, Any]:
     at, recycling, sampled = result.conditions.lookahead, result.token_recycling, result.token_recycling_sampled
     lookup = result.prompt_lookup_sampled
     shown = result.model_dump(mode="json")
-    lengths = {"draft": "acceptance"} | {name: name for name in ("reference", "sampled", "sampled_reference")}
+    lengths = {"draft": "acceptance"} | {
+        name: name for name in ("reference", "sampled", "sampled_drawn", "sampled_reference")
+    }
     return {
         "target": {
             "distinct_token_share": result.target_distinct_token_share,

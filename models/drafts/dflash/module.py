@@ -7,7 +7,7 @@ of SGLang's layout.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from infra.refusal import Refusal
 from models.config.dflash import DFlashConfig
 from models.drafts.base import Draft, DraftLoss, PackedSamples, TargetProjection, supervised_positions
+from models.drafts.batched_proposer import PackedTexts
 from models.drafts.dflash.layers import BlockAttention, Blocks, DFlashLayer, KeysValues, PackedAttention, views
 from models.drafts.dflash.proposer import DFlashProposer
 from models.drafts.layers import RMSNorm
@@ -289,14 +290,24 @@ class DFlashDraft(Draft):
     @torch.no_grad()
     def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
         """Proposals `[T, lookahead]` from every position of one sequence (see ProposalSource)."""
-        positions, tokens = torch.arange(len(aux)), tokens.cpu()
-        features = self.feature_keys(aux, positions.to(aux.device))
-        found = []
-        for part in positions.split(BLOCKS_AT_ONCE):
-            normed = self.fill(Blocks(tokens[part + 1], part + 1, torch.zeros_like(part)), features)[:, :lookahead]
-            found.append(self.target_ids[self.logits(normed).argmax(-1)])
-        best = torch.cat(found)
+        texts, rows = PackedTexts(tokens[1:], aux, (len(aux),)), torch.arange(len(aux))
+        best = torch.cat(
+            [self.target_ids[self.logits(part).argmax(-1)] for part in self._blocks(texts, rows, lookahead)]
+        )
         return F.pad(best, (0, lookahead - best.shape[1]), value=NO_PROPOSAL)
+
+    def logits_along(self, texts: PackedTexts, lookahead: int, rows: Tensor) -> Iterator[Tensor]:
+        """See `Draft.logits_along`; a block does not see what is proposed."""
+        normed = torch.cat(list(self._blocks(texts, rows, lookahead)))
+        return (self.logits(normed[:, step]) for step in range(normed.shape[1]))
+
+    def _blocks(self, texts: PackedTexts, rows: Tensor, lookahead: int) -> Iterator[Tensor]:
+        """Normed hidden states `[n, at most lookahead, H]` of the blocks after `rows`, some at a time."""
+        places, _ = texts.places
+        features, known = self.feature_keys(texts.aux, places), texts.following.cpu()
+        places, starts = places.cpu() + 1, torch.arange(len(known)) - places.cpu()
+        for part in rows.cpu().split(BLOCKS_AT_ONCE):
+            yield self.fill(Blocks(known[part], places[part], starts[part]), features)[:, :lookahead]
 
     def proposers(self, count: int) -> "DFlashProposer":
         return DFlashProposer(self, count)

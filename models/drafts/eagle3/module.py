@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models.config.eagle3 import Eagle3Config
 from models.drafts.base import Draft, DraftLoss, PackedSamples, TargetProjection
+from models.drafts.batched_proposer import PackedTexts
 from models.drafts.chains import chain_loss
 from models.drafts.context import ContextShare
 from models.drafts.eagle3.attention import Earlier, step_attention
@@ -228,6 +229,13 @@ class Eagle3Draft(Draft):
         for normed in self.unroll(tokens[1:], aux, [len(aux)], lookahead, lambda _step, _normed: proposals[-1]):
             proposals.append(self.target_ids[self.logits(normed).argmax(-1)])
         return torch.stack(proposals, dim=1)
+
+    def logits_along(self, texts: PackedTexts, lookahead: int, rows: Tensor) -> Iterator[Tensor]:
+        """See `Draft.logits_along`; rows whose text ends before a step's token run on other tokens, to no effect."""
+        text, lengths = F.pad(texts.following, (0, lookahead)), texts.lengths
+        count = len(texts.following)
+        outputs = self.unroll(text[:count], texts.aux, lengths, lookahead, lambda step, _: text[step : step + count])
+        return (self.logits(normed[rows]) for normed in outputs)
 
     def logits(self, normed: Tensor) -> Tensor:
         """`[N, Vd]` over the draft vocabulary from normed hidden states `[N, H]`."""

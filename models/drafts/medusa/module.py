@@ -6,7 +6,7 @@ chunk of `aux`, that is the output of the highest captured layer, after a norm o
 one projection onto the draft vocabulary, which starts as the target head's rows; the paper has one for each head.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from models.config.medusa import MedusaConfig
 from models.drafts.base import Draft, DraftLoss, PackedSamples, TargetProjection
-from models.drafts.batched_proposer import Choice, DraftProposer, Turn
+from models.drafts.batched_proposer import Choice, DraftProposer, PackedTexts, Turn
 from models.drafts.chains import chain_loss
 from models.drafts.layers import RMSNorm
 from models.drafts.trees import NO_PROPOSAL, Tree
@@ -77,6 +77,10 @@ class MedusaDraft(Draft):
         for step, output in enumerate(self.outputs(aux)[:lookahead]):
             proposals[:, step] = self.target_ids[self.lm_head(output).argmax(-1)]
         return proposals
+
+    def logits_along(self, texts: PackedTexts, lookahead: int, rows: Tensor) -> Iterator[Tensor]:
+        """See `Draft.logits_along`; heads do not see what is proposed."""
+        return (self.lm_head(output) for output in self.outputs(texts.aux[rows])[:lookahead])
 
     def proposers(self, count: int) -> "MedusaProposer":
         return MedusaProposer(self)

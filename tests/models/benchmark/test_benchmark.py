@@ -168,8 +168,7 @@ def test_benchmark_of_a_run(run: PreparedRun, target: Path, tmp_path: Path):
     assert (result.conditions.sampled_temperature, result.conditions.sampled_top_p) == (0.8, 0.95)
     shown = Console(width=120, file=StringIO())
     shown.print(*tables(result))
-    assert "draft, temperature 0.8, top-p 0.95, sampled proposals" in shown.file.getvalue()
-    assert any("samples its proposals" in line for line in lines(result))
+    check_sampled(result, shown.file.getvalue())
     assert result.champion is not None
     assert 1.0 <= result.acceptance.length[4] < 1.2, "an untrained draft has nothing accepted"
     assert not result.gate.passed
@@ -199,6 +198,20 @@ def test_benchmark_of_a_run(run: PreparedRun, target: Path, tmp_path: Path):
     check_goodput(result, run)
     for plot in ("acceptance_by_position.png", "goodput.png", "heldout.png", "samples.png", "training.png"):
         assert (run.folder.plots / plot).read_bytes().startswith(b"\x89PNG")
+
+
+def check_sampled(result: BenchmarkResult, shown: str) -> None:
+    """Both rules at every lookahead, and real decoding beside the one that is served."""
+    assert result.sampled is not None
+    assert result.sampled_drawn is not None
+    assert list(result.sampled.length) == list(result.sampled_drawn.length) == list(range(1, 8))
+    assert result.sampled_drawn.length[7] >= result.sampled_drawn.length[1] > 1
+    assert result.sampled_deviation is not None
+    assert abs(result.sampled_deviation) < 5
+    assert result.conditions.proposals == "greedy"
+    for rule in ("greedy proposals", "drawn proposals", "greedy proposals, real"):
+        assert f"draft, temperature 0.8, top-p 0.95, {rule}" in shown
+    assert any("real decoding with greedy proposals gave" in line for line in lines(result))
 
 
 def check_goodput(result: BenchmarkResult, run: PreparedRun) -> None:
@@ -264,6 +277,8 @@ def test_bench_of_suites(run: PreparedRun, target: Path, text: Path, tmp_path: P
         assert cell.conversations + (cell.repetitive.conversations if cell.repetitive else 0) == 5
         assert (cell.conditions.lookahead, cell.conditions.topk) == ((3, 1) if cell.shape == "3" else (2, 2))
         assert cell.conditions.concurrency == 2
+        drawn = cell.conditions.temperature > 0 and cell.source != "prompt-lookup"
+        assert cell.conditions.proposals == ("drawn" if drawn else "greedy")
         assert (cell.conditions.draft == "none") == (cell.source == "prompt-lookup")
         assert [(speed.batch, speed.repeats) for speed in cell.speeds] == [(2, 3)]
         assert [part.group for part in cell.by_category] == (["few", "many"] if cell.suite == "asked" else [])

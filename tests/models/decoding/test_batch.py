@@ -11,7 +11,7 @@ from models.decoding.batch import TargetBatch
 from models.decoding.lossless import LosslessCheck, total
 from models.decoding.plain import continue_batch, continue_greedily, prefill
 from models.decoding.prompt_lookup import PromptLookup
-from models.decoding.simulated import features, features_and_likeliest, simulate
+from models.decoding.simulated import features, read_texts, simulate
 from models.decoding.speculative import Conversation, decode_together, speculate, speculate_together
 from models.decoding.stopwatch import Stopwatch
 from models.decoding.token_recycling import TokenRecycling
@@ -184,5 +184,6 @@ def test_the_tiny_target(tiny_target, batch):
         assert sum(sum(decoded.counts.accepted) for decoded in found) > batch
         if isinstance(shape, int):
             for prompt, decoded in zip(prompts, found, strict=True):
-                aux, likeliest = features_and_likeliest(target, [*prompt, *decoded.tokens], 8)
-                assert decoded.counts == simulate(source, prompt, decoded.tokens, aux, shape, likeliest)[shape - 1]
+                (read,) = read_texts(target, [[*prompt, *decoded.tokens]], candidates=8)
+                walked = simulate(source, prompt, decoded.tokens, read.aux, shape, read.likeliest)
+                assert decoded.counts == walked[shape - 1]

@@ -7,7 +7,7 @@ from text_by_text import TextByText
 from models.decoding.acceptance import AcceptedCounts
 from models.decoding.plain import continue_batch, continue_greedily
 from models.decoding.prompt_lookup import PromptLookup
-from models.decoding.simulated import features, features_and_likeliest, simulate
+from models.decoding.simulated import features, read_texts, simulate
 from models.decoding.speculative import speculate, speculate_together
 from models.decoding.token_recycling import TokenRecycling
 from models.drafts.sampling import Sampling
@@ -47,11 +47,11 @@ def test_lossless_and_counts_as_simulated(llama, oracle, *, seed, error_share, l
     (length, most), target, ends = lengths, llama(seed), frozenset(eos)
     prompt = torch.randint(61, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
     own = continue_greedily(target, prompt, most, ends)
-    aux, likeliest = features_and_likeliest(target, [*prompt, *own], 8)
+    (read,) = read_texts(target, [[*prompt, *own]], candidates=8)
     for source in (oracle(target, error_share, seed), PromptLookup(), TokenRecycling()):
         decoded = speculate(target, source, prompt, lookahead, most, ends)
         assert list(decoded.tokens) == own
-        assert decoded.counts == simulate(source, prompt, own, aux, lookahead, likeliest)[lookahead - 1]
+        assert decoded.counts == simulate(source, prompt, own, read.aux, lookahead, read.likeliest)[lookahead - 1]
         # Where only the likeliest token is in the nucleus, sampling has no choice: the rejection rule must agree.
         assert decoded == speculate(target, source, prompt, lookahead, most, ends, sampling=Sampling(1.3, 1e-9))
 

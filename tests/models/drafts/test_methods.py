@@ -16,7 +16,7 @@ from infra.planner.shapes import TargetShape
 from models.config.draft import METHODS, parse_draft_config
 from models.config.draft_base import LossChoice, VocabularyChoice
 from models.drafts.base import Draft, PackedSamples, TargetProjection
-from models.drafts.batched_proposer import Turn
+from models.drafts.batched_proposer import PackedTexts, Turn
 from models.drafts.dflash.module import DFlashDraft
 from models.drafts.eagle3.module import Eagle3Draft
 from models.drafts.medusa.module import MedusaDraft
@@ -400,6 +400,36 @@ def test_rollout_equals_the_proposer(method, changes, alone):
         proposed = proposer.propose(tokens[: row + 2], batch.aux[seen : row + 1], 6)
         seen = row + 1
         assert proposed.tolist() == rollout[row].tolist(), row
+
+
+@variants
+@pytest.mark.parametrize("rule", [(1.0, 1.0), (0.7, 0.8)])
+def test_a_text_is_as_likely_as_the_proposer_draws_it(method, changes, rule, alone):
+    """Of a chain that the proposer drew, following the text gives what each of its tokens was drawn from."""
+    draft, batch, most = make_draft(method, 2, torch.float32, **changes), make_batch((20,), dtype=torch.float32), 6
+    tokens = torch.cat([batch.tokens, torch.tensor([3])])
+    for row in (3, 9, 17):
+        sampling = Sampling(*rule, torch.Generator().manual_seed(row))
+        drawn = alone(draft).sample(tokens[: row + 2], batch.aux[: row + 1], most, sampling)
+        chain = drawn.tokens[drawn.tokens >= 0][: 19 - row]
+        text = torch.cat([tokens[: row + 2], chain, tokens[row + 2 + len(chain) :]])
+        # Another text of other tokens comes before and after it.
+        other = PackedTexts(tokens[1:8], batch.aux[5:12], (7,))
+        packed = PackedTexts.of([other.following, text[1:], other.following], [other.aux, batch.aux, other.aux])
+        along = draft.along(packed, most, torch.arange(7 + row, 27), sampling)
+        assert drawn.probabilities is not None
+        told = drawn.probabilities[range(len(chain)), chain]
+        assert along.chances.shape == along.likeliest.shape == (20 - row, most)
+        assert torch.allclose(along.chances[0, : len(chain)], told, atol=1e-6)
+        best = drawn.probabilities[: len(chain)].argmax(-1) == chain
+        assert along.likeliest[0, : len(chain)].tolist() == best.tolist()
+        beyond = torch.arange(20 - row).unsqueeze(1) + torch.arange(most) >= 19 - row
+        assert not along.chances[beyond].any(), "nothing is proposed beyond the text"
+        assert along.chances[~beyond].any()
+    if not draft.vocabulary.whole:
+        outside = (~draft.vocabulary.t2d).nonzero()[0].expand(21)
+        packed = PackedTexts(outside[1:], batch.aux, (20,))
+        assert not draft.along(packed, most, torch.arange(3, 20), sampling).chances.any()
 
 
 @variants

@@ -125,7 +125,7 @@ def test_the_table_has_a_row_per_source(result: BenchmarkResult) -> None:
     ]
     both = acceptance_rows(result.model_copy(update={"sampled_reference": result.reference}))
     assert both[-3] == {
-        "acceptance length by lookahead": "draft, temperature 1, sampled proposals",
+        "acceptance length by lookahead": "draft, temperature 1, drawn proposals, real decoding",
         "1": "",
         "4": "3.50",
     }

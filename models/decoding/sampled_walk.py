@@ -1,0 +1,97 @@
+"""Acceptance over text that the target sampled, at every lookahead, from one forward: speculative sampling's law.
+
+A token x drawn from q is proposed and accepted with probability q(x) min(1, p(x) / q(x)) = min(p(x), q(x)), and x is
+emitted with probability p(x), by whichever way. Given that x was emitted it came by acceptance with probability
+min(1, q(x) / p(x)), independently of the other positions: p and q are those after temperature and top-p, q given that
+the proposals before it are the text. So steps of length n walk over a finished text as a Markov chain over the places
+where they start. Its expectation is computed, place by place, in place of one draw. Steps that the text's end cuts are
+those that accept all that is left of it, as in decoding.
+
+Proposals with certainty, the likeliest token for instance, are accepted where they equal the text
+(`models.decoding.simulated`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from models.decoding.acceptance import AcceptedCounts, ExpectedCounts
+from models.decoding.simulated import Reading, walk_chain
+from models.drafts.batched_proposer import DrawingSource, PackedTexts
+from models.drafts.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class SampledWalk:
+    """Counts at lookahead 1..L over one sampled text, by the rule by which the draft proposes."""
+
+    greedy: tuple[AcceptedCounts, ...]
+    """The likeliest tokens."""
+    drawn: tuple[ExpectedCounts, ...]
+    """Tokens drawn from its distribution, after the target's temperature and top-p."""
+
+
+@torch.no_grad()
+def walk_sampled(
+    source: DrawingSource, readings: Sequence[Reading], max_lookahead: int, sampling: Sampling
+) -> list[SampledWalk]:
+    """Walk over texts that the target sampled with `sampling`, all at once; each starts after its prefill token."""
+    device = readings[0].aux.device
+    packed = PackedTexts.of([reading.following for reading in readings], [reading.aux for reading in readings])
+    rows, lookaheads = [len(reading.chances) for reading in readings], range(1, max_lookahead + 1)
+    # The last token's row has nothing after it.
+    wanted = [torch.arange(end - 1 - n, end - 1) for end, n in zip(np.cumsum(packed.lengths), rows, strict=True)]
+    along = source.along(packed, max_lookahead, torch.cat(wanted).to(device), sampling)
+    # Nothing is proposed beyond a text, whatever stands there.
+    padded = [F.pad(reading.chances, (0, max_lookahead), value=1.0) for reading in readings]
+    emitted = torch.cat([each.unfold(0, max_lookahead, 1)[:-1] for each in padded])
+    accepted = acceptance_chances(along.chances, emitted).cpu()
+    agreeing = along.likeliest.cumprod(dim=1).sum(dim=1).cpu().split(rows)
+    drawn = expected_counts([part.numpy() for part in accepted.split(rows)], max_lookahead)
+    return [
+        SampledWalk(tuple(walk_chain(equal.tolist(), lookahead) for lookahead in lookaheads), expected)
+        for equal, expected in zip(agreeing, drawn, strict=True)
+    ]
+
+
+def acceptance_chances(q: Tensor, p: Tensor) -> Tensor:
+    """The chance, float64, that a token came by acceptance, given that it was emitted; from its probabilities."""
+    return (q.double() / p.double()).nan_to_num(0).clamp(max=1)
+
+
+def expected_counts(accepted: Sequence[NDArray[np.float64]], most: int) -> list[tuple[ExpectedCounts, ...]]:
+    """Expected counts of steps of lookahead 1..`most`, of texts of R + 1 tokens each.
+
+    Args:
+        accepted: of each text `[R, most]`, the chance that a step after token r accepts its proposal j, for token
+            r + j + 1, if it accepted those before; 0 beyond the text.
+        most: largest lookahead.
+    """
+    lengths, texts = np.array([len(each) for each in accepted]), len(accepted)
+    survived = np.zeros((texts, max(lengths), most + 2))
+    for text, each in zip(survived, accepted, strict=True):
+        text[: len(each), 0], text[: len(each), 1 : most + 1] = 1.0, each.cumprod(axis=1)
+    lookaheads, numbers = np.arange(1, most + 1)[:, None], np.arange(most + 1)
+    starts = np.zeros((texts, most, max(lengths) + most + 1))
+    counts, cut = np.zeros((texts, most, most + 1)), np.zeros((texts, most))
+    starts[:, :, 0] = 1.0
+    for row in range(max(lengths)):
+        reached, after = survived[:, row, None, :-1], survived[:, row, None, 1:]
+        # By lookahead, the chance that so many are accepted and then one is not, or all were proposed.
+        here = np.where(numbers < lookaheads, reached - after, reached) * (numbers <= lookaheads)
+        here = here * starts[:, :, row, None]
+        whole = here * (numbers < (lengths - row)[:, None, None])
+        counts += whole
+        cut += (here - whole).sum(axis=2)
+        starts[:, :, row + 1 : row + most + 2] += whole
+    return [
+        tuple(
+            ExpectedCounts(at, tuple(rows[at - 1, : at + 1].tolist()), float(left[at - 1])) for at in range(1, most + 1)
+        )
+        for rows, left in zip(counts, cut, strict=True)
+    ]
