@@ -207,7 +207,7 @@ def sampled_walk(result: Json) -> Iterable[tuple[str, str]]:
         together = [cell["efficiency"][of] for cell in cells]
         alone = [efficiency[of] for efficiency in slow]
         yield (
-            f"standard error {what} by real decoding of 64 texts at once (of one), against the walk's at equal CPU time",
+            f"standard error {what} by real decoding, 64 texts at once (one), over the walk's at equal CPU time",
             f"{min(together):.1f} to {max(together):.1f} times ({min(alone):.1f} to {max(alone):.1f})",
         )
 
