@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from models.decoding.acceptance import AcceptedCounts, ExpectedCounts
-from models.decoding.simulated import Reading, walk_chain
+from models.decoding.simulated import TextReading, walk_chain
 from models.drafts.batched_proposer import DrawingSource, PackedTexts
 from models.drafts.sampling import Sampling
 
@@ -38,7 +38,7 @@ class SampledWalk:
 
 @torch.no_grad()
 def walk_sampled(
-    source: DrawingSource, readings: Sequence[Reading], max_lookahead: int, sampling: Sampling
+    source: DrawingSource, readings: Sequence[TextReading], max_lookahead: int, sampling: Sampling
 ) -> list[SampledWalk]:
     """Walk over texts that the target sampled with `sampling`, all at once; each starts after its prefill token."""
     device = readings[0].aux.device

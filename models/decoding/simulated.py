@@ -28,7 +28,7 @@ def features(target: TargetModel, tokens: Sequence[int]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Reading:
+class TextReading:
     """What the target says of a text of T + 1 tokens."""
 
     following: Tensor
@@ -49,7 +49,7 @@ def read_texts(
     candidates: int = 0,
     sampled: Sequence[int] = (),
     sampling: Sampling = GREEDY,
-) -> list[Reading]:
+) -> list[TextReading]:
     """Read texts of at least 2 tokens by one forward of all; shorter ones are padded at their ends.
 
     Args:
@@ -73,7 +73,7 @@ def read_texts(
             if len(own):
                 after = sampling.distribution(logits[-len(own) :])
                 chances.append(after.gather(-1, following[own].unsqueeze(-1)).squeeze(-1))
-        found.append(Reading(following, aux, Likeliest.joined(best) if best else None, torch.cat(chances)))
+        found.append(TextReading(following, aux, Likeliest.joined(best) if best else None, torch.cat(chances)))
     return found
 
 
