@@ -258,8 +258,10 @@ FAMILIES: dict[str, Family] = {
     "exaone4": Family("EXAONE 4", "Exaone4ForCausalLM", ALTERNATING | HEADS),
     "seed_oss": Family("Seed-OSS", "SeedOssForCausalLM", HEADS),
     "minimax_m2": Family(
-        *("MiniMax-M2", "MiniMaxM2ForCausalLM", HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2}),
-        published_as={"scoring_func": "sigmoid", "use_routing_bias": True},
+        "MiniMax-M2",
+        "MiniMaxM2ForCausalLM",
+        HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
+        published_as={"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True},
     ),
     "deepseek_v32": Family(
         "DeepSeek-V3.2 (sparse attention)",

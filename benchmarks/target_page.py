@@ -39,7 +39,8 @@ cell was not measured yet, the others all were; `python benchmarks/targets.py` m
 | capture in SGLang | the canary over all captured layers, then samples, from a real server |
 | serving in SGLang | target and exported draft in a real server: the target's own text in verification steps |
 
-Multimodal targets are trained on text alone: the draft never sees an image, and proposals after one may be worse.
+Multimodal targets have empty cells for SGLang where it wants an image processor, which a random model has none of.
+They are trained on text alone: the draft never sees an image, and proposals after one may be worse.
 """
 
 

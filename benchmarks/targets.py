@@ -47,7 +47,7 @@ SMALL = (
 CAPTURED = 4
 """Samples that SGLang captures after its canary."""
 REASON = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Refusal): .+")
-CPU = re.compile(r"triton|cuda|TorchNative|platform support|sgl_kernel|on CPU|_cpu\b", re.IGNORECASE)
+CPU = re.compile(r"triton|active drivers|cuda|TorchNative|platform support|sgl_kernel|on CPU|_cpu\b", re.IGNORECASE)
 CPU_ATTENTION = "torch_native_backend.py"
 """What the message of a failure, or its traceback, says that a GPU would not have."""
 LONGEST_REASON = 400
@@ -104,21 +104,23 @@ def measure(family: Family, work: Path, sglang: bool) -> dict[str, str]:
     cells.measure("export", partial(stages.export, target, folder, *drafts, work / "export"))
     if sglang:
         settings = ["target.source=huggingface", f"target.name={folder}", "generator.engine=sglang"]
-        if family.wrapper:
-            # Without it SGLang wants an image processor in the folder.
-            settings.append("generator.sglang.arguments=[--language-model-only]")
         with prepared_run(work / "run", RECIPE, [*SMALL, *settings]) as run:
-            measure_in_sglang(cells, run, work / "export", target)
+            measure_in_sglang(cells, run, work / "export", target, servers=not family.wrapper)
     return cells.stages
 
 
-def measure_in_sglang(cells: Cells, run: PreparedRun, draft: Path, target: stages.Loaded) -> None:
-    """Capture and serve in real servers, unless a run with this target would be refused before."""
+def measure_in_sglang(cells: Cells, run: PreparedRun, draft: Path, target: stages.Loaded, servers: bool) -> None:
+    """Capture and serve in real servers, unless a run with this target would be refused before.
+
+    Without `servers` only the refusal is tried: SGLang wants an image processor, which a random model has none of.
+    """
     try:
         check_engine(run, speculates=True)
     except Refusal as refusal:
         cells.stages |= dict.fromkeys(SGLANG, f"{REFUSED}{refusal}")
         print(f"  {refusal}", flush=True)
+        return
+    if not servers:
         return
     parts = partial(capture_in_sglang, run), partial(serve_in_sglang, run, draft, target)
     for stage, part in zip(SGLANG, parts, strict=True):

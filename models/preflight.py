@@ -96,6 +96,11 @@ def check_engine(run: RunWithTarget, speculates: bool) -> None:
             f"{release} cannot capture hidden states of the target's architecture {kind.name}, nor serve an EAGLE-3 "
             f"draft for it (its class has no set_eagle3_layers_to_capture): {other}"
         )
+    if speculates and draft.method == "eagle3" and not kind.shares_tables:
+        raise Refusal(
+            f"{release} serves no EAGLE-3 draft for the target's architecture {kind.name} (its class has no "
+            "get_embed_and_head): set benchmark.served_concurrency=[] and benchmark.counted_by=reference"
+        )
     if speculates and draft.method == "dflash" and not kind.captures_blocks:
         raise Refusal(
             f"{release} serves no DFlash draft for the target's architecture {kind.name} (its class has no "

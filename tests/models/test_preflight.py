@@ -69,6 +69,7 @@ WINDOW = {"sliding_window": 64}
             r"SGLang [\d.]+ cannot capture hidden states of the target's architecture Glm4ForCausalLM, nor serve an "
             r"EAGLE-3 draft .*: set generator.engine=transformers",
         ),
+        pytest.param("Qwen2MoeForCausalLM", {}, [], "serves no EAGLE-3 draft .* Qwen2MoeForCausalLM", marks=SLOW),
         pytest.param("SmolLM3ForCausalLM", {}, [], "has no model class for .* SmolLM3ForCausalLM", marks=SLOW),
         pytest.param(
             *("Qwen2ForCausalLM", {}, [DFLASH, "benchmark.lookahead=3"]),

@@ -26,6 +26,8 @@ class ModelClass(Record):
     """False if the class exists but its module cannot be imported on this machine: all else is unknown."""
     captures: bool = False
     """Whether it hands over outputs of chosen layers, for captures and for EAGLE-3 drafts."""
+    shares_tables: bool = False
+    """Whether it gives an EAGLE-3 draft its embedding and head."""
     captures_blocks: bool = False
     """Whether it does so for DFlash drafts."""
     has_windows: bool = False
@@ -55,6 +57,7 @@ def _describe(architecture: str) -> ModelClass:
     return ModelClass(
         name=kind.__name__,
         captures=hasattr(kind, "set_eagle3_layers_to_capture"),
+        shares_tables=hasattr(kind, "get_embed_and_head"),
         captures_blocks=hasattr(kind, "set_dflash_layers_to_capture"),
         has_windows=hasattr(kind, "get_attention_sliding_window_size"),
     )
