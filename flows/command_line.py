@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flows.bench_command import PASS_ON, bench
+from flows.data_command import data
 from flows.doctor_command import doctor
 from flows.drafts_command import drafts
+from flows.init_command import init
 from flows.stack_command import down, ui, up
 from flows.status_command import find_run, status
 from infra.processes.exit import run_main
@@ -24,7 +26,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(data, name="data")
 app.add_typer(drafts, name="drafts")
+app.command()(init)
 
 
 @app.command()
@@ -95,11 +99,8 @@ def _forget_crashes(config: "RunConfig", folder: Path) -> None:
 
 
 app.command(context_settings=PASS_ON)(bench)
-app.command()(status)
-app.command()(doctor)
-app.command()(ui)
-app.command()(up)
-app.command()(down)
+for command in (status, doctor, ui, up, down):
+    app.command()(command)
 
 
 def main() -> None:

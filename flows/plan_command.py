@@ -1,9 +1,12 @@
 """`draftsmith retrain RECIPE --plan`: memory, speed, time and cost of a run, before it starts."""
 
+from pathlib import Path
+
 import yaml
 from rich.console import Console
 from rich.markdown import Markdown
 
+from flows.data_command import print_findings
 from infra.planner.page import plan_page
 from infra.redaction import redacted
 from models.config.recipe import RunConfig
@@ -22,3 +25,5 @@ def print_plan(config: RunConfig) -> None:
         print(dry_run(config.name, pool_specs(config.pools, config.generator.count), config.pools), end="")
     print("---", flush=True)
     Console(highlight=False).print(Markdown(page))
+    if Path(config.data.source).expanduser().exists():
+        print_findings(config.data.source, config.data.chat_template, config.data.max_broken_share)

@@ -8,7 +8,7 @@ from infra.records.sharing import alternates
 from models.config.recipe import RunConfig
 from tasks.benchmark import benchmark_draft, benchmark_served
 from tasks.pools import lease, only_training_of_its_draft
-from tasks.prepare import fetch_start, plan_run, preflight, prepare_samples, prepare_target, regenerate_text
+from tasks.prepare import check_data, fetch_start, plan_run, preflight, prepare_samples, prepare_target, regenerate_text
 from tasks.promotion import promote_or_refuse
 from tasks.registry import register_draft, track_samples, track_training, tracked
 from tasks.report.write import write_report
@@ -28,6 +28,7 @@ def retrain(config: RunConfig, run: str | None = None) -> str:
     Returns the run folder's path.
     """
     with open_run(config, run) as opened, only_training_of_its_draft(opened), tracked(opened) as tracking:
+        check_data(opened)
         target = prepare_target(opened)
         fetch_start(opened)
         preflight(opened)

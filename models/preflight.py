@@ -24,7 +24,7 @@ from models.benchmark.counter import why_engine_counts
 from models.capture.sglang.model_class import ask_sglang
 from models.config.recipe import RunConfig, read_config
 from models.data.benchmark_prompts import BenchmarkPrompts, read_excluded_prompts
-from models.data.conversations import read_documents
+from models.data.conversations import training_documents
 from models.data.dialogue import Dialogue, check_answerable
 from models.data.prepare import recipe_data
 from models.data.prompts import suite_prompts
@@ -189,7 +189,7 @@ def check_prompts(run: RunWithTarget) -> None:
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(run.target.path)
     SampleEncoder(tokenizer, data, run.config.target.add_bos, excluded=BenchmarkPrompts(prompts))
     prompter, documents, refusals = recipe_prompter(run), 0, list[str]()
-    for document in counting(read_documents(data.source), "checking prompts"):
+    for document in counting(training_documents(data), "checking prompts"):
         check_answerable(document)
         documents += 1
         dialogue = Dialogue(document)

@@ -11,18 +11,18 @@ from infra.planner.devices import CPU, DEVICES, Device, device_named
 from infra.planner.memory import Setting
 from infra.planner.plan import Job, Plan, make_plan
 from infra.planner.refusals import refusals
-from infra.planner.shapes import TargetShape, read_target_shape, target_shape
+from infra.planner.shapes import TargetShape, read_target_shape
 from infra.planner.sharing import choose_sharing
 from infra.pools.gpus import Gpu, read_gpus
 from infra.pools.local import LocalPools
 from infra.records.data_path import SamplesRecord, TargetRecord
 from infra.refusal import Refusal
-from infra.settings import cache_folder, runs_folder
+from infra.settings import runs_folder
 from infra.sglang.config import decoding_requests
 from infra.transport.choice import round_bytes
 from models.config.data import PLAIN_BATCH
 from models.config.recipe import RunConfig, check_layers
-from models.config.target import TargetConfig, TinyRecipe
+from models.config.target_settings import read_shape
 
 READ_BYTES = 4 * 2**20
 """Bytes of a local .jsonl file that are read to estimate its line length."""
@@ -31,7 +31,6 @@ BYTES_OF_TOKEN = 4.0
 """Bytes per token of text with its JSON. Assumed."""
 SAMPLES = 100_000
 """Number of samples if it is unknown."""
-HUB_S = 2.0
 
 
 def plan_recipe(config: RunConfig, target: TargetRecord | None = None, samples: SamplesRecord | None = None) -> Plan:
@@ -41,7 +40,7 @@ def plan_recipe(config: RunConfig, target: TargetRecord | None = None, samples: 
         Refusal: the target's shape is not to be found out, with the remedy.
     """
     shape = config.plan.target or (
-        read_target_shape(Path(target.path) / "config.json") if target else _shape(config.target)
+        read_target_shape(Path(target.path) / "config.json") if target else read_shape(config.target)
     )
     plan = make_plan(_job(config, shape, samples))
     mode, why = choose_sharing(config.pools, config.plan.gpus or len(LocalPools().gpus), plan)
@@ -153,48 +152,6 @@ def _answers(
         most_requests=requests,
         bandwidth_share=plan.decode_share,
     )
-
-
-def _shape(target: TargetConfig) -> TargetShape:
-    """The target's shape from local files, or from `config.json` of the Hub; no weights are read."""
-    if target.source == "tiny":
-        tiny = TinyRecipe()
-        return target_shape(
-            {
-                "hidden_size": tiny.hidden_size,
-                "num_hidden_layers": tiny.layers,
-                "vocab_size": tiny.vocab_size,
-                "num_attention_heads": tiny.heads,
-                "num_key_value_heads": tiny.kv_heads,
-                "intermediate_size": tiny.intermediate_size,
-            }
-        )
-    if target.source == "gguf-package":
-        found = sorted((cache_folder() / "targets").glob(f"{target.name}-*/config.json"))
-        if not found:
-            raise Refusal(
-                f"{target.name} is not converted yet, so its shape is not known: give it by plan.target, or run the "
-                "recipe once"
-            )
-        return read_target_shape(found[-1])
-    folder = Path(target.name).expanduser()
-    return read_target_shape(folder / "config.json" if folder.is_dir() else _from_hub(target))
-
-
-def _from_hub(target: TargetConfig) -> Path:
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    cached = try_to_load_from_cache(target.name, "config.json", revision=target.revision)
-    if isinstance(cached, str):
-        return Path(cached)
-    try:
-        return Path(hf_hub_download(target.name, "config.json", revision=target.revision, etag_timeout=HUB_S))
-    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise Refusal(
-            f"the shape of {target.name} is not known here, and the Hub does not give its config.json: give the shape "
-            "by plan.target, or a folder by target.name"
-        ) from error
 
 
 def kept_checkpoints(config: RunConfig, plan: Plan) -> int:

@@ -33,6 +33,12 @@ SAMPLES_TIMEOUT_S = 4 * 3600.0
 REGENERATION_TIMEOUT_S = 7 * 24 * 3600.0
 
 
+@side_effect("check data", retries=1)
+def check_data(run: OpenRun) -> None:
+    """List the source's broken records before anything is downloaded or trained."""
+    run_main(run, on_cpu(run), "data", "models.data.check", timeout_s=SAMPLES_TIMEOUT_S)
+
+
 @side_effect("prepare target")
 def prepare_target(run: OpenRun) -> TargetRecord:
     """Fetch or convert the target into a plain Hugging Face folder."""

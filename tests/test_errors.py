@@ -60,7 +60,6 @@ RECIPES = [
     ("wrong type", None, ["training.epochs=many"], "training.epochs", "valid integer"),
     ("out of range", None, ["training.learning_rate=-1"], "training.learning_rate", "greater than 0"),
     ("unknown method", None, ["draft.method=eagle9"], "draft.method: known methods are", "eagle3, "),
-    ("no method", None, ["draft={vocab_size: 20}"], "draft.method: known methods are", "eagle3, "),
     ("setting of another method", None, ["draft.method=medusa"], "draft.num_kv_heads: no such setting", ""),
     ("contradiction in a method", None, ["draft.norm_before_fc=true"], "draft: fc_norm and norm_before_fc", "set one"),
     ("missing section", "name: tiny\n", [], "target: Field required", ""),

@@ -80,10 +80,12 @@ class SamplesRecord(Record):
     truncated: int
     unusable: int
     """Conversations left out because nothing in them is supervised."""
+    broken: int = 0
+    """Records left out because they cannot be read."""
     refused: int = 0
     """Conversations left out because they hold more than text, or the chat template cannot render them."""
     refusals: tuple[str, ...] = ()
-    """Place and reason of the first refused documents; refused.txt in the folder lists all."""
+    """Place and reason of the first broken and refused ones; refused.txt in the folder lists all."""
     reasoning_dropped: int = 0
     """Conversations with reasoning that the chat template has no place for."""
     split: int = 0

@@ -64,6 +64,11 @@ class DataConfig(StrictConfig):
     overlong: Literal["drop", "truncate", "split"] = Field(
         default="truncate", description="What happens to longer samples, which are counted; `split` needs plain text."
     )
+    max_broken_share: Share = Field(
+        default=0.2,
+        description="The run is refused when a larger share of the records is broken (no JSON, no known keys); fewer "
+        "are left out, counted and listed.",
+    )
     max_refused_share: Share = Field(
         default=0.9,
         description="The run is refused when a larger share of the conversations holds images or cannot be rendered by "

@@ -21,6 +21,7 @@ from models.config.data import DataConfig
 from models.config.draft import METHODS, DraftConfig
 from models.config.generator import GeneratorConfig
 from models.config.target import TargetConfig
+from models.config.target_settings import completed
 from models.config.training import TrainingConfig
 
 LISTED = 20
@@ -36,7 +37,7 @@ class RunConfig(StrictConfig):
     target: TargetConfig = Field(description="The served LLM whose draft is trained.")
     data: DataConfig = Field(default=DataConfig(), description="Which text becomes samples, and how.")
     generator: GeneratorConfig = Field(default=GeneratorConfig(), description="How hidden states are captured.")
-    draft: DraftConfig = Field(description="Draft method and its settings.")
+    draft: DraftConfig = Field(description="Draft method and its settings; a recipe file may leave them to the target.")
     training: TrainingConfig = Field(default=TrainingConfig(), description="How the draft is optimized.")
     benchmark: BenchmarkConfig = Field(default=BenchmarkConfig(), description="How acceptance and speed are measured.")
     promotion: PromotionConfig = Field(default=PromotionConfig(), description="The gate between draft and champion.")
@@ -162,10 +163,15 @@ def load_recipe(path: Path, overrides: list[str] | None = None) -> RunConfig:
     """Read a recipe and apply `section.field=value` overrides, whose values are YAML. Raises Refusal if invalid."""
     tree = _parse(_read(path), str(path))
     if not isinstance(tree, dict):
-        raise Refusal(f"{path} holds no settings: a recipe is a YAML mapping with at least name, target and draft")
+        raise Refusal(f"{path} holds no settings: a recipe is a YAML mapping with at least name and target")
     for override in overrides or []:
         _apply(tree, override)
-    return _validated(tree, str(path))
+    return as_recipe(tree, str(path))
+
+
+def as_recipe(tree: dict[str, Any], place: str) -> RunConfig:
+    """The recipe with what it leaves to the target. Raises Refusal, which names `place`, if it is not valid."""
+    return _validated(completed(tree), place)
 
 
 def _validated(tree: Any, place: str, remedy: str = "") -> RunConfig:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infra.refusal import Refusal
+from models.config.data import DataConfig
 from models.data import python_docs
 from models.data.reading import Row, converted, read_rows
 from models.data.sources import find_source
@@ -137,6 +138,14 @@ def read_documents(source: str) -> Iterator[Document]:
     Raises Refusal for a source that is missing, empty or of an unknown kind, and with their lines for broken records.
     """
     return converted(read_records(source), as_document)
+
+
+def training_documents(config: DataConfig, broken: list[str] | None = None) -> Iterator[Document]:
+    """`read_documents` without broken records, whose places and reasons are added to `broken`.
+
+    Raises Refusal at the end where they are more than `data.max_broken_share` of all.
+    """
+    return converted(read_records(config.source), as_document, config.max_broken_share, broken)
 
 
 def as_document(place: str, record: Any) -> Document:

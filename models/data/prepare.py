@@ -23,7 +23,7 @@ from models.config.data import DataConfig
 from models.config.recipe import RunConfig, read_config
 from models.data.benchmark_prompts import BenchmarkPrompts, read_excluded_prompts
 from models.data.chat_template import NONE, open_chat_template
-from models.data.conversations import read_documents, source_hash, source_revision
+from models.data.conversations import source_hash, source_revision, training_documents
 from models.data.prompts import heldout_prompts, suite_address
 from models.data.sample_set import SampleSet, read_manifest, write_sample_set
 from models.data.samples import SHOWN_REFUSALS, SampleEncoder, Splits, divide
@@ -34,7 +34,7 @@ FORMAT = 4
 
 BINS = 24
 REFUSED = "refused.txt"
-"""Lists all refused conversations, in the folder of the samples."""
+"""Lists all broken records and refused conversations, in the folder of the samples."""
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja")
 
 
@@ -69,11 +69,15 @@ def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> 
             excluded=BenchmarkPrompts(read_excluded_prompts(config.exclude)),
             tokenizer_hash=made_by, vocabulary=target.vocab_size, ends=ends, media_ids=target.media_ids,
         )  # fmt: skip
-        samples = encoder.encode(counting(read_documents(config.source), "tokenizing"))
+        broken: list[str] = []
+        samples = encoder.encode(counting(training_documents(config, broken), "tokenizing"))
         splits = divide(samples, config, encoder.counts)
-        record = _record(splits, encoder, template, content)
-        if refusals := encoder.counts.refusals:
-            write_atomically(aside / REFUSED, "\n".join(refusals) + "\n")
+        left_out = broken + encoder.counts.refusals
+        record = _record(splits, encoder, template, content).model_copy(
+            update={"broken": len(broken), "refusals": tuple(left_out[:SHOWN_REFUSALS])}
+        )
+        if left_out:
+            write_atomically(aside / REFUSED, "\n".join(left_out) + "\n")
         write_sample_set(aside, splits, record)
 
     build_once(folder, build)
@@ -115,7 +119,6 @@ def _record(splits: Splits, encoder: SampleEncoder, template: str, content: str)
         supervised_share=int(supervised.sum()) / int(lengths.sum()),
         **{name: value for name, value in vars(encoder.counts).items() if name not in ("documents", "refusals")},
         refused=len(encoder.counts.refusals),
-        refusals=tuple(encoder.counts.refusals[:SHOWN_REFUSALS]),
         compared_prompts=len(encoder.excluded),
         thinking=sum(sample.thinking for sample in train),
         lengths=histogram(lengths),
@@ -141,6 +144,7 @@ def summary(record: SamplesRecord) -> str:
         "truncated": record.truncated,
         "dropped for their length": record.dropped,
         "unusable": record.unusable,
+        "broken": record.broken,
         "refused": record.refused,
         "duplicates": record.duplicates,
         f"with one of {record.compared_prompts} benchmark prompts left out": record.benchmark_prompts,
@@ -150,7 +154,8 @@ def summary(record: SamplesRecord) -> str:
         notes += (
             f"; {record.reasoning_dropped} learned without their reasoning, for which the chat template has no place"
         )
-    more = f"\n  all of them: {Path(record.path) / REFUSED}" if record.refused > len(record.refusals) else ""
+    has_more = record.broken + record.refused > len(record.refusals)
+    more = f"\n  all of them: {Path(record.path) / REFUSED}" if has_more else ""
     return (
         f"samples: {record.train_samples} to train on ({record.train_tokens} tokens, longest {record.longest}, "
         f"{record.supervised_share:.1%} supervised), {record.heldout_samples} held out{notes}"

@@ -23,29 +23,42 @@ def read_rows(source: ResolvedSource) -> Iterator[Row]:
         yield from _READERS[file.path.suffix](file)
 
 
-def converted(rows: Iterable[Row], convert: Callable[[str, Any], Item]) -> Iterator[Item]:
-    """`convert(place, record)` of every record.
+def converted(
+    rows: Iterable[Row],
+    convert: Callable[[str, Any], Item],
+    max_broken_share: float = 0.0,
+    broken: list[str] | None = None,
+) -> Iterator[Item]:
+    """`convert(place, record)` of every record that can be used.
 
-    After the first Refusal the rest is only checked, and one Refusal names the first `MAX_FAULTS` records.
+    The others are added to `broken`. At the end, more than `max_broken_share` of all raise one Refusal that names the
+    first `MAX_FAULTS`. Where none is allowed, the rest is only checked after the first one.
     """
-    faults: list[str] = []
+    faults = [] if broken is None else broken
+    records = 0
     for place, record in rows:
+        records += 1
         try:
             item = convert(place, whole(record))
         except Refusal as error:
             faults.append(str(error))
-            if len(faults) == MAX_FAULTS:
-                break
-            continue
         except RecursionError:
             faults.append(f"{place}: nested too deeply: correct or remove the record")
+        else:
+            if not faults or max_broken_share:
+                yield item
             continue
-        if not faults:
-            yield item
-    if len(faults) > 1:
-        raise Refusal(f"the first {len(faults)} records that cannot be used:\n  " + "\n  ".join(faults))
-    if faults:
-        raise Refusal(faults[0])
+        if not max_broken_share and len(faults) == MAX_FAULTS:
+            break
+    if len(faults) <= max_broken_share * records:
+        return
+    first = "\n  ".join(faults[:MAX_FAULTS])
+    if max_broken_share:
+        raise Refusal(
+            f"{len(faults)} of {records} records cannot be used, more than data.max_broken_share={max_broken_share:g} "
+            f"allows: correct them, or raise it. The first:\n  {first}"
+        )
+    raise Refusal(first if len(faults) == 1 else f"the first {len(faults)} records that cannot be used:\n  {first}")
 
 
 def whole(record: Any) -> Any:

@@ -25,7 +25,7 @@ from infra.refusal import Refusal
 from infra.settings import cache_folder
 from models.config.recipe import read_config
 from models.data.chat_template import NONE, open_chat_template
-from models.data.conversations import read_documents, source_hash, source_revision
+from models.data.conversations import source_hash, source_revision, training_documents
 from models.data.dialogue import Dialogue, check_answerable
 from models.data.prepare import tokenizer_hash
 from models.data.samples import SHOWN_REFUSALS, check_refused
@@ -68,7 +68,7 @@ def regenerate(run: RunWithTarget) -> RegeneratedRecord:
     return RegeneratedRecord(
         path=str(file),
         documents=len(lines),
-        duplicates=sum(1 for _ in read_documents(run.config.data.source)) - len(dialogues),
+        duplicates=sum(1 for _ in training_documents(run.config.data)) - len(dialogues),
         tokens=sum(line["tokens"] for line in lines),
         cut=sum(line["cut"] for line in lines),
         refused=len(refusals),
@@ -104,7 +104,7 @@ def _key(run: RunWithTarget) -> str:
 def _distinct(run: RunWithTarget) -> dict[str, Dialogue]:
     """The distinct dialogues by hash, in the order of the source."""
     dialogues: dict[str, Dialogue] = {}
-    for document in read_documents(run.config.data.source):
+    for document in training_documents(run.config.data):
         check_answerable(document)
         dialogue = Dialogue(document)
         dialogues.setdefault(dialogue.asked, dialogue)

@@ -210,3 +210,32 @@ def test_a_bench_against_a_champion_that_there_is_not_is_refused(home: Path) -> 
     assert ended.returncode == 2
     assert "no version is champion" in ended.stderr
     assert "draftsmith drafts list" in ended.stderr
+
+
+def test_a_recipe_is_made_for_a_target_and_text(home: Path, tiny_target, tmp_path: Path) -> None:
+    source = tmp_path / "text.jsonl"
+    source.write_text('{"text": "Some words of a document."}\nbroken\n{"text": "And of another one."}\n')
+    recipe = tmp_path / "own.yaml"
+    made = draftsmith(home, "init", tiny_target.path, str(source), "--name", "own", "--output", str(recipe))
+    assert made.returncode == 0, made.stderr
+    assert f"draftsmith retrain {recipe} --plan" in made.stdout
+    config = load_recipe(recipe)
+    assert (config.data.chat_template, config.draft.vocabulary_size(1024)) == ("none", 1024)
+    assert "remove it, or name another file" in refusal(
+        home, "init", tiny_target.path, str(source), "--output", str(recipe)
+    )
+    planned = draftsmith(home, "retrain", str(recipe), "--plan", "data.max_broken_share=0.5")
+    assert planned.returncode == 0, planned.stderr
+    assert "data: 2 plain texts; 1 broken record left out" in planned.stdout
+    refused = draftsmith(home, "retrain", str(recipe), "--plan")
+    assert (refused.returncode, "data.max_broken_share=0.2 allows" in refused.stderr) == (2, True)
+
+
+def test_data_are_checked(home: Path, tmp_path: Path) -> None:
+    source = tmp_path / "talk.jsonl"
+    source.write_text('{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}\n[]\n')
+    checked = draftsmith(home, "data", "check", str(source))
+    assert checked.returncode == 1
+    assert f"broken: {source}:2: write a JSON object" in checked.stdout
+    assert "data: 1 conversations (turns: 1 assistant, 1 user); 1 broken record left out" in checked.stdout
+    assert "there is no such file" in refusal(home, "data", "check", str(tmp_path / "none.jsonl"))

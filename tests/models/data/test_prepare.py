@@ -77,8 +77,18 @@ def test_the_same_content_comes_from_the_cache(source: Path, tiny_target: Target
 def test_a_refusal_leaves_nothing_in_the_cache(source: Path, tiny_target: TargetRecord, cache: Path) -> None:
     source.write_text(source.read_text() + "{broken\n")
     with pytest.raises(ValueError, match=r"stories\.jsonl:31: not valid JSON"):
-        prepare_samples(config(source), tiny_target, add_bos=False)
+        prepare_samples(config(source, max_broken_share=0.0), tiny_target, add_bos=False)
     assert [path for path in (cache / "samples").iterdir() if path.is_dir()] == []
+
+
+def test_broken_records_are_left_out_and_listed(source: Path, tiny_target: TargetRecord) -> None:
+    whole = prepare_samples(config(source), tiny_target, add_bos=False)
+    source.write_text(source.read_text() + "{broken\n")
+    record = prepare_samples(config(source), tiny_target, add_bos=False)
+    assert (record.dataset_hash, record.broken) == (whole.dataset_hash, 1)
+    (listed,) = (Path(record.path) / REFUSED).read_text().splitlines()
+    assert record.refusals == (listed,)
+    assert "stories.jsonl:31: not valid JSON" in listed
 
 
 def test_the_target_without_a_template_is_named(source: Path, tiny_target: TargetRecord) -> None:
@@ -113,7 +123,7 @@ def test_prompts_are_checked_before_they_are_regenerated(
 ) -> None:
     """Regeneration takes GPUs for hours: what would stop the run afterwards stops it first."""
     folder = RunFolder(tmp_path / "run")
-    data = config(source, regeneration={}, chat_template="none")
+    data = config(source, regeneration={}, chat_template="none", max_broken_share=0.02)
     write_atomically(folder.config, tiny_config.model_copy(update={"data": data}))
     write_atomically(folder.target, tiny_target)
     command = [sys.executable, "-m", "models.preflight", str(folder.path)]
@@ -122,6 +132,7 @@ def test_prompts_are_checked_before_they_are_regenerated(
     source.write_text(source.read_text() + "{broken\n")
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 2
+    assert "1 of 31 records cannot be used, more than data.max_broken_share=0.02 allows" in ended.stderr
     assert "stories.jsonl:31: not valid JSON" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert not folder.samples.exists()

@@ -1,0 +1,58 @@
+"""`draftsmith init TARGET SOURCE`: writes a recipe with everything that the target decides."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flows.data_command import kind_of
+from infra.refusal import Refusal
+
+HEAD = """\
+# Made by `draftsmith init`. Sizes and layers are the target's; docs/settings.md lists all settings.
+"""
+
+
+def init(
+    target: Annotated[str, typer.Argument(help="A local Hugging Face folder, or an id of the Hub.")],
+    source: Annotated[str, typer.Argument(help="Training text: a file, folder, address or dataset.")],
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="NAME", help="Recipe name; default: after the target.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Where to write; default: NAME.yaml.")
+    ] = None,
+) -> None:
+    """Write a recipe for a target and a source of text, and say what to run next."""
+    import yaml
+
+    from models.config.recipe import as_recipe
+    from models.config.target_settings import completed
+
+    name = name or re.sub(r"[^a-z0-9._-]+", "-", Path(target).name.lower()).strip("-._")
+    output = output or Path(f"{name}.yaml")
+    if output.exists():
+        raise Refusal(f"{output} exists: remove it, or name another file with --output")
+    tree = completed({"name": name, "target": {"name": target}, "data": _data(source), **_pools()})
+    as_recipe(tree, str(output))
+    output.write_text(HEAD + yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=110))
+    print(
+        f"{output}\n\nnext:\n  draftsmith data check {source} --target {target}\n"
+        f"  draftsmith retrain {output} --plan\n  draftsmith retrain {output}"
+    )
+
+
+def _data(source: str) -> dict[str, Any]:
+    """Settings for the kind of text that the source holds."""
+    kind = kind_of(source)
+    if not kind:
+        raise Refusal(f"{source} holds no record that can be used: `draftsmith data check {source}` lists why")
+    return {"source": source} | ({"chat_template": "none", "overlong": "split"} if kind != "conversations" else {})
+
+
+def _pools() -> dict[str, Any]:
+    """This machine's GPUs: one for each side, or one that both share."""
+    from infra.pools.local import LocalPools
+
+    return {"pools": {"inference_gpus": 1, "training_gpus": 1}} if LocalPools().gpus else {}

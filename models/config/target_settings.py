@@ -1,0 +1,167 @@
+"""What the target's `config.json` decides of a recipe: shape, layers to read, sizes of the draft's layers.
+
+Reads local files or the Hub's `config.json`, no weights, and imports no torch.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from infra.planner.shapes import TargetShape, target_shape
+from infra.refusal import Refusal
+from infra.settings import cache_folder
+from models.config.rope import OF_TYPE
+from models.config.target import TargetConfig, TinyRecipe
+
+HUB_S = 2.0
+WIDTH_MULTIPLE = 128
+"""Feed-forward sizes that this page has to choose are multiples of it."""
+CHAT_PROMPT_TOKENS = 512
+"""Longest prompt of the benchmark where text is rendered by a chat template, unless samples are shorter."""
+Tree = dict[str, Any]
+
+
+def read_settings(target: TargetConfig) -> Tree:
+    """The target's `config.json`. Raises Refusal if it is not to be had without a download of weights."""
+    if target.source == "tiny":
+        tiny = TinyRecipe()
+        return {
+            "hidden_size": tiny.hidden_size,
+            "num_hidden_layers": tiny.layers,
+            "vocab_size": tiny.vocab_size,
+            "num_attention_heads": tiny.heads,
+            "num_key_value_heads": tiny.kv_heads,
+            "intermediate_size": tiny.intermediate_size,
+        }
+    file = _converted(target.name) if target.source == "gguf-package" else _huggingface(target)
+    try:
+        tree = json.loads(file.read_text())
+    except OSError as error:
+        raise Refusal(f"{file} cannot be read ({error.strerror}): target.name needs a Hugging Face folder") from error
+    except ValueError as error:
+        raise Refusal(f"{file} is not JSON ({error}): fetch the target again") from error
+    if not isinstance(tree, dict):
+        raise Refusal(f"{file} holds a {type(tree).__name__}, not a target's configuration: fetch the target again")
+    return tree
+
+
+def read_shape(target: TargetConfig) -> TargetShape:
+    """The target's shape. Raises Refusal if it cannot be found out."""
+    try:
+        return target_shape(read_settings(target))
+    except (KeyError, TypeError) as error:
+        raise Refusal(
+            f"the config.json of {target.name} does not say {error}: the planner reads Llama-like configurations; give "
+            "the target's shape by plan.target"
+        ) from error
+
+
+def _converted(package: str) -> Path:
+    found = sorted((cache_folder() / "targets").glob(f"{package}-*/config.json"))
+    if not found:
+        raise Refusal(
+            f"{package} is not converted yet, so its shape is not known: give it by plan.target, with "
+            "target.aux_layer_ids and the draft's sizes, or run a recipe that has them once"
+        )
+    return found[-1]
+
+
+def _huggingface(target: TargetConfig) -> Path:
+    folder = Path(target.name).expanduser()
+    if folder.is_dir():
+        return folder / "config.json"
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        cached = try_to_load_from_cache(target.name, "config.json", revision=target.revision)
+        if isinstance(cached, str):
+            return Path(cached)
+        return Path(hf_hub_download(target.name, "config.json", revision=target.revision, etag_timeout=HUB_S))
+    except HFValidationError as error:
+        raise Refusal(f"target.name {target.name!r} is neither a folder nor an id of the Hub: correct it") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise Refusal(
+            f"the shape of {target.name} is not known here, and the Hub does not give its config.json: give the shape "
+            "by plan.target, or a folder by target.name"
+        ) from error
+
+
+LAYER_FIELDS = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size")
+
+
+def completed(tree: Tree) -> Tree:
+    """A recipe's tree with what the target decides where the recipe is silent.
+
+    That is `target.aux_layer_ids`, method and sizes of the draft, and the longest prompt of the benchmark. The target's
+    configuration is read only where a setting of it is missing. Raises Refusal if it cannot be read then.
+    """
+    if not _is_section(tree, "target") or not _is_section(tree, "draft") or "name" not in tree.get("target", {}):
+        return tree  # validation says what is wrong
+    draft = {"method": "eagle3"} | tree.get("draft", {})
+    wanted = () if draft["method"] == "medusa" else LAYER_FIELDS
+    target = tree["target"]
+    if "aux_layer_ids" not in target or any(name not in draft for name in wanted):
+        try:
+            known = TargetConfig.model_validate(target | {"aux_layer_ids": [0]})
+        except ValidationError:
+            return tree
+        settings = read_settings(known)
+        text = settings.get("text_config") or settings
+        try:
+            layers = default_layers(text["num_hidden_layers"])
+            target = target | {"aux_layer_ids": target.get("aux_layer_ids", layers)}
+            draft = {"method": draft["method"]} | (_layer(text, draft["method"]) if wanted else {}) | draft
+        except (KeyError, TypeError) as error:
+            raise Refusal(
+                f"the config.json of {target['name']} does not say {error}: set target.aux_layer_ids and "
+                f"{', '.join(f'draft.{name}' for name in wanted)} in the recipe"
+            ) from error
+    tree = tree | {"target": target, "draft": draft}
+    data = tree.get("data") or {}
+    if _is_section(tree, "benchmark") and isinstance(data, dict) and data.get("chat_template") != "none":
+        longest = min(CHAT_PROMPT_TOKENS, data.get("max_tokens", CHAT_PROMPT_TOKENS))
+        tree["benchmark"] = {"prompt_tokens": longest} | (tree.get("benchmark") or {})
+    return tree
+
+
+def _is_section(tree: Tree, name: str) -> bool:
+    return isinstance(tree.get(name, {}), dict)
+
+
+def default_layers(num_layers: int) -> list[int]:
+    """The second layer, the middle one and the fourth from the end, as EAGLE-3's authors; spread in a small target."""
+    chosen = [1, num_layers // 2 - 1, num_layers - 4]
+    if num_layers < 8:
+        chosen = [0, (num_layers - 1) // 2, num_layers - 1]
+    return sorted(set(chosen))
+
+
+def _layer(text: Mapping[str, Any], method: str) -> Tree:
+    """Settings of a draft layer like the target's. KeyError names what the configuration does not say."""
+    hidden, heads = text["hidden_size"], text["num_attention_heads"]
+    latent = text.get("kv_lora_rank")
+    layer: Tree = {
+        "num_heads": heads,
+        "num_kv_heads": heads if latent else text.get("num_key_value_heads") or heads,
+        "head_dim": hidden // heads if latent else text.get("head_dim") or hidden // heads,
+        "intermediate_size": text.get("intermediate_size") or -(-8 * hidden // 3 // WIDTH_MULTIPLE) * WIDTH_MULTIPLE,
+        "rms_norm_eps": text.get("rms_norm_eps", 1e-6),
+    }
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    rope = rope.get("full_attention", rope)  # by layer type (Gemma 3)
+    layer["rope_theta"] = float(rope.get("rope_theta") or text.get("rope_theta") or 10_000.0)
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind in OF_TYPE:
+        original = rope.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
+        known = rope | ({"original_max_position_embeddings": original} if original else {})
+        scaling = {name: known[name] for name in ("factor", *OF_TYPE[kind]) if known.get(name) is not None}
+        layer["rope_scaling"] = {"rope_type": kind} | scaling
+    if str(text.get("model_type", "")).startswith("gemma"):
+        layer["fc_norm"] = True  # its residual stream grows a lot
+    if method == "eagle3" and text["vocab_size"] <= 32_000:
+        layer["vocab_size"] = None
+    return layer

@@ -1,0 +1,97 @@
+"""`python -m models.data.check RUN_FOLDER`: reads every record, before the target is prepared, and lists broken ones.
+
+Needs no target and no torch.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from infra.files.run_folder import RunFolder
+from infra.processes.exit import run_main
+from infra.quantities import plural
+from infra.refusal import Refusal
+from models.config.data import DataConfig
+from models.config.recipe import read_config
+from models.data.conversations import PYTHON_DOCS, Document, training_documents
+from models.progress_bars import counting
+
+NONE = "none"
+
+
+class DataCheck(NamedTuple):
+    """What a source holds."""
+
+    kinds: Counter[str]
+    """Documents: `conversations`, `plain texts`, `token records`."""
+    roles: Counter[str]
+    """Turns of the conversations by role."""
+    broken: tuple[str, ...]
+    """Place and reason of each record that cannot be used."""
+    warnings: tuple[str, ...]
+
+    def lines(self) -> Iterator[str]:
+        """For a terminal or a log: every broken record, then what was found, then the warnings."""
+        yield from (f"broken: {fault}" for fault in self.broken)
+        found = ", ".join(f"{number:,} {kind}" for kind, number in self.kinds.items())
+        turns = ", ".join(f"{number:,} {role}" for role, number in sorted(self.roles.items()))
+        yield (
+            f"data: {found or 'nothing that can be used'}"
+            + (f" (turns: {turns})" if turns else "")
+            + (f"; {plural(len(self.broken), 'broken record')} left out" if self.broken else "")
+        )
+        yield from (f"warning: {warning}" for warning in self.warnings)
+
+
+def check_data(config: DataConfig) -> DataCheck:
+    """Read all records of the source.
+
+    Raises Refusal: no source, more broken records than `data.max_broken_share` allows, or text that the recipe's chat
+    template cannot take.
+    """
+    kinds, roles, broken = Counter[str](), Counter[str](), list[str]()
+    silent = 0
+    for document in counting(training_documents(config, broken), "checking data"):
+        kinds[kind_of(document)] += 1
+        if document.plain and not document.tokens and config.chat_template != NONE:
+            raise Refusal(
+                f"{document.place}: plain text has no turns for a chat template: set data.chat_template=none, or give "
+                "conversations"
+            )
+        roles.update(message.role for message in document.messages if not document.plain)
+        silent += not document.plain and all(message.role != "assistant" for message in document.messages)
+    return DataCheck(kinds, roles, tuple(broken), tuple(_warnings(config, kinds, silent)))
+
+
+def kind_of(document: Document) -> str:
+    """The document's kind, as a count of many names it."""
+    if not document.plain:
+        return "conversations"
+    return "token records" if document.tokens else "plain texts"
+
+
+def _warnings(config: DataConfig, kinds: Counter[str], silent: int) -> Iterator[str]:
+    if config.chat_template == NONE and kinds["conversations"]:
+        yield (
+            f"with data.chat_template=none the {kinds['conversations']:,} conversations are learned whole, what users "
+            "and system said too; leave it out, and only what the assistant said is learned"
+        )
+    if silent and config.regeneration is None:
+        yield (
+            f"{silent:,} conversations have no turn of the assistant, so nothing of them is learned; "
+            "data.regeneration={} lets the target answer them"
+        )
+
+
+def main() -> None:
+    config = read_config(RunFolder(Path(sys.argv[1]).absolute()).config).data
+    if config.source == PYTHON_DOCS:
+        return
+    for line in check_data(config).lines():
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,114 @@
+"""What a recipe leaves to the target: layers, sizes of the draft, longest prompt."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.refusal import Refusal
+from models.config.eagle3 import Eagle3Config
+from models.config.recipe import RunConfig, load_recipe
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 32, "vocab_size": 128_256,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 896, "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "rope_scaling": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def recipe_for(tmp_path: Path):
+    """Loads the recipe of three lines for a target with this `config.json`."""
+
+    def load(config: dict[str, Any], *overrides: str) -> RunConfig:
+        (tmp_path / "target").mkdir(exist_ok=True)
+        (tmp_path / "target" / "config.json").write_text(json.dumps(config))
+        recipe = tmp_path / "three.yaml"
+        recipe.write_text(f"name: three\ntarget: {{name: {tmp_path / 'target'}}}\ndata: {{source: talk.jsonl}}\n")
+        return load_recipe(recipe, list(overrides))
+
+    return load
+
+
+def eagle3(config: RunConfig) -> Eagle3Config:
+    assert isinstance(config.draft, Eagle3Config)
+    return config.draft
+
+
+def test_three_lines_are_a_recipe(recipe_for) -> None:
+    config = recipe_for(LLAMA)
+    draft = eagle3(config)
+    assert config.target.aux_layer_ids == (1, 15, 28)
+    assert (draft.num_heads, draft.num_kv_heads, draft.head_dim, draft.intermediate_size) == (8, 2, 32, 896)
+    assert (draft.rope_theta, draft.rms_norm_eps, draft.vocab_size) == (500_000.0, 1e-5, 32_000)
+    assert draft.rope_scaling is not None
+    assert draft.rope_scaling.parameters() == LLAMA["rope_scaling"]
+    assert config.benchmark.prompt_tokens == 512
+    assert not draft.fc_norm
+
+
+def test_what_a_recipe_says_stays(recipe_for) -> None:
+    config = recipe_for(
+        LLAMA, "target.aux_layer_ids=[0, 3]", "draft.num_heads=4", "draft.fc_norm=true", "benchmark.prompt_tokens=9"
+    )
+    draft = eagle3(config)
+    assert (config.target.aux_layer_ids, draft.num_heads, draft.fc_norm) == ((0, 3), 4, True)
+    assert (draft.num_kv_heads, config.benchmark.prompt_tokens) == (2, 9)
+
+
+@pytest.mark.parametrize("method", ["dflash", "medusa"])
+def test_other_methods_need_no_sizes_either(recipe_for, method: str) -> None:
+    config = recipe_for(LLAMA, f"draft.method={method}")
+    assert config.draft.method == method
+    assert config.draft.vocabulary_size(128_256) == (128_256 if method == "dflash" else 32_000)
+
+
+def test_prompts_are_no_longer_than_samples_and_short_in_plain_text(recipe_for) -> None:
+    assert recipe_for(LLAMA, "data.max_tokens=100").benchmark.prompt_tokens == 100
+    assert recipe_for(LLAMA, "data.chat_template=none").benchmark.prompt_tokens == 64
+
+
+TEXT = {key: value for key, value in LLAMA.items() if key not in ("rope_scaling", "rope_theta")}
+ODD = {
+    "multimodal": {"model_type": "gemma3", "text_config": TEXT | {"model_type": "gemma3_text", "head_dim": 64}},
+    "positions by layer type": TEXT
+    | {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
+    "latent attention": TEXT | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_key_value_heads": 128},
+    "experts alone": {key: value for key, value in TEXT.items() if key != "intermediate_size"},
+    "few layers and tokens": TEXT | {"num_hidden_layers": 2, "vocab_size": 1000},
+}
+
+
+def test_families_that_say_it_otherwise(recipe_for) -> None:
+    multimodal = eagle3(recipe_for(ODD["multimodal"]))
+    assert (multimodal.head_dim, multimodal.fc_norm) == (64, True)
+    assert eagle3(recipe_for(ODD["positions by layer type"])).rope_theta == 1e6
+    latent = eagle3(recipe_for(ODD["latent attention"]))
+    assert (latent.num_heads, latent.num_kv_heads, latent.head_dim) == (8, 8, 32)
+    assert eagle3(recipe_for(ODD["experts alone"])).intermediate_size == 768
+    few = recipe_for(ODD["few layers and tokens"])
+    assert (few.target.aux_layer_ids, eagle3(few).vocab_size) == ((0, 1), None)
+
+
+def test_a_whole_recipe_reads_no_target(tmp_path: Path) -> None:
+    recipe = tmp_path / "whole.yaml"
+    recipe.write_text("name: whole\ntarget: {name: nowhere, aux_layer_ids: [1]}\ndraft: {method: medusa}\n")
+    assert load_recipe(recipe).target.name == "nowhere"
+
+
+def test_a_target_that_cannot_be_read_is_refused_with_the_remedy(recipe_for, tmp_path: Path) -> None:
+    silent = {key: value for key, value in LLAMA.items() if key != "num_attention_heads"}
+    with pytest.raises(Refusal, match=r"does not say 'num_attention_heads': set target\.aux_layer_ids and draft\.num_"):
+        recipe_for(silent)
+    with pytest.raises(Refusal, match="is not converted yet"):
+        recipe_for(LLAMA, "target={source: gguf-package, name: never-converted}")
+    with pytest.raises(Refusal, match="neither a folder nor an id"):
+        recipe_for(LLAMA, "target.name='no such/folder/anywhere'")
+    (tmp_path / "target" / "config.json").unlink()
+    with pytest.raises(Refusal, match="cannot be read"):
+        load_recipe(tmp_path / "three.yaml")
