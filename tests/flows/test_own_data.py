@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from infra.files.run_folder import RunFolder
+from infra.records.acceptance import GateDecision
 from infra.records.data_path import SamplesRecord, TargetRecord
 from models.data import python_docs
 
@@ -56,4 +57,5 @@ def test_three_lines_train_a_draft_from_a_file_with_broken_lines(tiny_target: Ta
     assert samples.broken == len(BROKEN)
     assert 0.5 < samples.supervised_share < 0.9
     gate = json.loads((folder.path / "benchmark.json").read_text())["gate"]
-    assert gate["promote"] in (True, False)
+    assert GateDecision.model_validate(gate).reason
+    assert "version 1 of draft-own: " in said

@@ -16,7 +16,7 @@ from infra.files.run_folder import RunFolder
 from infra.records.data_path import SamplesRecord, TargetRecord
 from models.config.data import DataConfig
 from models.config.recipe import RunConfig
-from models.data.prepare import histogram, prepare_samples, recipe_data, summary, tokenizer_hash
+from models.data.prepare import REFUSED, histogram, prepare_samples, recipe_data, summary, tokenizer_hash
 from models.data.sample_set import SampleSet
 
 
