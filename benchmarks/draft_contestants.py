@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from infra.planner.memory import loss_chunk_tokens
 from models.config.eagle3 import Eagle3Config
 from models.drafts.base import PackedSamples, TargetProjection
+from models.drafts.eagle3.layers import GroupedAttention
 from models.drafts.eagle3.module import Eagle3Draft
 from models.drafts.layers import RMSNorm
 from models.drafts.rope import rotary_tables
@@ -160,6 +161,7 @@ def plain_step(work: Work, dtype: torch.dtype) -> Tensor:
 def _plain_loss(work: Work) -> Tensor:
     draft, batch, (layer,) = work.draft, work.batch, work.draft.decoder_layers
     config, attention, count = draft.config, layer.self_attn, len(batch.tokens)
+    assert isinstance(attention, GroupedAttention)
     group, row = config.num_heads // config.num_kv_heads, torch.arange(count)
     sample = torch.arange(len(batch.lengths)).repeat_interleave(torch.tensor(batch.lengths))
     own = torch.cat([torch.arange(n) for n in batch.lengths])
