@@ -29,6 +29,8 @@ POSITIONS = 256
 """Looked at for the vocabulary's mass: each takes the target's whole head, which in small targets outweighs their
 layers."""
 CHUNK = 64
+WALKED_ROWS = 2048
+"""Sampled tokens that drafts walk over at once, which bounds their logits: 2 GiB for 262,144 tokens."""
 DRAFT, CHAMPION, PROMPT_LOOKUP, TOKEN_RECYCLING = "draft", "champion", "prompt_lookup", "token_recycling"
 
 Walk = list[tuple[AcceptedCounts, ...]]
@@ -154,7 +156,8 @@ def walk_texts(
         )  # fmt: skip
         walked = bar(f"{name}, walks", len(prompts))
         # Greedy text is read one by one: its counts must be those of decoding, where rounding decides between equals.
-        together = 1 if sampling.greedy else config.batch_size
+        fitting = max(1, min(config.batch_size, WALKED_ROWS // config.max_new_tokens))
+        together = 1 if sampling.greedy else fitting
         for first in range(0, len(prompts), together):
             pairs = list(zip(prompts, texts, strict=True))[first : first + together]
             readings = read_texts(
