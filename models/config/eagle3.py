@@ -77,8 +77,8 @@ class Eagle3Config(LossChoice, VocabularyChoice, LayerShape):
     )
     mla: LatentAttention | None = Field(
         default=None,
-        description="Attention of DeepSeek-V3 and Kimi-K2 (MLA) in place of grouped queries; `{}`: with their sizes. "
-        "num_kv_heads and head_dim follow from it. Take rope_theta and rope_scaling over from the target.",
+        description="Attention of DeepSeek-V3 and Kimi-K2 (MLA) in place of grouped queries; `{}`: with the target's "
+        "sizes, or theirs. num_kv_heads and head_dim follow from it.",
     )
     qk_norm: bool = Field(
         default=False, description="RMS norms of queries and keys, head by head (Qwen3). SGLang does not serve it."

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from infra.planner.shapes import TargetShape, target_shape
 from infra.refusal import Refusal
 from infra.settings import cache_folder
+from models.config.eagle3 import LatentAttention
 from models.config.rope import OF_TYPE
 from models.config.target import TargetConfig, TinyRecipe
 
@@ -90,6 +91,7 @@ def _huggingface(target: TargetConfig) -> Path:
         ) from error
 
 
+LATENT_FIELDS = tuple(LatentAttention.model_fields)
 LAYER_FIELDS = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size")
 
 
@@ -103,8 +105,10 @@ def completed(tree: Tree) -> Tree:
         return tree  # validation says what is wrong
     draft = {"method": "eagle3"} | tree.get("draft", {})
     wanted = () if draft["method"] == "medusa" else LAYER_FIELDS
+    if draft.get("mla") is not None:
+        wanted = ("num_heads", "intermediate_size", "mla")
     target = tree["target"]
-    if "aux_layer_ids" not in target or any(name not in draft for name in wanted):
+    if "aux_layer_ids" not in target or any(draft.get(name) in (None, {}) for name in wanted):
         try:
             known = TargetConfig.model_validate(target | {"aux_layer_ids": [0]})
         except ValidationError:
@@ -114,7 +118,7 @@ def completed(tree: Tree) -> Tree:
         try:
             layers = default_layers(text["num_hidden_layers"])
             target = target | {"aux_layer_ids": target.get("aux_layer_ids", layers)}
-            draft = {"method": draft["method"]} | (_layer(text, draft["method"]) if wanted else {}) | draft
+            draft = {"method": draft["method"]} | (_layer(text, draft) if wanted else draft)
         except (KeyError, TypeError) as error:
             raise Refusal(
                 f"the config.json of {target['name']} does not say {error}: set target.aux_layer_ids and "
@@ -140,8 +144,8 @@ def default_layers(num_layers: int) -> list[int]:
     return sorted(set(chosen))
 
 
-def _layer(text: Mapping[str, Any], method: str) -> Tree:
-    """Settings of a draft layer like the target's. KeyError names what the configuration does not say."""
+def _layer(text: Mapping[str, Any], draft: Tree) -> Tree:
+    """The draft's settings, completed by a layer like the target's. KeyError names what the target does not say."""
     hidden, heads = text["hidden_size"], text["num_attention_heads"]
     latent = text.get("kv_lora_rank")
     layer: Tree = {
@@ -162,6 +166,10 @@ def _layer(text: Mapping[str, Any], method: str) -> Tree:
         layer["rope_scaling"] = {"rope_type": kind} | scaling
     if str(text.get("model_type", "")).startswith("gemma"):
         layer["fc_norm"] = True  # its residual stream grows a lot
-    if method == "eagle3" and text["vocab_size"] <= 32_000:
+    if draft["method"] == "eagle3" and text["vocab_size"] <= 32_000:
         layer["vocab_size"] = None
-    return layer
+    if isinstance(mla := draft.get("mla"), dict):
+        own = {name: text[name] for name in LATENT_FIELDS if name in text} if latent else {}
+        grouped = ("num_kv_heads", "head_dim")  # they follow from mla
+        return {name: value for name, value in layer.items() if name not in grouped} | draft | {"mla": own | mla}
+    return layer | draft

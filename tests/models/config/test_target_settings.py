@@ -95,6 +95,22 @@ def test_families_that_say_it_otherwise(recipe_for) -> None:
     assert (few.target.aux_layer_ids, eagle3(few).vocab_size) == ((0, 1), None)
 
 
+MLA = {"q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16}
+
+
+def test_latent_attention_like_the_targets(recipe_for) -> None:
+    draft = eagle3(recipe_for(TEXT | MLA, "draft.mla={}"))
+    assert draft.mla is not None
+    assert draft.mla.model_dump() == MLA
+    assert (draft.num_heads, draft.num_kv_heads, draft.head_dim) == (8, 8, 32)
+    draft = eagle3(recipe_for(TEXT | MLA, "draft.mla={v_head_dim: 12}"))
+    assert draft.mla is not None
+    assert draft.mla.model_dump() == MLA | {"v_head_dim": 12}
+    draft = eagle3(recipe_for(TEXT, "draft.mla={}"))
+    assert draft.mla is not None
+    assert (draft.mla.kv_lora_rank, draft.head_dim) == (512, 192)
+
+
 def test_a_whole_recipe_reads_no_target(tmp_path: Path) -> None:
     recipe = tmp_path / "whole.yaml"
     recipe.write_text("name: whole\ntarget: {name: nowhere, aux_layer_ids: [1]}\ndraft: {method: medusa}\n")
