@@ -48,7 +48,7 @@ def _data(source: str) -> dict[str, Any]:
     kind = kind_of(source)
     if not kind:
         raise Refusal(f"{source} holds no record that can be used: `draftsmith data check {source}` lists why")
-    return {"source": source} | ({"chat_template": "none", "overlong": "split"} if kind != "conversations" else {})
+    return {"source": source} | ({"chat_template": "none", "overlong": "split"} if kind != "conversation" else {})
 
 
 def _pools() -> dict[str, Any]:

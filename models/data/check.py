@@ -25,7 +25,7 @@ class DataCheck(NamedTuple):
     """What a source holds."""
 
     kinds: Counter[str]
-    """Documents: `conversations`, `plain texts`, `token records`."""
+    """Documents: `conversation`, `plain text`, `token record`."""
     roles: Counter[str]
     """Turns of the conversations by role."""
     broken: tuple[str, ...]
@@ -35,7 +35,7 @@ class DataCheck(NamedTuple):
     def lines(self) -> Iterator[str]:
         """For a terminal or a log: every broken record, then what was found, then the warnings."""
         yield from (f"broken: {fault}" for fault in self.broken)
-        found = ", ".join(f"{number:,} {kind}" for kind, number in self.kinds.items())
+        found = ", ".join(plural(number, kind) for kind, number in self.kinds.items())
         turns = ", ".join(f"{number:,} {role}" for role, number in sorted(self.roles.items()))
         yield (
             f"data: {found or 'nothing that can be used'}"
@@ -66,21 +66,21 @@ def check_data(config: DataConfig) -> DataCheck:
 
 
 def kind_of(document: Document) -> str:
-    """The document's kind, as a count of many names it."""
+    """What the document is, for people."""
     if not document.plain:
-        return "conversations"
-    return "token records" if document.tokens else "plain texts"
+        return "conversation"
+    return "token record" if document.tokens else "plain text"
 
 
 def _warnings(config: DataConfig, kinds: Counter[str], silent: int) -> Iterator[str]:
-    if config.chat_template == NONE and kinds["conversations"]:
+    if config.chat_template == NONE and kinds["conversation"]:
         yield (
-            f"with data.chat_template=none the {kinds['conversations']:,} conversations are learned whole, what users "
-            "and system said too; leave it out, and only what the assistant said is learned"
+            f"data.chat_template=none: {plural(kinds['conversation'], 'conversation')} would be learned whole, with "
+            "what users and system said; leave it out, and only what the assistant said is learned"
         )
     if silent and config.regeneration is None:
         yield (
-            f"{silent:,} conversations have no turn of the assistant, so nothing of them is learned; "
+            f"{plural(silent, 'conversation')} without a turn of the assistant: nothing of them is learned; "
             "data.regeneration={} lets the target answer them"
         )
 

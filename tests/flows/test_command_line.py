@@ -237,5 +237,5 @@ def test_data_are_checked(home: Path, tmp_path: Path) -> None:
     checked = draftsmith(home, "data", "check", str(source))
     assert checked.returncode == 1
     assert f"broken: {source}:2: write a JSON object" in checked.stdout
-    assert "data: 1 conversations (turns: 1 assistant, 1 user); 1 broken record left out" in checked.stdout
+    assert "data: 1 conversation (turns: 1 assistant, 1 user); 1 broken record left out" in checked.stdout
     assert "there is no such file" in refusal(home, "data", "check", str(tmp_path / "none.jsonl"))

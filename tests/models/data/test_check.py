@@ -34,7 +34,7 @@ def source(tmp_path: Path):
 def test_every_broken_record_is_listed_and_the_rest_counted(source) -> None:
     file = source(*BROKEN[:4], TALK, *BROKEN[4:], *[TALK] * 40)
     checked = check_data(DataConfig(source=file))
-    assert checked.kinds == {"conversations": 41}
+    assert checked.kinds == {"conversation": 41}
     assert checked.roles == {"user": 41, "assistant": 41}
     assert [fault.split(": ")[0] for fault in checked.broken] == [f"{file}:{n}" for n in (1, 2, 3, 4, 6, 7, 8, 9)]
     lines = list(checked.lines())
@@ -59,9 +59,9 @@ def test_what_is_kept_and_what_is_refused(source, lines: list[str | None], share
 
 def test_conversations_without_a_mask_are_warned_of(source) -> None:
     checked = check_data(DataConfig(source=source(TALK, TALK), chat_template="none"))
-    assert "the 2 conversations are learned whole" in checked.warnings[0]
+    assert "2 conversations would be learned whole" in checked.warnings[0]
     (warning,) = check_data(DataConfig(source=source(TALK, ASKED))).warnings
-    assert "1 conversations have no turn of the assistant" in warning
+    assert "1 conversation without a turn of the assistant" in warning
 
 
 def test_plain_text_for_a_chat_template_is_refused_at_once(source) -> None:
