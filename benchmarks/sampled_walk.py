@@ -124,7 +124,7 @@ class Setting:
     together: int
 
     def decode(self, rule: str, lookahead: int, steps: float) -> Texts:
-        """Real decoding until there are so many steps: every prompt as often as the others."""
+        """Decode for real until `steps` steps are counted, each prompt equally often."""
         draft = self.loaded.draft
         source = draft if rule == "drawn" else ProposesCertainly(draft)
         found, begun = Texts(lookahead), time.process_time()
@@ -140,7 +140,7 @@ class Setting:
         return found
 
     def walk(self, texts: int) -> dict[str, list[Texts]]:
-        """Walks over the target's own texts, so many of each prompt: counts by rule and lookahead."""
+        """Walk over several of the target's own texts per prompt; counts by rule and lookahead."""
         found = {rule: [Texts(lookahead) for lookahead in range(1, LOOKAHEADS + 1)] for rule in RULES}
         begun = time.process_time()
         for index, prompt in enumerate(self.prompts):

@@ -4,7 +4,7 @@ from prefect import flow
 
 from models.config.recipe import RunConfig
 from tasks.pools import lease
-from tasks.prepare import preflight, prepare_target, regenerate_text
+from tasks.prepare import check_data, preflight, prepare_target, regenerate_text
 from tasks.run import open_run
 
 
@@ -19,6 +19,7 @@ def regenerate(config: RunConfig, run: str | None = None) -> str:
     Returns the path of the text, one document a line.
     """
     with open_run(config, run) as opened:
+        check_data(opened)
         prepare_target(opened)
         preflight(opened)
         with lease(opened, "inference") as (inference,):

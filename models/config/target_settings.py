@@ -19,14 +19,14 @@ from models.config.target import TargetConfig, TinyRecipe
 
 HUB_S = 2.0
 WIDTH_MULTIPLE = 128
-"""Feed-forward sizes that this page has to choose are multiples of it."""
+"""Where the target names no feed-forward size, the chosen one is a multiple of this."""
 CHAT_PROMPT_TOKENS = 512
 """Longest prompt of the benchmark where text is rendered by a chat template, unless samples are shorter."""
 Tree = dict[str, Any]
 
 
 def read_settings(target: TargetConfig) -> Tree:
-    """The target's `config.json`. Raises Refusal if it is not to be had without a download of weights."""
+    """The target's `config.json`. Raises Refusal if it is neither here nor on the Hub."""
     if target.source == "tiny":
         tiny = TinyRecipe()
         return {

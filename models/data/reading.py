@@ -31,8 +31,8 @@ def converted(
 ) -> Iterator[Item]:
     """`convert(place, record)` of every record that can be used.
 
-    The others are added to `broken`. At the end, more than `max_broken_share` of all raise one Refusal that names the
-    first `MAX_FAULTS`. Where none is allowed, the rest is only checked after the first one.
+    Places and reasons of the others are added to `broken`. Raises one Refusal at the end, naming the first
+    `MAX_FAULTS`, if their share exceeds `max_broken_share`. With a share of 0, nothing is yielded after the first one.
     """
     faults = [] if broken is None else broken
     records = 0

@@ -82,7 +82,7 @@ def expected_counts(accepted: Sequence[NDArray[np.float64]], most: int) -> list[
     starts[:, :, 0] = 1.0
     for row in range(max(lengths)):
         reached, after = survived[:, row, None, :-1], survived[:, row, None, 1:]
-        # By lookahead, the chance that so many are accepted and then one is not, or all were proposed.
+        # Probability that a step accepts exactly `numbers` proposals, for each lookahead.
         here = np.where(numbers < lookaheads, reached - after, reached) * (numbers <= lookaheads)
         here = here * starts[:, :, row, None]
         whole = here * (numbers < (lengths - row)[:, None, None])
