@@ -20,6 +20,7 @@ from infra.files.cached_folder import build_once
 from infra.settings import cache_folder
 from models.config.target import TinyRecipe
 from models.data import python_docs
+from models.targets.muon import Muon
 
 BOS, EOS = "<s>", "</s>"
 
@@ -95,7 +96,7 @@ def _optimizers(model: LlamaForCausalLM, recipe: TinyRecipe) -> list[torch.optim
     matrices = [weight for name, weight in named if "layers" in name and weight.ndim == 2]
     others = [weight for name, weight in named if "layers" not in name or weight.ndim != 2]
     return [
-        torch.optim.Muon(matrices, lr=recipe.matrix_learning_rate, adjust_lr_fn="match_rms_adamw"),
+        Muon(matrices, recipe.matrix_learning_rate),
         torch.optim.AdamW(others, lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
