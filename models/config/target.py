@@ -41,7 +41,7 @@ class TargetConfig(StrictConfig):
 class TinyRecipe:
     """Everything that decides the tiny target, apart from the documentation itself (models/targets/tiny.py)."""
 
-    format: int = 1
+    format: int = 2
     vocab_size: int = 1024
     hidden_size: int = 192
     intermediate_size: int = 512
