@@ -15,7 +15,7 @@ class TargetConfig(StrictConfig):
     source: Literal["huggingface", "gguf-package", "tiny"] = Field(
         default="huggingface",
         description="`huggingface`: a Hub id or local folder. `gguf-package`: a Python package with one GGUF file, "
-        "which is converted once. `tiny`: a small Llama, trained in about a minute on Python's own documentation.",
+        "which is converted once. `tiny`: a small Llama, trained in a minute or two on Python's own documentation.",
     )
     name: Address = Field(description="Hub id, folder, or package name.")
     revision: str | None = Field(default=None, description="Hub revision, best a commit hash; default: the newest.")
