@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that say what is decoded with."""
     parser.add_argument("--target", required=True, help="local folder, Hub id, or GGUF package")
     parser.add_argument("--draft", type=Path, action="append", default=[], help="exported draft; may be repeated")
-    parser.add_argument("--baselines", default="prompt-lookup,token-recycling", help="with commas; empty for none")
+    parser.add_argument(
+        "--baselines", default="prompt-lookup,token-recycling,suffix", help="with commas; empty for none"
+    )
     parser.add_argument("--prompts", required=True, help=".jsonl, .txt, or python-docs")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--prompt-tokens", type=int, default=64)

@@ -40,7 +40,9 @@ from models.config.generator import GeneratorConfig
 from models.config.target import TargetConfig
 from models.data.conversations import source_hash
 from models.data.prompts import SuitePrompts, choose_template, find_suite_format, question_prompts, read_prompts
+from models.data.request_log import logged_texts
 from models.decoding.prompt_lookup import PromptLookup
+from models.decoding.suffix_decoding import SuffixDecoding
 from models.decoding.token_recycling import TokenRecycling
 from models.devices import compute_device, leased_bytes
 from models.drafts.batched_proposer import ProposalSource
@@ -48,9 +50,10 @@ from models.dtypes import DTYPES
 from models.export.description import read_description
 from models.targets.prepare import prepare_target
 
-BASELINES: dict[str, type[PromptLookup] | type[TokenRecycling]] = {
+BASELINES: dict[str, type[PromptLookup] | type[TokenRecycling] | type[SuffixDecoding]] = {
     "prompt-lookup": PromptLookup,
     "token-recycling": TokenRecycling,
+    "suffix": SuffixDecoding,
 }
 DRAFT, CHAMPION = "draft", "champion"
 REFERENCE: Literal["reference"] = "reference"
@@ -98,6 +101,10 @@ def bench(options: argparse.Namespace) -> HarnessResult:
 
     trees, cells, notes = [shape for shape in shapes if not shape.isdigit()], list[Cell](), list[str]()
     asked = baselines(_listed(options.baselines, str))
+    if options.suffix_log:
+        tokenizer = AutoTokenizer.from_pretrained(target.path)
+        texts = logged_texts(options.suffix_log)
+        asked["suffix-warm"] = SuffixDecoding(tokenizer.encode(text, add_special_tokens=False) for text in texts)
     if REFERENCE in engines:
         loaded = load_contestants(Path(target.path), list(folders.values()), DTYPES[dtype])
         sources: dict[str, ProposalSource] = dict(zip(folders, loaded.drafts, strict=True)) | asked

@@ -41,7 +41,12 @@ def bench_parser() -> argparse.ArgumentParser:
         help="reference, sglang (drafts, greedy, chains), or both; auto: sglang where the target is quantized or "
         "exceeds one device, else reference",
     )
-    add("--baselines", default="prompt-lookup,token-recycling", help="empty for none")
+    add("--baselines", default="prompt-lookup,token-recycling,suffix", help="empty for none")
+    add(
+        "--suffix-log", type=Path, metavar="FILE",
+        help="a log of served requests (.jsonl or .jsonl.gz, as in docs/drift.md): adds the baseline suffix-warm, "
+        "suffix decoding that knows the log",
+    )  # fmt: skip
     add("--lookahead", default="4", help="numbers of proposed tokens, for example 3,5")
     add("--tree", default="", help="trees, for example 3x2x1,dynamic-5-4-16")
     add("--temperature", default="0,1", help="0 is greedy")

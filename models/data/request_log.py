@@ -70,6 +70,19 @@ def texts(request: Request) -> list[str]:
     return [request["text"]] if "text" in request else [message["content"] for message in request["messages"]]
 
 
+def logged_texts(log: Path) -> list[str]:
+    """All texts of one log, in its order. Raises Refusal if it cannot be read or has no text."""
+    try:
+        with fsspec.open(str(log), "rb", compression="infer") as file:
+            requests = [request for line in file if not isinstance(request := parse(line), str)]
+    except (OSError, EOFError) as error:
+        raise Refusal(f"{log}: {error}: give a .jsonl or .jsonl.gz file of requests") from error
+    found = [text for request in requests for text in texts(request)]
+    if not found:
+        raise Refusal(f"{log} has no request: its lines need `messages` or `prompt`, as in OpenAI's API")
+    return found
+
+
 class PromptSample:
     """Keeps the newest requests without private data that have the smallest hashes."""
 

@@ -266,20 +266,23 @@ def test_bench_of_suites(run: PreparedRun, target: Path, text: Path, tmp_path: P
     arguments = ["--target", str(target), "--draft", str(run.folder.export), "--champion", str(champion)]
     arguments += ["--suite", f"asked={run.config.promotion.suites['asked']}", "--prompts", str(text)]
     arguments += ["--lookahead", "3", "--tree", "2x1", "--batch", "2", "--timed-prompts", "2", "--num-prompts", "5"]
+    log, free = tmp_path / "requests.jsonl", ("prompt-lookup", "suffix-warm")
+    log.write_text("".join(json.dumps({"prompt": line}) + "\n" for line in text.read_text().splitlines()))
+    arguments += ["--suffix-log", str(log)]
     result = bench(options([*arguments, "--max-new-tokens", "6", "--baselines", "prompt-lookup"]))
     asked = [(cell.source, cell.shape, cell.conditions.temperature) for cell in result.cells if cell.suite == "asked"]
     drafts = [(name, shape, t) for t in (0.0, 1.0) for name in ("draft", "champion") for shape in ("3", "2x1")]
-    assert sorted(asked) == sorted([*drafts, *(("prompt-lookup", "3", t) for t in (0.0, 1.0))])
+    assert sorted(asked) == sorted([*drafts, *((name, "3", t) for name in free for t in (0.0, 1.0))])
     assert len(result.cells) == 2 * len(asked)
-    assert result.notes == ("prompt-lookup proposes chains only: no figures for 2x1",)
+    assert result.notes == tuple(f"{name} proposes chains only: no figures for 2x1" for name in free)
     for cell in result.cells:
         assert (cell.mismatches, cell.ties) == ((0, 0) if cell.conditions.temperature == 0 else (None, None))
         assert cell.conversations + (cell.repetitive.conversations if cell.repetitive else 0) == 5
         assert (cell.conditions.lookahead, cell.conditions.topk) == ((3, 1) if cell.shape == "3" else (2, 2))
         assert cell.conditions.concurrency == 2
-        drawn = cell.conditions.temperature > 0 and cell.source != "prompt-lookup"
+        drawn = cell.conditions.temperature > 0 and cell.source not in free
         assert cell.conditions.proposals == ("drawn" if drawn else "greedy")
-        assert (cell.conditions.draft == "none") == (cell.source == "prompt-lookup")
+        assert (cell.conditions.draft == "none") == (cell.source in free)
         assert [(speed.batch, speed.repeats) for speed in cell.speeds] == [(2, 3)]
         assert [part.group for part in cell.by_category] == (["few", "many"] if cell.suite == "asked" else [])
     shown = page(result)
@@ -308,6 +311,8 @@ def test_bench_refuses_in_words(run: PreparedRun, target: Path, text: Path, tmp_
     ):
         with pytest.raises(ValueError, match=said):
             bench(options([*common, "--prompts", str(text), option]))
+    with pytest.raises(ValueError, match="lines need `messages` or `prompt`"):
+        bench(options([*common, "--prompts", str(text), "--suffix-log", str(text)]))
     with pytest.raises(ValueError, match="there are prompt-lookup"):
         bench(options([*common, "--prompts", str(text), "--baselines", "luck"]))
 

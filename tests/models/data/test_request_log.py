@@ -19,7 +19,7 @@ from infra.files.atomic import write_atomically
 from infra.records.data_path import PromptsRecord
 from models.data.conversations import read_documents
 from models.data.private_data import find_private_data
-from models.data.request_log import RECORD, PromptSample, parse, sample_prompts, texts
+from models.data.request_log import RECORD, PromptSample, logged_texts, parse, sample_prompts, texts
 
 CLEAN = [f"How does a list comprehension over {word} work in Python?" for word in ("sets", "dicts", "rows", "text")]
 PRIVATE = {
@@ -173,3 +173,16 @@ def test_old_and_missing_logs_are_refused(logs: str, tmp_path: Path):
         sample_prompts(config, tmp_path / "out", no_finding, time.time() + 7200)
     with pytest.raises(ValueError, match="give no prompt: 17 lines read"):
         sample_prompts(config.model_copy(update={"longest_characters": 1}), tmp_path / "out", no_finding, time.time())
+
+
+def test_the_texts_of_one_log(tmp_path: Path):
+    lines = [b'{"prompt": "first"}', b"broken", chat("second"), b'{"prompt": " "}']
+    for path, data in (("a.jsonl", b"\n".join(lines)), ("b.jsonl.gz", gzip.compress(b"\n".join(lines)))):
+        (tmp_path / path).write_bytes(data)
+        found = logged_texts(tmp_path / path)
+        assert (found[0], found[1:]) == ("first", texts(parse(chat("second"))))
+    (tmp_path / "none.jsonl").write_bytes(b"broken")
+    with pytest.raises(ValueError, match="has no request"):
+        logged_texts(tmp_path / "none.jsonl")
+    with pytest.raises(ValueError, match=r"give a \.jsonl"):
+        logged_texts(tmp_path / "missing.jsonl")

@@ -14,6 +14,7 @@ from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.simulated import features, read_texts, simulate
 from models.decoding.speculative import Conversation, decode_together, speculate, speculate_together
 from models.decoding.stopwatch import Stopwatch
+from models.decoding.suffix_decoding import SuffixDecoding
 from models.decoding.token_recycling import TokenRecycling
 from models.drafts.sampling import GREEDY, Sampling
 from models.drafts.trees import DynamicTree, Proposals, StaticTree, Tree
@@ -69,7 +70,7 @@ def test_lossless_whatever_is_proposed(llama, oracle, *, seed, error_share, batc
         assert whole or decoded.counts.cut, "every token but the prefill's comes from a step that is counted"
 
 
-@pytest.mark.parametrize("source", [PromptLookup(), TokenRecycling()])
+@pytest.mark.parametrize("source", [PromptLookup(), TokenRecycling(), SuffixDecoding()])
 def test_a_sampled_text_depends_on_its_own_generator_alone(llama, source):
     """Whatever it is decoded with, and however many proposals the others have."""
     target, prompts, most = llama(1, 16), [[token % 16 for token in prompt] for prompt in ragged(6)], 16
@@ -175,6 +176,7 @@ def test_the_tiny_target(tiny_target, batch):
     check = LosslessCheck(target, lambda: target, most, ends)
     for source, shape in (
         (PromptLookup(), 4),
+        (SuffixDecoding(), 4),
         (TokenRecycling(), 4),
         (TokenRecycling(), StaticTree.branching([4, 2, 1])),
     ):

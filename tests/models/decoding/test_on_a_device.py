@@ -9,6 +9,7 @@ from models.decoding.plain import continue_batch
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.simulated import features, simulate
 from models.decoding.speculative import speculate_together
+from models.decoding.suffix_decoding import SuffixDecoding
 from models.decoding.token_recycling import TokenRecycling
 from models.drafts.registry import build_draft
 from models.drafts.sampling import GREEDY, Sampling
@@ -23,7 +24,7 @@ DRAFTS = {
     "dflash": {"block_size": 4, "layer_types": ["full_attention"] * 2, "anchors": 6} | SHAPE,
     "medusa": {"vocab_size": 40, "heads": 3},
 }
-TRAINING_FREE = {"prompt lookup": PromptLookup, "Token Recycling": TokenRecycling}
+TRAINING_FREE = {"prompt lookup": PromptLookup, "Token Recycling": TokenRecycling, "suffix decoding": SuffixDecoding}
 TREES = [
     (name, tree)
     for name in ("eagle3", "Token Recycling")

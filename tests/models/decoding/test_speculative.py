@@ -9,6 +9,7 @@ from models.decoding.plain import continue_batch, continue_greedily
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.simulated import features, read_texts, simulate
 from models.decoding.speculative import speculate, speculate_together
+from models.decoding.suffix_decoding import SuffixDecoding
 from models.decoding.token_recycling import TokenRecycling
 from models.drafts.sampling import Sampling
 from models.drafts.trees import NO_PROPOSAL, StaticTree
@@ -48,7 +49,7 @@ def test_lossless_and_counts_as_simulated(llama, oracle, *, seed, error_share, l
     prompt = torch.randint(61, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
     own = continue_greedily(target, prompt, most, ends)
     (read,) = read_texts(target, [[*prompt, *own]], candidates=8)
-    for source in (oracle(target, error_share, seed), PromptLookup(), TokenRecycling()):
+    for source in (oracle(target, error_share, seed), PromptLookup(), TokenRecycling(), SuffixDecoding()):
         decoded = speculate(target, source, prompt, lookahead, most, ends)
         assert list(decoded.tokens) == own
         assert decoded.counts == simulate(source, prompt, own, read.aux, lookahead, read.likeliest)[lookahead - 1]
