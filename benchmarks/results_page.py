@@ -96,6 +96,16 @@ def float8(result: Json) -> Iterable[tuple[str, str]]:
     )
 
 
+def suffix(result: Json) -> Iterable[tuple[str, str]]:
+    for name, suite in result["suites"].items():
+        for temperature, lengths in suite["length"].items():
+            yield (
+                f"acceptance length at lookahead 4 of {', '.join(lengths)}; {name}, temperature {temperature}, "
+                f"{suite['prompts']} prompts, {suite['log_tokens']:,} tokens in the log",
+                ", ".join(f"{of['4']:.2f}" for of in lengths.values()),
+            )
+
+
 def ledger(result: Json) -> Iterable[tuple[str, str]]:
     for database, rates in result["samples_per_s_by_generators"].items():
         yield (
@@ -218,6 +228,7 @@ SECTIONS = (
         (
             ("lossless", "lossless.py", lossless),
             ("lossless-gemma3-270m", "lossless.py", lossless),
+            ("suffix", "suffix.py", suffix),
             ("agreement-tiny-eagle3", "agreement.py", agreement),
             ("agreement-tiny-dflash", "agreement.py", agreement),
             ("agreement-quickstart-eagle3", "agreement.py", agreement),
