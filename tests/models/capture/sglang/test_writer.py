@@ -111,6 +111,10 @@ def test_what_was_prefilled_is_written(tmp_path: Path, history: list[list[tuple[
     engine.assert_written(*captured)
     assert engine.replies.keys() == {request.rid for request in captured}
     assert all(replies.empty() for replies in engine.replies.values())
+    # What was aborted is forgotten with the next prefill.
+    last = FakeRequest(str(serial + 1), 3)
+    engine.run((last, 0, 3))
+    engine.assert_written(last)
     assert len(engine.capture._unfinished) <= len(requests)
 
 
