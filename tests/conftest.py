@@ -62,7 +62,14 @@ GROUPS = {
         "models/regeneration",
         "test_gpu_acceptance.py",
     ),
-    "flows": ("flows/test_deployment.py", "flows/test_retrain.py", "flows/test_promotion.py", "flows"),
+    # What asks the one Prefect server with the project's deployments.
+    "deployments": (
+        "flows/test_deployment.py",
+        "flows/test_promotion.py",
+        "flows/test_watch_traffic.py",
+        "flows/test_recovery.py",
+    ),
+    "flows": ("flows/test_retrain.py", "flows/test_one_gpu.py", "flows/test_own_data.py", "flows"),
     "chaos": ("test_chaos.py", "models/decoding"),
     "training": ("models/training", "infra/data_plane/test_rounds.py"),
     "pools": ("infra/pools",),
