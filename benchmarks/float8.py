@@ -23,10 +23,10 @@ from infra.files.atomic import write_atomically
 from infra.processes.exit import run_main
 from infra.provenance import git_sha, hardware
 from infra.records.data_path import TrainingResult
-from models.benchmark.bootstrap import TAIL, resampled
 from models.benchmark.conditions import Counter, conditions
 from models.benchmark.contestants import load_contestants
 from models.benchmark.measure import at, walk_texts
+from models.benchmark.paired import LEVEL, paired_difference
 from models.config.recipe import RunConfig
 from models.data.prompts import heldout_prompts
 from models.decoding.acceptance import acceptance_length
@@ -38,7 +38,6 @@ from models.targets.model import HiddenStates, TargetModel
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 BFLOAT16, FLOAT8 = "bfloat16", "float8"
-RESAMPLES = 10_000
 
 
 @torch.no_grad()
@@ -72,9 +71,12 @@ def compare(run: PreparedRun, exports: dict[str, dict[int, Path]], prompts: int)
     lengths = {name: round(acceptance_length(side), 4) for name, side in counts.items()}
     differences = []
     for seed in exports[FLOAT8]:
-        sides = [np.array([(c.tokens, c.steps) for c in counts[f"{kind} {seed}"]]) for kind in (FLOAT8, BFLOAT16)]
-        found = resampled(sides[0], sides[1], RESAMPLES, 0)
-        low, high = np.quantile(found, [TAIL, 1 - TAIL])
+        sides = [
+            np.array([(float(c.tokens), float(c.steps)) for c in counts[f"{kind} {seed}"]])
+            for kind in (FLOAT8, BFLOAT16)
+        ]
+        found = paired_difference(sides[0], sides[1])
+        low, high = found.lower_bound, found.quantile(LEVEL)
         estimate = lengths[f"{FLOAT8} {seed}"] / lengths[f"{BFLOAT16} {seed}"] - 1
         differences.append({"seed": seed, "relative": round(estimate, 4), "interval": [round(low, 4), round(high, 4)]})
     under = conditions(

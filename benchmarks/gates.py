@@ -2,7 +2,7 @@
 
     python benchmarks/gates.py [--records benchmarks/results/gate_records.json] [--gates 2000]
 
-Each gate is `models.benchmark.gate.decide` as the benchmark calls it (10,000 resamples, the margin of 1 %; what a
+Each gate is `models.benchmark.gate.decide` as the benchmark calls it (the margin of 1 %; what a
 margin of 0 would have said is counted beside it), on the recorded counts of real drafts (benchmarks/gate_records.py):
 no model runs. Conversations are drawn from the recorded ones with replacement. Without a gain:
 
@@ -36,7 +36,7 @@ from models.config.benchmark import PromotionConfig
 
 RESULTS = Path(__file__).parent / "results"
 RECORDS = RESULTS / "gate_records.json"
-CONVERSATIONS = (32, 48, 200)
+CONVERSATIONS = (16, 32, 128, 200)
 MANY = 100
 """A gate over this many takes a fifth of a second."""
 GAINS = (0.02, 0.05, 0.10)
@@ -105,7 +105,7 @@ def evidence_of(challenger: Rows, champion: Rows, promotion: PromotionConfig) ->
     ground = Ground(name="recorded", dataset_hash="", margin=promotion.margin, challenger=ours, champion=theirs)
     return GateEvidence(
         champion_label=CHAMPION,
-        resamples=promotion.resamples,
+        lookahead=4,
         max_gap=promotion.max_gap,
         min_distinct_token_share=0.05,
         distinct_token_share=1.0,

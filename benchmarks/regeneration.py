@@ -34,9 +34,9 @@ from infra.files.run_folder import RunFolder
 from infra.processes.exit import run_main
 from infra.provenance import git_sha, hardware, versions
 from infra.records.data_path import RegeneratedRecord, TrainingResult
-from models.benchmark.bootstrap import paired_difference
 from models.benchmark.conditions import Counter, conditions
 from models.benchmark.contestants import Contestants, load_contestants
+from models.benchmark.paired import paired_difference
 from models.config.recipe import RunConfig, load_recipe
 from models.data.conversations import Document, read_documents, source_hash
 from models.data.dialogue import Dialogue
@@ -148,8 +148,10 @@ def walks(
 def compare(ours: Walk, given: Walk, config: RunConfig) -> dict[str, Any]:
     """Acceptance lengths of both, and the relative difference with its lower bound."""
     at = config.benchmark.lookahead
-    sums = [np.array([(of[at - 1].tokens, of[at - 1].steps) for of in walk], dtype=np.int64) for walk in (ours, given)]
-    difference = paired_difference(sums[0], sums[1], config.promotion.resamples, 0)
+    sums = [
+        np.array([(of[at - 1].tokens, of[at - 1].steps) for of in walk], dtype=np.float64) for walk in (ours, given)
+    ]
+    difference = paired_difference(sums[0], sums[1])
     return {
         REGENERATED: summarise(ours).model_dump(mode="json"),
         GIVEN: summarise(given).model_dump(mode="json"),

@@ -8,16 +8,46 @@ from collections.abc import Mapping
 from infra.records.data_path import Record
 from infra.records.goodput import GoodputEvidence, MeasuredGoodput
 
+UNTRAINED = "no draft", "prompt lookup"
+"""Rivals of every draft that need no training, as the gate calls them."""
+
+Rows = tuple[tuple[float, float], ...]
+"""Tokens and complete verification steps of each conversation; expectations where proposals are drawn."""
+
+
+class SideAtLoad(Record):
+    """One contestant on the conversations of a ground, at its own best lookahead."""
+
+    lookahead: int
+    step_s: float
+    """Seconds of a step of all texts, drafting included."""
+    rows: Rows
+
+
+class GroundAtLoad(Record):
+    """All contestants at one number of texts at once, to be compared by tokens per second."""
+
+    batch: int
+    plain_step_s: float
+    """Seconds of a step without a draft, which emits one token of each text."""
+    challenger: SideAtLoad
+    champion: SideAtLoad | None
+    prompt_lookup: SideAtLoad | None
+
 
 class Ground(Record):
-    """One set of prompts on which a challenger is compared: tokens and complete verification steps by conversation."""
+    """One set of prompts on which a challenger is compared, all contestants on the same texts."""
 
     name: str
     dataset_hash: str
     margin: float
-    challenger: tuple[tuple[int, int], ...]
-    champion: tuple[tuple[int, int], ...] | None
-    """The same conversations with the champion; None without a champion."""
+    challenger: Rows
+    """At the benchmark's lookahead, as the next two."""
+    champion: Rows | None
+    """None without a champion."""
+    prompt_lookup: Rows | None = None
+    loads: tuple[GroundAtLoad, ...] = ()
+    """Those of the traffic; empty: tokens per step are compared."""
     categories: tuple[str, ...] = ()
     """Category of each conversation; empty without categories."""
     contexts: tuple[int, ...] = ()
@@ -29,8 +59,10 @@ class GateEvidence(Record):
 
     champion_label: str
     """`version N`, or what else the champion is called."""
-    resamples: int
-    seed: int = 0
+    lookahead: int
+    """The benchmark's."""
+    caveat: str = ""
+    """Where the traffic that the recipe names was not measured: what decided in its place."""
     max_gap: float
     min_distinct_token_share: float
     distinct_token_share: float
@@ -54,7 +86,9 @@ class GroundDecision(Record):
     ground: str
     passed: bool
     against: str
-    """`no draft`, or `version N`."""
+    """`no draft`, `prompt lookup`, or `version N`."""
+    load: int | None = None
+    """Texts at once; then both sides' figures are tokens per second, otherwise tokens per step."""
     challenger: float
     champion: float
     difference: float
@@ -89,6 +123,10 @@ class GateDecision(GroundDecision):
     grounds: tuple[GroundDecision, ...]
     """All of them, in the evidence's order."""
     categories: tuple[CategoryDecision, ...] = ()
+    instead: str | None = None
+    """The method without training that is the better choice: `no draft` or `prompt lookup`; None: none is."""
+    instead_arguments: tuple[str, ...] = ()
+    """SGLang's, for that method."""
 
 
 class RegisteredDraft(Record):

@@ -75,6 +75,11 @@ class GoodputTable(Record):
         """The row with the greatest goodput at this load; of equals, the smaller lookahead."""
         return max((row for row in self.rows if row.batch == batch), key=lambda row: (row.tokens_per_s, -row.lookahead))
 
+    def proposing_at(self, batch: int) -> Goodput:
+        """The row with the greatest goodput at this load that proposes something."""
+        rows = (row for row in self.rows if row.batch == batch and row.lookahead)
+        return max(rows, key=lambda row: (row.tokens_per_s, -row.lookahead))
+
     def plain_at(self, batch: int) -> Goodput:
         """The target alone."""
         return next(row for row in self.rows if row.batch == batch and row.lookahead == 0)
@@ -90,6 +95,9 @@ class GoodputAtLoad(Record):
     champion: float | None
     """None without a champion."""
     champion_lookahead: int | None
+    prompt_lookup: float | None = None
+    """None: not predicted."""
+    prompt_lookup_lookahead: int | None = None
 
     @property
     def loss(self) -> float:
@@ -115,6 +123,8 @@ class MeasuredGoodput(Record):
     """Texts at once that the static settings are for."""
     draft: GoodputTable
     champion: GoodputTable | None
+    prompt_lookup: GoodputTable | None = None
+    """Its proposals cost nothing here. None: not predicted."""
     target_times: tuple[StepTime, ...]
     """Measured times of verification."""
     draft_times: tuple[StepTime, ...]
@@ -132,11 +142,14 @@ class MeasuredGoodput(Record):
         return tuple(self._at(batch) for batch in sorted(self.draft.best))
 
     def _at(self, batch: int) -> GoodputAtLoad:
-        ours, other = self.draft.best_at(batch), self.champion and self.champion.best_at(batch)
+        ours = self.draft.best_at(batch)
+        other, lookup = (table and table.best_at(batch) for table in (self.champion, self.prompt_lookup))
         return GoodputAtLoad(
             batch=batch,
             challenger=ours.tokens_per_s,
             challenger_lookahead=ours.lookahead,
             champion=other.tokens_per_s if other else None,
             champion_lookahead=other.lookahead if other else None,
+            prompt_lookup=lookup.tokens_per_s if lookup else None,
+            prompt_lookup_lookahead=lookup.lookahead if lookup else None,
         )

@@ -2,25 +2,18 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.special import stdtr, stdtrit
 
 from infra.records.acceptance import CategoryDecision, GateEvidence, Ground, GroupAcceptance, SuiteResult
-from models.benchmark.bootstrap import Z_POWER, resampled
+from models.benchmark.paired import Rows, paired_difference
 
 LEAST_PROMPTS = 20
 """Minimum number of prompts of a category that is judged separately."""
 LEVEL = 0.05
 CONTEXT_BOUNDS = (128, 512, 2048, 8192)
 """Prompt tokens, each the largest of its range."""
-
-Rows = NDArray[np.int64]
-"""`[N, 2]` tokens and complete verification steps of each conversation."""
-
 
 Groups = dict[str, list[int]]
 """Rows of the conversations that are shown as one, by name."""
@@ -72,38 +65,11 @@ def holm(values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-@dataclass(frozen=True)
-class Worsening:
-    """Whether a challenger is worse than the champion by more than a tolerance."""
-
-    p: float
-    """One-sided, of "by no more"."""
-    smallest_detectable: float
-    """The worsening, relative, that this test finds with a power of 80 %."""
-
-
-def worsening(challenger: Rows, champion: Rows, tolerance: float, resamples: int, seed: int) -> Worsening:
-    """Student's t of the logarithm of the ratio, its standard error by the paired bootstrap over conversations.
-
-    Shares of resamples, the percentile method, err too often in the far tail that Holm asks for: of six categories of
-    20 conversations without a difference one blocked in 7.6 % of decisions, by this rule in 4.6 to 5.7 %. The logarithm
-    takes the skew away; resamples of n conversations vary by sqrt((n - 1) / n) too little (Efron & Tibshirani, ch. 5).
-    """
-    number = len(challenger)
-    # A resample without a step says -1: as bad as a thousandth.
-    logs = np.log(np.maximum(1 + resampled(challenger, champion, resamples, seed), 1e-3))
-    error = max(float(logs.std(ddof=1)) * (number / (number - 1)) ** 0.5, 1e-12)
-    allowed = float(np.log1p(-tolerance))
-    found = float(np.log(_length(challenger) / _length(champion)))
-    reach = float(stdtrit(number - 1, 1 - LEVEL)) + Z_POWER
-    return Worsening(float(stdtr(number - 1, (found - allowed) / error)), float(-np.expm1(allowed - reach * error)))
-
-
 def _compare(ground: Ground, name: str, rows: Sequence[int], evidence: GateEvidence) -> CategoryDecision:
     """The decision before p-values are adjusted."""
     ours, theirs = (_rows(side, rows) for side in (ground.challenger, ground.champion or ()))
     judged = len(ours) >= LEAST_PROMPTS and min(ours[:, 1].sum(), theirs[:, 1].sum()) > 0
-    found = worsening(ours, theirs, evidence.category_tolerance, evidence.resamples, evidence.seed) if judged else None
+    tolerance, found = evidence.category_tolerance, paired_difference(ours, theirs) if judged else None
     first, second = _length(ours), _length(theirs)
     return CategoryDecision(
         ground=ground.name,
@@ -112,8 +78,8 @@ def _compare(ground: Ground, name: str, rows: Sequence[int], evidence: GateEvide
         challenger=first,
         champion=second,
         difference=first / second - 1,
-        p=found and found.p,
-        smallest_detectable=found and found.smallest_detectable,
+        p=found and found.p(-tolerance),
+        smallest_detectable=found and found.smallest_worsening(tolerance, 1 - LEVEL),
         blocks=False,
     )
 
@@ -143,15 +109,15 @@ def _shown(ground: Ground, name: str, rows: Sequence[int]) -> GroupAcceptance:
         conversations=len(ours),
         length=_length(ours) if ours[:, 1].any() else None,
         champion=None if theirs is None or not theirs[:, 1].any() else _length(theirs),
-        steps=int(ours[:, 1].sum()),
+        steps=round(float(ours[:, 1].sum())),
     )
 
 
-def _rows(side: Sequence[tuple[int, int]], rows: Sequence[int]) -> Rows:
-    return np.array(side, dtype=np.int64).reshape(-1, 2)[list(rows)]
+def _rows(side: Sequence[tuple[float, float]], rows: Sequence[int]) -> Rows:
+    return np.array(side, dtype=np.float64).reshape(-1, 2)[list(rows)]
 
 
 def _length(rows: Rows) -> float:
     """Acceptance length; without a complete step nothing was accepted: 1."""
-    steps = int(rows[:, 1].sum())
+    steps = float(rows[:, 1].sum())
     return float(rows[:, 0].sum() / steps) if steps else 1.0

@@ -14,13 +14,14 @@ from pathlib import Path
 import torch
 
 from infra.records.acceptance import (
-    Acceptance,
     BenchmarkResult,
     Conditions,
     DivergenceRecord,
     GateEvidence,
+    Ground,
     LosslessRecord,
     RequestCounts,
+    Rows,
     ServedResult,
     ServedSpeed,
     SpeedRecord,
@@ -32,9 +33,12 @@ from infra.sglang.client import Answer, SGLangClient
 from models.benchmark.categories import suite_result
 from models.benchmark.conditions import Counter, conditions
 from models.benchmark.gate import decide
+from models.benchmark.measure import Walk, at
 from models.benchmark.reference import speed_record
-from models.benchmark.result import HELD_OUT, ground
+from models.benchmark.result import HELD_OUT
+from models.benchmark.result import rows as counted
 from models.benchmark.served import Setup, ask_all, counts_of, setup_of, time_all, whats_missing
+from models.config.benchmark import TrafficConfig
 from models.data.prompts import SuitePrompts, heldout_prompts, suite_prompts
 from models.decoding.acceptance import AcceptedCounts, acceptance_length, distinct_token_share, summarise
 from models.decoding.lossless import FLOAT32_DELTA, compare_texts, total
@@ -95,6 +99,13 @@ class EngineCounts:
         """Counts of draft and champion on some prompts."""
         return self.draft[rows], self.champion and self.champion[rows]
 
+    def grounds_rows(self, rows: slice, lookahead: int) -> dict[str, Rows | None]:
+        """What a ground compares: draft, champion and prompt lookup on some prompts."""
+        draft, champion = self.part(rows)
+        lookup = at(walk_prompt_lookup(self.prompts[rows], self.plain[rows], lookahead), lookahead)
+        sides = {"challenger": draft, "champion": champion, "prompt_lookup": lookup}
+        return {name: None if side is None else counted(side) for name, side in sides.items()}
+
 
 def measure_in_engine(
     run: PreparedRun, champion: Path | None, heldout: list[list[int]], suites: dict[str, SuitePrompts]
@@ -137,19 +148,20 @@ def benchmark_in_engine(
     heldout = heldout_prompts(run.open_samples("heldout"), config)
     suites = {name: suite_prompts(run.config, run.target, name) for name in promotion.suites}
     found, own = measure_in_engine(run, champion, heldout, suites), slice(0, len(heldout))
-    grounds = [ground(HELD_OUT, run.samples.dataset_hash, promotion.margin, *found.part(own))]
+    grounds = [_ground(HELD_OUT, run.samples.dataset_hash, promotion.margin, found, own, config.lookahead)]
     shown, start = list[SuiteResult](), len(heldout)
     for name, suite in suites.items():
         rows, start = slice(start, start + len(suite.prompts)), start + len(suite.prompts)
-        compared = ground(
-            name, suite.dataset_hash, promotion.suite_margin, *found.part(rows),
+        compared = _ground(
+            name, suite.dataset_hash, promotion.suite_margin, found, rows, config.lookahead,
             categories=suite.categories, contexts=tuple(map(len, suite.prompts)),
         )  # fmt: skip
         grounds.append(compared)
         shown.append(suite_result(compared, distinct_token_share(found.plain[rows]), suite.too_long))
     evidence = GateEvidence(
         champion_label=champion_label,
-        resamples=promotion.resamples,
+        lookahead=config.lookahead,
+        caveat=caveat(promotion.traffic),
         max_gap=promotion.max_gap,
         min_distinct_token_share=config.min_distinct_token_share,
         distinct_token_share=distinct_token_share(found.plain[own]),
@@ -170,6 +182,23 @@ def benchmark_in_engine(
     return _result(found, own, under, evidence, shown, config.max_lookahead), evidence, requests
 
 
+def caveat(traffic: TrafficConfig) -> str:
+    """What of the traffic an engine's counts do not show."""
+    missing = ["sampled text"] if traffic.sampling == "sampled" else []
+    missing += [] if traffic.loads == () else ["step costs"]
+    why = f", because SGLang counted and has no figures of {' or '.join(missing)}" if missing else ""
+    return why and f"decided on greedy text, by tokens per step{why}"
+
+
+def _ground(
+    name: str, dataset_hash: str, margin: float, found: EngineCounts, rows: slice, lookahead: int, **groups: tuple
+) -> Ground:
+    """All contestants on some prompts; `groups` as of `models.benchmark.result.ground`."""
+    acceptance_length(found.draft[rows])  # refuses conversations without a complete step
+    sides = found.grounds_rows(rows, lookahead)
+    return Ground.model_validate({"name": name, "dataset_hash": dataset_hash, "margin": margin, **sides, **groups})
+
+
 def _result(
     found: EngineCounts,
     own: slice,
@@ -180,7 +209,7 @@ def _result(
 ) -> BenchmarkResult:
     ours, theirs = found.part(own)
     draft = summarise([(counts,) for counts in ours])
-    lookup = _prompt_lookup(found.prompts[own], found.plain[own], max_lookahead)
+    lookup = summarise(walk_prompt_lookup(found.prompts[own], found.plain[own], max_lookahead))
     served = ServedResult(
         lookahead=under.lookahead,
         acceptance=draft,
@@ -207,13 +236,13 @@ def _result(
     return result.model_copy(update={"summary": summary(result)})
 
 
-def _prompt_lookup(prompts: Sequence[list[int]], texts: Sequence[list[int]], max_lookahead: int) -> Acceptance:
+def walk_prompt_lookup(prompts: Sequence[list[int]], texts: Sequence[list[int]], max_lookahead: int) -> Walk:
     """A baseline that needs the texts alone."""
     walks = []
     for prompt, text in zip(prompts, texts, strict=True):
         unread = torch.empty(len(prompt) + len(text) - 1, 0)
         walks.append(simulate(PromptLookup(), prompt, text, unread, max_lookahead))
-    return summarise(walks)
+    return walks
 
 
 def _speed(found: EngineCounts, own: slice) -> SpeedRecord:

@@ -1,21 +1,34 @@
-"""Whether a challenger earns promotion: better than no draft and than the champion, on every ground.
+"""Whether a challenger earns promotion: better than no draft, prompt lookup and the champion, on every ground.
 
 The decision follows from the evidence alone: `python -m models.benchmark.gate EVIDENCE` prints it again, as JSON.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from infra.processes.exit import run_main
-from infra.records.acceptance import CategoryDecision, GateDecision, GateEvidence, Ground, GroundDecision
+from infra.quantities import plural
+from infra.records.acceptance import (
+    UNTRAINED,
+    CategoryDecision,
+    GateDecision,
+    GateEvidence,
+    Ground,
+    GroundAtLoad,
+    GroundDecision,
+    Rows,
+    SideAtLoad,
+)
 from infra.records.goodput import GoodputEvidence
-from models.benchmark.bootstrap import paired_difference
 from models.benchmark.categories import judge_categories
+from models.benchmark.paired import Difference, paired_difference
 
-NO_DRAFT = "no draft"
+NO_DRAFT, PROMPT_LOOKUP = UNTRAINED
 
 
 def objection(evidence: GateEvidence) -> str | None:
@@ -59,18 +72,27 @@ def decide(evidence: GateEvidence) -> GateDecision:
 
     Where all are passed, a category that is worse than the champion still blocks.
     """
-    grounds = tuple(_judge(ground, evidence) for ground in evidence.grounds)
+    duels = [duel for ground in evidence.grounds for duel in _duels(ground, evidence)]
+    grounds = tuple(_judge(ground, [duel for duel in duels if duel.ground is ground]) for ground in evidence.grounds)
     failed = [ground for ground in grounds if not ground.passed]
     deciding = failed[0] if failed else grounds[0]
     blocked = objection(evidence)
     categories = judge_categories(evidence)
     worse = [category for category in categories if category.blocks]
+    instead, arguments = _instead(duels)
+    reasons = _reasons(failed, worse, grounds, evidence.category_tolerance)
+    if instead and not blocked:
+        how = f"the server arguments `{' '.join(arguments)}`" if arguments else "no speculative arguments"
+        reasons.append(f"serve with {instead} instead, which needs no training: {how}")
+    reasons += [evidence.caveat] if evidence.caveat else []
     return GateDecision(
         **deciding.model_dump(exclude={"passed"}),
         passed=blocked is None and not failed and not worse,
-        reason=blocked or "; ".join(_reasons(failed, worse, grounds, evidence.category_tolerance)),
+        reason=blocked or "; ".join(reasons),
         grounds=grounds,
         categories=categories,
+        instead=None if blocked else instead,
+        instead_arguments=() if blocked else arguments,
     )
 
 
@@ -89,25 +111,68 @@ def _reasons(
     return [_in_words(ground, grounds) for ground in failed or ([] if blocks else grounds)] + blocks
 
 
-def _judge(ground: Ground, evidence: GateEvidence) -> GroundDecision:
-    challenger = np.array(ground.challenger, dtype=np.int64).reshape(-1, 2)
-    # Without a draft every step emits one token.
-    rivals = [(NO_DRAFT, challenger[:, [1, 1]])]
-    if ground.champion is not None:
-        rivals.append((evidence.champion_label, np.array(ground.champion, dtype=np.int64).reshape(-1, 2)))
-    judged = [
-        (label, rival, paired_difference(challenger, rival, evidence.resamples, evidence.seed))
-        for label, rival in rivals
-    ]
-    failed = [entry for entry in judged if entry[2].lower_bound <= ground.margin]
-    against, rival, difference = failed[0] if failed else judged[-1]
-    length, other = (float(of[:, 0].sum() / of[:, 1].sum()) for of in (challenger, rival))
+@dataclass(frozen=True)
+class Duel:
+    """The challenger against one rival on one ground, at one load or by tokens per step."""
+
+    ground: Ground
+    load: int | None
+    against: str
+    challenger: SideAtLoad
+    rival: SideAtLoad
+
+    @property
+    def difference(self) -> Difference:
+        cost = self.challenger.step_s / self.rival.step_s
+        return paired_difference(_array(self.challenger.rows), _array(self.rival.rows), cost)
+
+    @property
+    def passed(self) -> bool:
+        return self.difference.lower_bound > self.ground.margin
+
+    def rate(self, side: SideAtLoad) -> float:
+        """Tokens per second of all texts; without a load, tokens per step."""
+        tokens, steps = _array(side.rows).sum(axis=0)
+        return float((self.load or 1) * tokens / steps / side.step_s) if steps else 1 / side.step_s
+
+
+def _duels(ground: Ground, evidence: GateEvidence) -> Iterator[Duel]:
+    """Loads in order; at each, what needs no training comes first."""
+    for load in ground.loads or [_by_step(ground, evidence.lookahead)]:
+        plain = SideAtLoad(
+            lookahead=0, step_s=load.plain_step_s, rows=tuple((steps, steps) for _, steps in load.challenger.rows)
+        )
+        rivals = {NO_DRAFT: plain, PROMPT_LOOKUP: load.prompt_lookup, evidence.champion_label: load.champion}
+        for against, rival in rivals.items():
+            if rival is not None:
+                yield Duel(ground, load.batch if ground.loads else None, against, load.challenger, rival)
+
+
+def _by_step(ground: Ground, lookahead: int) -> GroundAtLoad:
+    """All at the benchmark's lookahead, where every step counts alike."""
+
+    def side(rows: Rows | None) -> SideAtLoad | None:
+        return None if rows is None else SideAtLoad(lookahead=lookahead, step_s=1.0, rows=rows)
+
+    challenger = side(ground.challenger)
+    assert challenger is not None
+    return GroundAtLoad(
+        batch=1, plain_step_s=1.0, challenger=challenger, champion=side(ground.champion),
+        prompt_lookup=side(ground.prompt_lookup),
+    )  # fmt: skip
+
+
+def _judge(ground: Ground, duels: Sequence[Duel]) -> GroundDecision:
+    """By the first rival that is not beaten; where all are, by the last."""
+    decided = next((duel for duel in duels if not duel.passed), duels[-1])
+    difference = decided.difference
     return GroundDecision(
         ground=ground.name,
-        passed=not failed,
-        against=against,
-        challenger=length,
-        champion=other,
+        passed=decided.passed,
+        against=decided.against,
+        load=decided.load,
+        challenger=decided.rate(decided.challenger),
+        champion=decided.rate(decided.rival),
         difference=difference.estimate,
         lower_bound=difference.lower_bound,
         margin=ground.margin,
@@ -115,12 +180,44 @@ def _judge(ground: Ground, evidence: GateEvidence) -> GroundDecision:
     )
 
 
+def _instead(duels: Sequence[Duel]) -> tuple[str | None, tuple[str, ...]]:
+    """What to serve with where a method without training is not beaten, and SGLang's arguments for it.
+
+    Of the methods without training the fastest there; none where a champion is faster still, which then goes on.
+    """
+    lost = next((duel for duel in duels if duel.against in UNTRAINED and not duel.passed), None)
+    if lost is None:
+        return None, ()
+    rivals = {
+        duel.against: duel for duel in duels if (duel.ground, duel.load) == (lost.ground, lost.load)
+    }  # fmt: skip
+    rates = {against: duel.rate(duel.rival) for against, duel in rivals.items()}
+    lookup, margin = rates.get(PROMPT_LOOKUP, 0.0), max(lost.ground.margin, 0.0)
+    best = PROMPT_LOOKUP if lookup > (1 + margin) * rates[NO_DRAFT] else NO_DRAFT
+    if any(rate > rates[best] for against, rate in rates.items() if against not in UNTRAINED):
+        return None, ()
+    return best, sglang_ngram(rivals[best].rival.lookahead) if best == PROMPT_LOOKUP else ()
+
+
+def sglang_ngram(lookahead: int) -> tuple[str, ...]:
+    """SGLang's arguments for prompt lookup by chains; its number of draft tokens includes the last emitted one."""
+    return (
+        "--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(lookahead + 1),
+        "--speculative-ngram-max-bfs-breadth", "1",
+    )  # fmt: skip
+
+
+def _array(rows: Rows) -> NDArray[np.float64]:
+    return np.array(rows, dtype=np.float64).reshape(-1, 2)
+
+
 def _in_words(judged: GroundDecision, grounds: tuple[GroundDecision, ...]) -> str:
     verdict = "exceeds" if judged.passed else "does not exceed"
     where = f" on {judged.ground}" if len(grounds) > 1 else ""
+    what = "tokens per step" if judged.load is None else f"tokens/s with {plural(judged.load, 'text')} at once"
     return (
-        f"against {judged.against}{where}: {judged.difference:+.1%}, lower bound {judged.lower_bound:+.1%}, which "
-        f"{verdict} the margin {judged.margin:.1%}"
+        f"against {judged.against}{where}, in {what}: {judged.difference:+.1%}, lower bound {judged.lower_bound:+.1%}, "
+        f"which {verdict} the margin {judged.margin:.1%}"
     )
 
 

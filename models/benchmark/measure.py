@@ -5,6 +5,7 @@ Greedy and sampled continuations of the target, walks of every source over them,
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -54,6 +55,10 @@ class WalkedTexts:
     drawn: Mapping[str, DrawnWalk]
     """Of drafts over sampled text, proposals drawn from their distributions."""
 
+    def by_rule(self, proposals: Proposals) -> Mapping[str, Walk | DrawnWalk]:
+        """Every source as an engine serves it that proposes like this; baselines propose with certainty."""
+        return {**self.walks, **(self.drawn if proposals == "drawn" else {})}
+
 
 @dataclass(frozen=True)
 class Measurements:
@@ -67,6 +72,10 @@ class Measurements:
     """How the draft proposed in `sampled_reference`."""
     vocabulary_mass: float
     """See `vocabulary_mass`."""
+
+    def traffic(self, sampling: Literal["sampled", "greedy"]) -> WalkedTexts:
+        """The texts that are like the traffic."""
+        return self.sampled if sampling == "sampled" else self.greedy
 
     def gap(self, lookahead: int) -> float:
         """Simulated / reference acceptance length - 1 over the conversations decoded for real."""
@@ -126,11 +135,19 @@ def measure(
 
 
 def measure_suite(
-    contestants: Contestants, config: BenchmarkConfig, name: str, prompts: Sequence[Sequence[int]]
+    contestants: Contestants,
+    config: BenchmarkConfig,
+    name: str,
+    prompts: Sequence[Sequence[int]],
+    *,
+    sampled: bool,
+    seed: int,
 ) -> WalkedTexts:
-    """Draft and champion, if there is one, over the target's greedy texts of further prompts."""
+    """What the gate compares, over the target's texts of further prompts, sampled or greedy."""
+    sources = {DRAFT: contestants.draft, PROMPT_LOOKUP: PromptLookup()}
     champion = {CHAMPION: contestants.champion} if contestants.champion else {}
-    return walk_texts(contestants, config, name, prompts, {DRAFT: contestants.draft} | champion)
+    law = Sampling(config.sampled_temperature, config.sampled_top_p) if sampled else GREEDY
+    return walk_texts(contestants, config, name, prompts, sources | champion, sampling=law, seed=seed)
 
 
 def walk_texts(

@@ -1,14 +1,17 @@
 """Builds the gate's evidence and `BenchmarkResult` from measurements: figures, verdict, and a summary."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from infra.records.acceptance import (
     BenchmarkResult,
     Conditions,
     GateEvidence,
     Ground,
+    GroundAtLoad,
     RequestCounts,
+    Rows,
     ServedResult,
+    SideAtLoad,
     SuiteResult,
 )
 from infra.records.benchmark_text import summary
@@ -24,7 +27,7 @@ from models.benchmark.measure import (
     at,
 )
 from models.config.benchmark import BenchmarkConfig, PromotionConfig
-from models.decoding.acceptance import AcceptedCounts, acceptance_length, distinct_token_share, summarise
+from models.decoding.acceptance import Counts, acceptance_length, distinct_token_share, summarise
 
 HELD_OUT = "held-out prompts"
 
@@ -40,12 +43,14 @@ def gather(
     served: ServedResult | None,
     goodput: MeasuredGoodput | None,
 ) -> GateEvidence:
-    """What the gate decides on at `config.lookahead`: counts on every ground, and what else can block a draft."""
-    lookahead = config.lookahead
+    """What the gate decides on: counts on every ground, and what else can block a draft."""
+    lookahead, traffic = config.lookahead, promotion.traffic
     simulated = acceptance_length(at(found.greedy.walks[DRAFT], lookahead))
+    walks = found.traffic(traffic.sampling).by_rule(config.sampled_proposals)
+    heldout = ground(HELD_OUT, dataset_hash, promotion.margin, walks, lookahead)
     return GateEvidence(
         champion_label=champion_label,
-        resamples=promotion.resamples,
+        lookahead=lookahead,
         max_gap=promotion.max_gap,
         min_distinct_token_share=config.min_distinct_token_share,
         distinct_token_share=distinct_token_share(found.greedy.texts),
@@ -54,44 +59,69 @@ def gather(
         served_gap=served.length / simulated - 1 if served and served.length else None,
         category_tolerance=promotion.category_tolerance,
         goodput=goodput and GoodputEvidence(max_loss=promotion.max_goodput_loss, loads=goodput.by_load),
-        grounds=(ground(HELD_OUT, dataset_hash, promotion.margin, *sides(found.greedy, lookahead)), *suites),
+        grounds=(with_loads(heldout, walks, goodput, traffic.loads_of(config)), *suites),
     )
-
-
-def sides(walked: WalkedTexts, lookahead: int) -> tuple[list[AcceptedCounts], list[AcceptedCounts] | None]:
-    """Counts of draft and champion, if there is one, of every conversation at one lookahead."""
-    champion = walked.walks.get(CHAMPION)
-    return at(walked.walks[DRAFT], lookahead), None if champion is None else at(champion, lookahead)
 
 
 def ground(
     name: str,
     dataset_hash: str,
     margin: float,
-    challenger: Sequence[AcceptedCounts],
-    champion: Sequence[AcceptedCounts] | None,
+    walks: Mapping[str, Sequence[Sequence[Counts]]],
+    lookahead: int,
     *,
     categories: tuple[str, ...] = (),
     contexts: tuple[int, ...] = (),
 ) -> Ground:
-    """Both sides' counts of the same conversations at the same lookahead, steps that the text's end cut left out.
+    """All contestants' counts of the same conversations at one lookahead, steps that the text's end cut left out.
 
-    `categories` and `contexts` (prompt tokens) are of each conversation, or empty.
+    `walks` are of the sources by name. `categories` and `contexts` (prompt tokens) are of each conversation, or empty.
     """
-
-    def sums(side: Sequence[AcceptedCounts]) -> tuple[tuple[int, int], ...]:
-        return tuple((counts.tokens, counts.steps) for counts in side)
-
-    acceptance_length(challenger)  # refuses conversations without a complete step
+    acceptance_length(at(walks[DRAFT], lookahead))  # refuses conversations without a complete step
     return Ground(
         name=name,
         dataset_hash=dataset_hash,
         margin=margin,
-        challenger=sums(challenger),
-        champion=None if champion is None else sums(champion),
+        challenger=rows(at(walks[DRAFT], lookahead)),
+        champion=rows(at(walks[CHAMPION], lookahead)) if CHAMPION in walks else None,
+        prompt_lookup=rows(at(walks[PROMPT_LOOKUP], lookahead)),
         categories=categories,
         contexts=contexts,
     )
+
+
+def with_loads(
+    compared: Ground,
+    walks: Mapping[str, Sequence[Sequence[Counts]]],
+    goodput: MeasuredGoodput | None,
+    loads: Sequence[int],
+) -> Ground:
+    """Add every contestant at its best lookahead at each of `loads`, which are among those of `goodput`."""
+    if goodput is None or not loads:
+        return compared
+    tables = {DRAFT: goodput.draft, CHAMPION: goodput.champion, PROMPT_LOOKUP: goodput.prompt_lookup}
+
+    def side(name: str, load: int) -> SideAtLoad | None:
+        table = tables[name]
+        if table is None:
+            return None
+        best = table.proposing_at(load)
+        return SideAtLoad(lookahead=best.lookahead, step_s=best.step_s, rows=rows(at(walks[name], best.lookahead)))
+
+    def all_at(load: int) -> GroundAtLoad:
+        challenger = side(DRAFT, load)
+        assert challenger is not None
+        return GroundAtLoad(
+            batch=load, plain_step_s=goodput.draft.plain_at(load).step_s, challenger=challenger,
+            champion=side(CHAMPION, load), prompt_lookup=side(PROMPT_LOOKUP, load),
+        )  # fmt: skip
+
+    return compared.model_copy(update={"loads": tuple(map(all_at, loads))})
+
+
+def rows(side: Sequence[Counts]) -> Rows:
+    """Tokens and complete steps of each conversation."""
+    return tuple((counts.tokens, counts.steps) for counts in side)
 
 
 def build_result(

@@ -16,6 +16,7 @@ from infra.files.atomic import write_atomically
 from infra.processes.exit import run_main
 from infra.records.acceptance import BenchmarkResult, GateEvidence, Ground, RequestCounts, ServedResult, SuiteResult
 from infra.records.benchmark_text import acceptance_rows, findings, goodput_rows, suite_findings
+from infra.records.goodput import MeasuredGoodput
 from models.benchmark.categories import suite_result
 from models.benchmark.conditions import Counter, conditions
 from models.benchmark.contestants import Contestants, load_contestants
@@ -23,7 +24,7 @@ from models.benchmark.counter import why_engine_counts
 from models.benchmark.engine_counts import benchmark_in_engine
 from models.benchmark.measure import measure, measure_suite
 from models.benchmark.plots import plot_by_position, plot_goodput, plot_heldout, plot_samples, plot_training
-from models.benchmark.result import build_result, gather, ground, request_counts, sides
+from models.benchmark.result import build_result, gather, ground, request_counts, with_loads
 from models.benchmark.step_costs import measure_goodput
 from models.data.prompts import heldout_prompts, suite_prompts
 from models.decoding.acceptance import distinct_token_share
@@ -67,8 +68,9 @@ def _by_reference(
     folders = [run.folder.export, champion] if champion else [run.folder.export]
     contestants = load_contestants(Path(run.target.path), folders, DTYPES[run.config.benchmark_dtype])
     found = measure(contestants, config, prompts, run.config.seed)
-    goodput = measure_goodput(contestants, found, config) if config.loads else None
-    suites = [_suite(run, contestants, name) for name in promotion.suites]
+    walks = found.traffic(promotion.traffic.sampling).by_rule(config.sampled_proposals)
+    goodput = measure_goodput(contestants, walks, config) if config.loads else None
+    suites = [_suite(run, contestants, name, goodput) for name in promotion.suites]
     under = conditions(
         config, Counter.reference(contestants.target), target=run.target, draft=run.folder.export,
         dataset_hash=run.samples.dataset_hash, template_hash=run.samples.template_hash, prompts=len(prompts),
@@ -84,15 +86,22 @@ def _by_reference(
     return result, evidence, request_counts(found, under)
 
 
-def _suite(run: PreparedRun, contestants: Contestants, name: str) -> tuple[Ground, SuiteResult]:
-    """Challenger and champion on further prompts: what the gate compares, and what people see."""
+def _suite(
+    run: PreparedRun, contestants: Contestants, name: str, goodput: MeasuredGoodput | None
+) -> tuple[Ground, SuiteResult]:
+    """All contestants on further prompts: what the gate compares, and what people see."""
     config, suite = run.config.benchmark, suite_prompts(run.config, run.target, name)
-    walks = measure_suite(contestants, config, name, suite.prompts)
+    traffic = run.config.promotion.traffic
+    found = measure_suite(
+        contestants, config, name, suite.prompts, sampled=traffic.sampling == "sampled", seed=run.config.seed
+    )
+    walks = found.by_rule(config.sampled_proposals)
     compared = ground(
-        name, suite.dataset_hash, run.config.promotion.suite_margin, *sides(walks, config.lookahead),
+        name, suite.dataset_hash, run.config.promotion.suite_margin, walks, config.lookahead,
         categories=suite.categories, contexts=tuple(map(len, suite.prompts)),
     )  # fmt: skip
-    return compared, suite_result(compared, distinct_token_share(walks.texts), suite.too_long)
+    shown = suite_result(compared, distinct_token_share(found.texts), suite.too_long)
+    return with_loads(compared, walks, goodput, traffic.loads_of(config)), shown
 
 
 def tables(result: BenchmarkResult) -> Iterator[Table]:

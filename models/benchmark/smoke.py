@@ -15,7 +15,7 @@ from infra.records.acceptance import RequestCounts, SmokeResult
 from infra.refusal import Refusal
 from models.benchmark.contestants import load_contestants
 from models.benchmark.counter import why_engine_counts
-from models.benchmark.measure import DRAFT, at, measure_suite
+from models.benchmark.measure import DRAFT, at, walk_texts
 from models.benchmark.reference import decode_reference
 from models.benchmark.served import counts_of, served_acceptance, setup_of
 from models.data.prompts import heldout_prompts
@@ -42,7 +42,7 @@ def smoke_test(run: PreparedRun, export: Path, benchmarked: RequestCounts) -> Sm
     if why_engine_counts(run, leased_bytes()):
         return _in_engine(run, export, prompts, benchmarked)
     contestants = load_contestants(Path(run.target.path), [export], DTYPES[run.config.benchmark_dtype])
-    walked = measure_suite(contestants, config, "smoke test", prompts)
+    walked = walk_texts(contestants, config, "smoke test", prompts, {DRAFT: contestants.draft})
     some = config.model_copy(update={"reference_tokens": DECODED * config.max_new_tokens})
     with bars() as bar:
         advance = bar("smoke test, decoding", some.reference_tokens)

@@ -3,19 +3,19 @@
 Real forwards of the models that are benchmarked, on the benchmark's hardware. All texts share a forward, as in engines.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 from transformers.cache_utils import DynamicLayer
 
 from infra.provenance import hardware
-from infra.records.goodput import GoodputTable, MeasuredGoodput, StepTime
+from infra.records.goodput import CostFit, GoodputTable, MeasuredGoodput, StepTime
 from models.benchmark.contestants import Contestants, draft_of, same_build
-from models.benchmark.measure import CHAMPION, DRAFT, Measurements, Walk
+from models.benchmark.measure import CHAMPION, DRAFT, PROMPT_LOOKUP, DrawnWalk, Walk
 from models.config.benchmark import BenchmarkConfig
 from models.decoding.acceptance import summarise
-from models.decoding.goodput import FittedCosts, fit, goodput_table, rates_of
+from models.decoding.goodput import TERMS, FittedCosts, fit, goodput_table, rates_of
 from models.decoding.stopwatch import now
 from models.drafts.batched_proposer import RolloutSource
 from models.progress_bars import Advance, bars
@@ -25,28 +25,39 @@ LEAST_ROUNDS, MOST_ROUNDS = 4, 20
 """Every step is timed once in a round. Its least time counts: whatever disturbs a machine only adds to it."""
 BUDGET_S = 20.0
 """No further round starts after this time, once the minimum number is done."""
-
+FREE = CostFit(**dict.fromkeys(TERMS, 0.0), knee=0.0, worst_error=0.0)
+"""Prompt lookup's own cost: it is as good as its texts are."""
 
 Steps = dict[tuple[int, int], Callable[[], object]]
 """What is timed, one forward of the target or one drafting, by texts at once and tokens of each."""
 
 
-def measure_goodput(contestants: Contestants, found: Measurements, config: BenchmarkConfig) -> MeasuredGoodput:
-    """Goodput of the draft, and of the champion if there is one, at all of `config.loads` (at least one)."""
-    sources, walked = contestants.drafts, found.greedy.walks
+def measure_goodput(
+    contestants: Contestants, walked: Mapping[str, Walk | DrawnWalk], config: BenchmarkConfig
+) -> MeasuredGoodput:
+    """Goodput of the draft, of the champion if there is one, and of prompt lookup, at all of `config.loads`.
+
+    `walked`: the walk of each over texts that are like the traffic. There must be a load.
+    """
+    sources = contestants.drafts
     walks = [walked[name] for name in (DRAFT, CHAMPION) if name in walked]
     target_times, draft_times = time_steps(contestants.target, sources, config)
     target_fit = fit(target_times)
 
-    def table(source: RolloutSource, walk: Walk, times: Sequence[StepTime]) -> GoodputTable:
-        costs, lookaheads = FittedCosts(target_fit, fit(times)), servable(source, config)
-        return goodput_table(costs, rates_of(summarise(walk)), sorted(config.loads), lookaheads)
+    def table(walk: Walk | DrawnWalk, draft: CostFit, lookaheads: Sequence[int]) -> GoodputTable:
+        return goodput_table(
+            FittedCosts(target_fit, draft), rates_of(summarise(walk)), sorted(config.loads), lookaheads
+        )
 
-    tables = [table(*each) for each in zip(sources, walks, draft_times, strict=True)]
+    tables = [
+        table(walk, fit(times), servable(source, config))
+        for source, walk, times in zip(sources, walks, draft_times, strict=True)
+    ]
     return MeasuredGoodput(
         main_load=config.loads[0],
         draft=tables[0],
         champion=tables[1] if len(tables) > 1 else None,
+        prompt_lookup=table(walked[PROMPT_LOOKUP], FREE, range(config.max_lookahead + 1)),
         target_times=target_times,
         draft_times=draft_times[0],
         hardware=hardware(),
@@ -71,7 +82,8 @@ def time_steps(
     originals = [next(at for at, other in enumerate(sources) if same_build(other, source)) for source in sources]
     built = sorted(set(originals))
     texts = _Texts(target, config.prompt_tokens, max(batches))
-    verified = sorted({at + 1 for each in lookaheads for at in each})
+    # Prompt lookup is verified at any lookahead.
+    verified = sorted({at + 1 for each in [*lookaheads, _spread(range(config.max_lookahead + 1))] for at in each})
     groups: list[Steps] = [{(batch, tokens): texts.verify(batch, tokens) for batch in batches for tokens in verified}]
     for index in built:
         proposed = [(batch, at) for batch in batches for at in lookaheads[index] if at]

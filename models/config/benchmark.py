@@ -74,13 +74,33 @@ class BenchmarkConfig(StrictConfig):
     )
 
 
+class TrafficConfig(StrictConfig):
+    """What the draft is to serve."""
+
+    sampling: Literal["sampled", "greedy"] = Field(
+        default="sampled",
+        description="`sampled`: text that the target samples at `benchmark.sampled_temperature` and "
+        "`benchmark.sampled_top_p`, with proposals as `benchmark.sampled_proposals` says. `greedy`: its greedy text.",
+    )
+    loads: tuple[Count, ...] | None = Field(
+        default=None,
+        description="Texts at once, of `benchmark.loads`, at which the draft must give more tokens per second than "
+        "every rival, by measured step costs. Default: the first of `benchmark.loads`. []: tokens per step are "
+        "compared, whatever they cost.",
+    )
+
+    def loads_of(self, benchmark: BenchmarkConfig) -> tuple[int, ...]:
+        """The loads to compare at; empty: by tokens per step."""
+        return benchmark.loads[:1] if self.loads is None else self.loads
+
+
 class PromotionConfig(StrictConfig):
     """The gate between challenger and champion."""
 
     margin: float = Field(
         default=0.01, ge=0, le=10, description="Relative gain that the 97.5 % lower bound must exceed."
     )
-    resamples: int = Field(default=10_000, ge=100, le=1_000_000, description="Resamples of the bootstrap.")
+    traffic: TrafficConfig = Field(default=TrafficConfig(), description="The traffic that the gate decides for.")
     max_gap: float = Field(default=0.05, gt=0, le=100, description="Largest gap of simulated to reference acceptance.")
     max_goodput_loss: RelativeLoss = Field(
         default=0.05,

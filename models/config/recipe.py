@@ -64,6 +64,11 @@ class RunConfig(StrictConfig):
                 f"benchmark.lookahead {self.benchmark.lookahead} must not exceed benchmark.max_lookahead "
                 f"{self.benchmark.max_lookahead}: lower it, or raise that"
             )
+        if stray := sorted({*(self.promotion.traffic.loads or ())} - {*self.benchmark.loads}):
+            raise Refusal(
+                f"promotion.traffic.loads {stray} must be among benchmark.loads {list(self.benchmark.loads)}, at which "
+                "steps are timed: add them there"
+            )
         transport = self.transport
         if self.pools.kind != "local" and (
             transport.kind == "arena" or (transport.kind in ("auto", "files") and transport.folder is None)

@@ -1,12 +1,10 @@
 """Three sentences about a run: how good the draft is, compared with what, and what happens next."""
 
 from infra.quantities import signed
-from infra.records.acceptance import BenchmarkResult, GateDecision, RegisteredDraft
+from infra.records.acceptance import UNTRAINED, BenchmarkResult, GateDecision, RegisteredDraft
 from infra.records.benchmark_text import against_baselines, tokens_per_s
 from infra.records.data_path import TargetRecord
 from infra.tracking.registry import CHALLENGER, CHAMPION, REFUSED, REPLACES, SMOKE_TEST
-
-NO_DRAFT = "no draft"
 
 
 def meaning(target: TargetRecord, result: BenchmarkResult, draft: RegisteredDraft) -> tuple[str, str, str]:
@@ -48,8 +46,8 @@ def compared(result: BenchmarkResult) -> str:
     text += f"; against the draft in service, which reaches {champion:.2f}, the difference is {difference}"
     return (
         f"{text}."
-        if gate.against == NO_DRAFT
-        else f"{text} (at least {signed(gate.lower_bound)} with 97.5 % confidence)."
+        if gate.against in UNTRAINED
+        else f"{text} (at least {signed(gate.lower_bound)} with 97.5 % confidence on the traffic that the gate judges)."
     )
 
 

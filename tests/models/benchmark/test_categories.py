@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.records.acceptance import GateEvidence, Ground
-from models.benchmark.categories import by_context, groups, holm, judge_categories, suite_result, worsening
+from models.benchmark.categories import by_context, groups, holm, judge_categories, suite_result
 from models.benchmark.gate import decide
+from models.benchmark.paired import paired_difference
 
 RECORDS = Path(__file__).parents[3] / "benchmarks" / "results" / "gate_records.json"
 Sums = tuple[tuple[int, int], ...]
@@ -26,7 +27,7 @@ def evidence(challenger: Sums, champion: Sums | None, labels: tuple[str, ...], *
         name="suite", dataset_hash="d", margin=-0.5, challenger=challenger, champion=champion, categories=labels
     )
     return GateEvidence(
-        champion_label="version 3", resamples=int(more.pop("resamples", 1000)), max_gap=0.05,
+        champion_label="version 3", lookahead=4, max_gap=0.05,
         min_distinct_token_share=0.05, distinct_token_share=0.5, mismatches=0, gap=0.0, grounds=(ground,), **more,
     )  # fmt: skip
 
@@ -110,7 +111,7 @@ def test_a_draft_that_is_as_good_is_rarely_blocked():
         values = []
         for _ in range(count):
             sides = (rows[rng.integers(len(rows), size=25)] for _ in range(2))
-            values.append(worsening(*sides, 0.0, 200, 1).p)
+            values.append(paired_difference(*sides).p(0.0))
         blocked += min(holm(values)) < 0.05
         raw += min(values) < 0.05
     assert blocked / decisions <= 0.05 + 2 * (0.05 * 0.95 / decisions) ** 0.5
@@ -118,15 +119,15 @@ def test_a_draft_that_is_as_good_is_rarely_blocked():
 
 
 def test_the_smallest_detectable_worsening_is_detected_four_times_of_five():
-    """The champion accepts so much more that the true difference is what the first decision names."""
+    """The champion accepts so much more that the true difference is what such decisions name, in the mean."""
     number, tries = 60, 300
     rng = np.random.default_rng(3)
     theirs = np.stack([rng.poisson(60, (tries, number)), np.full((tries, number), 25)], axis=-1)
-    assert worsening(theirs[0], theirs[1], 0.05, 2000, 0).p > 0.05
-    named = worsening(theirs[0], theirs[1], 0.05, 2000, 0).smallest_detectable
+    same = [paired_difference(one, other) for one, other in zip(theirs[::2], theirs[1::2], strict=True)]
+    named = float(np.mean([each.smallest_worsening(0.05, 0.95) for each in same]))
     assert 0.05 < named < 0.2
     ours = np.stack([rng.poisson(60 * (1 - named), (tries, number)), np.full((tries, number), 25)], axis=-1)
-    found = sum(worsening(mine, other, 0.05, 300, 0).p < 0.05 for mine, other in zip(ours, theirs, strict=True))
+    found = sum(paired_difference(mine, other).p(-0.05) < 0.05 for mine, other in zip(ours, theirs, strict=True))
     assert 0.7 < found / tries < 0.9
 
 

@@ -1,10 +1,11 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from infra.records.acceptance import GateEvidence, Ground
+from infra.records.acceptance import GateEvidence, Ground, GroundAtLoad, SideAtLoad
 from infra.records.goodput import GoodputAtLoad, GoodputEvidence
 from models.benchmark.gate import decide
 
@@ -19,13 +20,13 @@ def sums(rate: float, seed: int = 0, number: int = 60) -> Sums:
     return tuple((int(row.sum()) + 25, 25) for row in accepted)
 
 
-def ground(challenger: Sums, champion: Sums | None = None, name: str = "held-out prompts") -> Ground:
-    return Ground(name=name, dataset_hash="d", margin=0.01, challenger=challenger, champion=champion)
+def ground(challenger: Sums, champion: Sums | None = None, name: str = "held-out prompts", **more: Any) -> Ground:
+    return Ground(name=name, dataset_hash="d", margin=0.01, challenger=challenger, champion=champion, **more)
 
 
 def evidence(*grounds: Ground, **facts: float) -> GateEvidence:
     known = {"distinct_token_share": 0.5, "mismatches": 0, "gap": 0.01}
-    settings = {"champion_label": "version 3", "resamples": 1000, "max_gap": 0.05, "min_distinct_token_share": 0.05}
+    settings = {"champion_label": "version 3", "lookahead": 4, "max_gap": 0.05, "min_distinct_token_share": 0.05}
     return GateEvidence.model_validate({**settings, **known, **facts, "grounds": grounds})
 
 
@@ -94,6 +95,61 @@ def test_goodput_at_every_load_may_fall_by_so_much(champion: tuple[float, float]
         assert "11.1% less" in decision.reason
 
 
+NGRAM = "--speculative-algorithm NGRAM --speculative-num-draft-tokens 5 --speculative-ngram-max-bfs-breadth 1"
+
+
+def at(batch: int, draft: tuple[float, float], lookup: float, champion: float | None = None) -> GroundAtLoad:
+    """Acceptance rates of draft, prompt lookup and champion, and what a step with a draft costs (without: 1)."""
+
+    def side(rate: float, step_s: float, seed: int) -> SideAtLoad:
+        return SideAtLoad(lookahead=4, step_s=step_s, rows=sums(rate, seed))
+
+    return GroundAtLoad(
+        batch=batch, plain_step_s=1.0, challenger=side(*draft, 0), prompt_lookup=side(lookup, 1.1, 1),
+        champion=None if champion is None else side(champion, draft[1], 2),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("loads", "passed", "against", "load", "instead", "arguments"),
+    [
+        # Better everywhere.
+        ([at(1, (0.6, 1.3), 0.2), at(16, (0.6, 1.5), 0.2)], True, "prompt lookup", 16, None, ""),
+        ([at(1, (0.6, 1.3), 0.2, 0.4)], True, "version 3", 1, None, ""),
+        # Prompt lookup accepts more, or the same for a cheaper step.
+        ([at(1, (0.4, 1.3), 0.6)], False, "prompt lookup", 1, "prompt lookup", NGRAM),
+        ([at(1, (0.5, 1.5), 0.5)], False, "prompt lookup", 1, "prompt lookup", NGRAM),
+        # Better with one text at once, but its steps do not pay with 16.
+        ([at(1, (0.6, 1.3), 0.0), at(16, (0.6, 3.0), 0.0)], False, "no draft", 16, "no draft", ""),
+        # A champion that beats prompt lookup goes on serving.
+        ([at(1, (0.4, 1.3), 0.5, 0.8)], False, "prompt lookup", 1, None, ""),
+        # Nothing without training wins, the champion does.
+        ([at(1, (0.5, 1.3), 0.1, 0.8)], False, "version 3", 1, None, ""),
+    ],
+)  # fmt: skip
+def test_the_gate_asks_what_a_user_would_ask(
+    loads: list[GroundAtLoad], passed: bool, against: str, load: int, instead: str | None, arguments: str
+):
+    decision = decide(evidence(ground(sums(0.6), loads=tuple(loads))))
+    assert (decision.passed, decision.against, decision.load) == (passed, against, load)
+    assert (decision.instead, " ".join(decision.instead_arguments)) == (instead, arguments)
+    assert f"tokens/s with {load} text" in decision.reason
+    assert (f"serve with {instead} instead" in decision.reason) == (instead is not None)
+    assert arguments in decision.reason
+
+
+def test_prompt_lookup_is_a_rival_by_tokens_per_step_too():
+    decision = decide(evidence(ground(sums(0.4), prompt_lookup=sums(0.6, seed=1))))
+    assert (decision.passed, decision.against, decision.instead) == (False, "prompt lookup", "prompt lookup")
+    assert " ".join(decision.instead_arguments) == NGRAM
+    assert decide(evidence(ground(sums(0.6), prompt_lookup=sums(0.4, seed=1)))).passed
+
+
+def test_what_was_not_measured_is_said():
+    found = evidence(ground(sums(0.6))).model_copy(update={"caveat": "decided on greedy text"})
+    assert decide(found).reason.endswith("; decided on greedy text")
+
+
 def test_limits_themselves_are_allowed():
     assert decide(evidence(ground(sums(0.8)), distinct_token_share=0.05, gap=0.05)).passed
 
@@ -135,7 +191,7 @@ def test_noise_alone_is_rarely_promoted():
     promoted = would_be = 0
     for _ in range(gates):
         sides = (tuple(tuple(rows[row]) for row in rng.integers(len(rows), size=32)) for _ in range(2))
-        decision = decide(evidence(ground(*sides)).model_copy(update={"resamples": 400}))
+        decision = decide(evidence(ground(*sides)))
         promoted += decision.passed
         would_be += decision.difference > decision.margin
     assert promoted / gates <= 0.05
