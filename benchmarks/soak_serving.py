@@ -122,7 +122,9 @@ def _count(target: Path, export: Path, prompts: Path, out: Path) -> None:
     config = BenchmarkConfig(prompts=PROMPTS, prompt_tokens=PROMPT_TOKENS, max_new_tokens=NEW_TOKENS)
     record = find_target(str(target), read_description(export).aux_layer_ids)
     read, _ = read_prompts(str(prompts), record, config, "none", add_bos=False)
-    walks = measure_suite(load_contestants(target, [export], torch.float32), config, "traffic", read)
+    walks = measure_suite(
+        load_contestants(target, [export], torch.float32), config, "traffic", read, sampled=False, seed=0
+    )
     rows = [
         counts.as_served(len(text) - 1)
         for counts, text in zip(at(walks.walks[DRAFT], LOOKAHEAD), walks.texts, strict=True)

@@ -206,7 +206,7 @@ class SuiteResult(Record):
     too_long: int = 0
     """Questions left out because of their length."""
     distinct_token_share: float
-    """Distinct tokens / tokens of the target's greedy text."""
+    """Distinct tokens / tokens of the target's text, sampled as the traffic is."""
     whole: GroupAcceptance
     by_category: tuple[GroupAcceptance, ...] = ()
     by_context: tuple[GroupAcceptance, ...] = ()

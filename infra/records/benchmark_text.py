@@ -57,6 +57,8 @@ def goodput_rows(result: BenchmarkResult) -> list[dict[str, str]]:
             "target alone": figure(plain),
             "gain": signed(load.challenger / plain - 1),
         }
+        if load.prompt_lookup is not None:
+            row |= {"prompt lookup": figure(load.prompt_lookup)}
         if load.champion is not None:
             row |= {"champion": figure(load.champion), "its lookahead": str(load.champion_lookahead)}
         rows.append(row)

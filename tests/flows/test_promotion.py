@@ -34,6 +34,7 @@ SMALL = [
     "benchmark.sampled_reference_tokens=0",
     f"tracking.registered_model={DRAFT}",
     "promotion.approval=true",
+    "promotion.traffic.sampling=greedy",
     "promotion.smoke_prompts=4",
 ]
 RESOURCE = {"prefect.resource.id": DRAFT}

@@ -29,8 +29,9 @@ def finished(make_run, run_to_the_end, start, monkeypatch):
     """A run of recipes/tiny.yaml up to its benchmarks: 6,000 tokens decoded for real, and as many served by SGLang."""
     monkeypatch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")
     folder = make_run(
-        "tiny", "benchmark.prompts=96", "benchmark.reference_tokens=6000", "benchmark.served_concurrency=[4]"
-    )
+        "tiny", "benchmark.prompts=96", "benchmark.reference_tokens=6000", "benchmark.served_concurrency=[4]",
+        "promotion.traffic.sampling=greedy",  # what an engine's counts are of
+    )  # fmt: skip
     run_to_the_end(folder)
     for module in ("models.export.sglang", "models.benchmark.served", "models.benchmark.run"):
         process = start(module, folder)

@@ -61,6 +61,16 @@ def test_float32_is_refused_for_sglang_on_gpus_unless_a_backend_takes_it() -> No
     load_recipe(TINY, ["generator.engine=sglang"])
 
 
+def test_the_gate_s_loads_are_timed_ones() -> None:
+    loads = "promotion.traffic.loads=[1, 8]"
+    with pytest.raises(Refusal, match=r"promotion\.traffic\.loads \[8\] must be among benchmark\.loads \[1, 4, 16\]"):
+        load_recipe(TINY, [loads])
+    config = load_recipe(TINY, [loads, "benchmark.loads=[1, 8]"])
+    assert config.promotion.traffic.loads_of(config.benchmark) == (1, 8)
+    main = load_recipe(TINY, ["promotion.traffic.loads=null"])
+    assert main.promotion.traffic.loads_of(main.benchmark) == (1,)
+
+
 def test_machines_of_the_trainer_share_the_ranks_evenly_and_are_of_a_cluster() -> None:
     cluster = ["pools.kind=slurm", "transport.kind=mooncake", "pools.training_machines=2"]
     assert load_recipe(TINY, [*cluster, "training.ranks=4"]).pools.training_machines == 2

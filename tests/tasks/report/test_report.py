@@ -142,6 +142,8 @@ def test_goodput_has_a_row_per_load(result: BenchmarkResult) -> None:
     assert "own figures are of lookahead 4" in findings(result.model_copy(update={"served": served}))["Goodput"]
     found = result.goodput
     assert found is not None
+    lookup = result.model_copy(update={"goodput": found.model_copy(update={"prompt_lookup": found.draft})})
+    assert [row["prompt lookup"] for row in goodput_rows(lookup)] == ["250", "800"]
     rows = tuple(row.model_copy(update={"tokens_per_s": 1.1 * row.tokens_per_s}) for row in found.draft.rows)
     champion = found.model_copy(update={"champion": found.draft.model_copy(update={"rows": rows})})
     told = goodput_rows(result.model_copy(update={"goodput": champion}))
