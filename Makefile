@@ -14,9 +14,22 @@ MOONCAKE := $(if $(GPUDIRECT),mooncake-gpudirect,mooncake)
 # Every version is locked: an upgrade of a package that we never named must not break a first run. `make lock` renews.
 LOCK := requirements/lock.txt
 TORCH := torch==2.13.0
+OURS := .[quickstart,dev,ray,$(MOONCAKE)]
 # CUDA 13 is the registry's own build, `===` being the version without a suffix; the others have an index of their own.
 BUILD := $(if $(filter cu130,$(WHEELS)),torch===2.13.0,\
     torch==2.13.0+$(WHEELS) --extra-index-url https://download.pytorch.org/whl/$(WHEELS))
+
+# uv installs in seconds what takes pip minutes. pip puts torch there first, because only pip finds every build; uv keeps
+# what is installed. uv does not read pip's settings, so it is told the index, and where it fails all the same pip goes on.
+UV := uv==0.13.9
+ifdef PIP_INDEX_URL
+export UV_DEFAULT_INDEX ?= $(PIP_INDEX_URL)
+endif
+ifdef PIP_CERT
+export SSL_CERT_FILE ?= $(PIP_CERT)
+endif
+# $(call install,VENV,ARGUMENTS)
+install = $(1)/bin/uv pip install --quiet --python $(1)/bin/python $(2) || $(1)/bin/pip install --quiet $(2)
 
 SGLANG := .venv-sglang
 VLLM := .venv-vllm
@@ -71,9 +84,10 @@ $(VENV)/.ready: pyproject.toml $(LOCK) requirements/speculators-no-deps.txt
 	@[ $(WHEELS) != none ] || \
 	    { echo "NVIDIA's driver $(DRIVER) is older than 525: update it, or compute on the CPU: make WHEELS=cpu"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet $(UV)
 	$(BIN)/pip install --quiet --no-deps $(BUILD)
-	$(BIN)/pip install --quiet --constraint $(LOCK) --editable '.[quickstart,dev,ray,$(MOONCAKE)]'
-	$(BIN)/pip install --quiet --no-deps --requirement requirements/speculators-no-deps.txt
+	$(call install,$(VENV),--constraint $(LOCK) --editable '$(OURS)')
+	$(call install,$(VENV),--no-deps --requirement requirements/speculators-no-deps.txt)
 	@touch $@
 
 # SGLang pins a torch of its own, so it lives beside ours; our distribution is there for its two entry points.
@@ -87,10 +101,10 @@ ifeq ($(WHEELS),cu130)
 	$(SGLANG)/bin/pip install --quiet --requirement requirements/sglang-cuda.txt \
 	    --constraint requirements/sglang-cuda-lock.txt
 else
+	$(SGLANG)/bin/pip install --quiet $(UV)
 	$(SGLANG)/bin/pip install --quiet --no-deps $(BUILD)
-	$(SGLANG)/bin/pip install --quiet '$(TORCH)' --requirement requirements/sglang-cpu.txt \
-	    --constraint requirements/sglang-cpu-lock.txt
-	$(SGLANG)/bin/pip install --quiet --no-deps --requirement requirements/sglang-cpu-no-deps.txt
+	$(call install,$(SGLANG),'$(TORCH)' --requirement requirements/sglang-cpu.txt --constraint requirements/sglang-cpu-lock.txt)
+	$(call install,$(SGLANG),--no-deps --requirement requirements/sglang-cpu-no-deps.txt)
 endif
 	$(SGLANG)/bin/pip install --quiet --no-deps --editable .
 	@touch $@

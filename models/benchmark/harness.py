@@ -1,16 +1,16 @@
-"""What `draftsmith bench` measures: real decoding of suites, by source, shape of proposals, temperature and batch size.
+"""What `draftsmith bench` measures: acceptance and speed by suite, source, shape of proposals and temperature.
 
-Acceptance is counted over all prompts of a suite; speed on the first ones, several times over after a warm-up, beside
-the target alone in the same loop and at the same batch size. `ServedHarness` measures the drafts in SGLang, on the same
-suites, for the same table. Runs in the process of `models.benchmark.standalone`.
+Acceptance of chains comes from walks over the target's own text, all sources and lookaheads at once; the first prompts
+are decoded for real, and their texts and counts compared. Trees are decoded for real. Speed is measured apart, on the
+first suite at the first temperature, several times over after a warm-up, beside the target alone in the same loop and
+at the same batch size. `models.benchmark.served_harness` measures the drafts in SGLang, for the same table. Runs in the
+process of `models.benchmark.standalone`.
 """
 
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -18,17 +18,16 @@ import torch
 
 from infra.records.acceptance import Conditions, Ground, LosslessRecord
 from infra.refusal import Refusal
-from infra.sglang.client import SGLangClient
 from models.benchmark.bootstrap import length_interval
 from models.benchmark.categories import suite_result
 from models.benchmark.contestants import Contestants
-from models.benchmark.engine_counts import ServedText
 from models.benchmark.harness_result import LEAST_DISTINCT, Cell, Speed
+from models.benchmark.measure import WalkedTexts, walk_texts
 from models.benchmark.reference import TOLERANCE
-from models.benchmark.served import Setup, ask_all, counts_of
+from models.config.benchmark import BenchmarkConfig
 from models.data.prompts import SuitePrompts
-from models.decoding.acceptance import by_position, distinct_token_share
-from models.decoding.lossless import LosslessCheck, compare_texts, total
+from models.decoding.acceptance import Counts, by_position, distinct_token_share
+from models.decoding.lossless import LosslessCheck, total
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.speculative import Decoded, Shape, speculate_together
 from models.decoding.stopwatch import Stopwatch
@@ -36,7 +35,6 @@ from models.drafts.batched_proposer import ProposalSource
 from models.drafts.sampling import GREEDY, Sampling
 from models.drafts.trees import DynamicTree, parse_shape
 from models.progress_bars import Bar, bars
-from models.targets.model import eos_ids
 
 RESAMPLES = 10_000
 
@@ -54,11 +52,21 @@ Speeds = dict[int, list[Repeat]]
 """Speeds by batch size."""
 
 
-class Watched(NamedTuple):
-    """A suite in a server with a draft."""
+class Seen(NamedTuple):
+    """One text and its verification steps, of real decoding or of a walk."""
 
-    decoded: list[Decoded]
-    speeds: Speeds
+    tokens: Sequence[int]
+    counts: Counts
+
+
+class Verified(NamedTuple):
+    """Real decoding of a suite's first texts."""
+
+    texts: int
+    same_counts: int | None
+    """Texts whose counts equal the walk's; None where there was no walk."""
+    compared: LosslessRecord | None
+    """Greedy texts with the target's own."""
 
 
 TimePass = Callable[[Sequence[list[int]], int, int], Repeat]
@@ -85,13 +93,20 @@ class HarnessPlan:
     """Batch sizes of the speed measurements."""
     repeats: int
     timed_prompts: int
+    verified_prompts: int
+    """Greedy texts of a chain, of each suite and source, that are decoded for real."""
     max_new_tokens: int
     seed: int
 
     @property
     def together(self) -> int:
-        """Texts decoded at once where acceptance is counted."""
+        """Texts decoded at once where acceptance is counted by real decoding."""
         return max((*self.batches, 1))
+
+    @property
+    def chains(self) -> list[int]:
+        """Lookaheads."""
+        return [int(shape) for shape in self.shapes if shape.isdigit()]
 
     def timed(self, suite: str, batch: int) -> list[list[int]]:
         """Prompts of a repeat, whole batches of them; a suite with fewer than a batch is gone through again."""
@@ -127,12 +142,11 @@ class Cells:
     def cell(
         self,
         place: Place,
-        decoded: Sequence[Decoded],
-        plain: Speeds,
-        speeds: Speeds,
-        compared: LosslessRecord | None,
+        decoded: Sequence[Seen | Decoded],
+        verified: Verified,
+        speeds: Sequence[Speed],
     ) -> Cell:
-        """What comes of all texts of a suite. `compared`: greedy ones with the target's own text."""
+        """What comes of all texts of a suite."""
         suite, temperature = place.suite, place.temperature
         prompts, shape = self.plan.suites[suite], shape_of(place.shape)
         shares = [distinct_token_share([each.tokens]) for each in decoded]
@@ -140,7 +154,7 @@ class Cells:
         others = [row for row, share in enumerate(shares) if share < LEAST_DISTINCT]
         shown = _ground(suite, prompts, decoded, varied)
         figures = suite_result(shown, 1.0)
-        rows = np.array(shown.challenger, dtype=np.int64).reshape(-1, 2)
+        rows = np.array(shown.challenger, dtype=np.float64).reshape(-1, 2)
         chain = [decoded[row].counts for row in varied] if isinstance(shape, int) else []
         depth = shape if isinstance(shape, int) else shape.depth
         at = {"temperature": temperature, "sampled_temperature": temperature, "lookahead": depth}
@@ -163,9 +177,11 @@ class Cells:
             by_context=figures.by_context,
             distinct_token_share=sum(shares) / len(shares),
             repetitive=suite_result(_ground(suite, prompts, decoded, others), 1.0).whole if others else None,
-            mismatches=compared and compared.mismatches,
-            ties=compared and compared.ties,
-            speeds=tuple(speed(batch, plain[batch], repeats) for batch, repeats in speeds.items()),
+            verified=verified.texts,
+            same_counts=verified.same_counts,
+            mismatches=verified.compared and verified.compared.mismatches,
+            ties=verified.compared and verified.compared.ties,
+            speeds=tuple(speeds),
         )
 
     def speeds(self, suite: str, what: str, time_pass: TimePass, bar: Bar, *, warm: int | None = None) -> Speeds:
@@ -189,65 +205,80 @@ class Harness(Cells):
         loaded: Contestants,
         sources: Mapping[str, ProposalSource],
         plan: HarnessPlan,
+        config: BenchmarkConfig,
         under: Mapping[tuple[str, str], Conditions],
     ):
         """`sources` by the name that is written down; `under`: conditions by suite and source."""
         super().__init__(plan, under)
         self.loaded, self.sources = loaded, sources
-        self._alone: dict[tuple[str, float], Speeds] = {}
-        self._own: dict[str, list[Decoded]] = {}
+        # A walk costs the same for all lookaheads up to the largest.
+        self.config = config.model_copy(update={"max_lookahead": max(plan.chains, default=1)})
 
     def measure(self) -> list[Cell]:
-        """Measure every cell, in the plan's order."""
+        """Measure every cell: suites in order, and in each temperatures, sources and shapes."""
         plan, found = self.plan, list[Cell]()
-        todo = [
-            Place(suite, temperature, name, shape)
-            for suite in plan.suites
-            for temperature in plan.temperatures
-            for name in self.sources
-            for shape in plan.shapes
-            if shape.isdigit() or branches(self.sources[name])
-        ]
+        shapes = {
+            name: [shape for shape in plan.shapes if shape.isdigit() or branches(source)]
+            for name, source in self.sources.items()
+        }
         with bars() as bar:
-            done = bar("cells", len(todo))
-            for place in todo:
-                found.append(self._measured(place, bar))
-                done(1)
+            timed = self._speeds(shapes, bar)
+            done = bar("cells", len(plan.suites) * len(plan.temperatures) * sum(map(len, shapes.values())))
+            for suite in plan.suites:
+                own = self._walked(suite, 0.0)
+                for temperature in plan.temperatures:
+                    walked = self._walked(suite, temperature) if temperature and plan.chains else own
+                    for place in (Place(suite, temperature, name, each) for name in shapes for each in shapes[name]):
+                        found.append(self._cell(place, walked, own.texts, timed.get(place, ())))
+                        done(1)
         return found
 
-    def own(self, suite: str) -> list[Decoded]:
-        """The target's own greedy text, by the same loop: a step without proposals is a step of plain decoding."""
-        if suite not in self._own:
-            self._own[suite] = self._decode(suite, PromptLookup(), 0, 0.0)
-        return self._own[suite]
+    def _walked(self, suite: str, temperature: float) -> WalkedTexts:
+        """The target's own texts of a suite, and how all sources walk over them."""
+        return walk_texts(
+            self.loaded, self.config, f"{suite}, T={temperature:g}", self.plan.suites[suite].prompts, self.sources,
+            sampling=self._sampling(temperature, 0), seed=self.plan.seed,
+        )  # fmt: skip
 
-    def _measured(self, place: Place, bar: Bar) -> Cell:
-        suite, temperature = place.suite, place.temperature
-        source, shape = self.sources[place.source], shape_of(place.shape)
-        alone = (suite, temperature)
-        if alone not in self._alone:
-            time_alone = self._time_pass(PromptLookup(), 0, temperature)
-            self._alone[alone] = self.speeds(suite, f"target alone, T={temperature:g}", time_alone, bar)
-        decoded = self._decode(suite, source, shape, temperature)
-        what = f"{place.source} {place.shape}, T={temperature:g}"
-        speeds = self.speeds(suite, what, self._time_pass(source, shape, temperature), bar)
-        compared = self._compare(suite, decoded) if temperature == 0 else None
-        return self.cell(place, decoded, self._alone[alone], speeds, compared)
+    def _cell(self, place: Place, walked: WalkedTexts, own: list[list[int]], speeds: Sequence[Speed]) -> Cell:
+        shape, greedy = shape_of(place.shape), place.temperature == 0
+        if not isinstance(shape, int):
+            decoded = self._decode(place, len(own))
+            compared = self._compare(place.suite, decoded, own) if greedy else None
+            return self.cell(place, decoded, Verified(len(decoded), None, compared), speeds)
+        walk = walked.by_rule("greedy" if greedy else "drawn")[place.source]
+        seen = [Seen(text, counts[shape - 1]) for text, counts in zip(walked.texts, walk, strict=True)]
+        decoded = self._decode(place, self.plan.verified_prompts) if greedy else []
+        same = sum(each.counts == walked.counts for each, walked in zip(decoded, seen, strict=False))
+        compared = self._compare(place.suite, decoded, own) if decoded else None
+        return self.cell(place, seen, Verified(len(decoded), same, compared), speeds)
 
-    def _decode(self, suite: str, source: ProposalSource, shape: Shape, temperature: float) -> list[Decoded]:
-        """All prompts of a suite, some at a time."""
-        prompts, together, loaded = self.plan.suites[suite].prompts, self.plan.together, self.loaded
+    def _decode(self, place: Place, most: int) -> list[Decoded]:
+        """A suite's first prompts, some at a time."""
+        prompts, together, loaded = self.plan.suites[place.suite].prompts[:most], self.plan.together, self.loaded
         decode = partial(
-            speculate_together, loaded.target, source, shape=shape, max_new_tokens=self.plan.max_new_tokens,
-            eos_ids=loaded.eos_ids, sampling=self._sampling(temperature, 0),
+            speculate_together, loaded.target, self.sources[place.source], shape=shape_of(place.shape),
+            max_new_tokens=self.plan.max_new_tokens, eos_ids=loaded.eos_ids,
+            sampling=self._sampling(place.temperature, 0),
         )  # fmt: skip
         groups = [prompts[first : first + together] for first in range(0, len(prompts), together)]
         return [decoded for group in groups for decoded in decode(group)]
 
-    def _compare(self, suite: str, decoded: Sequence[Decoded]) -> LosslessRecord:
+    def _compare(self, suite: str, decoded: Sequence[Decoded], own: Sequence[list[int]]) -> LosslessRecord:
         check = LosslessCheck(self.loaded.target, self.loaded.exact, self.plan.max_new_tokens, self.loaded.eos_ids)
-        pairs = zip(self.plan.suites[suite].prompts, decoded, self.own(suite), strict=True)
-        return total(check.compare(prompt, each.tokens, alone.tokens) for prompt, each, alone in pairs)
+        pairs = zip(self.plan.suites[suite].prompts, decoded, own, strict=False)
+        return total(check.compare(prompt, each.tokens, text) for prompt, each, text in pairs)
+
+    def _speeds(self, shapes: Mapping[str, Sequence[str]], bar: Bar) -> dict[Place, list[Speed]]:
+        """Of every source and shape, on the first suite at the first temperature."""
+        suite, temperature = next(iter(self.plan.suites)), self.plan.temperatures[0]
+        alone = self.speeds(suite, "target alone", self._time_pass(PromptLookup(), 0, temperature), bar)
+        found = dict[Place, list[Speed]]()
+        for place in (Place(suite, temperature, name, each) for name in shapes for each in shapes[name]):
+            time_pass = self._time_pass(self.sources[place.source], shape_of(place.shape), temperature)
+            timed = self.speeds(suite, f"{place.source} {place.shape}", time_pass, bar)
+            found[place] = judged(alone, timed)
+        return found
 
     def _time_pass(self, source: ProposalSource, shape: Shape, temperature: float) -> TimePass:
         """Time passes after the prefill."""
@@ -280,6 +311,11 @@ def branches(source: ProposalSource) -> bool:
     return source.proposers(1).branches
 
 
+def judged(plain: Speeds, speeds: Speeds) -> list[Speed]:
+    """Speeds at every batch size beside the target alone."""
+    return [speed(batch, plain[batch], repeats) for batch, repeats in speeds.items()]
+
+
 def speed(batch: int, plain: Sequence[Repeat], repeats: Sequence[Repeat]) -> Speed:
     """Judge the repeats of one batch size against those of the target alone."""
     alone, together = ([each.tokens_per_s for each in of] for of in (plain, repeats))
@@ -299,7 +335,7 @@ def speed(batch: int, plain: Sequence[Repeat], repeats: Sequence[Repeat]) -> Spe
     )
 
 
-def _ground(name: str, prompts: SuitePrompts, decoded: Sequence[Decoded], rows: Sequence[int]) -> Ground:
+def _ground(name: str, prompts: SuitePrompts, decoded: Sequence[Seen | Decoded], rows: Sequence[int]) -> Ground:
     return Ground(
         name=name,
         dataset_hash=prompts.dataset_hash,
@@ -309,68 +345,3 @@ def _ground(name: str, prompts: SuitePrompts, decoded: Sequence[Decoded], rows: 
         categories=tuple(prompts.categories[row] for row in rows) if prompts.categories else (),
         contexts=tuple(len(prompts.prompts[row]) for row in rows),
     )
-
-
-class ServedHarness(Cells):
-    """Measures every chain of a plan in SGLang, for every draft, greedily, without the reference decoder.
-
-    One server for each draft and lookahead, then one for the target alone, whose text theirs must equal.
-    """
-
-    def __init__(
-        self,
-        setup: Setup,
-        drafts: Mapping[str, Path],
-        plan: HarnessPlan,
-        under: Mapping[tuple[str, str], Conditions],
-    ):
-        """`drafts`: exports by the name that is written down; the engine can serve all of them."""
-        super().__init__(plan, under)
-        self.setup, self.drafts = setup, drafts
-
-    def measure(self) -> list[Cell]:
-        """Measure every cell. Raises Refusal for what a person has to correct."""
-        chains, watched = [shape for shape in self.plan.shapes if shape.isdigit()], dict[Place, Watched]()
-        with bars() as bar:
-            for name, draft in self.drafts.items():
-                for shape in chains:
-                    with self.setup.serving(draft, int(shape)) as client:
-                        for suite in self.plan.suites:
-                            watched[Place(suite, 0.0, name, shape)] = self._watched(client, suite, name, shape, bar)
-            with self.setup.serving(None, 0) as client:
-                own = ServedText(client, self.setup, eos_ids(self.setup.target))
-                return [cell for suite in self.plan.suites for cell in self._cells(own, suite, watched, bar)]
-
-    def _watched(self, client: SGLangClient, suite: str, name: str, shape: str, bar: Bar) -> Watched:
-        prompts = self.plan.suites[suite].prompts
-        seen = bar(f"{suite}, {name} in SGLang, step by step", len(prompts))
-        answers = self.setup.watch_all(client, prompts, lambda _: seen(1))
-        decoded = [Decoded(tuple(answer.tokens), counts_of(answer, int(shape))) for answer in answers]
-        return Watched(decoded, self._speeds(client, suite, name, bar))
-
-    def _cells(self, own: ServedText, suite: str, watched: Mapping[Place, Watched], bar: Bar) -> Iterator[Cell]:
-        """The suite's cells, once the target alone has written its texts."""
-        prompts, ask = self.plan.suites[suite].prompts, partial(own.client.generate, sampling=self.setup.greedy)
-        answered = bar(f"{suite}, target alone in SGLang", len(prompts))
-        texts = [answer.tokens for answer in ask_all(ask, prompts, self.plan.together, lambda _: answered(1))]
-        plain = self._speeds(own.client, suite, "target alone", bar)
-        for place, found in watched.items():
-            if place.suite == suite:
-                pairs = zip(prompts, found.decoded, texts, strict=True)
-                compared = total(compare_texts(own, prompt, each.tokens, text) for prompt, each, text in pairs)
-                yield self.cell(place, found.decoded, plain, found.speeds, compared)
-
-    def _speeds(self, client: SGLangClient, suite: str, name: str, bar: Bar) -> Speeds:
-        # No text ends early, so that as many requests run all the time.
-        ask = partial(client.generate, sampling=self.setup.greedy | {"ignore_eos": True})
-
-        def time_pass(prompts: Sequence[list[int]], batch: int, repeat: int) -> Repeat:
-            begun = time.perf_counter()
-            answers = ask_all(ask, prompts, batch)
-            seconds, tokens = time.perf_counter() - begun, sum(len(answer.tokens) for answer in answers)
-            steps = sum(answer.meta.get("spec_verify_ct", len(answer.tokens) - 1) for answer in answers)
-            return Repeat(tokens / seconds, (tokens - len(answers)) / max(1, steps))
-
-        # The warm-up leaves all prompts in the engine's cache.
-        every = max((len(self.plan.timed(suite, batch)) for batch in self.plan.batches), default=None)
-        return self.speeds(suite, f"{name} in SGLang", time_pass, bar, warm=every)

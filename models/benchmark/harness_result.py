@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -59,6 +60,10 @@ class Cell(Record):
     """Share of distinct tokens over all texts."""
     repetitive: GroupAcceptance | None
     """Texts with a distinct-token share under `LEAST_DISTINCT`, which are in no other figure."""
+    verified: int
+    """Texts that were decoded for real; counts of the others are a walk's over the target's own text."""
+    same_counts: int | None
+    """Texts of these whose counts equal the walk's; None where all were decoded."""
     mismatches: int | None
     """Mismatches of greedy text with the target's own; None if sampled."""
     ties: int | None
@@ -83,8 +88,16 @@ class Cell(Record):
             "acceptance length (95 %)": length,
             "steps": str(self.steps),
             "texts": str(self.conversations),
+            "decoded for real": self.decoded,
             "speed-up by batch size": "; ".join(map(str, self.speeds)),
         }
+
+    @property
+    def decoded(self) -> str:
+        """How much of it real decoding has shown."""
+        if self.same_counts is None:
+            return "all"
+        return f"{self.verified}, {self.same_counts} with the same counts" if self.verified else "none"
 
 
 class HarnessResult(Record):
@@ -127,8 +140,22 @@ def page(result: HarnessResult) -> str:
         is_served=any(cell.is_served for cell in result.cells),
         lines={name: [line for line in said if line.startswith((f"{name},", f"{name}:"))] for name in result.suites},
         groups={name: _groups(cells) for name, cells in result.suites.items()},
-        conditions=[(cell, cell.conditions.model_dump(mode="json", exclude={"versions"})) for cell in result.cells],
+        **_conditions(result.cells),
     )
+
+
+def _conditions(cells: Sequence[Cell]) -> dict[str, Any]:
+    """What all cells share, and a row of what only some have for each cell that differs from the one before."""
+    dumped = [
+        cell.conditions.model_dump(mode="json", exclude={"versions", "temperature", "sampled_temperature"})
+        for cell in cells
+    ]
+    shared = {name: value for name, value in dumped[0].items() if all(each[name] == value for each in dumped)}
+    rows = [
+        {"suite": cell.suite, **cell.measured, **{name: str(each[name]) for name in each if name not in shared}}
+        for cell, each in zip(cells, dumped, strict=True)
+    ]
+    return {"shared": shared, "differing": rows}
 
 
 def _groups(cells: Sequence[Cell]) -> dict[str, list[dict[str, str]]]:
@@ -154,6 +181,8 @@ def lines(result: HarnessResult) -> Iterator[str]:
         what = f"{cell.suite}, {source} {shape}, T={temperature}"
         if cell.mismatches:
             yield f"{what}: NOT lossless, {cell.mismatches} mismatches with the target's own text"
+        if cell.same_counts is not None and cell.same_counts < cell.verified and not (cell.mismatches or cell.ties):
+            yield f"{what}: the walk's counts differ from real decoding's in {cell.verified - cell.same_counts} texts"
         if cell.ties:
             yield f"{what}: {cell.ties} ties between equally likely tokens"
         if cell.repetitive is not None:

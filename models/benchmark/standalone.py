@@ -1,7 +1,7 @@
 """`python -m models.benchmark.standalone`: exported drafts and baselines on suites of prompts, without a run.
 
-What `draftsmith bench` starts. Real decoding by the reference decoder: acceptance by category and context, at several
-temperatures, lookaheads and tree shapes, and speed by batch size. SGLang measures the drafts as well where asked, and
+What `draftsmith bench` starts. Acceptance by category and context, at several temperatures, lookaheads and tree shapes,
+and speed by batch size, by the reference decoder. SGLang measures the drafts as well where asked, and
 alone where the reference decoder cannot decode the target.
 """
 
@@ -30,9 +30,10 @@ from infra.sglang.config import SGLangConfig
 from models.benchmark.conditions import Counter, conditions
 from models.benchmark.contestants import load_contestants
 from models.benchmark.counter import why_no_reference
-from models.benchmark.harness import Harness, HarnessPlan, ServedHarness, branches, shape_of
+from models.benchmark.harness import Harness, HarnessPlan, branches, shape_of
 from models.benchmark.harness_result import Cell, HarnessResult, lines, page, table
 from models.benchmark.served import Setup, whats_missing
+from models.benchmark.served_harness import ServedHarness
 from models.config.bench_arguments import bench_parser
 from models.config.benchmark import BenchmarkConfig
 from models.config.data import TemplateArgument
@@ -108,7 +109,7 @@ def bench(options: argparse.Namespace) -> HarnessResult:
     if REFERENCE in engines:
         loaded = load_contestants(Path(target.path), list(folders.values()), DTYPES[dtype])
         sources: dict[str, ProposalSource] = dict(zip(folders, loaded.drafts, strict=True)) | asked
-        cells += Harness(loaded, sources, plan, under(Counter.reference(loaded.target), sources)).measure()
+        cells += Harness(loaded, sources, plan, config, under(Counter.reference(loaded.target), sources)).measure()
         chains_only = [name for name, source in sources.items() if trees and not branches(source)]
         notes += [f"{name} proposes chains only: no figures for {', '.join(trees)}" for name in chains_only]
     if SGLANG in engines:
@@ -184,7 +185,7 @@ def _plan(options: argparse.Namespace, suites: dict[str, SuitePrompts], shapes: 
         raise Refusal(f"--batch {options.batch!r}: give numbers from 1 to 32 with commas, or nothing for no speed")
     return HarnessPlan(
         suites, shapes, tuple(temperatures), tuple(batches), options.repeats, options.timed_prompts,
-        options.max_new_tokens, options.seed,
+        options.verified_prompts, options.max_new_tokens, options.seed,
     )  # fmt: skip
 
 

@@ -50,9 +50,18 @@ def bench_parser() -> argparse.ArgumentParser:
     add("--lookahead", default="4", help="numbers of proposed tokens, for example 3,5")
     add("--tree", default="", help="trees, for example 3x2x1,dynamic-5-4-16")
     add("--temperature", default="0,1", help="0 is greedy")
-    add("--batch", default="1", help="batch sizes whose speed is measured, at most 32; empty for none")
+    add(
+        "--batch", default="1",
+        help="batch sizes whose speed is measured, on the first suite at the first temperature, at most 32; empty for "
+        "none",
+    )  # fmt: skip
     add("--repeats", type=at_least(3), default=3, help="repeats of a speed measurement, after a warm-up")
-    add("--timed-prompts", type=at_least(1), default=8, help="prompts per repeat")
+    add("--timed-prompts", type=at_least(1), default=2, help="prompts per repeat")
+    add(
+        "--verified-prompts", type=at_least(1), default=2,
+        help="greedy prompts per suite and source that are decoded for real; the rest of a chain's acceptance comes "
+        "from walks over the target's own text",
+    )  # fmt: skip
     add("--num-prompts", type=at_least(2), default=48, help="prompts per suite, spread over its categories")
     add("--prompt-tokens", type=at_least(2), default=512, help="longer questions are left out")
     add("--max-new-tokens", type=at_least(4), default=64, help="longest continuation")

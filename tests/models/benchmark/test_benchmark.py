@@ -270,6 +270,7 @@ def test_bench_of_suites(run: PreparedRun, target: Path, text: Path, tmp_path: P
     arguments = ["--target", str(target), "--draft", str(run.folder.export), "--champion", str(champion)]
     arguments += ["--suite", f"asked={run.config.promotion.suites['asked']}", "--prompts", str(text)]
     arguments += ["--lookahead", "3", "--tree", "2x1", "--batch", "2", "--timed-prompts", "2", "--num-prompts", "5"]
+    arguments += ["--verified-prompts", "5"]
     log, free = tmp_path / "requests.jsonl", ("prompt-lookup", "suffix-warm")
     log.write_text("".join(json.dumps({"prompt": line}) + "\n" for line in text.read_text().splitlines()))
     arguments += ["--suffix-log", str(log)]
@@ -287,7 +288,11 @@ def test_bench_of_suites(run: PreparedRun, target: Path, text: Path, tmp_path: P
         drawn = cell.conditions.temperature > 0 and cell.source not in free
         assert cell.conditions.proposals == ("drawn" if drawn else "greedy")
         assert (cell.conditions.draft == "none") == (cell.source in free)
-        assert [(speed.batch, speed.repeats) for speed in cell.speeds] == [(2, 3)]
+        timed = (cell.suite, cell.conditions.temperature) == ("asked", 0)
+        assert [(speed.batch, speed.repeats) for speed in cell.speeds] == ([(2, 3)] if timed else [])
+        walked = cell.shape == "3"
+        assert cell.verified == (0 if walked and cell.conditions.temperature else 5)
+        assert cell.same_counts == (cell.verified if walked else None)
         assert [part.group for part in cell.by_category] == (["few", "many"] if cell.suite == "asked" else [])
     shown = page(result)
     assert "## asked" in shown
