@@ -245,7 +245,7 @@ def measure(
     assert (baseline is None) == bool(folders)
     source: ProposalSource = baseline() if baseline else loaded.drafts[0]
     decoded = decode(loaded.target, source, prompts.tokens, temperature, comparison.options, loaded.eos_ids)
-    rows = np.array([(each.counts.tokens, each.counts.steps) for each in decoded], dtype=np.int64)
+    rows = np.array([(each.counts.tokens, each.counts.steps) for each in decoded], dtype=np.float64)
     low, high = length_interval(rows, RESAMPLES, 0)
     under = conditions(
         settings, Counter.reference(loaded.target), target=comparison.target, draft=export,

@@ -36,7 +36,7 @@ def retrain(
     recipe: Annotated[Path | None, typer.Argument(help="A YAML file of recipes/.")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[section.field=value]...")] = None,
     plan: Annotated[
-        bool, typer.Option("--plan", help="Print memory, speed, time and cost, and start nothing.")
+        bool, typer.Option("--plan", metavar="", help="Print memory, speed, time and cost, and start nothing.")
     ] = False,
     resume: Annotated[str | None, typer.Option("--resume", metavar="RUN", help="Resume this run.")] = None,
 ) -> None:

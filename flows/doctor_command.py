@@ -8,7 +8,7 @@ STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as a JSON list.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the findings as a JSON list.")] = False,
 ) -> None:
     """Check this machine and say how to fix what is missing.
 

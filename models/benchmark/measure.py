@@ -30,6 +30,8 @@ POSITIONS = 256
 """Looked at for the vocabulary's mass: each takes the target's whole head, which in small targets outweighs their
 layers."""
 CHUNK = 64
+LEAST_CONVERSATIONS = 8
+"""Fewer have no standard error worth the name: two that happen to agree would make any difference a huge one."""
 WALKED_ROWS = 2048
 """Sampled tokens that drafts walk over at once, which bounds their logits: 2 GiB for 262,144 tokens."""
 DRAFT, CHAMPION, PROMPT_LOOKUP, TOKEN_RECYCLING = "draft", "champion", "prompt_lookup", "token_recycling"
@@ -86,12 +88,12 @@ class Measurements:
     def sampled_deviation(self, lookahead: int) -> float | None:
         """How many standard errors real sampled decoding lies above the walk over other texts of the same prompts.
 
-        The error is linearised over conversations. None with fewer than two, or without any spread.
+        The error is linearised over conversations. None with fewer than `LEAST_CONVERSATIONS`, or without any spread.
         """
         walks = self.sampled.drawn if self.proposals == "drawn" else self.sampled.walks
         real = [decoded.counts for decoded in self.sampled_reference]
         walked = at(walks[DRAFT], lookahead)[: len(real)]
-        if len(real) < 2 or not sum(counts.steps for counts in real):
+        if len(real) < LEAST_CONVERSATIONS or not sum(counts.steps for counts in real):
             return None
         sides = [np.array([(counts.tokens, counts.steps) for counts in side], dtype=float) for side in (real, walked)]
         lengths = [float(rows[:, 0].sum() / rows[:, 1].sum()) for rows in sides]
