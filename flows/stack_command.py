@@ -59,7 +59,9 @@ def ui(prefect_port: PrefectPort = None, mlflow_port: MlflowPort = None) -> None
 
 
 def up(
-    background: Annotated[bool, typer.Option("--background", metavar="", help="Return once everything answers.")] = False,
+    background: Annotated[
+        bool, typer.Option("--background", metavar="", help="Return once everything answers.")
+    ] = False,
     prefect_port: PrefectPort = None,
     mlflow_port: MlflowPort = None,
 ) -> None:

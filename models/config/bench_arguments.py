@@ -19,6 +19,13 @@ def bench_parser() -> argparse.ArgumentParser:
         shown = f"{help} (default: {settings['default']})" if settings.get("default") else help
         parser.add_argument(name, help=shown, **settings)
 
+    _add_what(add)
+    _add_how(add)
+    return parser
+
+
+def _add_what(add: Callable[..., None]) -> None:
+    """Target, drafts, prompts and baselines."""
     add("--target", required=True, help="local folder, Hub id, or GGUF package")
     add("--draft", type=Path, metavar="FOLDER", required=True, help="folder of an exported draft")
     add("--champion", type=Path, metavar="FOLDER", help="folder of another exported draft to compare with")
@@ -47,6 +54,10 @@ def bench_parser() -> argparse.ArgumentParser:
         help="a log of served requests (.jsonl or .jsonl.gz, as in docs/drift.md): adds the baseline suffix-warm, "
         "suffix decoding that knows the log",
     )  # fmt: skip
+
+
+def _add_how(add: Callable[..., None]) -> None:
+    """Shapes, temperatures, numbers of prompts, and where the result goes."""
     add("--lookahead", default="4", help="numbers of proposed tokens, for example 3,5")
     add("--tree", default="", help="trees, for example 3x2x1,dynamic-5-4-16")
     add("--temperature", default="0,1", help="0 is greedy")
@@ -76,7 +87,6 @@ def bench_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of sampled decoding")
     add("--json", type=Path, metavar="FILE", help="write the result to this file")
     add("--page", type=Path, metavar="FILE", help="write a Markdown page to this file")
-    return parser
 
 
 def at_least(smallest: int) -> Callable[[str], int]:
