@@ -95,7 +95,7 @@ def plain_server(run: PreparedRun) -> Iterator[SGLangServer]:
     arguments = (*config.sglang.arguments, "--disable-radix-cache", "--sleep-on-idle")
     settings = config.sglang.model_copy(update={"arguments": arguments})
     spec = ServerSpec(
-        Path(run.target.path), config.compute_dtype, run.samples.longest + 1, config.sglang.requests_in_flight
+        Path(run.target.path), run.config.capture_dtype, run.samples.longest + 1, config.sglang.requests_in_flight
     )
     server = SGLangServer(
         lambda port: serving_command(spec, settings, (), port),
@@ -206,7 +206,7 @@ def main() -> None:
             "hardware": hardware(),
             "cpu": cpu_model(),
             "target": f"random Llama, hidden {options.hidden}, {options.layers} layers",
-            "dtype": run.config.generator.compute_dtype,
+            "dtype": run.config.capture_dtype,
             "stored": run.config.generator.stored_dtype,
             "prompts": options.prompts,
             "tokens_per_prompt": options.tokens,

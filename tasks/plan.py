@@ -84,11 +84,11 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
     return Job(
         name=config.name,
         target=target,
-        draft=config.draft.shape(target, aux, training.precision),
+        draft=config.draft.shape(target, aux, config.training_dtype),
         setting=Setting(
             aux_count=aux,
             stored=generator.stored_dtype,
-            precision=training.precision,
+            precision=config.training_dtype,
             top_token=config.top_token(target.vocab_size),
             whole_head=config.whole_head(target.vocab_size),
             chunk_tokens=training.loss_chunk_tokens,
@@ -99,7 +99,7 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
             on_device=config.transport.kind == "mooncake" and config.transport.receive != "host",
             one_memory=not device.is_gpu,
         ),
-        inference_precision=generator.compute_dtype,
+        inference_precision=config.capture_dtype,
         device=device,
         inference_devices=inference,
         training_devices=train,

@@ -96,7 +96,7 @@ class StoredEngine:
             [
                 run.target.revision,
                 layers,
-                generator.compute_dtype,
+                run.config.capture_dtype,
                 generator.stored_dtype,
                 generator.engine,
                 run.config.served_quantization(run.target.quantization),

@@ -26,7 +26,7 @@ class PlainEngine:
 
     def __init__(self, run: PreparedRun):
         self.layout, self.transport = run.layout, run.open_transport()
-        dtype = DTYPES[run.config.generator.compute_dtype]
+        dtype = DTYPES[run.config.capture_dtype]
         self._eos_ids = eos_ids(Path(run.target.path))
         self.target = TargetModel.load(Path(run.target.path), run.config.target.aux_layer_ids, dtype, compute_device())
 

@@ -47,7 +47,7 @@ class BenchmarkConfig(StrictConfig):
     compute_dtype: Literal["float32", "bfloat16"] | None = Field(
         default=None,
         description="Data type of target and draft; bfloat16 can change a token where logits tie. Default: "
-        "`generator.compute_dtype` with `pools.inference_gpus`, float32 on the CPU.",
+        "the target's with `pools.inference_gpus`, float32 on the CPU.",
     )
     sampled_temperature: float = Field(
         default=1.0, gt=0, le=100, description="Temperature of the sampled figures, which stand beside the greedy ones."

@@ -23,7 +23,10 @@ class GeneratorConfig(StrictConfig):
         "devices, and removed again afterwards. Default: `count`.",
     )
     patience_s: Seconds = Field(default=120.0, description="Seconds of one bottleneck before the number changes.")
-    compute_dtype: Literal["float32", "bfloat16"] = Field(default="bfloat16", description="Data type of the target.")
+    compute_dtype: Literal["float32", "bfloat16"] | None = Field(
+        default=None,
+        description="Data type of the target. Default: bfloat16 with `pools.inference_gpus`, float32 on the CPU.",
+    )
     stored_dtype: StoredPrecision = Field(
         default="bfloat16",
         description="Data type of hidden states on their way to the trainer. `float8`: e4m3 with a scale for each "

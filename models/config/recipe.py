@@ -99,10 +99,19 @@ class RunConfig(StrictConfig):
         return self
 
     @property
+    def capture_dtype(self) -> Precision:
+        """Data type of the target that is captured. Most CPUs compute several times slower in bfloat16."""
+        return self.generator.compute_dtype or ("bfloat16" if self.pools.inference_gpus else "float32")
+
+    @property
+    def training_dtype(self) -> Precision:
+        """Data type of the training's arithmetic."""
+        return self.training.precision or ("bfloat16" if self.pools.training_gpus else "float32")
+
+    @property
     def benchmark_dtype(self) -> Precision:
         """Data type of target and draft in the benchmark."""
-        on_gpus = self.pools.inference_gpus > 0
-        return self.benchmark.compute_dtype or (self.generator.compute_dtype if on_gpus else "float32")
+        return self.benchmark.compute_dtype or (self.capture_dtype if self.pools.inference_gpus else "float32")
 
     def served_quantization(self, checkpoint: str | None) -> str | None:
         """How the target is quantized in service: as its checkpoint is, else as SGLang does when it loads it."""
@@ -115,7 +124,7 @@ class RunConfig(StrictConfig):
         return settings.tensor_parallel or max(1, self.pools.inference_gpus // generators // settings.data_parallel)
 
     def _check_served_dtypes(self) -> None:
-        self.generator.sglang.check_gpu_dtype(self.generator.compute_dtype, "generator.compute_dtype")
+        self.generator.sglang.check_gpu_dtype(self.capture_dtype, "generator.compute_dtype")
         if self.benchmark.served_concurrency:
             self.generator.sglang.check_gpu_dtype(self.benchmark_dtype, "benchmark.compute_dtype")
 

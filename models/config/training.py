@@ -34,8 +34,10 @@ class TrainingConfig(StrictConfig):
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="AdamW's two moment decays, each in [0, 1).")
     clip_norm: float = Field(default=1.0, gt=0, le=1_000_000, description="Maximum L2 norm of all gradients.")
     ema_decay: float = Field(default=0.99, ge=0, lt=1, description="Decay of the exported moving average; 0: off.")
-    precision: Literal["float32", "bfloat16"] = Field(
-        default="bfloat16", description="Data type of the arithmetic (autocast); master weights are float32."
+    precision: Literal["float32", "bfloat16"] | None = Field(
+        default=None,
+        description="Data type of the arithmetic (autocast); master weights are float32. Default: bfloat16 with "
+        "`pools.training_gpus`, float32 on the CPU.",
     )
     order: Literal["strict", "any"] = Field(
         default="strict",

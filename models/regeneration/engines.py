@@ -49,7 +49,7 @@ class PlainTextEngine:
 
     def __init__(self, run: RunWithTarget):
         path, config = Path(run.target.path), run.config
-        dtype = DTYPES[config.generator.compute_dtype]
+        dtype = DTYPES[config.capture_dtype]
         self._settings, self._prompter = regeneration_settings(run), recipe_prompter(run)
         self._target = TargetModel.load(path, config.target.aux_layer_ids, dtype, compute_device())
         self._ends = frozenset(run.target.eos_ids)
@@ -115,7 +115,7 @@ class SGLangTextEngine:
         copies = copies_on(run.config, leased_bytes())
         self._in_flight = copies.in_flight
         longest = run.config.data.max_tokens + settings.max_new_tokens
-        spec = ServerSpec(path, config.compute_dtype, longest, copies.in_flight)
+        spec = ServerSpec(path, run.config.capture_dtype, longest, copies.in_flight)
         self._server = SGLangServer(
             lambda port: serving_command(spec, copies.settings, (), port),
             "sglang-regenerate",

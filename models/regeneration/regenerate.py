@@ -95,7 +95,7 @@ def _key(run: RunWithTarget) -> str:
         config.data.max_tokens,
         config.target.add_bos,
         config.generator.engine,
-        config.generator.compute_dtype,
+        config.capture_dtype,
         config.seed,
     ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]

@@ -100,9 +100,8 @@ def restore(path: Path, draft: Draft) -> checkpoints.Restored:
 
 def target_projection(run: PreparedRun, head: TargetHead, draft: Draft) -> TargetProjection:
     """The target's head on this rank's device, in the precision of the arithmetic."""
-    settings = run.config.training
     device = compute_device()
-    weight = head.head.to(device, DTYPES[settings.precision])
+    weight = head.head.to(device, DTYPES[run.config.training_dtype])
     return TargetProjection(
         rows=weight[draft.vocabulary.target_ids.to(device)],
         full=weight if run.config.whole_head(run.target.vocab_size) else None,

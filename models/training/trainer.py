@@ -56,7 +56,7 @@ def open_trainer(run: PreparedRun, control: Control) -> "DraftTrainer":
     draft, token_coverage = first_draft(run, head)
     resumed = restore(run.folder.path / resume.checkpoint.path, draft) if resume.checkpoint else None
     counters = resumed.state["counters"] if resumed else None
-    draft.hold_embeddings(DTYPES[settings.precision])
+    draft.hold_embeddings(DTYPES[run.config.training_dtype])
     projection = target_projection(run, head, draft)
     module = DraftModule(draft, projection, settings, total_steps, control.world, resumed)
     stream = StepStream(run, control, ledger, resume, draft.positions)
@@ -108,7 +108,7 @@ class DraftTrainer(Callback):
             plugins=[LightningEnvironment()],  # named, because inside a Slurm job Lightning would take Slurm's
             max_epochs=1,  # a stream of unknown length never ends without it
             accumulate_grad_batches=settings.micro_batches,
-            precision="bf16-mixed" if settings.precision == "bfloat16" else "32-true",
+            precision="bf16-mixed" if self.run.config.training_dtype == "bfloat16" else "32-true",
             callbacks=[self],
             logger=False,
             enable_checkpointing=False,

@@ -63,7 +63,7 @@ class SGLangEngine:
     def _command(self, port: int) -> list[str]:
         config = self.run.config
         longest = self.run.samples.longest + 1
-        spec = ServerSpec(Path(self.run.target.path), config.generator.compute_dtype, longest, self.in_flight)
+        spec = ServerSpec(Path(self.run.target.path), config.capture_dtype, longest, self.in_flight)
         return capture_command(spec, within_share(self.settings, self.run.sharing), config.target.aux_layer_ids, port)
 
     def _environment(self) -> dict[str, str]:
@@ -86,7 +86,7 @@ class SGLangEngine:
             raise EngineError(str(error)) from error
         return CapturePrecision(
             quantization=self.run.config.served_quantization(self.run.target.quantization),
-            dtype=self.run.config.generator.compute_dtype,
+            dtype=self.run.config.capture_dtype,
             engine=f"sglang {resolved['version']}",
             kernels={name: str(resolved[name]) for name in KERNELS if resolved.get(name) not in (None, "auto")},
         )
@@ -121,7 +121,7 @@ class SGLangEngine:
                 hidden, next_token = self._take_back(str(attempt), tokens)
             except SampleError as error:
                 raise Refusal(f"canary: {error}") from error
-            path, dtype = Path(self.run.target.path), DTYPES[self.run.config.generator.compute_dtype]
+            path, dtype = Path(self.run.target.path), DTYPES[self.run.config.capture_dtype]
             head = read_target_head(path, dtype)
             check_next_tokens(head, hidden.last[-1:], torch.tensor([next_token]), self.layout.dtype)
             if hidden.top is not None:

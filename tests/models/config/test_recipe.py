@@ -49,6 +49,19 @@ def test_on_gpus_the_benchmark_computes_as_the_generator_does(settings: list[str
     assert load_recipe(TINY, settings).benchmark_dtype == dtype
 
 
+def test_a_cpu_computes_in_float32_unless_told_otherwise() -> None:
+    """Without AVX-512's bfloat16 a CPU takes five times as long in it."""
+    bare = {"name": "x", "target": {"name": "t", "aux_layer_ids": [0]}, "draft": {"method": "medusa"}}
+    for more, dtypes in (
+        ({}, ("float32", "float32")),
+        ({"pools": {"inference_gpus": 1}}, ("bfloat16", "float32")),
+        ({"pools": {"inference_gpus": 1, "training_gpus": 1}}, ("bfloat16", "bfloat16")),
+        ({"generator": {"compute_dtype": "bfloat16"}, "training": {"precision": "bfloat16"}}, ("bfloat16", "bfloat16")),
+    ):
+        config = RunConfig.model_validate(bare | more)
+        assert (config.capture_dtype, config.training_dtype) == dtypes
+
+
 def test_float32_is_refused_for_sglang_on_gpus_unless_a_backend_takes_it() -> None:
     on_gpu = ["generator.engine=sglang", "pools.inference_gpus=1"]
     half = ["generator.compute_dtype=bfloat16", "benchmark.compute_dtype=float32"]
