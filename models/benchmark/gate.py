@@ -163,8 +163,9 @@ def _by_step(ground: Ground, lookahead: int) -> GroundAtLoad:
 
 
 def _judge(ground: Ground, duels: Sequence[Duel]) -> GroundDecision:
-    """By the first rival that is not beaten; where all are, by the last."""
-    decided = next((duel for duel in duels if not duel.passed), duels[-1])
+    """By the first rival that is not beaten; where all are, by the one that came closest."""
+    closest = min(duels, key=lambda duel: duel.difference.lower_bound)
+    decided = next((duel for duel in duels if not duel.passed), closest)
     difference = decided.difference
     return GroundDecision(
         ground=ground.name,

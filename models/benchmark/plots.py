@@ -125,6 +125,19 @@ def plot_heldout(metrics: Path, path: Path) -> None:
         axes.set(xlabel="step", ylabel="tokens per verification step", title="Acceptance length while training")
 
 
+def plot_timeline(metrics: Path, path: Path) -> None:
+    """Who waited for whom: the trainer for data, and generators for the trainer, if that was recorded."""
+    rows = [row for row in read_objects(metrics) if "seconds" in row and row.get("rates", {}).get("inference")]
+    if not rows:
+        return
+    minutes = [row["seconds"] / 60 for row in rows]
+    idle = [max(0.0, 1 - row["tokens_per_s"] / row["rates"]["inference"]) for row in rows]
+    with _saved(path, columns=2) as axes:
+        axes.plot(minutes, [row["data_wait_share"] for row in rows], "C0-", label="trainer waits for data")
+        axes.plot(minutes, idle, "C1-", label="generators wait for the trainer")
+        axes.set(xlabel="minutes of training", ylabel="share of the time", ylim=(0, 1), title="Who waited for whom")
+
+
 def plot_samples(samples: SamplesRecord, path: Path) -> Path | None:
     """Lengths of the training samples, their supervised share, and their turns; None if not recorded."""
     shown = {

@@ -23,7 +23,14 @@ from models.benchmark.contestants import Contestants, load_contestants
 from models.benchmark.counter import why_engine_counts
 from models.benchmark.engine_counts import benchmark_in_engine
 from models.benchmark.measure import measure, measure_suite
-from models.benchmark.plots import plot_by_position, plot_goodput, plot_heldout, plot_samples, plot_training
+from models.benchmark.plots import (
+    plot_by_position,
+    plot_goodput,
+    plot_heldout,
+    plot_samples,
+    plot_timeline,
+    plot_training,
+)
 from models.benchmark.result import build_result, gather, ground, request_counts, with_loads
 from models.benchmark.step_costs import measure_goodput
 from models.data.prompts import heldout_prompts, suite_prompts
@@ -57,6 +64,7 @@ def benchmark_run(run: PreparedRun, champion: Path | None, champion_label: str) 
     if run.folder.metrics.is_file():
         plot_training(run.folder.metrics, run.folder.plots / "training.png")
         plot_heldout(run.folder.metrics, run.folder.plots / "heldout.png")
+        plot_timeline(run.folder.metrics, run.folder.plots / "timeline.png")
     return result
 
 

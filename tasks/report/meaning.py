@@ -1,6 +1,6 @@
-"""Three sentences about a run: how good the draft is, compared with what, and what happens next."""
+"""What a run came to, in words: the answer, how good the draft is, compared with what, and what happens next."""
 
-from infra.quantities import signed
+from infra.quantities import plural, signed
 from infra.records.acceptance import UNTRAINED, BenchmarkResult, GateDecision, RegisteredDraft
 from infra.records.benchmark_text import against_baselines, tokens_per_s
 from infra.records.data_path import TargetRecord
@@ -10,6 +10,22 @@ from infra.tracking.registry import CHALLENGER, CHAMPION, REFUSED, REPLACES, SMO
 def meaning(target: TargetRecord, result: BenchmarkResult, draft: RegisteredDraft) -> tuple[str, str, str]:
     """Exactly three sentences for somebody who was not there."""
     return how_good(target, result), compared(result), what_next(result.gate, draft)
+
+
+def answer(result: BenchmarkResult, traffic: str) -> str:
+    """How much faster, at which load, than what, and how sure. `traffic`: which text the gate judged."""
+    gate = result.gate
+    what = "tokens per verification step" if gate.load is None else "tokens per second"
+    load = "" if gate.load is None else f" with {plural(gate.load, 'text')} at once"
+    where = f" on {gate.ground}" if len(gate.grounds) > 1 else ""
+    figures = f"{gate.challenger / gate.champion:.2f} times the {what} of {gate.against}{load}, {traffic}{where}"
+    sure = f"at least {1 + gate.lower_bound:.2f} times with 97.5 % confidence"
+    if gate.passed:
+        return f"Better than every rival: {figures}; {sure}."
+    if gate.instead:
+        how = f" (`{' '.join(gate.instead_arguments)}`)" if gate.instead_arguments else ""
+        return f"Serve with {gate.instead} instead{how}: the draft gives {figures}; {sure}."
+    return f"Not promoted: {figures}; {sure}."
 
 
 def how_good(target: TargetRecord, result: BenchmarkResult) -> str:

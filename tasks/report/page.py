@@ -14,12 +14,12 @@ from infra.ledger.ledger import Quarantined
 from infra.planner.plan import Plan, comparison
 from infra.quantities import plural, signed
 from infra.records.acceptance import BenchmarkResult, RegisteredDraft
-from infra.records.benchmark_text import acceptance_rows, findings, goodput_rows, sources, suite_findings
+from infra.records.benchmark_text import acceptance_rows, findings, goodput_rows, sampling, sources, suite_findings
 from infra.records.data_path import GeneratorsChange, SampleProgress, SamplesRecord, TargetRecord, TrainingResult
 from infra.redaction import redacted
 from infra.templates import render
 from models.config.recipe import RunConfig
-from tasks.report.meaning import compared, how_good, meaning
+from tasks.report.meaning import answer, compared, how_good, meaning
 
 FOLDER = Path(__file__).parent
 CAPTIONS = {
@@ -29,6 +29,8 @@ CAPTIONS = {
     "goodput": "Predicted tokens per second by lookahead, relative to the target alone, one curve for each number of "
     "texts decoded at once; the best lookahead of each is marked.",
     "samples": "Training samples by length, by supervised tokens and, of conversations, by the assistant's turns.",
+    "timeline": "Who waited for whom: share of the time that the trainer waited for data, and that generators could "
+    "have given more than the trainer took.",
     "training": "Loss and acceptance rate at each position during training, over the tokens trained on.",
 }
 GAP = "&emsp;"
@@ -99,6 +101,17 @@ class RunFacts:
         return f"{least}{plural(max(numbers), 'generator')}, {plural(self.trained.rates.ranks, 'rank')}"
 
     @property
+    def traffic(self) -> str:
+        """Which text the gate judged."""
+        under, sampled = self.result.conditions, self.config.promotion.traffic.sampling == "sampled"
+        # An engine counts greedy text.
+        return (
+            f"on text sampled at {sampling(under)}"
+            if sampled and not under.engine.startswith("sglang")
+            else "on greedy text"
+        )
+
+    @property
     def by_position(self) -> str:
         """Acceptance rates while training."""
         return ", ".join(f"{rate:.2f}" for rate in self.trained.acceptance_by_position)
@@ -148,6 +161,7 @@ def run_html(facts: RunFacts, plots: Path) -> str:
         FOLDER / "run_page.html.jinja",
         facts=facts,
         written=f"{facts.written:%Y-%m-%d %H:%M %Z}".strip(),
+        answer=answer(result, facts.traffic),
         meaning=meaning(facts.target, result, facts.draft),
         acceptance=[row | more for row, more in zip(acceptance_rows(result), measured, strict=True)],
         findings=findings(result) | suite_findings(result),

@@ -1,10 +1,11 @@
 """What a plot leaves out."""
 
+import json
 from pathlib import Path
 
 from infra.records.acceptance import Acceptance
 from infra.records.data_path import Histogram, SamplesRecord
-from models.benchmark.plots import plot_samples, well_supported
+from models.benchmark.plots import plot_samples, plot_timeline, well_supported
 
 
 def test_positions_that_were_hardly_offered_are_not_shown():
@@ -15,6 +16,17 @@ def test_positions_that_were_hardly_offered_are_not_shown():
     assert well_supported(acceptance) == [0.5, 0.4, 0.9]
     none = acceptance.model_copy(update={"by_position": (0.0, None, None, None)})
     assert well_supported(none) == [0.0]
+
+
+def test_the_timeline_needs_rates(tmp_path: Path):
+    metrics, plot = tmp_path / "metrics.jsonl", tmp_path / "timeline.png"
+    metrics.write_text('{"step": 1, "tokens": 5, "loss": 1.0}\n')
+    plot_timeline(metrics, plot)
+    assert not plot.exists()
+    row = {"seconds": 60, "tokens_per_s": 50.0, "data_wait_share": 0.2, "rates": {"inference": 100.0}}
+    metrics.write_text(json.dumps(row) + "\n")
+    plot_timeline(metrics, plot)
+    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_samples_of_older_sets_have_nothing_to_draw(tmp_path: Path):

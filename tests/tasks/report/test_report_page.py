@@ -7,6 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -244,3 +245,27 @@ def test_what_is_not_lossless_is_shown_in_full(facts: RunFacts, run: OpenRun) ->
     text = page(replace(facts, result=facts.result.model_copy(update={"lossless": lossless})), run).text
     assert "Lossless NO, 1 mismatch and 1 tie in 1,000 tokens" in text
     assert "tie 31 2.00e-04 1.00e-03 mismatch 77 one text ends 1.00e-03" in text
+
+
+NGRAM = ("--speculative-algorithm", "NGRAM")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "what"),
+    [
+        ({"passed": True, "load": 4}, "Better than every rival", "second of prompt lookup with 4 texts at once"),
+        ({"passed": False, "load": None}, "Not promoted", "verification step of prompt lookup"),
+        (
+            {"passed": False, "load": 1, "instead": "prompt lookup", "instead_arguments": NGRAM},
+            "Serve with prompt lookup instead (--speculative-algorithm NGRAM): the draft gives",
+            "second of prompt lookup with 1 text at once",
+        ),
+    ],
+)
+def test_it_opens_with_the_answer(facts: RunFacts, run: OpenRun, changes: dict[str, Any], said: str, what: str) -> None:
+    figures = {"against": "prompt lookup", "challenger": 3.0, "champion": 2.0, "lower_bound": 0.2, "grounds": ()}
+    gate = facts.result.gate.model_copy(update=figures | changes)
+    shown = page(replace(facts, result=facts.result.model_copy(update={"gate": gate})), run).paragraphs[""][-1]
+    assert shown.startswith(said)
+    sure = "on text sampled at temperature 1; at least 1.20 times with 97.5 % confidence."
+    assert shown.endswith(f" 1.50 times the tokens per {what}, {sure}")
