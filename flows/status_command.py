@@ -5,6 +5,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,8 @@ from infra.refusal import Refusal
 from infra.settings import runs_folder, tracking_uri
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from infra.ledger.ledger import Ledger
     from infra.records.data_path import SampleProgress
     from models.config.recipe import RunConfig
@@ -30,21 +33,41 @@ REGISTRY_S = 5.0
 """MLflow is not waited for longer."""
 LISTED = 10
 BAR = 40
+WATCH_S = 2.0
 
 
 def status(
     run: Annotated[str | None, typer.Argument(help="Name or folder of a run. Default: the newest.")] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", metavar="", help="Go on showing it until the run ends, or Ctrl-C.")
+    ] = False,
 ) -> None:
     """Show where the samples of a run are, its speed, and which side is slow."""
-    from pydantic import ValidationError
     from rich.console import Console
-    from rich.table import Table
-    from sqlalchemy.exc import SQLAlchemyError
+    from rich.live import Live
 
     from models.config.recipe import read_config
 
     folder = RunFolder(find_run(run))
     config = read_config(folder.config)
+    console = Console(highlight=False)
+    if not watch:
+        console.print(_page(folder, config))
+        return
+    with suppress(KeyboardInterrupt), Live(_page(folder, config), console=console, auto_refresh=False) as shown:
+        owned = True
+        while owned:
+            owned = is_owned(folder)
+            shown.update(_page(folder, config), refresh=True)
+            time.sleep(WATCH_S if owned else 0)
+
+
+def _page(folder: RunFolder, config: "RunConfig") -> "Table":
+    """All lines. Raises Refusal for files that are damaged."""
+    from pydantic import ValidationError
+    from rich.table import Table
+    from sqlalchemy.exc import SQLAlchemyError
+
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
@@ -60,7 +83,7 @@ def status(
         raise Refusal(
             f"a file of {folder.path} is damaged ({type(error).__name__}: {why}): restore it, or start a new run"
         ) from error
-    Console().print(table, highlight=False)
+    return table
 
 
 def find_run(run: str | None) -> Path:

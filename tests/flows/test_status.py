@@ -1,8 +1,11 @@
 """`draftsmith status` over runs at every stage: what a person reads."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -92,6 +95,23 @@ def test_a_run_that_moves(run: RunFolder) -> None:
     assert "step 2 of 10, loss 7.250, acceptance by position 0.50 0.25, 580 tokens/s, about 4 min left" in text
     assert "training is the slow side" in text
     assert "stalled" not in text
+
+
+def test_a_run_is_watched_until_it_ends(run: RunFolder) -> None:
+    write_metrics(run)
+    command = [sys.executable, "-c", "from flows.command_line import main; main()", "status", str(run.path), "--watch"]
+    terminal = os.environ | {"FORCE_COLOR": "1", "COLUMNS": "200", "TERM": "xterm"}
+    with hold(run.run_lock), subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=terminal) as watching:
+        assert watching.stdout is not None
+        try:
+            while "training" not in watching.stdout.readline():
+                assert watching.poll() is None
+            run.run_lock.unlink()  # as if its holder were gone
+            later, _ = watching.communicate(timeout=60)
+        finally:
+            watching.kill()
+    assert watching.returncode == 0
+    assert "interrupted while training; resume it with: draftsmith retrain --resume tiny-1" in later
 
 
 @pytest.mark.parametrize(
