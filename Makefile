@@ -21,7 +21,6 @@ BUILD := $(if $(filter cu130,$(WHEELS)),torch===2.13.0,\
 
 # uv installs in seconds what takes pip minutes. pip puts torch there first, because only pip finds every build; uv keeps
 # what is installed. uv does not read pip's settings, so it is told the index, and where it fails all the same pip goes on.
-UV := uv==0.13.9
 ifdef PIP_INDEX_URL
 export UV_DEFAULT_INDEX ?= $(PIP_INDEX_URL)
 endif
@@ -84,7 +83,7 @@ $(VENV)/.ready: pyproject.toml $(LOCK) requirements/speculators-no-deps.txt
 	@[ $(WHEELS) != none ] || \
 	    { echo "NVIDIA's driver $(DRIVER) is older than 525: update it, or compute on the CPU: make WHEELS=cpu"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet $(UV)
+	$(BIN)/pip install --quiet --requirement requirements/installer.txt
 	$(BIN)/pip install --quiet --no-deps $(BUILD)
 	$(call install,$(VENV),--constraint $(LOCK) --editable '$(OURS)')
 	$(call install,$(VENV),--no-deps --requirement requirements/speculators-no-deps.txt)
@@ -101,7 +100,7 @@ ifeq ($(WHEELS),cu130)
 	$(SGLANG)/bin/pip install --quiet --requirement requirements/sglang-cuda.txt \
 	    --constraint requirements/sglang-cuda-lock.txt
 else
-	$(SGLANG)/bin/pip install --quiet $(UV)
+	$(SGLANG)/bin/pip install --quiet --requirement requirements/installer.txt
 	$(SGLANG)/bin/pip install --quiet --no-deps $(BUILD)
 	$(call install,$(SGLANG),'$(TORCH)' --requirement requirements/sglang-cpu.txt --constraint requirements/sglang-cpu-lock.txt)
 	$(call install,$(SGLANG),--no-deps --requirement requirements/sglang-cpu-no-deps.txt)
@@ -138,7 +137,7 @@ gpu-acceptance: $(VENV)/.ready $(if $(filter cu130,$(WHEELS)),$(SGLANG)/.ready)
 # `make test-installation`.
 lock:
 	$(PYTHON) -m venv .venv-lock
-	.venv-lock/bin/pip install --quiet uv
+	.venv-lock/bin/pip install --quiet --requirement requirements/installer.txt
 	echo '$(TORCH)' > .venv-lock/torch.txt
 	$(UV_COMPILE) --universal --all-extras --constraint .venv-lock/torch.txt pyproject.toml --output-file $(LOCK)
 	$(UV_COMPILE) --universal requirements/sglang-cpu.txt .venv-lock/torch.txt \

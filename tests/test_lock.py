@@ -38,8 +38,11 @@ def locked_versions(*files: str) -> dict[str, set[Version]]:
 @pytest.mark.parametrize(
     ("python", "files"),
     [
-        (sys.executable, ("lock.txt", "speculators-no-deps.txt")),
-        (str(ROOT / ".venv-sglang" / "bin" / "python"), ("sglang-cpu-lock.txt", "sglang-cpu-no-deps.txt")),
+        (sys.executable, ("lock.txt", "speculators-no-deps.txt", "installer.txt")),
+        (
+            str(ROOT / ".venv-sglang" / "bin" / "python"),
+            ("sglang-cpu-lock.txt", "sglang-cpu-no-deps.txt", "installer.txt"),
+        ),
     ],
     ids=["main", "sglang"],
 )
