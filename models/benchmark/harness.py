@@ -225,11 +225,11 @@ class Harness(Cells):
             timed = self._speeds(shapes, bar)
             done = bar("cells", len(plan.suites) * len(plan.temperatures) * sum(map(len, shapes.values())))
             for suite in plan.suites:
-                own = self._walked(suite, 0.0)
                 for temperature in plan.temperatures:
-                    walked = self._walked(suite, temperature) if temperature and plan.chains else own
+                    # Greedy trees are compared with the target's own text; sampled ones need none.
+                    walked = self._walked(suite, temperature) if plan.chains or not temperature else None
                     for place in (Place(suite, temperature, name, each) for name in shapes for each in shapes[name]):
-                        found.append(self._cell(place, walked, own.texts, timed.get(place, ())))
+                        found.append(self._cell(place, walked, timed.get(place, ())))
                         done(1)
         return found
 
@@ -240,21 +240,22 @@ class Harness(Cells):
             sampling=self._sampling(temperature, 0), seed=self.plan.seed,
         )  # fmt: skip
 
-    def _cell(self, place: Place, walked: WalkedTexts, own: list[list[int]], speeds: Sequence[Speed]) -> Cell:
+    def _cell(self, place: Place, walked: WalkedTexts | None, speeds: Sequence[Speed]) -> Cell:
         shape, greedy = shape_of(place.shape), place.temperature == 0
         if not isinstance(shape, int):
-            decoded = self._decode(place, len(own))
-            compared = self._compare(place.suite, decoded, own) if greedy else None
+            decoded = self._decode(place, None)
+            compared = self._compare(place.suite, decoded, walked.texts) if greedy and walked else None
             return self.cell(place, decoded, Verified(len(decoded), None, compared), speeds)
+        assert walked is not None
         walk = walked.by_rule("greedy" if greedy else "drawn")[place.source]
         seen = [Seen(text, counts[shape - 1]) for text, counts in zip(walked.texts, walk, strict=True)]
         decoded = self._decode(place, self.plan.verified_prompts) if greedy else []
-        same = sum(each.counts == walked.counts for each, walked in zip(decoded, seen, strict=False))
-        compared = self._compare(place.suite, decoded, own) if decoded else None
+        same = sum(real.counts == expected.counts for real, expected in zip(decoded, seen, strict=False))
+        compared = self._compare(place.suite, decoded, walked.texts) if decoded else None
         return self.cell(place, seen, Verified(len(decoded), same, compared), speeds)
 
-    def _decode(self, place: Place, most: int) -> list[Decoded]:
-        """A suite's first prompts, some at a time."""
+    def _decode(self, place: Place, most: int | None) -> list[Decoded]:
+        """A suite's first `most` prompts, or all of them, some at a time."""
         prompts, together, loaded = self.plan.suites[place.suite].prompts[:most], self.plan.together, self.loaded
         decode = partial(
             speculate_together, loaded.target, self.sources[place.source], shape=shape_of(place.shape),

@@ -61,7 +61,7 @@ class Cell(Record):
     repetitive: GroupAcceptance | None
     """Texts with a distinct-token share under `LEAST_DISTINCT`, which are in no other figure."""
     verified: int
-    """Texts that were decoded for real; counts of the others are a walk's over the target's own text."""
+    """Texts that were decoded for real. The counts of the others come from a walk over the target's own text."""
     same_counts: int | None
     """Texts of these whose counts equal the walk's; None where all were decoded."""
     mismatches: int | None

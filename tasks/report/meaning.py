@@ -25,6 +25,8 @@ def answer(result: BenchmarkResult, traffic: str) -> str:
     if gate.instead:
         how = f" (`{' '.join(gate.instead_arguments)}`)" if gate.instead_arguments else ""
         return f"Serve with {gate.instead} instead{how}: the draft gives {figures}; {sure}."
+    if gate.lower_bound > gate.margin:
+        return f"Not promoted: {gate.reason.rstrip('.')}."
     return f"Not promoted: {figures}; {sure}."
 
 

@@ -254,7 +254,7 @@ NGRAM = ("--speculative-algorithm", "NGRAM")
     ("changes", "said", "what"),
     [
         ({"passed": True, "load": 4}, "Better than every rival", "second of prompt lookup with 4 texts at once"),
-        ({"passed": False, "load": None}, "Not promoted", "verification step of prompt lookup"),
+        ({"passed": False, "load": None, "margin": 0.3}, "Not promoted", "verification step of prompt lookup"),
         (
             {"passed": False, "load": 1, "instead": "prompt lookup", "instead_arguments": NGRAM},
             "Serve with prompt lookup instead (--speculative-algorithm NGRAM): the draft gives",
@@ -269,3 +269,10 @@ def test_it_opens_with_the_answer(facts: RunFacts, run: OpenRun, changes: dict[s
     assert shown.startswith(said)
     sure = "on text sampled at temperature 1; at least 1.20 times with 97.5 % confidence."
     assert shown.endswith(f" 1.50 times the tokens per {what}, {sure}")
+
+
+def test_it_opens_with_what_blocks_a_draft_that_is_better(facts: RunFacts, run: OpenRun) -> None:
+    blocked = {"passed": False, "lower_bound": 0.2, "margin": 0.01, "reason": "speculative decoding is not lossless"}
+    gate = facts.result.gate.model_copy(update=blocked)
+    shown = page(replace(facts, result=facts.result.model_copy(update={"gate": gate})), run).paragraphs[""][-1]
+    assert shown == "Not promoted: speculative decoding is not lossless."
