@@ -3,9 +3,11 @@
 No Prefect and no torch: `draftsmith retrain RECIPE --plan` answers at once.
 """
 
+import json
 import os
 from pathlib import Path
 
+from infra.files.run_folder import RunFolder
 from infra.planner.answers import Answers
 from infra.planner.devices import CPU, DEVICES, Device, device_named
 from infra.planner.memory import Setting
@@ -15,7 +17,8 @@ from infra.planner.shapes import TargetShape, read_target_shape
 from infra.planner.sharing import choose_sharing
 from infra.pools.gpus import Gpu, read_gpus
 from infra.pools.local import LocalPools
-from infra.records.data_path import SamplesRecord, TargetRecord
+from infra.quantities import plural
+from infra.records.data_path import SamplesRecord, TargetRecord, TrainingResult
 from infra.refusal import Refusal
 from infra.settings import runs_folder
 from infra.sglang.config import decoding_requests
@@ -123,7 +126,20 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
         memory_bytes=device.memory_bytes or own_memory,
         answers=None if samples else _answers(config, device, inference, per_generator, mean, assumed),
         assumptions=tuple(assumed),
+        learned=_learned(config),
     )
+
+
+def _learned(config: RunConfig) -> str:
+    """What the latest finished run of this target and draft, in runs_folder(), says about more data; empty: none."""
+    for file in sorted(runs_folder().glob("*/config.json"), key=lambda file: file.stat().st_mtime, reverse=True):
+        folder, recipe = RunFolder(file.parent), config.model_dump(mode="json")
+        earlier = json.loads(file.read_text())
+        if folder.training.is_file() and all(earlier.get(part) == recipe[part] for part in ("target", "draft")):
+            trained = TrainingResult.read(folder.training)
+            if trained.more_data is not None:
+                return f"after {plural(trained.tokens, 'token')} in run {folder.name}: {trained.more_data.in_words}"
+    return ""
 
 
 def _answers(

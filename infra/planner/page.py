@@ -41,6 +41,7 @@ def verdicts(plan: Plan) -> dict[str, str]:
         **_regeneration(plan),
         "Time": f"{duration(plan.seconds + plan.regeneration_s)} for {plan.trained_samples:,} samples ({job.epochs} x "
         f"{job.samples:,}), {figure(plan.device_hours)} {job.unit}-hours{cost}",
+        **({"Twice the data": job.learned} if job.learned else {}),
     }
 
 

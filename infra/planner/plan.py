@@ -71,6 +71,8 @@ class Job(Record):
     answers: Answers | None = None
     """None without data.regeneration, and where it is done."""
     assumptions: tuple[str, ...] = ()
+    learned: str = ""
+    """What an earlier run of this target and draft says about twice its data; empty: there was none."""
 
     @property
     def unit(self) -> str:

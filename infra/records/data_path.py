@@ -342,6 +342,22 @@ def generators_changes(path: Path) -> tuple[GeneratorsChange, ...]:
     return tuple(GeneratorsChange.model_validate_json(line) for line in lines)
 
 
+class MoreData(Record):
+    """What twice the data would add to the acceptance length on held-out text, or why that cannot be told."""
+
+    lower: float | None = None
+    """End of a band of 90 %, as `upper`."""
+    upper: float | None = None
+    why: str = ""
+    """Empty where the band is known."""
+
+    @property
+    def in_words(self) -> str:
+        if self.lower is None or self.upper is None:
+            return f"not known what it would bring: {self.why}"
+        return f"{self.lower:+.2f} to {self.upper:+.2f} tokens per verification step on held-out text (90 % confidence)"
+
+
 class TrainingResult(Record):
     """What the trainer leaves behind at the end of a run."""
 
@@ -365,6 +381,8 @@ class TrainingResult(Record):
     peak_gpu_bytes: int | None = None
     """Peak of torch's allocator over all ranks' GPUs since then; None without GPUs."""
     rates: SideRates
+    more_data: MoreData | None = None
+    """None where held-out text was not measured."""
 
     @property
     def data_wait_share(self) -> float:

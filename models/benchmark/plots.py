@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from infra.files.lines import read_objects
 from infra.records.acceptance import Acceptance, BenchmarkResult
-from infra.records.data_path import HELDOUT_LENGTH, SamplesRecord
+from infra.records.data_path import HELDOUT_LENGTH, MoreData, SamplesRecord
 
 mpl.use("Agg")
 
@@ -111,8 +111,8 @@ def plot_training(metrics: Path, path: Path) -> None:
         right.set(ylabel="acceptance rate, given all before", ylim=(0, 1))
 
 
-def plot_heldout(metrics: Path, path: Path) -> None:
-    """Acceptance length on held-out text and of the training, if it was measured."""
+def plot_heldout(metrics: Path, path: Path, more: MoreData | None = None) -> None:
+    """Acceptance length on held-out text and of the training, if it was measured; and what `more` data would bring."""
     rows = read_objects(metrics)
     measured = [row for row in rows if HELDOUT_LENGTH in row]
     if not measured:
@@ -122,6 +122,9 @@ def plot_heldout(metrics: Path, path: Path) -> None:
     with _saved(path, columns=2) as axes:
         axes.plot([row["step"] for row in rows], own, "C7-", alpha=0.7, label="training text, text's own tokens")
         axes.plot([row["step"] for row in measured], lengths, "C0-o", label="held-out prompts, simulated walk")
+        if more is not None and more.lower is not None and more.upper is not None:
+            place, ends = 2 * rows[-1]["step"], [lengths[-1] + more.lower, lengths[-1] + more.upper]
+            axes.plot([place, place], ends, "C0_-", label="twice the data, 90 % confidence")
         axes.set(xlabel="step", ylabel="tokens per verification step", title="Acceptance length while training")
 
 

@@ -16,6 +16,7 @@ from infra.files.atomic import write_atomically
 from infra.processes.exit import run_main
 from infra.records.acceptance import BenchmarkResult, GateEvidence, Ground, RequestCounts, ServedResult, SuiteResult
 from infra.records.benchmark_text import acceptance_rows, findings, goodput_rows, suite_findings
+from infra.records.data_path import TrainingResult
 from infra.records.goodput import MeasuredGoodput
 from models.benchmark.categories import suite_result
 from models.benchmark.conditions import Counter, conditions
@@ -62,8 +63,9 @@ def benchmark_run(run: PreparedRun, champion: Path | None, champion_label: str) 
     plot_goodput(result, run.folder.plots / "goodput.png")
     plot_samples(run.samples, run.folder.plots / "samples.png")
     if run.folder.metrics.is_file():
+        more = TrainingResult.read(run.folder.training).more_data
         plot_training(run.folder.metrics, run.folder.plots / "training.png")
-        plot_heldout(run.folder.metrics, run.folder.plots / "heldout.png")
+        plot_heldout(run.folder.metrics, run.folder.plots / "heldout.png", more)
         plot_timeline(run.folder.metrics, run.folder.plots / "timeline.png")
     return result
 

@@ -35,6 +35,7 @@ from models.run import PreparedRun
 from models.targets.weights import read_target_head
 from models.training.control import Control
 from models.training.heldout import HeldoutWalk
+from models.training.learning_curve import more_data
 from models.training.lightning_module import DraftModule
 from models.training.progress import ProgressReporter
 from models.training.sharding import strategy, whole
@@ -193,6 +194,7 @@ class DraftTrainer(Callback):
             checkpoint_stall_s=self.saver.stall_s / max(1, self.saver.saves),
             peak_gpu_bytes=peak_gpu_bytes,
             rates=progress.rates(),
+            more_data=more_data(self.run.folder.metrics, self.run.config.training.epochs),
         )
         write_atomically(self.run.folder.training, result)
         self.ledger.finish(self.resume.incarnation)

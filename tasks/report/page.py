@@ -144,6 +144,7 @@ class RunFacts:
         return {
             **findings(self.result),
             "Trained": f"{steps} on {tokens}; {self.bottleneck}",
+            **({"Twice the data": more.in_words} if (more := self.trained.more_data) else {}),
             **{f"Plan, {name}": text for name, text in self.planned.items()},
             "Samples": self.sample_states,
         }

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from infra.records.acceptance import Acceptance
-from infra.records.data_path import Histogram, SamplesRecord
-from models.benchmark.plots import plot_samples, plot_timeline, well_supported
+from infra.records.data_path import Histogram, MoreData, SamplesRecord
+from models.benchmark.plots import plot_heldout, plot_samples, plot_timeline, well_supported
 
 
 def test_positions_that_were_hardly_offered_are_not_shown():
@@ -27,6 +27,17 @@ def test_the_timeline_needs_rates(tmp_path: Path):
     metrics.write_text(json.dumps(row) + "\n")
     plot_timeline(metrics, plot)
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_learning_curve_shows_what_is_known_of_more_data(tmp_path: Path):
+    metrics = tmp_path / "metrics.jsonl"
+    row = {"step": 5, "acceptance_by_position": [0.5], "heldout_acceptance_length": 1.4}
+    metrics.write_text(json.dumps(row) + "\n")
+    drawn = []
+    for name, more in (("none", None), ("unknown", MoreData(why="scatter")), ("known", MoreData(lower=0.1, upper=0.2))):
+        plot_heldout(metrics, tmp_path / f"{name}.png", more)
+        drawn.append((tmp_path / f"{name}.png").read_bytes())
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_samples_of_older_sets_have_nothing_to_draw(tmp_path: Path):

@@ -15,7 +15,14 @@ import yaml
 from infra.data_plane.bottleneck import in_words
 from infra.ledger.ledger import Quarantined
 from infra.records.acceptance import BenchmarkResult, DivergenceRecord, LosslessRecord, RegisteredDraft
-from infra.records.data_path import GeneratorsChange, SampleProgress, SamplesRecord, TargetRecord, TrainingResult
+from infra.records.data_path import (
+    GeneratorsChange,
+    MoreData,
+    SampleProgress,
+    SamplesRecord,
+    TargetRecord,
+    TrainingResult,
+)
 from models.config.recipe import RunConfig, load_recipe
 from tasks.plan import plan_recipe
 from tasks.report.page import Link, RunFacts, run_html, run_markdown
@@ -136,6 +143,17 @@ def test_what_was_not_measured_is_not_shown(facts: RunFacts, run: OpenRun) -> No
     assert "none were given to look for" in text
     assert "Draft vocabulary holds 91.2% of the positions trained on" in text
     assert "of the target's probability" not in text
+
+
+def test_what_twice_the_data_would_bring(facts: RunFacts, run: OpenRun) -> None:
+    for more, text in (
+        (MoreData(lower=0.08, upper=0.12), "Twice the data +0.08 to +0.12 tokens per verification step"),
+        (MoreData(why="too few measurements"), "Twice the data Not known what it would bring: too few measurements"),
+    ):
+        known = replace(facts, trained=facts.trained.model_copy(update={"more_data": more}))
+        assert text in page(known, run).text
+        assert known.findings["Twice the data"] == more.in_words
+    assert "Twice the data" not in page(facts, run).text
 
 
 def test_memory_of_gpus_is_shown_where_there_are_some(facts: RunFacts, run: OpenRun) -> None:
