@@ -38,7 +38,7 @@ UV_COMPILE := .venv-lock/bin/uv pip compile --python-version 3.11 --upgrade --no
 .PHONY: quickstart test test-slow test-installation lint check sglang vllm up down bench chaos soak gpu-acceptance lock clean
 
 # On the GPU where there is one; a single one is shared by both sides.
-ON_GPU := pools.inference_gpus=1 pools.training_gpus=1 generator.threads=null training.threads=null
+ON_GPU := pools.inference_gpus=1 pools.training_gpus=1
 
 quickstart: $(VENV)/.ready
 	$(BIN)/draftsmith retrain recipes/quickstart.yaml $(if $(filter cu%,$(WHEELS)),$(ON_GPU))

@@ -30,11 +30,16 @@ def cores() -> int:
 class LocalPool(Pool):
     """GPUs of this machine, or none of them, and its cores."""
 
+    def __init__(self, owner: Owner, gpus: tuple[str, ...] = (), sharing: int = 1) -> None:
+        """`sharing`: pools of one lease that compute on the cores at the same time, this one among them."""
+        super().__init__(owner, gpus)
+        self._sharing = sharing
+
     def _place(self, command: Sequence[str], processes: int, index: int | None) -> LocalCommand:
         gpus = self.gpus
         if gpus and index is not None:
             gpus = gpus[index::processes] or (gpus[index % len(gpus)],)
-        return LocalCommand(command, max(1, cores() // processes), gpus)
+        return LocalCommand(command, max(1, cores() // self._sharing // processes), gpus)
 
 
 class LocalPools:
@@ -72,10 +77,11 @@ class LocalPools:
                     f"now{strangers}"
                 )
             left, pools = iter(locked.items()), []
+            on_cores = max(1, sum(not spec.gpus for spec in specs))
             for spec in specs:
                 mine = dict(islice(left, spec.gpus))
                 _refuse_several_slices(spec, mine)
-                pools.append(LocalPool(replace(owner, locks=(*owner.locks, *mine.values())), tuple(mine)))
+                pools.append(LocalPool(replace(owner, locks=(*owner.locks, *mine.values())), tuple(mine), on_cores))
                 stack.callback(pools[-1].stop)
             self._held[owner.name] = stack.pop_all()
         return tuple(pools)

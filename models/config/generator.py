@@ -33,7 +33,10 @@ class GeneratorConfig(StrictConfig):
         "token and layer, half the bytes of bfloat16.",
     )
     lease_samples: Count = Field(default=8, description="Samples leased per ledger transaction.")
-    threads: Count | None = Field(default=None, description="CPU threads per generator; default: all cores.")
+    threads: Count | None = Field(
+        default=None,
+        description="CPU threads per generator. Default: all cores, half of them where training has no GPUs either.",
+    )
     sglang: SGLangConfig = Field(default=SGLangConfig(), description="Settings of the SGLang servers.")
 
     @property

@@ -82,7 +82,10 @@ class TrainingConfig(StrictConfig):
     heldout_prompts: int = Field(
         default=16, ge=1, le=100_000, description="Held-out prompts of each measurement, continued once by the target."
     )
-    threads: Count | None = Field(default=None, description="CPU threads per rank; default: all cores.")
+    threads: Count | None = Field(
+        default=None,
+        description="CPU threads per rank. Default: all cores, half of them where inference has no GPUs either.",
+    )
     stall_s: float = Field(
         default=600.0, gt=0, le=1_000_000, description="Seconds to wait for the next step's samples before giving up."
     )

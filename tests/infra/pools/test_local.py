@@ -35,6 +35,19 @@ def test_a_cpu_pool_shares_the_cores_and_hides_every_gpu(tmp_path: Path) -> None
     assert shown(pools, tmp_path, 0, processes=2, threads=5) == "|5|PASSIVE"
 
 
+def test_two_cpu_pools_of_a_run_divide_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both compute at the same time. A pool with GPUs computes there."""
+    monkeypatch.setattr("infra.pools.local.cores", lambda: 8)
+    pools = LocalPools(GPUS, tmp_path / "locks")
+    for gpus, expected in ((0, ["|4|PASSIVE", "|4|PASSIVE"]), (1, ["GPU-aa|8|PASSIVE", "|8|PASSIVE"])):
+        leased = pools.acquire([PoolSpec("inference", gpus), PoolSpec("training", 0)], Owner("run", tmp_path))
+        processes = [pool.launch(f"show-{place}", SHOW) for place, pool in enumerate(leased)]
+        for process in processes:
+            process.wait(30)
+        assert [process.log.read_text().splitlines()[-1] for process in processes] == expected
+        pools.release("run")
+
+
 @pytest.mark.parametrize(
     ("gpus", "processes", "index", "expected"),
     [
