@@ -115,7 +115,7 @@ def measure(options: argparse.Namespace, config: RunConfig, draft: Path) -> Agre
         answers = {name: setup.watch_all(client, prompts) for name, (prompts, _) in sets.items()}
     found = []
     for name, (prompts, dataset_hash) in sets.items():
-        texts = continue_batch(loaded.target, prompts, settings.max_new_tokens, 0.0, loaded.eos_ids)
+        texts = continue_batch(loaded.target, prompts, settings.max_new_tokens, loaded.eos_ids)
         counts = {
             "walk": walk(loaded, prompts, texts, settings.lookahead),
             "reference": decode(loaded, prompts, settings.lookahead, settings.max_new_tokens),

@@ -8,6 +8,7 @@ benchmark, OTHER's over the greedy ones. Kept are tokens and complete steps of e
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,12 +17,13 @@ from gates import RECORDS, GateRecords, Row
 from infra.files.atomic import sha256_file, write_atomically
 from infra.files.run_folder import RunFolder
 from infra.processes.exit import run_main
-from models.benchmark.conditions import Counter, conditions
+from models.benchmark.conditions import Counter, conditions, sampled_law
 from models.benchmark.contestants import Contestants, load_contestants
 from models.data.prompts import heldout_prompts
 from models.decoding.plain import continue_batch
 from models.decoding.simulated import features, simulate
 from models.drafts.batched_proposer import RolloutSource
+from models.drafts.sampling import GREEDY, Sampling
 from models.dtypes import DTYPES
 from models.run import PreparedRun
 
@@ -29,17 +31,15 @@ SEED = 20261122
 Texts = list[list[int]]
 
 
-def sample(contestants: Contestants, run: PreparedRun, prompts: Texts, temperature: float, seed: int) -> Texts:
+def sample(contestants: Contestants, run: PreparedRun, prompts: Texts, sampling: Sampling, seed: int) -> Texts:
     """A text of this seed for every prompt."""
     config, target = run.config.benchmark, contestants.target
     return continue_batch(
         target,
         prompts,
         config.max_new_tokens,
-        temperature,
         contestants.eos_ids,
-        torch.Generator(target.device).manual_seed(seed),
-        top_p=config.sampled_top_p,
+        replace(sampling, generator=torch.Generator(target.device).manual_seed(seed)),
         batch_size=config.batch_size,
     )
 
@@ -75,14 +75,14 @@ def main() -> None:
         template_hash=run.samples.template_hash,
         prompts=len(prompts),
     )
-    texts = sample(contestants, run, prompts, 0.0, SEED)
+    texts = sample(contestants, run, prompts, GREEDY, SEED)
     mine, theirs = (
         walk(contestants, source, prompts, texts, config.lookahead)
         for source in (contestants.draft, contestants.champion)
     )
     sampled = []
     for seed in range(SEED, SEED + options.texts):
-        texts = sample(contestants, run, prompts, config.sampled_temperature, seed)
+        texts = sample(contestants, run, prompts, sampled_law(config, contestants.recommended), seed)
         sampled.append(tuple(walk(contestants, contestants.draft, prompts, texts, config.lookahead)))
         print(f"{len(sampled)} of {options.texts} texts of {len(prompts)} prompts", flush=True)
     records = GateRecords(

@@ -130,7 +130,7 @@ def plain_texts(options: argparse.Namespace, ground: Ground, tokens: int) -> tup
     at_batch_one = sum(map(len, texts))
     while len(texts) < len(prompts) and (done := sum(map(len, texts))) < tokens:
         batch = prompts[len(texts) : len(texts) + PLAIN_BATCH]
-        texts += continue_batch(target, batch, options.max_new_tokens, 0.0, ends)
+        texts += continue_batch(target, batch, options.max_new_tokens, ends)
         print(f"plain: {done} tokens", flush=True)
     if sum(map(len, texts)) < tokens:
         raise ValueError(

@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from infra.files.run_folder import RunFolder
 from infra.processes.exit import run_main
 from infra.provenance import git_sha, hardware, versions
 from infra.records.data_path import RegeneratedRecord, TrainingResult
-from models.benchmark.conditions import Counter, conditions
+from models.benchmark.conditions import Counter, conditions, sampled_law
 from models.benchmark.contestants import Contestants, load_contestants
 from models.benchmark.paired import paired_difference
 from models.config.recipe import RunConfig, load_recipe
@@ -47,6 +47,7 @@ from models.decoding.acceptance import AcceptedCounts, summarise
 from models.decoding.plain import continue_batch
 from models.decoding.simulated import features, simulate
 from models.drafts.batched_proposer import RolloutSource
+from models.drafts.sampling import GREEDY, Sampling
 from models.dtypes import DTYPES
 from models.regeneration.engines import start_text_engine
 from models.regeneration.regenerate import regenerate
@@ -127,13 +128,14 @@ def train(folder: Path, recipe: Path, overrides: list[str]) -> Trained:
 
 
 def walks(
-    contestants: Contestants, config: RunConfig, prompts: Sequence[Sequence[int]], temperature: float, top_p: float
+    contestants: Contestants, config: RunConfig, prompts: Sequence[Sequence[int]], sampling: Sampling
 ) -> tuple[list[list[int]], Walk, Walk]:
     """The target's texts, and both drafts' walks over them."""
     settings, target = config.benchmark, contestants.target
     texts = continue_batch(
-        target, prompts, settings.max_new_tokens, temperature, contestants.eos_ids,
-        torch.Generator(target.device).manual_seed(config.seed), top_p=top_p, batch_size=settings.batch_size,
+        target, prompts, settings.max_new_tokens, contestants.eos_ids,
+        replace(sampling, generator=torch.Generator(target.device).manual_seed(config.seed)),
+        batch_size=settings.batch_size,
     )  # fmt: skip
     assert contestants.champion is not None
     sources: list[RolloutSource] = [contestants.draft, contestants.champion]
@@ -168,8 +170,8 @@ def measure(trained: dict[str, Trained], config: RunConfig, prompts: Path) -> di
     contestants = load_contestants(
         Path(target.path), [trained[REGENERATED].export, trained[GIVEN].export], DTYPES[config.benchmark_dtype]
     )
-    greedy, *greedy_walks = walks(contestants, config, tokens, 0.0, 1.0)
-    _, *sampled_walks = walks(contestants, config, tokens, settings.sampled_temperature, settings.sampled_top_p)
+    greedy, *greedy_walks = walks(contestants, config, tokens, GREEDY)
+    _, *sampled_walks = walks(contestants, config, tokens, sampled_law(settings, contestants.recommended))
     under = conditions(
         settings, Counter.reference(contestants.target), target=target, draft=trained[REGENERATED].export,
         dataset_hash=source_hash(str(prompts)), template_hash=template_hash, prompts=len(tokens),

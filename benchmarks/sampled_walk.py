@@ -145,8 +145,8 @@ class Setting:
         begun = time.process_time()
         for index, prompt in enumerate(self.prompts):
             own = continue_batch(
-                self.loaded.target, [prompt] * texts, self.max_new_tokens, self.sampling.temperature, NEVER,
-                self.sampling.generator, top_p=self.sampling.top_p, batch_size=self.together,
+                self.loaded.target, [prompt] * texts, self.max_new_tokens, NEVER, self.sampling,
+                batch_size=self.together,
             )  # fmt: skip
             for first in range(0, texts, self.together):
                 for walked in self._walk_some(prompt, own[first : first + self.together]):

@@ -46,7 +46,7 @@ def main() -> None:
     for suite, asked in sources.question_sets(options, target, options.add_bos).items():
         # Every other question, so that both halves have all categories.
         shown, others = asked.prompts[::2], asked.prompts[1::2]
-        answers = continue_batch(loaded.target, others, options.max_new_tokens, 0.0, loaded.eos_ids)
+        answers = continue_batch(loaded.target, others, options.max_new_tokens, loaded.eos_ids)
         log = [[*prompt, *answer] for prompt, answer in zip(others, answers, strict=True)]
         named = baselines(list(BASELINES)) | {"suffix-warm": SuffixDecoding(log)}
         found[suite] = {"prompts": len(shown), "log_texts": len(log), "log_tokens": sum(map(len, log)), "length": {}}

@@ -93,7 +93,7 @@ def check_plain(loaded: Loaded) -> None:
     for prompt, text in zip(loaded.prompts, loaded.texts, strict=True):
         last = target.forward(torch.tensor([[*prompt, *text[:-1]]])).last[0, len(prompt) - 1 :]
         assert target.logits(last).argmax(-1).tolist() == text, "cached decoding differs from a forward without a cache"
-    assert continue_batch(target, loaded.prompts, NEW_TOKENS, 0.0, NEVER) == loaded.texts, "batches differ"
+    assert continue_batch(target, loaded.prompts, NEW_TOKENS, NEVER) == loaded.texts, "batches differ"
 
 
 def check_chain(loaded: Loaded) -> None:

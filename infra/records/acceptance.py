@@ -167,6 +167,8 @@ class Conditions(Record):
     temperature: float
     """Temperature of the main figures; sampled figures carry their own."""
     sampled_temperature: float
+    sampled_top_k: int = 0
+    """0: not used."""
     sampled_top_p: float = 1.0
     proposals: str = "drawn"
     """How the draft proposes for sampled text where that is decoded: `greedy` or `drawn`. Each sampled figure names its

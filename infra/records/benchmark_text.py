@@ -12,9 +12,10 @@ from infra.records.acceptance import (
 
 
 def sampling(conditions: Conditions) -> str:
-    """How the sampled texts were drawn: temperature, and top-p unless it is 1."""
+    """How the sampled texts were drawn: temperature, and what of top-k and top-p leaves something out."""
+    top_k = f", top-k {conditions.sampled_top_k}" if conditions.sampled_top_k else ""
     top_p = f", top-p {conditions.sampled_top_p:g}" if conditions.sampled_top_p < 1 else ""
-    return f"temperature {conditions.sampled_temperature:g}{top_p}"
+    return f"temperature {conditions.sampled_temperature:g}{top_k}{top_p}"
 
 
 def sources(result: BenchmarkResult) -> dict[str, Acceptance]:

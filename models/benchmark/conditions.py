@@ -16,7 +16,9 @@ from infra.settings import leased_gpus
 from infra.sglang.command import sglang_version
 from models.config.benchmark import BenchmarkConfig
 from models.data.thinking import OPENED, thinks
+from models.drafts.sampling import Sampling
 from models.targets.model import TargetModel
+from models.targets.recommended import recommended_sampling
 
 OPENING = 16
 """Tokens at the end of a prompt that may open a block: `<think>`, perhaps in pieces, and a line break."""
@@ -45,6 +47,17 @@ class Counter:
         return cls(f"sglang {sglang_version()}", dtype, device, concurrency, quantization)
 
 
+def sampled_law(config: BenchmarkConfig, recommended: Sampling, generator: torch.Generator | None = None) -> Sampling:
+    """How the sampled figures are drawn: as the recipe says, otherwise as the target's makers recommend."""
+    temperature, top_k, top_p = config.sampled_temperature, config.sampled_top_k, config.sampled_top_p
+    return Sampling(
+        recommended.temperature if temperature is None else temperature,
+        recommended.top_p if top_p is None else top_p,
+        generator,
+        recommended.top_k if top_k is None else top_k,
+    )
+
+
 def conditions(
     config: BenchmarkConfig,
     counter: Counter,
@@ -60,6 +73,7 @@ def conditions(
 
     `texts` are prompts with the target's continuations.
     """
+    law = sampled_law(config, recommended_sampling(Path(target.path)))
     return Conditions(
         # Folder names, not paths: conditions are published, and revisions say what lies there.
         target=Path(target.name).name if Path(target.name).is_dir() else target.name,
@@ -70,8 +84,9 @@ def conditions(
         template_hash=template_hash,
         thinking=_thinks(Path(target.path), texts),
         temperature=0.0,
-        sampled_temperature=config.sampled_temperature,
-        sampled_top_p=config.sampled_top_p,
+        sampled_temperature=law.temperature,
+        sampled_top_k=law.top_k,
+        sampled_top_p=law.top_p,
         proposals=config.sampled_proposals,
         prompts=prompts,
         prompt_tokens=config.prompt_tokens,

@@ -18,6 +18,7 @@ from models.export.description import check_precision
 from models.export.sglang import load_draft
 from models.targets.model import TargetModel, eos_ids
 from models.targets.quantization import read_quantization
+from models.targets.recommended import recommended_sampling
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Contestants:
     drafts: Sequence[DrawingSource]
     """The draft, then the champion if there is one."""
     eos_ids: frozenset[int]
+    recommended: Sampling
+    """How the target's makers sample."""
 
     @property
     def draft(self) -> DrawingSource:
@@ -58,7 +61,8 @@ def load_contestants(target: Path, folders: Sequence[Path], dtype: torch.dtype) 
     def exact() -> TargetModel:
         return model if dtype == torch.float32 else TargetModel.load(target, layers, torch.float32, device)
 
-    return Contestants(model, exact, [_reading_its_own(loaded, layers) for loaded in drafts], eos_ids(target))
+    sources = [_reading_its_own(loaded, layers) for loaded in drafts]
+    return Contestants(model, exact, sources, eos_ids(target), recommended_sampling(target))
 
 
 def _reading_its_own(draft: Draft, layers: Sequence[int]) -> DrawingSource:

@@ -4,12 +4,13 @@ Greedy and sampled continuations of the target, walks of every source over them,
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 import torch
 
+from models.benchmark.conditions import sampled_law
 from models.benchmark.contestants import Contestants, draft_of
 from models.benchmark.reference import ReferenceRun, decode_reference, decode_sampled
 from models.config.benchmark import BenchmarkConfig, Proposals
@@ -124,7 +125,7 @@ def measure(
     sources = {DRAFT: contestants.draft, PROMPT_LOOKUP: PromptLookup(), TOKEN_RECYCLING: TokenRecycling()}
     champion = {CHAMPION: contestants.champion} if contestants.champion else {}
     greedy = walk_texts(contestants, config, "greedy", prompts, sources | champion)
-    law = Sampling(config.sampled_temperature, config.sampled_top_p)
+    law = sampled_law(config, contestants.recommended)
     sampled = walk_texts(contestants, config, "sampled", prompts, sources | champion, sampling=law, seed=seed)
     with bars() as bar:
         decoded = bar("decoding", config.reference_tokens)
@@ -132,7 +133,7 @@ def measure(
         decoded = bar("decoding, sampled", config.sampled_reference_tokens)
         sampled_reference = decode_sampled(contestants, config, prompts, seed, decoded)
     vocabulary = draft_of(contestants.draft).vocabulary
-    mass = vocabulary_mass(contestants.target, vocabulary, prompts, sampled.texts, config.sampled_temperature)
+    mass = vocabulary_mass(contestants.target, vocabulary, prompts, sampled.texts, law.temperature)
     return Measurements(greedy, sampled, reference, sampled_reference, config.sampled_proposals, mass)
 
 
@@ -148,7 +149,7 @@ def measure_suite(
     """What the gate compares, over the target's texts of further prompts, sampled or greedy."""
     sources = {DRAFT: contestants.draft, PROMPT_LOOKUP: PromptLookup()}
     champion = {CHAMPION: contestants.champion} if contestants.champion else {}
-    law = Sampling(config.sampled_temperature, config.sampled_top_p) if sampled else GREEDY
+    law = sampled_law(config, contestants.recommended) if sampled else GREEDY
     return walk_texts(contestants, config, name, prompts, sources | champion, sampling=law, seed=seed)
 
 
@@ -169,8 +170,8 @@ def walk_texts(
     candidates = max(source.proposers(1).candidates for source in sources.values())
     with bars() as bar:
         texts = continue_batch(
-            target, prompts, config.max_new_tokens, sampling.temperature, contestants.eos_ids,
-            torch.Generator(target.device).manual_seed(seed), top_p=sampling.top_p,
+            target, prompts, config.max_new_tokens, contestants.eos_ids,
+            replace(sampling, generator=torch.Generator(target.device).manual_seed(seed)),
             batch_size=config.batch_size, advance=bar(f"{name}, continuations", len(prompts)),
         )  # fmt: skip
         walked = bar(f"{name}, walks", len(prompts))

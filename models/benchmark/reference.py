@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from infra.records.acceptance import LosslessRecord, SpeedRecord
+from models.benchmark.conditions import sampled_law
 from models.benchmark.contestants import Contestants
 from models.config.benchmark import BenchmarkConfig
 from models.decoding.acceptance import acceptance_length
@@ -14,7 +15,7 @@ from models.decoding.lossless import LosslessCheck, total
 from models.decoding.plain import decode, prefill
 from models.decoding.speculative import Conversation, Decoded, decode_together, speculate
 from models.drafts.certain import ProposesCertainly
-from models.drafts.sampling import GREEDY, Sampling
+from models.drafts.sampling import GREEDY
 
 TOLERANCE = 1.03
 """A speed-up can exceed the acceptance length by measurement noise only, this much at most."""
@@ -119,7 +120,7 @@ def decode_sampled(
     """Decode conversations in order, as `config` samples and proposes, until `sampled_reference_tokens` are there."""
     source = contestants.draft if config.sampled_proposals == "drawn" else ProposesCertainly(contestants.draft)
     generator = torch.Generator(contestants.target.device).manual_seed(seed)
-    sampling = Sampling(config.sampled_temperature, config.sampled_top_p, generator)
+    sampling = sampled_law(config, contestants.recommended, generator)
     decoded: list[Decoded] = []
     for prompt in prompts:
         if sum(len(each.tokens) for each in decoded) >= config.sampled_reference_tokens:

@@ -55,7 +55,7 @@ class PlainEngine:
         return Captured(record, time.perf_counter() - begun)
 
     def continue_greedily(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Continued]:
-        texts = continue_batch(self.target, prompts, max_new_tokens, 0.0, self._eos_ids)
+        texts = continue_batch(self.target, prompts, max_new_tokens, self._eos_ids)
         return [
             Continued(
                 tuple(prompt),

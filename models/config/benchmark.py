@@ -49,11 +49,18 @@ class BenchmarkConfig(StrictConfig):
         description="Data type of target and draft; bfloat16 can change a token where logits tie. Default: "
         "the target's with `pools.inference_gpus`, float32 on the CPU.",
     )
-    sampled_temperature: float = Field(
-        default=1.0, gt=0, le=100, description="Temperature of the sampled figures, which stand beside the greedy ones."
+    sampled_temperature: float | None = Field(
+        default=None,
+        gt=0,
+        le=100,
+        description="Temperature of the sampled figures, which stand beside the greedy ones. Default, as of the next "
+        "two: the target's `generation_config.json`, by which engines sample where a request says nothing, or else 1.",
     )
-    sampled_top_p: float = Field(
-        default=1.0, gt=0, le=1, description="Top-p of the sampled figures, applied after temperature; 1 is off."
+    sampled_top_k: int | None = Field(
+        default=None, ge=0, le=10_000_000, description="Top-k of the sampled figures, after temperature; 0 is off."
+    )
+    sampled_top_p: float | None = Field(
+        default=None, gt=0, le=1, description="Top-p of the sampled figures, after top-k; 1 is off."
     )
     sampled_proposals: Proposals = Field(
         default="greedy",
@@ -79,8 +86,8 @@ class TrafficConfig(StrictConfig):
 
     sampling: Literal["sampled", "greedy"] = Field(
         default="sampled",
-        description="`sampled`: text that the target samples at `benchmark.sampled_temperature` and "
-        "`benchmark.sampled_top_p`, with proposals as `benchmark.sampled_proposals` says. `greedy`: its greedy text.",
+        description="`sampled`: text that the target samples as `benchmark.sampled_temperature`, `sampled_top_k` and "
+        "`sampled_top_p` say, with proposals as `sampled_proposals` says. `greedy`: its greedy text.",
     )
     loads: tuple[Count, ...] | None = Field(
         default=None,

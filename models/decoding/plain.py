@@ -69,19 +69,17 @@ def continue_greedily(
     return decode(target, prefill(target, prompt), max_new_tokens, eos_ids)
 
 
-def continue_batch(  # noqa: PLR0913 (every caller names what it needs; a bundle would only hide them)
+def continue_batch(
     target: TargetModel,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    temperature: float,
     eos_ids: frozenset[int],
-    generator: torch.Generator | None = None,
+    sampling: Sampling = GREEDY,
     *,
-    top_p: float = 1.0,
     batch_size: int = 16,
     advance: Callable[[int], None] = lambda finished: None,
 ) -> list[list[int]]:
-    """Continue every prompt, greedily (temperature 0) or sampled; results in the order of `prompts`.
+    """Continue every prompt; results in the order of `prompts`.
 
     Prompts are sorted by length and taken `batch_size` at a time. A batch starts together at its shortest prompt; a
     longer prompt goes on reading its own tokens until it ends and writes from then on. So there is no padding, every
@@ -91,15 +89,12 @@ def continue_batch(  # noqa: PLR0913 (every caller names what it needs; a bundle
         target: the target.
         prompts: token ids, at least one each.
         max_new_tokens: most tokens of a continuation, the first one included.
-        temperature: 0 for greedy.
         eos_ids: tokens that end a text; kept as its last token.
-        generator: randomness of sampling, on the target's device.
-        top_p: share of probability that sampling draws from, see `Sampling.distribution`.
+        sampling: how tokens are chosen; its generator is on the target's device.
         batch_size: prompts decoded together.
         advance: called with the number of prompts that just finished.
     """
     assert batch_size >= 1
-    sampling = Sampling(temperature, top_p, generator)
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     results: list[list[int]] = [[] for _ in prompts]
     for first in range(0, len(order), batch_size):

@@ -1,4 +1,4 @@
-"""How the next token is chosen: the only place that applies temperature and top-p."""
+"""How the next token is chosen: the only place that applies temperature, top-k and top-p."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,28 +15,32 @@ FEW = 1024
 
 @dataclass(frozen=True)
 class Sampling:
-    """Temperature 0 is greedy; otherwise tokens are drawn after temperature and, then, top-p.
+    """Temperature 0 is greedy; otherwise tokens are drawn after temperature, top-k and, then, top-p.
 
-    Raises Refusal for a negative temperature, or a top-p outside (0, 1].
+    Raises Refusal for a negative temperature or top-k, or a top-p outside (0, 1].
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     generator: torch.Generator | None = None
     """Random generator on the device of the distributions; None: torch's own."""
+    top_k: int = 0
+    """Most likely tokens that are kept; 0 keeps all."""
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
             raise Refusal(f"temperature {self.temperature}: 0 is greedy, 1 the model's own distribution")
         if not 0 < self.top_p <= 1:
             raise Refusal(f"top-p {self.top_p}: give a probability above 0, at most 1 (1 leaves nothing out)")
+        if self.top_k < 0:
+            raise Refusal(f"top-k {self.top_k}: give a number of tokens (0 leaves nothing out)")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
 
     def distribution(self, logits: Tensor) -> Tensor:
-        """Probabilities after temperature and top-p.
+        """Probabilities after temperature, top-k and top-p, each on what the one before it left, as engines verify.
 
         Top-p (nucleus sampling, Holtzman et al., arXiv 1904.09751) keeps the smallest set of most likely tokens whose
         probabilities reach `top_p` together, the one that reaches it included.
@@ -49,16 +53,20 @@ class Sampling:
         """
         assert not self.greedy
         probabilities = (logits.float() / self.temperature).softmax(-1)
-        if self.top_p == 1:
+        if self.top_p == 1 and not self.top_k:
             return probabilities
         likely, tokens = self._likeliest(probabilities)
-        before = likely.cumsum(-1, dtype=torch.double) - likely
-        nucleus = likely.masked_fill(before >= self.top_p, 0)
-        nucleus /= nucleus.sum(-1, keepdim=True)
-        return torch.zeros_like(probabilities).scatter(-1, tokens, nucleus)
+        if self.top_p < 1:
+            before = likely.cumsum(-1, dtype=torch.double) - likely
+            likely = likely.masked_fill(before >= self.top_p, 0)
+            likely = likely / likely.sum(-1, keepdim=True)
+        return torch.zeros_like(probabilities).scatter(-1, tokens, likely)
 
     def _likeliest(self, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities and tokens in descending order, at least all of every row's nucleus."""
+        """Probabilities, which sum to 1, and tokens in descending order, at least all of every row's nucleus."""
+        if self.top_k:
+            likely, tokens = probabilities.topk(min(self.top_k, probabilities.shape[-1]), dim=-1)
+            return likely / likely.sum(-1, keepdim=True), tokens
         # Sorting a vocabulary of 262,144 takes longer than a small target's forward; a nucleus seldom needs it.
         likely, tokens = probabilities.topk(min(FEW, probabilities.shape[-1]), dim=-1)
         if bool((likely.sum(-1, dtype=torch.double) >= self.top_p).all()):

@@ -24,6 +24,7 @@ from models.data.chat_template import open_chat_template
 from models.data.dialogue import Dialogue, Prompter
 from models.decoding.plain import continue_batch
 from models.devices import compute_device, leased_bytes
+from models.drafts.sampling import Sampling
 from models.dtypes import DTYPES
 from models.run import RunWithTarget
 from models.targets.model import TargetModel
@@ -69,10 +70,8 @@ class PlainTextEngine:
                 self._target,
                 [prompt for _, prompt in asked],
                 self._settings.max_new_tokens,
-                self._settings.temperature,
                 self._ends,
-                self._random,
-                top_p=self._settings.top_p,
+                Sampling(self._settings.temperature, self._settings.top_p, self._random),
                 batch_size=PLAIN_BATCH,
             )
             for (dialogue, prompt), tokens in zip(asked, answers, strict=True):

@@ -96,7 +96,7 @@ def untrained_length(run: PreparedRun) -> float:
     samples = ((heldout[i].tokens, heldout[i].loss_mask) for i in range(len(heldout)))
     prompts = take_prompts(samples, 24, run.config.benchmark.prompt_tokens)
     tokens = steps = 0
-    for prompt, continuation in zip(prompts, continue_batch(target, prompts, 64, 0.0, frozenset()), strict=True):
+    for prompt, continuation in zip(prompts, continue_batch(target, prompts, 64, frozenset()), strict=True):
         counts = simulate(draft, prompt, continuation, features(target, [*prompt, *continuation]), LOOKAHEAD)[-1]
         tokens, steps = tokens + counts.tokens, steps + counts.steps
     return tokens / steps

@@ -172,7 +172,7 @@ def test_the_tiny_target(tiny_target, batch):
     generator, most, ends = torch.Generator().manual_seed(3), 24, frozenset({1})
     lengths = torch.randint(3, 24, (batch,), generator=generator).tolist()
     prompts = [torch.randint(2, 1024, (length,), generator=generator).tolist() for length in lengths]
-    plain = continue_batch(target, prompts, most, 0.0, ends)
+    plain = continue_batch(target, prompts, most, ends)
     check = LosslessCheck(target, lambda: target, most, ends)
     for source, shape in (
         (PromptLookup(), 4),

@@ -72,10 +72,10 @@ def test_writes_the_same(request, llama, kind, name, shape, temperature):
 @pytest.mark.parametrize("name", DRAFTS)
 def test_simulates_the_same(llama, name):
     target, draft = llama(3), make_source(name)
-    text = continue_batch(target, PROMPTS[:1], 9, 0.0, NEVER)[0]
+    text = continue_batch(target, PROMPTS[:1], 9, NEVER)[0]
     expected = simulate(draft, PROMPTS[0], text, features(target, [*PROMPTS[0], *text]), 3)
     with emulated_device():
         there = moved(target)
-        assert continue_batch(there, PROMPTS[:1], 9, 0.0, NEVER)[0] == text
+        assert continue_batch(there, PROMPTS[:1], 9, NEVER)[0] == text
         aux = features(there, [*PROMPTS[0], *text])
         assert simulate(draft.to(DEVICE), PROMPTS[0], text, aux, 3) == expected

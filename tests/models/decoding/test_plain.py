@@ -46,7 +46,7 @@ def test_batched_ragged_greedy_equals_batch_one(llama, gemma, prompts):
         for eos in (NEVER, frozenset({continue_greedily(target, prompts[0], 6, NEVER)[3], 4, 9})):
             single = [continue_greedily(target, prompt, 20, eos) for prompt in prompts]
             for batch_size in (1, 3, 16):
-                assert continue_batch(target, prompts, 20, 0.0, eos, batch_size=batch_size) == single
+                assert continue_batch(target, prompts, 20, eos, batch_size=batch_size) == single
     assert any(len(text) < 20 for text in single), "some text must end early"
 
 
@@ -60,7 +60,7 @@ def test_end_of_text_is_kept_and_last(llama, prompts):
 
 def test_progress_counts_every_prompt(llama, prompts):
     finished: list[int] = []
-    continue_batch(llama(1), prompts, 4, 0.0, NEVER, batch_size=3, advance=finished.append)
+    continue_batch(llama(1), prompts, 4, NEVER, batch_size=3, advance=finished.append)
     assert sum(finished) == len(prompts)
 
 
@@ -70,7 +70,9 @@ def test_sampled_first_tokens_follow_the_target(llama, prompts):
     for temperature in (1.0, 4.0):
         expected = (target.logits(states.last[0, -1:])[0] / temperature).softmax(-1)
         generator = torch.Generator().manual_seed(3)
-        texts = continue_batch(target, [prompts[0]] * draws, 1, temperature, NEVER, generator, batch_size=draws)
+        texts = continue_batch(
+            target, [prompts[0]] * draws, 1, NEVER, Sampling(temperature, generator=generator), batch_size=draws
+        )
         seen = Counter(text[0] for text in texts)
         frequencies = torch.tensor([seen[token] / draws for token in range(len(expected))])
         # Total variation of 4,000 draws over 61 tokens is about sqrt(61 / 4000) / 2 at most.
@@ -82,7 +84,7 @@ def test_top_p_leaves_out_what_is_unlikely(llama, prompts):
     target, sampling = llama(3), Sampling(4.0, 0.6)
     allowed = sampling.distribution(target.logits(target.forward(torch.tensor([prompts[0]])).last[0, -1:]))[0] > 0
     generator = torch.Generator().manual_seed(3)
-    texts = continue_batch(target, [prompts[0]] * 2000, 1, 4.0, NEVER, generator, top_p=0.6, batch_size=2000)
+    texts = continue_batch(target, [prompts[0]] * 2000, 1, NEVER, Sampling(4.0, 0.6, generator), batch_size=2000)
     assert {text[0] for text in texts} == set(allowed.nonzero()[:, 0].tolist())
     assert 3 < allowed.sum() < 55
 

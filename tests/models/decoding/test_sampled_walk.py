@@ -39,7 +39,7 @@ def loaded(llama) -> Contestants:
     with torch.no_grad():
         target.head_weight *= 0.3
         draft.start_from(target.head_weight)
-    return Contestants(target, lambda: target, [draft], frozenset())
+    return Contestants(target, lambda: target, [draft], frozenset(), Sampling(1.0))
 
 
 def test_by_hand():

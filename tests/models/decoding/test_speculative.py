@@ -64,7 +64,7 @@ def test_the_walk_over_sampled_text_accepts_as_often_as_real_decoding(llama):
     sampling = Sampling(1.0, 0.95, generator)
     together = speculate_together(target, source, [prompt] * draws, 2, most, NEVER, sampling=sampling)
     real = [decoded.counts for decoded in together]
-    texts = continue_batch(target, [prompt] * draws, most, 1.0, NEVER, generator, top_p=0.95, batch_size=draws)
+    texts = continue_batch(target, [prompt] * draws, most, NEVER, Sampling(1.0, 0.95, generator), batch_size=draws)
     walked = [simulate(source, prompt, text, features(target, [*prompt, *text]), 2)[1] for text in texts]
     shares, errors = zip(*(accepted_per_step(counts) for counts in (real, walked)), strict=True)
     assert abs(shares[0] - shares[1]) < 5 * (errors[0] ** 2 + errors[1] ** 2) ** 0.5

@@ -6,9 +6,12 @@ from hypothesis import strategies as st
 from models.drafts.sampling import FEW, GREEDY, Sampling, draw_by
 
 
-def slow_distribution(logits: list[float], temperature: float, top_p: float) -> list[float]:
+def slow_distribution(logits: list[float], temperature: float, top_p: float, top_k: int = 0) -> list[float]:
     """By the words of the definition, in Python's floats."""
     weights = [2.718281828459045 ** ((logit - max(logits)) / temperature) for logit in logits]
+    if top_k:
+        least = sorted(weights, reverse=True)[:top_k][-1]
+        weights = [weight if weight >= least else 0.0 for weight in weights]
     shares = [weight / sum(weights) for weight in weights]
     nucleus, reached = set(), 0.0
     for token in sorted(range(len(shares)), key=lambda token: -shares[token]):
@@ -25,11 +28,12 @@ def slow_distribution(logits: list[float], temperature: float, top_p: float) -> 
     size=st.integers(1, 40),
     temperature=st.sampled_from([0.3, 0.7, 1.0, 2.5]),
     top_p=st.sampled_from([1e-6, 0.31, 0.8, 0.953, 1.0]),
+    top_k=st.sampled_from([0, 1, 3, 20, 64]),
 )
-def test_temperature_then_top_p(seed, size, temperature, top_p):
+def test_temperature_then_top_k_then_top_p(seed, size, temperature, top_p, top_k):
     logits = torch.randn(2, 3, size, generator=torch.Generator().manual_seed(seed)) * 3
-    found = Sampling(temperature, top_p).distribution(logits)
-    expected = [[slow_distribution(row, temperature, top_p) for row in rows] for rows in logits.tolist()]
+    found = Sampling(temperature, top_p, top_k=top_k).distribution(logits)
+    expected = [[slow_distribution(row, temperature, top_p, top_k) for row in rows] for rows in logits.tolist()]
     assert found.dtype == torch.float32
     assert torch.allclose(found.double(), torch.tensor(expected, dtype=torch.double), atol=1e-5)
     assert torch.equal(found > 0, torch.tensor(expected) > 0)
@@ -80,7 +84,9 @@ def test_a_nucleus_of_one_token_is_greedy():
     assert Sampling(1.0, 1e-9).choose(logits).tolist() == logits.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), [(-0.1, 1.0), (1.0, 0.0), (1.0, 1.1)])
-def test_nonsense_is_refused(temperature, top_p):
-    with pytest.raises(ValueError, match=r"temperature|top-p"):
-        Sampling(temperature, top_p)
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k"), [(-0.1, 1.0, 0), (1.0, 0.0, 0), (1.0, 1.1, 0), (1.0, 1.0, -1)]
+)
+def test_nonsense_is_refused(temperature, top_p, top_k):
+    with pytest.raises(ValueError, match=r"temperature|top-p|top-k"):
+        Sampling(temperature, top_p, top_k=top_k)
