@@ -62,6 +62,8 @@ GROUPS = {
         "models/regeneration",
         "test_gpu_acceptance.py",
     ),
+    # Second, because its first tests need no tiny target, which the other worker trains meanwhile on a new machine.
+    "pools": ("infra/pools",),
     # What asks the one Prefect server with the project's deployments.
     "deployments": (
         "flows/test_deployment.py",
@@ -72,7 +74,6 @@ GROUPS = {
     "flows": ("flows/test_retrain.py", "flows/test_one_gpu.py", "flows/test_own_data.py", "flows"),
     "chaos": ("test_chaos.py", "models/decoding"),
     "training": ("models/training", "infra/data_plane/test_rounds.py"),
-    "pools": ("infra/pools",),
 }
 
 
