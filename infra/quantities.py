@@ -51,6 +51,12 @@ def numbers(text: str) -> list[int]:
     return [number for first, _, last in ends for number in range(int(first), int(last or first) + 1)]
 
 
+def enumerated(items: Sequence[str], word: str) -> str:
+    """`a, b and c`, for the word `and`."""
+    *first, last = items
+    return f"{', '.join(first)} {word} {last}" if first else last
+
+
 def plural(number: int, noun: str) -> str:
     """`1 sample`, `1,234 samples`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

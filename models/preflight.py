@@ -28,6 +28,7 @@ from models.data.conversations import training_documents
 from models.data.dialogue import Dialogue, check_answerable
 from models.data.prepare import recipe_data
 from models.data.prompts import suite_prompts
+from models.data.request_log import logged_texts
 from models.data.samples import SampleEncoder, check_refused
 from models.drafts.base import Draft
 from models.drafts.registry import build_draft
@@ -76,6 +77,8 @@ def check_settings(run: RunWithTarget) -> None:
         _tell_of_other_target(run)
     for suite in config.promotion.suites:
         suite_prompts(config, target, suite)
+    if config.benchmark.suffix_log is not None:
+        logged_texts(config.benchmark.suffix_log)
 
 
 def check_engine(run: RunWithTarget, speculates: bool) -> None:

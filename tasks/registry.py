@@ -15,7 +15,7 @@ from infra.drift.sequential import DriftTest, Reference
 from infra.markdown import escaped
 from infra.provenance import git_sha, hardware, versions
 from infra.records.acceptance import BenchmarkResult, RegisteredDraft, RequestCounts
-from infra.records.benchmark_text import sources
+from infra.records.benchmark_text import key, sources
 from infra.records.data_path import SamplesRecord, TargetRecord, TrainingResult
 from infra.records.drafts import CapturePrecision, ExportRecord
 from infra.refusal import Refusal
@@ -82,7 +82,7 @@ def register_draft(
         "lookahead": str(result.conditions.lookahead),
         **({"best_lookahead": str(result.goodput.best.lookahead)} if result.goodput else {}),
         "beats_prompt_lookup": str(result.beats_prompt_lookup).lower(),
-        "beats_token_recycling": str(result.beats_token_recycling).lower(),
+        "not_beaten": "; ".join(result.unbeaten) or "none",
         "gate": "passed" if result.gate.passed else "not passed",
         "target": target.name,
         "target_revision": target.revision,
@@ -133,7 +133,6 @@ def acceptance_table(result: BenchmarkResult) -> dict[str, list[float | int | No
 
 def _figures(result: BenchmarkResult) -> dict[str, float]:
     lookahead = result.conditions.lookahead
-    recycling = result.token_recycling
     figures = {
         "acceptance_length": result.length,
         "benchmark/acceptance_length_reference": result.reference and result.reference.length[lookahead],
@@ -145,7 +144,10 @@ def _figures(result: BenchmarkResult) -> dict[str, float]:
         "benchmark/plain_tokens_per_s": result.speed.plain_tokens_per_s,
         "benchmark/gate_lower_bound": result.gate.lower_bound,
         "benchmark/draft_vocabulary_mass": result.vocabulary_mass,
-        "benchmark/acceptance_length_token_recycling": recycling and recycling.length[lookahead],
+        **{
+            f"benchmark/acceptance_length_{key(name)}": of.length[lookahead]
+            for name, of in result.more_baselines.items()
+        },
         "benchmark/speculative_tokens_per_s": result.speed.speculative_tokens_per_s,
     }
     return {name: value for name, value in figures.items() if value is not None}
@@ -156,7 +158,7 @@ def _curves(result: BenchmarkResult) -> dict[str, dict[int, float]]:
     shown = {
         "draft": result.acceptance,
         "prompt_lookup": result.prompt_lookup,
-        "token_recycling": result.token_recycling,
+        **{key(name): of for name, of in result.more_baselines.items()},
         "champion": result.champion,
         "draft_sampled": result.sampled,
         "draft_sampled_drawn": result.sampled_drawn,

@@ -339,9 +339,10 @@ class BenchmarkResult(Record):
     """Standard errors by which `sampled_reference` lies above the walk on the same prompts."""
     prompt_lookup: Acceptance
     prompt_lookup_sampled: Acceptance | None = None
-    token_recycling: Acceptance | None = None
-    """The second baseline, which needs the target's likely tokens."""
-    token_recycling_sampled: Acceptance | None = None
+    more_baselines: Mapping[str, Acceptance] = {}
+    """What else needs no training, by name: Token Recycling, which needs the target's likely tokens, and suffix
+    decoding, cold and, with a log of requests, warm."""
+    more_baselines_sampled: Mapping[str, Acceptance] = {}
     served: ServedResult | None = None
     """Figures of the serving engine; None if not measured."""
     goodput: MeasuredGoodput | None = None
@@ -351,7 +352,6 @@ class BenchmarkResult(Record):
     vocabulary_mass: float | None = None
     """Share of the target's probability that lies on the draft vocabulary: mean over positions of its own sampled
     text, at that temperature."""
-    beats_token_recycling: bool | None = None
     suites: tuple[SuiteResult, ...] = ()
     """Those of `promotion.suites`."""
     lossless: LosslessRecord
@@ -368,17 +368,16 @@ class BenchmarkResult(Record):
     @property
     def baselines(self) -> dict[str, Acceptance]:
         """What needs no training, by name."""
-        measured = {"prompt lookup": self.prompt_lookup, "Token Recycling": self.token_recycling}
-        return {name: acceptance for name, acceptance in measured.items() if acceptance}
+        return {"prompt lookup": self.prompt_lookup, **self.more_baselines}
 
     @property
     def baselines_sampled(self) -> dict[str, Acceptance]:
         """The same over text that the target sampled."""
-        measured = {"prompt lookup": self.prompt_lookup_sampled, "Token Recycling": self.token_recycling_sampled}
-        return {name: acceptance for name, acceptance in measured.items() if acceptance}
+        lookup = {"prompt lookup": self.prompt_lookup_sampled} if self.prompt_lookup_sampled else {}
+        return {**lookup, **self.more_baselines_sampled}
 
     @property
     def unbeaten(self) -> list[str]:
         """Names of the baselines that the draft does not beat."""
-        beaten = {"prompt lookup": self.beats_prompt_lookup, "Token Recycling": self.beats_token_recycling}
-        return [name for name, better in beaten.items() if better is False]
+        at = self.conditions.lookahead
+        return [name for name, baseline in self.baselines.items() if baseline.length[at] >= self.length]

@@ -1,6 +1,6 @@
 """A benchmark for people: the tables and findings that terminal, report, MLflow and model card show alike."""
 
-from infra.quantities import figure, plural, signed
+from infra.quantities import enumerated, figure, plural, signed
 from infra.records.acceptance import (
     Acceptance,
     BenchmarkResult,
@@ -16,6 +16,11 @@ def sampling(conditions: Conditions) -> str:
     top_k = f", top-k {conditions.sampled_top_k}" if conditions.sampled_top_k else ""
     top_p = f", top-p {conditions.sampled_top_p:g}" if conditions.sampled_top_p < 1 else ""
     return f"temperature {conditions.sampled_temperature:g}{top_k}{top_p}"
+
+
+def key(name: str) -> str:
+    """The name of a baseline in reports for programs, and of its metrics."""
+    return name.lower().replace(", ", "_").replace(" ", "_")
 
 
 def sources(result: BenchmarkResult) -> dict[str, Acceptance]:
@@ -71,9 +76,9 @@ def against_baselines(result: BenchmarkResult) -> str:
     at = result.conditions.lookahead
     reached = {name: f"{name} ({of.length[at]:.2f})" for name, of in result.baselines.items()}
     beaten = [text for name, text in reached.items() if name not in result.unbeaten]
-    verdicts = [f"beats {' and '.join(beaten)}"] if beaten else []
+    verdicts = [f"beats {enumerated(beaten, 'and')}"] if beaten else []
     if result.unbeaten:
-        verdicts.append(f"does not beat {' or '.join(reached[name] for name in result.unbeaten)}")
+        verdicts.append(f"does not beat {enumerated([reached[name] for name in result.unbeaten], 'or')}")
     return ", but ".join(verdicts)
 
 
@@ -93,7 +98,7 @@ def summary(result: BenchmarkResult) -> str:
             f", because the target's greedy text repeats itself (distinct-token share {greedy:.2f}, {sampled:.2f} when "
             "sampled)"
         )
-    others = " and ".join(f"{of.length[at]:.2f}" for of in result.baselines_sampled.values())
+    others = enumerated([f"{of.length[at]:.2f}" for of in result.baselines_sampled.values()], "and")
     return (
         f"{text}; over text sampled at {sampling(result.conditions)}, {result.sampled.length[at]:.2f} against {others}"
     )

@@ -20,6 +20,7 @@ from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.sampled_walk import walk_sampled
 from models.decoding.simulated import read_texts, simulate
 from models.decoding.speculative import Decoded
+from models.decoding.suffix_decoding import SuffixDecoding
 from models.decoding.token_recycling import TokenRecycling
 from models.drafts.batched_proposer import DrawingSource, ProposalSource
 from models.drafts.sampling import GREEDY, Sampling
@@ -35,7 +36,9 @@ LEAST_CONVERSATIONS = 8
 """Fewer have no standard error worth the name: two that happen to agree would make any difference a huge one."""
 WALKED_ROWS = 2048
 """Sampled tokens that drafts walk over at once, which bounds their logits: 2 GiB for 262,144 tokens."""
-DRAFT, CHAMPION, PROMPT_LOOKUP, TOKEN_RECYCLING = "draft", "champion", "prompt_lookup", "token_recycling"
+DRAFT, CHAMPION, PROMPT_LOOKUP = "draft", "champion", "prompt_lookup"
+TOKEN_RECYCLING, SUFFIX, SUFFIX_WARM = "Token Recycling", "suffix decoding", "suffix decoding, warm"
+"""Baselines that no engine of ours serves, by the names that people see."""
 
 Walk = list[tuple[AcceptedCounts, ...]]
 """Per conversation, counts at lookahead 1..max_lookahead."""
@@ -119,10 +122,17 @@ class Measurements:
 
 
 def measure(
-    contestants: Contestants, config: BenchmarkConfig, prompts: Sequence[Sequence[int]], seed: int
+    contestants: Contestants,
+    config: BenchmarkConfig,
+    prompts: Sequence[Sequence[int]],
+    seed: int,
+    logged: Sequence[Sequence[int]] = (),
 ) -> Measurements:
-    """Measure everything; real decoding at `config.lookahead`."""
-    sources = {DRAFT: contestants.draft, PROMPT_LOOKUP: PromptLookup(), TOKEN_RECYCLING: TokenRecycling()}
+    """Measure everything; real decoding at `config.lookahead`. `logged`: tokens of earlier requests."""
+    sources: dict[str, ProposalSource] = {DRAFT: contestants.draft, PROMPT_LOOKUP: PromptLookup()}
+    sources |= {TOKEN_RECYCLING: TokenRecycling(), SUFFIX: SuffixDecoding()}
+    if logged:
+        sources[SUFFIX_WARM] = SuffixDecoding(logged)
     champion = {CHAMPION: contestants.champion} if contestants.champion else {}
     greedy = walk_texts(contestants, config, "greedy", prompts, sources | champion)
     law = sampled_law(config, contestants.recommended)

@@ -40,11 +40,14 @@ def plot_by_position(result: BenchmarkResult, path: Path) -> None:
         ("draft", result.acceptance, "C0-o"),
         ("champion", result.champion, "C2-o"),
         ("prompt lookup", result.prompt_lookup, "C1-s"),
-        ("Token Recycling", result.token_recycling, "C3-^"),
         (f"draft, {temperature}", result.sampled, "C0--o"),
         (f"prompt lookup, {temperature}", result.prompt_lookup_sampled, "C1--s"),
-        (f"Token Recycling, {temperature}", result.token_recycling_sampled, "C3--^"),
     ]
+    for place, (name, of) in enumerate(result.more_baselines.items(), 3):
+        shown += [
+            (name, of, f"C{place}-^"),
+            (f"{name}, {temperature}", result.more_baselines_sampled.get(name), f"C{place}--^"),
+        ]
     at = result.conditions.lookahead
     with _saved(path, columns=3) as axes:
         for label, acceptance, style in shown:

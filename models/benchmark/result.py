@@ -21,7 +21,6 @@ from models.benchmark.measure import (
     CHAMPION,
     DRAFT,
     PROMPT_LOOKUP,
-    TOKEN_RECYCLING,
     Measurements,
     WalkedTexts,
     at,
@@ -30,6 +29,8 @@ from models.config.benchmark import BenchmarkConfig, PromotionConfig
 from models.decoding.acceptance import Counts, acceptance_length, distinct_token_share, summarise
 
 HELD_OUT = "held-out prompts"
+NAMED = DRAFT, CHAMPION, PROMPT_LOOKUP
+"""Sources that have fields of their own."""
 
 
 def gather(
@@ -157,14 +158,13 @@ def build_result(
         sampled_deviation=found.sampled_deviation(at),
         prompt_lookup=greedy[PROMPT_LOOKUP],
         prompt_lookup_sampled=sampled[PROMPT_LOOKUP],
-        token_recycling=greedy[TOKEN_RECYCLING],
-        token_recycling_sampled=sampled[TOKEN_RECYCLING],
+        more_baselines={name: of for name, of in greedy.items() if name not in NAMED},
+        more_baselines_sampled={name: of for name, of in sampled.items() if name not in NAMED},
         served=served,
         goodput=goodput,
         champion=greedy.get(CHAMPION),
         beats_prompt_lookup=greedy[DRAFT].length[at] > greedy[PROMPT_LOOKUP].length[at],
         vocabulary_mass=found.vocabulary_mass,
-        beats_token_recycling=greedy[DRAFT].length[at] > greedy[TOKEN_RECYCLING].length[at],
         suites=tuple(suites),
         lossless=found.reference.lossless,
         speed=found.reference.speed,

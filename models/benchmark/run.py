@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoTokenizer
 
 from infra.files.atomic import write_atomically
 from infra.processes.exit import run_main
@@ -35,6 +36,7 @@ from models.benchmark.plots import (
 from models.benchmark.result import build_result, gather, ground, request_counts, with_loads
 from models.benchmark.step_costs import measure_goodput
 from models.data.prompts import heldout_prompts, suite_prompts
+from models.data.request_log import logged_texts
 from models.decoding.acceptance import distinct_token_share
 from models.devices import leased_bytes
 from models.dtypes import DTYPES
@@ -63,7 +65,8 @@ def benchmark_run(run: PreparedRun, champion: Path | None, champion_label: str) 
     plot_goodput(result, run.folder.plots / "goodput.png")
     plot_samples(run.samples, run.folder.plots / "samples.png")
     if run.folder.metrics.is_file():
-        more = TrainingResult.read(run.folder.training).more_data
+        training = run.folder.training
+        more = TrainingResult.read(training).more_data if training.is_file() else None
         plot_training(run.folder.metrics, run.folder.plots / "training.png")
         plot_heldout(run.folder.metrics, run.folder.plots / "heldout.png", more)
         plot_timeline(run.folder.metrics, run.folder.plots / "timeline.png")
@@ -77,7 +80,7 @@ def _by_reference(
     prompts = heldout_prompts(run.open_samples("heldout"), run.config.benchmark)
     folders = [run.folder.export, champion] if champion else [run.folder.export]
     contestants = load_contestants(Path(run.target.path), folders, DTYPES[run.config.benchmark_dtype])
-    found = measure(contestants, config, prompts, run.config.seed)
+    found = measure(contestants, config, prompts, run.config.seed, _logged(run))
     walks = found.traffic(promotion.traffic.sampling).by_rule(config.sampled_proposals)
     goodput = measure_goodput(contestants, walks, config) if config.loads else None
     suites = [_suite(run, contestants, name, goodput) for name in promotion.suites]
@@ -94,6 +97,14 @@ def _by_reference(
     shown = [result for _, result in suites]
     result = build_result(found, config, under, evidence, served=served, suites=shown, goodput=goodput)
     return result, evidence, request_counts(found, under)
+
+
+def _logged(run: PreparedRun) -> list[list[int]]:
+    """Tokens of the requests in `benchmark.suffix_log`."""
+    if run.config.benchmark.suffix_log is None:
+        return []
+    tokenizer = AutoTokenizer.from_pretrained(run.target.path)
+    return [tokenizer.encode(text, add_special_tokens=False) for text in logged_texts(run.config.benchmark.suffix_log)]
 
 
 def _suite(

@@ -74,6 +74,11 @@ class BenchmarkConfig(StrictConfig):
         le=1_000_000_000,
         description="Tokens that are really decoded with sampling, to check the walk over sampled text; 0 is none.",
     )
+    suffix_log: Address | None = Field(
+        default=None,
+        description="A log of requests (`.jsonl`, `.jsonl.gz`) as your servers write it. Suffix decoding, a baseline, "
+        "is then also measured with these texts in its tree.",
+    )
     min_distinct_token_share: Share = Field(
         default=0.05,
         description="The target counts as degenerate when a smaller share of its tokens is distinct: its acceptance "

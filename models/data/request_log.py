@@ -70,7 +70,7 @@ def texts(request: Request) -> list[str]:
     return [request["text"]] if "text" in request else [message["content"] for message in request["messages"]]
 
 
-def logged_texts(log: Path) -> list[str]:
+def logged_texts(log: Path | str) -> list[str]:
     """All texts of one log, in its order. Raises Refusal if it cannot be read or has no text."""
     try:
         with fsspec.open(str(log), "rb", compression="infer") as file:

@@ -16,7 +16,7 @@ from infra.files.atomic import write_atomically
 from infra.planner.plan import read_plan
 from infra.provenance import git_sha
 from infra.records.acceptance import BenchmarkResult, RegisteredDraft
-from infra.records.benchmark_text import sources
+from infra.records.benchmark_text import key, sources
 from infra.records.data_path import SampleProgress, SamplesRecord, TargetRecord, TrainingResult, generators_changes
 from infra.redaction import redacted
 from infra.settings import prefect_is_private
@@ -134,8 +134,7 @@ def training_report(trained: TrainingResult, progress: SampleProgress) -> dict[s
 
 def benchmark_report(result: BenchmarkResult) -> dict[str, Any]:
     """The benchmark in a page: acceptance and its baselines, lossless decoding, speed, the gate, the conditions."""
-    at, recycling, sampled = result.conditions.lookahead, result.token_recycling, result.token_recycling_sampled
-    lookup = result.prompt_lookup_sampled
+    at, lookup = result.conditions.lookahead, result.prompt_lookup_sampled
     shown = result.model_dump(mode="json")
     lengths = {"draft": "acceptance"} | {
         name: name for name in ("reference", "sampled", "sampled_drawn", "sampled_reference")
@@ -155,9 +154,9 @@ def benchmark_report(result: BenchmarkResult) -> dict[str, Any]:
             "prompt_lookup_length": shown["prompt_lookup"]["length"],
             "prompt_lookup_sampled": lookup and lookup.length[at],
             "beats_prompt_lookup": result.beats_prompt_lookup,
-            "token_recycling": recycling and recycling.length[at],
-            "token_recycling_sampled": sampled and sampled.length[at],
-            "beats_token_recycling": result.beats_token_recycling,
+            **{key(name): of.length[at] for name, of in result.more_baselines.items()},
+            **{f"{key(name)}_sampled": of.length[at] for name, of in result.more_baselines_sampled.items()},
+            "not_beaten": result.unbeaten,
         },
         "lossless": {name: shown["lossless"][name] for name in ("tokens", "mismatches", "ties")},
         "goodput": result.goodput and [load.model_dump(mode="json") for load in result.goodput.by_load],

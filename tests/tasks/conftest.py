@@ -73,8 +73,9 @@ def result() -> BenchmarkResult:
         acceptance=acceptance(3.5),
         reference=Acceptance(conversations=4, length={4: 3.5}, steps={4: 9}, by_position=()),
         gap=0.0, counts_identical=True, counts_compared=4, sampled=acceptance(2.5), prompt_lookup=acceptance(2.1),
-        prompt_lookup_sampled=acceptance(1.2), vocabulary_mass=0.888, champion=None, token_recycling=acceptance(1.9),
-        token_recycling_sampled=acceptance(1.1), beats_token_recycling=True, beats_prompt_lookup=True,
+        prompt_lookup_sampled=acceptance(1.2), vocabulary_mass=0.888, champion=None, beats_prompt_lookup=True,
+        more_baselines={"Token Recycling": acceptance(1.9), "suffix decoding": acceptance(1.8)},
+        more_baselines_sampled={"Token Recycling": acceptance(1.1), "suffix decoding": acceptance(1.15)},
         gate=gate, speed=speed, goodput=goodput(),
         lossless=LosslessRecord(tokens=1000, mismatches=0, ties=1, divergences=()), summary="Good.", wall_s=1.0,
     )  # fmt: skip

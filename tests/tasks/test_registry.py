@@ -17,7 +17,7 @@ def test_a_run_registers_one_version_with_its_serving_settings(
 ) -> None:
     assert (draft.name, draft.version, draft.aliases) == ("draft-tiny", 1, ("challenger",))
     assert draft.acceptance_length == 3.5
-    assert draft.tags["beats_prompt_lookup"] == draft.tags["beats_token_recycling"] == "true"
+    assert (draft.tags["beats_prompt_lookup"], draft.tags["not_beaten"]) == ("true", "none")
     assert draft.tags["target_revision"] == "rev"
     lineage = {name: value for name, value in draft.tags.items() if name.startswith("started_from")}
     assert lineage == {"started_from": "champion", "started_from_target": "base", "started_from_target_revision": "b"}

@@ -113,6 +113,8 @@ def run(tmp_path: Path, target: Path, text: Path, monkeypatch: pytest.MonkeyPatc
     asked = tmp_path / "asked.jsonl"
     questions = [{"question": f"w{n} w{n + 9} w{2 * n}", "category": "few" if n < 4 else "many"} for n in range(26)]
     asked.write_text("".join(json.dumps(question) + "\n" for question in questions))
+    log = tmp_path / "requests.jsonl"
+    log.write_text(json.dumps({"prompt": " ".join(f"w{number}" for number in range(40))}) + "\n")
     config = RunConfig.model_validate(
         {
             "name": "bench",
@@ -120,6 +122,7 @@ def run(tmp_path: Path, target: Path, text: Path, monkeypatch: pytest.MonkeyPatc
             "data": {"source": str(text), "chat_template": "none", "heldout_share": 0.2},
             "draft": {"method": "eagle3", "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 32},
             "benchmark": {"prompts": 12, "max_new_tokens": 16, "reference_tokens": 90, "timed_tokens": 40}
+            | {"suffix_log": str(log)}
             | {"sampled_temperature": 0.8, "sampled_top_p": 0.95, "sampled_reference_tokens": 140},
             "promotion": {"suites": {"asked": str(asked)}},
         }
@@ -175,10 +178,11 @@ def test_benchmark_of_a_run(run: PreparedRun, target: Path, tmp_path: Path):
     assert not result.gate.passed
     assert result.gate.against == "no draft"
     assert result.beats_prompt_lookup == (result.acceptance.length[4] > result.prompt_lookup.length[4])
-    recycling = result.token_recycling
-    assert recycling is not None
-    assert result.beats_token_recycling == (result.acceptance.length[4] > recycling.length[4])
-    assert recycling.conversations == 12
+    recycling, suffix = result.more_baselines["Token Recycling"], result.more_baselines["suffix decoding"]
+    assert ("Token Recycling" in result.unbeaten) == (result.acceptance.length[4] <= recycling.length[4])
+    assert recycling.conversations == suffix.conversations == 12
+    assert list(result.more_baselines) == list(result.more_baselines_sampled)
+    assert list(result.more_baselines)[2:] == ["suffix decoding, warm"]
     assert "Token Recycling, temperature 0.8, top-p 0.95" in shown.file.getvalue()
     assert f"Token Recycling ({recycling.length[4]:.2f})" in result.summary
     assert result.conditions.dataset_hash == run.samples.dataset_hash

@@ -119,12 +119,14 @@ def test_the_table_has_a_row_per_source(result: BenchmarkResult) -> None:
     assert [next(iter(row.values())) for row in rows[2:]] == [
         "prompt lookup",
         "Token Recycling",
+        "suffix decoding",
         "draft, temperature 1, greedy proposals",
         "prompt lookup, temperature 1",
         "Token Recycling, temperature 1",
+        "suffix decoding, temperature 1",
     ]
     both = acceptance_rows(result.model_copy(update={"sampled_reference": result.reference}))
-    assert both[-3] == {
+    assert both[-4] == {
         "acceptance length by lookahead": "draft, temperature 1, drawn proposals, real decoding",
         "1": "",
         "4": "3.50",
@@ -200,10 +202,19 @@ def test_the_summary_excuses_only_a_text_that_repeats_itself(
     told: str,
     repeats: bool,
 ) -> None:
-    sources = ("acceptance", "prompt_lookup", "token_recycling", "sampled", "prompt_lookup_sampled")
-    lengths = dict(zip((*sources, "token_recycling_sampled"), (*greedy, *sampled), strict=True))
-    measured = {name: result.acceptance.model_copy(update={"length": {4: length}}) for name, length in lengths.items()}
-    beats = {"beats_prompt_lookup": greedy[0] > greedy[1], "beats_token_recycling": greedy[0] > greedy[2]}
+    names = (
+        "acceptance",
+        "prompt_lookup",
+        "more_baselines",
+        "sampled",
+        "prompt_lookup_sampled",
+        "more_baselines_sampled",
+    )
+    measured = {}
+    for name, length in zip(names, (*greedy, *sampled), strict=True):
+        of = result.acceptance.model_copy(update={"length": {4: length}})
+        measured[name] = {"Token Recycling": of} if name.startswith("more") else of
+    beats = {"beats_prompt_lookup": greedy[0] > greedy[1]}
     distinct = {"target_distinct_token_share": shares[0], "sampled_distinct_token_share": shares[1]}
     text = summary(result.model_copy(update=measured | beats | distinct))
     assert told in text
