@@ -35,7 +35,7 @@ SGLANG := .venv-sglang
 VLLM := .venv-vllm
 UV_COMPILE := .venv-lock/bin/uv pip compile --python-version 3.11 --upgrade --no-annotate --no-header --quiet
 
-.PHONY: quickstart test test-slow test-installation lint check sglang vllm up down bench chaos soak gpu-acceptance lock clean
+.PHONY: quickstart test test-slow test-long test-installation lint check sglang vllm up down bench chaos soak gpu-acceptance lock clean
 
 # On the GPU where there is one; a single one is shared by both sides.
 ON_GPU := pools.inference_gpus=1 pools.training_gpus=1
@@ -46,11 +46,15 @@ quickstart: $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
 test: $(VENV)/.ready $(SGLANG)/.test-ready
-	$(PYTEST) -m "not slow and not registry"
+	$(PYTEST) -m "not slow and not long and not registry"
 
-# Long proofs: whole runs, kills, served drafts, deployments, clusters, two hosts.
+# Whole runs, kills, served drafts, deployments, clusters, two hosts: half an hour and more on two cores.
 test-slow: $(VENV)/.ready $(SGLANG)/.test-ready
-	$(PYTEST) -m slow --verbose --durations=30
+	$(PYTEST) -m "slow and not long" --verbose --durations=30
+
+# Further cases of what the slow tests prove, for releases: about as long again.
+test-long: $(VENV)/.ready $(SGLANG)/.test-ready
+	$(PYTEST) -m long --verbose --durations=30
 
 # What pip makes of requirements/ on machines with and without GPUs. Needs a package registry.
 test-installation: $(VENV)/.ready

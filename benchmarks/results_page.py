@@ -96,15 +96,6 @@ def float8(result: Json) -> Iterable[tuple[str, str]]:
     )
 
 
-def learning_curve(result: Json) -> Iterable[tuple[str, str]]:
-    few, many = result["samples"]
-    yield (
-        f"seeds whose gain from {few} to {many} samples lies in the band of the first run; median width of the band",
-        f"{result['inside']} of {len(result['seeds'])}; {result['width_median']}",
-    )
-    yield "of these, told by default (narrower than a tenth of the length)", str(result["told_by_default"])
-
-
 def suffix(result: Json) -> Iterable[tuple[str, str]]:
     for name, suite in result["suites"].items():
         for temperature, lengths in suite["length"].items():
@@ -245,7 +236,6 @@ SECTIONS = (
             ("sampled_walk", "sampled_walk.py", sampled_walk),
             ("float8-tiny", "float8.py", float8),
             ("continued", "continued.py", continued),
-            ("learning_curve", "learning_curve.py", learning_curve),
         ),
     ),
     Section(

@@ -15,6 +15,9 @@ from emulated_device import NAME, emulated_device
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu_acceptance.py"
 LEAVES_A_CHILD = ["sh", "-c", "sleep 600 & echo $!; wait"]
 
+FIRST = [("attention", "losses", "lengths", "copies"), ("training", "served")]
+OTHERS = [("capture", "tensor"), ("share", "alternate", "mooncake"), ("ddp", "fsdp2", "context")]
+
 
 @pytest.fixture
 def acceptance(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -80,15 +83,7 @@ def test_kernels_of_the_gpu_pass_on_the_emulated_one(acceptance, tmp_path: Path,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "stages",
-    [
-        ("attention", "losses", "lengths", "copies"),
-        ("training", "served"),
-        ("capture", "tensor"),
-        ("share", "alternate", "mooncake"),
-        ("ddp", "fsdp2", "context"),
-    ],
-    ids=",".join,
+    "stages", [*FIRST, *(pytest.param(stages, marks=pytest.mark.long) for stages in OTHERS)], ids=",".join
 )
 def test_every_stage_runs_on_the_cpu(tmp_path: Path, stages: tuple[str, ...]) -> None:
     options = ("--device", "cpu", "--minutes", "60", "--only", ",".join(stages))
@@ -103,7 +98,6 @@ def test_every_stage_runs_on_the_cpu(tmp_path: Path, stages: tuple[str, ...]) ->
 
 
 def test_no_stage_is_left_out(acceptance) -> None:
-    tried = [mark.args[1] for mark in test_every_stage_runs_on_the_cpu.pytestmark if mark.name == "parametrize"]
-    assert {"doctor", *(stage for groups in tried for group in groups for stage in group)} == {
+    assert {"doctor", *(stage for stages in FIRST + OTHERS for stage in stages)} == {
         stage.name for stage in acceptance.STAGES
     }

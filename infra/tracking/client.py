@@ -45,7 +45,7 @@ def connect(uri: str) -> MlflowClient:
     for name in ("alembic", "mlflow.store.db.utils"):
         logging.getLogger(name).setLevel(logging.WARNING)
     _check(uri)
-    mlflow.set_tracking_uri(uri)  # the SQLite registry looks logged models up through the global address
+    _use_globally(uri)
     try:
         if not uri.startswith(SQLITE):
             return MlflowClient(uri, uri)
@@ -56,6 +56,20 @@ def connect(uri: str) -> MlflowClient:
         if isinstance(error, OperationalError) and "already exists" not in str(error):
             raise  # locked or full: a fault of the machine, not of a file whose making was interrupted
         raise Refusal(f"MLflow at {uri} cannot be used ({_first_line(error)}): {REMEDY}") from error
+
+
+def _use_globally(uri: str) -> None:
+    """The SQLite registry looks logged models up through the global address.
+
+    MLflow also writes that to the environment, where the next run of this process that names no address, and every
+    child, would take it for the operator's.
+    """
+    before = os.environ.get("MLFLOW_TRACKING_URI")
+    mlflow.set_tracking_uri(uri)
+    if before is None:
+        os.environ.pop("MLFLOW_TRACKING_URI", None)
+    else:
+        os.environ["MLFLOW_TRACKING_URI"] = before
 
 
 def _check(uri: str) -> None:

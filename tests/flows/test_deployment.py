@@ -212,6 +212,7 @@ def test_text_is_regenerated(stack: Any, submit: Callable[..., str], tiny_target
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_runs_share_no_gpu_and_wait_for_one(
     stack: Any, submit: Callable[..., str], until: Callable[..., None], tiny_target: TargetRecord

@@ -78,7 +78,7 @@ time.sleep(7200)
 """
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A Ray cluster that nobody damages."""
     with ray_cluster(tmp_path_factory.mktemp("ray"), MACHINES) as address:
@@ -193,7 +193,7 @@ def memory_folder() -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def slurm_cluster() -> Iterator[None]:
     """A Slurm cluster on loopback; what this process and its children start finds it."""
     missing = [name for name in SLURM_PROGRAMS if shutil.which(name) is None]

@@ -250,7 +250,7 @@ def p_value(counts: Tensor, law: Tensor) -> float:
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
-@pytest.mark.parametrize("rule", [ALL, pytest.param(NUCLEUS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rule", [ALL, pytest.param(NUCLEUS, marks=pytest.mark.long)])
 def test_three_tokens_follow_the_target(target, rule):
     sampling = Sampling(*rule, torch.Generator().manual_seed(1))
     assert p_value(draw(target, Disagreeing(target), sampling, DRAWS), target.law(*rule)) >= REJECTED
@@ -259,7 +259,7 @@ def test_three_tokens_follow_the_target(target, rule):
 @pytest.mark.parametrize(
     ("kind", "lookaheads", "rule", "draws"),
     [
-        pytest.param(Branching, TREES, ALL, DRAWS, marks=pytest.mark.slow),
+        pytest.param(Branching, TREES, ALL, DRAWS, marks=pytest.mark.long),
         (Branching, TREES, NUCLEUS, FEWER),
         (LikeliestTrees, LIKELIEST, ALL, FEWER),
         (LikeliestTrees, LIKELIEST, NUCLEUS, FEWER),

@@ -84,7 +84,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize(
-    "method", [name if name == "eagle3" else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
+    "method", [name if name == "eagle3" else pytest.param(name, marks=pytest.mark.long) for name in METHODS]
 )
 def test_a_training_on_a_device_follows_one_on_the_cpu(
     make_run, start, finished_run, accelerator, capsys, monkeypatch, method
@@ -119,7 +119,7 @@ def test_a_training_on_a_device_follows_one_on_the_cpu(
 
 
 @pytest.mark.parametrize(
-    "method", [name if name == "eagle3" else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
+    "method", [name if name == "eagle3" else pytest.param(name, marks=pytest.mark.long) for name in METHODS]
 )
 def test_the_host_hardly_waits_for_the_device(make_run, start, accelerator, monkeypatch, method) -> None:
     """From one micro-batch to the next: optimizer, averages and a progress line too, but no checkpoint."""

@@ -52,6 +52,7 @@ def test_an_active_prefix_cache(sglang_run: Callable[..., PreparedRun], engine_o
         engine.check_canary(TOKENS)
 
 
+@pytest.mark.long
 def test_a_plugin_that_did_not_attach(
     sglang_run: Callable[..., PreparedRun], engine_of: Callable[..., SGLangEngine]
 ) -> None:
@@ -71,6 +72,7 @@ def test_other_layers_than_the_run_s(
         engine.check_canary(TOKENS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -88,6 +90,7 @@ def test_settings_that_sglang_refuses(
         engine_of(sglang_run(*overrides))
 
 
+@pytest.mark.long
 def test_a_target_that_is_gone(
     sglang_run: Callable[..., PreparedRun], engine_of: Callable[..., SGLangEngine], tiny_target: TargetRecord
 ) -> None:
@@ -96,6 +99,7 @@ def test_a_target_that_is_gone(
         engine_of(sglang_run(target=gone))
 
 
+@pytest.mark.long
 def test_an_architecture_that_this_release_cannot_capture(
     sglang_run: Callable[..., PreparedRun],
     engine_of: Callable[..., SGLangEngine],

@@ -51,7 +51,10 @@ class Served:
     reference: TargetModel
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.long if "data parallel" in name else ()) for name in SETTINGS],
+)
 def served(
     request: pytest.FixtureRequest,
     sglang_run: Callable[..., PreparedRun],
