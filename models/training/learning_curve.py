@@ -14,6 +14,7 @@ import numpy as np
 
 from infra.files.lines import read_objects
 from infra.records.data_path import HELDOUT_LENGTH, MoreData
+from models.config.training import TrainingConfig
 
 EXPONENTS = np.geomspace(0.05, 2.0, 256)
 DRAWS, SEED = 4000, 20261125
@@ -44,13 +45,15 @@ def measured_points(metrics: Path) -> list[CurvePoint]:
     ]
 
 
-def more_data(metrics: Path, epochs: int) -> MoreData | None:
+def more_data(metrics: Path, training: TrainingConfig) -> MoreData | None:
     """The forecast for a finished run with these metrics; None where held-out text was not measured."""
     points = measured_points(metrics)
     if not points:
         return None
-    if epochs > 1:
+    if training.epochs > 1:
         return MoreData(why="the run passed over its text more than once, which new text does not do")
+    if training.start_from is not None:
+        return MoreData(why="training began with a draft that had learned before")
     return forecast(points)
 
 
@@ -60,7 +63,7 @@ def forecast(points: Sequence[CurvePoint], widest: float = WIDEST) -> MoreData:
     The band holds what would be measured on the same prompts: this run's scatter counts at both ends. Where it is wider
     than `widest` as a share of the present length, nothing is told.
     """
-    peak = max((place for place in range(len(points))), key=lambda place: points[place].rate, default=0)
+    peak = max(range(len(points)), key=lambda place: points[place].rate, default=0)
     used = points[peak:]  # the warm-up is no part of the curve
     if len(used) < LEAST_POINTS or used[-1].tokens < LEAST_SPAN * used[0].tokens:
         return MoreData(why=f"only {len(used)} measurements on held-out text after the warm-up")
@@ -112,9 +115,10 @@ def _fit(time: np.ndarray, length: np.ndarray, annealed: np.ndarray, exponent: f
     if annealed.max() > 0:
         columns.append(annealed)
     design = np.stack(columns, axis=1)
-    inverse = np.linalg.inv(design.T @ design)
-    best = inverse @ design.T @ length
+    orthogonal, triangle = np.linalg.qr(design)
+    spread = np.linalg.inv(triangle)
+    best = spread @ orthogonal.T @ length
     freedom = len(time) - len(columns)
     residual = float(((length - design @ best) ** 2).sum()) + 1e-12
-    log_weight = 0.5 * float(np.linalg.slogdet(inverse)[1]) - freedom / 2 * float(np.log(residual))
-    return _Fit(log_weight, best, np.linalg.cholesky(inverse), residual, freedom)
+    log_weight = float(np.linalg.slogdet(spread)[1]) - freedom / 2 * float(np.log(residual))
+    return _Fit(log_weight, best, spread, residual, freedom)

@@ -194,7 +194,7 @@ class DraftTrainer(Callback):
             checkpoint_stall_s=self.saver.stall_s / max(1, self.saver.saves),
             peak_gpu_bytes=peak_gpu_bytes,
             rates=progress.rates(),
-            more_data=more_data(self.run.folder.metrics, self.run.config.training.epochs),
+            more_data=more_data(self.run.folder.metrics, self.run.config.training),
         )
         write_atomically(self.run.folder.training, result)
         self.ledger.finish(self.resume.incarnation)

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from models.config.training import TrainingConfig
 from models.training.learning_curve import LEAST_POINTS, CurvePoint, forecast, more_data
 
 SCATTER = 0.01
@@ -80,11 +81,12 @@ def test_metrics_of_a_run(tmp_path: Path) -> None:
         for point in curve(3.0, 0.4, 0.5, 0.2, number=40, scatter=1e-3)
     ]
     metrics.write_text("".join(json.dumps(row) + "\n" for row in [{"tokens": 1, "learning_rate": 1.0}, *rows]))
-    found = more_data(metrics, epochs=1)
+    found = more_data(metrics, TrainingConfig())
     assert found is not None
     assert "tokens per verification step on held-out text (90 % confidence)" in found.in_words
-    again = more_data(metrics, epochs=2)
-    assert again is not None
-    assert "more than once" in again.why
+    for changed, why in (({"epochs": 2}, "more than once"), ({"start_from": "champion"}, "had learned before")):
+        again = more_data(metrics, TrainingConfig.model_validate(changed))
+        assert again is not None
+        assert why in again.why
     metrics.write_text('{"tokens": 1, "learning_rate": 1.0}\n')
-    assert more_data(metrics, epochs=1) is None
+    assert more_data(metrics, TrainingConfig()) is None
