@@ -12,7 +12,7 @@ COMMITTED = YEAR.parent / "results" / "year.json"
 WEEKS = 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_weeks_in_fast_motion(tmp_path: Path) -> None:
     result = tmp_path / "year.json"

@@ -178,7 +178,7 @@ def test_a_killed_command_leaves_nothing(tmp_path: Path, start_ui: Callable[[Pat
         until(lambda: not running(family), 1.0)  # the supervisors themselves are the last to go
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_server_that_dies_ends_the_command_with_the_end_of_its_log(
     home: Path, start_ui: Callable[[Path], Ui]
 ) -> None:
@@ -193,7 +193,7 @@ def test_a_server_that_dies_ends_the_command_with_the_end_of_its_log(
     assert not running(family)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_told_to_stop_while_it_starts_it_stops(tmp_path: Path, start_ui: Callable[[Path], Ui]) -> None:
     ui = start_ui(tmp_path)
     until((tmp_path / "runs" / ".ui" / "logs" / "prefect-server.log").exists, ENDED_S)

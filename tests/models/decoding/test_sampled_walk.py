@@ -99,7 +99,7 @@ def test_greedy_proposals_are_counted_as_by_the_rollout(loaded):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("law", [(0.7, 0.9), (1.0, 1.0)])
+@pytest.mark.parametrize("law", [(0.7, 0.9), pytest.param((1.0, 1.0), marks=pytest.mark.long)])
 def test_the_walk_is_real_sampled_decoding_in_law(benchmark, loaded, law):
     """Acceptance by position at several lookaheads, by both rules; walks by a wrong ratio are rejected."""
     setting = benchmark.Setting(loaded, PROMPTS, Sampling(law[0], law[1], torch.Generator().manual_seed(5)), 20, 100)

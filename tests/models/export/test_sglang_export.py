@@ -112,7 +112,7 @@ def test_an_overfit_draft_is_accepted_nearly_always_and_its_export_is_complete(o
     check_refusals(run.folder.export, Path(run.target.path), tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_overfit_dflash_draft_is_accepted_nearly_always(overfit, monkeypatch):
     run, target, text = overfit(DFLASH, "training.samples_per_step=2")
     monkeypatch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")

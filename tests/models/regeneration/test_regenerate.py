@@ -159,7 +159,7 @@ def test_tokens_are_refused(task_of: Callable[..., RunWithTarget]) -> None:
         pytest.param(
             ("generator.engine=sglang", "generator.sglang.data_parallel=2"),
             id="two copies in SGLang",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
     ],
 )

@@ -61,7 +61,7 @@ def undisturbed(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharded", ["false", "true"])
+@pytest.mark.parametrize("sharded", ["false", pytest.param("true", marks=pytest.mark.long)])
 def test_two_hosts_train_what_one_does(
     make_run: Callable[..., RunFolder],
     start: Callable[..., Any],

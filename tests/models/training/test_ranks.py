@@ -95,7 +95,9 @@ def test_ranks_and_accumulation_change_nothing(train: Callable[..., RunFolder]) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sharded", "ranks", "size"), [("false", 3, 1), ("true", 4, 2)])
+@pytest.mark.parametrize(
+    ("sharded", "ranks", "size"), [("false", 3, 1), pytest.param("true", 4, 2, marks=pytest.mark.long)]
+)
 def test_a_run_goes_on_with_another_number_of_ranks(
     train: Callable[..., RunFolder],
     make_run: Callable[..., RunFolder],
