@@ -3,7 +3,7 @@
 import random
 import socket
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
@@ -75,15 +75,18 @@ def interface_of(address: str) -> str:
     return next(name for name, found in psutil.net_if_addrs().items() if any(one.address == address for one in found))
 
 
-def is_foreign(port: int, processes: Iterable[int]) -> bool:
-    """Whether somebody listens at a port of this machine, and none of `processes`."""
+def is_foreign(port: int, processes: Callable[[], Iterable[int]]) -> bool:
+    """Whether somebody listens at a port of this machine, and none of `processes`.
+
+    They are asked for once somebody listens: of a list made before, a child that started meanwhile would be missing.
+    """
 
     def listens(connections: Iterable[Any]) -> bool:
         return any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in connections)
 
     if not listens(psutil.net_connections("tcp")):
         return False
-    for process in processes:
+    for process in processes():
         with suppress(psutil.Error):  # it has ended
             if listens(psutil.Process(process).net_connections("tcp")):
                 return False

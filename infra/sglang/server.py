@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from infra.network.health import trouble
@@ -78,7 +79,7 @@ class SGLangServer:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             self._check_start()
-            if is_foreign(port, descendants(self.process.pid)):
+            if is_foreign(port, partial(descendants, self.process.pid)):
                 raise ConnectionError(f"another program took port {port} before {self.process.role} listened there")
             self._leftovers.add_shared_memory(self.process.pid)
             if trouble(f"{self.address}/health", ANSWER_S, direct=True) is None:

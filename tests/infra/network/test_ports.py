@@ -3,6 +3,7 @@
 import os
 import socket
 
+import psutil
 import pytest
 
 from infra.network import ports
@@ -32,10 +33,30 @@ def test_who_listens() -> None:
     with socket.socket() as mine:
         mine.bind((ports.HOST, 0))
         port = mine.getsockname()[1]
-        assert not ports.is_foreign(port, [])
+        assert not ports.is_foreign(port, list)
         mine.listen()
-        assert not ports.is_foreign(port, [1, os.getpid()])
-        assert ports.is_foreign(port, [os.getppid(), 2**30])
+        assert not ports.is_foreign(port, lambda: [1, os.getpid()])
+        assert ports.is_foreign(port, lambda: [os.getppid(), 2**30])
+
+
+def test_processes_are_asked_for_after_somebody_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child that started and listened between the two would be a stranger."""
+    listed, order = psutil.net_connections, list[str]()
+
+    def look(kind: str) -> object:
+        order.append("looked")
+        return listed(kind)
+
+    def ask() -> list[int]:
+        order.append("asked")
+        return [os.getpid()]
+
+    monkeypatch.setattr(psutil, "net_connections", look)
+    with socket.socket() as mine:
+        mine.bind((ports.HOST, 0))
+        mine.listen()
+        assert not ports.is_foreign(mine.getsockname()[1], ask)
+    assert order == ["looked", "asked"]
 
 
 def test_the_next_free_port_is_taken_and_said() -> None:
