@@ -3,6 +3,8 @@
 import os
 import sys
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +26,19 @@ def runs_folder() -> Path:
 def tracking_uri() -> str:
     """MLflow's address: $MLFLOW_TRACKING_URI, or a SQLite file beside the run folders."""
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{runs_folder() / 'mlflow.db'}"
+
+
+@contextmanager
+def tracking_variable_kept() -> Iterator[None]:
+    """MLflow writes an address that it is given to $MLFLOW_TRACKING_URI, where the next run of this process that names
+    no address, and every child, would take it for the operator's; here the variable is put back."""
+    before = os.environ.get("MLFLOW_TRACKING_URI")
+    try:
+        yield
+    finally:
+        os.environ.pop("MLFLOW_TRACKING_URI", None)
+        if before is not None:
+            os.environ["MLFLOW_TRACKING_URI"] = before
 
 
 def tracking_database() -> str | None:

@@ -11,7 +11,7 @@ from infra.files.locks import hold
 from infra.network.health import trouble
 from infra.redaction import redacted
 from infra.refusal import Refusal
-from infra.settings import tracking_uri
+from infra.settings import tracking_uri, tracking_variable_kept
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
@@ -45,7 +45,8 @@ def connect(uri: str) -> MlflowClient:
     for name in ("alembic", "mlflow.store.db.utils"):
         logging.getLogger(name).setLevel(logging.WARNING)
     _check(uri)
-    _use_globally(uri)
+    with tracking_variable_kept():
+        mlflow.set_tracking_uri(uri)  # the SQLite registry looks logged models up through the global address
     try:
         if not uri.startswith(SQLITE):
             return MlflowClient(uri, uri)
@@ -56,20 +57,6 @@ def connect(uri: str) -> MlflowClient:
         if isinstance(error, OperationalError) and "already exists" not in str(error):
             raise  # locked or full: a fault of the machine, not of a file whose making was interrupted
         raise Refusal(f"MLflow at {uri} cannot be used ({_first_line(error)}): {REMEDY}") from error
-
-
-def _use_globally(uri: str) -> None:
-    """The SQLite registry looks logged models up through the global address.
-
-    MLflow also writes that to the environment, where the next run of this process that names no address, and every
-    child, would take it for the operator's.
-    """
-    before = os.environ.get("MLFLOW_TRACKING_URI")
-    mlflow.set_tracking_uri(uri)
-    if before is None:
-        os.environ.pop("MLFLOW_TRACKING_URI", None)
-    else:
-        os.environ["MLFLOW_TRACKING_URI"] = before
 
 
 def _check(uri: str) -> None:
