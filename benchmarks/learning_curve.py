@@ -2,9 +2,9 @@
 
     python benchmarks/learning_curve.py [--seeds 10] [--samples 800] [--work FOLDER]
 
-Each seed trains a draft on so many samples and another on twice as many, held-out acceptance measured every 20 steps.
-The forecast of the first (models/training/learning_curve.py) is compared with what the second came to. Started again
-with the same folder, it goes on.
+For each seed, one draft is trained on `--samples` samples and another on twice as many. Held-out acceptance is measured
+every 20 steps. The first run's forecast (models/training/learning_curve.py) is compared with what the second reached.
+Started again with the same folder, it goes on.
 """
 
 import argparse

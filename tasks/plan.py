@@ -5,6 +5,7 @@ No Prefect and no torch: `draftsmith retrain RECIPE --plan` answers at once.
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from infra.files.run_folder import RunFolder
@@ -132,13 +133,16 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
 
 def _learned(config: RunConfig) -> str:
     """What the latest finished run of this target and draft, in runs_folder(), says about more data; empty: none."""
+    recipe = config.model_dump(mode="json")
     for file in sorted(runs_folder().glob("*/config.json"), key=lambda file: file.stat().st_mtime, reverse=True):
-        folder, recipe = RunFolder(file.parent), config.model_dump(mode="json")
-        earlier = json.loads(file.read_text())
-        if folder.training.is_file() and all(earlier.get(part) == recipe[part] for part in ("target", "draft")):
-            trained = TrainingResult.read(folder.training)
-            if trained.more_data is not None:
-                return f"after {plural(trained.tokens, 'token')} in run {folder.name}: {trained.more_data.in_words}"
+        folder = RunFolder(file.parent)
+        # A run that is removed meanwhile, damaged or of another version says nothing, and must not end this one.
+        with suppress(OSError, ValueError):
+            earlier = json.loads(file.read_text())
+            if folder.training.is_file() and all(earlier.get(part) == recipe[part] for part in ("target", "draft")):
+                trained = TrainingResult.read(folder.training)
+                if trained.more_data is not None:
+                    return f"after {plural(trained.tokens, 'token')} in run {folder.name}: {trained.more_data.in_words}"
     return ""
 
 

@@ -111,6 +111,9 @@ def test_an_earlier_run_says_what_more_data_would_bring(
         write_atomically(tmp_path / name / "config.json", recipe)
         write_atomically(tmp_path / name / "training.json", trained.model_copy(update={"more_data": told}))
     write_atomically(tmp_path / "unfinished" / "config.json", mine)
+    write_atomically(tmp_path / "of another version" / "config.json", mine)
+    write_atomically(tmp_path / "of another version" / "training.json", '{"steps": 1, "forgotten": 2}')
+    write_atomically(tmp_path / "damaged" / "config.json", "{")
     told = verdicts(plan_recipe(mine))["Twice the data"]
     assert told == (
         "after 1,000 tokens in run mine: +0.08 to +0.12 tokens per verification step on held-out text (90 % confidence)"
