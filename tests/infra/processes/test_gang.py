@@ -37,7 +37,10 @@ def test_it_ends_well_when_all_have_and_the_first_one_speaks(tmp_path: Path) -> 
 
 def test_one_that_fails_takes_the_others_along_and_all_are_started_again(tmp_path: Path) -> None:
     done, others = tmp_path / "done", tmp_path / "pids"
-    scripts = (f"echo $$ >> {others}; [ -e {done} ] || sleep 600", f"[ -e {done} ] && exit; touch {done}; kill -9 $$")
+    scripts = (
+        f"echo $$ >> {others}; [ -e {done} ] || sleep 600",
+        f"[ -e {done} ] && exit; until [ -s {others} ]; do sleep 0.02; done; touch {done}; kill -9 $$",
+    )
     with closing(KeptProcess(lambda: gang(tmp_path, *scripts), backoff_s=0.05)) as kept:
         assert end(kept) == ["member-1 was killed by signal 9; restart 1 of 5 in 0.05 s"]
     first, second = map(int, others.read_text().split())
