@@ -54,6 +54,7 @@ def goodput_rows(result: BenchmarkResult) -> list[dict[str, str]]:
     rows, measured = [], result.goodput
     if measured is None:
         return []
+    trees = {tree.batch: tree for tree in measured.trees}
     for load in measured.by_load:
         plain = measured.draft.plain_at(load.batch).tokens_per_s
         row = {
@@ -67,6 +68,9 @@ def goodput_rows(result: BenchmarkResult) -> list[dict[str, str]]:
             row |= {"prompt lookup": figure(load.prompt_lookup)}
         if load.champion is not None:
             row |= {"champion": figure(load.champion), "its lookahead": str(load.champion_lookahead)}
+        if tree := trees.get(load.batch):
+            row |= {"best tree": f"{tree.depth} deep, top-k {tree.topk}, {plural(tree.tokens, 'token')}"}
+            row |= {"its tokens/s": figure(tree.tokens_per_s)}
         rows.append(row)
     return rows
 

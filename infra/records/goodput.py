@@ -85,6 +85,28 @@ class GoodputTable(Record):
         return next(row for row in self.rows if row.batch == batch and row.lookahead == 0)
 
 
+class TreeGoodput(Record):
+    """The dynamic tree (EAGLE-2, arXiv 2406.16858) of greatest predicted goodput at one load, and the best chain."""
+
+    batch: int
+    depth: int
+    topk: int
+    """Places of each depth that get children, and how many each."""
+    tokens: int
+    """Proposed tokens that are kept."""
+    tokens_per_step: float
+    step_s: float
+    tokens_per_s: float
+    """Tokens per second of all sequences."""
+    without: float
+    """Of the best that proposes no tree: a chain, or nothing."""
+
+    @property
+    def gain(self) -> float:
+        """Relative gain over the best that is no tree."""
+        return self.tokens_per_s / self.without - 1
+
+
 class GoodputAtLoad(Record):
     """Predicted goodput of two drafts at one load, each at its own best lookahead."""
 
@@ -125,6 +147,8 @@ class MeasuredGoodput(Record):
     champion: GoodputTable | None
     prompt_lookup: GoodputTable | None = None
     """Its proposals cost nothing here. None: not predicted."""
+    trees: tuple[TreeGoodput, ...] = ()
+    """One for each load, ascending; empty where no engine serves trees of such a draft, or they were not asked for."""
     target_times: tuple[StepTime, ...]
     """Measured times of verification."""
     draft_times: tuple[StepTime, ...]

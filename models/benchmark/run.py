@@ -19,6 +19,7 @@ from infra.records.acceptance import BenchmarkResult, GateEvidence, Ground, Requ
 from infra.records.benchmark_text import acceptance_rows, findings, goodput_rows, suite_findings
 from infra.records.data_path import TrainingResult
 from infra.records.goodput import MeasuredGoodput
+from models.benchmark.best_trees import with_trees
 from models.benchmark.categories import suite_result
 from models.benchmark.conditions import Counter, conditions
 from models.benchmark.contestants import Contestants, load_contestants
@@ -82,7 +83,10 @@ def _by_reference(
     contestants = load_contestants(Path(run.target.path), folders, DTYPES[run.config.benchmark_dtype])
     found = measure(contestants, config, prompts, run.config.seed, _logged(run))
     walks = found.traffic(promotion.traffic.sampling).by_rule(config.sampled_proposals)
-    goodput = measure_goodput(contestants, walks, config) if config.loads else None
+    goodput = None
+    if config.loads:
+        texts = found.traffic(promotion.traffic.sampling).texts
+        goodput = with_trees(measure_goodput(contestants, walks, config), contestants, config, prompts, texts)
     suites = [_suite(run, contestants, name, goodput) for name in promotion.suites]
     under = conditions(
         config, Counter.reference(contestants.target), target=run.target, draft=run.folder.export,

@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from infra.provenance import hardware
 from infra.records.goodput import CostFit, GoodputTable, MeasuredGoodput, StepTime
+from models.benchmark.best_trees import sizes_at
 from models.benchmark.contestants import Contestants, draft_of, same_build
 from models.benchmark.measure import CHAMPION, DRAFT, PROMPT_LOOKUP, DrawnWalk, Walk
 from models.config.benchmark import BenchmarkConfig
@@ -78,15 +79,20 @@ def time_steps(
     """
     # Two numbers of texts at least: a draft that is served in whole blocks has one lookahead only.
     batches = sorted({1, 2, *config.loads})
+    trees = bool(config.tree_topk) and any(draft_of(source).config.branches for source in sources)
+    # A draft that grows trees runs several rows of each text.
+    rows = sorted({*batches, *(load * topk for load in config.loads for topk in config.tree_topk if trees)})
     lookaheads = [_spread(servable(source, config)) for source in sources]
     originals = [next(at for at, other in enumerate(sources) if same_build(other, source)) for source in sources]
     built = sorted(set(originals))
-    texts = _Texts(target, config.prompt_tokens, max(batches))
+    texts = _Texts(target, config.prompt_tokens, max(batches), max(rows))
     # Prompt lookup is verified at any lookahead.
     verified = sorted({at + 1 for each in [*lookaheads, _spread(range(config.max_lookahead + 1))] for at in each})
-    groups: list[Steps] = [{(batch, tokens): texts.verify(batch, tokens) for batch in batches for tokens in verified}]
+    of_trees = [(load, size + 1) for load in config.loads for size in sizes_at(load, config)[3::3] if trees]
+    steps = sorted({*((batch, tokens) for batch in batches for tokens in verified), *of_trees})
+    groups: list[Steps] = [{step: texts.verify(*step) for step in steps}]
     for index in built:
-        proposed = [(batch, at) for batch in batches for at in lookaheads[index] if at]
+        proposed = [(batch, at) for batch in rows for at in lookaheads[index] if at]
         groups.append({(batch, at): texts.draft(sources[index], batch, at) for batch, at in proposed})
     with bars() as bar:
         target_times, *draft_times = _time(target, groups, bar("step costs", MOST_ROUNDS))
@@ -107,14 +113,15 @@ class _Texts:
         target: the target.
         length: tokens of each text that a step comes after.
         most: texts at once.
+        rows: rows of a draft at once.
     """
 
-    def __init__(self, target: TargetModel, length: int, most: int):
+    def __init__(self, target: TargetModel, length: int, most: int, rows: int):
         self.target, self.length = target, length
         generator = torch.Generator().manual_seed(0)
         vocabulary = len(target.head_weight)
         self.tokens = torch.randint(vocabulary, (most, length + 1), generator=generator).to(target.device)
-        self.row = torch.randint(vocabulary, (most + 1,), generator=generator).to(target.device)
+        self.row = torch.randint(vocabulary, (rows + 1,), generator=generator).to(target.device)
         self.aux = target.forward(self.row[None, :-1]).aux[0]
 
     def verify(self, batch: int, tokens: int) -> Callable[[], object]:

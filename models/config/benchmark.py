@@ -43,6 +43,11 @@ class BenchmarkConfig(StrictConfig):
         description="Batch sizes for which goodput is predicted from measured step costs, and serving settings are "
         "written; static settings are for the first one. [] skips both.",
     )
+    tree_topk: tuple[Annotated[int, Field(ge=2, le=16)], ...] = Field(
+        default=(2, 4),
+        description="Top-k of the dynamic trees that are compared with chains at all of `loads`, for drafts whose "
+        "trees SGLang serves (EAGLE-3); depths go up to `max_lookahead`. [] compares none.",
+    )
     batch_size: Count = Field(default=16, description="Continuations that are generated together.")
     compute_dtype: Literal["float32", "bfloat16"] | None = Field(
         default=None,

@@ -23,7 +23,8 @@ class MethodConfig(StrictConfig):
     """Whether ranks can share a sample in training (`training.context_parallel_size`)."""
     adaptive: ClassVar[bool] = False
     """Whether SGLang can change the lookahead of such a draft while serving (`--speculative-adaptive`)."""
-
+    branches: ClassVar[bool] = False
+    """Whether SGLang can verify dynamic trees of such a draft (`tree_arguments`)."""
     engine_dtype: ClassVar[str | None] = None
     """The only data type in which SGLang serves such drafts; None: every."""
 
@@ -48,6 +49,10 @@ class MethodConfig(StrictConfig):
 
         Only called for drafts whose `engine_config` is not None.
         """
+        raise NotImplementedError
+
+    def tree_arguments(self, depth: int, topk: int, tokens: int) -> list[str]:
+        """SGLang's arguments for dynamic trees (see `TreeGoodput`); only called where `branches`."""
         raise NotImplementedError
 
     def dtype_arguments(self, dtype: str) -> list[str]:

@@ -66,6 +66,7 @@ class Eagle3Config(LossChoice, VocabularyChoice, LayerShape):
     title: ClassVar[str] = "EAGLE-3"
     training_only: ClassVar[frozenset[str]] = LOSS_FIELDS | {"ttt_steps", "ttt_decay", "ttt_weights"}
     adaptive: ClassVar[bool] = True
+    branches: ClassVar[bool] = True
 
     method: Literal["eagle3"] = Field(default="eagle3", description="Draft method.")
     hidden_size: int | None = Field(
@@ -258,10 +259,12 @@ class Eagle3Config(LossChoice, VocabularyChoice, LayerShape):
         )
 
     def engine_arguments(self, lookahead: int) -> list[str]:
-        """SGLang's arguments for a chain. SGLang counts the last known token among the draft tokens."""
-        command = ["--speculative-algorithm", "EAGLE3", "--speculative-eagle-topk", "1"]
-        command += ["--speculative-num-steps", str(lookahead)]
-        command += ["--speculative-num-draft-tokens", str(lookahead + 1)]
+        return self.tree_arguments(lookahead, 1, lookahead)
+
+    def tree_arguments(self, depth: int, topk: int, tokens: int) -> list[str]:
+        """See `MethodConfig.tree_arguments`. SGLang counts the last known token among the draft tokens."""
+        command = ["--speculative-algorithm", "EAGLE3", "--speculative-eagle-topk", str(topk)]
+        command += ["--speculative-num-steps", str(depth), "--speculative-num-draft-tokens", str(tokens + 1)]
         window = self.windows[0]
         # SGLang counts the keys before a row's own.
         return command if window is None else [*command, "--speculative-draft-window-size", str(window - 1)]

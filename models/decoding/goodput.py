@@ -81,6 +81,14 @@ class FittedCosts:
         drafting = self.draft.seconds(batch, lookahead) if lookahead else 0.0
         return self.target.seconds(batch, lookahead + 1) + drafting
 
+    def tree_seconds(self, batch: int, depth: int, topk: int, tokens: int) -> float:
+        """Time of a step of `batch` texts with dynamic trees: below the first depth a draft runs `topk` rows of each.
+
+        Choosing places is left out: engines do it in a few small kernels.
+        """
+        below = self.draft.seconds(batch * topk, depth) - self.draft.seconds(batch * topk, 1)
+        return self.target.seconds(batch, tokens + 1) + self.draft.seconds(batch, 1) + below
+
 
 def rates_of(acceptance: Acceptance) -> tuple[float, ...]:
     """Acceptance by position, up to the last position that was proposed."""

@@ -143,6 +143,27 @@ class DrawingSource(RolloutSource, Protocol):
         ...
 
 
+@runtime_checkable
+class BranchingSource(DrawingSource, Protocol):
+    """A source whose dynamic trees an engine can serve."""
+
+    def ranks_along(self, texts: PackedTexts, rows: Tensor, topk: int, depth: int) -> Tensor:
+        """Where the text's own tokens stand in dynamic trees that grow from many positions of finished texts.
+
+        Args:
+            texts: all texts.
+            rows: `[n]` int64, the wanted ones, ascending, of each text one after the other; trees of a row grow after
+                the token that follows it.
+            topk: places of each depth that get children, and how many each.
+            depth: D, of the deepest tree.
+
+        Returns:
+            `[n, D, D]` int64. In trees of depth d + 1, the text's own token j + 1 has rank `[:, d, j]` among all
+            places, the likeliest path first: trees that keep more tokens hold it. `ABSENT` where none does.
+        """
+        ...
+
+
 class Choice:
     """How the rows of a batch choose their chains' tokens: the likeliest ones, or each drawn by its own generator.
 

@@ -20,6 +20,8 @@ ROOT = -1
 """The last emitted token, from which a tree grows."""
 NO_PROPOSAL = -1
 """Stands where a source has nothing to propose; neither it nor anything after it is verified or accepted."""
+ABSENT = -1
+"""Stands for a token that a tree does not hold."""
 
 
 @dataclass(frozen=True)

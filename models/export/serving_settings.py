@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.files.atomic import write_atomically
-from infra.records.goodput import GoodputTable, MeasuredGoodput
+from infra.records.goodput import GoodputTable, MeasuredGoodput, TreeGoodput
 from models.config.draft_base import MethodConfig
 from models.decoding.goodput import FittedCosts, predict
 from models.export.description import read_description
@@ -56,7 +56,8 @@ def sglang(found: MeasuredGoodput, config: MethodConfig, dtype: str) -> dict[str
     """SGLang's arguments, but for the paths of the models and of the adaptive configuration.
 
     `arguments` propose the best number of tokens at the main load, `adaptive_arguments` as many as pay at each load;
-    no arguments (0 proposals): the target alone is faster. `dtype`: of the draft's weights.
+    no arguments (0 proposals): the target alone is faster. `trees`: at the loads where trees are expected to give more.
+    `dtype`: of the draft's weights.
     """
 
     def arguments(lookahead: int) -> list[str]:
@@ -70,7 +71,18 @@ def sglang(found: MeasuredGoodput, config: MethodConfig, dtype: str) -> dict[str
         candidates = sorted({at for slot in adaptive.values() for at in slot["candidate_steps"] if at})
         start = lookahead if lookahead in candidates else candidates[0]
         settings["adaptive_arguments"] = [*arguments(start), "--speculative-adaptive"]
+    own_dtype = config.dtype_arguments(dtype)
+    settings["trees"] = [
+        {"load": tree.batch, "gain": round(tree.gain, 4), "arguments": [*tree_arguments(config, tree), *own_dtype]}
+        for tree in found.trees
+        if tree.gain > 0
+    ]
     return settings
+
+
+def tree_arguments(config: MethodConfig, tree: TreeGoodput) -> list[str]:
+    """SGLang's arguments for a tree."""
+    return config.tree_arguments(tree.depth, tree.topk, tree.tokens)
 
 
 def sglang_adaptive(table: GoodputTable, config: MethodConfig) -> dict[str, Any] | None:

@@ -22,6 +22,7 @@ from models.drafts.batched_proposer import PackedTexts
 from models.drafts.chains import chain_loss
 from models.drafts.context import ContextShare
 from models.drafts.eagle3.attention import Earlier, step_attention
+from models.drafts.eagle3.branches import ranks_along
 from models.drafts.eagle3.engines import sglang_config, sglang_obstacles, speculators_config
 from models.drafts.eagle3.layers import Eagle3Layer, Eagle3Weights
 from models.drafts.eagle3.proposer import Eagle3Proposer
@@ -236,6 +237,10 @@ class Eagle3Draft(Draft):
         count = len(texts.following)
         outputs = self.unroll(text[:count], texts.aux, lengths, lookahead, lambda step, _: text[step : step + count])
         return (self.logits(normed[rows]) for normed in outputs)
+
+    def ranks_along(self, texts: PackedTexts, rows: Tensor, topk: int, depth: int) -> Tensor:
+        """See `BranchingSource.ranks_along`."""
+        return ranks_along(self, texts, rows, topk, depth)
 
     def logits(self, normed: Tensor) -> Tensor:
         """`[N, Vd]` over the draft vocabulary from normed hidden states `[N, H]`."""

@@ -1,7 +1,7 @@
 """EAGLE-3 while decoding: chains and trees for several texts, with the draft's own key-value caches.
 
 A tree (EAGLE-2, arXiv 2406.16858) runs through the layers one depth at a time: every place attends to the verified rows
-and to the places on its own path. Trees grow text by text.
+and to the places on its own path. Dynamic trees of all texts grow together, static ones text by text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from models.drafts.batched_proposer import Choice, Turn
 from models.drafts.cache import CachedProposer, RaggedCache
-from models.drafts.trees import ROOT, Candidates, Growing, Tree, children, grow
+from models.drafts.growing_trees import GrowingTrees
+from models.drafts.trees import ROOT, Candidates, DynamicTree, Growing, Tree, children, grow
 
 if TYPE_CHECKING:
     from models.drafts.eagle3.module import Eagle3Draft
@@ -45,10 +46,15 @@ class Eagle3Proposer(CachedProposer):
                 fed_back = normed if draft.config.norm_output else hidden
                 hidden = self.step(tokens.unsqueeze(1), fed_back, positions + offset, columns + offset + 1)
         chains = choice.chains()
-        return {
-            row: chains[row] if isinstance(turn.shape, int) else self._tree(row, newest[row], turn)
-            for row, turn in turns.items()
-        }
+        shapes = {turn.shape for turn in turns.values() if isinstance(turn.shape, DynamicTree)}
+        grown = {shape: self._dynamic(newest, shape) for shape in shapes}
+
+        def proposed(row: int, turn: Turn) -> Tree:
+            if isinstance(turn.shape, DynamicTree):
+                return grown[turn.shape][row]
+            return chains[row] if isinstance(turn.shape, int) else self._static(row, newest[row], turn)
+
+        return {row: proposed(row, turn) for row, turn in turns.items()}
 
     def _catch_up(self, turns: Mapping[int, Turn]) -> Tensor:
         """Take in the verified positions that are new; the raw hidden state `[B, H]` of each row's last one.
@@ -104,7 +110,38 @@ class Eagle3Proposer(CachedProposer):
             hidden = layer.finish(hidden, attended.flatten(0, 1), weights)
         return hidden
 
-    def _tree(self, row: int, newest: Tensor, turn: Turn) -> Tree:
+    def _dynamic(self, newest: Tensor, shape: DynamicTree) -> list[Tree]:
+        """The trees of all rows. Keys of places go to the columns behind the verified ones, for the time being."""
+        draft, lengths = self.draft, torch.tensor(self.lengths, device=newest.device).unsqueeze(1)
+        trees, raw = GrowingTrees(len(newest), shape.topk, newest.device), newest.unsqueeze(1)
+        slots, paths = torch.arange(shape.topk, device=newest.device), torch.empty(0)
+        for depth in range(1, shape.depth + 1):
+            normed = draft.norm(raw)
+            trees.add(normed, draft.logits, draft.target_ids)
+            if depth == shape.depth:
+                break
+            beams, fed_back = trees.descend(), normed if draft.config.norm_output else raw
+            before = fed_back.take_along_dim(beams.parents.unsqueeze(-1), dim=1)
+            places = lengths + (depth - 1) * shape.topk + slots
+            own = places.unsqueeze(-1)
+            paths = own if depth == 1 else torch.cat([paths.take_along_dim(beams.parents.unsqueeze(-1), 1), own], -1)
+            visible = {w: self._sight(lengths, paths, depth, shape, w) for w in set(draft.config.windows)}
+            positions = (lengths + depth - 1).expand_as(places)
+            hidden = self.run(self.caches, beams.tokens, before.flatten(0, 1), positions, places, visible)
+            raw = hidden.unflatten(0, places.shape)
+        return trees.kept(shape.tokens)
+
+    def _sight(self, lengths: Tensor, paths: Tensor, depth: int, shape: DynamicTree, window: int | None) -> Tensor:
+        """`[B, topk, S]` bool: what places of one depth see through a window, `paths` `[B, topk, depth]` of columns."""
+        column = torch.arange(max(self.lengths) + depth * shape.topk, device=paths.device)
+        verified = column < lengths
+        if window is not None:
+            verified &= column >= lengths + depth - window
+        verified = verified.unsqueeze(1).expand(-1, paths.shape[1], -1)
+        seen = paths if window is None else paths[..., -window:]
+        return verified.scatter(-1, seen, True)
+
+    def _static(self, row: int, newest: Tensor, turn: Turn) -> Tree:
         assert not isinstance(turn.shape, int)
         draft, shape, branches = self.draft, turn.shape, _Branches(self, row, newest)
 

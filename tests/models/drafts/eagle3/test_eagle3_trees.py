@@ -5,20 +5,21 @@ import torch
 from torch import Tensor
 
 from models.config.eagle3 import Eagle3Config
+from models.drafts.batched_proposer import PackedTexts
 from models.drafts.eagle3.module import Eagle3Draft
 from models.drafts.sampling import GREEDY, Sampling
-from models.drafts.trees import DynamicTree, StaticTree, Tree
+from models.drafts.trees import ABSENT, DynamicTree, StaticTree, Tree
 from models.drafts.vocabulary import DraftVocabulary
 
 HIDDEN, TARGET_VOCABULARY, AUX = 12, 40, (0, 2)
 FULL = ["full_attention"]
 
 
-def make_draft(**changes) -> Eagle3Draft:
+def make_draft(known: int = 24, **changes) -> Eagle3Draft:
     torch.manual_seed(3)
     heads = {} if "mla" in changes else {"num_kv_heads": 2, "head_dim": 8}
-    config = Eagle3Config(**{"vocab_size": 24, "num_heads": 4, "intermediate_size": 20} | heads | changes)
-    ids = torch.randperm(TARGET_VOCABULARY)[:24].sort().values
+    config = Eagle3Config(**{"vocab_size": known, "num_heads": 4, "intermediate_size": 20} | heads | changes)
+    ids = torch.randperm(TARGET_VOCABULARY)[:known].sort().values
     draft = Eagle3Draft(config, torch.randn(TARGET_VOCABULARY, HIDDEN), DraftVocabulary(ids, TARGET_VOCABULARY), AUX)
     for parameter in draft.parameters():
         if parameter.ndim > 1:
@@ -107,3 +108,36 @@ def test_sampled_trees_state_what_siblings_were_drawn_from(sequence, aux, alone)
         expected[[each[-1] for each in paths[:node] if each[:-1] == path[:-1]]] = 0
         assert torch.allclose(stated[node], expected / expected.sum(), atol=1e-5)
         assert stated[node, path[-1]] > 0
+
+
+def held(tree: Tree, following: list[int]) -> int:
+    """How many of the following tokens a tree holds, one below the other."""
+    paths = set(paths_of(tree))
+    return sum(tuple(following[: count + 1]) in paths for count in range(len(following)))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_ranks_along_texts_say_what_every_tree_would_have_held(variant, alone):
+    """Ragged texts, of which the last few tokens are wanted; what the draft does not know is never held."""
+    draft, topk, depth = make_draft(known=16, **variant), 3, 3
+    generator = torch.Generator().manual_seed(5)
+    texts = [draft.target_ids[torch.randint(16, (length,), generator=generator)] for length in (24, 3, 18)]
+    texts[2][11] = next(token for token in range(TARGET_VOCABULARY) if token not in draft.target_ids)
+    aux = [torch.randn(len(text) - 1, len(AUX) * HIDDEN, generator=generator) for text in texts]
+    packed = PackedTexts.of([text[1:] for text in texts], aux)
+    rows = [*range(3, 23), *range(23, 25), *range(30, 42)]
+    ranks = draft.ranks_along(packed, torch.tensor(rows), topk, depth)
+    assert ranks.shape == (len(rows), depth, depth)
+    places = [(text, row) for text, length in enumerate(packed.lengths) for row in range(length)]
+    seen = 0
+    for found, (text, row) in zip(ranks, [places[row] for row in rows], strict=True):
+        for deepest, tokens in [(1, 2), (2, 3), (2, 7), (3, 5), (3, 12), (3, 21)]:
+            shape = DynamicTree(deepest, topk, tokens)
+            tree = alone(draft).propose_tree(texts[text][: row + 2], aux[text][: row + 1], shape, GREEDY)
+            own = found[deepest - 1, :deepest]
+            in_tree = int(((own != ABSENT) & (own < tokens)).sum())
+            assert in_tree == held(tree, texts[text][row + 2 : row + 2 + deepest].tolist())
+            seen += in_tree
+        assert (found[torch.ones_like(found, dtype=torch.bool).triu(1)] == ABSENT).all()
+    assert seen > 5
