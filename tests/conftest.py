@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from infra.config import TransportConfig
 from infra.files.atomic import write_atomically
 from infra.files.run_folder import RunFolder
 from infra.network.health import trouble
-from infra.network.ports import HOST, any_free_port
+from infra.network.ports import HOST, reserved_port
 from infra.pools.local import LocalPool
 from infra.processes.process import Owner
 from infra.processes.process import start as start_process
@@ -172,9 +172,16 @@ def mooncake_store() -> Iterator[StoreRecord]:
 
 
 @pytest.fixture(scope="session")
-def s3_bucket() -> Iterator[str]:
+def s3_port() -> Iterator[int]:
+    """Nobody takes it before the server, whose start may take long, has bound it."""
+    with reserved_port() as (port, _):
+        yield port
+
+
+@pytest.fixture(scope="session")
+def s3_bucket(s3_port: int) -> Iterator[str]:
     """URL of an empty bucket on an S3 server of our own; this process and its children are let in."""
-    port = any_free_port()
+    port = s3_port
     command = [sys.executable, "-m", "moto.server", "-H", HOST, "-p", str(port)]
     access = {
         "AWS_ENDPOINT_URL": f"http://{HOST}:{port}",
@@ -186,9 +193,10 @@ def s3_bucket() -> Iterator[str]:
         for name, value in access.items():
             patch.setenv(name, value)
         server = start_process("s3", command, Owner("tests", folder / "logs"), grace_s=1.0)
-        deadline = time.monotonic() + 60
-        while trouble(f"http://{HOST}:{port}/moto-api/", 2.0, direct=True) and time.monotonic() < deadline:
+        deadline = time.monotonic() + 300
+        while why := trouble(f"http://{HOST}:{port}/moto-api/", 10.0, direct=True):
             server.check()
+            assert time.monotonic() < deadline, why
             time.sleep(0.1)
         fsspec.filesystem("s3").mkdir("draftsmith-tests")
         yield "s3://draftsmith-tests"
@@ -260,7 +268,7 @@ def processes() -> Iterator[Start]:
         for process in started:
             if process.poll() is None:
                 process.kill()
-                print(*process.args[2:], "was still there:", process.communicate(timeout=30)[0])
+                print(*process.args[2:], "was still there:", process.communicate(timeout=120)[0])
 
 
 @pytest.fixture
@@ -277,7 +285,8 @@ def kill_tree() -> Callable[[int], None]:
     def kill(pid: int) -> None:
         process = psutil.Process(pid)
         for one in [process, *process.children(recursive=True)]:
-            one.kill()
+            with suppress(psutil.NoSuchProcess):  # it died with its parent
+                one.kill()
 
     return kill
 

@@ -11,7 +11,8 @@ import pytest
 from infra.records.data_path import TargetRecord
 
 ROOT = Path(__file__).parents[1]
-SAMPLES = 120
+SAMPLES = 300
+"""So many that steps are left for the last fault where whoever strikes has to wait for a core."""
 PLAN = (
     "arena: kill generator, stop rank, lose ledger, kill generator and rank",
     "mooncake: kill master, kill store, kill postgres, clock back",

@@ -388,7 +388,7 @@ def draftsmith(tmp_path: Path, *arguments: str, **environment: str) -> str:
     command = [sys.executable, "-c", "from flows.command_line import main; main()", *arguments]
     variables = os.environ | {"DRAFTSMITH_RUNS": str(tmp_path / "runs"), "PREFECT_HOME": str(tmp_path / "prefect")}
     ended = subprocess.run(
-        command, cwd=ROOT, env=variables | environment, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=ROOT, env=variables | environment, capture_output=True, text=True, timeout=400, check=False
     )
     assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
     assert "Traceback" not in ended.stderr

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,19 +14,15 @@ from typing import Any
 import httpx
 import pytest
 
+from infra.network.ports import reserved_port
+
 ROOT = Path(__file__).parents[2]
 PREFECT = [sys.executable, "-m", "prefect"]
 WAIT_S = 480.0
-BUSY_S = 60.0
+BUSY_S = 300.0
 LOOK_S = 1.0
 """Looking costs the server, and all processes are on the same few cores."""
 ENDED = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager
@@ -46,7 +41,7 @@ def running(command: list[str], environment: dict[str, str], log: Path) -> Itera
             process.wait(30)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait(30)
+            process.wait(120)
 
 
 @dataclass
@@ -70,7 +65,7 @@ class Stack:
 
     def prefect(self, *arguments: str) -> None:
         ended = subprocess.run(
-            [*PREFECT, *arguments], cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=120,
+            [*PREFECT, *arguments], cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=WAIT_S,
             check=False,
         )  # fmt: skip
         assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -123,18 +118,24 @@ def until_fixture() -> Callable[..., None]:
 
 
 @pytest.fixture(scope="session")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def server_port() -> Iterator[int]:
+    """Nobody takes it before the server, whose start may take a minute, has bound it."""
+    with reserved_port() as (port, _):
+        yield port
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory, server_port: int) -> Iterator[Stack]:
     """A server, with prefect.yaml deployed; no worker."""
     home = tmp_path_factory.mktemp("prefect")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
-    port = free_port()
     found = Stack(
         home,
         inherited
         | {
             "PWD": str(ROOT),
             "PREFECT_HOME": str(home / "prefect"),
-            "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
+            "PREFECT_API_URL": f"http://127.0.0.1:{server_port}/api",
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "DO_NOT_TRACK": "1",
             "PREFECT_SERVER_UI_ENABLED": "false",
@@ -145,7 +146,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         },
     )
     found.memory.mkdir()
-    server = [*PREFECT, "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    server = [*PREFECT, "server", "start", "--host", "127.0.0.1", "--port", str(server_port)]
     with running(server, found.environment, home / "server.log"):
         until(lambda: _healthy(found.api), "for the server")
         for pool in ("draftsmith", "draftsmith-recovery"):

@@ -33,7 +33,7 @@ def draftsmith(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "DRAFTSMITH_RUNS": str(home / "runs"), "COLUMNS": "160", "NO_COLOR": "1"}
     environment.pop("MLFLOW_TRACKING_URI", None)
     command = [sys.executable, "-c", "from flows.command_line import main; main()", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False)
 
 
 def refusal(home: Path, *arguments: str) -> str:
@@ -54,7 +54,7 @@ heavy = {"torch", "prefect", "mlflow", "transformers", "lightning", "pandas"} & 
 assert not heavy, heavy
 """
     subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, timeout=60, check=True, env={**os.environ, "COLUMNS": "160"}
+        [sys.executable, "-c", script], cwd=ROOT, timeout=300, check=True, env={**os.environ, "COLUMNS": "160"}
     )
 
 
@@ -82,7 +82,7 @@ heavy = {"torch", "prefect", "mlflow", "transformers", "lightning", "numpy"} & s
 assert not heavy, heavy
 """
     subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, timeout=60, check=True, env={**os.environ, "COLUMNS": "160"}
+        [sys.executable, "-c", script], cwd=ROOT, timeout=300, check=True, env={**os.environ, "COLUMNS": "160"}
     )
 
 

@@ -34,6 +34,7 @@ from tasks.run import OpenRun
 ROOT = Path(__file__).parents[2]
 ROLLBACK = "roll a draft back that serves badly"
 FLOWS = 6
+WAIT_S = 300.0
 STEPS, SAMPLES_PER_STEP = 160, 4
 SMALL = [
     "data.max_tokens=64",
@@ -237,8 +238,8 @@ def test_flows_that_create_a_limit_at_the_same_time_share_it(stack: Any) -> None
 
     def enter(limit: str) -> None:
         with temporary_settings({PREFECT_API_URL: stack.api}):
-            together.wait(60)
-            with occupy(limit, 1, FLOWS, 60.0):
+            together.wait(WAIT_S)
+            with occupy(limit, 1, FLOWS, WAIT_S):
                 pass
 
     for round_ in range(5):
@@ -246,16 +247,18 @@ def test_flows_that_create_a_limit_at_the_same_time_share_it(stack: Any) -> None
             list(threads.map(enter, [f"shared-{round_}"] * FLOWS))
 
 
-def test_only_one_run_trains_a_draft_at_a_time(stack: Any, tmp_path: Path) -> None:
-    def run(draft: str) -> OpenRun:
-        settings = [f"tracking.registered_model={draft}", "pools.wait_hours=0.0003"]
+def test_only_one_run_trains_a_draft_at_a_time(stack: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tasks.pools.LEASE_S", 3600.0)  # it must not run out while this process gets no core
+
+    def run(draft: str, wait_s: float = WAIT_S) -> OpenRun:
+        settings = [f"tracking.registered_model={draft}", f"pools.wait_hours={wait_s / 3600}"]
         return OpenRun(load_recipe(ROOT / "recipes/tiny.yaml", settings), RunFolder(tmp_path), Owner("x", tmp_path))
 
     with temporary_settings({PREFECT_API_URL: stack.api}), only_training_of_its_draft(run("draft-a")):
         with only_training_of_its_draft(run("draft-b")):
             pass
         with pytest.raises((TimeoutError, ConcurrencySlotAcquisitionError)):
-            with only_training_of_its_draft(run("draft-a")):
+            with only_training_of_its_draft(run("draft-a", wait_s=1.0)):
                 raise AssertionError("two runs train one draft")
 
 

@@ -18,6 +18,7 @@ from infra.records.data_path import TargetRecord
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-c", "from flows.command_line import main; main()"]
 WAIT_S = 400.0
+OPENED = "run folder: "
 SMALL = [
     "data.max_samples=40",
     "training.max_steps=2",
@@ -44,15 +45,27 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def interrupt(tmp_path: Path, environment: dict[str, str]) -> Callable[[list[str], str], None]:
-    """Runs a command until the run holds a file, or one of its processes runs a module, and then presses Ctrl-C."""
+def interrupt(tmp_path: Path, environment: dict[str, str]) -> Callable[..., None]:
+    """Runs a command until a process of the run runs a module, or the run holds a file, and then presses Ctrl-C.
 
-    def run(arguments: list[str], point: str) -> None:
+    The module leaves the file: its process may come and go while this one gets no core.
+    """
+
+    def run(arguments: list[str], module: str, file: str) -> None:
         log = tmp_path / "output.txt"
         with log.open("a") as output:
+            before = output.tell()
             process = subprocess.Popen([*COMMAND, *arguments], cwd=ROOT, env=environment, stdout=output, stderr=output)
         deadline = time.monotonic() + WAIT_S
-        while not list((tmp_path / "runs").glob(f"tiny-*/{point}")) and not runs_module(process.pid, point):
+
+        def reached() -> bool:
+            if module and runs_module(process.pid, module):
+                return True
+            # An earlier command may have left the file: this one must have come as far as its run.
+            came = file == "config.json" or OPENED in log.read_text()[before:]
+            return came and any((tmp_path / "runs").glob(f"tiny-*/{file}"))
+
+        while not reached():
             assert process.poll() is None, log.read_text()[-4000:]
             assert time.monotonic() < deadline, "waited in vain"
             time.sleep(0.02)
@@ -83,11 +96,16 @@ def told_to(environment: dict[str, str]) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_a_run_that_was_interrupted_early_is_resumed_as_status_says(
-    tmp_path: Path, environment: dict[str, str], interrupt: Callable[[list[str], str], None], tiny_target: TargetRecord
+    tmp_path: Path, environment: dict[str, str], interrupt: Callable[..., None], tiny_target: TargetRecord
 ) -> None:
     arguments = ["retrain", "recipes/tiny.yaml", *SMALL]
-    for point in ("config.json", "models.targets.prepare", "models.data.prepare", "ledger.sqlite"):
-        interrupt(arguments, point)
+    for module, file in (
+        ("", "config.json"),
+        ("models.targets.prepare", "target.json"),
+        ("models.data.prepare", "samples.json"),
+        ("", "ledger.sqlite"),
+    ):
+        interrupt(arguments, module, file)
         arguments = told_to(environment)
     ended = subprocess.run(
         [*COMMAND, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False

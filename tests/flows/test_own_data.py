@@ -43,7 +43,12 @@ def test_three_lines_train_a_draft_from_a_file_with_broken_lines(tiny_target: Ta
     (tmp_path / "talk.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "own.yaml").write_text("name: own\ntarget: {name: chat}\ndata: {source: talk.jsonl}\n")
     command = [sys.executable, "-c", "from flows.command_line import main; main()", "retrain", "own.yaml", *QUICK]
-    environment = {**os.environ, "DRAFTSMITH_RUNS": str(tmp_path / "runs"), "PYTHONPATH": str(ROOT)}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+    environment = inherited | {
+        "DRAFTSMITH_RUNS": str(tmp_path / "runs"),
+        "PREFECT_HOME": str(tmp_path / "prefect"),  # a database of its own: servers of others lock the user's
+        "PYTHONPATH": str(ROOT),
+    }
     ended = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False
     )

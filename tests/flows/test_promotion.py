@@ -166,8 +166,9 @@ def moved_by_hand(
     client, before = connect(uri), len(history(uri, DRAFT))
     client.delete_model_version_tag(DRAFT, str(version), registry.SMOKE_TEST)
     client.set_registered_model_alias(DRAFT, "champion", str(version))
-    flow_run = start("reconcile", draft=DRAFT, tracking_uri=uri)
-    stack.wait_for(flow_run)  # cancelled where the schedule was a moment earlier
+    # Cancelled while one by schedule runs, which may have looked before the alias moved.
+    while stack.wait_for(start("reconcile", draft=DRAFT, tracking_uri=uri))["state"]["type"] == "CANCELLED":
+        continue
     until(lambda: history(uri, DRAFT)[before:] and State.read(client, DRAFT).change is None, "for the smoke test")
     assert registry.SMOKE_TEST in registry.find_version(uri, DRAFT, version).tags
     return [(one.version, one.outcome, one.by) for one in history(uri, DRAFT)[before:]]
@@ -197,8 +198,10 @@ def withdraw(stack: Any, until: Callable[..., None]) -> None:
     reason = {"draft": DRAFT, "version": 1, "reason": "it serves badly"}
     occurred = datetime.now(UTC).isoformat()
     event = {"id": str(uuid4()), "occurred": occurred, "event": DEGRADED, "resource": RESOURCE, "payload": reason}
-    httpx.post(f"{stack.api}/events", json=[event], timeout=60).raise_for_status()
-    until(lambda: champion(stack) is None, "for the rollback")
-    decision = history(tracked(stack).uri, DRAFT)[-1]
+    httpx.post(f"{stack.api}/events", json=[event], timeout=300).raise_for_status()
+    uri = tracked(stack).uri
+    # The alias moves before the history is written; the change is over when its record is gone.
+    until(lambda: champion(stack) is None and State.read(connect(uri), DRAFT).change is None, "for the rollback")
+    decision = history(uri, DRAFT)[-1]
     assert (decision.version, decision.outcome, decision.by) == (1, "rolled back", "served traffic")
     assert decision.reason == "it serves badly"

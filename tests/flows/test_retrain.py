@@ -18,6 +18,7 @@ import pytest
 import sqlalchemy as sa
 from mlflow import MlflowClient
 
+from infra.files.lines import last_object
 from infra.processes.process import Owner
 from infra.records.data_path import TargetRecord
 from infra.servers.postgres import PostgresServer
@@ -43,7 +44,8 @@ SMALL = [
     "promotion.smoke_prompts=2",
 ]
 COMMAND = [sys.executable, "-c", "from flows.command_line import main; main()", "retrain"]
-WAIT_S = 400.0
+WAIT_S = 600.0
+ENDED_S = 300.0
 
 
 def until(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
@@ -55,7 +57,23 @@ def until(condition: Callable[[], object], process: subprocess.Popen[str]) -> No
 
 
 def alive(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it ended between the two questions
+        return False
+
+
+def trains(process: subprocess.Popen[str]) -> bool:
+    children = psutil.Process(process.pid).children(recursive=True)
+    return any("models.training.trainer" in command_line(child) for child in children)
+
+
+def command_line(process: psutil.Process) -> str:
+    """Empty once the process has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 @dataclass(frozen=True)
@@ -114,18 +132,18 @@ def strike(tmp_path: Path, environment: dict[str, str], servers: Servers) -> Cal
             process = subprocess.Popen(
                 [*COMMAND, *arguments], cwd=ROOT, env=environment, stdout=output, stderr=output, text=True
             )
-        until(lambda: trained(tmp_path / "runs") >= step, process)
+        # An earlier command may have come as far before it was struck.
+        until(lambda: trained(tmp_path / "runs") >= step and trains(process), process)
         children = psutil.Process(process.pid).children(recursive=True)
-        named = [" ".join(child.cmdline()) for child in children]
-        assert any("models.training.trainer" in command for command in named)
+        named = [command_line(child) for child in children]
         assert any("prefect" in command for command in named)
         assert not any(secret in command for secret in servers.secrets for command in named)  # all users see them
         process.send_signal(number)
-        status = process.wait(60)
-        deadline = time.monotonic() + 60
+        status = process.wait(ENDED_S)
+        deadline = time.monotonic() + ENDED_S
         while any(alive(child) for child in children) and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert not [child.cmdline() for child in children if alive(child)]
+        assert not [command_line(child) for child in children if alive(child)]
         assert list((tmp_path / "shm").iterdir()) == []
         return status
 
@@ -164,8 +182,7 @@ def places_of(text: str, left: dict[str, bytes]) -> list[str]:
 
 
 def trained(runs: Path) -> int:
-    lines = [line for file in runs.glob("tiny-*/metrics.jsonl") for line in file.read_text().splitlines()]
-    return json.loads(lines[-1])["step"] if lines else 0
+    return max((line["step"] for file in runs.glob("tiny-*/metrics.jsonl") if (line := last_object(file))), default=0)
 
 
 def mlflow_status(folder: Path) -> str:
@@ -195,9 +212,10 @@ def test_an_interrupted_and_killed_run_resumes_and_loses_nothing(
     assert strike(8, signal.SIGINT, *recipe) == 130
     (folder,) = (tmp_path / "runs").glob("tiny-*")
     assert mlflow_status(folder) == "KILLED"
-    assert strike(24, signal.SIGTERM, "--resume", folder.name) == -signal.SIGTERM
+    # Early: where this process gets no core for a while, there must be steps left.
+    assert strike(16, signal.SIGTERM, "--resume", folder.name) == -signal.SIGTERM
     assert mlflow_status(folder) == "KILLED"
-    assert strike(40, signal.SIGKILL, "--resume", folder.name) == -signal.SIGKILL
+    assert strike(24, signal.SIGKILL, "--resume", folder.name) == -signal.SIGKILL
 
     second = subprocess.run(
         [*COMMAND, "--resume", folder.name],

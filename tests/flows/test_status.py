@@ -107,7 +107,7 @@ def test_a_run_is_watched_until_it_ends(run: RunFolder) -> None:
             while "training" not in watching.stdout.readline():
                 assert watching.poll() is None
             run.run_lock.unlink()  # as if its holder were gone
-            later, _ = watching.communicate(timeout=60)
+            later, _ = watching.communicate(timeout=300)
         finally:
             watching.kill()
     assert watching.returncode == 0
@@ -145,9 +145,11 @@ def test_the_newest_run_is_meant_where_none_is_named(run: RunFolder, tmp_path: P
     monkeypatch.setenv("DRAFTSMITH_RUNS", str(tmp_path / "runs"))
     with pytest.raises(ValueError, match=r"no runs in .*: start one with"):
         CliRunner().invoke(app, ["status"], catch_exceptions=False)
-    for name in ("older", "newer"):
+    for age, name in ((60, "older"), (0, "newer")):
         shutil.copytree(run.path, tmp_path / "runs" / name)
-        (tmp_path / "runs" / name / "config.json").write_text(run.config.read_text())
+        # Not just written one after the other: clocks of file systems tick every few milliseconds.
+        written = run.config.stat().st_mtime - age
+        os.utime(tmp_path / "runs" / name / "config.json", (written, written))
     assert "run newer" in re.sub(r"\s+", " ", CliRunner().invoke(app, ["status"]).output)
     with pytest.raises(ValueError, match="no run oldest"):
         CliRunner().invoke(app, ["status", "oldest"], catch_exceptions=False)

@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ import psutil
 import pytest
 
 from infra.files.locks import hold
+from infra.network.ports import reserved_port
 from infra.tracking import runs
 
 ROOT = Path(__file__).parents[2]
-STARTED_S = 200.0
-ENDED_S = 40.0
+STARTED_S = 400.0
+ENDED_S = 240.0
 FLOW = """
 from prefect import flow
 
@@ -38,23 +40,16 @@ def environment(home: Path) -> dict[str, str]:
     """No servers of whoever runs the tests, and folders of these tests' own."""
     bare = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
     own = {"PREFECT_HOME": str(home / "prefect"), "DRAFTSMITH_RUNS": str(home / "runs"), "NO_PROXY": "127.0.0.1"}
-    quiet = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120"}
+    quiet = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300"}
     return {**bare, **own, **quiet}
-
-
-def free_ports() -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        return one.getsockname()[1], other.getsockname()[1]
 
 
 class Ui:
     """A running `draftsmith ui`."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, ports: tuple[int, int]) -> None:
         self.home = home
-        self.ports = free_ports()
+        self.ports = ports
         self.output = home / f"ui-{self.ports[0]}.txt"
         options = [f"--prefect-port={self.ports[0]}", f"--mlflow-port={self.ports[1]}"]
         self.process = command(home, self.output, *options)
@@ -84,7 +79,7 @@ class Ui:
         if credential:
             headers["Authorization"] = f"Basic {base64.b64encode(credential.encode()).decode()}"
         request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, headers)
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=30) as answer:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=120) as answer:
             return answer.read().decode()
 
 
@@ -102,14 +97,21 @@ def until(condition: Callable[[], object], timeout_s: float) -> None:
 
 
 def running(family: list[psutil.Process]) -> list[psutil.Process]:
-    return [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    return [one for one in family if alive(one)]
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it ended between the two questions
+        return False
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home with the database of a run made without a server."""
     folder = tmp_path_factory.mktemp("home")
-    subprocess.run([sys.executable, "-c", FLOW], env=environment(folder), cwd=folder, timeout=200, check=True)
+    subprocess.run([sys.executable, "-c", FLOW], env=environment(folder), cwd=folder, timeout=400, check=True)
     return folder
 
 
@@ -117,16 +119,18 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start_ui() -> Iterator[Callable[[Path], Ui]]:
     """Starts `draftsmith ui` on free ports; none outlives the test."""
     started: list[Ui] = []
+    with ExitStack() as stack:  # nobody takes a port before its server, whose start may take a minute, has bound it
 
-    def start(home: Path) -> Ui:
-        started.append(Ui(home))
-        return started[-1]
+        def start(home: Path) -> Ui:
+            (prefect, _), (mlflow, _) = (stack.enter_context(reserved_port()) for _ in range(2))
+            started.append(Ui(home, (prefect, mlflow)))
+            return started[-1]
 
-    yield start
-    for ui in started:
-        if ui.process.poll() is None:
-            ui.process.kill()
-            ui.process.wait(30)
+        yield start
+        for ui in started:
+            if ui.process.poll() is None:
+                ui.process.kill()
+                ui.process.wait(ENDED_S)
 
 
 @pytest.mark.slow
@@ -175,7 +179,7 @@ def test_a_killed_command_leaves_nothing(tmp_path: Path, start_ui: Callable[[Pat
     ui.process.kill()
     ui.process.wait(ENDED_S)
     with hold(tmp_path / "runs" / ".ui" / "lock", wait_s=ENDED_S):
-        until(lambda: not running(family), 1.0)  # the supervisors themselves are the last to go
+        until(lambda: not running(family), ENDED_S)  # the supervisors themselves are the last to go
 
 
 @pytest.mark.long

@@ -151,15 +151,16 @@ def look(
     write_atomically(logs / "one.jsonl", "".join(json.dumps(line) + "\n" for line in [*lines, private]))
     servers = (engine.url, second.url, stranger.url)
     config = WatchConfig(
-        draft=DRAFT, servers=servers, tracking_uri=champion, requests=RequestLogConfig(folder=str(logs))
-    )
+        draft=DRAFT, servers=servers, tracking_uri=champion, requests=RequestLogConfig(folder=str(logs)),
+        timeout_s=200,  # this process answers, and may wait for a core
+    )  # fmt: skip
     code = "import sys; from flows.watch_traffic import watch_traffic; print(watch_traffic(sys.argv[1]))"
     code = code.replace("sys.argv[1]", "__import__('json').loads(sys.argv[1])")
 
     def run() -> str:
         ended = subprocess.run(
             [sys.executable, "-c", code, config.model_dump_json()],
-            env=stack.environment, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
+            env=stack.environment, cwd=ROOT, capture_output=True, text=True, timeout=480, check=False,
         )  # fmt: skip
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return ended.stdout.splitlines()[-1]

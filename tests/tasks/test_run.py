@@ -99,7 +99,7 @@ def test_a_run_folder_appears_with_its_configuration(
 ) -> None:
     """A process that is killed before it takes the run's lock leaves a run that can be resumed."""
     in_flow_run(1, monkeypatch)
-    killed = subprocess.run([sys.executable, "-c", KILLED], cwd=ROOT, timeout=120, check=False)
+    killed = subprocess.run([sys.executable, "-c", KILLED], cwd=ROOT, timeout=400, check=False)
     assert killed.returncode == 9
     (folder,) = (places / "runs").iterdir()
     assert RunConfig.model_validate_json((folder / "config.json").read_text()) == config

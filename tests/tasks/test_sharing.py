@@ -107,7 +107,7 @@ def quickstart_overrides(folder: Path, nvidia_smi: str) -> list[str]:
     (folder / "nvidia-smi").chmod(0o755)
     environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
     command = ["make", "--dry-run", "quickstart"]
-    made = subprocess.check_output(command, cwd=RECIPES.parent, env=environment, text=True, timeout=30)
+    made = subprocess.check_output(command, cwd=RECIPES.parent, env=environment, text=True, timeout=300)
     (line,) = (line for line in made.splitlines() if "recipes/quickstart.yaml" in line)
     return line.split("recipes/quickstart.yaml")[1].split()
 
