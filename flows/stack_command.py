@@ -14,13 +14,14 @@ from urllib.parse import urlsplit
 
 import typer
 
+from infra.files.atomic import write_atomically
 from infra.files.locks import LockHeldError, hold
 from infra.network.health import public, trouble
 from infra.network.ports import HOST, free_port
 from infra.processes.exit import told_to_stop
 from infra.processes.process import Owner
 from infra.refusal import Refusal
-from infra.servers.local import ANSWER_S, GRACE_S, MLFLOW_PORT, PREFECT_PORT
+from infra.servers.local import ANSWER_S, MLFLOW_PORT, PREFECT_PORT
 from infra.settings import prefect_api_url, runs_folder, tracking_uri
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 POLL_S = 0.3
 START_S = 600.0
+GONE_S = 30.0
+"""A killed command's servers are gone after their grace."""
 STOP_S = 120.0
 PrefectPort = Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 4200, or the next free.")]
 MlflowPort = Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 5000, or the next free.")]
@@ -113,8 +116,7 @@ def _serve(name: str, start: Callable[["Stack"], tuple[str, Mapping[str, str]]],
 
     folder = _folder(name)
     try:
-        # A killed one's servers are gone after their grace.
-        with told_to_stop() as stop, hold(folder / "lock", wait_s=GRACE_S + 1) as lock:
+        with told_to_stop() as stop, hold(folder / "lock", wait_s=GONE_S) as lock:
             for note in ("stop", "addresses"):
                 (folder / note).unlink(missing_ok=True)
             owner = Owner(name, folder / "logs", locks=(lock.descriptor,))
@@ -124,7 +126,7 @@ def _serve(name: str, start: Callable[["Stack"], tuple[str, Mapping[str, str]]],
                 if stop.is_set():
                     return
                 write_environment(folder / "environment", environment)
-                (folder / "addresses").write_text(addresses)
+                write_atomically(folder / "addresses", addresses)
                 print(f"{addresses}\n\n{_how_to_use(folder) if environment else ''}\nCtrl-C stops it.", flush=True)
                 while not stop.wait(POLL_S) and not (folder / "stop").exists():
                     stack.tend(_say)
@@ -195,8 +197,10 @@ def _where(prefect: str, mlflow: str) -> str:
 
 
 def _shown_addresses(folder: Path) -> str:
-    file = folder / "addresses"
-    return ", ".join(file.read_text().splitlines()) if file.is_file() else "it is still starting"
+    try:
+        return ", ".join((folder / "addresses").read_text().splitlines())
+    except FileNotFoundError:
+        return "it is still starting"
 
 
 def _how_to_use(folder: Path) -> str:

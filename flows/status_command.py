@@ -13,7 +13,7 @@ import typer
 
 from infra.files.lines import last_object
 from infra.files.locks import LockHeldError, hold
-from infra.files.run_folder import RunFolder
+from infra.files.run_folder import RunFolder, newest_runs
 from infra.network.health import trouble
 from infra.redaction import redacted
 from infra.refusal import Refusal
@@ -89,10 +89,10 @@ def _page(folder: RunFolder, config: "RunConfig") -> "Table":
 def find_run(run: str | None) -> Path:
     """The run's folder. Raises Refusal if there is none."""
     if run is None:
-        runs = sorted(runs_folder().glob("*/config.json"), key=lambda file: file.stat().st_mtime)
+        runs = newest_runs(runs_folder())
         if not runs:
             raise Refusal(f"no runs in {runs_folder()}: start one with `draftsmith retrain recipes/quickstart.yaml`")
-        return runs[-1].parent
+        return runs[0].path
     for folder in (Path(run).absolute(), runs_folder() / run):
         if os.path.isfile(folder / "config.json"):  # pathlib's raises for a name that no file can have
             return folder

@@ -8,7 +8,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from infra.files.run_folder import RunFolder
+from infra.files.run_folder import newest_runs
 from infra.planner.answers import Answers
 from infra.planner.devices import CPU, DEVICES, Device, device_named
 from infra.planner.memory import Setting
@@ -134,11 +134,10 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
 def _learned(config: RunConfig) -> str:
     """What the latest finished run of this target and draft, in runs_folder(), says about more data; empty: none."""
     recipe = config.model_dump(mode="json")
-    for file in sorted(runs_folder().glob("*/config.json"), key=lambda file: file.stat().st_mtime, reverse=True):
-        folder = RunFolder(file.parent)
+    for folder in newest_runs(runs_folder()):
         # A run that is removed meanwhile, damaged or of another version says nothing, and must not end this one.
         with suppress(OSError, ValueError):
-            earlier = json.loads(file.read_text())
+            earlier = json.loads(folder.config.read_text())
             if folder.training.is_file() and all(earlier.get(part) == recipe[part] for part in ("target", "draft")):
                 trained = TrainingResult.read(folder.training)
                 if trained.more_data is not None:

@@ -3,7 +3,7 @@
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,8 +83,11 @@ def folder_of_flow_run(flow_run: str, name: str | None) -> RunFolder | None:
     if name:
         folder = run_named(name)
         return folder if folder.path.is_dir() else None
-    notes = runs_folder().glob(f"*/{FLOW_RUN}")
-    return next((RunFolder(note.parent) for note in notes if note.read_text() == flow_run), None)
+    for note in runs_folder().glob(f"[!.]*/{FLOW_RUN}"):
+        with suppress(FileNotFoundError):  # a run that is removed meanwhile
+            if note.read_text() == flow_run:
+                return RunFolder(note.parent)
+    return None
 
 
 def _new_folder(config: RunConfig, flow_run: str) -> Path:

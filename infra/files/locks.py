@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 POLL_S = 0.1
+SWEEP_S = 2.0
+"""A sweep that looks at a folder holds its lock for less."""
 OWN, EVERYBODY = 0o644, 0o666
 """Modes of lock files: for one user's processes, and for those of every user of the machine."""
 SHARED_FOLDER = 0o1777
@@ -146,7 +148,7 @@ def own_folder(folder: Path) -> Iterator[Lock]:
     somebody else's; what a dead owner left under the name is removed first.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    if not _remove_if_free(folder):
+    if not _remove_if_free(folder, SWEEP_S):
         raise LockHeldError(str(folder))
     aside = folder.with_name(f".new-{os.getpid()}-{folder.name}")
     with hold(aside / "lock") as lock:
@@ -176,12 +178,12 @@ def _is_own_folder(path: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
 
-def _remove_if_free(folder: Path) -> bool:
+def _remove_if_free(folder: Path, wait_s: float = 0.0) -> bool:
     """Remove a folder whose lock is free; return whether it is gone."""
     if not folder.exists():
         return True
     try:
-        with hold(folder / "lock"):
+        with hold(folder / "lock", wait_s):
             _remove(folder)
     except LockHeldError:
         return False

@@ -1,6 +1,7 @@
 """Paths of a run's files."""
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,3 +95,15 @@ class RunFolder:
             (match, path) for path in self.checkpoints.glob("step-*") if (match := CHECKPOINT.fullmatch(path.name))
         ]
         return [path for _, path in sorted(found, key=lambda pair: tuple(map(int, pair[0].groups())))]
+
+
+def newest_runs(runs: Path) -> list[RunFolder]:
+    """The runs in a folder, by the time of their configuration, the newest first.
+
+    Without those that are just being made or removed, whose names have a dot.
+    """
+    found: list[tuple[float, Path]] = []
+    for config in runs.glob("[!.]*/config.json"):
+        with suppress(FileNotFoundError):  # removed meanwhile
+            found.append((config.stat().st_mtime, config.parent))
+    return [RunFolder(path) for _, path in sorted(found, reverse=True)]

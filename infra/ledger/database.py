@@ -11,6 +11,7 @@ from sqlalchemy import event
 from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
 
 from infra.files.locks import hold
+from infra.files.sqlite_file import PRIMARY, is_other_file
 from infra.ledger.schema import metadata
 from infra.refusal import Refusal
 from infra.waiting import wait_while
@@ -46,10 +47,7 @@ DRIVER = "postgresql+psycopg"
 SERVER_S = 30.0
 """How long a server that does not answer is waited for: it may be restarting."""
 
-SQLITE_HEADER = b"SQLite format 3\x00"
 LOOKS_DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
-PRIMARY = 0xFF
-"""Bits of SQLite's error codes that name the error; the others say more about it."""
 
 
 def _database(url: str) -> sa.URL:
@@ -146,11 +144,8 @@ def _check_sqlite(file: Path) -> None:
         raise Refusal(f"the ledger's folder {file.parent} does not exist: create it, or set ledger.url")
     if file.exists() and not file.is_file():
         raise Refusal(f"the ledger {file} is no file: remove it, or set ledger.url")
-    if file.is_file():
-        with file.open("rb") as opened:
-            head = opened.read(len(SQLITE_HEADER))
-        if head and head != SQLITE_HEADER:
-            raise Refusal(f"the ledger {file} is damaged, no SQLite database: restore it, or move it away")
+    if file.is_file() and is_other_file(file):
+        raise Refusal(f"the ledger {file} is damaged, no SQLite database: restore it, or move it away")
     refuse_network_file_system(file)
 
 

@@ -21,7 +21,8 @@ TAIL_LINES = 20
 EXCEPTION = re.compile(r"(\[rank\d+\]: )?(\w+\.)*\w*Error: .")
 """The last line of a traceback: names an exception, with its message."""
 POLL_S = 0.2
-STOP_MARGIN_S = 15.0
+STOP_MARGIN_S = 60.0
+"""A supervisor that gets no core takes so long; killed, it would leave behind what hides in sessions of its own."""
 
 
 class ProcessFailedError(Exception):

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -91,7 +92,8 @@ def _wait(child: subprocess.Popen[bytes], wakeup: int, grace: float) -> bool:
             os.killpg(child.pid, signal.SIGTERM)
     if child.returncode is None:
         os.killpg(child.pid, signal.SIGKILL)
-        child.wait(KILL_S)
+        with suppress(subprocess.TimeoutExpired):  # in a call of the kernel that does not return
+            child.wait(KILL_S)
     return orphaned or bool(select.select([starter], [], [], 0)[0])
 
 

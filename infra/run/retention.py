@@ -5,12 +5,13 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from infra.files.locks import LockHeldError, hold
-from infra.files.run_folder import RunFolder
+from infra.files.run_folder import RunFolder, newest_runs
 from infra.ledger.ledger import Ledger
 
 DAY_S = 86_400.0
@@ -23,10 +24,9 @@ def old_runs(runs: Path, keep: int, unfinished_days: float) -> list[RunFolder]:
     """Finished runs except the newest `keep` of each recipe, and unfinished ones unchanged for `unfinished_days`."""
     finished: dict[str, list[RunFolder]] = defaultdict(list)
     old: list[RunFolder] = []
-    for config in runs.glob("*/config.json"):
-        folder = RunFolder(config.parent)
+    for folder in newest_runs(runs):
         if is_finished(folder):
-            finished[str(json.loads(config.read_text()).get("name"))].append(folder)
+            finished[str(json.loads(folder.config.read_text()).get("name"))].append(folder)
         elif time.time() - _touched(folder) > unfinished_days * DAY_S:
             old.append(folder)
     for of_recipe in finished.values():
@@ -42,7 +42,11 @@ def is_finished(folder: RunFolder) -> bool:
 
 def _touched(folder: RunFolder) -> float:
     """Seconds since 1970 of the last change of anything directly in the folder."""
-    return max(path.stat().st_mtime for path in (folder.path, *folder.path.iterdir()))
+    times = [folder.path.stat().st_mtime]
+    for path in folder.path.iterdir():
+        with suppress(FileNotFoundError):  # a file that was just written under its own name
+            times.append(path.stat().st_mtime)
+    return max(times)
 
 
 def remove(folder: RunFolder) -> bool:

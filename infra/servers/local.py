@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.network.health import trouble
-from infra.network.ports import HOST, any_free_port
+from infra.network.ports import HOST, reserved_port
 from infra.processes.process import TAIL_LINES, Owner, Process, ProcessFailedError, module, start
 from infra.refusal import Refusal
 from infra.settings import prefect_api_url, runs_folder, tracking_uri, unless_set, use_private_prefect_api
@@ -159,9 +159,11 @@ def prefect_api() -> Iterator[None]:
         yield
         return
     credential = new_credential()
-    server = start_prefect(Owner("prefect", runs_folder() / ".servers"), any_free_port(), credential)
-    # After Prefect's own exit handlers, which still send logs: those are registered later, so they run before.
-    atexit.register(server.process.stop)
-    use_private_prefect_api(f"{server.address}/api", credential)
-    yield
-    wait_until_up([server])
+    # It binds after seconds of loading, when another server could have taken the port.
+    with reserved_port() as (port, _):
+        server = start_prefect(Owner("prefect", runs_folder() / ".servers"), port, credential)
+        # After Prefect's own exit handlers, which still send logs: those are registered later, so they run before.
+        atexit.register(server.process.stop)
+        use_private_prefect_api(f"{server.address}/api", credential)
+        yield
+        wait_until_up([server])

@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import time
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,15 +18,14 @@ import sqlalchemy as sa
 from sqlalchemy.exc import OperationalError
 
 from infra.files.atomic import write_atomically
-from infra.network.ports import HOST, any_free_port
+from infra.network.ports import HOST, lasting_ports
 from infra.processes.process import Owner, Process, start
 from infra.refusal import Refusal
-from infra.servers.local import wait_for_answer
+from infra.servers.local import START_S, wait_for_answer
 
 USER = "draftsmith"
 DRIVER = "postgresql+psycopg"
 NOBODY, NOGROUP = 65534, 65534
-START_S = 60.0
 STOP_S = 10.0
 POLL_S = 0.05
 
@@ -41,7 +41,7 @@ class PostgresServer:
         if os.getuid() == 0:
             _check_that_nobody_may_enter(folder)
         self.folder, self._owner = folder, owner
-        self.host, self.port = host, any_free_port()
+        self.host, self.port = host, lasting_ports(1)[0]
         self._programs = _programs(folder)
         if not (folder / "data").exists():
             self._make_data()
@@ -115,7 +115,8 @@ class PostgresServer:
     def stop(self) -> None:
         """Stop it without waiting for its clients. Idempotent."""
         if self.process.poll() is None:
-            os.kill(self._postmaster(), signal.SIGINT)
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                os.kill(self._postmaster(), signal.SIGINT)
             deadline = time.monotonic() + STOP_S
             while self.process.poll() is None and time.monotonic() < deadline:
                 time.sleep(POLL_S)

@@ -31,8 +31,12 @@ class Leftovers:
 
     def add_shared_memory(self, pid: int) -> None:
         """Remember the segments in shared memory that processes below `pid` made since this object was."""
-        mapped = _mapped(descendants(pid))
-        self._write({*self._read(), *(path for path in mapped if path.stat().st_ctime >= self._begun)})
+        found = set(self._read())
+        for path in _mapped(descendants(pid)):
+            with suppress(FileNotFoundError):  # unlinked meanwhile
+                if path.stat().st_ctime >= self._begun:
+                    found.add(path)
+        self._write(found)
 
     def remove(self) -> None:
         """Remove what is listed, and segments that a server left which ended before it was looked at. Idempotent."""

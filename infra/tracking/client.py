@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from infra.files.locks import hold
+from infra.files.sqlite_file import is_other_file
 from infra.network.health import trouble
 from infra.redaction import redacted
 from infra.refusal import Refusal
@@ -26,10 +27,9 @@ from sqlalchemy.exc import DatabaseError, OperationalError
 
 Entity = TypeVar("Entity")
 SQLITE = "sqlite:///"
-SQLITE_HEADER = b"SQLite format 3\x00"
 SCHEMES = ("", "file", "http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "databricks-uc")
 REMEDY = "correct tracking.uri or $MLFLOW_TRACKING_URI (a server's http:// address, or sqlite:////folder/file.db)"
-CREATION_S = 120.0
+CREATION_S = 600.0
 ANSWER_S = 5.0
 NOTE = "mlflow.note.content"
 """The tag that MLflow's pages show as the description, in Markdown."""
@@ -68,11 +68,8 @@ def _check(uri: str) -> None:
             raise Refusal(f"MLflow's database {database} cannot be made: {folder} is no writable folder: {REMEDY}")
         if database.exists() and not database.is_file():
             raise Refusal(f"MLflow's database {database} is no file: move it away, or {REMEDY}")
-        if database.is_file():
-            with database.open("rb") as file:
-                head = file.read(len(SQLITE_HEADER))
-            if head and head != SQLITE_HEADER:
-                raise Refusal(f"MLflow's database {database} is damaged: restore it or move it away, or {REMEDY}")
+        if database.is_file() and is_other_file(database):
+            raise Refusal(f"MLflow's database {database} is damaged: restore it or move it away, or {REMEDY}")
     elif urlsplit(uri).scheme not in SCHEMES:
         raise Refusal(f"MLflow's address {uri!r} is of no known kind: {REMEDY}")
 

@@ -1,14 +1,63 @@
 """The recipe of the tiny target and its samples, which later sessions take from the cache."""
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import HealthCheck, settings
 
+from infra.files.run_folder import RunFolder
+from infra.ledger.ledger import Ledger
+from infra.ledger.schema import LEASED, database_now, samples
 from infra.records.data_path import SamplesRecord, TargetRecord
 from models.config.recipe import RunConfig, load_recipe
 from models.data.prepare import prepare_samples
+from models.run import PreparedRun
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+HOLDER, HOLD_S = "the test", 3600.0
+
+# An example's time is that of a busy machine, as Hypothesis knows of CI by itself.
+settings.register_profile("busy", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    """Which tests ran before in this process, and drew, depends on how fast the other one is."""
+    torch.manual_seed(0)
+
+
+HoldBack = Callable[[RunFolder, range], AbstractContextManager[tuple[Ledger, Callable[[], None]]]]
+
+
+@pytest.fixture
+def hold_back() -> HoldBack:
+    """Holds samples of the first epoch back, by ordinal, until the context ends or they are released.
+
+    Training stands still there, however late the test looks, in a run with `ledger.lease_seconds=3600`:
+    `with hold_back(folder, range(24, 36)) as (ledger, release): ...`. Lightning trains a step once the next is there.
+    """
+
+    @contextmanager
+    def hold(folder: RunFolder, ordinals: range) -> Iterator[tuple[Ledger, Callable[[], None]]]:
+        run = PreparedRun.open(folder.path)
+        assert run.config.ledger.lease_seconds == HOLD_S, "generators would take them when the lease has expired"
+        with run.open_ledger() as ledger:
+            ledger.open_epoch(None, 0, run.epoch_slots(0))
+            with ledger.write() as (rows, _):
+                held = {"state": LEASED, "owner": HOLDER, "lease_expires": database_now() + HOLD_S}
+                assert rows.update(samples.c.ordinal.in_(list(ordinals)), **held) == len(ordinals)
+
+            def release() -> None:
+                ledger.give_back(HOLDER)
+
+            yield ledger, release
+            release()
+
+    return hold
 
 
 @pytest.fixture(scope="session")

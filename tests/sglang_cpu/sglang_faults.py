@@ -1,8 +1,9 @@
 """Faults on demand inside a real SGLang server: `$DRAFTSMITH_TEST_FAULT` is `<fault>:<n>:<marker file>`.
 
 The fault happens once, at the n-th prefill of captured requests, and leaves the marker file behind. Two are none.
-"slow": every prefill takes SLOW_S, and the marker holds the number of prompts that the plugin has parts of. "timed":
-the marker has a line for every captured prefill: its tokens, and the seconds of run_batch without and in our hook.
+"slow": every prefill takes SLOW_S, and the marker holds the number of prompts that the plugin has parts of; once it is
+there, prefills wait for a file of the same name with the suffix ".go". "timed": the marker has a line for every
+captured prefill: its tokens, and the seconds of run_batch without and in our hook.
 """
 
 import os
@@ -72,7 +73,11 @@ def end_writer(write: Any, writer: Any, prefill: Any) -> None:
 
 
 def slow(_scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
-    if batch.forward_mode.is_extend():
+    if not batch.forward_mode.is_extend():
+        return
+    time.sleep(SLOW_S)
+    deadline = time.monotonic() + 200
+    while _marker().exists() and not _marker().with_suffix(".go").exists() and time.monotonic() < deadline:
         time.sleep(SLOW_S)
 
 

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -68,6 +69,8 @@ class Writer:
             while True:
                 self.write(self._prefills.get())
         finally:
+            # First the reason: the server's processes may be gone before the thread would print it.
+            traceback.print_exc()
             # What SGLang's own processes do: the server's main process then ends them all.
             os.kill(os.getppid(), signal.SIGQUIT)
 

@@ -3,7 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 
 import psutil
@@ -52,19 +52,21 @@ def processes(folder: RunFolder, *command: str) -> list[psutil.Process]:
 
 
 @contextmanager
-def slowing(slow: Callable[[], tuple[list[psutil.Process], float]]) -> Iterator[None]:
-    """Stops processes most of the time and lets them run for a few seconds in between: a slow machine."""
+def slowing(slow: Callable[[], tuple[list[psutil.Process], float, float]]) -> Iterator[None]:
+    """Stops processes most of the time and lets them run for a moment in between: a slow machine."""
     ended = threading.Event()
 
     def stop_and_go() -> None:
         going_s = 0.0
         while not ended.wait(going_s):
-            stopped, going_s = slow()
+            stopped, stopped_s, going_s = slow()
             for process in stopped:
-                process.suspend()
-            ended.wait(STOPPED_S)
+                with suppress(psutil.NoSuchProcess):  # it has just ended
+                    process.suspend()
+            ended.wait(stopped_s)
             for process in stopped:
-                process.resume()
+                with suppress(psutil.NoSuchProcess):
+                    process.resume()
 
     thread = threading.Thread(target=stop_and_go)
     thread.start()
@@ -96,12 +98,15 @@ def test_a_generator_comes_and_goes_as_the_slow_side_changes(
     owner = Owner(folder.name, folder.logs)
     pool, said = LocalPool(owner), []
 
-    def slow() -> tuple[list[psutil.Process], float]:
+    def slow() -> tuple[list[psutil.Process], float, float]:
         numbers = [change.generators for change in generators_changes(folder.generators)]
-        if numbers == [1, 2] and "generator-1" in captured_by(folder):
-            return processes(folder, "models.training.trainer"), 0.04
-        starting = "ready after" not in (folder.logs / "generator-0.log").read_text()
-        return [] if starting or len(numbers) > 2 else processes(folder, "models.capture.generator", "0"), 0.01
+        if len(numbers) > 1 and "generator-1" in captured_by(folder):
+            # To the end, or a busy machine might want the generator back.
+            return processes(folder, "models.training.trainer"), STOPPED_S, 0.04
+        if "ready after" not in (folder.logs / "generator-0.log").read_text():
+            return [], STOPPED_S, 0.01
+        # While the second one loads, which may take a minute, samples must be left for it.
+        return processes(folder, "models.capture.generator", "0"), STOPPED_S * len(numbers) ** 3, 0.01
 
     def start(own, index: int) -> KeptProcess:
         return start_generator(own, folder, index, 1, threads=1, alone=True)

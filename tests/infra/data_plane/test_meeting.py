@@ -14,7 +14,7 @@ from infra.refusal import Refusal
 def test_all_are_there_or_nobody_begins(tmp_path: Path) -> None:
     folder = open_meeting(RunFolder(tmp_path))
     with ThreadPoolExecutor(3) as machines:
-        met = list(machines.map(lambda index: meet(folder, "127.0.0.1", index, 3, 30.0), range(3)))
+        met = list(machines.map(lambda index: meet(folder, "127.0.0.1", index, 3, 120.0), range(3)))
     assert [(one.index, one.machines, one.interface) for one in met] == [(index, 3, "lo") for index in range(3)]
     assert {one.store for one in met} == {str(folder / "store")}
     again = open_meeting(RunFolder(tmp_path))

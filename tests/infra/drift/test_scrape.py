@@ -13,7 +13,7 @@ from infra.drift.scrape import Counters, Reading, read_metrics, read_server_info
 from infra.refusal import Refusal
 
 TEXT = (Path(__file__).parent / "sglang_metrics.txt").read_text()
-
+ANSWER_S = 120.0
 
 INFO = json.loads((Path(__file__).parent / "sglang_server_info.json").read_text())
 DRAFT = read_server_info(INFO)
@@ -76,21 +76,21 @@ def test_labels_are_summed():
 
 
 def test_a_silent_server_is_named(server: Server):
-    found = scrape([server.url, "http://127.0.0.1:9"], 5.0)
+    found = scrape([server.url, "http://127.0.0.1:9"], ANSWER_S)
     assert list(found.readings) == [server.url]
     assert list(found.silent) == ["http://127.0.0.1:9"]
     with pytest.raises(ConnectionError, match=r"127\.0\.0\.1:9"):
-        scrape(["http://127.0.0.1:9"], 5.0)
+        scrape(["http://127.0.0.1:9"], ANSWER_S)
 
 
 def test_the_server_says_which_draft_it_runs(server: Server):
     """As a real SGLang 0.5.23 does; a restart is another start, the same start is the same."""
-    first, again = (scrape([server.url], 5.0).readings[server.url] for _ in range(2))
+    first, again = (scrape([server.url], ANSWER_S).readings[server.url] for _ in range(2))
     assert first == again
     assert first.draft.path == "/drafts/draft-tiny/3"
     assert "default" in first.draft.labels
     server.restart(speculative_draft_model_path=None)
-    after = scrape([server.url], 5.0).readings[server.url].draft
+    after = scrape([server.url], ANSWER_S).readings[server.url].draft
     assert after.path is None
     assert after.start != first.draft.start
 
@@ -98,16 +98,16 @@ def test_the_server_says_which_draft_it_runs(server: Server):
 def test_counters_and_draft_of_one_reading_are_of_one_start(server: Server):
     server.restart_between = True
     with pytest.raises(ConnectionError, match="restarted while it was read"):
-        scrape([server.url], 5.0)
+        scrape([server.url], ANSWER_S)
 
 
 def test_a_protected_server_is_asked_with_its_key(server: Server, monkeypatch: pytest.MonkeyPatch):
     server.key = "secret"
     monkeypatch.delenv("DRAFTSMITH_SGLANG_API_KEY", raising=False)
     with pytest.raises(ConnectionError, match="401"):
-        scrape([server.url], 5.0)
+        scrape([server.url], ANSWER_S)
     monkeypatch.setenv("DRAFTSMITH_SGLANG_API_KEY", "secret")
-    assert server.url in scrape([server.url], 5.0).readings
+    assert server.url in scrape([server.url], ANSWER_S).readings
 
 
 def test_a_tree_is_told_from_a_chain():

@@ -11,7 +11,7 @@ from infra.files.cached_folder import build_once
 
 def test_of_several_builders_one_builds_and_the_others_wait(tmp_path: Path) -> None:
     folder = tmp_path / "cache" / "thing"
-    together = threading.Barrier(3, timeout=20)
+    together = threading.Barrier(3, timeout=120)
     seen_by_builder: list[bool] = []
 
     def build(aside: Path) -> None:
@@ -56,7 +56,7 @@ def test_waiting_for_another_builder_ends(tmp_path: Path) -> None:
         with ThreadPoolExecutor(1) as pool:
             other = pool.submit(build_once, folder, lambda _: None, 0.05)
             with pytest.raises(ValueError, match="another process has been building"):
-                other.result(timeout=20)
+                other.result(timeout=120)
         (aside / "file").touch()
 
     assert build_once(folder, impatient)

@@ -10,7 +10,7 @@ from infra.records.data_path import BufferRecord, ObjectRecord
 
 
 def main(url: str, folder: Path, owner: str) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 600
     with Ledger.open(url, "run") as ledger:
         while not ledger.finished() and time.monotonic() < deadline:
             leases, publications = ledger.lease(owner, 3), []

@@ -1,5 +1,7 @@
 """Damaged SQLite files are noticed and set aside; whole ones are left alone."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,3 +53,24 @@ def test_a_whole_ledger_stays(tmp_path: Path) -> None:
     assert set_aside_if_damaged(file) is None
     with Ledger.open(f"sqlite:///{file}", "run") as ledger:
         assert ledger.progress().pending == SAMPLES
+
+
+WRITES = """
+import sys
+from infra.ledger.ledger import Ledger
+from infra.records.data_path import SampleSlot
+with Ledger.open(sys.argv[1], "run") as ledger:
+    ledger.open_epoch(None, 0, [SampleSlot(ordinal=0, sample=0, tokens=1)])
+"""
+
+
+def test_a_second_opening_does_not_take_the_first_one_s_locks(tmp_path: Path) -> None:
+    """Without them, another process that closes the file thinks it is the last one, and removes the log in use."""
+    url = f"sqlite:///{tmp_path / 'ledger.sqlite'}"
+    with Ledger.open(url, "run") as first:
+        first.create_run(budget_bytes=100, bytes_per_token=10, lease_seconds=60, max_attempts=2, order="strict")
+        with Ledger.open(url, "run") as second:
+            assert second.progress() == SampleProgress()
+        subprocess.run([sys.executable, "-c", WRITES, url], check=True, timeout=300)
+        assert (tmp_path / "ledger.sqlite-wal").is_file()
+        assert first.progress() == SampleProgress(pending=1)

@@ -40,6 +40,7 @@ def test_a_lost_connection_is_made_anew(postgres: PostgresServer, monkeypatch: p
         postgres.kill()
         with pytest.raises(sa.exc.OperationalError, match="refused"):
             ledger.progress()
+        monkeypatch.undo()
         postgres.start()
         assert ledger.progress() == SampleProgress()
 

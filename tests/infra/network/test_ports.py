@@ -2,6 +2,7 @@
 
 import os
 import socket
+from pathlib import Path
 
 import psutil
 import pytest
@@ -9,8 +10,9 @@ import pytest
 from infra.network import ports
 
 
-def test_a_reserved_port_is_nobody_else_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    three = [ports.any_free_port() for _ in range(3)]
+def test_a_reserved_port_is_nobody_else_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    three = ports.lasting_ports(3)
+    monkeypatch.setattr(ports.tempfile, "gettempdir", lambda: str(tmp_path))  # other tests reserve ports, too
     monkeypatch.setattr(ports.random, "sample", lambda _ports, _count: three)
     with socket.socket() as taken:
         taken.bind((ports.HOST, three[0]))

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from infra.config import PoolsConfig
-from infra.network.ports import any_free_port
+from infra.network.ports import lasting_ports
 from infra.pools.base import Pool, PoolBusyError, PoolProvider, PoolSpec
 from infra.pools.local import LocalPools
 from infra.pools.queued import QueuedPools
@@ -26,8 +26,8 @@ from infra.processes.process import Owner, Process, start
 
 MACHINES, GPUS = 2, 4
 """Of each cluster here."""
-CLUSTER_S = 120.0
-ADMITTED_S = 90.0
+CLUSTER_S = 300.0
+ADMITTED_S = 240.0
 LOOK_S = 8.0
 """Less than the flow has: to be refused takes that long."""
 
@@ -68,11 +68,13 @@ CLUSTER = """
 import sys, time
 from ray.cluster_utils import Cluster
 machines, gpus = int(sys.argv[1]), int(sys.argv[2])
-small = {"object_store_memory": 80 * 2**20, "node_ip_address": "127.0.0.1"}
+# Ray itself would wait 30 s for each of them.
+small = {"object_store_memory": 80 * 2**20, "node_ip_address": "127.0.0.1", "wait": False}
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **small})
+cluster.wait_for_nodes(240)
 for _ in range(machines):
     cluster.add_node(num_cpus=16, num_gpus=gpus, **small)
-cluster.wait_for_nodes()
+    cluster.wait_for_nodes(240)
 print("address", cluster.address, flush=True)
 time.sleep(7200)
 """
@@ -158,6 +160,9 @@ SelectTypeParameters=CR_Core
 SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=1
 GresTypes=gpu
 KillWait=5
+MessageTimeout=60
+BatchStartTimeout=120
+UnkillableStepTimeout=300
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 SLURM_NODE = "NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=16 Gres=gpu:{gpus}\n"
@@ -167,10 +172,11 @@ SLURM_PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 def configure_slurm(folder: Path) -> None:
     """A cluster of several slurmd on this machine, whose GPUs are device files that nobody opens."""
     host = socket.gethostname().partition(".")[0]
-    conf = SLURM.format(host=host, port=any_free_port(), folder=folder)
+    port, *ports = lasting_ports(1 + MACHINES)  # it binds them seconds later
+    conf = SLURM.format(host=host, port=port, folder=folder)
     gres = ""
     for number in range(1, MACHINES + 1):
-        conf += SLURM_NODE.format(number=number, host=host, port=any_free_port(), gpus=GPUS)
+        conf += SLURM_NODE.format(number=number, host=host, port=ports[number - 1], gpus=GPUS)
         for gpu in range(GPUS):
             os.mknod(folder / f"gpu{number}{gpu}", stat.S_IFCHR | 0o600, os.makedev(1, 3))
         gres += f"NodeName=n{number} Name=gpu File={folder}/gpu{number}[0-{GPUS - 1}]\n"
@@ -220,7 +226,8 @@ MUNGE_FILES = {"socket": "", "pid-file": ".pid", "log-file": ".log", "seed-file"
 
 
 def _idle() -> int:
-    shown = subprocess.run(["sinfo", "-N", "-h", "-o", "%t"], capture_output=True, text=True, timeout=30, check=False)
+    command = ["sinfo", "-N", "-h", "-o", "%t"]  # waits for slurmctld
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=CLUSTER_S, check=False)
     return shown.stdout.split().count("idle")
 
 
@@ -237,10 +244,10 @@ Wait = Callable[[Callable[[], bool], str], None]
 
 @pytest.fixture
 def wait_until() -> Wait:
-    """Waits for something that must come about within 90 s."""
+    """Waits for something that must come about within four minutes."""
 
     def wait(there: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 240
         while not there():
             assert time.monotonic() < deadline, what
             time.sleep(0.1)

@@ -23,7 +23,7 @@ SHOW = ["sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES|$OMP_NUM_THREADS|$OMP_WAIT_POLI
 def shown(pools: LocalPools, folder: Path, gpus: int, **options: int | None) -> str:
     (pool,) = pools.acquire([PoolSpec("inference", gpus)], Owner("run", folder))
     process = pool.launch("show", SHOW, **options)  # pyright: ignore[reportArgumentType]
-    process.wait(30)
+    process.wait(120)
     pools.release("run")
     return process.log.read_text().splitlines()[-1]
 
@@ -43,7 +43,7 @@ def test_two_cpu_pools_of_a_run_divide_the_cores(tmp_path: Path, monkeypatch: py
         leased = pools.acquire([PoolSpec("inference", gpus), PoolSpec("training", 0)], Owner("run", tmp_path))
         processes = [pool.launch(f"show-{place}", SHOW) for place, pool in enumerate(leased)]
         for process in processes:
-            process.wait(30)
+            process.wait(120)
         assert [process.log.read_text().splitlines()[-1] for process in processes] == expected
         pools.release("run")
 
@@ -147,11 +147,13 @@ def test_a_lock_that_another_user_keeps_to_itself_is_named_with_the_remedy(tmp_p
 
 STARTER = """
 import sys, time
+from functools import partial
 from pathlib import Path
-from infra.files.locks import hold
+from infra.pools import local
 from infra.pools.base import PoolSpec
 from infra.pools.local import LocalPools
 from infra.processes.process import Owner
+local.LocalCommand = partial(local.LocalCommand, grace_s=600.0)  # so that the test alone decides when it ends
 folder = Path(sys.argv[1])
 pools = LocalPools(("GPU-aa",), folder / "locks")
 (pool,) = pools.acquire([PoolSpec("training", 1)], Owner("run", folder))
@@ -174,7 +176,7 @@ def test_a_gpu_stays_locked_until_a_killed_starters_processes_are_gone(tmp_path:
     with pytest.raises(PoolBusyError):
         pools.acquire([PoolSpec("training", 1)], Owner("next", tmp_path))
     (tmp_path / "go").touch()
-    with hold(tmp_path / "locks" / "GPU-aa.lock", wait_s=30):
+    with hold(tmp_path / "locks" / "GPU-aa.lock", wait_s=120):
         pass
     (pool,) = pools.acquire([PoolSpec("training", 1)], Owner("next", tmp_path))
     assert pool.gpus == ("GPU-aa",)

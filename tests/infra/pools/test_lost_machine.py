@@ -20,7 +20,7 @@ from infra.processes.keep_running import Generators, KeptProcess, follow
 from infra.processes.process import Owner, ProcessFailedError
 from infra.records.data_path import generators_changes
 
-WAIT_S = 120.0
+WAIT_S = 400.0
 
 
 def start(pool: Pool, index: int, share: int | None = None) -> KeptProcess:

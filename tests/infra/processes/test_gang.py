@@ -11,7 +11,7 @@ from infra.processes.gang import Gang
 from infra.processes.keep_running import KeptProcess
 from infra.processes.process import Owner, ProcessFailedError, ProcessRefusedError, start
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 def gang(folder: Path, *scripts: str) -> Gang:

@@ -20,7 +20,8 @@ SIZE = 96 * 2**20
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[S3Server]:
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    monkeypatch.setattr("infra.servers.s3.START_S", 240.0)  # a busy machine
     started = S3Server(tmp_path / "s3", Owner("tests", tmp_path / "logs"))
     yield started
     started.stop()

@@ -43,19 +43,19 @@ def server(tmp_path: Path) -> Iterator[SGLangServer]:
     def command(port: int) -> list[str]:
         return [sys.executable, "-c", CLOSES_IDLE_CONNECTIONS, str(port)]
 
-    started = SGLangServer(command, "server", Owner("tests", tmp_path), {}, 60.0)
+    started = SGLangServer(command, "server", Owner("tests", tmp_path), {}, 240.0)
     yield started
     started.stop()
 
 
 def test_a_connection_that_the_server_closes_between_requests_costs_nothing(server: SGLangServer) -> None:
-    with closing(SGLangClient(server, 30.0)) as client:
+    with closing(SGLangClient(server, 120.0)) as client:
         assert [client.generate([1, 2], {}).tokens for _ in range(3)] == [[1]] * 3
 
 
 def test_a_server_that_kills_itself_after_an_exception_names_it(tmp_path: Path) -> None:
     script = "echo 'KeyError: 7'; echo '[now] kill_process_tree called: include_parent=True'; kill -9 $$"
     with pytest.raises(ProcessFailedError) as failed:
-        SGLangServer(lambda _: ["bash", "-c", script], "server", Owner("tests", tmp_path), {}, 60.0)
+        SGLangServer(lambda _: ["bash", "-c", script], "server", Owner("tests", tmp_path), {}, 240.0)
     assert failed.value.headline == "server ended with exit code 1"
     assert failed.value.cause == "KeyError: 7"

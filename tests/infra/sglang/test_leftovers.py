@@ -39,6 +39,14 @@ def segment(memory: Path, size: int = 4096) -> Path:
     return path
 
 
+def wait_for_the_clock_of_files(memory: Path) -> None:
+    """It is some milliseconds behind."""
+    begun, probe = time.time(), memory / "probe"
+    while not probe.exists() or probe.stat().st_ctime < begun:
+        time.sleep(0.01)
+        probe.touch()
+
+
 @pytest.fixture
 def mapped(memory: Path) -> Iterator[Path]:
     """A segment that another process has mapped."""
@@ -53,9 +61,9 @@ def mapped(memory: Path) -> Iterator[Path]:
 
 def test_a_server_that_ended_before_it_was_looked_at_leaves_nothing(tmp_path: Path, memory: Path, mapped: Path) -> None:
     older = segment(memory)
-    time.sleep(0.05)  # the clock of files is a few milliseconds coarse
+    wait_for_the_clock_of_files(memory)
     removed = Leftovers(tmp_path / "server.leftovers")
-    time.sleep(0.05)
+    wait_for_the_clock_of_files(memory)
     dead, unsized, locked = segment(memory), segment(memory, 0), segment(memory)
     mapped.touch()
     with locked.open("rb") as file:

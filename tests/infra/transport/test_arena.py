@@ -119,8 +119,8 @@ def test_a_full_store_makes_its_writer_wait(tmp_path: Path) -> None:
     transport = ArenaTransport(tmp_path / "arena", 100)
     transport.put("run/0/0/1", {"aux": bytes(80)})
     later = threading.Timer(0.3, transport.delete, ["run/0/0/1"])
-    later.start()
     begun = time.monotonic()
+    later.start()
     transport.put("run/0/1/1", {"aux": bytes(80)})
     assert time.monotonic() - begun >= 0.3
     later.join()
@@ -179,7 +179,7 @@ transport.put("run/0/0/1", {"aux": bytes(80)})
 
 
 def test_what_a_killed_writer_held_is_given_back_when_it_is_deleted(tmp_path: Path) -> None:
-    ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "arena")], timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "arena")], timeout=120, check=False)
     assert ended.returncode == -9
     transport = ArenaTransport(tmp_path / "arena", 100, room_s=0.1)
     assert list(transport.keys()) == ["run/0/0/1"]  # for the sweeper, which asks the ledger

@@ -10,8 +10,10 @@ IN_A_SMALL_FILE_SYSTEM = ["unshare", "--user", "--map-root-user", "--mount", "sh
 """A mount of its own, which needs no rights."""
 MOUNT = 'mount -t tmpfs -o size=1m none "$0" && exec "$@"'
 PROGRAM = """
-import os, sys, threading
+import os, sys, time
 from pathlib import Path
+from types import SimpleNamespace
+from infra import waiting
 from infra.transport.base import StoreUnavailableError
 from infra.transport.files import FileTransport
 from infra.transport.files import StoredTransport
@@ -29,7 +31,8 @@ try:
 except StoreUnavailableError as error:
     print("gave up:", error)
 assert sorted(folder.rglob("*")) == before, "something half-written is left"
-threading.Timer(0.3, filler.unlink).start()
+# There is room once the writer waits for it, and not before.
+waiting.time = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: filler.unlink(missing_ok=True))
 record = patient.put("key", data)
 assert patient.verify(record)
 print("written")
@@ -39,7 +42,7 @@ print("written")
 @pytest.mark.parametrize("kind", ["files", "stored"])
 def test_a_writer_waits_for_room_on_a_full_file_system(tmp_path: Path, kind: str) -> None:
     command = [*IN_A_SMALL_FILE_SYSTEM, MOUNT, str(tmp_path), sys.executable, "-c", PROGRAM, kind, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stderr
     said = f"no room for 300000 bytes, the file system of {tmp_path}/kept is full: free space there"
     assert f"gave up: {said}" in ended.stdout
@@ -76,7 +79,7 @@ def test_shared_memory_of_64_mib_holds_no_arena_of_32_mib_and_its_spare(tmp_path
     """What Docker gives a container by default."""
     mount = 'mount -t tmpfs -o size=64m none /dev/shm && exec "$@"'
     command = [*IN_A_SMALL_FILE_SYSTEM, mount, "sh", sys.executable, "-c", CHOICE, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stderr
     missing = "64 MiB are free in /dev/shm, and 80 MiB are needed: make it larger (for a container, --shm-size)"
     expected = [
@@ -90,8 +93,10 @@ def test_shared_memory_of_64_mib_holds_no_arena_of_32_mib_and_its_spare(tmp_path
 
 
 FULL_AFTERWARDS = """
-import os, sys, threading
+import os, sys, time
 from pathlib import Path
+from types import SimpleNamespace
+from infra import waiting
 from infra.transport.arena import ArenaTransport
 
 folder = Path(sys.argv[1])
@@ -99,13 +104,11 @@ transport = ArenaTransport(folder / "arena", 100_000)
 room, filler = os.statvfs(folder), folder / "filler"
 with filler.open("wb") as file:
     os.posix_fallocate(file.fileno(), 0, room.f_frsize * room.f_bavail)
-freed = threading.Timer(1.0, filler.unlink)
-freed.start()
+waiting.time = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: filler.unlink(missing_ok=True))
 for number in range(300):
     record = transport.put(f"key{number}", {"aux": bytes([number % 256]) * 90_000})
     assert transport.verify(record)
     transport.delete(record.key)
-freed.join()
 """
 
 
@@ -113,6 +116,6 @@ def test_an_arena_whose_file_system_fills_up_later_waits_and_loses_nothing(tmp_p
     """Its bytes are its own; only the table of extents still grows."""
     mount = 'mount -t tmpfs -o size=8m none "$0" && exec "$@"'
     command = [*IN_A_SMALL_FILE_SYSTEM, mount, str(tmp_path), sys.executable, "-c", FULL_AFTERWARDS, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stderr
     assert f"no room for the arena's table, the file system of {tmp_path}/arena is full" in ended.stdout

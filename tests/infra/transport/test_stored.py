@@ -3,13 +3,15 @@
 import os
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import pytest
 
+from infra import waiting
 from infra.config import TransportConfig
 from infra.processes.process import Owner
 from infra.servers.s3 import S3Server
@@ -92,7 +94,7 @@ def test_what_is_written_is_durable_before_it_is_named(tmp_path: Path) -> None:
         f"StoredTransport(sys.argv[1]).put({NAME!r}, {{'aux': b'0123456789'}})"
     )
     command = [sys.executable, "-c", AUDITED + program, str(tmp_path / "kept"), str(trace)]
-    subprocess.run(command, check=True, timeout=60, capture_output=True)
+    subprocess.run(command, check=True, timeout=240, capture_output=True)
     calls = trace.read_text().split()
     assert calls == ["fsync", "rename", "fsync", "fsync", "rename", "fsync"]
 
@@ -121,6 +123,7 @@ sys.addaudithook(audit)
 @pytest.fixture
 def s3_server(public_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     """A server of the test's own, which it stops and starts."""
+    monkeypatch.setattr("infra.servers.s3.START_S", 240.0)  # a busy machine
     server = S3Server(public_folder / "s3", Owner("tests", public_folder / "logs"))
     for name, value in server.access.environment.items():
         monkeypatch.setenv(name, value)
@@ -131,16 +134,24 @@ def s3_server(public_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     fsspec.filesystem("s3").clear_instance_cache()
 
 
-def test_a_server_that_is_away_is_waited_for_and_damages_nothing(s3_server: S3Server, capsys) -> None:
-    transport = StoredTransport("s3://bucket/kept")
+def test_a_server_that_is_away_is_waited_for_and_damages_nothing(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    transport = StoredTransport("s3://bucket/kept", wait_s=240.0)
     record = transport.put(NAME, DATA)
     impatient = StoredTransport("s3://bucket/kept", wait_s=0.0)
     s3_server.stop()
     for call in (lambda: impatient.find(NAME), lambda: impatient.verify(record), lambda: impatient.put(NAME, DATA)):
         with pytest.raises(StoreUnavailableError, match="bucket/kept does not answer: check the object store"):
             call()
-    back = threading.Timer(0.5, s3_server.start)
-    back.start()
+
+    def come_back(seconds: float) -> None:
+        """Once somebody waits for it, and not before."""
+        if s3_server.process.poll() is None:
+            time.sleep(seconds)
+        else:
+            s3_server.start()
+
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=time.monotonic, sleep=come_back))
     assert transport.find(NAME) == record, "it was there all the time"
-    back.join()
-    assert "waiting up to 60 s: bucket/kept does not answer" in capsys.readouterr().out
+    assert "waiting up to 240 s: bucket/kept does not answer" in capsys.readouterr().out

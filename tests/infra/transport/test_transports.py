@@ -26,6 +26,7 @@ from infra.transport.mooncake.transport import MooncakeTransport
 KEY = "run/0/3/1"
 CAPACITY = 20_000
 Make = Callable[[Path], Transport]
+UNCHECKED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
 @pytest.fixture(params=["files", "arena", "mooncake"], scope="session")
@@ -52,7 +53,7 @@ def read(transport: Transport, record: ObjectRecord) -> dict[str, bytes]:
     return {name: bytes(buffer) for name, buffer in into.items()}
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=UNCHECKED)
 @given(
     buffers=st.dictionaries(st.sampled_from(["aux", "last", "more"]), st.binary(min_size=1, max_size=5000), min_size=1)
 )
@@ -81,7 +82,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=UNCHECKED)
 @given(data=st.data())
 def test_a_part_comes_out(tmp_path_factory: pytest.TempPathFactory, make: Make, data: st.DataObject) -> None:
     transport = make(tmp_path_factory.mktemp("objects"))

@@ -227,7 +227,8 @@ def check_goodput(result: BenchmarkResult, run: PreparedRun) -> None:
     assert goodput.champion is not None
     assert goodput.champion.draft != goodput.draft.draft
     assert {each.batch for each in goodput.target_times} == {1, 2, 4, 16}
-    assert {each.tokens for each in goodput.target_times} == {1, 2, 4, 8}
+    assert {each.tokens for each in goodput.target_times} == {1, 2, 4, 8, 12, 32}
+    assert [tree.batch for tree in goodput.trees] == [1, 4, 16]
     assert {each.tokens for each in goodput.draft_times} == {1, 3, 7}
     settings = run.folder.export / SERVING
     assert MeasuredGoodput.read(settings / GOODPUT) == goodput
@@ -371,12 +372,12 @@ def test_drafts_of_one_build_are_timed_once(run: PreparedRun, target: Path, tmp_
     """So that noise of timings does not decide between a draft and its successor."""
     twin, other = export(target, tmp_path / "twin", (0, 2), seed=2), export(target, tmp_path / "other", (1,), seed=3)
     first, again = (load_contestants(target, [run.folder.export, each], torch.float32) for each in (twin, other))
-    config = run.config.benchmark.model_copy(update={"loads": (2,), "prompt_tokens": 8})
+    config = run.config.benchmark.model_copy(update={"loads": (2,), "prompt_tokens": 8, "tree_topk": (3,)})
     assert same_build(first.draft, first.champion)
     assert not same_build(again.draft, again.champion)
     _, (ours, twins) = time_steps(first.target, [first.draft, first.champion], config)
     assert ours == twins
-    assert {(each.batch, each.tokens) for each in ours} == {(batch, at) for batch in (1, 2) for at in (1, 3, 7)}
+    assert {(each.batch, each.tokens) for each in ours} == {(batch, at) for batch in (1, 2, 6) for at in (1, 3, 7)}
 
 
 def test_a_draft_that_sglang_has_no_model_for_is_not_served_and_says_so(

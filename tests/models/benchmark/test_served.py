@@ -56,8 +56,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     def command(port: int) -> list[str]:
         return [sys.executable, "-c", STREAMS, str(port)]
 
-    server = SGLangServer(command, "server", Owner("tests", tmp_path_factory.mktemp("served")), {}, 60.0)
-    with closing(SGLangClient(server, 30.0)) as client:
+    server = SGLangServer(command, "server", Owner("tests", tmp_path_factory.mktemp("served")), {}, 300.0)
+    with closing(SGLangClient(server, 120.0)) as client:
 
         def answer(*ends: int, **last: Any) -> Answer:
             metas: list[dict[str, Any]] = [{"completion_tokens": end} for end in ends]

@@ -97,15 +97,17 @@ def endpoint() -> Iterator[str]:
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
-    thread.join(30)
+    thread.join(120)
     server.server_close()
 
 
 def read(home: Path, endpoint: str, *sources: str, **environment: str) -> list:
     hidden = {name: "" for name in os.environ if name.lower().endswith("_proxy")}
-    variables = os.environ | hidden | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), **environment}
+    # The Hub answers from this process, which may have to wait for its turn.
+    patient = {"HF_HUB_ETAG_TIMEOUT": "120", "HF_HUB_DOWNLOAD_TIMEOUT": "120"}
+    variables = os.environ | hidden | patient | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), **environment}
     ended = subprocess.run(
-        [sys.executable, "-c", READ, *sources], env=variables, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", READ, *sources], env=variables, capture_output=True, text=True, timeout=300, check=False
     )
     assert ended.returncode == 0, ended.stderr
     return [json.loads(line) for line in ended.stdout.splitlines()]

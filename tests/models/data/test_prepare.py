@@ -103,7 +103,7 @@ def test_the_main_writes_the_record_or_one_message(
     write_atomically(folder.config, tiny_config.model_copy(update={"data": config(source)}))
     write_atomically(folder.target, tiny_target)
     command = [sys.executable, "-m", "models.data.prepare", str(folder.path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr
     record = SamplesRecord.read(folder.samples)
     assert f"{record.train_samples} to train on" in ended.stdout
@@ -111,7 +111,7 @@ def test_the_main_writes_the_record_or_one_message(
 
     folder.samples.unlink()
     source.write_text("")
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 2
     assert "is empty" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -127,10 +127,10 @@ def test_prompts_are_checked_before_they_are_regenerated(
     write_atomically(folder.config, tiny_config.model_copy(update={"data": data}))
     write_atomically(folder.target, tiny_target)
     command = [sys.executable, "-m", "models.preflight", str(folder.path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr
     source.write_text(source.read_text() + "{broken\n")
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 2
     assert "1 of 31 records cannot be used, more than data.max_broken_share=0.02 allows" in ended.stderr
     assert "stories.jsonl:31: not valid JSON" in ended.stderr

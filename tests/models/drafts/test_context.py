@@ -20,7 +20,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of what every rank found, for every size of the group: `SIZE-RANK.pt`."""
     folder = tmp_path_factory.mktemp("outcomes")
     started = [subprocess.Popen([sys.executable, str(SCRIPT), str(folder), str(rank)]) for rank in range(3)]
-    assert [process.wait(timeout=120) for process in started] == [0, 0, 0]
+    assert [process.wait(timeout=300) for process in started] == [0, 0, 0]
     return folder
 
 

@@ -102,7 +102,7 @@ def test_the_main_tells_people_what_to_do_without_a_network(tmp_path: Path, tiny
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert ended.returncode == 2

@@ -43,11 +43,15 @@ def weights(folder: RunFolder, name: str = "draft.safetensors") -> dict[str, tor
 
 @pytest.mark.slow
 def test_it_is_what_decoding_gives_and_training_is_not_disturbed(
-    make_run, finished_run, run_to_the_end, start, kill_tree
+    make_run, finished_run, run_to_the_end, start, kill_tree, hold_back
 ):
     """A run that is measured, and killed between two measurements, against one that is not."""
-    measured, plain = make_run("measured", *MEASURED), finished_run(*MEASURED, "training.heldout_steps=0")
-    kill_after_step_4(measured, start, kill_tree)
+    measured, plain = (
+        make_run("measured", *MEASURED, "ledger.lease_seconds=3600"),
+        finished_run(*MEASURED, "training.heldout_steps=0"),
+    )
+    with hold_back(measured, range(24, 36)):
+        kill_after_step_4(measured, start, kill_tree)
     run_to_the_end(measured)
     assert [row["step"] for row in lines(measured) if HELDOUT_LENGTH in row] == [3, 6, 9]
     assert not any(HELDOUT_LENGTH in row for row in lines(plain))
@@ -62,12 +66,12 @@ def test_it_is_what_decoding_gives_and_training_is_not_disturbed(
 
 def kill_after_step_4(folder: RunFolder, start, kill_tree) -> None:
     processes = start("models.capture.generator", folder), start("models.training.launch", folder, ranks=1)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not folder.checkpoint(4, 1).exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     for process in reversed(processes):
         kill_tree(process.pid)
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
     assert not folder.training.exists(), "killed too late"
 
 

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +91,11 @@ def test_two_hosts_train_what_one_does(
 
 @pytest.mark.slow
 def test_a_machine_that_dies_has_the_trainer_go_on_from_its_checkpoint(
-    make_run: Callable[..., RunFolder], undisturbed: Callable[..., tuple[str, list[float]]]
+    make_run: Callable[..., RunFolder],
+    undisturbed: Callable[..., tuple[str, list[float]]],
+    hold_back: Callable[..., Any],
 ) -> None:
-    expected, folder = undisturbed(), make_run("apart", *SMALL)
+    expected, folder = undisturbed(), make_run("apart", *SMALL, "ledger.lease_seconds=3600")
     pool = LocalPool(Owner("machines", folder.logs))
     printed: list[str] = []
     events: list[str] = []
@@ -104,11 +106,14 @@ def test_a_machine_that_dies_has_the_trainer_go_on_from_its_checkpoint(
                 place = ["--machine", "1", "2"]
                 command = process.info["cmdline"] or []
                 if str(folder.path) in command and any(command[i : i + 3] == place for i in range(len(command))):
-                    for one in (*process.children(recursive=True), process):
-                        one.send_signal(signal.SIGKILL)
+                    with suppress(psutil.NoSuchProcess):  # it has died with its supervisor
+                        for one in (*process.children(recursive=True), process):
+                            one.send_signal(signal.SIGKILL)
             events.append("lost")
+            release()
 
     with (
+        hold_back(folder, range(30, 43)) as (_, release),
         closing(start_generator(pool, folder, 0, 1, threads=1)) as generator,
         closing(start_trainer(pool, folder, 2, threads=1, machines=2)) as trainer,
     ):

@@ -103,6 +103,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     make_run: Callable[..., RunFolder],
     start: Callable[..., Any],
     kill_tree: Callable[[int], None],
+    hold_back: Callable[..., Any],
     sharded: str,
     ranks: int,
     size: int,
@@ -110,14 +111,15 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     """From two ranks to three; from two that divide the draft to four of which two share a sample each."""
     undisturbed = train("undisturbed", 1)
     kept = ("training.checkpoint_steps=1", "training.keep_checkpoints=9", f"training.sharded={sharded}")
-    folder = make_run("moved", *SMALL, "training.ranks=2", *kept)
-    processes = [start("models.capture.generator", folder), start("models.training.launch", folder, ranks=2)]
-    deadline = time.monotonic() + 120
-    while not folder.checkpoint(3, 1).exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    for process in reversed(processes):
-        kill_tree(process.pid)
-        process.communicate(timeout=30)
+    folder = make_run("moved", *SMALL, "training.ranks=2", *kept, "ledger.lease_seconds=3600")
+    with hold_back(folder, range(30, 43)):
+        processes = [start("models.capture.generator", folder), start("models.training.launch", folder, ranks=2)]
+        deadline = time.monotonic() + 300
+        while not folder.checkpoint(3, 1).exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for process in reversed(processes):
+            kill_tree(process.pid)
+            process.communicate(timeout=60)
     run = PreparedRun.open(folder.path)
     before = run.open_ledger().progress()
     assert 0 < before.consumed < 43, "killed too late"

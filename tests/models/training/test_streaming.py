@@ -105,19 +105,12 @@ def test_streaming_equals_memory(undisturbed):
     assert losses(folder) == pytest.approx(train_in_memory(run), rel=1e-6)
 
 
-def test_a_killed_and_resumed_run_equals_an_undisturbed_one(make_run, undisturbed, run_to_the_end, start, kill_tree):
-    folder = make_run("killed", *SMALL, "training.checkpoint_steps=3")
-    first_generator, first = (
-        start("models.capture.generator", folder),
-        start("models.training.launch", folder, ranks=1),
-    )
-    checkpoint = folder.checkpoint(3, 1)
-    deadline = time.monotonic() + 120
-    while not checkpoint.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    for process in (first, first_generator):
-        kill_tree(process.pid)
-        process.communicate(timeout=30)
+def test_a_killed_and_resumed_run_equals_an_undisturbed_one(
+    make_run, undisturbed, run_to_the_end, start, kill_tree, hold_back
+):
+    folder = make_run("killed", *SMALL, "training.checkpoint_steps=3", "ledger.lease_seconds=3600")
+    with hold_back(folder, range(28, 36)):
+        kill_after_step_3(folder, start, kill_tree)
     before = PreparedRun.open(folder.path).open_ledger().progress()
     assert 0 < before.consumed + before.taken < 36
     with folder.metrics.open("ab") as file:
@@ -127,6 +120,16 @@ def test_a_killed_and_resumed_run_equals_an_undisturbed_one(make_run, undisturbe
     assert losses(folder) == losses(undisturbed)
     mine, theirs = final_weights(folder), final_weights(undisturbed)
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def kill_after_step_3(folder, start, kill_tree) -> None:
+    processes = start("models.capture.generator", folder), start("models.training.launch", folder, ranks=1)
+    deadline = time.monotonic() + 300
+    while not folder.checkpoint(3, 1).exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for process in reversed(processes):
+        kill_tree(process.pid)
+        process.communicate(timeout=60)
 
 
 def test_bfloat16_follows_float32(make_run, undisturbed, run_to_the_end):
@@ -143,7 +146,7 @@ def test_generators_come_and_go(make_run, start):
     trainer = start("models.training.launch", folder, ranks=1)
     stopped, killed, staying = [start("models.capture.generator", folder, index=index) for index in range(3)]
     assert any("ready" in line for line in stopped.stdout), "told to stop earlier, it is just not there yet"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not folder.metrics.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     stopped.terminate()
@@ -165,7 +168,7 @@ def test_bytes_held_never_exceed_the_budget(make_run, start, first):
     if first == "trainer":
         processes.append(start("models.training.launch", folder, ranks=1))
     processes.append(start("models.capture.generator", folder))
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while first == "generator" and held[-1] < 2.5 * 2**20 and time.monotonic() < deadline:
         held.append(ledger.progress().bytes_held)
         time.sleep(0.01)
@@ -180,15 +183,13 @@ def test_bytes_held_never_exceed_the_budget(make_run, start, first):
 
 
 @pytest.mark.slow
-def test_a_lost_ledger_is_rebuilt_from_the_checkpoint(make_run, undisturbed, run_to_the_end, start, kill_tree):
-    folder = make_run("lost", *SMALL, "training.checkpoint_steps=3", "training.keep_checkpoints=9")
-    processes = start("models.capture.generator", folder), start("models.training.launch", folder, ranks=1)
-    deadline = time.monotonic() + 120
-    while not folder.checkpoint(3, 1).exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    for process in processes:
-        kill_tree(process.pid)
-        process.communicate(timeout=30)
+def test_a_lost_ledger_is_rebuilt_from_the_checkpoint(
+    make_run, undisturbed, run_to_the_end, start, kill_tree, hold_back
+):
+    kept = ("training.checkpoint_steps=3", "training.keep_checkpoints=9", "ledger.lease_seconds=3600")
+    folder = make_run("lost", *SMALL, *kept)
+    with hold_back(folder, range(28, 36)):
+        kill_after_step_3(folder, start, kill_tree)
     for file in folder.path.glob("ledger.sqlite*"):
         file.unlink()
     # A checkpoint that does not verify is not the one to rebuild from.
@@ -221,18 +222,20 @@ def test_stored_hidden_states_are_captured_once(make_run, undisturbed, run_to_th
     ("kind", "cut", "message"),
     [("arena", False, "checksum of aux does not match"), ("files", True, "another size than its record says")],
 )
-def test_a_damaged_object_is_captured_again(make_run, undisturbed, start, kind, cut, message):
+def test_a_damaged_object_is_captured_again(make_run, undisturbed, start, hold_back, kind, cut, message):
     """While training goes on, the last captured object is damaged where it lies: one restart, and the same losses."""
-    folder = make_run("damaged", *SMALL, f"transport.kind={kind}", "training.prefetch_steps=1")
-    ledger = with_its_first_epoch(folder)
-    generator = start("models.capture.generator", folder)
-    deadline = time.monotonic() + 120
-    while ledger.progress().ready < 36 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    trainer = start("models.training.launch", folder, ranks=1)
-    while not ledger.progress().taken and time.monotonic() < deadline:
-        time.sleep(0.005)
-    damage(folder, last_object(ledger), cut)
+    settings = (f"transport.kind={kind}", "training.prefetch_steps=1", "ledger.lease_seconds=3600")
+    folder = make_run("damaged", *SMALL, *settings)
+    # The trainer cannot get to the last object before it is damaged.
+    with hold_back(folder, range(16, 20)) as (ledger, _):
+        generator = start("models.capture.generator", folder)
+        deadline = time.monotonic() + 300
+        while ledger.progress().ready < 32 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        trainer = start("models.training.launch", folder, ranks=1)
+        while not ledger.progress().taken and time.monotonic() < deadline:
+            time.sleep(0.005)
+        damage(folder, last_object(ledger), cut)
     output, _ = trainer.communicate(timeout=400)
     assert trainer.returncode == 1, output
     assert message in output

@@ -75,7 +75,7 @@ def store(public_folder: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def client(store: Store) -> MooncakeClient:
-    return MooncakeClient(store.record, wait_s=40.0)
+    return MooncakeClient(store.record, wait_s=240.0)
 
 
 def put(client: MooncakeClient, key: str, data: bytes) -> None:
@@ -127,7 +127,7 @@ def test_a_killed_holder_loses_its_objects_and_nothing_else(store: Store, client
 
 
 def test_a_writer_that_leaves_takes_nothing_along(store: Store, client: MooncakeClient) -> None:
-    subprocess.run([sys.executable, "-c", WRITER, store.record.model_dump_json()], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", WRITER, store.record.model_dump_json()], check=True, timeout=240)
     assert get(client, "run/0/0/1", 8 * MIB) == bytes(range(256)) * 2**15
 
 
@@ -142,9 +142,10 @@ def test_a_full_store_makes_its_writer_wait_and_evicts_nothing(store: Store) -> 
     assert client.keys() == [f"run/0/{index}/1" for index in written]
     for index in written:
         assert get(client, f"run/0/{index}/1", size) == bytes([index]) * size
+    client._wait_s = 240.0
     later = threading.Timer(0.3, client.delete, ["run/0/0/1"])
-    later.start()
     begun = time.monotonic()
+    later.start()
     put(client, "run/0/99/1", b"x" * size)
     assert time.monotonic() - begun >= 0.3
     later.join()

@@ -19,7 +19,7 @@ class Group:
     """Ranks in threads, which gather as SGLang's `GroupCoordinator` does."""
 
     def __init__(self, size: int):
-        self.size, self._sent, self._barrier = size, {}, Barrier(size, timeout=30)
+        self.size, self._sent, self._barrier = size, {}, Barrier(size, timeout=120)
 
     def of(self, rank: int) -> Any:
         def all_gather(mine: Tensor, dim: int) -> Tensor:
