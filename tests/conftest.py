@@ -17,6 +17,7 @@ from typing import Any
 import fsspec
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -40,6 +41,10 @@ sys.path.append(str(Path(__file__).parent))  # test modules import emulated_devi
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 TINY = RECIPES / "tiny.yaml"
+
+# An example's time is that of a busy machine, as Hypothesis knows of CI by itself.
+settings.register_profile("busy", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 ALLOWED_SKIPS = Path(__file__).parent / "allowed_skips.txt"
 

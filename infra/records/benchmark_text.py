@@ -68,9 +68,10 @@ def goodput_rows(result: BenchmarkResult) -> list[dict[str, str]]:
             row |= {"prompt lookup": figure(load.prompt_lookup)}
         if load.champion is not None:
             row |= {"champion": figure(load.champion), "its lookahead": str(load.champion_lookahead)}
-        if tree := trees.get(load.batch):
-            row |= {"best tree": f"{tree.depth} deep, top-k {tree.topk}, {plural(tree.tokens, 'token')}"}
-            row |= {"its tokens/s": figure(tree.tokens_per_s)}
+        if trees:
+            tree = trees.get(load.batch)
+            shape = tree and f"{tree.depth} deep, top-k {tree.topk}, {plural(tree.tokens, 'token')}"
+            row |= {"best tree": shape or "", "its tokens/s": figure(tree.tokens_per_s) if tree else ""}
         rows.append(row)
     return rows
 

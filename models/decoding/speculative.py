@@ -137,7 +137,7 @@ def decode_together(
 
 def _proposers(going: Sequence["Conversation"]) -> Proposer:
     first = going[0]
-    rules = {(conversation.sampling.temperature, conversation.sampling.top_p) for conversation in going}
+    rules = {(each.sampling.temperature, each.sampling.top_k, each.sampling.top_p) for each in going}
     assert len(rules) == 1
     assert all(conversation.source is first.source for conversation in going)
     found = first.source.proposers(len(going))

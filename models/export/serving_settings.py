@@ -56,7 +56,7 @@ def sglang(found: MeasuredGoodput, config: MethodConfig, dtype: str) -> dict[str
     """SGLang's arguments, but for the paths of the models and of the adaptive configuration.
 
     `arguments` propose the best number of tokens at the main load, `adaptive_arguments` as many as pay at each load;
-    no arguments (0 proposals): the target alone is faster. `trees`: at the loads where trees are expected to give more.
+    no arguments (0 proposals): the target alone is faster. `trees`: where they are expected to give clearly more.
     `dtype`: of the draft's weights.
     """
 
@@ -75,7 +75,7 @@ def sglang(found: MeasuredGoodput, config: MethodConfig, dtype: str) -> dict[str
     settings["trees"] = [
         {"load": tree.batch, "gain": round(tree.gain, 4), "arguments": [*tree_arguments(config, tree), *own_dtype]}
         for tree in found.trees
-        if tree.gain > 0
+        if tree.gain > NEAR
     ]
     return settings
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
 from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
@@ -18,10 +17,6 @@ from models.run import PreparedRun
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 HOLDER, HOLD_S = "the test", 3600.0
-
-# An example's time is that of a busy machine, as Hypothesis knows of CI by itself.
-settings.register_profile("busy", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("busy")
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.records.goodput import CostFit, GoodputTable, MeasuredGoodput
+from infra.records.goodput import CostFit, GoodputTable, MeasuredGoodput, TreeGoodput
 from infra.sglang.command import sglang_python
 from models.config.dflash import DFlashConfig
 from models.config.eagle3 import Eagle3Config
@@ -102,6 +102,23 @@ def test_static_settings_are_for_the_main_load():
     assert (high["load"], high["lookahead"], high["arguments"]) == (32, 0, [])
     # SGLang has to begin with some proposals, and stops after the first steps.
     assert high["adaptive_arguments"] == [*EAGLE3.engine_arguments(1), "--speculative-adaptive"]
+
+
+def test_trees_are_told_with_their_load_where_they_pay():
+    """SGLang counts the last known token among the draft tokens."""
+    at = {"depth": 4, "topk": 2, "tokens": 7, "tokens_per_step": 3.0, "step_s": 1.0}
+    trees = (
+        TreeGoodput(batch=1, tokens_per_s=3.0, without=2.5, **at),
+        TreeGoodput(batch=4, tokens_per_s=9.0, without=10.0, **at),
+    )
+    found = measured(table()).model_copy(update={"trees": trees})
+    (tree,) = sglang(found, EAGLE3, "float32")["trees"]
+    assert (tree["load"], tree["gain"]) == (1, 0.2)
+    assert tree["arguments"] == [
+        "--speculative-algorithm", "EAGLE3", "--speculative-eagle-topk", "2",
+        "--speculative-num-steps", "4", "--speculative-num-draft-tokens", "8",
+    ]  # fmt: skip
+    assert sglang(measured(table()), EAGLE3, "float32")["trees"] == []
 
 
 def test_a_block_is_proposed_whole_or_not_at_all():

@@ -25,6 +25,7 @@ from infra.records.acceptance import (
 from infra.records.benchmark_text import acceptance_rows, findings, goodput_rows, summary
 from infra.records.data_path import SampleProgress, SampleSlot, SamplesRecord, TargetRecord, TrainingResult
 from infra.records.drafts import ExportRecord
+from infra.records.goodput import TreeGoodput
 from infra.tracking.client import NOTE, connect
 from infra.tracking.runs import TrackedRun
 from tasks.registry import open_tracking, register_draft
@@ -151,6 +152,13 @@ def test_goodput_has_a_row_per_load(result: BenchmarkResult) -> None:
     told = goodput_rows(result.model_copy(update={"goodput": champion}))
     assert [(row["champion"], row["its lookahead"]) for row in told] == [("275", "3"), ("880", "0")]
     assert goodput_rows(result.model_copy(update={"goodput": None})) == []
+    tree = TreeGoodput(
+        batch=1, depth=4, topk=2, tokens=7, tokens_per_step=3.0, step_s=0.01, tokens_per_s=300.0, without=250.0
+    )
+    branched = result.goodput.model_copy(update={"trees": (tree,)})
+    first, second = goodput_rows(result.model_copy(update={"goodput": branched}))
+    assert (first["best tree"], first["its tokens/s"]) == ("4 deep, top-k 2, 7 tokens", "300")
+    assert (second["best tree"], second["its tokens/s"]) == ("", "")
 
 
 def test_prefect_gets_named_columns(result: BenchmarkResult) -> None:
