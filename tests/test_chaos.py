@@ -24,7 +24,7 @@ PLAN = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_runs_under_fire_are_whole(tmp_path: Path, tiny_target: TargetRecord) -> None:
     result = tmp_path / "chaos.json"

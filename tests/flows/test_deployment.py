@@ -129,7 +129,7 @@ def next_run(stack: Any, until: Callable[..., None], after: str) -> str:
     return stack.flow_runs("retrain")[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_cancelled_killed_and_finished_without_a_person(
     stack: Any, submit: Callable[..., str], until: Callable[..., None], tiny_target: TargetRecord

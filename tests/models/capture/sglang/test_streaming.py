@@ -83,6 +83,7 @@ def assert_trained_once(folder: RunFolder, expected: list[float], assert_no_segm
     assert_no_segments_left()
 
 
+@pytest.mark.long
 def test_servers_join_and_leave_a_run(
     make_run: Callable[..., RunFolder],
     start: Callable[..., Any],
