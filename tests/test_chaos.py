@@ -12,7 +12,7 @@ from infra.records.data_path import TargetRecord
 
 ROOT = Path(__file__).parents[1]
 SAMPLES = 300
-"""So many that steps are left for the last fault where whoever strikes has to wait for a core."""
+"""Enough that training still runs at the last fault, also on a busy machine."""
 PLAN = (
     "arena: kill generator, stop rank, lose ledger, kill generator and rank",
     "mooncake: kill master, kill store, kill postgres, clock back",

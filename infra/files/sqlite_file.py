@@ -1,4 +1,7 @@
-"""Looks at SQLite files through SQLite: to close a file that is open elsewhere in this process would drop its locks."""
+"""Looks at SQLite files through SQLite alone.
+
+Closing a file drops all locks that this process has on it, also those of a connection that is still open.
+"""
 
 import sqlite3
 from contextlib import closing
@@ -9,9 +12,10 @@ PRIMARY = 0xFF
 
 
 def is_other_file(file: Path) -> bool:
-    """Whether a file that is there holds something, and no SQLite database."""
+    """Whether a file holds something that is no SQLite database."""
     try:
-        with closing(sqlite3.connect(file)) as connection:
+        # `rw`: a file that has just been removed is not made again.
+        with closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=rw", uri=True)) as connection:
             connection.execute("PRAGMA schema_version")
     except sqlite3.DatabaseError as error:
         # Locked, full or damaged further on is not for this question.

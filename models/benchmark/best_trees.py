@@ -16,7 +16,7 @@ from models.decoding.acceptance import acceptance_length
 from models.decoding.goodput import FittedCosts
 from models.decoding.simulated import TextReading, read_texts
 from models.decoding.tree_walk import ranks_of_texts, walk_tree
-from models.drafts.batched_proposer import BranchingSource, DrawingSource
+from models.drafts.batched_proposer import BranchingSource, DrawingSource, RolloutSource
 from models.progress_bars import bars
 
 SIZES = (3, 5, 7, 11, 15, 23, 31)
@@ -52,7 +52,7 @@ def with_trees(
     return found.model_copy(update={"trees": tuple(tree for tree in best if tree is not None)})
 
 
-def branching(source: DrawingSource) -> BranchingSource | None:
+def branching(source: RolloutSource) -> BranchingSource | None:
     """The draft, if an engine serves its trees."""
     draft = source.source if isinstance(source, SelectedLayers) else source
     return draft if isinstance(draft, BranchingSource) else None

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from infra.provenance import hardware
 from infra.records.goodput import CostFit, GoodputTable, MeasuredGoodput, StepTime
-from models.benchmark.best_trees import sizes_at
+from models.benchmark.best_trees import branching, sizes_at
 from models.benchmark.contestants import Contestants, draft_of, same_build
 from models.benchmark.measure import CHAMPION, DRAFT, PROMPT_LOOKUP, DrawnWalk, Walk
 from models.config.benchmark import BenchmarkConfig
@@ -79,7 +79,7 @@ def time_steps(
     """
     # Two numbers of texts at least: a draft that is served in whole blocks has one lookahead only.
     batches = sorted({1, 2, *config.loads})
-    trees = bool(config.tree_topk) and any(draft_of(source).config.branches for source in sources)
+    trees = bool(config.tree_topk) and any(map(branching, sources))
     # A draft that grows trees runs several rows of each text.
     rows = sorted({*batches, *(load * topk for load in config.loads for topk in config.tree_topk if trees)})
     lookaheads = [_spread(servable(source, config)) for source in sources]

@@ -23,8 +23,6 @@ class MethodConfig(StrictConfig):
     """Whether ranks can share a sample in training (`training.context_parallel_size`)."""
     adaptive: ClassVar[bool] = False
     """Whether SGLang can change the lookahead of such a draft while serving (`--speculative-adaptive`)."""
-    branches: ClassVar[bool] = False
-    """Whether SGLang can verify dynamic trees of such a draft (`tree_arguments`)."""
     engine_dtype: ClassVar[str | None] = None
     """The only data type in which SGLang serves such drafts; None: every."""
 
@@ -52,7 +50,7 @@ class MethodConfig(StrictConfig):
         raise NotImplementedError
 
     def tree_arguments(self, depth: int, topk: int, tokens: int) -> list[str]:
-        """SGLang's arguments for dynamic trees (see `TreeGoodput`); only called where `branches`."""
+        """SGLang's arguments for dynamic trees (see `TreeGoodput`), for drafts that are a `BranchingSource`."""
         raise NotImplementedError
 
     def dtype_arguments(self, dtype: str) -> list[str]:

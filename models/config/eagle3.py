@@ -66,7 +66,6 @@ class Eagle3Config(LossChoice, VocabularyChoice, LayerShape):
     title: ClassVar[str] = "EAGLE-3"
     training_only: ClassVar[frozenset[str]] = LOSS_FIELDS | {"ttt_steps", "ttt_decay", "ttt_weights"}
     adaptive: ClassVar[bool] = True
-    branches: ClassVar[bool] = True
 
     method: Literal["eagle3"] = Field(default="eagle3", description="Draft method.")
     hidden_size: int | None = Field(

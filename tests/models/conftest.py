@@ -1,8 +1,10 @@
 """The recipe of the tiny target and its samples, which later sessions take from the cache."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,23 @@ def _same_numbers() -> None:
 
 
 HoldBack = Callable[[RunFolder, range], AbstractContextManager[tuple[Ledger, Callable[[], None]]]]
+
+
+@pytest.fixture
+def kill_at_checkpoint(start: Callable[..., Any], kill_tree: Callable[[int], None]) -> Callable[..., None]:
+    """Starts generator and trainer of a run, and kills both once the checkpoint of a step is there."""
+
+    def kill(folder: RunFolder, step: int, ranks: int = 1) -> None:
+        processes = start("models.capture.generator", folder), start("models.training.launch", folder, ranks=ranks)
+        deadline = time.monotonic() + 300
+        while not folder.checkpoint(step, 1).exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for process in reversed(processes):
+            kill_tree(process.pid)
+            process.communicate(timeout=60)
+        assert not folder.training.exists(), "killed too late"
+
+    return kill
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Acceptance on held-out text while training: what a benchmark would say, and nothing of training is disturbed."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -43,7 +42,7 @@ def weights(folder: RunFolder, name: str = "draft.safetensors") -> dict[str, tor
 
 @pytest.mark.slow
 def test_it_is_what_decoding_gives_and_training_is_not_disturbed(
-    make_run, finished_run, run_to_the_end, start, kill_tree, hold_back
+    make_run, finished_run, run_to_the_end, kill_at_checkpoint, hold_back
 ):
     """A run that is measured, and killed between two measurements, against one that is not."""
     measured, plain = (
@@ -51,7 +50,7 @@ def test_it_is_what_decoding_gives_and_training_is_not_disturbed(
         finished_run(*MEASURED, "training.heldout_steps=0"),
     )
     with hold_back(measured, range(24, 36)):
-        kill_after_step_4(measured, start, kill_tree)
+        kill_at_checkpoint(measured, 4)
     run_to_the_end(measured)
     assert [row["step"] for row in lines(measured) if HELDOUT_LENGTH in row] == [3, 6, 9]
     assert not any(HELDOUT_LENGTH in row for row in lines(plain))
@@ -62,17 +61,6 @@ def test_it_is_what_decoding_gives_and_training_is_not_disturbed(
     assert [row["loss"] for row in lines(measured)] == [row["loss"] for row in lines(plain)]
     check_texts(measured)
     check_last_length(measured)
-
-
-def kill_after_step_4(folder: RunFolder, start, kill_tree) -> None:
-    processes = start("models.capture.generator", folder), start("models.training.launch", folder, ranks=1)
-    deadline = time.monotonic() + 300
-    while not folder.checkpoint(4, 1).exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    for process in reversed(processes):
-        kill_tree(process.pid)
-        process.communicate(timeout=60)
-    assert not folder.training.exists(), "killed too late"
 
 
 def check_texts(folder: RunFolder) -> None:

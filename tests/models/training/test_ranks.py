@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,8 +100,7 @@ def test_ranks_and_accumulation_change_nothing(train: Callable[..., RunFolder]) 
 def test_a_run_goes_on_with_another_number_of_ranks(
     train: Callable[..., RunFolder],
     make_run: Callable[..., RunFolder],
-    start: Callable[..., Any],
-    kill_tree: Callable[[int], None],
+    kill_at_checkpoint: Callable[..., None],
     hold_back: Callable[..., Any],
     sharded: str,
     ranks: int,
@@ -113,13 +111,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     kept = ("training.checkpoint_steps=1", "training.keep_checkpoints=9", f"training.sharded={sharded}")
     folder = make_run("moved", *SMALL, "training.ranks=2", *kept, "ledger.lease_seconds=3600")
     with hold_back(folder, range(30, 43)):
-        processes = [start("models.capture.generator", folder), start("models.training.launch", folder, ranks=2)]
-        deadline = time.monotonic() + 300
-        while not folder.checkpoint(3, 1).exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        for process in reversed(processes):
-            kill_tree(process.pid)
-            process.communicate(timeout=60)
+        kill_at_checkpoint(folder, 3, ranks=2)
     run = PreparedRun.open(folder.path)
     before = run.open_ledger().progress()
     assert 0 < before.consumed < 43, "killed too late"

@@ -106,11 +106,11 @@ def test_streaming_equals_memory(undisturbed):
 
 
 def test_a_killed_and_resumed_run_equals_an_undisturbed_one(
-    make_run, undisturbed, run_to_the_end, start, kill_tree, hold_back
+    make_run, undisturbed, run_to_the_end, kill_at_checkpoint, hold_back
 ):
     folder = make_run("killed", *SMALL, "training.checkpoint_steps=3", "ledger.lease_seconds=3600")
     with hold_back(folder, range(28, 36)):
-        kill_after_step_3(folder, start, kill_tree)
+        kill_at_checkpoint(folder, 3)
     before = PreparedRun.open(folder.path).open_ledger().progress()
     assert 0 < before.consumed + before.taken < 36
     with folder.metrics.open("ab") as file:
@@ -120,16 +120,6 @@ def test_a_killed_and_resumed_run_equals_an_undisturbed_one(
     assert losses(folder) == losses(undisturbed)
     mine, theirs = final_weights(folder), final_weights(undisturbed)
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
-
-
-def kill_after_step_3(folder, start, kill_tree) -> None:
-    processes = start("models.capture.generator", folder), start("models.training.launch", folder, ranks=1)
-    deadline = time.monotonic() + 300
-    while not folder.checkpoint(3, 1).exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    for process in reversed(processes):
-        kill_tree(process.pid)
-        process.communicate(timeout=60)
 
 
 def test_bfloat16_follows_float32(make_run, undisturbed, run_to_the_end):
@@ -184,12 +174,12 @@ def test_bytes_held_never_exceed_the_budget(make_run, start, first):
 
 @pytest.mark.slow
 def test_a_lost_ledger_is_rebuilt_from_the_checkpoint(
-    make_run, undisturbed, run_to_the_end, start, kill_tree, hold_back
+    make_run, undisturbed, run_to_the_end, kill_at_checkpoint, hold_back
 ):
     kept = ("training.checkpoint_steps=3", "training.keep_checkpoints=9", "ledger.lease_seconds=3600")
     folder = make_run("lost", *SMALL, *kept)
     with hold_back(folder, range(28, 36)):
-        kill_after_step_3(folder, start, kill_tree)
+        kill_at_checkpoint(folder, 3)
     for file in folder.path.glob("ledger.sqlite*"):
         file.unlink()
     # A checkpoint that does not verify is not the one to rebuild from.
