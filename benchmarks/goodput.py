@@ -47,6 +47,7 @@ from models.decoding.speculative import Conversation, decode_together
 from models.decoding.stopwatch import StepSeconds, Stopwatch
 from models.drafts.batched_proposer import ProposalSource
 from models.drafts.sampling import GREEDY
+from models.drafts.trees import TreeShape
 from models.targets.model import TargetModel
 from models.targets.prepare import prepare_target
 
@@ -125,7 +126,7 @@ class Setup:
     clock: Callable[[], float]
 
     def decode(
-        self, prompts: Sequence[Prefill], lookahead: int | LookaheadPolicy, watch: Stopwatch | None = None
+        self, prompts: Sequence[Prefill], lookahead: int | TreeShape | LookaheadPolicy, watch: Stopwatch | None = None
     ) -> tuple[float, list[Conversation]]:
         """Seconds after the prefills; no text ends early."""
         begun, never = self.clock(), frozenset[int]()

@@ -2,141 +2,38 @@
 
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from infra.config import Seed
-from infra.planner.shapes import ITEM_BYTES, DraftShape, Kept, Precision, TargetShape
-from infra.refusal import Refusal
-from models.config.draft_base import LayerShape, LayerType, VocabularyChoice
-
-ROWS_AT_ONCE = 256
-"""Rows of one attention call: blocks in one call see each other's keys masked, which is wasted work."""
+from models.config.blocks import BlockConfig
 
 
-class DFlashConfig(VocabularyChoice, LayerShape):
-    """A few decoder layers over a block of one known token and masks; the target's features are keys and values.
-
-    Draft and serving engine use the target's own head, or its rows of a draft vocabulary.
-    """
+class DFlashConfig(BlockConfig):
+    """A block draft whose proposals do not see each other's tokens."""
 
     title: ClassVar[str] = "DFlash"
-    training_only: ClassVar[frozenset[str]] = frozenset(
-        {"anchors", "anchor_seed", "position_weights", "decay_gamma", "dpace_alpha"}
-    )
-    shareable: ClassVar[bool] = False
+    training_only: ClassVar[frozenset[str]] = BlockConfig.training_only | {"position_weights", "dpace_alpha"}
     # SGLang hands over the block's embeddings in bfloat16 (0.5.23, model_executor/model_runner.py,
     # `_extend_forward_kwargs`), and the target's features as they are.
     engine_dtype: ClassVar[str | None] = "bfloat16"
 
     method: Literal["dflash"] = Field(default="dflash", description="Draft method.")
-    vocab_size: int | None = Field(
-        default=None,
-        ge=16,
-        le=2**24,
-        description="Size of the draft vocabulary, the most frequent tokens of the target; default: all tokens. SGLang "
-        "serves DFlash with all tokens only.",
-    )
-    block_size: int = Field(
-        default=16, ge=2, le=64, description="Positions per block: the last known token and block_size - 1 proposals."
-    )
-    layer_types: tuple[LayerType, ...] = Field(
-        default=("full_attention",) * 5,
-        min_length=1,
-        max_length=256,
-        description="One per layer. `full_attention` sees all features and the whole block; `sliding_attention` the "
-        "features of the last `sliding_window` positions and the earlier positions of the block.",
-    )
-    sliding_sees_ahead: bool = Field(
+    sample_from_anchor: bool = Field(
         default=False,
-        description="Sliding layers see the later positions of the block, too, as full ones do; sliding_window must be "
-        "at least block_size then.",
+        description="The known token's row proposes the next token, and every row the one after its own position. "
+        "False: a mask's row proposes the token at its own position, as all engines read a DFlash draft.",
     )
-    mask_token_id: int | None = Field(
-        default=None,
-        ge=0,
-        le=2**24,
-        description="Target token whose embedding marks the positions to propose. Default: the last token of the "
-        "target's vocabulary, which is seldom a real one.",
-    )
-    fc_norm: bool = Field(
-        default=False,
-        description="RMS norm per target feature before fusion, and one per layer on the fused features (SGLang's "
-        "Laguna variant). Needed where the residual stream grows a lot (Gemma).",
-    )
-    anchors: int = Field(default=512, ge=1, le=1_000_000, description="Blocks per sample, at random positions.")
-    anchor_seed: Seed = Field(default=0, description="Seed of these positions.")
     position_weights: Literal["decay", "dpace"] = Field(
         default="decay",
-        description="Loss weight of proposal k. `decay`: exp(-(k - 1) / decay_gamma). `dpace`: what it adds to the "
-        "accepted length of the current draft.",
-    )
-    decay_gamma: float = Field(
-        default=7.0, gt=0, le=10_000, description="Decay length in positions: 7 for a block of 16, 5 for 10, 4 for 8."
+        description="Loss weight of proposal k. `decay`: by decay_gamma. `dpace`: what it adds to the accepted length "
+        "of the current draft.",
     )
     dpace_alpha: float = Field(default=0.5, gt=0, le=1, description="Smoothing of D-PACE's confidences; 1: off.")
 
-    @model_validator(mode="after")
-    def _sees_the_whole_block(self) -> "DFlashConfig":
-        if not self.sliding_sees_ahead:
-            return self
-        if "sliding_attention" not in self.layer_types:
-            raise Refusal("sliding_sees_ahead is for sliding_attention layers, and there are none: leave it out")
-        if (self.sliding_window or 0) < self.block_size:
-            raise Refusal(
-                f"sliding_window {self.sliding_window} is less than block_size {self.block_size}: with "
-                "sliding_sees_ahead engines differ in what a row sees of its block, so raise it"
-            )
-        return self
-
-    def shape(self, target: TargetShape, aux_count: int, precision: Precision) -> DraftShape:
-        """Blocks of rows at up to `anchors` tokens; the keys of all layers include the features."""
-        hidden, layers, item = target.hidden_size, len(self.layer_types), ITEM_BYTES[precision]
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        fusion = aux_count * hidden * hidden
-        layer = 2 * queries * hidden + 2 * keys * hidden + 3 * hidden * self.intermediate_size
-        norms = layers * 2 * (hidden + self.head_dim) + hidden * (2 + (aux_count if self.fc_norm else 0))
-        biases = layers * (queries + 2 * keys + hidden) * self.attention_bias
-        vocabulary = self.vocabulary_size(target.vocab_size)
-        return DraftShape(
-            title=self.title,
-            parameters=fusion + layers * layer + norms + biases,
-            vocab_size=vocabulary,
-            whole_vocabulary=vocabulary == target.vocab_size,
-            trains_head=False,
-            frozen=vocabulary * hidden,
-            frozen_embeddings=target.vocab_size * hidden,
-            token_parameters=fusion + layers * 2 * keys * hidden,
-            row_parameters=layers * layer,
-            rows_per_token=self.block_size,
-            most_anchors=self.anchors,
-            target_per_row=True,
-            attention_width=layers * queries,
-            kept=self._kept(hidden, aux_count, item),
-        )
-
-    def _kept(self, hidden: int, aux_count: int, item: int) -> Kept:
-        """Counted from what the functions save for the backward pass; a block's rows pass the layers in float32."""
-        queries, keys, layers = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, len(self.layer_types)
-        layer = 8 * hidden + (2 * hidden + 4 * queries + 3 * keys + 2 * self.intermediate_size) * item
-        return Kept(
-            token=(aux_count * hidden + 2 * hidden + layers * keys) * item,
-            row=layers * layer + 8 * hidden,
-            output=4 * hidden,
-            pair=layers * 2 * queries * item / ROWS_AT_ONCE,
-        )
+    @property
+    def anchor_first(self) -> bool:
+        return self.sample_from_anchor
 
     def engine_arguments(self, lookahead: int) -> list[str]:
-        """For a whole block, which begins with the last known token.
-
-        Raises Refusal for any other lookahead: to the engine a draft with another block is another model.
-        """
-        if lookahead != self.block_size - 1:
-            raise Refusal(
-                f"benchmark.lookahead={lookahead}: SGLang proposes whole blocks of a DFlash draft, so set it to "
-                f"{self.block_size - 1} (draft.block_size - 1), or leave serving out (benchmark.served_concurrency=[])"
-            )
+        """For a whole block, which begins with the last known token."""
+        self.whole_block(lookahead)
         return ["--speculative-algorithm", "DFLASH", "--speculative-num-draft-tokens", str(lookahead + 1)]
-
-    def lookaheads(self, most: int) -> tuple[int, ...]:
-        """Whole blocks only, whatever `most` is."""
-        return (0, self.block_size - 1)

@@ -7,11 +7,13 @@ from pydantic import Field, TypeAdapter
 
 from models.config.dflash import DFlashConfig
 from models.config.draft_base import MethodConfig
+from models.config.dspark import DSparkConfig
 from models.config.eagle3 import Eagle3Config
 from models.config.medusa import MedusaConfig
 
 DraftConfig = Annotated[
     DFlashConfig
+    | DSparkConfig
     | Eagle3Config
     | MedusaConfig,
     Field(discriminator="method"),

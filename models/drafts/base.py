@@ -12,6 +12,7 @@ from models.drafts.batched_proposer import Along, PackedTexts, Proposer
 from models.drafts.context import ContextShare
 from models.drafts.sampling import Sampling
 from models.drafts.vocabulary import DraftVocabulary
+from models.losses.chunked import TargetDistribution
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,13 @@ class TargetProjection:
     the target's distribution over the draft vocabulary is taken for the whole."""
     logit_scale: float
     soft_cap: float | None
+
+    def distribution(self, last: Tensor, whole_vocabulary: bool, draft_ids: Tensor) -> TargetDistribution:
+        """The target's distribution at states `[P, H]`; from the whole head if the loss needs the draft vocabulary's
+        share of it."""
+        if whole_vocabulary or self.full is None:
+            return TargetDistribution(last, self.rows, self.logit_scale, self.soft_cap)
+        return TargetDistribution(last, self.full, self.logit_scale, self.soft_cap, draft_ids)
 
 
 class DraftLoss(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 from models.drafts.base import DraftLoss, PackedSamples, TargetProjection, supervised_positions
 from models.drafts.transfer import to_device
 from models.drafts.vocabulary import DraftVocabulary
-from models.losses.chunked import TargetDistribution, chunked_loss
+from models.losses.chunked import chunked_loss
 from models.losses.divergences import chosen_divergence
 
 
@@ -52,12 +52,12 @@ def chain_loss(
     supervised, covered = int(counted.sum()), int((known & counted).sum())
     rows, kept, places, weights, states = to_device(given, head.device)
     hidden = _gathered(outputs, places)
-    distribution = _distribution(batch.last[states], target, draft)
+    distribution = target.distribution(batch.last[states], draft.vocabulary.whole, draft.target_ids)
     divergence = chosen_divergence(draft.config)
-    loss, found = chunked_loss(hidden, head, weights, distribution, divergence, chunk_tokens, overwrite=True)
-    correct = found.new_zeros(rows.shape).index_copy_(0, kept, found)
+    found = chunked_loss(hidden, head, weights, distribution, divergence, chunk_tokens, overwrite=True)
+    correct = found.correct.new_zeros(rows.shape).index_copy_(0, kept, found.correct)
     accepted, tried = _accepted_chains(rows, correct, len(batch.tokens))
-    return DraftLoss(loss, accepted, tried, supervised, covered)
+    return DraftLoss(found.loss, accepted, tried, supervised, covered)
 
 
 def _predictions(batch: PackedSamples, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -99,13 +99,6 @@ def _known(batch: PackedSamples, positions: Tensor, states: Tensor, vocabulary: 
         return torch.ones_like(positions, dtype=torch.bool)
     decisive = batch.tokens[positions + 1] if batch.top is None else batch.top[states]
     return vocabulary.t2d[decisive]
-
-
-def _distribution(last: Tensor, target: TargetProjection, draft: ChainDraft) -> TargetDistribution:
-    """The target's distribution; from the whole head if the loss needs the draft vocabulary's share of it."""
-    if draft.vocabulary.whole or target.full is None:
-        return TargetDistribution(last, target.rows, target.logit_scale, target.soft_cap)
-    return TargetDistribution(last, target.full, target.logit_scale, target.soft_cap, draft.target_ids)
 
 
 def _accepted_chains(rows: Tensor, correct: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -32,14 +32,18 @@ class TargetDistribution:
     draft_ids: Tensor | None = None
     """`[Vd]` int64 rows of the whole `head` that are the draft vocabulary's. None: the draft vocabulary is taken for
     the whole."""
+    labels: Tensor | None = None
+    """`[P]` int64 the text's own next tokens as draft ids, -1 for others; only where the divergence reads them."""
 
     def chunk(self, positions: slice) -> "TargetChunk":
         """The target at some positions."""
+        labels = None if self.labels is None else self.labels[positions]
         logits = shape_logits(product(self.last[positions], self.head), self.logit_scale, self.soft_cap)
         if self.draft_ids is None:
-            return TargetChunk(logits, logits.new_zeros(len(logits), 1))
+            return TargetChunk(logits, logits.new_zeros(len(logits), 1), labels)
         inside = logits.index_select(1, self.draft_ids)
-        return TargetChunk(inside, (inside.logsumexp(-1) - logits.logsumexp(-1)).clamp_(max=0).unsqueeze(-1))
+        log_mass = (inside.logsumexp(-1) - logits.logsumexp(-1)).clamp_(max=0)
+        return TargetChunk(inside, log_mass.unsqueeze(-1), labels)
 
 
 class TargetChunk(NamedTuple):
@@ -49,33 +53,65 @@ class TargetChunk(NamedTuple):
     """`[n, Vd]` float32, over the draft vocabulary."""
     log_mass: Tensor
     """`[n, 1]` log of the draft vocabulary's share of the target's probability; 0 where it is taken for the whole."""
+    labels: Tensor | None
+    """`[n]` int64."""
+
+    def rows(self, chosen: slice) -> "TargetChunk":
+        """Some of the positions."""
+        labels = None if self.labels is None else self.labels[chosen]
+        return TargetChunk(self.logits[chosen], self.log_mass[chosen], labels)
 
 
-Sloped = tuple[Tensor, Tensor | None]
+class Diverged(NamedTuple):
+    """What a divergence says of n positions and S steps."""
+
+    values: Tensor
+    """`[n, S]`."""
+    slope: Tensor | None
+    """`[n, S, Vd]` the weighted slope of the values by the logits; None if it was not wanted."""
+    acceptance: Tensor | None = None
+    """`[n, S]` sum over v of min(p(v), q(v)), from divergences that tell it."""
 
 
 class LossDivergence:
     """How far q is from p at a position, and its slope."""
 
-    def __call__(self, logits: Tensor, log_p: Tensor, log_mass: Tensor, weights: Tensor | None) -> Sloped:
-        """Values `[n, S]`, and with weights their weighted slope `[n, S, Vd]` by `logits`.
+    labelled: bool = False
+    """Whether it reads the text's own tokens."""
+
+    def __call__(
+        self, logits: Tensor, log_p: Tensor, log_mass: Tensor, weights: Tensor | None, labels: Tensor | None
+    ) -> Diverged:
+        """Values, and with weights their slope.
 
         Args:
             logits: `[n, S, Vd]` the draft's, q = softmax; may be overwritten.
             log_p: `[n, Vd]` log of the target's probabilities, normalised over the draft vocabulary.
             log_mass: `[n, 1]` log of the draft vocabulary's share of the target's whole distribution.
             weights: `[n, S]`, by which the slope is multiplied; None if it is not wanted.
+            labels: `[n]` int64 the text's own tokens as draft ids, -1 for others; None unless `labelled`.
         """
         raise NotImplementedError
+
+
+class Factor(NamedTuple):
+    """A part of the draft's logits: `hidden @ head.T`."""
+
+    hidden: Sequence[Tensor]
+    """S times `[P, h]`."""
+    head: Tensor
+    """`[Vd, h]`."""
 
 
 class SummedLoss(NamedTuple):
     """What `chunked_loss` gives."""
 
     loss: Tensor
-    """Scalar, float32 (float64 for float64 drafts); differentiable in `hidden` and `head`."""
+    """Scalar, float32 (float64 for float64 drafts); differentiable in all `hidden` and `head`."""
     correct: Tensor
     """`[P, S]` bool: the draft's greatest logit is the target's greatest of the draft vocabulary."""
+    acceptance: Tensor
+    """`[P, S]` float32 without gradients, see `Diverged`; 0 from divergences that do not tell it."""
 
 
 def chunked_loss(
@@ -86,6 +122,7 @@ def chunked_loss(
     divergence: LossDivergence,
     chunk_tokens: int,
     *,
+    more: Sequence[Factor] = (),
     overwrite: bool = False,
 ) -> SummedLoss:
     """Weighted sum of a divergence over positions and steps.
@@ -97,12 +134,16 @@ def chunked_loss(
         target: the target's distribution at the P positions.
         divergence: what is summed.
         chunk_tokens: positions whose logits are alive at once.
+        more: what is added to the logits of `hidden` and `head`.
         overwrite: `hidden` is nobody else's: its gradients may take its memory.
     """
+    assert not divergence.labelled or target.labels is not None
+    factors = [Factor(hidden, head), *more]
     # Dtypes are those of `hidden` and of the target's head: autocast would also take sums for matrix products.
     with torch.autocast(head.device.type, enabled=False):
-        how = _LossSettings(target, divergence, chunk_tokens, overwrite)
-        found = _ChunkedLoss.apply(how, weights, head, *hidden)
+        how = _LossSettings(target, divergence, chunk_tokens, overwrite, len(factors))
+        flat = [tensor for factor in factors for tensor in (factor.head, *factor.hidden)]
+        found = _ChunkedLoss.apply(how, weights, *flat)
     return SummedLoss(*found)  # type: ignore[misc]
 
 
@@ -111,39 +152,71 @@ class _LossSettings(NamedTuple):
     divergence: LossDivergence
     chunk_tokens: int
     overwrite: bool
+    factors: int
+
+
+class _Part:
+    """A factor in the forward pass: its rows, its head in their dtype, and the gradients of both."""
+
+    def __init__(self, tensors: Sequence[Tensor], wanted: Sequence[bool], overwrite: bool):
+        head, *self.hidden = tensors
+        self.width, dtype = head.shape[1], self.hidden[0].dtype
+        self.head, self.head_dtype = head.to(dtype), head.dtype
+        own = (x.detach() if overwrite else torch.empty_like(x) for x in self.hidden)
+        self.gradients = list(own) if any(wanted) else []
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.head_grad = torch.zeros(head.shape, dtype=wide, device=head.device) if wanted[0] else None
+
+    def rows(self, chunk: slice) -> Tensor:
+        """`[n * S, h]`."""
+        return torch.stack([x[chunk] for x in self.hidden], dim=1).view(-1, self.width)
+
+    def add_gradients(self, chunk: slice, rows: Tensor, slope: Tensor) -> None:
+        """Of a chunk's rows, and their part of the head's; `slope` `[n * S, Vd]` by the logits."""
+        if not self.gradients:
+            return
+        by_step = (slope @ self.head).view(-1, len(self.hidden), self.width).unbind(1)
+        for found, gradient in zip(self.gradients, by_step, strict=True):
+            found[chunk] = gradient
+        if self.head_grad is not None:
+            add_product(self.head_grad, slope, rows)
+
+    def saved(self) -> tuple[Tensor | None, ...]:
+        """Gradients by the head and by the hidden states."""
+        of_head = None if self.head_grad is None else self.head_grad.to(self.head_dtype)
+        return of_head, *(self.gradients or [None] * len(self.hidden))
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, how: _LossSettings, weights: Tensor, head: Tensor, *hidden: Tensor) -> tuple[Tensor, Tensor]:
-        positions, width = hidden[0].shape
-        dtype, device = hidden[0].dtype, head.device
-        accumulate = torch.float64 if dtype == torch.float64 else torch.float32
-        with_slope, of_head = any(ctx.needs_input_grad[2:]), ctx.needs_input_grad[2]
-        gradients = [x.detach() if how.overwrite else torch.empty_like(x) for x in hidden] if with_slope else []
-        head_grad = torch.zeros(head.shape, dtype=accumulate, device=device) if of_head else None
+    def forward(ctx: Any, how: _LossSettings, weights: Tensor, *flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        size = len(flat) // how.factors
+        wanted = ctx.needs_input_grad[2:]
+        parts = [_Part(flat[at : at + size], wanted[at : at + size], how.overwrite) for at in range(0, len(flat), size)]
+        first, with_slope = parts[0], any(wanted)
+        steps, positions, device = len(first.hidden), len(first.hidden[0]), flat[0].device
+        accumulate = torch.float64 if first.hidden[0].dtype == torch.float64 else torch.float32
         loss = torch.zeros((), dtype=accumulate, device=device)
-        correct = torch.empty(positions, len(hidden), dtype=torch.bool, device=device)
-        compute_head = head.to(dtype)
+        correct = torch.empty(positions, steps, dtype=torch.bool, device=device)
+        acceptance = torch.zeros(positions, steps, dtype=accumulate, device=device)
         for start in range(0, positions, how.chunk_tokens):
             chunk = slice(start, min(start + how.chunk_tokens, positions))
-            part = how.target.chunk(chunk)
-            rows = torch.stack([x[chunk] for x in hidden], dim=1).view(-1, width)
-            logits = (rows @ compute_head.T).view(-1, len(hidden), len(head))
-            value, correct[chunk] = _diverge(logits, weights[chunk].to(accumulate), part, how.divergence, with_slope)
+            target = how.target.chunk(chunk)
+            rows = [part.rows(chunk) for part in parts]
+            logits = rows[0] @ first.head.T
+            for part, more in zip(parts[1:], rows[1:], strict=True):
+                logits.addmm_(more, part.head.T)
+            by_step = logits.view(-1, steps, len(first.head))
+            given = (by_step, weights[chunk].to(accumulate), target)
+            value, correct[chunk], acceptance[chunk] = _diverge(*given, how.divergence, with_slope)
             loss += value
-            slope = logits.view(len(rows), len(head))
-            if with_slope:
-                by_step = (slope @ compute_head).view(-1, len(hidden), width).unbind(1)
-                for found, gradient in zip(gradients, by_step, strict=True):
-                    found[chunk] = gradient
-                if head_grad is not None:
-                    add_product(head_grad, slope, rows)
+            for part, own in zip(parts, rows, strict=True):
+                part.add_gradients(chunk, own, logits)
             # Not beside those of the next chunk.
-            del logits, slope, part
-        ctx.save_for_backward(None if head_grad is None else head_grad.to(head.dtype), *gradients)
-        ctx.mark_non_differentiable(correct)
-        return loss, correct
+            del logits, by_step, given, target
+        ctx.save_for_backward(*(tensor for part in parts for tensor in part.saved()))
+        ctx.mark_non_differentiable(correct, acceptance)
+        return loss, correct, acceptance
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -158,36 +231,46 @@ class _ChunkedLoss(torch.autograd.Function):
 
 def _diverge(
     logits: Tensor, weights: Tensor, target: TargetChunk, divergence: LossDivergence, with_slope: bool
-) -> tuple[Tensor, Tensor]:
-    """Weighted sum of values, and `[n, S]` what is correct; the weighted slope takes the place of `logits` `[n, S, V]`.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weighted sum of values, and `[n, S]` what is correct and what is accepted.
 
-    Block by block: the passes over a block meet it in the cache, and only a block is alive in float32.
+    The weighted slope takes the place of `logits` `[n, S, V]`. Block by block: the passes over a block meet it in the
+    cache, and only a block is alive in float32.
     """
     count, steps, vocabulary = logits.shape
     total, correct = weights.new_zeros(()), torch.empty(count, steps, dtype=torch.bool, device=logits.device)
+    acceptance = torch.zeros_like(weights)
     at_once = max(1, count if compiles(logits.device) else _block_bytes(logits.device) // (4 * steps * vocabulary))
     for start in range(0, count, at_once):
         block = slice(start, min(start + at_once, count))
-        given = (logits[block], weights[block], target.logits[block], target.log_mass[block])
-        value, correct[block] = _diverge_rows(*given, divergence, with_slope)
+        given = (logits[block], weights[block], *target.rows(block))
+        value, correct[block], accepted = _diverge_rows(*given, (divergence, with_slope))
         total += value
-    return total, correct
+        if accepted is not None:
+            acceptance[block] = accepted
+    return total, correct, acceptance
 
 
 @fused
 def _diverge_rows(
-    logits: Tensor, weights: Tensor, of_target: Tensor, log_mass: Tensor, divergence: LossDivergence, with_slope: bool
-) -> tuple[Tensor, Tensor]:
-    """See `_diverge`; the slope, if wanted, is written to `logits`."""
+    logits: Tensor,
+    weights: Tensor,
+    of_target: Tensor,
+    log_mass: Tensor,
+    labels: Tensor | None,
+    how: tuple[LossDivergence, bool],
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """See `_diverge`; `how`: the divergence, and whether the slope is wanted, which is written to `logits`."""
+    divergence, with_slope = how
     wide = logits.to(weights.dtype)
     best = of_target.argmax(-1)[:, None, None].expand(-1, wide.shape[1], 1)
     correct = wide.gather(-1, best).squeeze(-1) == wide.amax(-1)
     log_p = of_target.log_softmax(-1).to(wide.dtype)
-    values, slope = divergence(wide, log_p, log_mass.to(wide.dtype), weights if with_slope else None)
-    value = (weights * values).sum()
-    if slope is not None:
-        logits.copy_(slope)
-    return value, correct
+    found = divergence(wide, log_p, log_mass.to(wide.dtype), weights if with_slope else None, labels)
+    value = (weights * found.values).sum()
+    if found.slope is not None:
+        logits.copy_(found.slope)
+    return value, correct, found.acceptance
 
 
 def add_product(total: Tensor, slope: Tensor, rows: Tensor) -> None:

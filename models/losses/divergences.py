@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from models.config.draft_base import LossChoice
-from models.losses.chunked import LossDivergence, Sloped
+from models.losses.chunked import Diverged, LossDivergence
 
 
 def chosen_divergence(config: LossChoice) -> LossDivergence:
@@ -41,24 +41,28 @@ def chosen_divergence(config: LossChoice) -> LossDivergence:
 class SoftCrossEntropy(LossDivergence):
     """`-sum_v p(v) log q(v)`."""
 
-    def __call__(self, logits: Tensor, log_p: Tensor, log_mass: Tensor, weights: Tensor | None) -> Sloped:
+    def __call__(
+        self, logits: Tensor, log_p: Tensor, log_mass: Tensor, weights: Tensor | None, labels: Tensor | None
+    ) -> Diverged:
         p = log_p.exp()
         dots = _dots(logits, p)
         greatest = logits.amax(-1)
         q = logits.softmax(-1)
         # The log-normaliser, at the greatest logit: log q = z - log_norm. And sum p log q = sum p z - log_norm.
         values = greatest - q.amax(-1).log() - dots
-        return values, None if weights is None else q.sub_(p.unsqueeze(1)).mul_(weights.unsqueeze(-1))
+        return Diverged(values, None if weights is None else q.sub_(p.unsqueeze(1)).mul_(weights.unsqueeze(-1)))
 
 
 @dataclass(frozen=True)
 class LKAlpha(LossDivergence):
     """`-log a`."""
 
-    def __call__(self, logits: Tensor, log_p: Tensor, log_mass: Tensor, weights: Tensor | None) -> Sloped:
+    def __call__(
+        self, logits: Tensor, log_p: Tensor, log_mass: Tensor, weights: Tensor | None, labels: Tensor | None
+    ) -> Diverged:
         log_q = _log_softmax(logits)
         log_a, gain = _acceptance(log_q, (log_p + log_mass).unsqueeze(1), weights is not None)
-        return -log_a, None if weights is None or gain is None else gain.mul_(-weights.unsqueeze(-1))
+        return Diverged(-log_a, None if weights is None or gain is None else gain.mul_(-weights.unsqueeze(-1)))
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,9 @@ class LKLambda(LossDivergence):
 
     decay: float
 
-    def __call__(self, logits: Tensor, log_p: Tensor, log_mass: Tensor, weights: Tensor | None) -> Sloped:
+    def __call__(
+        self, logits: Tensor, log_p: Tensor, log_mass: Tensor, weights: Tensor | None, labels: Tensor | None
+    ) -> Diverged:
         p = log_p.exp()
         log_q = _log_softmax(logits)
         divergence = (p * log_p).sum(-1, keepdim=True) - _dots(log_q, p)
@@ -76,9 +82,56 @@ class LKLambda(LossDivergence):
         w = (-self.decay * a).exp()
         values = w * divergence + (1 - w) * (1 - a)
         if gain is None or weights is None:
-            return values, None
+            return Diverged(values, None)
         slope = log_q.exp_().sub_(p.unsqueeze(1)).mul_((weights * w).unsqueeze(-1))
-        return values, slope.sub_(gain.mul_((weights * (1 - w) * a).unsqueeze(-1)))
+        return Diverged(values, slope.sub_(gain.mul_((weights * (1 - w) * a).unsqueeze(-1))))
+
+
+@dataclass(frozen=True)
+class MixedLoss(LossDivergence):
+    """A weighted sum of what block drafts are trained by (DSpark, arXiv 2607.05147); z are the draft's logits.
+
+    cross_entropy     -log q(x), x the text's own token; 0 where the draft vocabulary lacks it
+    kl                -sum_v p'(v) log q(v)
+    total_variation   sum_v |q(v) - p(v)| over the target's whole vocabulary: 2 (1 - a)
+    """
+
+    cross_entropy: float
+    kl: float
+    total_variation: float
+
+    @property
+    def labelled(self) -> bool:
+        return self.cross_entropy > 0
+
+    def __call__(
+        self, logits: Tensor, log_p: Tensor, log_mass: Tensor, weights: Tensor | None, labels: Tensor | None
+    ) -> Diverged:
+        log_q = _log_softmax(logits)
+        q, p = log_q.exp(), (log_p + log_mass).exp().unsqueeze(1)
+        acceptance = torch.minimum(p, q).sum(-1)
+        values = self.total_variation * 2 * (1 - acceptance)
+        known = own = None
+        if self.cross_entropy:
+            assert labels is not None
+            known = (labels >= 0).to(q.dtype)[:, None].expand(acceptance.shape)
+            own = labels.clamp(min=0)[:, None, None].expand(*acceptance.shape, 1)
+            values = values - self.cross_entropy * known * log_q.gather(-1, own).squeeze(-1)
+        if self.kl:
+            values = values - self.kl * _dots(log_q, log_p.exp())
+        if weights is None:
+            return Diverged(values, None, acceptance)
+        # q ((ce + kl) + 2 tv (sum_v m q - m)) - kl p' - ce e, m being 1 where q < p.
+        below = q < p
+        inside = self.total_variation * 2 * (q * below).sum(-1, keepdim=True) + self.kl
+        if known is not None:
+            inside = inside + self.cross_entropy * known.unsqueeze(-1)
+        slope = q.mul_(inside - 2 * self.total_variation * below)
+        if self.kl:
+            slope.sub_(self.kl * log_p.exp().unsqueeze(1))
+        if known is not None and own is not None:
+            slope.scatter_add_(-1, own, -self.cross_entropy * known.unsqueeze(-1))
+        return Diverged(values, slope.mul_(weights.unsqueeze(-1)), acceptance)
 
 
 def _dots(logits: Tensor, p: Tensor) -> Tensor:
@@ -93,7 +146,7 @@ def _log_softmax(logits: Tensor) -> Tensor:
     return logits.sub_(logits.logsumexp(-1, keepdim=True))
 
 
-def _acceptance(log_q: Tensor, log_p: Tensor, with_slope: bool) -> Sloped:
+def _acceptance(log_q: Tensor, log_p: Tensor, with_slope: bool) -> tuple[Tensor, Tensor | None]:
     """`log a` `[n, S]`, and its slope `[n, S, Vd]`; in logarithms, because a starts near 0."""
     log_a = torch.minimum(log_q, log_p).logsumexp(-1)
     if not with_slope:

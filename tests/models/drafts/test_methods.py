@@ -18,6 +18,7 @@ from models.config.draft_base import LossChoice, VocabularyChoice
 from models.drafts.base import Draft, PackedSamples, TargetProjection
 from models.drafts.batched_proposer import PackedTexts, Turn
 from models.drafts.dflash.module import DFlashDraft
+from models.drafts.dspark.module import DSparkDraft
 from models.drafts.eagle3.module import Eagle3Draft
 from models.drafts.medusa.module import MedusaDraft
 from models.drafts.registry import build_draft
@@ -46,6 +47,7 @@ DFLASH |= {"intermediate_size": 20, "anchors": 64}
 
 TINY: dict[str, dict] = {
     "dflash": DFLASH,
+    "dspark": DFLASH | {"markov_rank": 6},
     "eagle3": EAGLE3,
     "medusa": {"vocab_size": 24, "heads": 3},
 }
@@ -75,6 +77,10 @@ VARIANTS: list[tuple[str, dict]] = [
     ),
     ("dflash", {"vocab_size": 24, "attention_bias": True, "rope_scaling": YARN}),
     ("dflash", SLIDING | {"sliding_sees_ahead": True}),
+    ("dflash", {"sample_from_anchor": True, "vocab_size": 24, "cross_entropy_weight": 0.5, "tv_weight": 0.7}),
+    ("dspark", {"vocab_size": 24, "markov_head": "gated", "kl_weight": 0.5}),
+    ("dspark", {"markov_head": "rnn", "confidence_reads_token": False} | SLIDING),
+    ("dspark", {"confidence_head": False, "fc_norm": True, "cross_entropy_weight": 1.0, "tv_weight": 0.0}),
     ("medusa", {"heads": 5, "layers": 2, "head_decay": 0.5}),
 ]
 
@@ -98,6 +104,22 @@ def dflash_logits(draft: DFlashDraft, tokens: Tensor, aux: Tensor, row: int, ste
     return list(draft.logits(draft.proposers(1).fill({0: turn})[0, :steps]))
 
 
+def dspark_logits(draft: DSparkDraft, tokens: Tensor, aux: Tensor, row: int, steps: int) -> list[Tensor]:
+    """One block, filled at once, and then a bias by the token before each proposal."""
+    turn = Turn(tokens[: row + 2].tolist(), aux[: row + 1], steps, GREEDY)
+    head, rows, found, state = draft.markov_head, draft.proposers(1).fill({0: turn})[0], [], torch.zeros(6).to(aux)
+    for step in range(min(steps, draft.positions)):
+        h, e = rows[step], head.markov_w1.weight[tokens[row + 1 + step]]
+        if draft.config.markov_head == "gated":
+            e = e * torch.sigmoid(head.gate_proj.weight @ torch.cat([h, e]) + head.gate_proj.bias)
+        if draft.config.markov_head == "rnn":
+            joint = head.joint_proj.weight @ torch.cat([state, e, h]) + head.joint_proj.bias
+            gate, candidate, out = torch.sigmoid(joint[:6]), torch.tanh(joint[6:12]), torch.tanh(joint[12:])
+            state, e = gate * state + (1 - gate) * candidate, out
+        found.append(draft.logits(h) + head.markov_w2.weight @ e)
+    return found
+
+
 def medusa_logits(draft: MedusaDraft, _tokens: Tensor, aux: Tensor, row: int, steps: int) -> list[Tensor]:
     """Head by head, from the row's feature alone."""
     found, feature = [], aux[row, -HIDDEN:]
@@ -113,6 +135,7 @@ def medusa_logits(draft: MedusaDraft, _tokens: Tensor, aux: Tensor, row: int, st
 
 SLOW: dict[str, Callable[..., list[Tensor]]] = {
     "dflash": dflash_logits,
+    "dspark": dspark_logits,
     "eagle3": eagle3_logits,
     "medusa": medusa_logits,
 }
@@ -123,7 +146,10 @@ LOSSES = [
 ]
 
 
-SMOOTH = [*VARIANTS, *((method, changes) for method, changes in LOSSES if changes["loss"] == "lk_alpha")]
+SMOOTH = [
+    *VARIANTS,
+    *((method, changes) for method, changes in LOSSES if changes["loss"] == "lk_alpha"),
+]
 
 
 def named(table: list[tuple[str, dict]]) -> list[str]:
@@ -376,8 +402,8 @@ class LossOf(torch.nn.Module):
 
 @pytest.mark.parametrize(("method", "changes"), SMOOTH, ids=named(SMOOTH))
 def test_gradients_against_finite_differences(method, changes):
-    """Not of `lk_lambda`, whose weight is taken as a constant: tests of losses have its gradient."""
-    draft = make_draft(method, **changes)
+    """Not of `lk_lambda` and of confidences, where a weight and a label are taken as constants: see their own tests."""
+    draft = make_draft(method, **changes | ({"confidence_head": False} if method == "dspark" else {}))
     module = LossOf(draft, with_top(make_batch((6, 4))), projection(draft, argmax=True))
     parameters = dict(draft.named_parameters())
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from models.config.draft import parse_draft_config
 from models.drafts.base import Draft
-from models.drafts.dflash.layers import Blocks
+from models.drafts.blocks.layers import Blocks
 from models.drafts.dflash.module import DFlashDraft
 from models.drafts.eagle3.module import Eagle3Draft
 from models.drafts.registry import build_draft

@@ -15,8 +15,8 @@ from models.decoding.simulated import features, simulate
 from models.decoding.speculative import speculate
 from models.drafts.base import PackedSamples, TargetProjection, supervised_positions
 from models.drafts.batched_proposer import Turn
-from models.drafts.dflash import layers
-from models.drafts.dflash.layers import Blocks
+from models.drafts.blocks import layers
+from models.drafts.blocks.layers import Blocks
 from models.drafts.dflash.module import DFlashDraft
 from models.drafts.sampling import GREEDY, Sampling
 from models.drafts.trees import NO_PROPOSAL
@@ -149,7 +149,7 @@ def slow_block(draft, token, aux, anchor):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_training_forward_equals_the_slow_one_and_decoding(variant, monkeypatch):
     """Blocks of packed samples, several to an attention call, against one block at a time and against the cache."""
-    monkeypatch.setattr("models.drafts.dflash.layers.ROWS_AT_ONCE", 3 * BLOCK)
+    monkeypatch.setattr("models.drafts.blocks.layers.ROWS_AT_ONCE", 3 * BLOCK)
     draft, batch = make_draft(**variant), make_batch((4, 13, 2))
     places, starts = torch.tensor([2, 3, *range(5, 17)]), torch.tensor([0] * 2 + [4] * 12)
     own = torch.cat([torch.arange(n) for n in batch.lengths])
@@ -168,7 +168,7 @@ def test_training_forward_equals_the_slow_one_and_decoding(variant, monkeypatch)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("lookahead", [1, 3, 6])
 def test_rollout_equals_the_proposer(variant, lookahead, monkeypatch, alone):
-    monkeypatch.setattr("models.drafts.dflash.module.BLOCKS_AT_ONCE", 7)
+    monkeypatch.setattr("models.drafts.blocks.module.BLOCKS_AT_ONCE", 7)
     draft = make_draft(seed=2, dtype=torch.float32, **variant)
     batch = make_batch((20,), dtype=torch.float32)
     tokens = torch.cat([batch.tokens, torch.tensor([3])])
@@ -288,7 +288,7 @@ def test_drawn_blocks_stand_for_all_of_them(monkeypatch):
     assert possible[0] != possible[1]
     assert min(possible) > 2
     whole = make_draft(anchors=100).loss(batch, target, 7, 100).loss
-    monkeypatch.setattr("models.drafts.dflash.module._draw_without_order", lambda *_: torch.tensor([now]))
+    monkeypatch.setattr("models.drafts.blocks.module._draw_without_order", lambda *_: torch.tensor([now]))
     sums = []
     for sample, count in zip(split(batch), possible, strict=True):
         drawn = []

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from infra.sglang.command import sglang_python
 from models.config.dflash import DFlashConfig
-from models.drafts.dflash.layers import Blocks
+from models.drafts.blocks.layers import Blocks
 from models.drafts.dflash.module import DFlashDraft
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.served_target import ServedTarget

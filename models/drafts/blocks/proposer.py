@@ -1,4 +1,4 @@
-"""DFlash while decoding: blocks of several texts are filled at once."""
+"""Block drafts while decoding: blocks of several texts are filled at once."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -12,13 +12,13 @@ from models.drafts.cache import CachedProposer, RaggedCache
 from models.drafts.trees import Tree
 
 if TYPE_CHECKING:
-    from models.drafts.dflash.module import DFlashDraft
+    from models.drafts.blocks.module import BlockDraft
 
 
-class DFlashProposer(CachedProposer):
+class BlockProposer(CachedProposer):
     """Proposals for B texts (see `Proposer`)."""
 
-    def __init__(self, draft: "DFlashDraft", rows: int):
+    def __init__(self, draft: "BlockDraft", rows: int):
         config = draft.config
         empty = draft.fc.weight.new_empty(0, config.num_kv_heads, config.head_dim)
         super().__init__(rows, len(config.layer_types), empty)
@@ -27,16 +27,17 @@ class DFlashProposer(CachedProposer):
     @torch.no_grad()
     def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
         """See `Proposer.propose`; nothing is proposed beyond a block."""
-        draft, logits = self.draft, self.draft.logits(self.fill(turns))
+        draft, normed = self.draft, self.fill(turns)
         every = [turns.get(row) for row in range(len(self.lengths))]
         choice = Choice(every, draft.target_ids, draft.vocabulary.target_size, draft.positions)
-        for place in range(choice.longest):
-            choice.next(logits[:, place])
+        chosen = [self._known(turns)]
+        for logits in draft.step_logits(normed[:, : choice.longest], lambda step: chosen[step]):
+            chosen.append(choice.next(logits))
         chains = choice.chains()
         return {row: chains[row] for row in turns}
 
     def fill(self, turns: Mapping[int, Turn]) -> Tensor:
-        """Store new features; normed hidden states `[B, block - 1, H]` of the blocks after them.
+        """Store new features; normed hidden states `[B, S, H]` of the proposing rows of the blocks after them.
 
         Rows without a turn fill a block of no meaning.
         """
@@ -50,16 +51,18 @@ class DFlashProposer(CachedProposer):
         size, columns = self.draft.config.block_size, max(self.lengths) + self.draft.config.block_size
         anchors = torch.tensor(self.lengths, device=device)
         own = anchors[:, None] + torch.arange(size, device=device)
-        tokens = torch.tensor(
-            [turns[row].text[-1] if row in turns else 0 for row in range(len(anchors))], device=device
-        )
         config = self.draft.config
         visible = {window: _visible(own, columns, window, config.sliding_sees_ahead) for window in set(config.windows)}
         attentions = [
             partial(_attend, cache, own, visible[window])
             for cache, window in zip(self.caches, config.windows, strict=True)
         ]
-        return self.draft.fill_by(tokens, anchors, attentions)
+        return self.draft.fill_by(self._known(turns), anchors, attentions)
+
+    def _known(self, turns: Mapping[int, Turn]) -> Tensor:
+        """`[B]` int64, each text's last token."""
+        tokens = [turns[row].text[-1] if row in turns else 0 for row in range(len(self.lengths))]
+        return torch.tensor(tokens, device=self.draft.fc.weight.device)
 
 
 def _visible(own: Tensor, columns: int, window: int | None, ahead: bool) -> Tensor:

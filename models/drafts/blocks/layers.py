@@ -1,4 +1,4 @@
-"""DFlash's decoder layers: a block attends to itself and to the target's features, which are keys and values only."""
+"""Decoder layers of block drafts: a block attends to itself and to the target's features, mere keys and values."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.config.dflash import ROWS_AT_ONCE, DFlashConfig
+from models.config.blocks import ROWS_AT_ONCE, BlockConfig
 from models.drafts.layers import AttentionProjections, GatedMLP, RMSNorm
 from models.drafts.row_functions import Tables
 from models.drafts.transfer import to_device
@@ -108,10 +108,10 @@ def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=k.shape[1] != q.shape[1])
 
 
-class DFlashAttention(AttentionProjections):
+class BlockRowsAttention(AttentionProjections):
     """Grouped-query attention with normed queries and keys (Qwen3's)."""
 
-    def __init__(self, config: DFlashConfig, hidden_size: int):
+    def __init__(self, config: BlockConfig, hidden_size: int):
         super().__init__(config, hidden_size, hidden_size, qk_norm=True)
 
     def keys_values(self, x: Tensor, tables: Tables) -> KeysValues:
@@ -125,13 +125,13 @@ class DFlashAttention(AttentionProjections):
         return self.o_proj(attention(self.queries(self.q_proj(x), tables), keys, values))
 
 
-class DFlashLayer(nn.Module):
+class BlockLayer(nn.Module):
     """Norm before attention and before the feed-forward, as in Qwen3. Features come as they are."""
 
-    def __init__(self, config: DFlashConfig, hidden_size: int):
+    def __init__(self, config: BlockConfig, hidden_size: int):
         super().__init__()
         self.input_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
-        self.self_attn = DFlashAttention(config, hidden_size)
+        self.self_attn = BlockRowsAttention(config, hidden_size)
         self.post_attention_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(hidden_size, config.intermediate_size)
 

@@ -1,0 +1,277 @@
+"""Is the predicted goodput of trees what is measured, and is the chosen tree never worse than the best chain?
+
+    python benchmarks/trees.py [RECIPE] [--draft EXPORT] [--batches 1,4,16] [--most 5] [--repeats 3] [--clock cpu]
+
+The reference decoder on the recipe's target, greedy, with a draft that is trained here unless one is given. Step costs
+are fitted to steps of calibration prompts; what chains and trees would have held is counted by walks over the target's
+own texts of other prompts. Those prompts are then decoded for real at every batch size: with every lookahead, with the
+tree that the product's rule chooses, with the best one of another top-k, and with the smallest tree.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from goodput import CLOCKS, Setup, medians, prepare
+from prepared import trained_export
+from rich.console import Console
+from rich.table import Table
+from sources import numbers
+
+from infra.files.atomic import write_atomically
+from infra.processes.exit import run_main
+from infra.provenance import git_sha, hardware
+from infra.records.acceptance import Conditions
+from infra.records.data_path import Record
+from infra.records.goodput import CostFit
+from models.benchmark.best_trees import SIZES, Shape, sizes_at
+from models.config.benchmark import BenchmarkConfig
+from models.config.recipe import load_recipe
+from models.decoding.acceptance import acceptance_length, by_position
+from models.decoding.goodput import FittedCosts, fit, predict
+from models.decoding.simulated import read_texts
+from models.decoding.stopwatch import StepSeconds, Stopwatch
+from models.decoding.tree_walk import ranks_of_texts, walk_tree
+from models.drafts.batched_proposer import BranchingSource
+from models.drafts.trees import DynamicTree
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+TOPK = (2, 4)
+
+
+@dataclass(frozen=True)
+class DecoderCosts(FittedCosts):
+    """Costs in this decoder, where choosing a tree's places takes time, too."""
+
+    trees: dict[int, CostFit]
+    """Drafting by depth, for each top-k."""
+
+    def tree_seconds(self, batch: int, depth: int, topk: int, tokens: int) -> float:
+        return self.target.seconds(batch, tokens + 1) + self.trees[topk].seconds(batch, depth)
+
+
+class MeasuredShape(Record):
+    """One way to propose at one batch size."""
+
+    shape: str
+    """A lookahead, or a tree as `draftsmith bench` takes it."""
+    tokens_per_step: float
+    """By the walk."""
+    predicted: float
+    """Tokens per second of all texts."""
+    measured: float
+    error: float
+    """Predicted against measured, relatively."""
+
+
+class MeasuredLoad(Record):
+    """One batch size; the first tree is the one that the rule chooses."""
+
+    batch: int
+    chains: tuple[MeasuredShape, ...]
+    trees: tuple[MeasuredShape, ...]
+    against_best_chain: float
+    """Gain of the chosen tree over the fastest measured lookahead; negative for a loss."""
+    better: str
+    """What the rule runs: the tree, or the lookahead predicted to be fastest."""
+    better_against_best_chain: float
+
+
+class TreesResult(Record):
+    """What is committed."""
+
+    commit: str
+    date: str
+    hardware: str
+    clock: str
+    repeats: int
+    conditions: Conditions
+    loads: tuple[MeasuredLoad, ...]
+    wall_s: float
+
+
+def calibrate(setup: Setup, batches: Sequence[int], sizes: dict[int, list[int]], repeats: int) -> DecoderCosts:
+    """Fits to steps in which all texts were still going."""
+    steps: list[tuple[int | DynamicTree, StepSeconds]] = []
+    setup.decode(setup.calibration[: max(batches)], setup.most)  # warms up
+    for _ in range(repeats):
+        for batch in batches:
+            trees = [
+                DynamicTree(depth, topk, size)
+                for topk in TOPK
+                for depth in (2, setup.most)
+                for size in sorted({sizes[batch][0], sizes[batch][-1]})
+                if depth <= size <= most_tokens(depth, topk)
+            ]
+            for shape in [0, 1, setup.most // 2, setup.most, *trees]:
+                watch = Stopwatch(setup.target.device, clock=setup.clock)
+                setup.decode(setup.calibration[:batch], shape, watch)
+                steps += [(shape, step) for step in watch.steps if step.texts == batch]
+    verifying = [(step.texts, step.tokens, sum(step.seconds.values()) - step.seconds["draft"]) for _, step in steps]
+    chains = [(step.texts, shape, step.seconds["draft"]) for shape, step in steps if isinstance(shape, int) and shape]
+    of_trees = {
+        topk: fit(
+            medians(
+                [
+                    (step.texts, shape.depth, step.seconds["draft"])
+                    for shape, step in steps
+                    if isinstance(shape, DynamicTree) and shape.topk == topk
+                ]
+            )
+        )
+        for topk in TOPK
+    }
+    return DecoderCosts(fit(medians(verifying)), fit(medians(chains)), of_trees)
+
+
+def most_tokens(depth: int, topk: int) -> int:
+    """Places that a tree of this depth has."""
+    return topk + (depth - 1) * topk**2
+
+
+def walked(setup: Setup) -> tuple[list[float], dict[Shape, float]]:
+    """Acceptance of chains by position, and the acceptance length of every tree, over the measured prompts' texts."""
+    own = [text.tokens for text in setup.decode(setup.prompts, 0)[1]]
+    prompts = [list(read.prompt) for read in setup.prompts]
+    readings = read_texts(setup.target, [[*prompt, *text] for prompt, text in zip(prompts, own, strict=True)])
+    source = setup.source
+    if not isinstance(source, BranchingSource):
+        raise ValueError(f"no engine serves trees of {type(source).__name__}: give a recipe of EAGLE-3")
+    lengths: dict[Shape, float] = {}
+    for topk in TOPK:
+        ranks = ranks_of_texts(source, readings, [len(text) for text in own], topk, setup.most)
+        for depth in range(2, setup.most + 1):
+            for size in SIZES:
+                if depth <= size <= most_tokens(depth, topk):
+                    lengths[depth, topk, size] = acceptance_length([walk_tree(each, depth, size) for each in ranks])
+    _, texts = setup.decode(setup.prompts, setup.most)
+    rates = by_position([text.decoded().counts for text in texts], setup.most)
+    return [rate or 0.0 for rate in rates], lengths
+
+
+def chosen(costs: DecoderCosts, lengths: dict[Shape, float], batch: int, sizes: Sequence[int]) -> list[DynamicTree]:
+    """The best tree, the best one of another top-k, and the smallest one."""
+
+    def speed(shape: Shape) -> float:
+        return lengths[shape] / costs.tree_seconds(batch, *shape)
+
+    allowed = [shape for shape in lengths if shape[2] in sizes]
+    best = max(allowed, key=speed)
+    other = max((shape for shape in allowed if shape[1] != best[1]), key=speed)
+    smallest = min(allowed, key=lambda shape: (shape[2], shape[0], shape[1]))
+    return [DynamicTree(*shape) for shape in dict.fromkeys([best, other, smallest])]
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What is predicted from."""
+
+    costs: DecoderCosts
+    rates: list[float]
+    lengths: dict[Shape, float]
+
+    def of(self, way: int | DynamicTree, batch: int) -> tuple[float, float]:
+        """Tokens per step of a text, tokens per second of all."""
+        if isinstance(way, int):
+            expected = predict(self.costs, self.rates, batch, way)
+            return expected.tokens_per_step, expected.tokens_per_s
+        shape = (way.depth, way.topk, way.tokens)
+        return self.lengths[shape], batch * self.lengths[shape] / self.costs.tree_seconds(batch, *shape)
+
+
+def measure_load(
+    setup: Setup, predictions: Predictions, trees: Sequence[DynamicTree], batch: int, repeats: int
+) -> MeasuredLoad:
+    """All ways at one batch size, in turns."""
+    ways: list[int | DynamicTree] = [*range(setup.most + 1), *trees]
+    groups = [setup.prompts[first : first + batch] for first in range(0, len(setup.prompts), batch)]
+    emitted = sum(map(len, groups)) * (setup.new_tokens - 1)
+    speeds: list[list[float]] = [[] for _ in ways]
+    for _ in range(repeats):
+        seconds = [0.0] * len(ways)
+        # Ways take turns in every group, so that a disturbance of the machine meets all of them.
+        for group in groups:
+            for place, way in enumerate(ways):
+                seconds[place] += setup.decode(group, way)[0]
+        for place, spent in enumerate(seconds):
+            speeds[place].append(emitted / spent)
+    rows = []
+    for way, found in zip(ways, speeds, strict=True):
+        measured = statistics.median(found)
+        length, predicted = predictions.of(way, batch)
+        name = str(way) if isinstance(way, int) else f"dynamic-{way.depth}-{way.topk}-{way.tokens}"
+        rows.append(MeasuredShape(
+            shape=name, tokens_per_step=length, predicted=predicted, measured=measured,
+            error=predicted / measured - 1,
+        ))  # fmt: skip
+    chains, of_trees = tuple(rows[: setup.most + 1]), tuple(rows[setup.most + 1 :])
+    fastest = max(row.measured for row in chains)
+    better = max((*chains, of_trees[0]), key=lambda row: row.predicted)
+    return MeasuredLoad(
+        batch=batch, chains=chains, trees=of_trees, against_best_chain=of_trees[0].measured / fastest - 1,
+        better=better.shape, better_against_best_chain=better.measured / fastest - 1,
+    )  # fmt: skip
+
+
+def measure(options: argparse.Namespace, draft: Path) -> TreesResult:
+    begun, commit = time.perf_counter(), git_sha()
+    batches, recipe = numbers(options.batches, "--batches", 1), load_recipe(options.recipe)
+    config = recipe.benchmark.model_copy(
+        update={"prompts": 2 * max(batches), "max_new_tokens": options.max_new_tokens, "lookahead": options.most}
+    )
+    config = BenchmarkConfig.model_validate({
+        **config.model_dump(), "loads": tuple(batches), "max_lookahead": options.most,
+    })  # fmt: skip
+    setup, under = prepare(options, draft, config)
+    sizes = {batch: sizes_at(batch, config) for batch in batches}
+    costs = calibrate(setup, batches, sizes, options.repeats)
+    predictions = Predictions(costs, *walked(setup))
+    loads = []
+    for batch in batches:
+        trees = chosen(costs, predictions.lengths, batch, sizes[batch])
+        loads.append(measure_load(setup, predictions, trees, batch, options.repeats))
+        Console().print(shown(loads[-1]))
+    return TreesResult(
+        commit=commit, date=time.strftime("%Y-%m-%d"), hardware=hardware(), clock=options.clock,
+        repeats=options.repeats, conditions=under, loads=tuple(loads), wall_s=time.perf_counter() - begun,
+    )  # fmt: skip
+
+
+def shown(load: MeasuredLoad) -> Table:
+    """For people."""
+    table = Table(title=f"{load.batch} texts at once: {load.better}, {load.better_against_best_chain:+.1%}")
+    for name in ("shape", "tokens per step", "predicted tokens/s", "measured", "error"):
+        table.add_column(name, justify="right")
+    for row in (*load.chains, *load.trees):
+        table.add_row(
+            row.shape, f"{row.tokens_per_step:.2f}", f"{row.predicted:.1f}", f"{row.measured:.1f}", f"{row.error:+.1%}"
+        )
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path, nargs="?", default=ROOT / "recipes" / "tiny.yaml")
+    parser.add_argument("--draft", type=Path, help="exported draft for its target; default: one is trained")
+    parser.add_argument("--batches", default="1,4,16")
+    parser.add_argument("--most", type=int, default=5, help="largest lookahead, and depth of trees")
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="draftsmith-trees-") as name:
+        result = measure(options, options.draft or trained_export(Path(name) / "run", options.recipe, []))
+    path = RESULTS / f"trees-{options.recipe.stem}.json"
+    write_atomically(path, result)
+    print(f"{result.wall_s:.0f} s: {path}")
+
+
+if __name__ == "__main__":
+    run_main(main)
