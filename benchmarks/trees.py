@@ -1,11 +1,12 @@
 """Is the predicted goodput of trees what is measured, and is the chosen tree never worse than the best chain?
 
-    python benchmarks/trees.py [RECIPE] [--draft EXPORT] [--batches 1,4,16] [--most 5] [--repeats 3] [--clock cpu]
+    python benchmarks/trees.py [RECIPE] [--draft EXPORT] [--batches 1,4,16] [--most 5] [--repeats 3] [--clock wall]
 
 The reference decoder on the recipe's target, greedy, with a draft that is trained here unless one is given. Step costs
 are fitted to steps of calibration prompts; what chains and trees would have held is counted by walks over the target's
 own texts of other prompts. Those prompts are then decoded for real at every batch size: with every lookahead, with the
-tree that the product's rule chooses, with the best one of another top-k, and with the smallest tree.
+tree that the product's rule chooses, with the best one of another top-k, and with the smallest tree. Steps in the
+middle of the texts count.
 """
 
 import argparse
@@ -47,13 +48,15 @@ TOPK = (2, 4)
 
 @dataclass(frozen=True)
 class DecoderCosts(FittedCosts):
-    """Costs in this decoder, where choosing a tree's places takes time, too."""
+    """Costs in this decoder, where choosing a tree's places, its masks and its accepted path take time, too."""
 
+    tree_target: CostFit
+    """Verifying trees, by tokens."""
     trees: dict[int, CostFit]
     """Drafting by depth, for each top-k."""
 
     def tree_seconds(self, batch: int, depth: int, topk: int, tokens: int) -> float:
-        return self.target.seconds(batch, tokens + 1) + self.trees[topk].seconds(batch, depth)
+        return self.tree_target.seconds(batch, tokens + 1) + self.trees[topk].seconds(batch, depth)
 
 
 class MeasuredShape(Record):
@@ -113,21 +116,25 @@ def calibrate(setup: Setup, batches: Sequence[int], sizes: dict[int, list[int]],
                 watch = Stopwatch(setup.target.device, clock=setup.clock)
                 setup.decode(setup.calibration[:batch], shape, watch)
                 steps += [(shape, step) for step in watch.steps if step.texts == batch]
-    verifying = [(step.texts, step.tokens, sum(step.seconds.values()) - step.seconds["draft"]) for _, step in steps]
-    chains = [(step.texts, shape, step.seconds["draft"]) for shape, step in steps if isinstance(shape, int) and shape]
-    of_trees = {
-        topk: fit(
-            medians(
-                [
-                    (step.texts, shape.depth, step.seconds["draft"])
-                    for shape, step in steps
-                    if isinstance(shape, DynamicTree) and shape.topk == topk
-                ]
-            )
-        )
-        for topk in TOPK
-    }
-    return DecoderCosts(fit(medians(verifying)), fit(medians(chains)), of_trees)
+
+    def verifying(trees: bool) -> CostFit:
+        own = [step for shape, step in steps if isinstance(shape, DynamicTree) == trees]
+        return fit(medians([(each.texts, each.tokens, _seconds(each) - each.seconds["draft"]) for each in own]))
+
+    def drafting(topk: int) -> CostFit:
+        """Of trees of this top-k; of chains for 1."""
+        own = [
+            (each.texts, shape if isinstance(shape, int) else shape.depth, each.seconds["draft"])
+            for shape, each in steps
+            if shape != 0 and (1 if isinstance(shape, int) else shape.topk) == topk
+        ]
+        return fit(medians(own))
+
+    return DecoderCosts(verifying(trees=False), drafting(1), verifying(trees=True), {k: drafting(k) for k in TOPK})
+
+
+def _seconds(step: StepSeconds) -> float:
+    return sum(step.seconds.values())
 
 
 def most_tokens(depth: int, topk: int) -> int:
@@ -191,16 +198,19 @@ def measure_load(
     """All ways at one batch size, in turns."""
     ways: list[int | DynamicTree] = [*range(setup.most + 1), *trees]
     groups = [setup.prompts[first : first + batch] for first in range(0, len(setup.prompts), batch)]
-    emitted = sum(map(len, groups)) * (setup.new_tokens - 1)
     speeds: list[list[float]] = [[] for _ in ways]
     for _ in range(repeats):
-        seconds = [0.0] * len(ways)
+        steps: list[list[StepSeconds]] = [[] for _ in ways]
         # Ways take turns in every group, so that a disturbance of the machine meets all of them.
         for group in groups:
             for place, way in enumerate(ways):
-                seconds[place] += setup.decode(group, way)[0]
-        for place, spent in enumerate(seconds):
-            speeds[place].append(emitted / spent)
+                watch = Stopwatch(setup.target.device, clock=setup.clock)
+                setup.decode(group, way, watch)
+                # As in the middle of long texts: without the step in which the draft reads the prompts, and those in
+                # which a text ends or has ended.
+                steps[place] += [step for step in watch.steps if step.texts == batch][1:-1]
+        for place, own in enumerate(steps):
+            speeds[place].append(sum(step.emitted for step in own) / sum(map(_seconds, own)))
     rows = []
     for way, found in zip(ways, speeds, strict=True):
         measured = statistics.median(found)
@@ -261,9 +271,9 @@ def main() -> None:
     parser.add_argument("--draft", type=Path, help="exported draft for its target; default: one is trained")
     parser.add_argument("--batches", default="1,4,16")
     parser.add_argument("--most", type=int, default=5, help="largest lookahead, and depth of trees")
-    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall")
+    parser.add_argument("--clock", choices=sorted(CLOCKS), default="cpu")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="draftsmith-trees-") as name:

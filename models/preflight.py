@@ -22,6 +22,7 @@ from infra.sglang.command import sglang_version
 from infra.transport.mooncake.environment import check_mooncake, choose_protocol
 from models.benchmark.counter import why_engine_counts
 from models.capture.sglang.model_class import ask_sglang
+from models.config.blocks import BlockConfig
 from models.config.recipe import RunConfig, read_config
 from models.data.benchmark_prompts import BenchmarkPrompts, read_excluded_prompts
 from models.data.conversations import training_documents
@@ -104,9 +105,9 @@ def check_engine(run: RunWithTarget, speculates: bool) -> None:
             f"{release} serves no EAGLE-3 draft for the target's architecture {kind.name} (its class has no "
             "get_embed_and_head): set benchmark.served_concurrency=[] and benchmark.counted_by=reference"
         )
-    if speculates and draft.method == "dflash" and not kind.captures_blocks:
+    if speculates and isinstance(draft, BlockConfig) and not kind.captures_blocks:
         raise Refusal(
-            f"{release} serves no DFlash draft for the target's architecture {kind.name} (its class has no "
+            f"{release} serves no {draft.title} draft for the target's architecture {kind.name} (its class has no "
             "set_dflash_layers_to_capture): set draft.method=eagle3, or benchmark.served_concurrency=[] and "
             "benchmark.counted_by=reference"
         )

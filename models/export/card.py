@@ -32,7 +32,7 @@ def write_card(run: PreparedRun, result: BenchmarkResult | None) -> None:
     block, lookahead, sglang = settings[BLOCK], config.benchmark.lookahead, []
     if block["served_by"]:
         # A block is served whole, whatever lookahead it was measured at.
-        lookahead = settings.get("block_size", lookahead + 1) - 1
+        lookahead = config.draft.lookaheads(lookahead)[-1]
         sglang = [*config.draft.engine_arguments(lookahead), *config.draft.dtype_arguments(settings["dtype"])]
         sglang += unquantized_draft(config, target)
     quantization = config.served_quantization(target.quantization)

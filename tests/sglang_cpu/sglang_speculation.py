@@ -1,10 +1,11 @@
-"""Chain speculation (EAGLE-3, DFlash; topk 1, greedy) and fp8 for a real SGLang server on a plain CPU: test equipment.
+"""Chain speculation (EAGLE-3, DFlash, DSpark; topk 1, greedy) and fp8 for a real SGLang on a plain CPU: test equipment.
 
 SGLang has seams for most of it (`sglang_speculation_platform.py`); kernels without one are replaced here through
 its hook registry. Active only with `SGLANG_PLATFORM=draftsmith_test_cpu`.
 """
 
 import os
+import sys
 from typing import Any
 
 import torch
@@ -53,7 +54,31 @@ def register() -> None:
     HookRegistry.register("sglang.srt.models.dflash.DFlashAttention.forward", without_triton, HookType.AROUND)
     for name in ("DFlashDraftModel", "DFlashLagunaForCausalLM"):
         HookRegistry.register(f"sglang.srt.models.dflash.{name}.forward", in_own_dtype, HookType.AROUND)
+    HookRegistry.register("sglang.srt.arg_groups.speculative_hook._handle_dspark", dspark_on_cpu, HookType.AROUND)
     _without_streams()
+
+
+def dspark_on_cpu(original: Any, server_args: Any) -> None:
+    """Of all algorithms only DSpark's check of the device asks no platform (0.5.23)."""
+    module = sys.modules[original.__module__]
+    view = module.resolving_view
+
+    class OnCuda:
+        """The arguments, with another device."""
+
+        device = "cuda"
+
+        def __init__(self, given: Any):
+            self.given = given
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.given, name)
+
+    module.resolving_view = lambda given: OnCuda(view(given))
+    try:
+        original(server_args)
+    finally:
+        module.resolving_view = view
 
 
 def fp8_block_linear(method: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:

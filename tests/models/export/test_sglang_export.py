@@ -38,6 +38,8 @@ LAYERS = (
 )
 DFLASH = f"draft={{method: dflash, block_size: {LOOKAHEAD + 1}, anchors: 64, {LAYERS}}}"
 
+DSPARK = f"draft={{method: dspark, block_size: {LOOKAHEAD}, markov_rank: 32, anchors: 128, {LAYERS}}}"
+
 
 def one_continuation(run: PreparedRun, target: TargetModel) -> list[int]:
     """A held-out prompt and what the target makes of it, greedily."""
@@ -113,8 +115,9 @@ def test_an_overfit_draft_is_accepted_nearly_always_and_its_export_is_complete(o
 
 
 @pytest.mark.long
-def test_an_overfit_dflash_draft_is_accepted_nearly_always(overfit, monkeypatch):
-    run, target, text = overfit(DFLASH, "training.samples_per_step=2")
+@pytest.mark.parametrize("draft", [DFLASH, DSPARK], ids=["dflash", "dspark"])
+def test_an_overfit_block_draft_is_accepted_nearly_always(overfit, monkeypatch, draft):
+    run, target, text = overfit(draft, "training.samples_per_step=2", f"benchmark.lookahead={LOOKAHEAD}")
     monkeypatch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")
     check_decoded(run, target, text)
     check_served(run, text)

@@ -17,7 +17,7 @@ from models.drafts.vocabulary import DraftVocabulary
 from models.export.served_target import ServedTarget
 from models.export.sglang import write_export
 
-SCRIPT = Path(__file__).parent / "sglang_logits.py"
+SCRIPT = Path(__file__).parents[1] / "block_logits_in_sglang.py"
 HIDDEN, VOCABULARY, AUX, LENGTH = 24, 60, (0, 2, 3), 21
 ERRORS = {torch.float32: 1e-4, torch.bfloat16: 0.15}
 """Largest difference of a logit, in their standard deviations."""

@@ -1,16 +1,17 @@
-"""`python sglang_logits.py FOLDER...`, in SGLang's environment: DFlash drafts in SGLang's own class, on given inputs.
+"""`python block_logits_in_sglang.py FOLDER...`, in SGLang's environment: block drafts in SGLang's own classes.
 
 A FOLDER holds config.json, model.safetensors and inputs.safetensors; writes outputs.safetensors. The cache begins with
-what the class projects from the features.
+what the class projects from the features. A DSpark draft's bias and confidence are those after the tokens `previous`.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from sglang.srt.models import dflash
+from sglang.srt.models import dflash, dspark
 from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 from sglang.srt.utils.hf_transformers_utils import get_config
 from sglang_alone import Attention, load_weights, own_dtype, stand_alone
@@ -19,10 +20,12 @@ from sglang_alone import Attention, load_weights, own_dtype, stand_alone
 @torch.no_grad()
 def answer(folder: Path) -> None:
     config = get_config(str(folder), trust_remote_code=False)
-    (model,) = (one for one in dflash.EntryClass if [one.__name__] == config.architectures)
+    (model,) = (one for one in (*dflash.EntryClass, *dspark.EntryClass) if [one.__name__] == config.architectures)
     dtype = own_dtype(config)
     draft = model(config).eval()
-    assert {parameter.dtype for parameter in draft.parameters()} == {dtype}
+    # SGLang keeps the confidence head in float32.
+    own = {name: parameter.dtype for name, parameter in draft.named_parameters() if "confidence" not in name}
+    assert set(own.values()) == {dtype}, own
     left_out = load_weights(draft, folder)
     assert not left_out, left_out
     inputs = load_file(folder / "inputs.safetensors")
@@ -41,12 +44,32 @@ def answer(folder: Path) -> None:
     positions = torch.arange(count, count + draft.block_size)
     embeddings = inputs["embedding"][block]
     out = draft(block, positions, None, input_embeds=embeddings)
-    save_file({"logits": out.hidden_states[1:] @ inputs["head"].T}, folder / "outputs.safetensors")
+    hidden = out.hidden_states
+    found = sequential(draft, hidden, inputs) if "previous" in inputs else {"logits": hidden[1:] @ inputs["head"].T}
+    save_file(found, folder / "outputs.safetensors")
     said = {"block_size": draft.block_size, "target_layer_ids": parsed.target_layer_ids}
     (folder / "outputs.json").write_text(json.dumps(said))
 
 
+def sequential(
+    draft: torch.nn.Module, hidden: torch.Tensor, inputs: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """A DSpark draft's logits and confidences of every row."""
+    previous, rows = inputs["previous"], []
+    state = draft.markov_head.init_state(hidden[:1])
+    for step in range(len(hidden)):
+        row = hidden[step : step + 1]
+        bias, state = draft.markov_head.step_bias(previous[step : step + 1], hidden_states=row, state=state)
+        rows.append((row @ inputs["head"].T + bias)[0])
+    found = {"logits": torch.stack(rows)}
+    given = {"anchor_tokens": previous[:1], "draft_tokens": torch.cat([previous[1:], previous[:1]])[None]}
+    found["confidences"] = draft.compute_confidence(confidence_features=hidden, **given)[1][0]
+    return found
+
+
 if __name__ == "__main__":
+    # Other modes build no confidence head.
+    os.environ["SGLANG_RAGGED_VERIFY_MODE"] = "compact"
     folders = [Path(argument) for argument in sys.argv[1:]]
     stand_alone(folders[0])
     for one in folders:
