@@ -3,8 +3,8 @@
     python benchmarks/methods.py [--targets tiny gemma3-270m] [--samples N] [--rates 0.33 1 3] [--prompts 24]
                                  [--gsm8k FILE] [--spec-bench FILE]
 
-Methods: EAGLE-3, EAGLE-3 with `lk_lambda`, DFlash, DSpark, Medusa heads, and the two that need no training. Each trained one
-gets the same samples once, in the same order, and one trial for every learning rate (the recipe's times each of
+Methods: EAGLE-3, EAGLE-3 with `lk_lambda`, DFlash, DSpark, Medusa heads, and two that need no training. Each trained
+one gets the same samples once, in the same order, and one trial for every learning rate (the recipe's times each of
 `--rates`); the trial that accepts most on the validation prompts at temperature 1 is measured on the test prompts, and
 all trials are written down.
 

@@ -35,8 +35,8 @@ class CostFit(Record):
     worst_error: float
     """Largest relative difference from a measurement."""
 
-    def seconds(self, batch: int, tokens: int) -> float:
-        """`tokens` of each of `batch` texts."""
+    def seconds(self, batch: int, tokens: float) -> float:
+        """`tokens` of each of `batch` texts, or on average."""
         total = batch * tokens
         beyond = self.per_token_beyond * max(0.0, total - self.knee)
         several = (self.several + self.several_per_text * batch) * (tokens > 1)
@@ -83,6 +83,18 @@ class GoodputTable(Record):
     def plain_at(self, batch: int) -> Goodput:
         """The target alone."""
         return next(row for row in self.rows if row.batch == batch and row.lookahead == 0)
+
+
+class ConfidenceFit(Record):
+    """How a draft's confidences have to be read, by position of the proposal; see `models.decoding.calibration`."""
+
+    temperatures: tuple[float, ...]
+    steps: int
+    """Verification steps that they were fitted to."""
+    errors_before: tuple[float, ...]
+    """Expected calibration error of the chance to reach and accept each position, as the draft says it."""
+    errors_after: tuple[float, ...]
+    """The same with temperatures that were fitted to other steps."""
 
 
 class TreeGoodput(Record):
@@ -149,6 +161,8 @@ class MeasuredGoodput(Record):
     """Its proposals cost nothing here. None: not predicted."""
     trees: tuple[TreeGoodput, ...] = ()
     """One for each load, ascending; empty where no engine serves trees of such a draft, or they were not asked for."""
+    confidence: ConfidenceFit | None = None
+    """Of drafts that say how likely their proposals are accepted."""
     target_times: tuple[StepTime, ...]
     """Measured times of verification."""
     draft_times: tuple[StepTime, ...]

@@ -55,6 +55,15 @@ class Proposer(Protocol):
         ...
 
 
+@runtime_checkable
+class ConfidentProposer(Proposer, Protocol):
+    """A proposer of chains that also says how likely each proposal is to be accepted."""
+
+    confidences: Tensor | None
+    """Of the newest proposals of all rows: logits `[B, s]` of the chance that each is accepted if those before it are.
+    They depend on the proposals before, never on the proposal itself."""
+
+
 class DraftProposer:
     """The part of a draft's proposer that is the same for every method."""
 

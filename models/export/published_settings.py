@@ -24,9 +24,12 @@ ARCHITECTURES = {
     "Eagle3DeepseekV2ForCausalLM": "eagle3",
     "Eagle3DeepseekV3ForCausalLM": "eagle3",
     "DFlashDraftModel": "dflash",
+    "Qwen3DSparkModel": "dspark",
+    "DSparkDraftModel": "dspark",
+    "LingDSparkModel": "dspark",
 }
 """The authors' names, and the method that each is of."""
-METHODS = ("eagle3", "dflash")
+METHODS = ("eagle3", "dflash", "dspark")
 
 PASSED_OVER = frozenset(
     name
@@ -147,7 +150,7 @@ def _read(settings: Settings) -> PublishedDraft:
         shape |= {"qk_norm": qk_norm, "hidden_size": None if hidden == target_hidden else hidden}
         more, layer_ids = _eagle3(top, layer, vocabulary, speculators)
     else:
-        more, layer_ids = _dflash(top, vocabulary, shape["sliding_window"], speculators)
+        more, layer_ids = _blocks(top, method, vocabulary, shape["sliding_window"], speculators)
     for section in (top, layer):
         section.all_taken()
     # `speculators` numbers layers by their inputs, we and the authors by their outputs.
@@ -161,8 +164,10 @@ def _method(top: _Section, layer: _Section, speculators: bool) -> tuple[str, boo
     if speculators:
         method, family = top.take("speculators_model_type"), layer.take("model_type", "qwen3")
         if method not in METHODS:
-            raise Refusal(f"its speculators_model_type {method!r} cannot be taken over: give an eagle3 or dflash draft")
-        if family not in ("llama", "qwen3")[method == "dflash" :]:
+            raise Refusal(
+                f"its speculators_model_type {method!r} cannot be taken over: give a draft of {', '.join(METHODS)}"
+            )
+        if family not in ("llama", "qwen3")[method != "eagle3" :]:
             raise Refusal(f"its transformer_layer_config.model_type {family!r} is no layer of {method} drafts here")
         return method, family == "qwen3"
     known = [ARCHITECTURES[name] for name in named if name in ARCHITECTURES]
@@ -171,8 +176,8 @@ def _method(top: _Section, layer: _Section, speculators: bool) -> tuple[str, boo
         known = ["eagle3"]
     if not known:
         raise Refusal(
-            f"its architectures {sorted(named)} are none that can be taken over: EAGLE-3 and DFlash by the names "
-            f"{', '.join(ARCHITECTURES)}, or in the speculators layout. Give another draft"
+            f"its architectures {sorted(named)} are none that can be taken over: {', '.join(ARCHITECTURES)}, or any in "
+            "the speculators layout. Give another draft"
         )
     return known[0], any("Qwen3" in name for name in named)
 
@@ -299,11 +304,11 @@ def _by_output(ids: list[int] | None, by_input: list[int] | None) -> list[int] |
     return found
 
 
-def _dflash(
-    top: _Section, vocabulary: int, window: int | None, speculators: bool
+def _blocks(
+    top: _Section, method: str, vocabulary: int, window: int | None, speculators: bool
 ) -> tuple[dict[str, Any], list[int] | None]:
-    """What only DFlash has, and the layers' ids as the layout counts them."""
-    top.expect(sample_from_anchor=False, use_gemma_norm=False, use_swa=False)
+    """What only drafts of blocks have, and the layers' ids as the layout counts them."""
+    top.expect(use_gemma_norm=False, use_swa=False)
     # Full layers see the whole block and sliding ones nothing ahead, unless a file says otherwise.
     causal, non_causal = top.take("is_causal"), top.take("sliding_window_non_causal")
     ahead = window is not None and (causal is False if non_causal is None else bool(non_causal))
@@ -312,25 +317,55 @@ def _dflash(
             f"its is_causal is {causal!r} and its sliding_window_non_causal {non_causal!r}: here full layers see the "
             "whole block, and sliding ones what both say"
         )
-    own = top if speculators else top.section("dflash_config")
+    own = top if speculators else top.section("dspark_config" if "dspark_config" in top.left else "dflash_config")
     own.expect(
         causal=False, use_swa=False, use_gemma_norm=False, output_multiplier=1.0, input_embedding_scale=1.0,
         attention_sink_bias=False, attention_value_scale=1.0, final_logit_softcapping=0.0, conv_kernel_size=0,
-        conv_group_size=0, selector_rank=0, selector_top_k=0, projector_type="dflash", sample_from_anchor=False,
+        conv_group_size=0, selector_rank=0, selector_top_k=0, projector_type="dflash",
     )  # fmt: skip
-    mask, named = own.take("mask_token_id", top.take("mask_token_id")), own.take("mask_token")
+    mask, named = _either(own, top, "mask_token_id"), own.take("mask_token")
     if mask is None:
         raise Refusal(f"it has no mask_token_id (its mask_token is {named!r}): add the token's id to its config.json")
-    block = own.take("block_size", top.take("block_size"))
-    ids = own.take("aux_hidden_state_layer_ids") if speculators else own.take("target_layer_ids")
-    ids = ids or (None if speculators else top.take("target_layer_ids"))
+    ids = own.take("aux_hidden_state_layer_ids") if speculators else _either(own, top, "target_layer_ids")
     if ids is None:
         raise Refusal("its dflash_config names no target_layer_ids: add them")
-    for name in ("mask_token_id", "block_size", "target_layer_ids"):
-        top.take(name)
+    shape = {"fc_norm": False, "block_size": _either(own, top, "block_size"), "mask_token_id": mask}
+    shape |= _layout(own, top, method, speculators)
     if own is not top:
         own.all_taken()
     size = top.take("draft_vocab_size")
     pruned = None if size in (None, vocabulary) else size
-    shape = {"fc_norm": False, "block_size": block, "mask_token_id": mask, "vocab_size": pruned}
-    return shape | {"sliding_sees_ahead": ahead}, ids
+    return shape | {"vocab_size": pruned, "sliding_sees_ahead": ahead}, ids
+
+
+def _layout(own: _Section, top: _Section, method: str, speculators: bool) -> dict[str, Any]:
+    """Which rows propose, and a DSpark draft's heads.
+
+    Without the flag, engines read a DSpark draft with the anchor first, but one of `speculators` without it (vLLM).
+    """
+    first = _either(own, top, "sample_from_anchor")
+    if method == "dflash":
+        return {"sample_from_anchor": bool(first)}
+    if not (not speculators if first is None else first):
+        raise Refusal(
+            f"its sample_from_anchor is {first!r}, and DSpark drafts here have the anchor first: in the other layout "
+            "every row means another token. Give another draft, or set the flag right if you know that it is wrong"
+        )
+    rank = _either(own, top, "markov_rank")
+    if not rank:
+        raise Refusal("its markov_rank is missing: a DSpark draft without a Markov head is a DFlash draft")
+    heads = [_either(own, top, name) for name in ("enable_confidence_head", "confidence_head_with_markov")]
+    confidence, reads_token = (True if flag is None else bool(flag) for flag in heads)
+    kind = _either(own, top, "markov_head_type") or "vanilla"
+    return {
+        "markov_rank": rank, "markov_head": kind, "confidence_head": confidence, "confidence_reads_token": reads_token,
+    }  # fmt: skip
+
+
+def _either(own: _Section, top: _Section, name: str) -> Any:
+    """A setting that may stand in both sections. Raises Refusal where they differ."""
+    found = [section.take(name) for section in {id(own): own, id(top): top}.values()]
+    given = [value for value in found if value is not None]
+    if any(value != given[0] for value in given):
+        raise Refusal(f"its {name} is {given[0]!r} in {own.place.rstrip('.')} and {given[1]!r} beside it: correct it")
+    return given[0] if given else None

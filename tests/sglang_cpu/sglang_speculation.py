@@ -55,6 +55,8 @@ def register() -> None:
     for name in ("DFlashDraftModel", "DFlashLagunaForCausalLM"):
         HookRegistry.register(f"sglang.srt.models.dflash.{name}.forward", in_own_dtype, HookType.AROUND)
     HookRegistry.register("sglang.srt.arg_groups.speculative_hook._handle_dspark", dspark_on_cpu, HookType.AROUND)
+    bundle = "sglang.srt.models.dspark.DSparkDraftMixin._fused_kv_write_bundle"
+    HookRegistry.register(bundle, lambda _draft, _pool: None, HookType.REPLACE)
     _without_streams()
 
 
@@ -114,9 +116,10 @@ def without_triton(original: Any, attention: Any, *inputs: Any, **others: Any) -
     return original(attention, *inputs, **others)
 
 
-def in_own_dtype(original: Any, draft: Any, *inputs: Any, input_embeds: Tensor, **others: Any) -> Any:
-    """SGLang hands every draft bfloat16 embeddings."""
-    return original(draft, *inputs, input_embeds=input_embeds.to(draft.norm.weight.dtype), **others)
+def in_own_dtype(original: Any, draft: Any, *inputs: Any, input_embeds: Tensor | None = None, **others: Any) -> Any:
+    """SGLang hands every draft bfloat16 embeddings; DSpark looks up its own."""
+    given = None if input_embeds is None else input_embeds.to(draft.norm.weight.dtype)
+    return original(draft, *inputs, input_embeds=given, **others)
 
 
 def _without_streams() -> None:

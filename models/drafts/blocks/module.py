@@ -186,6 +186,15 @@ class BlockDraft(Draft):
         """
         return (self.logits(normed[:, step]) for step in range(normed.shape[1]))
 
+    def confidences(self, normed: Tensor, previous: Sequence[Tensor]) -> Tensor | None:
+        """Logits `[n, s]` of the chance that each proposal is accepted if those before it are; None: not told.
+
+        Args:
+            normed: `[n, s, H]` hidden states of the first s proposing rows.
+            previous: s times `[n]` int64, the tokens before each proposal.
+        """
+        return None
+
     @property
     def _layers(self) -> Sequence[BlockLayer]:
         return list(self.layers)  # type: ignore[arg-type]

@@ -23,6 +23,8 @@ class BlockProposer(CachedProposer):
         empty = draft.fc.weight.new_empty(0, config.num_kv_heads, config.head_dim)
         super().__init__(rows, len(config.layer_types), empty)
         self.draft = draft
+        self.confidences: Tensor | None = None
+        """See `ConfidentProposer`; None where the method has no confidences."""
 
     @torch.no_grad()
     def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
@@ -33,6 +35,7 @@ class BlockProposer(CachedProposer):
         chosen = [self._known(turns)]
         for logits in draft.step_logits(normed[:, : choice.longest], lambda step: chosen[step]):
             chosen.append(choice.next(logits))
+        self.confidences = draft.confidences(normed[:, : choice.longest], chosen[: choice.longest])
         chains = choice.chains()
         return {row: chains[row] for row in turns}
 

@@ -7,6 +7,7 @@ The block's rows are computed once; what is sequential is the bias alone.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -62,7 +63,7 @@ class DSparkDraft(BlockDraft):
         return config.confidence_weight * (weights * told).sum()
 
     def _confidence(self, rows: Tensor, previous: Tensor) -> Tensor:
-        """Logits `[n]` of acceptance rates, of rows `[n, H]` and the tokens before them `[n]`."""
+        """Logits `[...]` of acceptance rates, of rows `[..., H]` and the tokens before them `[...]`."""
         embedded = self.markov_head.embed(previous) if self.config.confidence_reads_token else None
         return self.confidence_head(rows, embedded)
 
@@ -73,6 +74,11 @@ class DSparkDraft(BlockDraft):
             rows = normed[:, step]
             latent, state = self.markov_head.step(previous(step), rows, state)
             yield self.logits(rows) + self.markov_head.markov_w2(latent)
+
+    def confidences(self, normed: Tensor, previous: Sequence[Tensor]) -> Tensor | None:
+        if not self.config.confidence_head or not previous:
+            return None
+        return self._confidence(normed, torch.stack(list(previous), dim=1))
 
     def engine_obstacles(self) -> list[str]:
         """Neither SGLang's class nor vLLM's has a norm per target feature."""

@@ -11,15 +11,22 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from text_by_text import TextByText
+from text_by_text import Rows, TextByText
 from torch import Tensor
 from transformers import DynamicCache
 
+from infra.records.goodput import CostFit
+from models.config.dspark import DSparkConfig
 from models.decoding import rejection
+from models.decoding.goodput import TERMS, FittedCosts
 from models.decoding.plain import Prefill
+from models.decoding.scheduled import Schedule, Scheduled, admitted
 from models.decoding.speculative import Conversation, decode_together, speculate
+from models.drafts.batched_proposer import ProposalSource
+from models.drafts.dspark.module import DSparkDraft
 from models.drafts.sampling import Sampling
 from models.drafts.trees import DynamicTree, Proposals, StaticTree, Tree, drawn_children, grow, likeliest_children
+from models.drafts.vocabulary import DraftVocabulary
 from models.targets.hidden_states import HiddenStates
 from models.targets.model import TargetModel
 
@@ -204,7 +211,7 @@ TREES = (StaticTree.branching([3]), StaticTree.branching([3, 3]))
 LIKELIEST = (StaticTree.branching([3, 2]), DynamicTree(2, 3, 5))
 
 
-def draw(target: Remembering, source: Disagreeing, sampling: Sampling, draws: int, lookaheads=CHAINS) -> Tensor:
+def draw(target: Remembering, source: ProposalSource, sampling: Sampling, draws: int, lookaheads=CHAINS) -> Tensor:
     """`[V, V, V]` how often every three tokens were written, with one lookahead and the other in turn.
 
     With lookahead 1 the third token can be a bonus token, with lookahead 2 a second proposal. Both are decoded
@@ -221,7 +228,9 @@ def draw(target: Remembering, source: Disagreeing, sampling: Sampling, draws: in
     return counts.view(VOCABULARY, VOCABULARY, VOCABULARY)
 
 
-def begin(target: Remembering, source: Disagreeing, count: int, lookaheads, sampling: Sampling) -> list[Conversation]:
+def begin(
+    target: Remembering, source: ProposalSource, count: int, lookaheads, sampling: Sampling
+) -> list[Conversation]:
     firsts = sampling.choose(target.known[0, len(PROMPT) - 1].expand(count, -1)).tolist()
     read = torch.tensor(PROMPT).view(1, 1, -1, 1)
     places = torch.arange(len(PROMPT)).view(1, 1, -1, 1)
@@ -326,3 +335,82 @@ def test_key_value_cache_and_memory_give_the_same_draws(real, target, rule):
         assert both[0] == both[1]
         seen.add(both[0].tokens)
     assert len(seen) > 20
+
+
+CONFIDENT = torch.linspace(-3, 3, VOCABULARY)[torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(2))]
+"""By the token before: the logit of a made-up confidence."""
+SECONDS = (0.0, 1.0, 1.5, 1.55)
+"""Of a step by verified tokens: a second proposal costs next to nothing once there is a first."""
+
+
+class ConfidentRows(Rows):
+    confidences: Tensor | None = None
+
+    def propose(self, turns):
+        found = super().propose(turns)
+        self.confidences = torch.zeros(len(self.proposers), 2)
+        for row, tree in found.items():
+            before = [turns[row].text[-1], int(tree.proposals.tokens[0])]
+            self.confidences[row] = CONFIDENT[before]
+        return found
+
+
+class Confident(Disagreeing):
+    def proposers(self, count):
+        return ConfidentRows([self] * count)
+
+
+def text_by_text(schedule: Schedule) -> Schedule:
+    """Each text alone, by `SECONDS`: beside thousands of others none would matter."""
+    return lambda survivals, _: [schedule(row[None], SECONDS.__getitem__)[0] for row in survivals]
+
+
+def afterwards(survivals: Tensor, seconds: Callable[[int], float]) -> list[int]:
+    """The size of the greatest speed, of all sizes: it knows what the proposals are when it decides on them."""
+    (row,) = survivals
+    speeds = [(1 + float(row[:count].sum())) / seconds(1 + count) for count in range(len(row) + 1)]
+    return [max(range(len(speeds)), key=speeds.__getitem__)]
+
+
+COSTS = FittedCosts(*[CostFit(**dict.fromkeys(TERMS, 0.01), knee=0, worst_error=0)] * 2)
+
+
+@pytest.mark.parametrize("draws", [FEWER, pytest.param(DRAWS, marks=pytest.mark.long)])
+@pytest.mark.parametrize("schedule", [text_by_text(admitted), admitted], ids=["each alone", "together"])
+def test_scheduled_verification_follows_the_target(target, schedule, draws):
+    sampling = Sampling(*ALL, torch.Generator().manual_seed(1))
+    source = Scheduled(Confident(target), COSTS, (0.8, 1.3), schedule)
+    assert p_value(draw(target, source, sampling, draws, (2, 2)), target.law(*ALL)) >= REJECTED
+
+
+def test_a_schedule_that_looks_at_what_it_verifies_is_rejected(target):
+    sampling = Sampling(*ALL, torch.Generator().manual_seed(1))
+    source = Scheduled(Confident(target), COSTS, (0.8, 1.3), text_by_text(afterwards))
+    assert p_value(draw(target, source, sampling, FEWER, (2, 2)), target.law(*ALL)) < REJECTED
+
+
+def dspark(target: Remembering) -> DSparkDraft:
+    """Untrained, but loud; its features are what `target` has for them."""
+    torch.manual_seed(3)
+    layers = {
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 8,
+        "intermediate_size": 8,
+        "layer_types": ["full_attention"],
+    }
+    config = DSparkConfig.model_validate({"block_size": 3, "markov_rank": 4} | layers)
+    every = DraftVocabulary(torch.arange(VOCABULARY), VOCABULARY)
+    draft = DSparkDraft(config, torch.randn(VOCABULARY, VOCABULARY), every, (0,))
+    for name, parameter in draft.named_parameters():
+        torch.nn.init.normal_(parameter, float("norm" in name), 0.6)
+    draft.start_from(torch.randn(VOCABULARY, VOCABULARY) / 4)
+    return draft
+
+
+@pytest.mark.parametrize("draws", [FEWER, pytest.param(DRAWS, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rule", [ALL, NUCLEUS])
+def test_dspark_follows_the_target(target, rule, draws):
+    sampling, draft = Sampling(*rule, torch.Generator().manual_seed(1)), dspark(target)
+    for source in (draft, Scheduled(draft, COSTS, (1.0, 1.0, 1.0), text_by_text(admitted))):
+        assert p_value(draw(target, source, sampling, draws), target.law(*rule)) >= REJECTED

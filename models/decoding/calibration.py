@@ -1,0 +1,116 @@
+"""Calibration of a draft's confidences by a temperature for each position (DSpark, arXiv 2607.05147, section on STS).
+
+Position by position, from the first, the temperature is chosen that brings the chance of reaching and accepting a
+proposal nearest to how often that happens, given the positions before.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from infra.records.goodput import ConfidenceFit
+from models.decoding.plain import Prefill
+from models.decoding.speculative import Conversation, decode_together
+from models.drafts.batched_proposer import ConfidentProposer, ProposalSource, Proposer, Turn
+from models.drafts.sampling import Sampling
+from models.drafts.trees import Likeliest, Tree
+from models.targets.model import TargetModel
+
+GRID = torch.logspace(-1, 1, 41, dtype=torch.double)
+"""Temperatures that are tried, as SGLang's own fitter does (0.5.23)."""
+BINS = 10
+
+
+def expected_error(chances: Tensor, happened: Tensor) -> float:
+    """Expected calibration error of `[n]` chances: |mean chance - share| in bins of equal width, weighted by size."""
+    place = (chances * BINS).long().clamp(0, BINS - 1)
+    differences = torch.zeros(BINS, dtype=torch.double).index_add_(0, place, chances.double() - happened.double())
+    return float(differences.abs().sum() / len(chances))
+
+
+def fit_temperatures(logits: Tensor, accepted: Tensor) -> list[float]:
+    """S temperatures from n steps: logits `[n, S]` of confidences, and how many proposals were accepted `[n]`."""
+    found, before = [], torch.ones(len(logits), dtype=torch.double)
+    for position, own in enumerate(logits.double().unbind(1)):
+        happened = accepted > position
+        errors = [expected_error(before * (own / temperature).sigmoid(), happened) for temperature in GRID]
+        found.append(float(GRID[min(range(len(GRID)), key=errors.__getitem__)]))
+        before = before * (own / found[-1]).sigmoid()
+    return found
+
+
+def errors_by_position(logits: Tensor, accepted: Tensor, temperatures: Sequence[float]) -> list[float]:
+    """`expected_error` of reaching and accepting each position."""
+    chances = (logits.double() / torch.tensor(temperatures, dtype=torch.double)).sigmoid().cumprod(-1)
+    return [expected_error(own, accepted > position) for position, own in enumerate(chances.unbind(1))]
+
+
+def calibrate(logits: Tensor, accepted: Tensor) -> ConfidenceFit:
+    """Temperatures of all steps, and errors that each half has by the temperatures of the other."""
+    halves = [(logits[first::2], accepted[first::2]) for first in (0, 1)]
+    crossed = [
+        errors_by_position(*own, fit_temperatures(*other)) for own, other in zip(halves, reversed(halves), strict=True)
+    ]
+    after = [sum(errors) / 2 for errors in zip(*crossed, strict=True)]
+    ones = [1.0] * logits.shape[1]
+    return ConfidenceFit(
+        temperatures=tuple(fit_temperatures(logits, accepted)),
+        steps=len(logits),
+        errors_before=tuple(errors_by_position(logits, accepted, ones)),
+        errors_after=tuple(after),
+    )
+
+
+def decoded_confidences(
+    target: TargetModel, source: ProposalSource, prompts: Sequence[Prefill], lookahead: int, new_tokens: int,
+    samplings: Sequence[Sampling],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Decode for real; logits `[n, S]` and accepted `[n]` of all steps but each text's last, which its end may cut.
+
+    `prompts` are used up; all samplings have the same rule.
+    """
+    watched = _Watched(source)
+    begin = partial(Conversation, target, watched, shape=lookahead, max_new_tokens=new_tokens, eos_ids=frozenset[int]())
+    texts = [begin(start=prompt, sampling=own) for prompt, own in zip(prompts, samplings, strict=True)]
+    decode_together(texts)
+    rows = [(seen[:-1], text.accepted[: len(seen) - 1]) for seen, text in zip(watched.seen, texts, strict=True)]
+    logits = [own for seen, _ in rows for own in seen]
+    return torch.stack(logits), torch.tensor([count for _, counts in rows for count in counts])
+
+
+class _Watched:
+    """A source whose proposers' confidences are written down, text by text."""
+
+    def __init__(self, source: ProposalSource):
+        self.source = source
+        self.seen: list[list[Tensor]] = []
+
+    def proposers(self, count: int) -> Proposer:
+        inner = self.source.proposers(count)
+        assert isinstance(inner, ConfidentProposer)
+        self.seen = [[] for _ in range(count)]
+        return _WatchedProposer(self, inner)
+
+
+class _WatchedProposer:
+    branches, candidates = False, 0
+
+    def __init__(self, watched: _Watched, inner: ConfidentProposer):
+        self.watched, self.inner = watched, inner
+        self.texts = list(range(len(watched.seen)))
+
+    def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
+        found, confidences = self.inner.propose(turns), self.inner.confidences
+        assert confidences is not None
+        for row in found:
+            self.watched.seen[self.texts[row]].append(confidences[row].cpu().double())
+        return found
+
+    def observe(self, row: int, tokens: Tensor, likeliest: Likeliest) -> None:
+        self.inner.observe(row, tokens, likeliest)
+
+    def only(self, rows: Sequence[int]) -> None:
+        self.texts = [self.texts[row] for row in rows]
+        self.inner.only(rows)
