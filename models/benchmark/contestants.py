@@ -1,6 +1,6 @@
 """Loads what is compared: the target once, and any number of drafts."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -11,9 +11,8 @@ from torch import Tensor
 from infra.refusal import Refusal
 from models.devices import compute_device
 from models.drafts.base import Draft
-from models.drafts.batched_proposer import Along, DrawingSource, PackedTexts, Proposer, RolloutSource, Turn
+from models.drafts.batched_proposer import Along, ChangedTurns, DrawingSource, PackedTexts, RolloutSource
 from models.drafts.sampling import Sampling
-from models.drafts.trees import Tree
 from models.export.description import check_precision
 from models.export.sglang import load_draft
 from models.targets.model import TargetModel, eos_ids
@@ -96,9 +95,9 @@ class SelectedLayers:
         """`[n, layers * H]` to `[n, chosen * H]`."""
         return aux.unflatten(-1, (self.layers, -1))[..., self.chosen, :].flatten(-2)
 
-    def proposers(self, count: int) -> Proposer:
+    def proposers(self, count: int) -> ChangedTurns:
         """See `ProposalSource.proposers`."""
-        return _SelectedProposers(self, self.source.proposers(count))
+        return ChangedTurns(self.source.proposers(count), lambda turn: replace(turn, aux=self.select(turn.aux)))
 
     def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
         """`[T, lookahead]` int64; see `DrawingSource.rollout`."""
@@ -107,13 +106,3 @@ class SelectedLayers:
     def along(self, texts: PackedTexts, lookahead: int, rows: Tensor, sampling: Sampling) -> Along:
         """See `DrawingSource.along`."""
         return self.source.along(replace(texts, aux=self.select(texts.aux)), lookahead, rows, sampling)
-
-
-class _SelectedProposers:
-    def __init__(self, layers: SelectedLayers, batch: Proposer):
-        self.layers, self.batch = layers, batch
-        self.branches, self.candidates = batch.branches, batch.candidates
-        self.observe, self.only = batch.observe, batch.only
-
-    def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
-        return self.batch.propose({row: replace(turn, aux=self.layers.select(turn.aux)) for row, turn in turns.items()})

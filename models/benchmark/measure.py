@@ -4,7 +4,7 @@ Greedy and sampled continuations of the target, walks of every source over them,
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -181,7 +181,7 @@ def walk_texts(
     with bars() as bar:
         texts = continue_batch(
             target, prompts, config.max_new_tokens, contestants.eos_ids,
-            replace(sampling, generator=torch.Generator(target.device).manual_seed(seed)),
+            sampling.seeded(seed, target.device),
             batch_size=config.batch_size, advance=bar(f"{name}, continuations", len(prompts)),
         )  # fmt: skip
         walked = bar(f"{name}, walks", len(prompts))

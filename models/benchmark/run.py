@@ -22,6 +22,7 @@ from infra.records.goodput import MeasuredGoodput
 from models.benchmark.best_trees import with_trees
 from models.benchmark.categories import suite_result
 from models.benchmark.conditions import Counter, conditions
+from models.benchmark.confidence import confidence_fit
 from models.benchmark.contestants import Contestants, load_contestants
 from models.benchmark.counter import why_engine_counts
 from models.benchmark.engine_counts import benchmark_in_engine
@@ -87,6 +88,9 @@ def _by_reference(
     if config.loads:
         texts = found.traffic(promotion.traffic.sampling).texts
         goodput = with_trees(measure_goodput(contestants, walks, config), contestants, config, prompts, texts)
+        sampled = promotion.traffic.sampling == "sampled"
+        confidence = confidence_fit(contestants, config, prompts, run.config.seed, sampled=sampled)
+        goodput = goodput.model_copy(update={"confidence": confidence})
     suites = [_suite(run, contestants, name, goodput) for name in promotion.suites]
     under = conditions(
         config, Counter.reference(contestants.target), target=run.target, draft=run.folder.export,

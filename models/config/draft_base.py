@@ -27,6 +27,11 @@ class MethodConfig(StrictConfig):
     """The only data type in which SGLang serves such drafts; None: every."""
 
     @property
+    def confident(self) -> bool:
+        """Whether such drafts say how likely each of their proposals is to be accepted."""
+        return False
+
+    @property
     def needs_mass(self) -> bool:
         """Whether the loss asks for the draft vocabulary's share of the target's probability."""
         return False

@@ -56,6 +56,10 @@ class DSparkConfig(BlockConfig):
     def anchor_first(self) -> bool:
         return True
 
+    @property
+    def confident(self) -> bool:
+        return self.confidence_head
+
     def head_parameters(self, hidden: int, target_vocabulary: int) -> int:
         tables = (target_vocabulary + self.vocabulary_size(target_vocabulary)) * self.markov_rank
         biases = {"vanilla": 0, "gated": 1, "rnn": 3}[self.markov_head] * self.markov_rank

@@ -13,9 +13,9 @@ from torch import Tensor
 from infra.records.goodput import ConfidenceFit
 from models.decoding.plain import Prefill
 from models.decoding.speculative import Conversation, decode_together
-from models.drafts.batched_proposer import ConfidentProposer, ProposalSource, Proposer, Turn
+from models.drafts.batched_proposer import ChangedTurns, ProposalSource, Proposer, Turn
 from models.drafts.sampling import Sampling
-from models.drafts.trees import Likeliest, Tree
+from models.drafts.trees import Tree
 from models.targets.model import TargetModel
 
 GRID = torch.logspace(-1, 1, 41, dtype=torch.double)
@@ -87,30 +87,23 @@ class _Watched:
         self.source = source
         self.seen: list[list[Tensor]] = []
 
-    def proposers(self, count: int) -> Proposer:
-        inner = self.source.proposers(count)
-        assert isinstance(inner, ConfidentProposer)
+    def proposers(self, count: int) -> "_WatchedProposer":
         self.seen = [[] for _ in range(count)]
-        return _WatchedProposer(self, inner)
+        return _WatchedProposer(self.seen, self.source.proposers(count))
 
 
-class _WatchedProposer:
-    branches, candidates = False, 0
-
-    def __init__(self, watched: _Watched, inner: ConfidentProposer):
-        self.watched, self.inner = watched, inner
-        self.texts = list(range(len(watched.seen)))
+class _WatchedProposer(ChangedTurns):
+    def __init__(self, seen: Sequence[list[Tensor]], batch: Proposer):
+        super().__init__(batch, lambda turn: turn)
+        self.seen = list(seen)
 
     def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
-        found, confidences = self.inner.propose(turns), self.inner.confidences
+        found, confidences = super().propose(turns), self.confidences
         assert confidences is not None
         for row in found:
-            self.watched.seen[self.texts[row]].append(confidences[row].cpu().double())
+            self.seen[row].append(confidences[row].cpu().double())
         return found
 
-    def observe(self, row: int, tokens: Tensor, likeliest: Likeliest) -> None:
-        self.inner.observe(row, tokens, likeliest)
-
     def only(self, rows: Sequence[int]) -> None:
-        self.texts = [self.texts[row] for row in rows]
-        self.inner.only(rows)
+        self.seen = [self.seen[row] for row in rows]
+        super().only(rows)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from models.decoding.goodput import FittedCosts
-from models.drafts.batched_proposer import ConfidentProposer, ProposalSource, Turn
-from models.drafts.trees import Likeliest, Proposals, Tree
+from models.drafts.batched_proposer import ChangedTurns, ProposalSource, Proposer, Turn
+from models.drafts.trees import Proposals, Tree
 
 Schedule = Callable[[Tensor, Callable[[int], float]], list[int]]
 """(see `admitted`)"""
@@ -64,24 +64,21 @@ class Scheduled:
         self.temperatures = torch.tensor(temperatures, dtype=torch.double)
 
     def proposers(self, count: int) -> "ScheduledProposer":
-        inner = self.source.proposers(count)
-        assert isinstance(inner, ConfidentProposer), "a draft with a confidence head"
-        return ScheduledProposer(self, inner)
+        return ScheduledProposer(self, self.source.proposers(count))
 
 
-class ScheduledProposer:
+class ScheduledProposer(ChangedTurns):
     """Shortens the chains of another proposer (see `Proposer`)."""
 
-    branches, candidates = False, 0
-
-    def __init__(self, scheduled: Scheduled, inner: ConfidentProposer):
-        self.scheduled, self.inner = scheduled, inner
+    def __init__(self, scheduled: Scheduled, batch: Proposer):
+        super().__init__(batch, lambda turn: turn)
+        self.scheduled = scheduled
 
     def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
         """See `Proposer.propose`; at most as many tokens as the turns want."""
-        chains = self.inner.propose(turns)
-        rows, confidences = list(chains), self.inner.confidences
-        assert confidences is not None
+        chains = super().propose(turns)
+        rows, confidences = list(chains), self.confidences
+        assert confidences is not None, "a draft with a confidence head"
         lengths = torch.tensor([len(chains[row].parents) for row in rows])
         longest, temperatures = int(lengths.max()), self.scheduled.temperatures
         assert longest <= len(temperatures)
@@ -94,12 +91,6 @@ class ScheduledProposer:
 
         kept = self.scheduled.schedule(survivals, seconds)
         return {row: _beginning(chains[row], count) for row, count in zip(rows, kept, strict=True)}
-
-    def observe(self, row: int, tokens: Tensor, likeliest: Likeliest) -> None:
-        self.inner.observe(row, tokens, likeliest)
-
-    def only(self, rows: Sequence[int]) -> None:
-        self.inner.only(rows)
 
 
 def _beginning(chain: Tree, count: int) -> Tree:

@@ -1,6 +1,6 @@
 """The contract of everything that proposes tokens: batched; a single text is a batch of one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -59,9 +59,34 @@ class Proposer(Protocol):
 class ConfidentProposer(Proposer, Protocol):
     """A proposer of chains that also says how likely each proposal is to be accepted."""
 
-    confidences: Tensor | None
-    """Of the newest proposals of all rows: logits `[B, s]` of the chance that each is accepted if those before it are.
-    They depend on the proposals before, never on the proposal itself."""
+    @property
+    def confidences(self) -> Tensor | None:
+        """Of the newest proposals of all rows: logits `[B, s]` of the chance that each is accepted if those before are.
+
+        They depend on the proposals before, never on the proposal itself. None: not told.
+        """
+        ...
+
+
+class ChangedTurns:
+    """Another proposer, with turns that are changed before it gets them (see `ConfidentProposer`)."""
+
+    def __init__(self, batch: Proposer, change: Callable[[Turn], Turn]):
+        self.batch, self.change = batch, change
+        self.branches, self.candidates = batch.branches, batch.candidates
+
+    @property
+    def confidences(self) -> Tensor | None:
+        return self.batch.confidences if isinstance(self.batch, ConfidentProposer) else None
+
+    def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
+        return self.batch.propose({row: self.change(turn) for row, turn in turns.items()})
+
+    def observe(self, row: int, tokens: Tensor, likeliest: Likeliest) -> None:
+        self.batch.observe(row, tokens, likeliest)
+
+    def only(self, rows: Sequence[int]) -> None:
+        self.batch.only(rows)
 
 
 class DraftProposer:

@@ -1,7 +1,7 @@
 """How the next token is chosen: the only place that applies temperature, top-k and top-p."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +34,10 @@ class Sampling:
             raise Refusal(f"top-p {self.top_p}: give a probability above 0, at most 1 (1 leaves nothing out)")
         if self.top_k < 0:
             raise Refusal(f"top-k {self.top_k}: give a number of tokens (0 leaves nothing out)")
+
+    def seeded(self, seed: int, device: torch.device) -> "Sampling":
+        """The same law with a generator of its own."""
+        return replace(self, generator=torch.Generator(device).manual_seed(seed))
 
     @property
     def greedy(self) -> bool:

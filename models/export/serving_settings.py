@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from infra.files.atomic import write_atomically
-from infra.records.goodput import GoodputTable, MeasuredGoodput, TreeGoodput
+from infra.records.goodput import ConfidenceFit, GoodputTable, MeasuredGoodput, TreeGoodput
 from models.config.draft_base import MethodConfig
 from models.decoding.goodput import FittedCosts, predict
 from models.export.description import read_description
 
 SERVING = "serving"
 GOODPUT, SGLANG, SGLANG_ADAPTIVE, VLLM = "goodput.json", "sglang.json", "sglang_adaptive.json", "vllm.json"
+DSPARK_COSTS, DSPARK_CONFIDENCE = "dspark_costs.json", "dspark_confidence.json"
 NEAR = 0.05
 """SGLang may move among lookaheads whose predicted goodput is so little below the best, relatively: it follows
 acceptance alone, and costs that differ more than this would not be asked."""
@@ -111,6 +112,45 @@ def vllm(table: GoodputTable, method: str) -> dict[str, Any] | None:
     return {"method": method, "num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": ranges}
 
 
+def dspark_costs(found: MeasuredGoodput) -> dict[str, Any]:
+    """SGLang's `--speculative-dspark-sps-table-path`: a step's seconds as a constant, by requests and by tokens.
+
+    It interpolates, which is exact: fits are straight lines with one knee.
+    """
+    target, draft = found.draft.target, found.draft.draft
+    most = max(row.batch for row in found.draft.rows)
+    block = max(row.lookahead for row in found.draft.rows)
+    # What tokens of each text cost, however many texts there are, is paid for a whole block: SGLang adds by totals.
+    constant = target.constant + target.several + target.per_position * (block + 1)
+    batches = sorted({1, *(row.batch for row in found.draft.rows)})
+    tokens = sorted({1.0, target.knee, float(most * (block + 1))} - {0.0})
+
+    def of_batch(batch: int) -> float:
+        return (target.per_text + target.several_per_text) * batch + draft.seconds(batch, block)
+
+    def of_tokens(total: float) -> float:
+        return target.per_token * total + target.per_token_beyond * max(0.0, total - target.knee)
+
+    return {
+        "bias_seconds": max(constant, 1e-9),
+        "bs_probes": batches,
+        "alpha_seconds": [of_batch(batch) for batch in batches],
+        "m_probes": [round(total) for total in tokens],
+        "theta_seconds": [of_tokens(total) for total in tokens],
+    }
+
+
+def dspark_confidence(found: ConfidenceFit) -> dict[str, Any]:
+    """SGLang's `--speculative-dspark-confidence-sts-path`."""
+    return {
+        "temperatures": list(found.temperatures),
+        "dataset": "benchmark prompts of the run",
+        "num_samples": found.steps,
+        "ece_before": list(found.errors_before),
+        "ece_after": list(found.errors_after),
+    }
+
+
 def write_settings(export: Path, found: MeasuredGoodput) -> list[Path]:
     """Replace `serving/` of an exported draft; engines are included if they have its model."""
     description = read_description(export)
@@ -118,6 +158,8 @@ def write_settings(export: Path, found: MeasuredGoodput) -> list[Path]:
     if description.served:
         files[SGLANG] = sglang(found, description.config, description.dtype)
         files[SGLANG_ADAPTIVE] = sglang_adaptive(found.draft, description.config)
+        if found.confidence is not None:
+            files |= {DSPARK_COSTS: dspark_costs(found), DSPARK_CONFIDENCE: dspark_confidence(found.confidence)}
     if description.vllm_method is not None:
         files[VLLM] = vllm(found.draft, description.vllm_method)
     folder = export / SERVING

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.records.goodput import CostFit, GoodputTable, MeasuredGoodput, TreeGoodput
+from infra.records.goodput import ConfidenceFit, CostFit, GoodputTable, MeasuredGoodput, TreeGoodput
 from infra.sglang.command import sglang_python
 from models.config.dflash import DFlashConfig
 from models.config.eagle3 import Eagle3Config
 from models.config.medusa import MedusaConfig
 from models.decoding.goodput import FittedCosts, goodput_table, predict
-from models.export.serving_settings import NEAR, sglang, sglang_adaptive, spans, vllm
+from models.export.serving_settings import NEAR, dspark_confidence, dspark_costs, sglang, sglang_adaptive, spans, vllm
 
 SHAPE = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 32}
 EAGLE3, DFLASH = Eagle3Config(**SHAPE), DFlashConfig(block_size=4, **SHAPE)
@@ -24,13 +24,19 @@ import argparse, json, sys
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams, resolve_candidate_steps_from_config
 
+from sglang.srt.speculative.dspark_components.dspark_sps import load_sps_table_from_path
+from sglang.srt.speculative.dspark_components.dspark_sts import load_sts_calibration_from_path
+
 path, batches, commands = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
 parser = argparse.ArgumentParser()
 ServerArgs.add_cli_args(parser)
 parsed = [vars(parser.parse_args(["--model-path", "target", *command])) for command in commands]
 fields = ("algorithm", "num_steps", "eagle_topk", "num_draft_tokens", "adaptive")
 params = AdaptiveSpeculativeParams(parsed[-1]["speculative_num_steps"], path)
+table, sts = load_sps_table_from_path(sys.argv[4]), load_sts_calibration_from_path(sys.argv[5])
 print(json.dumps({
+    "steps": [table.step_time(num_reqs=batch, budget=3 * batch) for batch in (1, 4, 32)],
+    "temperatures": sts.temperatures,
     "candidates": resolve_candidate_steps_from_config(path),
     "at": {batch: params._route(batch).candidate_steps for batch in batches},
     "parsed": [[each["speculative_" + field] for field in fields] for each in parsed],
@@ -150,13 +156,21 @@ def test_sglang_reads_its_settings(tmp_path: Path):
     adaptive, told = sglang_adaptive(found, EAGLE3), sglang(measured(found), EAGLE3, "bfloat16")
     path.write_text(json.dumps(adaptive))
     commands = [told["arguments"], told["adaptive_arguments"]]
-    arguments = [str(path), json.dumps(list(range(1, 65))), json.dumps(commands)]
+    costs_path, confidence_path = tmp_path / "costs.json", tmp_path / "confidence.json"
+    told_costs = measured(table(DFLASH.lookaheads(7)))
+    costs_path.write_text(json.dumps(dspark_costs(told_costs)))
+    fit = ConfidenceFit(temperatures=(1.5, 0.7), steps=9, errors_before=(0.1, 0.2), errors_after=(0.0, 0.1))
+    confidence_path.write_text(json.dumps(dspark_confidence(fit)))
+    arguments = [str(path), json.dumps(list(range(1, 65))), json.dumps(commands), str(costs_path), str(confidence_path)]
     done = subprocess.run(
         [sglang_python(), "-c", SGLANG, *arguments], capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["parsed"] == [["EAGLE3", 3, 1, 4, False], ["EAGLE3", 3, 1, 4, True]]
+    fitted = FittedCosts(told_costs.draft.target, told_costs.draft.draft)
+    assert said["steps"] == pytest.approx([fitted.seconds(batch, 3) for batch in (1, 4, 32)])
+    assert said["temperatures"] == [1.5, 0.7]
     assert said["candidates"] == sorted({at for span in spans(found) for at in span.near})
     near = {batch: list(span.near) for span in spans(found) for batch in range(span.first, span.last + 1)}
     assert said["at"] == {str(batch): near[min(batch, 32)] for batch in range(1, 65)}
