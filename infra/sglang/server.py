@@ -16,6 +16,7 @@ from infra.network.ports import HOST, is_foreign, reserved_port
 from infra.processes.process import Owner, Process, ProcessFailedError, start
 from infra.processes.supervisor import descendants
 from infra.refusal import Refusal
+from infra.sglang.compiled import remove_broken
 from infra.sglang.leftovers import Leftovers
 
 ANSWER_S = 5.0
@@ -71,6 +72,7 @@ class SGLangServer:
     def _own_folder(self) -> dict[str, str]:
         """A folder for its sockets; compiled kernels stay in their shared cache."""
         compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+        remove_broken(compiled)
         folder = Path(tempfile.mkdtemp(prefix="draftsmith-sglang-"))
         self._leftovers.add(folder)
         return {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}

@@ -21,7 +21,11 @@ class BenchmarkConfig(StrictConfig):
     prompt_tokens: Tokens = Field(default=64, description="Longest prompt, in tokens.")
     max_new_tokens: int = Field(default=64, ge=4, le=2**20, description="Longest continuation, in tokens.")
     max_lookahead: Lookahead = Field(default=7, description="Acceptance is simulated for lookaheads 1 to this one.")
-    lookahead: Lookahead = Field(default=4, description="Lookahead of the reference decoding and of the gate.")
+    lookahead: Lookahead = Field(
+        default=4,
+        description="Lookahead of the reference decoding and of the gate. A recipe's default is a whole block for "
+        "drafts of blocks, and at most the number of heads for Medusa.",
+    )
     reference_tokens: AtLeastOne = Field(
         default=1000, description="Tokens that are really decoded with the draft and compared with plain decoding."
     )
@@ -70,8 +74,9 @@ class BenchmarkConfig(StrictConfig):
     sampled_proposals: Proposals = Field(
         default="greedy",
         description="How the serving engine proposes for sampled text. `greedy`: the likeliest tokens, SGLang's "
-        "default. `drawn`: drawn from the draft's distribution, as with rejection sampling in vLLM "
-        "(`draft_sample_method=probabilistic`). Both are measured; this one is decoded for real.",
+        "default, but for DSpark. `drawn`: drawn from the draft's distribution, its default for DSpark, and as with "
+        "rejection sampling in vLLM (`draft_sample_method=probabilistic`). Both are measured; this one is decoded for "
+        "real. A recipe's default is that of its method.",
     )
     sampled_reference_tokens: int = Field(
         default=128,

@@ -26,6 +26,9 @@ class MethodConfig(StrictConfig):
     engine_dtype: ClassVar[str | None] = None
     """The only data type in which SGLang serves such drafts; None: every."""
 
+    engine_proposals: ClassVar[Literal["greedy", "drawn"]] = "greedy"
+    """How SGLang proposes for sampled text by default; see `BenchmarkConfig.sampled_proposals`."""
+
     @property
     def confident(self) -> bool:
         """Whether such drafts say how likely each of their proposals is to be accepted."""

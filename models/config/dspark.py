@@ -14,6 +14,7 @@ class DSparkConfig(BlockConfig):
     """
 
     title: ClassVar[str] = "DSpark"
+    engine_proposals: ClassVar[Literal["greedy", "drawn"]] = "drawn"
     training_only: ClassVar[frozenset[str]] = BlockConfig.training_only | {"confidence_weight"}
 
     method: Literal["dspark"] = Field(default="dspark", description="Draft method.")

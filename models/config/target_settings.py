@@ -13,6 +13,8 @@ from pydantic import ValidationError
 from infra.planner.shapes import TargetShape, target_shape
 from infra.refusal import Refusal
 from infra.settings import cache_folder
+from models.config.benchmark import BenchmarkConfig
+from models.config.draft import parse_draft_config
 from models.config.eagle3 import LatentAttention
 from models.config.rope import OF_TYPE
 from models.config.target import TargetConfig, TinyRecipe
@@ -95,10 +97,23 @@ LATENT_FIELDS = tuple(LatentAttention.model_fields)
 LAYER_FIELDS = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size")
 
 
+def _of_method(draft: Tree) -> Tree:
+    """How an engine serves such a draft by default: how many tokens it proposes, and how for sampled text."""
+    try:
+        config = parse_draft_config(draft)
+    except ValidationError:
+        return {}  # validation says what is wrong
+    fields = BenchmarkConfig.model_fields
+    lookahead = config.lookaheads(fields["lookahead"].default)[-1]
+    most = max(lookahead, fields["max_lookahead"].default)
+    return {"lookahead": lookahead, "max_lookahead": most, "sampled_proposals": config.engine_proposals}
+
+
 def completed(tree: Tree) -> Tree:
     """A recipe's tree with what the target decides where the recipe is silent.
 
-    That is `target.aux_layer_ids`, method and sizes of the draft, and the longest prompt of the benchmark. The target's
+    That is `target.aux_layer_ids`, method and sizes of the draft, and of the benchmark the longest prompt, and how
+    engines propose with the method. The target's
     configuration is read only where a setting of it is missing. Raises Refusal if it cannot be read then.
     """
     if not _is_section(tree, "target") or not _is_section(tree, "draft") or "name" not in tree.get("target", {}):
@@ -125,6 +140,8 @@ def completed(tree: Tree) -> Tree:
                 f"{', '.join(f'draft.{name}' for name in wanted)} in the recipe"
             ) from error
     tree = tree | {"target": target, "draft": draft}
+    if _is_section(tree, "benchmark"):
+        tree = tree | {"benchmark": _of_method(draft) | tree.get("benchmark", {})}
     data = tree.get("data") or {}
     if _is_section(tree, "benchmark") and isinstance(data, dict) and data.get("chat_template") != "none":
         longest = min(CHAT_PROMPT_TOKENS, data.get("max_tokens", CHAT_PROMPT_TOKENS))

@@ -18,6 +18,7 @@ from models.benchmark.harness_result import page
 from models.benchmark.served import counts_of, setup_of, watch
 from models.benchmark.standalone import bench
 from models.config.bench_arguments import bench_parser
+from models.config.benchmark import PromotionConfig
 from models.data.sample_set import read_manifest, write_sample_set
 from models.data.samples import EncodedSample, Splits
 from models.decoding.plain import continue_greedily
@@ -121,6 +122,8 @@ def test_an_overfit_block_draft_is_accepted_nearly_always(overfit, monkeypatch, 
     monkeypatch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")
     check_decoded(run, target, text)
     check_served(run, text)
+    if draft == DSPARK:
+        check_wrong_layout(run, text)
 
 
 def check_decoded(run: PreparedRun, target: TargetModel, text: list[int]) -> None:
@@ -144,6 +147,29 @@ def check_served(run: PreparedRun, text: list[int]) -> None:
         answer = watch(client, prompt, sampling)
     assert answer.tokens == list(ours.tokens) == text[PROMPT_TOKENS:]
     assert counts_of(answer, LOOKAHEAD) == ours.counts
+
+
+def check_wrong_layout(run: PreparedRun, text: list[int]) -> None:
+    """With the flag of the other layout each row is taken for another token: served acceptance collapses.
+
+    The gate refuses such a draft, because served and simulated acceptance are too far apart.
+    """
+    file, lengths, simulated = run.folder.export / "config.json", list[float](), LOOKAHEAD + 1
+    right = file.read_text()
+    wrong = json.loads(right) | {"sample_from_anchor": False}
+    wrong["dflash_config"]["sample_from_anchor"] = False
+    for content in (right, json.dumps(wrong)):
+        file.write_text(content)
+        sampling = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+        with replace(setup_of(run), dtype="auto").serving(run.folder.export, LOOKAHEAD) as client:
+            answer = watch(client, text[:PROMPT_TOKENS], sampling)
+        assert answer.tokens == text[PROMPT_TOKENS:], "whatever is proposed, the text is the target's"
+        counts = counts_of(answer, LOOKAHEAD)
+        lengths.append(counts.tokens / counts.steps)
+    file.write_text(right)
+    gaps = [abs(length / simulated - 1) for length in lengths]
+    assert gaps[0] <= PromotionConfig().max_gap
+    assert gaps[1] > 0.5 > PromotionConfig().max_gap
 
 
 def check_bench(run: PreparedRun, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
