@@ -3,7 +3,7 @@
     python benchmarks/methods.py [--targets tiny gemma3-270m] [--samples N] [--rates 0.33 1 3] [--prompts 24]
                                  [--gsm8k FILE] [--spec-bench FILE]
 
-Methods: EAGLE-3, EAGLE-3 with `lk_lambda`, DFlash, DSpark, Medusa heads, and two that need no training. Each trained
+Methods: EAGLE-3, EAGLE-3 with `lk_lambda`, DFlash, DFlash 2, DSpark, Medusa heads, and two that need no training. Each trained
 one gets the same samples once, in the same order, and one trial for every learning rate (the recipe's times each of
 `--rates`); the trial that accepts most on the validation prompts at temperature 1 is measured on the test prompts, and
 all trials are written down.
@@ -72,7 +72,7 @@ PROMPT_CHARACTERS = 800
 """Of a document, more than any prompt takes."""
 LOOKAHEAD = 4
 TEMPERATURES = (1.0, 0.0)
-TRAINED = ("EAGLE-3", "EAGLE-3 + LK", "DFlash", "DSpark", "Medusa")
+TRAINED = ("EAGLE-3", "EAGLE-3 + LK", "DFlash", "DFlash 2", "DSpark", "Medusa")
 BASELINES: dict[str, type[PromptLookup] | type[TokenRecycling]] = {
     "prompt lookup": PromptLookup,
     "Token Recycling": TokenRecycling,
@@ -149,11 +149,13 @@ def drafts(config: RunConfig, target: TargetRecord) -> dict[str, list[str]]:
     dflash = {"method": "dflash", "block_size": 8, "decay_gamma": 4.0, "anchors": 32} | shape
     dflash["layer_types"] = ["full_attention"] * 2
     dspark = dflash | {"method": "dspark", "block_size": 7, "markov_rank": 64}
+    second = dflash | {"method": "dflash2", "selector_rank": 64}
     medusa = {"method": "medusa", "heads": LOOKAHEAD, "vocab_size": eagle["vocab_size"]}
     return {
         "EAGLE-3": [],
         "EAGLE-3 + LK": ["draft.loss=lk_lambda"],
         "DFlash": [f"draft={json.dumps(dflash)}"],
+        "DFlash 2": [f"draft={json.dumps(second)}"],
         "DSpark": [f"draft={json.dumps(dspark)}"],
         # Its heads stand on the target's last layer.
         "Medusa": [f"draft={json.dumps(medusa)}", f"target.aux_layer_ids=[{target.num_layers - 1}]"],

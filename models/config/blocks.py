@@ -153,7 +153,7 @@ class BlockConfig(VocabularyChoice, LayerShape):
             token=(aux_count * hidden + 2 * hidden + layers * keys) * item,
             row=layers * layer + 8 * hidden,
             output=4 * hidden,
-            pair=layers * 2 * queries * item / ROWS_AT_ONCE,
+            pair=layers * 2 * queries * item / ROWS_AT_ONCE + len(set(self.windows)) * item,
         )
 
     def lookaheads(self, most: int) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, get_args
 from pydantic import Field, TypeAdapter
 
 from models.config.dflash import DFlashConfig
+from models.config.dflash2 import DFlash2Config
 from models.config.draft_base import MethodConfig
 from models.config.dspark import DSparkConfig
 from models.config.eagle3 import Eagle3Config
@@ -13,6 +14,7 @@ from models.config.medusa import MedusaConfig
 
 DraftConfig = Annotated[
     DFlashConfig
+    | DFlash2Config
     | DSparkConfig
     | Eagle3Config
     | MedusaConfig,

@@ -54,7 +54,7 @@ class TrainingConfig(StrictConfig):
         ge=1,
         le=1024,
         description="Ranks that share each sample, each with a part of its positions, for samples too long for one "
-        "GPU. `ranks` must be a multiple of it; not with drafts of blocks (DFlash, DSpark).",
+        "GPU. `ranks` must be a multiple of it; not with drafts of blocks (DFlash, DFlash 2, DSpark).",
     )
     prefetch_steps: int = Field(default=2, ge=0, le=1024, description="Steps fetched ahead of the one that trains.")
     out_of_vocabulary: Literal["argmax", "text"] = Field(

@@ -31,7 +31,12 @@ SPECULATORS_VERSION = "0.9.0"
 
 
 LATENT = "Eagle3DeepseekV2ForCausalLM"
-VLLM_ARCHITECTURES = {"DFlashDraftModel": "dflash", "Qwen3DSparkModel": "dspark", LATENT: "eagle3"}
+VLLM_ARCHITECTURES = {
+    "DFlashDraftModel": "dflash",
+    "DFlash2DraftModel": "dflash",
+    "Qwen3DSparkModel": "dspark",
+    LATENT: "eagle3",
+}
 """What vLLM (0.32.0) reads as SGLang does, without the `speculators` part: the architecture, and its method's name."""
 
 

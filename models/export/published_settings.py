@@ -24,12 +24,16 @@ ARCHITECTURES = {
     "Eagle3DeepseekV2ForCausalLM": "eagle3",
     "Eagle3DeepseekV3ForCausalLM": "eagle3",
     "DFlashDraftModel": "dflash",
+    "DFlash2DraftModel": "dflash2",
     "Qwen3DSparkModel": "dspark",
     "DSparkDraftModel": "dspark",
     "LingDSparkModel": "dspark",
 }
 """The authors' names, and the method that each is of."""
-METHODS = ("eagle3", "dflash", "dspark")
+METHODS = ("eagle3", "dflash", "dflash2", "dspark")
+
+DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+"""Settings of DFlash 2, which DFlash does not have."""
 
 PASSED_OVER = frozenset(
     name
@@ -320,9 +324,10 @@ def _blocks(
     own = top if speculators else top.section("dspark_config" if "dspark_config" in top.left else "dflash_config")
     own.expect(
         causal=False, use_swa=False, use_gemma_norm=False, output_multiplier=1.0, input_embedding_scale=1.0,
-        attention_sink_bias=False, attention_value_scale=1.0, final_logit_softcapping=0.0, conv_kernel_size=0,
-        conv_group_size=0, selector_rank=0, selector_top_k=0, projector_type="dflash",
+        attention_sink_bias=False, attention_value_scale=1.0, final_logit_softcapping=0.0, projector_type="dflash",
     )  # fmt: skip
+    if method != "dflash2":
+        own.expect(**dict.fromkeys(DFLASH2, 0))
     mask, named = _either(own, top, "mask_token_id"), own.take("mask_token")
     if mask is None:
         raise Refusal(f"it has no mask_token_id (its mask_token is {named!r}): add the token's id to its config.json")
@@ -346,6 +351,12 @@ def _layout(own: _Section, top: _Section, method: str, speculators: bool) -> dic
     first = _either(own, top, "sample_from_anchor")
     if method == "dflash":
         return {"sample_from_anchor": bool(first)}
+    if method == "dflash2":
+        if first:
+            raise Refusal(
+                "its sample_from_anchor is true, and DFlash 2 drafts have no anchor first: give another draft"
+            )
+        return {name: own.need(name) for name in DFLASH2}
     if not (not speculators if first is None else first):
         raise Refusal(
             f"its sample_from_anchor is {first!r}, and DSpark drafts here have the anchor first: in the other layout "

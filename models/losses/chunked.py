@@ -112,6 +112,8 @@ class SummedLoss(NamedTuple):
     """`[P, S]` bool: the draft's greatest logit is the target's greatest of the draft vocabulary."""
     acceptance: Tensor
     """`[P, S]` float32 without gradients, see `Diverged`; 0 from divergences that do not tell it."""
+    best: Tensor
+    """`[P]` int64, the target's greatest of the draft vocabulary."""
 
 
 def chunked_loss(
@@ -189,7 +191,7 @@ class _Part:
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, how: _LossSettings, weights: Tensor, *flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, how: _LossSettings, weights: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
         size = len(flat) // how.factors
         wanted = ctx.needs_input_grad[2:]
         parts = [_Part(flat[at : at + size], wanted[at : at + size], how.overwrite) for at in range(0, len(flat), size)]
@@ -199,6 +201,7 @@ class _ChunkedLoss(torch.autograd.Function):
         loss = torch.zeros((), dtype=accumulate, device=device)
         correct = torch.empty(positions, steps, dtype=torch.bool, device=device)
         acceptance = torch.zeros(positions, steps, dtype=accumulate, device=device)
+        best = torch.empty(positions, dtype=torch.int64, device=device)
         for start in range(0, positions, how.chunk_tokens):
             chunk = slice(start, min(start + how.chunk_tokens, positions))
             target = how.target.chunk(chunk)
@@ -208,15 +211,15 @@ class _ChunkedLoss(torch.autograd.Function):
                 logits.addmm_(more, part.head.T)
             by_step = logits.view(-1, steps, len(first.head))
             given = (by_step, weights[chunk].to(accumulate), target)
-            value, correct[chunk], acceptance[chunk] = _diverge(*given, how.divergence, with_slope)
+            value, correct[chunk], acceptance[chunk], best[chunk] = _diverge(*given, how.divergence, with_slope)
             loss += value
             for part, own in zip(parts, rows, strict=True):
                 part.add_gradients(chunk, own, logits)
             # Not beside those of the next chunk.
             del logits, by_step, given, target
         ctx.save_for_backward(*(tensor for part in parts for tensor in part.saved()))
-        ctx.mark_non_differentiable(correct, acceptance)
-        return loss, correct, acceptance
+        ctx.mark_non_differentiable(correct, acceptance, best)
+        return loss, correct, acceptance, best
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -231,24 +234,24 @@ class _ChunkedLoss(torch.autograd.Function):
 
 def _diverge(
     logits: Tensor, weights: Tensor, target: TargetChunk, divergence: LossDivergence, with_slope: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Weighted sum of values, and `[n, S]` what is correct and what is accepted.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Weighted sum of values, `[n, S]` what is correct and what is accepted, and `[n]` the target's greatest.
 
     The weighted slope takes the place of `logits` `[n, S, V]`. Block by block: the passes over a block meet it in the
     cache, and only a block is alive in float32.
     """
     count, steps, vocabulary = logits.shape
     total, correct = weights.new_zeros(()), torch.empty(count, steps, dtype=torch.bool, device=logits.device)
-    acceptance = torch.zeros_like(weights)
+    acceptance, best = torch.zeros_like(weights), torch.empty(count, dtype=torch.int64, device=logits.device)
     at_once = max(1, count if compiles(logits.device) else _block_bytes(logits.device) // (4 * steps * vocabulary))
     for start in range(0, count, at_once):
         block = slice(start, min(start + at_once, count))
         given = (logits[block], weights[block], *target.rows(block))
-        value, correct[block], accepted = _diverge_rows(*given, (divergence, with_slope))
+        value, correct[block], accepted, best[block] = _diverge_rows(*given, (divergence, with_slope))
         total += value
         if accepted is not None:
             acceptance[block] = accepted
-    return total, correct, acceptance
+    return total, correct, acceptance, best
 
 
 @fused
@@ -259,18 +262,18 @@ def _diverge_rows(
     log_mass: Tensor,
     labels: Tensor | None,
     how: tuple[LossDivergence, bool],
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """See `_diverge`; `how`: the divergence, and whether the slope is wanted, which is written to `logits`."""
     divergence, with_slope = how
     wide = logits.to(weights.dtype)
-    best = of_target.argmax(-1)[:, None, None].expand(-1, wide.shape[1], 1)
-    correct = wide.gather(-1, best).squeeze(-1) == wide.amax(-1)
+    best = of_target.argmax(-1)
+    correct = wide.gather(-1, best[:, None, None].expand(-1, wide.shape[1], 1)).squeeze(-1) == wide.amax(-1)
     log_p = of_target.log_softmax(-1).to(wide.dtype)
     found = divergence(wide, log_p, log_mass.to(wide.dtype), weights if with_slope else None, labels)
     value = (weights * found.values).sum()
     if found.slope is not None:
         logits.copy_(found.slope)
-    return value, correct, found.acceptance
+    return value, correct, found.acceptance, best
 
 
 def add_product(total: Tensor, slope: Tensor, rows: Tensor) -> None:

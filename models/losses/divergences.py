@@ -108,7 +108,8 @@ class MixedLoss(LossDivergence):
         self, logits: Tensor, log_p: Tensor, log_mass: Tensor, weights: Tensor | None, labels: Tensor | None
     ) -> Diverged:
         log_q = _log_softmax(logits)
-        q, p = log_q.exp(), (log_p + log_mass).exp().unsqueeze(1)
+        q, p = log_q.exp(), (log_p + log_mass).exp_().unsqueeze(1).expand(log_q.shape)
+        below = q < p
         acceptance = torch.minimum(p, q).sum(-1)
         values = self.total_variation * 2 * (1 - acceptance)
         known = own = None
@@ -121,12 +122,12 @@ class MixedLoss(LossDivergence):
             values = values - self.kl * _dots(log_q, log_p.exp())
         if weights is None:
             return Diverged(values, None, acceptance)
-        # q ((ce + kl) + 2 tv (sum_v m q - m)) - kl p' - ce e, m being 1 where q < p.
-        below = q < p
-        inside = self.total_variation * 2 * (q * below).sum(-1, keepdim=True) + self.kl
+        # q ((ce + kl) + 2 tv (sum_v m q - m)) - kl p' - ce e, m being 1 where q < p; in the memory of `log_q` and `q`.
+        part = log_q.copy_(below).mul_(2 * self.total_variation)
+        inside = (q * part).sum(-1, keepdim=True) + self.kl
         if known is not None:
             inside = inside + self.cross_entropy * known.unsqueeze(-1)
-        slope = q.mul_(inside - 2 * self.total_variation * below)
+        slope = q.mul_(part.neg_().add_(inside))
         if self.kl:
             slope.sub_(self.kl * log_p.exp().unsqueeze(1))
         if known is not None and own is not None:

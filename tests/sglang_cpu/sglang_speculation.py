@@ -52,7 +52,7 @@ def register() -> None:
     HookRegistry.register(factory + "create_decode_backend", decode_backend, HookType.AROUND)
     HookRegistry.register(factory + "create_draft_extend_backend", extend_backend, HookType.AROUND)
     HookRegistry.register("sglang.srt.models.dflash.DFlashAttention.forward", without_triton, HookType.AROUND)
-    for name in ("DFlashDraftModel", "DFlashLagunaForCausalLM"):
+    for name in ("DFlashDraftModel", "DFlashLagunaForCausalLM", "DFlash2DraftModel"):
         HookRegistry.register(f"sglang.srt.models.dflash.{name}.forward", in_own_dtype, HookType.AROUND)
     HookRegistry.register("sglang.srt.arg_groups.speculative_hook._handle_dspark", dspark_on_cpu, HookType.AROUND)
     bundle = "sglang.srt.models.dspark.DSparkDraftMixin._fused_kv_write_bundle"

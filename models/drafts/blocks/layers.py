@@ -40,17 +40,15 @@ class View:
     features: slice
     """Positions of the packed features."""
     mask: Tensor
-    """`[rows, features + rows]` bool: True is seen."""
+    """`[rows, features + rows]` in the keys' dtype: 0 where something is seen, minus infinity elsewhere."""
 
 
-def views(
-    blocks: Blocks, block_size: int, window: int | None, device: torch.device, *, ahead: bool = False
-) -> list[View]:
+def views(blocks: Blocks, block_size: int, window: int | None, like: Tensor, *, ahead: bool = False) -> list[View]:
     """What every block sees: without a window everything; with one the window's positions, up to the row's own unless
-    `ahead`. Masks are on `device`."""
+    `ahead`. Masks are of the device and dtype of `like`, the keys."""
     found = []
     starts, positions = blocks.starts.tolist(), blocks.positions.tolist()
-    (on_device,) = to_device([blocks.positions], device)
+    (on_device,) = to_device([blocks.positions], like.device)
     for first, end in _together(starts, max(1, ROWS_AT_ONCE // block_size)):
         low = 0 if window is None else max(0, positions[first] - window + 1)
         features = slice(starts[first] + low, starts[first] + positions[end - 1])
@@ -64,7 +62,9 @@ def views(
             block &= own > own[:, None] - window
             block &= (own <= own[:, None]) | ahead
         rows = slice(first * block_size, end * block_size)
-        found.append(View(rows, features, torch.cat([before, block], dim=1)))
+        unseen = ~torch.cat([before, block], dim=1)
+        # A mask of truth values would be made such a sum in every layer, and kept there for the backward pass.
+        found.append(View(rows, features, like.new_zeros(unseen.shape).masked_fill_(unseen, float("-inf"))))
     return found
 
 
@@ -100,7 +100,7 @@ class PackedAttention:
 
 
 def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Grouped-query attention `[1, heads, n, d]` of `q` to `k` and `v` `[1, kv_heads, m, d]`, by a mask `[n, m]`."""
+    """Grouped-query attention `[1, heads, n, d]` of `q` to `k` and `v` `[1, kv_heads, m, d]`, with a mask `[n, m]`."""
     group = q.shape[1] // k.shape[1]
     if group > 1 and q.device.type != "cpu":
         # With a mask and grouped heads CUDA has no kernel but the plain one in float32, so the keys are repeated.

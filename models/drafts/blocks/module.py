@@ -27,7 +27,7 @@ from models.drafts.rope import rotary_tables
 from models.drafts.transfer import to_device
 from models.drafts.trees import NO_PROPOSAL
 from models.drafts.vocabulary import DraftVocabulary
-from models.losses.chunked import Factor, LossDivergence, chunked_loss
+from models.losses.chunked import Factor, LossDivergence, SummedLoss, chunked_loss
 from models.losses.divergences import MixedLoss, SoftCrossEntropy
 from models.losses.position_weights import decay_weights
 
@@ -87,11 +87,15 @@ class BlockDraft(Draft):
             norms = (RMSNorm(hidden_size, config.rms_norm_eps) for _ in range(aux_count))
             self.aux_hidden_norms = nn.ModuleList(norms)
         self.hidden_norm = RMSNorm(hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(BlockLayer(config, hidden_size) for _ in config.layer_types)
+        self.layers = nn.ModuleList(self.make_layer(hidden_size) for _ in config.layer_types)
         self.norm = RMSNorm(hidden_size, config.rms_norm_eps)
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("head", None, persistent=False)
         self.register_buffer("target_ids", vocabulary.target_ids.clone(), persistent=False)
+
+    def make_layer(self, hidden_size: int) -> BlockLayer:
+        """One of the draft's layers."""
+        return BlockLayer(self.config, hidden_size)
 
     @property
     def positions(self) -> int:
@@ -151,7 +155,7 @@ class BlockDraft(Draft):
         """Normed hidden states `[A, S, H]` of the proposing rows of A blocks, in one forward."""
         config, device = self.config, features[0][0].device
         seen = {
-            window: views(blocks, config.block_size, window, device, ahead=config.sliding_sees_ahead)
+            window: views(blocks, config.block_size, window, features[0][0], ahead=config.sliding_sees_ahead)
             for window in set(config.windows)
         }
         attentions = [
@@ -235,13 +239,13 @@ class BlockDraft(Draft):
         scored = Scored(rows, chosen, there, previous, labels)
         weights = self.weights(scored, target.rows, chunk_tokens) / shares[:, None]
         weights = (weights / total).flatten()[chosen] * known
-        loss, correct = self._summed(scored, hidden, weights, batch.last[index], target, chunk_tokens)
-        accepted = spread(correct & known, chosen, there).cumprod(-1)
+        found = self.summed(scored, hidden, weights, batch.last[index], target, chunk_tokens)
+        accepted = spread(found.correct.squeeze(1) & known, chosen, there).cumprod(-1)
         tried = there.clone()
         tried[:, 1:] &= accepted[:, :-1].bool()
-        return DraftLoss(loss, accepted.sum(0), tried.sum(0), count, covered)
+        return DraftLoss(found.loss, accepted.sum(0), tried.sum(0), count, covered)
 
-    def _summed(
+    def summed(
         self,
         scored: Scored,
         hidden: Tensor,
@@ -249,14 +253,14 @@ class BlockDraft(Draft):
         last: Tensor,
         target: TargetProjection,
         chunk_tokens: int,
-    ) -> tuple[Tensor, Tensor]:
-        """The loss, and `[Q]` which proposals are the target's greatest; `weights` `[Q]`, `last` `[Q, H]`."""
+    ) -> SummedLoss:
+        """The loss of the Q rows with one step each; `weights` `[Q]`, `last` `[Q, H]` the target's states."""
         distribution = target.distribution(last, self.vocabulary.whole, self.target_ids)
         distribution, divergence = replace(distribution, labels=scored.labels), self.divergence()
         given = ([scored.rows], target.rows, weights.unsqueeze(1), distribution, divergence, chunk_tokens)
         found = chunked_loss(*given, more=self.biases(scored, hidden))
         more = self.further_loss(scored, weights, found.acceptance.squeeze(1))
-        return found.loss if more is None else found.loss + more, found.correct.squeeze(1)
+        return found if more is None else found._replace(loss=found.loss + more)
 
     def anchors(self, batch: PackedSamples, positions: Tensor) -> Tensor:
         """Packed positions at which blocks may start: the next token is supervised at all of `positions`."""

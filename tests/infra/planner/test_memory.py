@@ -15,6 +15,8 @@ WIDE = {"layer_types": ["full_attention"] * 2, "qk_norm": True, "attention_bias"
 MLA = {"q_lora_rank": 24, "kv_lora_rank": 40, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 12}
 LATENT = {name: value for name, value in EAGLE3.items() if name not in ("num_kv_heads", "head_dim")} | {"mla": MLA}
 DIRECT = LATENT | {"mla": MLA | {"q_lora_rank": None, "v_head_dim": 16}}
+BLOCKS = {"block_size": 4, "anchors": 32, **LAYER}
+RECURRENT = {"markov_rank": 24, "markov_head": "rnn", "vocab_size": 256}
 POINTS = [
     Point(64, 512, EAGLE3, (96,), name="eagle3"),
     Point(64, 512, EAGLE3, (96,), "bfloat16", name="eagle3 bfloat16"),
@@ -28,7 +30,11 @@ POINTS = [
     Point(64, 512, LATENT, (600,), recompute=True, name="eagle3 with MLA, recomputed"),
     Point(64, 512, DIRECT, (150,), name="eagle3 with MLA, direct queries"),
     Point(64, 512, {"method": "medusa", "vocab_size": 256}, (200,), name="medusa"),
-    Point(64, 512, {"method": "dflash", "block_size": 4, "anchors": 32, **LAYER}, (200,), name="dflash"),
+    Point(64, 512, {"method": "dflash", **BLOCKS}, (200,), name="dflash"),
+    Point(64, 512, {"method": "dspark", **BLOCKS, "markov_rank": 24}, (200,), name="dspark"),
+    Point(64, 512, {"method": "dspark", **BLOCKS, **RECURRENT}, (200,), "bfloat16", name="dspark, recurrent, bfloat16"),
+    Point(64, 512, {"method": "dflash2", **BLOCKS, "selector_rank": 24}, (200,), name="dflash2"),
+    Point(64, 512, {"method": "dflash2", **BLOCKS, "selector_rank": 24}, (200,), "bfloat16", name="dflash2, bfloat16"),
 ]
 
 

@@ -36,6 +36,10 @@ DRAFTS = [
     {"method": "eagle3", "vocab_size": 40, "hidden_size": 24, "fc_bias": True, "attention_bias": True, **LAYER},
     {"method": "medusa", "vocab_size": 40, "heads": 3, "layers": 2},
     {"method": "dflash", "layer_types": ["full_attention"] * 2, "fc_norm": True, "attention_bias": True, **LAYER},
+    {"method": "dflash2", "vocab_size": 40, "conv_kernel_size": 3, "conv_group_size": 4, "selector_rank": 7, **LAYER},
+    {"method": "dspark", "vocab_size": 40, "markov_rank": 7, "markov_head": "gated", **LAYER},
+    {"method": "dspark", "markov_rank": 7, "markov_head": "rnn", "confidence_reads_token": False, **LAYER},
+    {"method": "dspark", "markov_rank": 7, "confidence_head": False, **LAYER},
 ]
 
 

@@ -16,14 +16,15 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from infra.records.goodput import CostFit
-from models.config.dspark import DSparkConfig
+from models.config.draft import parse_draft_config
 from models.decoding import rejection
 from models.decoding.goodput import TERMS, FittedCosts
 from models.decoding.plain import Prefill
 from models.decoding.scheduled import Schedule, Scheduled, admitted
 from models.decoding.speculative import Conversation, decode_together, speculate
+from models.drafts.base import Draft
 from models.drafts.batched_proposer import ProposalSource
-from models.drafts.dspark.module import DSparkDraft
+from models.drafts.registry import build_draft
 from models.drafts.sampling import Sampling
 from models.drafts.trees import DynamicTree, Proposals, StaticTree, Tree, drawn_children, grow, likeliest_children
 from models.drafts.vocabulary import DraftVocabulary
@@ -389,19 +390,18 @@ def test_a_schedule_that_looks_at_what_it_verifies_is_rejected(target):
     assert p_value(draw(target, source, sampling, FEWER, (2, 2)), target.law(*ALL)) < REJECTED
 
 
-def dspark(target: Remembering) -> DSparkDraft:
-    """Untrained, but loud; its features are what `target` has for them."""
+LAYERS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "intermediate_size": 8, "layer_types": ["full_attention"]}
+BLOCKS = {
+    "dspark": {"block_size": 3, "markov_rank": 4},
+    "dflash2": {"block_size": 4, "conv_group_size": 4, "selector_rank": 4, "selector_top_k": 5},
+}
+
+
+def block_draft(method: str) -> Draft:
+    """Untrained, but loud; its features are what the target has for them."""
     torch.manual_seed(3)
-    layers = {
-        "num_heads": 2,
-        "num_kv_heads": 1,
-        "head_dim": 8,
-        "intermediate_size": 8,
-        "layer_types": ["full_attention"],
-    }
-    config = DSparkConfig.model_validate({"block_size": 3, "markov_rank": 4} | layers)
-    every = DraftVocabulary(torch.arange(VOCABULARY), VOCABULARY)
-    draft = DSparkDraft(config, torch.randn(VOCABULARY, VOCABULARY), every, (0,))
+    config, every = parse_draft_config({"method": method} | LAYERS | BLOCKS[method]), torch.arange(VOCABULARY)
+    draft = build_draft(config, torch.randn(VOCABULARY, VOCABULARY), DraftVocabulary(every, VOCABULARY), (0,))
     for name, parameter in draft.named_parameters():
         torch.nn.init.normal_(parameter, float("norm" in name), 0.6)
     draft.start_from(torch.randn(VOCABULARY, VOCABULARY) / 4)
@@ -410,7 +410,11 @@ def dspark(target: Remembering) -> DSparkDraft:
 
 @pytest.mark.parametrize("draws", [FEWER, pytest.param(DRAWS, marks=pytest.mark.long)])
 @pytest.mark.parametrize("rule", [ALL, NUCLEUS])
-def test_dspark_follows_the_target(target, rule, draws):
-    sampling, draft = Sampling(*rule, torch.Generator().manual_seed(1)), dspark(target)
-    for source in (draft, Scheduled(draft, COSTS, (1.0, 1.0, 1.0), text_by_text(admitted))):
+@pytest.mark.parametrize("method", BLOCKS)
+def test_block_drafts_follow_the_target(target, method, rule, draws):
+    sampling, draft = Sampling(*rule, torch.Generator().manual_seed(1)), block_draft(method)
+    sources = [draft]
+    if draft.config.confident:
+        sources.append(Scheduled(draft, COSTS, (1.0, 1.0, 1.0), text_by_text(admitted)))
+    for source in sources:
         assert p_value(draw(target, source, sampling, draws), target.law(*rule)) >= REJECTED

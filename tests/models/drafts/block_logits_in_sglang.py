@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -45,10 +46,27 @@ def answer(folder: Path) -> None:
     embeddings = inputs["embedding"][block]
     out = draft(block, positions, None, input_embeds=embeddings)
     hidden = out.hidden_states
-    found = sequential(draft, hidden, inputs) if "previous" in inputs else {"logits": hidden[1:] @ inputs["head"].T}
+    if "previous" in inputs:
+        found = sequential(draft, hidden, inputs)
+    elif hasattr(draft, "candidate_selector"):
+        found = selected(draft, hidden[1:], inputs)
+    else:
+        found = {"logits": hidden[1:] @ inputs["head"].T}
     save_file(found, folder / "outputs.safetensors")
     said = {"block_size": draft.block_size, "target_layer_ids": parsed.target_layer_ids}
     (folder / "outputs.json").write_text(json.dumps(said))
+
+
+def selected(draft: Any, hidden: torch.Tensor, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A DFlash 2 draft's candidates of every position, and their scores after the likeliest one before."""
+    logits, candidates = (hidden @ inputs["head"].T).topk(draft.candidate_selector.top_k)
+    scores = draft.candidate_selector.build_lattice(
+        candidate_ids=candidates[None],
+        unary_logits=logits[None],
+        hidden_states=hidden[None],
+        anchor_token_ids=inputs["token"],
+    )
+    return {"candidates": candidates, "scores": scores[0, :, 0].contiguous()}
 
 
 def sequential(

@@ -18,6 +18,7 @@ from models.config.draft_base import LossChoice, VocabularyChoice
 from models.drafts.base import Draft, PackedSamples, TargetProjection
 from models.drafts.batched_proposer import PackedTexts, Turn
 from models.drafts.dflash.module import DFlashDraft
+from models.drafts.dflash2.module import DFlash2Draft
 from models.drafts.dspark.module import DSparkDraft
 from models.drafts.eagle3.module import Eagle3Draft
 from models.drafts.medusa.module import MedusaDraft
@@ -47,6 +48,7 @@ DFLASH |= {"intermediate_size": 20, "anchors": 64}
 
 TINY: dict[str, dict] = {
     "dflash": DFLASH,
+    "dflash2": DFLASH | {"conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5},
     "dspark": DFLASH | {"markov_rank": 6},
     "eagle3": EAGLE3,
     "medusa": {"vocab_size": 24, "heads": 3},
@@ -78,6 +80,7 @@ VARIANTS: list[tuple[str, dict]] = [
     ("dflash", {"vocab_size": 24, "attention_bias": True, "rope_scaling": YARN}),
     ("dflash", SLIDING | {"sliding_sees_ahead": True}),
     ("dflash", {"sample_from_anchor": True, "vocab_size": 24, "cross_entropy_weight": 0.5, "tv_weight": 0.7}),
+    ("dflash2", {"vocab_size": 24, "conv_kernel_size": 3, "conv_group_size": 12, "selector_weight": 0.5} | SLIDING),
     ("dspark", {"vocab_size": 24, "markov_head": "gated", "kl_weight": 0.5}),
     ("dspark", {"markov_head": "rnn", "confidence_reads_token": False} | SLIDING),
     ("dspark", {"confidence_head": False, "fc_norm": True, "cross_entropy_weight": 1.0, "tv_weight": 0.0}),
@@ -102,6 +105,19 @@ def dflash_logits(draft: DFlashDraft, tokens: Tensor, aux: Tensor, row: int, ste
     """One block, filled at once."""
     turn = Turn(tokens[: row + 2].tolist(), aux[: row + 1], steps, GREEDY)
     return list(draft.logits(draft.proposers(1).fill({0: turn})[0, :steps]))
+
+
+def dflash2_logits(draft: DFlash2Draft, tokens: Tensor, aux: Tensor, row: int, steps: int) -> list[Tensor]:
+    """One block, filled at once; then the score of each candidate after the token before it."""
+    turn, selector = Turn(tokens[: row + 2].tolist(), aux[: row + 1], steps, GREEDY), draft.candidate_selector
+    rows, found = draft.proposers(1).fill({0: turn})[0], []
+    for step in range(min(steps, draft.positions)):
+        logits, before = draft.logits(rows[step]), selector.predecessor_codebook[tokens[row + 1 + step]]
+        weakest = logits.sort().values[-draft.config.selector_top_k]
+        key = before * (selector.hidden_projection.weight @ rows[step])
+        scored = logits + selector.successor_codebook[draft.vocabulary.target_ids] @ key
+        found.append(torch.where(logits >= weakest, scored, -torch.inf))
+    return found
 
 
 def dspark_logits(draft: DSparkDraft, tokens: Tensor, aux: Tensor, row: int, steps: int) -> list[Tensor]:
@@ -135,6 +151,7 @@ def medusa_logits(draft: MedusaDraft, _tokens: Tensor, aux: Tensor, row: int, st
 
 SLOW: dict[str, Callable[..., list[Tensor]]] = {
     "dflash": dflash_logits,
+    "dflash2": dflash2_logits,
     "dspark": dspark_logits,
     "eagle3": eagle3_logits,
     "medusa": medusa_logits,

@@ -304,7 +304,7 @@ DFLASH |= {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1]}}
             r"dflash_config\.new is 1, a setting",
         ),
         ({"gating": "per_head"}, "gating is 'per_head', a setting"),
-        ({"architectures": ["DFlash2DraftModel"]}, "none that can be taken over"),
+        ({"architectures": ["DFlash2BeamDraftModel"]}, "none that can be taken over"),
     ],
 )
 def test_settings_of_dflash_that_do_not_fit_are_refused(settings, message):

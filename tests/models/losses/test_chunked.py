@@ -66,7 +66,7 @@ def obvious(hidden, head, weights, target, divergence=DIVERGENCES[0]):
 @pytest.mark.parametrize(("soft_cap", "whole"), [(None, True), (2.0, False)])
 def test_equals_the_obvious_loss_and_its_gradients(chunk, soft_cap, whole, divergence):
     hidden, head, weights, target = make(chunk, torch.float64, soft_cap, whole)
-    loss, correct, _ = chunked_loss(hidden.unbind(1), head, weights, target, divergence, chunk)
+    loss, correct, *_ = chunked_loss(hidden.unbind(1), head, weights, target, divergence, chunk)
     gradients = torch.autograd.grad(loss, (hidden, head))
     expected, expected_correct = obvious(hidden, head, weights, target, divergence)
     assert torch.allclose(loss, expected, rtol=1e-6)
@@ -133,7 +133,7 @@ def test_a_draft_that_is_sure_of_another_token_learns_in_float32(divergence):
     """Acceptance of e^-150 is no number of float32, its logarithm is one."""
     hidden = torch.tensor([[[150.0, 0.0]]], requires_grad=True)
     target = TargetDistribution(torch.tensor([[0.0, 300.0]]), torch.eye(2))
-    loss, correct, _ = chunked_loss(hidden.unbind(1), torch.eye(2), torch.ones(1, 1), target, divergence, 1)
+    loss, correct, *_ = chunked_loss(hidden.unbind(1), torch.eye(2), torch.ones(1, 1), target, divergence, 1)
     (slope,) = torch.autograd.grad(loss, hidden)
     assert not correct.any()
     assert loss.item() == pytest.approx(150, rel=0.02)

@@ -1,4 +1,4 @@
-"""Published DSpark drafts as a start: every way to write their settings, and the layout that has to be right."""
+"""Published DSpark and DFlash 2 drafts as a start: every way to write their settings, and the one right layout."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> TargetRecord:
 def published(target: TargetRecord, folder: Path, **changes) -> tuple[Draft, dict]:
     """A draft in `folder`, as if it were not ours, and its settings."""
     head = read_target_head(Path(target.path), torch.float32)
-    config = parse_draft_config({"method": "dspark", "block_size": STEPS, "markov_rank": 6} | SHAPE | changes)
+    settings = {"method": "dspark", "block_size": STEPS, "markov_rank": 6} | SHAPE | changes
+    config = parse_draft_config({name: value for name, value in settings.items() if value is not None})
     draft = build_draft(config, head.embedding, DraftVocabulary(torch.arange(VOCABULARY), VOCABULARY), AUX)
     draft.start_from(head.head)
     for name, parameter in draft.named_parameters():
@@ -78,6 +79,19 @@ def test_it_proposes_what_it_did(target, tmp_path, kind, form):
     assert torch.equal(again.rollout(tokens, aux, STEPS), expected)
     for name, tensor in draft.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
+
+
+def test_a_dflash2_draft_starts_as_it_was(target, tmp_path):
+    own = {"conv_group_size": 4, "selector_rank": 6, "selector_top_k": 7, "block_size": STEPS + 1}
+    draft, settings = published(target, tmp_path, method="dflash2", markov_rank=None, **own)
+    (tmp_path / CONFIG).write_text(json.dumps(settings))
+    again = load_published(tmp_path, parse_draft_config({"method": "dflash2"} | SHAPE), target)
+    tokens, aux = torch.randint(VOCABULARY, (21,)), torch.randn(20, len(AUX) * HIDDEN)
+    assert torch.equal(again.rollout(tokens, aux, STEPS), draft.rollout(tokens, aux, STEPS))
+    del settings["dflash_config"]["selector_rank"]
+    (tmp_path / CONFIG).write_text(json.dumps(settings))
+    with pytest.raises(Refusal, match=r"damaged or incomplete \(KeyError: 'selector_rank'\)"):
+        load_published(tmp_path, parse_draft_config({"method": "dflash2"} | SHAPE), target)
 
 
 @pytest.mark.parametrize(
