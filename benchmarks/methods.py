@@ -3,10 +3,10 @@
     python benchmarks/methods.py [--targets tiny gemma3-270m] [--samples N] [--rates 0.33 1 3] [--prompts 24]
                                  [--gsm8k FILE] [--spec-bench FILE]
 
-Methods: EAGLE-3, EAGLE-3 with `lk_lambda`, DFlash, DFlash 2, DSpark, Medusa heads, and two that need no training. Each trained
-one gets the same samples once, in the same order, and one trial for every learning rate (the recipe's times each of
-`--rates`); the trial that accepts most on the validation prompts at temperature 1 is measured on the test prompts, and
-all trials are written down.
+Methods: EAGLE-3, EAGLE-3 with `lk_lambda`, DFlash, DFlash 2, DSpark, Medusa heads, and two that need no training.
+Each trained one gets the same samples once, in the same order, and one trial for every learning rate (the recipe's
+times each of `--rates`); the trial that accepts most on the validation prompts at temperature 1 is measured on the
+test prompts, and all trials are written down.
 
 The text is divided by a rule fixed before anything was measured. Python's documentation has three kinds of documents:
 `topics` (the language reference, all of them test, so no draft has seen the kind), `packages` (docstrings of modules

@@ -48,7 +48,7 @@ def answer(folder: Path) -> None:
     hidden = out.hidden_states
     if "previous" in inputs:
         found = sequential(draft, hidden, inputs)
-    elif hasattr(draft, "candidate_selector"):
+    elif draft.candidate_selector is not None:
         found = selected(draft, hidden[1:], inputs)
     else:
         found = {"logits": hidden[1:] @ inputs["head"].T}

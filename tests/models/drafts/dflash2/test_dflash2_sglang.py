@@ -19,7 +19,7 @@ from models.export.sglang import write_export
 
 SCRIPT = Path(__file__).parents[1] / "block_logits_in_sglang.py"
 HIDDEN, VOCABULARY, AUX, LENGTH, BLOCK, CANDIDATES = 24, 60, (0, 2, 3), 21, 5, 6
-ERRORS = {torch.float32: 1e-4, torch.bfloat16: 0.15}
+ERRORS = {torch.float32: 1e-4, torch.bfloat16: 0.25}
 """Largest difference of a score, in their standard deviations."""
 SLIDING = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 6, "mask_token_id": 11}
 SHAPES = {
