@@ -23,8 +23,7 @@ def confidence_fit(
 ) -> ConfidenceFit | None:
     """Temperatures of the draft's confidences; None for a draft without any, and for too few steps.
 
-    `sampled`: texts are drawn, and proposals too where `config.sampled_proposals` says so. As in an engine no text ends
-    before its `config.max_new_tokens` tokens.
+    `sampled`: texts are drawn, and proposals too where `config.sampled_proposals` says so.
     """
     settings = draft_of(contestants.draft).config
     if not settings.confident:
@@ -37,11 +36,10 @@ def confidence_fit(
         advance = bar("confidences", len(prompts))
         for first in range(0, len(prompts), config.batch_size):
             group = prompts[first : first + config.batch_size]
-            samplings = [law.seeded(seed + first + row, contestants.target.device) for row in range(len(group))]
-            read = [prefill(contestants.target, prompt, own) for prompt, own in zip(group, samplings, strict=True)]
-            parts.append(
-                decoded_confidences(contestants.target, source, read, lookahead, config.max_new_tokens, samplings)
-            )
+            laws = [law.seeded(seed + first + row, contestants.target.device) for row in range(len(group))]
+            read = [(prefill(contestants.target, prompt, own), own) for prompt, own in zip(group, laws, strict=True)]
+            told = (config.max_new_tokens, contestants.target, contestants.eos_ids)
+            parts.append(decoded_confidences(source, read, lookahead, *told))
             advance(len(group))
     logits, accepted = (torch.cat(of) for of in zip(*parts, strict=True))
     return calibrate(logits, accepted) if len(accepted) >= LEAST_STEPS else None

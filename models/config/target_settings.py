@@ -112,9 +112,9 @@ def _of_method(draft: Tree) -> Tree:
 def completed(tree: Tree) -> Tree:
     """A recipe's tree with what the target decides where the recipe is silent.
 
-    That is `target.aux_layer_ids`, method and sizes of the draft, and of the benchmark the longest prompt, and how
-    engines propose with the method. The target's
-    configuration is read only where a setting of it is missing. Raises Refusal if it cannot be read then.
+    That is `target.aux_layer_ids`, method and sizes of the draft, and of the benchmark the longest prompt and how an
+    engine proposes with the method. The target's configuration is read only where a setting of it is missing. Raises
+    Refusal if it cannot be read then.
     """
     if not _is_section(tree, "target") or not _is_section(tree, "draft") or "name" not in tree.get("target", {}):
         return tree  # validation says what is wrong

@@ -64,20 +64,27 @@ def calibrate(logits: Tensor, accepted: Tensor) -> ConfidenceFit:
 
 
 def decoded_confidences(
-    target: TargetModel, source: ProposalSource, prompts: Sequence[Prefill], lookahead: int, new_tokens: int,
-    samplings: Sequence[Sampling],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    source: ProposalSource,
+    texts: Sequence[tuple[Prefill, Sampling]],
+    lookahead: int,
+    new_tokens: int,
+    target: TargetModel,
+    eos_ids: frozenset[int],
+) -> tuple[Tensor, Tensor]:
     """Decode for real; logits `[n, S]` and accepted `[n]` of all steps but each text's last, which its end may cut.
 
-    `prompts` are used up; all samplings have the same rule.
+    The prefills of `texts` are used up; all samplings have the same rule.
     """
     watched = _Watched(source)
-    begin = partial(Conversation, target, watched, shape=lookahead, max_new_tokens=new_tokens, eos_ids=frozenset[int]())
-    texts = [begin(start=prompt, sampling=own) for prompt, own in zip(prompts, samplings, strict=True)]
-    decode_together(texts)
-    rows = [(seen[:-1], text.accepted[: len(seen) - 1]) for seen, text in zip(watched.seen, texts, strict=True)]
-    logits = [own for seen, _ in rows for own in seen]
-    return torch.stack(logits), torch.tensor([count for _, counts in rows for count in counts])
+    begin = partial(Conversation, target, watched, shape=lookahead, max_new_tokens=new_tokens, eos_ids=eos_ids)
+    begun = [begin(start=start, sampling=own) for start, own in texts]
+    # Decoding leaves out texts that their first token ends.
+    going = [text for text in begun if not text.over]
+    decode_together(going)
+    logits = [torch.empty(0, lookahead, dtype=torch.double)]
+    logits += [own[None] for seen in watched.seen for own in seen[:-1]]
+    counts = [count for seen, text in zip(watched.seen, going, strict=True) for count in text.accepted[: len(seen) - 1]]
+    return torch.cat(logits), torch.tensor(counts, dtype=torch.long)
 
 
 class _Watched:

@@ -6,12 +6,14 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from models.config.dspark import DSparkConfig
-from models.decoding.plain import continue_greedily
+from models.decoding.calibration import decoded_confidences
+from models.decoding.plain import continue_greedily, prefill
 from models.decoding.simulated import features, simulate
 from models.decoding.speculative import speculate
 from models.drafts.base import PackedSamples, TargetProjection, supervised_positions
 from models.drafts.batched_proposer import PackedTexts
 from models.drafts.dspark.module import DSparkDraft
+from models.drafts.sampling import GREEDY
 from models.drafts.vocabulary import DraftVocabulary
 from models.targets.model import TargetModel
 
@@ -172,3 +174,22 @@ def test_overfit_on_one_text_it_is_accepted_and_lossless(target, kind):
             assert decoded.counts == walks[lookahead - 1]
         lengths.append(walks[BLOCK - 1].tokens / walks[BLOCK - 1].steps)
     assert lengths[0] >= 0.95 * (BLOCK + 1)
+
+
+def test_confidences_are_those_of_texts_that_end_as_the_target_ends_them(target):
+    """A text that its first token ends has none; the last step of a text, which its end may cut, is left out."""
+    embedding, shaped = target.model.get_input_embeddings().weight.detach(), make_draft(dtype=torch.float32)
+    draft = DSparkDraft(shaped.config, embedding, shaped.vocabulary, AUX)
+    draft.start_from(target.head_weight.detach())
+    prompts = ([3, 9, 21, 5], [8, 30, 2])
+    first, second = (continue_greedily(target, prompt, 20, frozenset()) for prompt in prompts)
+    ends = frozenset({first[0]})
+    expected = speculate(target, draft, prompts[1], BLOCK, 20, ends).counts.accepted[:-1]
+    assert first[0] != second[0]
+    assert len(expected) > 2
+    texts = [(prefill(target, prompt), GREEDY) for prompt in prompts]
+    logits, accepted = decoded_confidences(draft, texts, BLOCK, 20, target, ends)
+    assert accepted.tolist() == list(expected)
+    assert logits.shape == (len(expected), BLOCK)
+    nothing, none = decoded_confidences(draft, [(prefill(target, prompts[0]), GREEDY)], BLOCK, 20, target, ends)
+    assert (nothing.shape, none.shape) == ((0, BLOCK), (0,))
