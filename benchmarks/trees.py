@@ -2,11 +2,11 @@
 
     python benchmarks/trees.py [RECIPE] [--draft EXPORT] [--batches 1,4,16] [--most 5] [--repeats 3] [--clock wall]
 
-The reference decoder on the recipe's target, greedy, with a draft that is trained here unless one is given. Step costs
-are fitted to steps of calibration prompts; what chains and trees would have held is counted by walks over the target's
-own texts of other prompts. Those prompts are then decoded for real at every batch size: with every lookahead, with the
-tree that the product's rule chooses, with the best one of another top-k, and with the smallest tree. Steps in the
-middle of the texts count.
+The reference decoder on the recipe's target, greedy, with a draft that is trained here unless one is given. What chains
+and trees would have held is counted by walks over the target's own texts. With step costs of a first pass the product's
+rule chooses a tree for every batch size. Then the texts are decoded for real: with every lookahead, with that tree,
+with the best one of another top-k, and with the smallest tree. Predictions are made from steps of other prompts that
+are decoded in between. Steps in the middle of the texts count.
 """
 
 import argparse
@@ -15,12 +15,15 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat, zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from goodput import CLOCKS, Setup, medians, prepare
 from prepared import trained_export
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 from sources import numbers
 
@@ -44,6 +47,20 @@ from models.drafts.trees import DynamicTree
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TOPK = (2, 4)
+LEAST_GROUPS = 6
+"""Of texts that are decoded together, in a repetition: one group of many texts takes no longer than a disturbance."""
+
+Way = int | DynamicTree
+"""A lookahead or a tree."""
+Timed = dict[tuple[int, Way], list[list[StepSeconds]]]
+"""Steps by batch size and way, a list for each repetition."""
+
+
+class Ways(NamedTuple):
+    """What is decoded at one batch size."""
+
+    calibrating: list[Way]
+    measured: list[Way]
 
 
 @dataclass(frozen=True)
@@ -99,38 +116,65 @@ class TreesResult(Record):
     wall_s: float
 
 
-def calibrate(setup: Setup, batches: Sequence[int], sizes: dict[int, list[int]], repeats: int) -> DecoderCosts:
+def calibrating(batch: int, most: int, sizes: Sequence[int]) -> list[Way]:
+    """Ways whose steps costs are fitted to: none is measured against them, for those decode other prompts."""
+    trees = [
+        DynamicTree(depth, topk, size)
+        for topk in TOPK
+        for depth in (2, most)
+        for size in sorted({sizes[0], sizes[-1]})
+        if depth <= size <= most_tokens(depth, topk)
+    ]
+    return [0, 1, most // 2, most, *trees]
+
+
+def costs_of(timed: Timed) -> DecoderCosts:
     """Fits to steps in which all texts were still going."""
-    steps: list[tuple[int | DynamicTree, StepSeconds]] = []
-    setup.decode(setup.calibration[: max(batches)], setup.most)  # warms up
-    for _ in range(repeats):
-        for batch in batches:
-            trees = [
-                DynamicTree(depth, topk, size)
-                for topk in TOPK
-                for depth in (2, setup.most)
-                for size in sorted({sizes[batch][0], sizes[batch][-1]})
-                if depth <= size <= most_tokens(depth, topk)
-            ]
-            for shape in [0, 1, setup.most // 2, setup.most, *trees]:
-                watch = Stopwatch(setup.target.device, clock=setup.clock)
-                setup.decode(setup.calibration[:batch], shape, watch)
-                steps += [(shape, step) for step in watch.steps if step.texts == batch]
+    steps = [(way, step) for (batch, way), own in timed.items() for each in own for step in each if step.texts == batch]
 
     def verifying(trees: bool) -> CostFit:
-        own = [step for shape, step in steps if isinstance(shape, DynamicTree) == trees]
+        own = [step for way, step in steps if isinstance(way, DynamicTree) == trees]
         return fit(medians([(each.texts, each.tokens, _seconds(each) - each.seconds["draft"]) for each in own]))
 
     def drafting(topk: int) -> CostFit:
         """Of trees of this top-k; of chains for 1."""
         own = [
-            (each.texts, shape if isinstance(shape, int) else shape.depth, each.seconds["draft"])
-            for shape, each in steps
-            if shape != 0 and (1 if isinstance(shape, int) else shape.topk) == topk
+            (each.texts, way if isinstance(way, int) else way.depth, each.seconds["draft"])
+            for way, each in steps
+            if way != 0 and (1 if isinstance(way, int) else way.topk) == topk
         ]
         return fit(medians(own))
 
     return DecoderCosts(verifying(trees=False), drafting(1), verifying(trees=True), {k: drafting(k) for k in TOPK})
+
+
+def taking_turns(setup: Setup, ways: dict[int, Ways], repeats: int) -> tuple[Timed, Timed]:
+    """Steps of the ways that calibrate and of those that are measured, by batch size and way, one list a repetition.
+
+    Both kinds alternate in every group of texts: a machine whose speed changes by a third within minutes does so for
+    both.
+    """
+    fitted: Timed = {}
+    measured: Timed = {}
+    for _ in track(range(repeats), console=Console(stderr=True), description="decoding"):
+        for batch, (calibration, own) in ways.items():
+            for kind, group in ((fitted, calibration), (measured, own)):
+                for way in group:
+                    kind.setdefault((batch, way), []).append([])
+            groups = range(0, len(setup.prompts), batch)
+            for first in chain.from_iterable(repeat(groups, max(1, LEAST_GROUPS // len(groups)))):
+                for pair in zip_longest(calibration, own):
+                    for kind, prompts, way in zip(
+                        (fitted, measured), (setup.calibration, setup.prompts), pair, strict=True
+                    ):
+                        if way is None:
+                            continue
+                        watch = Stopwatch(setup.target.device, clock=setup.clock)
+                        setup.decode(prompts[first : first + batch], way, watch)
+                        # As in the middle of long texts: without the step in which the draft reads the prompts, and
+                        # those in which a text ends or has ended.
+                        kind[batch, way][-1] += [step for step in watch.steps if step.texts == batch][1:-1]
+    return fitted, measured
 
 
 def _seconds(step: StepSeconds) -> float:
@@ -162,7 +206,7 @@ def walked(setup: Setup) -> tuple[list[float], dict[Shape, float]]:
     return [rate or 0.0 for rate in rates], lengths
 
 
-def chosen(costs: DecoderCosts, lengths: dict[Shape, float], batch: int, sizes: Sequence[int]) -> list[DynamicTree]:
+def chosen(costs: DecoderCosts, lengths: dict[Shape, float], batch: int, sizes: Sequence[int]) -> list[Way]:
     """The best tree, the best one of another top-k, and the smallest one."""
 
     def speed(shape: Shape) -> float:
@@ -183,7 +227,7 @@ class Predictions:
     rates: list[float]
     lengths: dict[Shape, float]
 
-    def of(self, way: int | DynamicTree, batch: int) -> tuple[float, float]:
+    def of(self, way: Way, batch: int) -> tuple[float, float]:
         """Tokens per step of a text, tokens per second of all."""
         if isinstance(way, int):
             expected = predict(self.costs, self.rates, batch, way)
@@ -192,39 +236,23 @@ class Predictions:
         return self.lengths[shape], batch * self.lengths[shape] / self.costs.tree_seconds(batch, *shape)
 
 
-def measure_load(
-    setup: Setup, predictions: Predictions, trees: Sequence[DynamicTree], batch: int, repeats: int
-) -> MeasuredLoad:
-    """All ways at one batch size, in turns."""
-    ways: list[int | DynamicTree] = [*range(setup.most + 1), *trees]
-    groups = [setup.prompts[first : first + batch] for first in range(0, len(setup.prompts), batch)]
-    speeds: list[list[float]] = [[] for _ in ways]
-    for _ in range(repeats):
-        steps: list[list[StepSeconds]] = [[] for _ in ways]
-        # Ways take turns in every group, so that a disturbance of the machine meets all of them.
-        for group in groups:
-            for place, way in enumerate(ways):
-                watch = Stopwatch(setup.target.device, clock=setup.clock)
-                setup.decode(group, way, watch)
-                # As in the middle of long texts: without the step in which the draft reads the prompts, and those in
-                # which a text ends or has ended.
-                steps[place] += [step for step in watch.steps if step.texts == batch][1:-1]
-        for place, own in enumerate(steps):
-            speeds[place].append(sum(step.emitted for step in own) / sum(map(_seconds, own)))
+def load_of(predictions: Predictions, ways: Ways, measured: Timed, batch: int) -> MeasuredLoad:
+    """All ways at one batch size."""
     rows = []
-    for way, found in zip(ways, speeds, strict=True):
-        measured = statistics.median(found)
+    for way in ways.measured:
+        speeds = [sum(step.emitted for step in each) / sum(map(_seconds, each)) for each in measured[batch, way]]
         length, predicted = predictions.of(way, batch)
         name = str(way) if isinstance(way, int) else f"dynamic-{way.depth}-{way.topk}-{way.tokens}"
         rows.append(MeasuredShape(
-            shape=name, tokens_per_step=length, predicted=predicted, measured=measured,
-            error=predicted / measured - 1,
+            shape=name, tokens_per_step=length, predicted=predicted, measured=statistics.median(speeds),
+            error=predicted / statistics.median(speeds) - 1,
         ))  # fmt: skip
-    chains, of_trees = tuple(rows[: setup.most + 1]), tuple(rows[setup.most + 1 :])
+    chains = tuple(row for row, way in zip(rows, ways.measured, strict=True) if isinstance(way, int))
+    trees = tuple(rows[len(chains) :])
     fastest = max(row.measured for row in chains)
-    better = max((*chains, of_trees[0]), key=lambda row: row.predicted)
+    better = max((*chains, trees[0]), key=lambda row: row.predicted)
     return MeasuredLoad(
-        batch=batch, chains=chains, trees=of_trees, against_best_chain=of_trees[0].measured / fastest - 1,
+        batch=batch, chains=chains, trees=trees, against_best_chain=trees[0].measured / fastest - 1,
         better=better.shape, better_against_best_chain=better.measured / fastest - 1,
     )  # fmt: skip
 
@@ -240,13 +268,21 @@ def measure(options: argparse.Namespace, draft: Path) -> TreesResult:
     })  # fmt: skip
     setup, under = prepare(options, draft, config)
     sizes = {batch: sizes_at(batch, config) for batch in batches}
-    costs = calibrate(setup, batches, sizes, options.repeats)
-    predictions = Predictions(costs, *walked(setup))
-    loads = []
-    for batch in batches:
-        trees = chosen(costs, predictions.lengths, batch, sizes[batch])
-        loads.append(measure_load(setup, predictions, trees, batch, options.repeats))
-        Console().print(shown(loads[-1]))
+    setup.decode(setup.calibration[: max(batches)], setup.most)  # warms up
+    calibration = {batch: Ways(calibrating(batch, setup.most, sizes[batch]), []) for batch in batches}
+    walks = walked(setup)
+    first = costs_of(taking_turns(setup, calibration, 1)[0])
+    ways = {
+        batch: each._replace(
+            measured=[*range(setup.most + 1), *chosen(first, walks[1], batch, sizes[batch])]
+        )
+        for batch, each in calibration.items()
+    }  # fmt: skip
+    fitted, measured = taking_turns(setup, ways, options.repeats)
+    predictions = Predictions(costs_of(fitted), *walks)
+    loads = [load_of(predictions, ways[batch], measured, batch) for batch in batches]
+    for load in loads:
+        Console().print(shown(load))
     return TreesResult(
         commit=commit, date=time.strftime("%Y-%m-%d"), hardware=hardware(), clock=options.clock,
         repeats=options.repeats, conditions=under, loads=tuple(loads), wall_s=time.perf_counter() - begun,
