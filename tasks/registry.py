@@ -81,7 +81,7 @@ def register_draft(
         registry.KERNELS: precision.how,
         "lookahead": str(result.conditions.lookahead),
         **({"best_lookahead": str(result.goodput.best.lookahead)} if result.goodput else {}),
-        "beats_prompt_lookup": str(result.beats_prompt_lookup).lower(),
+        "beats_prompt_lookup": str("prompt lookup" not in result.unbeaten).lower(),
         "not_beaten": "; ".join(result.unbeaten) or "none",
         "gate": "passed" if result.gate.passed else "not passed",
         "target": target.name,
@@ -135,10 +135,10 @@ def _figures(result: BenchmarkResult) -> dict[str, float]:
     lookahead = result.conditions.lookahead
     figures = {
         "acceptance_length": result.length,
+        "benchmark/acceptance_length_greedy": result.acceptance.length[lookahead],
         "benchmark/acceptance_length_reference": result.reference and result.reference.length[lookahead],
         "benchmark/acceptance_length_sampled": result.sampled and result.sampled.length[lookahead],
         "benchmark/acceptance_length_sampled_drawn": result.sampled_drawn and result.sampled_drawn.length[lookahead],
-        "benchmark/acceptance_length_prompt_lookup": result.prompt_lookup.length[lookahead],
         "benchmark/target_distinct_token_share": result.target_distinct_token_share,
         "benchmark/lossless_mismatches": result.lossless.mismatches,
         "benchmark/plain_tokens_per_s": result.speed.plain_tokens_per_s,
@@ -146,7 +146,7 @@ def _figures(result: BenchmarkResult) -> dict[str, float]:
         "benchmark/draft_vocabulary_mass": result.vocabulary_mass,
         **{
             f"benchmark/acceptance_length_{key(name)}": of.length[lookahead]
-            for name, of in result.more_baselines.items()
+            for name, of in result.baselines_on(result.traffic).items()
         },
         "benchmark/speculative_tokens_per_s": result.speed.speculative_tokens_per_s,
     }
@@ -160,6 +160,7 @@ def _curves(result: BenchmarkResult) -> dict[str, dict[int, float]]:
         "prompt_lookup": result.prompt_lookup,
         **{key(name): of for name, of in result.more_baselines.items()},
         "champion": result.champion,
+        "champion_sampled": result.champion_sampled,
         "draft_sampled": result.sampled,
         "draft_sampled_drawn": result.sampled_drawn,
     }

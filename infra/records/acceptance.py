@@ -4,6 +4,7 @@ Like `infra.records.data_path`, of which they are a part: ids, sizes, paths and 
 """
 
 from collections.abc import Mapping
+from typing import Literal
 
 from infra.records.data_path import Record
 from infra.records.goodput import GoodputEvidence, MeasuredGoodput
@@ -313,11 +314,13 @@ class BenchmarkResult(Record):
     """`benchmark.json`: what a draft is worth on the held-out prompts."""
 
     conditions: Conditions
+    traffic: Literal["greedy", "sampled"]
+    """Which of the target's texts the gate judges, and `length` is of."""
     target_distinct_token_share: float
     """Mean over greedy continuations of distinct tokens / tokens."""
     sampled_distinct_token_share: float | None = None
     acceptance: Acceptance
-    """The main figures: simulated at every lookahead, or counted by the serving engine at one (`conditions.engine`)."""
+    """Over greedy text: simulated at every lookahead, or counted by the serving engine at one (`conditions.engine`)."""
     reference: Acceptance | None = None
     """Real decoding of the first conversations, at one lookahead. This and what follows, up to the baselines, is None
     where the serving engine counted."""
@@ -348,7 +351,8 @@ class BenchmarkResult(Record):
     goodput: MeasuredGoodput | None = None
     """Tokens per second that are expected of a served draft; None: no loads were asked for."""
     champion: Acceptance | None = None
-    beats_prompt_lookup: bool
+    champion_sampled: Acceptance | None = None
+    """Over sampled text, with proposals as `conditions.proposals` says."""
     vocabulary_mass: float | None = None
     """Share of the target's probability that lies on the draft vocabulary: mean over positions of its own sampled
     text, at that temperature."""
@@ -360,24 +364,31 @@ class BenchmarkResult(Record):
     summary: str
     wall_s: float
 
+    def draft_on(self, traffic: str) -> Acceptance | None:
+        """The draft over `greedy` or `sampled` text; None where that was not measured."""
+        sampled = self.sampled_drawn if self.conditions.proposals == "drawn" else self.sampled
+        return self.acceptance if traffic == "greedy" else sampled
+
+    def champion_on(self, traffic: str) -> Acceptance | None:
+        """The champion, likewise."""
+        return self.champion if traffic == "greedy" else self.champion_sampled
+
+    def baselines_on(self, traffic: str) -> dict[str, Acceptance]:
+        """What needs no training, by name."""
+        greedy = traffic == "greedy"
+        lookup = self.prompt_lookup if greedy else self.prompt_lookup_sampled
+        more = self.more_baselines if greedy else self.more_baselines_sampled
+        return {**({"prompt lookup": lookup} if lookup else {}), **more}
+
     @property
     def length(self) -> float:
-        """Acceptance length at the benchmark's lookahead."""
-        return self.acceptance.length[self.conditions.lookahead]
-
-    @property
-    def baselines(self) -> dict[str, Acceptance]:
-        """What needs no training, by name."""
-        return {"prompt lookup": self.prompt_lookup, **self.more_baselines}
-
-    @property
-    def baselines_sampled(self) -> dict[str, Acceptance]:
-        """The same over text that the target sampled."""
-        lookup = {"prompt lookup": self.prompt_lookup_sampled} if self.prompt_lookup_sampled else {}
-        return {**lookup, **self.more_baselines_sampled}
+        """Acceptance length at the benchmark's lookahead, on the traffic's text."""
+        judged = self.draft_on(self.traffic)
+        assert judged is not None, "the gate judges what was measured"
+        return judged.length[self.conditions.lookahead]
 
     @property
     def unbeaten(self) -> list[str]:
-        """Names of the baselines that the draft does not beat."""
+        """Names of the baselines that the draft does not beat on the traffic's text."""
         at = self.conditions.lookahead
-        return [name for name, baseline in self.baselines.items() if baseline.length[at] >= self.length]
+        return [name for name, of in self.baselines_on(self.traffic).items() if of.length[at] >= self.length]

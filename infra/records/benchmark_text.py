@@ -23,30 +23,63 @@ def key(name: str) -> str:
     return name.lower().replace(", ", "_").replace(" ", "_")
 
 
-def sources(result: BenchmarkResult) -> dict[str, Acceptance]:
-    """Every source of proposals that was measured, the draft first."""
-    sampled = sampling(result.conditions)
-    measured: dict[str, Acceptance | None] = {
-        "draft, simulated" if result.reference else f"draft, counted by {result.conditions.engine}": result.acceptance,
-        "draft, real decoding": result.reference,
-        "draft, served": result.served and result.reference and result.served.acceptance,
-        "champion": result.champion,
-        **result.baselines,
-        f"draft, {sampled}, greedy proposals": result.sampled,
-        f"draft, {sampled}, drawn proposals": result.sampled_drawn,
-        f"draft, {sampled}, {result.conditions.proposals} proposals, real decoding": result.sampled_reference,
-        **{f"{name}, {sampled}": acceptance for name, acceptance in result.baselines_sampled.items()},
-    }
+def text_of(result: BenchmarkResult, traffic: str | None = None) -> str:
+    """What the `greedy` or `sampled` texts are; by default those that the gate judges."""
+    is_greedy = (traffic or result.traffic) == "greedy"
+    return "greedy text" if is_greedy else f"text sampled at {sampling(result.conditions)}"
+
+
+def sources_on(result: BenchmarkResult, traffic: str) -> dict[str, Acceptance]:
+    """Every source of proposals that was measured on `greedy` or `sampled` text, the draft first."""
+    of, rule = result, result.conditions.proposals
+    ours: dict[str, Acceptance | None]
+    if traffic == "greedy":
+        ours = {
+            "draft, simulated" if of.reference else f"draft, counted by {of.conditions.engine}": of.acceptance,
+            "draft, real decoding": of.reference,
+            "draft, served": of.served and of.reference and of.served.acceptance,
+        }
+    else:
+        rules = {"drawn": of.sampled_drawn, "greedy": of.sampled}
+        first, second = sorted(rules, key=lambda name: name != rule)
+        ours = {
+            f"draft, {first} proposals": rules[first],
+            f"draft, {rule} proposals, real decoding": of.sampled_reference,
+            f"draft, {second} proposals": rules[second],
+        }
+    measured = {**ours, "champion": of.champion_on(traffic), **of.baselines_on(traffic)}
     return {name: acceptance for name, acceptance in measured.items() if acceptance}
 
 
-def acceptance_rows(result: BenchmarkResult) -> list[dict[str, str]]:
-    """Acceptance length by lookahead: one row per source, one column per lookahead; empty where not measured."""
-    return [
-        {"acceptance length by lookahead": name}
-        | {str(at): f"{of.length[at]:.2f}" if at in of.length else "" for at in sorted(result.acceptance.length)}
-        for name, of in sources(result).items()
-    ]
+def sources(result: BenchmarkResult) -> dict[str, Acceptance]:
+    """Every source of proposals on both kinds of text, in names that tell them apart."""
+    sampled = {f"{name}, {sampling(result.conditions)}": of for name, of in sources_on(result, "sampled").items()}
+    return {**sources_on(result, "greedy"), **sampled}
+
+
+def acceptance_tables(result: BenchmarkResult) -> dict[str, list[dict[str, str]]]:
+    """Acceptance length by lookahead and number of steps: a table for each kind of text, what the gate judges first.
+
+    One row for each source, one column for each lookahead; empty where not measured.
+    """
+    at, columns = result.conditions.lookahead, sorted(result.acceptance.length)
+    tables = {}
+    for traffic in sorted(("greedy", "sampled"), key=lambda name: name != result.traffic):
+        rows = [
+            {"acceptance length by lookahead": _with_texts(name, of, result.conditions)}
+            | {str(one): f"{of.length[one]:.2f}" if one in of.length else "" for one in columns}
+            | {"steps": f"{of.steps[at]:,}" if at in of.steps else ""}
+            for name, of in sources_on(result, traffic).items()
+        ]
+        if rows:
+            text = text_of(result, traffic)
+            tables[text[0].upper() + text[1:]] = rows
+    return tables
+
+
+def _with_texts(name: str, of: Acceptance, conditions: Conditions) -> str:
+    """The source, and how many texts it was measured on where that is not all of them."""
+    return name if of.conversations == conditions.prompts else f"{name} ({plural(of.conversations, 'text')})"
 
 
 def goodput_rows(result: BenchmarkResult) -> list[dict[str, str]]:
@@ -77,9 +110,9 @@ def goodput_rows(result: BenchmarkResult) -> list[dict[str, str]]:
 
 
 def against_baselines(result: BenchmarkResult) -> str:
-    """Which baselines the draft beats, and which not, each with its acceptance length."""
+    """Which baselines the draft beats on the traffic's text, and which not, each with its acceptance length."""
     at = result.conditions.lookahead
-    reached = {name: f"{name} ({of.length[at]:.2f})" for name, of in result.baselines.items()}
+    reached = {name: f"{name} ({of.length[at]:.2f})" for name, of in result.baselines_on(result.traffic).items()}
     beaten = [text for name, text in reached.items() if name not in result.unbeaten]
     verdicts = [f"beats {enumerated(beaten, 'and')}"] if beaten else []
     if result.unbeaten:
@@ -88,25 +121,25 @@ def against_baselines(result: BenchmarkResult) -> str:
 
 
 def summary(result: BenchmarkResult) -> str:
-    """The draft against the baselines in one sentence, and why it does not beat prompt lookup where it does not."""
-    at = result.conditions.lookahead
+    """The draft against the baselines, on the traffic's text first, and why prompt lookup is strong where it is."""
+    at, other = result.conditions.lookahead, "sampled" if result.traffic == "greedy" else "greedy"
     text = (
-        f"the draft {against_baselines(result)} here: {result.length:.2f} tokens per verification step at lookahead "
-        f"{at}"
+        f"the draft {against_baselines(result)} on {text_of(result)}: {result.length:.2f} tokens per verification step "
+        f"at lookahead {at}"
     )
-    if result.sampled is None or result.prompt_lookup_sampled is None:
+    elsewhere = result.draft_on(other)
+    if elsewhere is None or not (rivals := result.baselines_on(other)):
         return f"{text}, counted by {result.conditions.engine}"
+    others = enumerated([f"{of.length[at]:.2f}" for of in rivals.values()], "and")
+    text += f"; on {text_of(result, other)} {elsewhere.length[at]:.2f} against {others}"
     greedy, sampled = result.target_distinct_token_share, result.sampled_distinct_token_share or 0.0
-    easier = result.prompt_lookup_sampled.length[at] < result.prompt_lookup.length[at]
-    if not result.beats_prompt_lookup and greedy < sampled and easier:
+    lookup, drawn = result.prompt_lookup.length[at], result.prompt_lookup_sampled
+    easier = drawn is not None and drawn.length[at] < lookup
+    if lookup >= result.acceptance.length[at] and greedy < sampled and easier:
         text += (
-            f", because the target's greedy text repeats itself (distinct-token share {greedy:.2f}, {sampled:.2f} when "
-            "sampled)"
+            f" (the target's greedy text repeats itself: distinct-token share {greedy:.2f}, {sampled:.2f} when sampled)"
         )
-    others = enumerated([f"{of.length[at]:.2f}" for of in result.baselines_sampled.values()], "and")
-    return (
-        f"{text}; over text sampled at {sampling(result.conditions)}, {result.sampled.length[at]:.2f} against {others}"
-    )
+    return text
 
 
 def findings(result: BenchmarkResult) -> dict[str, str]:
@@ -225,7 +258,11 @@ def _sampled_proposals(result: BenchmarkResult) -> str | None:
     )
     if real is None:
         return text
-    errors = "" if result.sampled_deviation is None else f", {result.sampled_deviation:+.1f} standard errors"
+    errors = (
+        ", too few to be compared with the walk"
+        if result.sampled_deviation is None
+        else f", {result.sampled_deviation:+.1f} standard errors from the walk"
+    )
     return (
         f"{text}; real decoding with {result.conditions.proposals} proposals gave {real.length[at]:.2f} over "
         f"{plural(real.steps[at], 'step')} of {plural(real.conversations, 'conversation')}{errors}"

@@ -21,6 +21,7 @@ class CostFit(Record):
 
     constant + per_text B + per_token N + per_token_beyond max(0, N - knee), with B texts and N = B x tokens, and
     several + several_per_text B where tokens > 1: engines and processors have a faster way for one token of each text.
+    together where B > 1: a single text needs neither padding nor a mask.
     per_position is paid by tokens of each text, however many texts there are: a chain is drafted token after token.
     """
 
@@ -31,6 +32,7 @@ class CostFit(Record):
     per_token_beyond: float
     several: float
     several_per_text: float
+    together: float
     per_position: float
     worst_error: float
     """Largest relative difference from a measurement."""
@@ -40,7 +42,7 @@ class CostFit(Record):
         total = batch * tokens
         beyond = self.per_token_beyond * max(0.0, total - self.knee)
         several = (self.several + self.several_per_text * batch) * (tokens > 1)
-        shared = self.constant + self.per_position * tokens
+        shared = self.constant + self.together * (batch > 1) + self.per_position * tokens
         return shared + self.per_text * batch + self.per_token * total + beyond + several
 
 

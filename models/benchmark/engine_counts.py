@@ -220,11 +220,11 @@ def _result(
     )
     result = BenchmarkResult(
         conditions=under,
+        traffic="greedy",
         target_distinct_token_share=evidence.distinct_token_share,
         acceptance=draft,
         prompt_lookup=lookup,
         champion=None if theirs is None else summarise([(counts,) for counts in theirs]),
-        beats_prompt_lookup=draft.length[under.lookahead] > lookup.length[under.lookahead],
         served=served,
         suites=tuple(suites),
         lossless=found.lossless,

@@ -13,6 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from infra.files.lines import read_objects
 from infra.records.acceptance import Acceptance, BenchmarkResult
+from infra.records.benchmark_text import text_of
 from infra.records.data_path import HELDOUT_LENGTH, MoreData, SamplesRecord
 
 mpl.use("Agg")
@@ -35,19 +36,17 @@ def _saved(path: Path, columns: int) -> Iterator[Axes]:
 
 def plot_by_position(result: BenchmarkResult, path: Path) -> None:
     """Acceptance rate at each position, given that all before it were accepted."""
-    temperature = f"temperature {result.conditions.sampled_temperature:g}"
+    other = "sampled" if result.traffic == "greedy" else "greedy"
     shown: list[tuple[str, Acceptance | None, str]] = [
-        ("draft", result.acceptance, "C0-o"),
-        ("champion", result.champion, "C2-o"),
-        ("prompt lookup", result.prompt_lookup, "C1-s"),
-        (f"draft, {temperature}", result.sampled, "C0--o"),
-        (f"prompt lookup, {temperature}", result.prompt_lookup_sampled, "C1--s"),
+        ("draft", result.draft_on(result.traffic), "C0-o"),
+        ("champion", result.champion_on(result.traffic), "C2-o"),
+        (f"draft, {text_of(result, other)}", result.draft_on(other), "C0--o"),
     ]
-    for place, (name, of) in enumerate(result.more_baselines.items(), 3):
-        shown += [
-            (name, of, f"C{place}-^"),
-            (f"{name}, {temperature}", result.more_baselines_sampled.get(name), f"C{place}--^"),
-        ]
+    styles = ("C1-s", "C3-^", "C4-v", "C5-d")
+    shown += [
+        (name, of, style)
+        for (name, of), style in zip(result.baselines_on(result.traffic).items(), styles, strict=False)
+    ]
     at = result.conditions.lookahead
     with _saved(path, columns=3) as axes:
         for label, acceptance, style in shown:
@@ -58,7 +57,8 @@ def plot_by_position(result: BenchmarkResult, path: Path) -> None:
             xlabel=f"position of the draft token (shown where it was offered at least {LEAST_OFFERED} times)",
             ylabel="acceptance rate, given all before",
             ylim=(0, 1),
-            title=f"{result.conditions.target}: acceptance length {result.length:.2f} at lookahead {at}",
+            title=f"{result.conditions.target}: {result.length:.2f} tokens per step at lookahead {at}\n"
+            f"over {text_of(result)}",
         )
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 

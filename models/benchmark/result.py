@@ -1,6 +1,7 @@
 """Builds the gate's evidence and `BenchmarkResult` from measurements: figures, verdict, and a summary."""
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from infra.records.acceptance import (
     BenchmarkResult,
@@ -131,6 +132,7 @@ def build_result(
     conditions: Conditions,
     evidence: GateEvidence,
     *,
+    traffic: Literal["greedy", "sampled"],
     served: ServedResult | None,
     suites: Sequence[SuiteResult],
     goodput: MeasuredGoodput | None,
@@ -145,6 +147,7 @@ def build_result(
     sampled_real = [(decoded.counts,) for decoded in found.sampled_reference]
     result = BenchmarkResult(
         conditions=conditions,
+        traffic=traffic,
         target_distinct_token_share=distinct_token_share(found.greedy.texts),
         sampled_distinct_token_share=distinct_token_share(found.sampled.texts),
         acceptance=greedy[DRAFT],
@@ -163,7 +166,7 @@ def build_result(
         served=served,
         goodput=goodput,
         champion=greedy.get(CHAMPION),
-        beats_prompt_lookup=greedy[DRAFT].length[at] > greedy[PROMPT_LOOKUP].length[at],
+        champion_sampled=(drawn if config.sampled_proposals == "drawn" else sampled).get(CHAMPION),
         vocabulary_mass=found.vocabulary_mass,
         suites=tuple(suites),
         lossless=found.reference.lossless,

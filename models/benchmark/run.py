@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from infra.files.atomic import write_atomically
 from infra.processes.exit import run_main
 from infra.records.acceptance import BenchmarkResult, GateEvidence, Ground, RequestCounts, ServedResult, SuiteResult
-from infra.records.benchmark_text import acceptance_rows, findings, goodput_rows, suite_findings
+from infra.records.benchmark_text import acceptance_tables, findings, goodput_rows, suite_findings
 from infra.records.data_path import TrainingResult
 from infra.records.goodput import MeasuredGoodput
 from models.benchmark.best_trees import with_trees
@@ -103,7 +103,10 @@ def _by_reference(
         champion_label=champion_label, served=served, goodput=goodput,
     )  # fmt: skip
     shown = [result for _, result in suites]
-    result = build_result(found, config, under, evidence, served=served, suites=shown, goodput=goodput)
+    result = build_result(
+        found, config, under, evidence, traffic=run.config.promotion.traffic.sampling, served=served, suites=shown,
+        goodput=goodput,
+    )  # fmt: skip
     return result, evidence, request_counts(found, under)
 
 
@@ -135,8 +138,8 @@ def _suite(
 
 def tables(result: BenchmarkResult) -> Iterator[Table]:
     """Acceptance length by lookahead, and predicted goodput by load if it was measured."""
-    titled = {f"Draft for {result.conditions.target}": acceptance_rows(result)}
-    titled["Predicted goodput"] = goodput_rows(result)
+    acceptance = {f"{result.conditions.target}: {title}": rows for title, rows in acceptance_tables(result).items()}
+    titled = acceptance | {"Predicted goodput": goodput_rows(result)}
     for title, rows in titled.items():
         if rows:
             shown = Table(title=title)

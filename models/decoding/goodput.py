@@ -15,7 +15,8 @@ from infra.records.acceptance import Acceptance
 from infra.records.goodput import CostFit, Goodput, GoodputTable, StepTime
 from infra.refusal import Refusal
 
-TERMS = ("constant", "per_text", "per_token", "per_token_beyond", "several", "several_per_text", "per_position")
+TERMS = ("constant", "per_text", "per_token", "per_token_beyond", "several", "several_per_text", "together",
+         "per_position")  # fmt: skip
 """Amounts of `CostFit`, in the order of `_terms`."""
 
 
@@ -43,11 +44,13 @@ def fit(measured: Sequence[StepTime]) -> CostFit:
 
 
 def _terms(measured: Sequence[StepTime], knee: float) -> Tensor:
-    """`[M, 7]` float64: what each amount is multiplied by."""
+    """`[M, 8]` float64: what each amount is multiplied by."""
     texts = torch.tensor([each.batch for each in measured], dtype=torch.double)
     tokens = torch.tensor([each.tokens for each in measured], dtype=torch.double)
-    total, several = texts * tokens, (tokens > 1).double()
-    columns = [torch.ones_like(texts), texts, total, (total - knee).clamp(min=0), several, several * texts, tokens]
+    total, several, together = texts * tokens, (tokens > 1).double(), (texts > 1).double()
+    columns = [
+        torch.ones_like(texts), texts, total, (total - knee).clamp(min=0), several, several * texts, together, tokens
+    ]  # fmt: skip
     return torch.stack(columns, dim=1)
 
 

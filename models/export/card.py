@@ -10,7 +10,7 @@ from pathlib import Path
 from infra.files.atomic import sha256_file, write_atomically
 from infra.provenance import git_sha
 from infra.records.acceptance import BenchmarkResult
-from infra.records.benchmark_text import acceptance_rows, findings
+from infra.records.benchmark_text import acceptance_tables, findings, text_of
 from infra.records.data_path import TargetRecord
 from infra.records.drafts import CapturePrecision
 from infra.templates import render
@@ -54,7 +54,8 @@ def write_card(run: PreparedRun, result: BenchmarkResult | None) -> None:
         commit=git_sha(),
         block=block,
         result=result,
-        acceptance=acceptance_rows(result) if result else [],
+        acceptance=acceptance_tables(result) if result else {},
+        judged=text_of(result) if result else "",
         lossless=findings(result)["Lossless"] if result else "",
         sglang=sglang,
         quantization=quantization,

@@ -115,18 +115,19 @@ def vllm(table: GoodputTable, method: str) -> dict[str, Any] | None:
 def dspark_costs(found: MeasuredGoodput) -> dict[str, Any]:
     """SGLang's `--speculative-dspark-sps-table-path`: a step's seconds as a constant, by requests and by tokens.
 
-    It interpolates, which is exact: fits are straight lines with one knee.
+    It interpolates, which is exact: fits are straight lines with one knee, and a step between one text and two.
     """
     target, draft = found.draft.target, found.draft.draft
     most = max(row.batch for row in found.draft.rows)
     block = max(row.lookahead for row in found.draft.rows)
     # What tokens of each text cost, however many texts there are, is paid for a whole block: SGLang adds by totals.
     constant = target.constant + target.several + target.per_position * (block + 1)
-    batches = sorted({1, *(row.batch for row in found.draft.rows)})
+    batches = sorted({1, min(2, most), *(row.batch for row in found.draft.rows)})
     tokens = sorted({1.0, target.knee, float(most * (block + 1))} - {0.0})
 
     def of_batch(batch: int) -> float:
-        return (target.per_text + target.several_per_text) * batch + draft.seconds(batch, block)
+        together = target.together * (batch > 1)
+        return (target.per_text + target.several_per_text) * batch + together + draft.seconds(batch, block)
 
     def of_tokens(total: float) -> float:
         return target.per_token * total + target.per_token_beyond * max(0.0, total - target.knee)

@@ -2,7 +2,7 @@
 
 from infra.quantities import plural, signed
 from infra.records.acceptance import UNTRAINED, BenchmarkResult, GateDecision, RegisteredDraft
-from infra.records.benchmark_text import against_baselines, tokens_per_s
+from infra.records.benchmark_text import against_baselines, text_of, tokens_per_s
 from infra.records.data_path import TargetRecord
 from infra.tracking.registry import CHALLENGER, CHAMPION, REFUSED, REPLACES, SMOKE_TEST
 
@@ -12,13 +12,15 @@ def meaning(target: TargetRecord, result: BenchmarkResult, draft: RegisteredDraf
     return how_good(target, result), compared(result), what_next(result.gate, draft)
 
 
-def answer(result: BenchmarkResult, traffic: str) -> str:
-    """How much faster, at which load, than what, and how sure. `traffic`: which text the gate judged."""
+def answer(result: BenchmarkResult) -> str:
+    """How much faster, at which load, than what, and how sure."""
     gate = result.gate
     what = "tokens per verification step" if gate.load is None else "tokens per second"
     load = "" if gate.load is None else f" with {plural(gate.load, 'text')} at once"
     where = f" on {gate.ground}" if len(gate.grounds) > 1 else ""
-    figures = f"{gate.challenger / gate.champion:.2f} times the {what} of {gate.against}{load}, {traffic}{where}"
+    figures = (
+        f"{gate.challenger / gate.champion:.2f} times the {what} of {gate.against}{load}, on {text_of(result)}{where}"
+    )
     sure = f"at least {1 + gate.lower_bound:.2f} times with 97.5 % confidence"
     if gate.passed:
         return f"Better than every rival: {figures}; {sure}."
@@ -38,34 +40,34 @@ def how_good(target: TargetRecord, result: BenchmarkResult) -> str:
     else:
         faster = f"was {speed.speedup:.2f} times as fast" if speed.speedup >= 1 else "became slower"
         gain = (
-            f"decoding at batch 1 {faster} with it, {tokens_per_s(speed.speculative_tokens_per_s)} instead of "
+            f"greedy decoding at batch 1 {faster} with it, {tokens_per_s(speed.speculative_tokens_per_s)} instead of "
             f"{tokens_per_s(speed.plain_tokens_per_s)} tokens per second"
         )
     blind = "; it saw text only, and its proposals after an image may be worse" if target.text_only else ""
     return (
-        f"On {result.conditions.prompts} held-out prompts the draft lets {target.name} emit "
-        f"{result.length:.2f} tokens per verification step at lookahead {at} (1.00 would mean that "
-        f"nothing it proposes is accepted), and {gain}{blind}."
+        f"Over {text_of(result)} of {result.conditions.prompts} held-out prompts, the draft lets {target.name} emit "
+        f"{result.length:.2f} tokens per verification step at lookahead {at} (1.00 would mean that nothing it proposes "
+        f"is accepted), and {gain}{blind}."
     )
 
 
 def compared(result: BenchmarkResult) -> str:
     """The baselines, which need no training, first, then the draft that was in service."""
     at, gate = result.conditions.lookahead, result.gate
-    needs = "needs" if len(result.baselines) == 1 else "need"
+    needs = "needs" if len(result.baselines_on(result.traffic)) == 1 else "need"
     text = f"It {against_baselines(result)}, which {needs} no training, on the same texts"
-    if result.unbeaten:
-        best = max(result.unbeaten, key=lambda name: result.baselines[name].length[at])
-        text += f", so on texts like these {best} is the better choice"
-    if result.champion is None:
+    if gate.instead:
+        text += f", and for this traffic {gate.instead} is the better choice"
+    served = result.champion_on(result.traffic)
+    if served is None:
         return f"{text}; there was no draft in service to compare it with."
-    champion = result.champion.length[at]
+    champion = served.length[at]
     difference = signed(result.length / champion - 1)
     text += f"; against the draft in service, which reaches {champion:.2f}, the difference is {difference}"
     return (
         f"{text}."
         if gate.against in UNTRAINED
-        else f"{text} (at least {signed(gate.lower_bound)} with 97.5 % confidence on the traffic that the gate judges)."
+        else f"{text} (the gate: at least {signed(gate.lower_bound)} with 97.5 % confidence)."
     )
 
 

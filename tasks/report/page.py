@@ -14,7 +14,7 @@ from infra.ledger.ledger import Quarantined
 from infra.planner.plan import Plan, comparison
 from infra.quantities import plural, signed
 from infra.records.acceptance import BenchmarkResult, RegisteredDraft
-from infra.records.benchmark_text import acceptance_rows, findings, goodput_rows, sampling, sources, suite_findings
+from infra.records.benchmark_text import acceptance_tables, findings, goodput_rows, suite_findings, text_of
 from infra.records.data_path import GeneratorsChange, SampleProgress, SamplesRecord, TargetRecord, TrainingResult
 from infra.redaction import redacted
 from infra.templates import render
@@ -101,17 +101,6 @@ class RunFacts:
         return f"{least}{plural(max(numbers), 'generator')}, {plural(self.trained.rates.ranks, 'rank')}"
 
     @property
-    def traffic(self) -> str:
-        """Which text the gate judged."""
-        under, sampled = self.result.conditions, self.config.promotion.traffic.sampling == "sampled"
-        # An engine counts greedy text.
-        return (
-            f"on text sampled at {sampling(under)}"
-            if sampled and not under.engine.startswith("sglang")
-            else "on greedy text"
-        )
-
-    @property
     def by_position(self) -> str:
         """Acceptance rates while training."""
         return ", ".join(f"{rate:.2f}" for rate in self.trained.acceptance_by_position)
@@ -152,19 +141,16 @@ class RunFacts:
 
 def run_html(facts: RunFacts, plots: Path) -> str:
     """`report.html`, without JavaScript; the PNG files in the folder `plots` are put into it."""
-    result, at = facts.result, facts.result.conditions.lookahead
+    result = facts.result
     pictures = {plot.name: plot for plot in embedded(plots)}
-    measured = [
-        {"texts": str(of.conversations), "steps": f"{of.steps[at]:,}" if at in of.steps else ""}
-        for of in sources(result).values()
-    ]
     return render(
         FOLDER / "run_page.html.jinja",
         facts=facts,
         written=f"{facts.written:%Y-%m-%d %H:%M %Z}".strip(),
-        answer=answer(result, facts.traffic),
+        answer=answer(result),
+        judged=text_of(result),
         meaning=meaning(facts.target, result, facts.draft),
-        acceptance=[row | more for row, more in zip(acceptance_rows(result), measured, strict=True)],
+        acceptance=acceptance_tables(result),
         findings=findings(result) | suite_findings(result),
         differences=[
             {
@@ -207,7 +193,7 @@ def run_markdown(facts: RunFacts, plots: Path | None = None) -> str:
 
 
 def _tables(result: BenchmarkResult, gap: str) -> dict[str, Any]:
-    return {"acceptance": acceptance_rows(result), "goodput": goodput_rows(result), "gap": gap}
+    return {"acceptance": acceptance_tables(result), "goodput": goodput_rows(result), "gap": gap}
 
 
 def _quarantined(samples: Sequence[Quarantined]) -> list[dict[str, str]]:
@@ -232,9 +218,9 @@ def version_markdown(target: TargetRecord, result: BenchmarkResult) -> str:
 
 def headline(facts: RunFacts) -> str:
     """The verdict in one line."""
-    result, at = facts.result, facts.result.conditions.lookahead
+    result = facts.result
     return (
-        f"Acceptance length {result.length:.2f} (prompt lookup {result.prompt_lookup.length[at]:.2f}), "
+        f"Acceptance length {result.length:.2f} (prompt lookup {_prompt_lookup(result)}), "
         f"gate {'passed' if result.gate.passed else 'not passed'}, version {facts.draft.version} of {facts.draft.name} "
         f"({', '.join(facts.draft.aliases) or 'no alias'})"
     )
@@ -242,11 +228,15 @@ def headline(facts: RunFacts) -> str:
 
 def version_line(result: BenchmarkResult) -> str:
     """One line for lists of versions."""
-    at, gate = result.conditions.lookahead, result.gate
+    gate = result.gate
     return (
         f"{result.length:.2f} tokens per step, gate {'passed' if gate.passed else 'not passed'} against "
-        f"{gate.against} ({signed(gate.difference)}), prompt lookup {result.prompt_lookup.length[at]:.2f}"
+        f"{gate.against} ({signed(gate.difference)}), prompt lookup {_prompt_lookup(result)}"
     )
+
+
+def _prompt_lookup(result: BenchmarkResult) -> str:
+    return f"{result.baselines_on(result.traffic)['prompt lookup'].length[result.conditions.lookahead]:.2f}"
 
 
 def embedded(plots: Path) -> Iterator[Plot]:

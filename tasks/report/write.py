@@ -140,6 +140,7 @@ def benchmark_report(result: BenchmarkResult) -> dict[str, Any]:
         name: name for name in ("reference", "sampled", "sampled_drawn", "sampled_reference")
     }
     return {
+        "traffic": result.traffic,
         "target": {
             "distinct_token_share": result.target_distinct_token_share,
             "sampled_distinct_token_share": result.sampled_distinct_token_share,
@@ -153,7 +154,6 @@ def benchmark_report(result: BenchmarkResult) -> dict[str, Any]:
             "prompt_lookup": result.prompt_lookup.length[at],
             "prompt_lookup_length": shown["prompt_lookup"]["length"],
             "prompt_lookup_sampled": lookup and lookup.length[at],
-            "beats_prompt_lookup": result.beats_prompt_lookup,
             **{key(name): of.length[at] for name, of in result.more_baselines.items()},
             **{f"{key(name)}_sampled": of.length[at] for name, of in result.more_baselines_sampled.items()},
             "not_beaten": result.unbeaten,

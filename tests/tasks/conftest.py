@@ -40,7 +40,7 @@ def goodput() -> MeasuredGoodput:
     """By hand: 3 proposals for one text, none for 16."""
     fit = CostFit(
         constant=0.01, per_text=0.0, per_token=0.0, knee=0.0, per_token_beyond=0.0, several=0.0, several_per_text=0.0,
-        per_position=0.0, worst_error=0.0,
+        together=0.0, per_position=0.0, worst_error=0.0,
     )  # fmt: skip
     rows = tuple(
         Goodput(batch=batch, lookahead=at, step_s=0.01, tokens_per_step=2.5, tokens_per_s=speed)
@@ -57,8 +57,8 @@ def result() -> BenchmarkResult:
     conditions = Conditions(
         target="tiny", target_revision="rev", draft="export", draft_revision="sha", dataset_hash="data", thinking=False,
         template_hash="none", temperature=0.0, sampled_temperature=1.0, prompts=8, prompt_tokens=64, max_new_tokens=64,
-        lookahead=4, topk=1, concurrency=1, engine="reference", versions={"torch": "2"}, dtype="float32",
-        hardware="cpu", threads=1,
+        proposals="greedy", lookahead=4, topk=1, concurrency=1, engine="reference", versions={"torch": "2"},
+        dtype="float32", hardware="cpu", threads=1,
     )  # fmt: skip
     gate = GateDecision(
         ground="held-out prompts", passed=True, against="no draft", challenger=3.5, champion=1.0, difference=2.5,
@@ -69,11 +69,11 @@ def result() -> BenchmarkResult:
         flagged=True, note="impossible",
     )  # fmt: skip
     return BenchmarkResult(
-        conditions=conditions, target_distinct_token_share=0.4, sampled_distinct_token_share=0.7,
+        conditions=conditions, traffic="greedy", target_distinct_token_share=0.4, sampled_distinct_token_share=0.7,
         acceptance=acceptance(3.5),
         reference=Acceptance(conversations=4, length={4: 3.5}, steps={4: 9}, by_position=()),
         gap=0.0, counts_identical=True, counts_compared=4, sampled=acceptance(2.5), prompt_lookup=acceptance(2.1),
-        prompt_lookup_sampled=acceptance(1.2), vocabulary_mass=0.888, champion=None, beats_prompt_lookup=True,
+        prompt_lookup_sampled=acceptance(1.2), vocabulary_mass=0.888, champion=None,
         more_baselines={"Token Recycling": acceptance(1.9), "suffix decoding": acceptance(1.8)},
         more_baselines_sampled={"Token Recycling": acceptance(1.1), "suffix decoding": acceptance(1.15)},
         gate=gate, speed=speed, goodput=goodput(),

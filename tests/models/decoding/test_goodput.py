@@ -13,7 +13,14 @@ amount = st.floats(1e-4, 1.0)
 
 
 def costs(
-    constant: float, per_text: float, per_token: float, knee: float, beyond: float, several=(0.0, 0.0), position=0.0
+    constant: float,
+    per_text: float,
+    per_token: float,
+    knee: float,
+    beyond: float,
+    several=(0.0, 0.0),
+    together=0.0,
+    position=0.0,
 ) -> CostFit:
     return CostFit(
         constant=constant,
@@ -23,6 +30,7 @@ def costs(
         per_token_beyond=beyond,
         several=several[0],
         several_per_text=several[1],
+        together=together,
         per_position=position,
         worst_error=0.0,
     )
@@ -31,7 +39,7 @@ def costs(
 @settings(max_examples=12, deadline=None)
 @given(
     amounts=st.tuples(
-        amount, amount, amount, st.sampled_from([8.0, 16.0, 40.0]), amount, st.tuples(amount, amount), amount
+        amount, amount, amount, st.sampled_from([8.0, 16.0, 40.0]), amount, st.tuples(amount, amount), amount, amount
     )
 )
 def test_known_costs_are_recovered(amounts):

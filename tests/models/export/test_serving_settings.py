@@ -50,7 +50,7 @@ rate = st.floats(0.05, 0.95)
 def costs(constant: float, per_token: float, knee: float = 0.0, beyond: float = 0.0) -> CostFit:
     return CostFit(
         constant=constant, per_text=0.0, per_token=per_token, knee=knee, per_token_beyond=beyond, several=0.0,
-        several_per_text=0.0, per_position=0.0, worst_error=0.0,
+        several_per_text=0.0, together=0.002, per_position=0.0, worst_error=0.0,
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from infra.records.acceptance import (
     RegisteredDraft,
     ServedResult,
 )
-from infra.records.benchmark_text import acceptance_rows, findings, goodput_rows, summary
+from infra.records.benchmark_text import acceptance_tables, findings, goodput_rows, summary
 from infra.records.data_path import SampleProgress, SampleSlot, SamplesRecord, TargetRecord, TrainingResult
 from infra.records.drafts import ExportRecord
 from infra.records.goodput import TreeGoodput
@@ -114,24 +114,33 @@ def lose_a_sample(run: OpenRun, error: str) -> None:
 
 
 def test_the_table_has_a_row_per_source(result: BenchmarkResult) -> None:
-    rows = acceptance_rows(result)
-    assert rows[0] == {"acceptance length by lookahead": "draft, simulated", "1": "1.50", "4": "3.50"}
-    assert rows[1] == {"acceptance length by lookahead": "draft, real decoding", "1": "", "4": "3.50"}
-    assert [next(iter(row.values())) for row in rows[2:]] == [
-        "prompt lookup",
-        "Token Recycling",
-        "suffix decoding",
-        "draft, temperature 1, greedy proposals",
-        "prompt lookup, temperature 1",
-        "Token Recycling, temperature 1",
-        "suffix decoding, temperature 1",
-    ]
-    both = acceptance_rows(result.model_copy(update={"sampled_reference": result.reference}))
-    assert both[-4] == {
-        "acceptance length by lookahead": "draft, temperature 1, drawn proposals, real decoding",
-        "1": "",
-        "4": "3.50",
-    }
+    tables = acceptance_tables(result)
+    assert list(tables) == ["Greedy text", "Text sampled at temperature 1"]
+    greedy, sampled = tables.values()
+    first = "acceptance length by lookahead"
+    assert greedy[0] == {first: "draft, simulated", "1": "1.50", "4": "3.50", "steps": "50"}
+    assert greedy[1] == {first: "draft, real decoding (4 texts)", "1": "", "4": "3.50", "steps": "9"}
+    baselines = ["prompt lookup", "Token Recycling", "suffix decoding"]
+    assert [row[first] for row in greedy[2:]] == baselines
+    assert [row[first] for row in sampled] == ["draft, greedy proposals", *baselines]
+
+
+def test_what_the_gate_judged_leads(result: BenchmarkResult) -> None:
+    drawn, suffix = (result.acceptance.model_copy(update={"length": {1: 1.5, 4: length}}) for length in (3.0, 3.1))
+    under = result.conditions.model_copy(update={"proposals": "drawn"})
+    changes = {"sampled_drawn": drawn, "sampled_reference": result.reference, "traffic": "sampled"}
+    measured = result.model_copy(update=changes | {"conditions": under})
+    assert (measured.length, measured.unbeaten) == (3.0, [])
+    tables = acceptance_tables(measured)
+    assert list(tables) == ["Text sampled at temperature 1", "Greedy text"]
+    assert [row["acceptance length by lookahead"] for row in tables["Text sampled at temperature 1"]][:3] == [
+        "draft, drawn proposals", "draft, drawn proposals, real decoding (4 texts)", "draft, greedy proposals",
+    ]  # fmt: skip
+    assert measured.model_copy(update={"conditions": result.conditions}).length == 2.5
+    worse = measured.model_copy(update={"more_baselines_sampled": {"suffix decoding": suffix}})
+    assert worse.unbeaten == ["suffix decoding"]
+    assert "but does not beat suffix decoding (3.10) on text sampled at temperature 1: 3.00 tokens" in summary(worse)
+    assert "on greedy text 3.50 against 2.10, 1.90 and 1.80" in summary(worse)
 
 
 def test_goodput_has_a_row_per_load(result: BenchmarkResult) -> None:
@@ -222,20 +231,22 @@ def test_the_summary_excuses_only_a_text_that_repeats_itself(
     for name, length in zip(names, (*greedy, *sampled), strict=True):
         of = result.acceptance.model_copy(update={"length": {4: length}})
         measured[name] = {"Token Recycling": of} if name.startswith("more") else of
-    beats = {"beats_prompt_lookup": greedy[0] > greedy[1]}
     distinct = {"target_distinct_token_share": shares[0], "sampled_distinct_token_share": shares[1]}
-    text = summary(result.model_copy(update=measured | beats | distinct))
+    text = summary(result.model_copy(update=measured | distinct))
     assert told in text
     assert f"{greedy[0]:.2f} tokens per verification step at lookahead 4" in text
     assert f"{sampled[0]:.2f} against {sampled[1]:.2f} and {sampled[2]:.2f}" in text
-    assert ("repeats itself (distinct-token share 0.31, 0.70 when sampled)" in text) == repeats
+    assert ("repeats itself: distinct-token share 0.31, 0.70 when sampled" in text) == repeats
 
 
 def test_a_champion_in_service_is_compared_with(result: BenchmarkResult) -> None:
     champion = Acceptance(conversations=8, length={1: 1.4, 4: 2.8}, steps={4: 60}, by_position=(0.8,))
     gate = result.gate.model_copy(update={"against": "version 6", "lower_bound": 0.19})
     words = compared(result.model_copy(update={"champion": champion, "gate": gate}))
-    assert "against the draft in service, which reaches 2.80, the difference is +25.0% (at least +19.0% with" in words
+    assert (
+        "against the draft in service, which reaches 2.80, the difference is +25.0% (the gate: at least +19.0% with"
+        in words
+    )
     assert "no draft in service" in compared(result)
 
 
