@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat, zip_longest
+from itertools import chain, islice, repeat, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,7 +47,7 @@ from models.drafts.trees import DynamicTree
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TOPK = (2, 4)
-LEAST_GROUPS = 6
+LEAST_GROUPS = 4
 """Of texts that are decoded together, in a repetition: one group of many texts takes no longer than a disturbance."""
 
 Way = int | DynamicTree
@@ -148,11 +148,11 @@ def costs_of(timed: Timed) -> DecoderCosts:
     return DecoderCosts(verifying(trees=False), drafting(1), verifying(trees=True), {k: drafting(k) for k in TOPK})
 
 
-def taking_turns(setup: Setup, ways: dict[int, Ways], repeats: int) -> tuple[Timed, Timed]:
+def taking_turns(setup: Setup, ways: dict[int, Ways], repeats: int, groups: int | None = None) -> tuple[Timed, Timed]:
     """Steps of the ways that calibrate and of those that are measured, by batch size and way, one list a repetition.
 
-    Both kinds alternate in every group of texts: a machine whose speed changes by a third within minutes does so for
-    both.
+    Of all texts, or of the first `groups` groups. Both kinds alternate in every group: a machine whose speed changes by
+    a third within minutes does so for both.
     """
     fitted: Timed = {}
     measured: Timed = {}
@@ -161,8 +161,9 @@ def taking_turns(setup: Setup, ways: dict[int, Ways], repeats: int) -> tuple[Tim
             for kind, group in ((fitted, calibration), (measured, own)):
                 for way in group:
                     kind.setdefault((batch, way), []).append([])
-            groups = range(0, len(setup.prompts), batch)
-            for first in chain.from_iterable(repeat(groups, max(1, LEAST_GROUPS // len(groups)))):
+            firsts = range(0, len(setup.prompts), batch)
+            times = max(1, LEAST_GROUPS // len(firsts))
+            for first in islice(chain.from_iterable(repeat(firsts, times)), groups):
                 for pair in zip_longest(calibration, own):
                     for kind, prompts, way in zip(
                         (fitted, measured), (setup.calibration, setup.prompts), pair, strict=True
@@ -271,7 +272,7 @@ def measure(options: argparse.Namespace, draft: Path) -> TreesResult:
     setup.decode(setup.calibration[: max(batches)], setup.most)  # warms up
     calibration = {batch: Ways(calibrating(batch, setup.most, sizes[batch]), []) for batch in batches}
     walks = walked(setup)
-    first = costs_of(taking_turns(setup, calibration, 1)[0])
+    first = costs_of(taking_turns(setup, calibration, 1, groups=1)[0])
     ways = {
         batch: each._replace(
             measured=[*range(setup.most + 1), *chosen(first, walks[1], batch, sizes[batch])]
