@@ -1,6 +1,8 @@
 """How a process ends: with one message if a person has to act, on signals, and with its parent."""
 
+import atexit
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -19,8 +21,12 @@ PR_SET_PDEATHSIG = 1
 def run_main(main: Callable[[], None]) -> None:
     """Run `main`; a Refusal (wrong input, with its remedy) becomes one message on stderr and exit status 2.
 
-    Everything else is a defect and keeps its traceback.
+    Everything else is a defect and keeps its traceback. What was imported is never searched for garbage, neither while
+    the process runs nor when it ends, which would take a second and more with torch and transformers.
     """
+    gc.freeze()
+    gc.enable()  # `models` starts without
+    atexit.register(gc.freeze)
     try:
         main()
     except Refusal as error:
