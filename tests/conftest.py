@@ -1,5 +1,7 @@
 """Fixtures for all tests: the tiny target, trained once and kept in the cache, and runs prepared on it."""
 
+import atexit
+import gc
 import os
 import shutil
 import signal
@@ -54,6 +56,14 @@ MakeRun = Callable[..., RunFolder]
 def pytest_configure() -> None:
     """A shell starts background jobs with Ctrl-C ignored, and our processes would inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.disable()  # what the test modules import stays, and is never searched for garbage
+    atexit.register(gc.freeze)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 # `make test` runs two of these groups at a time (pytest-xdist); tests that share servers, ports or SGLang's segments in

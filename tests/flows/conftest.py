@@ -13,8 +13,10 @@ from typing import Any
 
 import httpx
 import pytest
+from prefect.workers.process import ProcessWorker
 
 from infra.network.ports import reserved_port
+from infra.servers.postgres import PostgresServer
 
 ROOT = Path(__file__).parents[2]
 PREFECT = [sys.executable, "-m", "prefect"]
@@ -125,9 +127,13 @@ def server_port() -> Iterator[int]:
 
 
 @pytest.fixture(scope="session")
-def stack(tmp_path_factory: pytest.TempPathFactory, server_port: int) -> Iterator[Stack]:
-    """A server, with prefect.yaml deployed; no worker."""
+def stack(tmp_path_factory: pytest.TempPathFactory, server_port: int, postgres: PostgresServer) -> Iterator[Stack]:
+    """A server over PostgreSQL, as `draftsmith up` starts it, with prefect.yaml deployed; no worker.
+
+    Over SQLite its services lock each other out, for a minute at a time on two cores.
+    """
     home = tmp_path_factory.mktemp("prefect")
+    database = postgres.make_database("prefect").replace("postgresql+psycopg:", "postgresql+asyncpg:")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
     found = Stack(
         home,
@@ -136,6 +142,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, server_port: int) -> Iterato
             "PWD": str(ROOT),
             "PREFECT_HOME": str(home / "prefect"),
             "PREFECT_API_URL": f"http://127.0.0.1:{server_port}/api",
+            "PREFECT_SERVER_DATABASE_CONNECTION_URL": database,
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "DO_NOT_TRACK": "1",
             "PREFECT_SERVER_UI_ENABLED": "false",
@@ -149,8 +156,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory, server_port: int) -> Iterato
     server = [*PREFECT, "server", "start", "--host", "127.0.0.1", "--port", str(server_port)]
     with running(server, found.environment, home / "server.log"):
         until(lambda: _healthy(found.api), "for the server")
-        for pool in ("draftsmith", "draftsmith-recovery"):
-            found.prefect("work-pool", "create", pool, "--type", "process")
+        template = ProcessWorker.get_default_base_job_template()
+        for pool in ("draftsmith", "draftsmith-recovery"):  # as `prefect work-pool create` does
+            found.post("work_pools/", {"name": pool, "type": ProcessWorker.type, "base_job_template": template})
         found.prefect("--no-prompt", "deploy", "--all")
         yield found
 
