@@ -45,6 +45,7 @@ def _ready_for_flows() -> Iterator[None]:
 
     Without a server of its own, Prefect starts a temporary one with telemetry whose database several processes lock.
     """
+    from infra.processes.garbage import importing
     from infra.servers.local import prefect_api
     from infra.settings import use_heartbeats
 
@@ -52,7 +53,7 @@ def _ready_for_flows() -> Iterator[None]:
     use_heartbeats()
     for logger in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(logger).addFilter(_without_traceback)
-    with prefect_api():
+    with importing(), prefect_api():
         yield
 
 

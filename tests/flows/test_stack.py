@@ -74,8 +74,8 @@ def test_a_stack_mends_itself_and_leaves_nothing(
     settings = {PREFECT_API_URL: f"http://127.0.0.1:{prefect}/api", PREFECT_API_AUTH_STRING: credential(folder)}
     with temporary_settings(settings), get_client(sync_client=True) as client:
         assert {"retrain", "recover"} <= {deployment.name for deployment in client.read_deployments()}
-        schedule_clean_up(client, timedelta(seconds=15))
-        until(lambda: completed_by_schedule(client) >= 3, "for three scheduled runs")
+        schedule_clean_up(client, timedelta(seconds=10))
+        until(lambda: completed_by_schedule(client) >= 2, "for two scheduled runs")
     for kind in SERVERS:
         assert any(kind in command_line(process) for process in processes(folder)), kind
     assert {address for process in processes(folder) for address in listens_at(process)} == {"127.0.0.1"}

@@ -65,12 +65,13 @@ def distance(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
     return max(float((a - b).norm() / b.norm()) for a, b in pairs)
 
 
+MEASURED = "training.heldout_steps=4"
 SETTINGS = [
     (1, "training.micro_batches=4"),
     (2,),
     # FSDP2 with accumulation; the last step leaves ranks without a sample.
     (2, "training.micro_batches=4", "training.sharded=true"),
-    (3,),
+    # Three ranks without accumulation: `test_a_run_goes_on_with_another_number_of_ranks`.
     (3, "training.micro_batches=4"),
     # Two pairs of ranks, each of which shares its samples; the draft is divided among all four.
     (4, "training.context_parallel_size=2", "training.micro_batches=2", "training.sharded=true"),
@@ -79,11 +80,13 @@ SETTINGS = [
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_ranks_and_accumulation_change_nothing(train: Callable[..., RunFolder]) -> None:
-    alone = train("alone", 1, "training.heldout_steps=4")
+def test_ranks_and_accumulation_change_nothing(
+    train: Callable[..., RunFolder], finished_run: Callable[..., RunFolder]
+) -> None:
+    alone = finished_run(*SMALL, MEASURED)
     assert len(losses(alone)) == 8
     for number, (ranks, *settings) in enumerate(SETTINGS):
-        folder = train(f"setting-{number}", ranks, "training.heldout_steps=4", *settings)
+        folder = train(f"setting-{number}", ranks, MEASURED, *settings)
         assert losses(folder) == pytest.approx(losses(alone), rel=1e-5), (ranks, settings)
         assert acceptance(folder) == acceptance(alone), (ranks, settings)
         assert heldout_length(folder) == pytest.approx(heldout_length(alone), rel=1e-5), (ranks, settings)
@@ -99,6 +102,7 @@ def test_ranks_and_accumulation_change_nothing(train: Callable[..., RunFolder]) 
 )
 def test_a_run_goes_on_with_another_number_of_ranks(
     train: Callable[..., RunFolder],
+    finished_run: Callable[..., RunFolder],
     make_run: Callable[..., RunFolder],
     kill_at_checkpoint: Callable[..., None],
     hold_back: Callable[..., Any],
@@ -107,7 +111,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     size: int,
 ) -> None:
     """From two ranks to three; from two that divide the draft to four of which two share a sample each."""
-    undisturbed = train("undisturbed", 1)
+    undisturbed = finished_run(*SMALL, MEASURED)
     kept = ("training.checkpoint_steps=1", "training.keep_checkpoints=9", f"training.sharded={sharded}")
     folder = make_run("moved", *SMALL, "training.ranks=2", *kept, "ledger.lease_seconds=3600")
     with hold_back(folder, range(30, 43)):
