@@ -1,5 +1,7 @@
 """People get one message; defects keep their traceback."""
 
+import gc
+import importlib
 import json
 import os
 import select
@@ -38,6 +40,25 @@ def test_a_defect_keeps_its_traceback_and_is_no_refusal(defect: Exception) -> No
 
     with pytest.raises(type(defect)):
         run_main(main)
+
+
+def test_a_process_collects_garbage_once_it_has_imported_and_an_importer_always(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import models
+
+    seen: list[bool] = []
+    monkeypatch.setattr(sys, "argv", ["-m", "run"])  # as while `python -m models.preflight run` looks its module up
+    try:
+        importlib.reload(models)
+        seen.append(gc.isenabled())
+        run_main(lambda: seen.append(gc.isenabled()))
+        monkeypatch.setattr(sys, "argv", ["notebook.py"])
+        importlib.reload(models)
+        seen.append(gc.isenabled())
+    finally:
+        gc.enable()
+    assert seen == [False, True, True]
 
 
 def test_whoever_was_orphaned_before_it_could_say_so_ends() -> None:
