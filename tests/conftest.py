@@ -226,6 +226,20 @@ def public_folder() -> Iterator[Path]:
         yield folder
 
 
+@pytest.fixture
+def path_in_memory() -> Iterator[Path]:
+    """For a `tmp_path` where SQLite would wait for a disk thousands of times: MLflow's tables take 6 s."""
+    with memory_folder() as folder:
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def session_in_memory() -> Iterator[Path]:
+    """Like `path_in_memory`, once."""
+    with memory_folder() as folder:
+        yield folder
+
+
 def prepare_run(path: Path, target: TargetRecord, *overrides: str) -> RunFolder:
     """A run folder of the tiny recipe, ready for generators and trainer."""
     from models.data.prepare import prepare_samples

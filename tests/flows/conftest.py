@@ -113,6 +113,12 @@ def until(condition: Callable[[], object], what: str = "") -> None:
         time.sleep(LOOK_S)
 
 
+@pytest.fixture
+def tmp_path(path_in_memory: Path) -> Path:
+    """Nothing here is about a disk."""
+    return path_in_memory
+
+
 @pytest.fixture(name="until")
 def until_fixture() -> Callable[..., None]:
     """Waits, with an end: `until(condition, "for what")`."""
@@ -127,12 +133,13 @@ def server_port() -> Iterator[int]:
 
 
 @pytest.fixture(scope="session")
-def stack(tmp_path_factory: pytest.TempPathFactory, server_port: int, postgres: PostgresServer) -> Iterator[Stack]:
+def stack(session_in_memory: Path, server_port: int, postgres: PostgresServer) -> Iterator[Stack]:
     """A server over PostgreSQL, as `draftsmith up` starts it, with prefect.yaml deployed; no worker.
 
     Over SQLite its services lock each other out, for a minute at a time on two cores.
     """
-    home = tmp_path_factory.mktemp("prefect")
+    home = session_in_memory / "prefect"
+    home.mkdir()
     database = postgres.make_database("prefect").replace("postgresql+psycopg:", "postgresql+asyncpg:")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
     found = Stack(

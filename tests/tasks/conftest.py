@@ -53,6 +53,12 @@ def goodput() -> MeasuredGoodput:
 
 
 @pytest.fixture
+def tmp_path(path_in_memory: Path) -> Path:
+    """Nothing here is about a disk."""
+    return path_in_memory
+
+
+@pytest.fixture
 def result() -> BenchmarkResult:
     conditions = Conditions(
         target="tiny", target_revision="rev", draft="export", draft_revision="sha", dataset_hash="data", thinking=False,

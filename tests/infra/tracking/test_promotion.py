@@ -1,9 +1,10 @@
 """Changes of the version in service: interrupted at any call, made beside Draftsmith, or overtaken by another one."""
 
 import re
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from inspect import isfunction
@@ -243,6 +244,20 @@ def counted(world: World, calls: Calls, *classes: type) -> Iterator[None]:
 READS = re.compile(r"\.(get|search|list)_")
 
 
+def content(world: World) -> sqlite3.Connection:
+    """A copy of the registry's database."""
+    copy = sqlite3.connect(":memory:")
+    with closing(sqlite3.connect(world.uri.removeprefix("sqlite:///"))) as database:
+        database.backup(copy)
+    return copy
+
+
+def restore(world: World, copy: sqlite3.Connection) -> None:
+    """Give the registry the content of a copy: as good as another draft with the same past, and much faster made."""
+    with closing(sqlite3.connect(world.uri.removeprefix("sqlite:///"))) as database:
+        copy.backup(database)
+
+
 def compare_interrupted(scenario: str, gate: GateDecision, make: Callable[[], World], *classes: type) -> list[str]:
     """Interrupt a scenario after each of its writes, resume it, and compare; returns the calls that were enumerated.
 
@@ -250,22 +265,21 @@ def compare_interrupted(scenario: str, gate: GateDecision, make: Callable[[], Wo
     interrupted before it, too.
     """
     before, change, smoke, champion = SCENARIOS[scenario]
-
-    def prepared() -> World:
-        world = make()
-        before(world, gate)
-        world.smoke = smoke
-        return world
-
-    undisturbed, calls = prepared(), Calls()
-    with counted(undisturbed, calls, *classes):
-        change(undisturbed, gate)
-    expected = undisturbed.state()
+    world = make()
+    before(world, gate)
+    world.smoke = smoke
+    heard, prepared = list(world.heard), content(world)
+    calls = Calls()
+    with counted(world, calls, *classes):
+        change(world, gate)
+    expected = world.state()
     assert isinstance(expected[0], State)
     assert (expected[0].champion, expected[0].change) == (champion, None)
     chosen = [(at, name) for at, name in enumerate(calls.names, start=1) if not READS.search(name)]
     for (at, name), after in [(chosen[0], False), *((one, True) for one in chosen)]:
-        world = prepared()
+        restore(world, prepared)
+        world.heard[:] = heard
+        assert world.state() != expected
         disturbed = Calls(at=at, after=after)
         with counted(world, disturbed, *classes), pytest.raises(InterruptedHere):
             change(world, gate)

@@ -19,8 +19,9 @@ NAME = "draft-test"
 
 
 @pytest.fixture(scope="module")
-def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"sqlite:///{tmp_path_factory.mktemp('tracking') / 'mlflow.db'}"
+def uri(session_in_memory: Path) -> str:
+    (session_in_memory / "tracking").mkdir()
+    return f"sqlite:///{session_in_memory / 'tracking' / 'mlflow.db'}"
 
 
 @pytest.fixture
@@ -155,7 +156,7 @@ def test_pages_are_described_and_hide_passwords(tmp_path: Path, uri: str) -> Non
     tags = client.get_run(run.run_id).data.tags
     assert (tags[NOTE], tags["gate"]) == ("# Trained", "passed")
     assert {artifact.path for artifact in client.list_artifacts(run.run_id)} == {"config.json", "report.html"}
-    (config_json,) = tmp_path.parent.rglob(f"{run.run_id}/artifacts/config.json")
+    (config_json,) = Path(uri.removeprefix("sqlite:///")).parent.rglob(f"{run.run_id}/artifacts/config.json")
     assert "secret" not in config_json.read_text()
 
 
