@@ -26,6 +26,7 @@ import multiprocessing
 import os
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection
@@ -35,6 +36,7 @@ from typing import Any
 
 import torch
 from draft_contestants import CHUNK_TOKENS, SHAPES, Shape, make_work, our_step, plain_step, speculators_step
+from torch import Tensor
 
 from infra.files.atomic import write_atomically
 from infra.provenance import git_sha, hardware, versions
@@ -58,6 +60,7 @@ def contestant(name: str, shape: Shape, dtype_name: str, threads: int, pipe: Con
     """A process: answers each request with wall and CPU seconds and the loss, the first one with its peak too."""
     torch.set_num_threads(threads)
     dtype = DTYPES[dtype_name]
+    step: Callable[[], Tensor]
     if name == "matrix":
         matrix = torch.randn(MATRIX, MATRIX).to(dtype)
         step = lambda: (matrix @ matrix)[0, 0]  # noqa: E731
@@ -70,6 +73,11 @@ def contestant(name: str, shape: Shape, dtype_name: str, threads: int, pipe: Con
         else:
             how = plain_step if name == "plain" else our_step
             step = lambda: how(work, dtype)  # noqa: E731
+    answer(step, pipe)
+
+
+def answer(step: Callable[[], Tensor], pipe: Connection) -> None:
+    """A contestant's loop: says that it is ready, then takes a step for each request."""
     pipe.send(None)
     while pipe.recv():
         before = resident_bytes("VmRSS")
@@ -92,15 +100,17 @@ def reset_peak() -> None:
 
 
 class Contest:
-    """The processes of one shape and dtype."""
+    """The processes of one shape and dtype; `body` is what each runs, of its name, these and a pipe."""
 
-    def __init__(self, names: tuple[str, ...], shape: Shape, dtype: str, threads: int):
+    def __init__(
+        self, names: tuple[str, ...], shape: Any, dtype: str, threads: int, body: Callable[..., None] = contestant
+    ):
         context = multiprocessing.get_context("spawn")
         self.pipes: dict[str, Connection] = {}
         self.processes = []
         for name in names:
             ours, theirs = context.Pipe()
-            process = context.Process(target=contestant, args=(name, shape, dtype, threads, theirs), daemon=True)
+            process = context.Process(target=body, args=(name, shape, dtype, threads, theirs), daemon=True)
             process.start()
             self.pipes[name] = ours
             self.processes.append(process)
