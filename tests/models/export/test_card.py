@@ -13,7 +13,7 @@ from infra.records.drafts import CapturePrecision
 from models.config.recipe import RunConfig, load_recipe
 from models.data.chat_template import read_template_file
 from models.export.card import write_card
-from models.export.description import BLOCK, block_of
+from models.export.description import BLOCK, block_of, vllm_method
 from models.run import PreparedRun
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -123,6 +123,11 @@ def test_a_card_says_that_the_draft_saw_text_only(tmp_path):
         text = card(tmp_path / str(text_only), config, text_only=text_only, sglang={})[1]
         said.append("**It saw text only**: proposals after an image may be worse, which nobody measured." in text)
     assert said == [True, False]
+
+
+@pytest.mark.parametrize(("head", "method"), [("vanilla", "dspark"), ("gated", None), ("rnn", None)])
+def test_vllm_has_one_of_dsparks_markov_heads(head, method):
+    assert vllm_method({"architectures": ["Qwen3DSparkModel"], "markov_head_type": head}) == method
 
 
 @pytest.mark.parametrize("architecture", ["DFlashDraftModel", "DFlashLagunaForCausalLM"])
