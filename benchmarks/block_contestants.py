@@ -21,6 +21,8 @@ from models.drafts.vocabulary import DraftVocabulary
 
 Step = Callable[[], Tensor]
 """Forward, backward, and the optimizer's step; the loss."""
+Stepped = tuple[nn.Module, Step]
+"""What is trained, and how."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def _start_with_whole_blocks(draft: BlockDraft) -> None:
     draft.anchors = anchors  # type: ignore[method-assign]
 
 
-def our_step(work: BlockWork, dtype: torch.dtype) -> Step:
+def our_step(work: BlockWork, dtype: torch.dtype) -> Stepped:
     """With training's chunks of the loss and its optimizer."""
     draft = work.draft
     target = TargetProjection(work.head, work.head, 1.0, None)
@@ -137,7 +139,7 @@ def our_step(work: BlockWork, dtype: torch.dtype) -> Step:
     return _step(draft, lambda: draft.loss(work.batch, target, work.total, chunk_tokens).loss, dtype)
 
 
-def speculators_step(work: BlockWork, dtype: torch.dtype) -> Step:
+def speculators_step(work: BlockWork, dtype: torch.dtype) -> Stepped:
     """The package's model with the same weights, blocks and loss terms. Raises ValueError: it is not installed."""
     model = _speculators_model(work)
     from speculators.losses import resolve_loss_config
@@ -169,7 +171,7 @@ def speculators_step(work: BlockWork, dtype: torch.dtype) -> Step:
     return _step(model, lambda: model(**inputs)[1], dtype)
 
 
-def _step(model: nn.Module, forward: Step, dtype: torch.dtype) -> Step:
+def _step(model: nn.Module, forward: Step, dtype: torch.dtype) -> Stepped:
     """The optimizer has its state before the first step."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, 1e-4, fused=True)
@@ -186,7 +188,7 @@ def _step(model: nn.Module, forward: Step, dtype: torch.dtype) -> Step:
         optimizer.step()
         return loss.detach()
 
-    return step
+    return model, step
 
 
 def _speculators_model(work: BlockWork) -> Any:

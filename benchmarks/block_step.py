@@ -38,7 +38,8 @@ def contestant(name: str, given: tuple[str, BlockShape], dtype_name: str, thread
     method, shape = given
     dtype = DTYPES[dtype_name]
     work = make_work(method, shape, dtype)
-    answer((our_step if name == "ours" else speculators_step)(work, dtype), pipe)
+    _, step = (our_step if name == "ours" else speculators_step)(work, dtype)
+    answer(step, pipe)
 
 
 def compare(method: str, shape: BlockShape, dtype: str, rounds: int, threads: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from speculators.models.dflash import core
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -33,6 +34,25 @@ def test_the_plain_step_does_the_same_work(load, argmax):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     for ours, plain in zip(*gradients, strict=True):
         assert (ours - plain).norm() < 1e-4 * plain.norm()
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_block_steps_do_the_same_work_as_speculators(load, method, monkeypatch):
+    """Its own class has the same gradients, but for the factor by which the sums are divided."""
+    contestants = load("block_contestants")
+    # The step replaces it, for the rest of the process.
+    monkeypatch.setattr(core, "select_anchors", core.select_anchors)
+    gradients = []
+    for make_step in (contestants.our_step, contestants.speculators_step):
+        model, step = make_step(contestants.make_work(method, contestants.SHAPES["tiny"], torch.float32), torch.float32)
+        assert torch.isfinite(step())
+        gradients.append({name: value.grad for name, value in model.named_parameters() if value.requires_grad})
+    ours, theirs = gradients
+    assert ours.keys() == theirs.keys()
+    factor = ours["fc.weight"].norm() / theirs["fc.weight"].norm()
+    for name, gradient in ours.items():
+        assert gradient.norm() > 0, name
+        assert (gradient - factor * theirs[name]).norm() < 1e-4 * gradient.norm(), name
 
 
 def test_the_longest_sample_on_a_cpu(load, tmp_path):
