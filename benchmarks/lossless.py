@@ -1,12 +1,14 @@
 """Speculative decoding against the target alone over many tokens; writes benchmarks/results/lossless-<target>.json.
 
     python benchmarks/lossless.py --target T [--draft D ...] --prompts FILE [--tokens 200000] [--lookaheads 4]
-        [--trees 3x2x1,dynamic-4-4-12] [--batches 1,4,16]
+        [--trees 3x2x1,dynamic-4-4-12] [--batches 1,4,16] [--scheduled]
 
 Every source (drafts and baselines) decodes the same conversations in every setting: chains of each lookahead at each
-batch size, and trees at each batch size where the source branches. Each text is compared with a plain greedy one: the
-first `--plain-tokens` tokens with plain decoding at batch 1, the rest with plain decoding of many prompts at once (no
-padding: every row has its own positions). After a divergence the comparison goes on from the speculative prefix.
+batch size, and trees at each batch size where the source branches. With `--scheduled`, drafts with confidences decode
+with scheduled verification as well, by step costs that make it verify few proposals or many. Each text is compared with
+a plain greedy one: the first `--plain-tokens` tokens with plain decoding at batch 1, the rest with plain decoding of
+many prompts at once (no padding: every row has its own positions). After a divergence the comparison goes on from the
+speculative prefix.
 """
 
 import argparse
@@ -22,15 +24,25 @@ from infra.processes.exit import run_main
 from infra.provenance import git_sha
 from infra.records.acceptance import Conditions, LosslessRecord
 from infra.records.data_path import Record
+from infra.records.goodput import CostFit
+from models.benchmark.contestants import SelectedLayers, draft_of
 from models.decoding.acceptance import acceptance_length, distinct_token_share
+from models.decoding.goodput import FittedCosts
 from models.decoding.lossless import LosslessCheck, total
 from models.decoding.plain import continue_batch, continue_greedily
+from models.decoding.scheduled import Scheduled
 from models.decoding.speculative import speculate_together
+from models.drafts.base import Draft
 from models.drafts.batched_proposer import ProposalSource
 from models.drafts.trees import TreeShape, parse_shape
 
 RESULTS = Path(__file__).parent / "results"
 PLAIN_BATCH = 16
+COSTS = {f"{cost:g} of a step per token": CostFit(
+    constant=1.0, per_text=0.0, per_token=cost, knee=0.0, per_token_beyond=0.0, several=0.0, several_per_text=0.0,
+    per_position=0.0, worst_error=0.0,
+) for cost in (0.02, 0.2)}  # fmt: skip
+"""Of scheduled verification."""
 
 
 class LosslessCell(Record):
@@ -88,11 +100,24 @@ def settings(options: argparse.Namespace, ground: Ground) -> list[Setting]:
     ]
 
 
+def scheduled(ground: Ground) -> dict[str, ProposalSource]:
+    """Drafts with confidences, verified as far as it pays."""
+    found: dict[str, ProposalSource] = {}
+    for name, source in ground.sources.items():
+        if isinstance(source, Draft | SelectedLayers) and (settings := draft_of(source).config).confident:
+            ones = [1.0] * settings.lookaheads(64)[-1]
+            for cost, fit in COSTS.items():
+                found[f"{name}, scheduled by {cost}"] = Scheduled(source, FittedCosts(fit, fit), ones)
+    return found
+
+
 def check(options: argparse.Namespace) -> LosslessResult:
     """Decode and compare; raises ValueError where the prompts do not give enough tokens."""
     begun, commit = time.perf_counter(), git_sha()
     # As many cells as there may be, so that prompts are read once; how many there are is known with the sources.
     ground = load(options, -(-2 * options.tokens // options.max_new_tokens), options.report_lookahead)
+    if options.scheduled:
+        ground.sources.update(scheduled(ground))
     cells = settings(options, ground)
     texts, at_batch_one = plain_texts(options, ground, -(-options.tokens // len(cells)))
     used = ground.prompts[: len(texts)]
@@ -177,6 +202,7 @@ def main() -> None:
     parser.add_argument("--lookaheads", default="4", help="with commas; 0 proposes nothing")
     parser.add_argument("--trees", default="3x2x1,dynamic-4-4-12", help="with commas; empty for none")
     parser.add_argument("--batches", default="1,4,16")
+    parser.add_argument("--scheduled", action="store_true", help="with scheduled verification as well")
     options = parser.parse_args()
     options.report_lookahead = max([1, *numbers(options.lookaheads, "--lookaheads", 0)])
     result = check(options)

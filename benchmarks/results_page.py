@@ -222,12 +222,50 @@ def sampled_walk(result: Json) -> Iterable[tuple[str, str]]:
         )
 
 
+def block_step(result: Json) -> Iterable[tuple[str, str]]:
+    for one in result["steps"].values():
+        method, sizes = one["method"], one["shape"]
+        yield (
+            f"{method}'s training step, {one['dtype']}, {sizes['layers']} layers of {sizes['hidden']}, "
+            f"{sizes['vocabulary']:,} tokens, {sizes['anchors'] * len(sizes['lengths'])} blocks of {sizes['block_size']}: times faster than "
+            "speculators' on a CPU (CPU seconds); share of its peak memory",
+            f"{one['times_faster']['cpu_s']:.2f}; {one['memory_of_speculators']:.2f}",
+        )
+
+
+def calibration(result: Json) -> Iterable[tuple[str, str]]:
+    for way in result["ways"]:
+        worst = max(range(len(way["errors_after"])), key=way["errors_after"].__getitem__)
+        yield (
+            f"DSpark on {result['conditions']['target'].rpartition('-')[0]}, {way['way']}: calibration error of "
+            f"confidences at the worst position, {way['steps_judged']:,} steps (± standard error; of exact chances)",
+            f"{way['errors_after'][worst]:.1%} (± {way['standard_errors'][worst]:.1%}; {way['by_chance'][worst]:.1%})",
+        )
+
+
+def scheduled(result: Json) -> Iterable[tuple[str, str]]:
+    for load in result["loads"]:
+        texts = f"{load['batch']} texts at once" if load["batch"] > 1 else "1 text at once"
+        ways = load["ways"]
+        yield (
+            f"DSpark, sampled, {texts}: predicted against measured goodput of scheduled verification; of fixed "
+            "lookaheads",
+            f"{ways[-1]['error']:+.1%}; {min(way['error'] for way in ways[:-1]):+.1%} to "
+            f"{max(way['error'] for way in ways[:-1]):+.1%}",
+        )
+        yield (
+            f"goodput of scheduled verification against whole blocks; against the best lookahead, {texts}",
+            f"{load['against_whole_block']:+.1%}; {load['against_best_lookahead']:+.1%}",
+        )
+
+
 SECTIONS = (
     Section(
         "Decoding and acceptance",
         (
             ("lossless", "lossless.py", lossless),
             ("lossless-gemma3-270m", "lossless.py", lossless),
+            ("lossless-blocks", "lossless.py", lossless),
             ("suffix", "suffix.py", suffix),
             ("agreement-tiny-eagle3", "agreement.py", agreement),
             ("agreement-tiny-dflash", "agreement.py", agreement),
@@ -236,11 +274,14 @@ SECTIONS = (
             ("sampled_walk", "sampled_walk.py", sampled_walk),
             ("float8-tiny", "float8.py", float8),
             ("continued", "continued.py", continued),
+            ("calibration", "calibration.py", calibration),
+            ("scheduled-tiny", "scheduled.py", scheduled),
         ),
     ),
     Section(
         "Speed and memory",
         (
+            ("block_step", "block_step.py", block_step),
             ("capture_cost", "capture_cost.py", capture),
             ("data_wait", "data_wait.py", data_wait),
             ("transport", "transport.py", transport),

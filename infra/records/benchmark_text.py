@@ -150,6 +150,7 @@ def findings(result: BenchmarkResult) -> dict[str, str]:
         "Simulated = decoded": _agreement(result),
         "Served": result.served and result.served.summary.removeprefix("served: "),
         "Goodput": _goodput(result),
+        "Confidences": _confidences(result),
         "Speed": _speed(result),
         "Target's text": _distinct_tokens(result),
         "Draft vocabulary": result.vocabulary_mass
@@ -225,6 +226,24 @@ def _goodput(result: BenchmarkResult) -> str | None:
     return (
         f"predicted from step costs on {measured.hardware}, in transformers: with "
         f"{plural(measured.main_load, 'text')} at once {advice}{engine}"
+    )
+
+
+def _confidences(result: BenchmarkResult) -> str | None:
+    """Whether the draft's confidences say how often proposals are accepted."""
+    fit = result.goodput and result.goodput.confidence
+    if not fit:
+        return None
+    by_chance = f", of which exact ones would show {max(fit.errors_by_chance):.1%}" if fit.errors_by_chance else ""
+    text = (
+        f"wrong by {max(fit.errors_after):.1%} at the worst position after fitting a temperature to each "
+        f"({plural(fit.steps, 'step')}{by_chance})"
+    )
+    if fit.meaningful:
+        return f"{text}; SGLang's tables for scheduled verification are in the export"
+    return (
+        f"{text}, so scheduled verification is not offered: they are acceptance rates of drawn proposals for sampled "
+        "text, and other proposals or texts are accepted at other rates"
     )
 
 

@@ -87,6 +87,10 @@ class GoodputTable(Record):
         return next(row for row in self.rows if row.batch == batch and row.lookahead == 0)
 
 
+MOST_CALIBRATION_ERROR = 0.05
+"""By which chances may be wrong on average, beyond what few steps show of exact ones."""
+
+
 class ConfidenceFit(Record):
     """How a draft's confidences have to be read, by position of the proposal; see `models.decoding.calibration`."""
 
@@ -97,6 +101,14 @@ class ConfidenceFit(Record):
     """Expected calibration error of the chance to reach and accept each position, as the draft says it."""
     errors_after: tuple[float, ...]
     """The same with temperatures that were fitted to other steps."""
+    errors_by_chance: tuple[float, ...] = ()
+    """What `errors_after` would be if the chances were exact: so few steps show some error in any case."""
+
+    @property
+    def meaningful(self) -> bool:
+        """Whether scheduled verification may rely on them."""
+        chance = self.errors_by_chance or (0.0,) * len(self.errors_after)
+        return all(found - own <= MOST_CALIBRATION_ERROR for found, own in zip(self.errors_after, chance, strict=True))
 
 
 class TreeGoodput(Record):

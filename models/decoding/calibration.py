@@ -20,7 +20,7 @@ from models.targets.model import TargetModel
 
 GRID = torch.logspace(-1, 1, 41, dtype=torch.double)
 """Temperatures that are tried, as SGLang's own fitter does (0.5.23)."""
-BINS = 10
+BINS, DRAWS = 10, 50
 
 
 def expected_error(chances: Tensor, happened: Tensor) -> float:
@@ -43,23 +43,42 @@ def fit_temperatures(logits: Tensor, accepted: Tensor) -> list[float]:
 
 def errors_by_position(logits: Tensor, accepted: Tensor, temperatures: Sequence[float]) -> list[float]:
     """`expected_error` of reaching and accepting each position."""
-    chances = (logits.double() / torch.tensor(temperatures, dtype=torch.double)).sigmoid().cumprod(-1)
+    chances = _chances(logits, temperatures)
     return [expected_error(own, accepted > position) for position, own in enumerate(chances.unbind(1))]
+
+
+def _chances(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
+    """`[n, S]` float64, of reaching and accepting each position."""
+    return (logits.double() / torch.tensor(temperatures, dtype=torch.double)).sigmoid().cumprod(-1)
+
+
+def errors_by_chance(logits: Tensor, temperatures: Sequence[float], seed: int = 0) -> list[float]:
+    """Mean `errors_by_position` if every chance were exact, by drawing what happens: above 0, the more the fewer steps.
+
+    `[n, S]` logits.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    chances = _chances(logits, temperatures)
+    drawn = (torch.rand(DRAWS, *chances.shape, generator=generator, dtype=torch.double) < chances).unbind(0)
+    columns = [[expected_error(*pair) for pair in zip(chances.T, happened.T, strict=True)] for happened in drawn]
+    return [sum(errors) / DRAWS for errors in zip(*columns, strict=True)]
 
 
 def calibrate(logits: Tensor, accepted: Tensor) -> ConfidenceFit:
     """Temperatures of all steps, and errors that each half has by the temperatures of the other."""
     halves = [(logits[first::2], accepted[first::2]) for first in (0, 1)]
-    crossed = [
-        errors_by_position(*own, fit_temperatures(*other)) for own, other in zip(halves, reversed(halves), strict=True)
-    ]
-    after = [sum(errors) / 2 for errors in zip(*crossed, strict=True)]
+    after, chance = [], []
+    for (own, happened), other in zip(halves, reversed(halves), strict=True):
+        temperatures = fit_temperatures(*other)
+        after.append(errors_by_position(own, happened, temperatures))
+        chance.append(errors_by_chance(own, temperatures))
     ones = [1.0] * logits.shape[1]
     return ConfidenceFit(
         temperatures=tuple(fit_temperatures(logits, accepted)),
         steps=len(logits),
         errors_before=tuple(errors_by_position(logits, accepted, ones)),
-        errors_after=tuple(after),
+        errors_after=tuple(sum(errors) / 2 for errors in zip(*after, strict=True)),
+        errors_by_chance=tuple(sum(errors) / 2 for errors in zip(*chance, strict=True)),
     )
 
 

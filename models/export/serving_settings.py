@@ -159,7 +159,8 @@ def write_settings(export: Path, found: MeasuredGoodput) -> list[Path]:
     if description.served:
         files[SGLANG] = sglang(found, description.config, description.dtype)
         files[SGLANG_ADAPTIVE] = sglang_adaptive(found.draft, description.config)
-        if found.confidence is not None:
+        # Of confidences that say something else, a scheduler makes a worse choice than a fixed number.
+        if found.confidence is not None and found.confidence.meaningful:
             files |= {DSPARK_COSTS: dspark_costs(found), DSPARK_CONFIDENCE: dspark_confidence(found.confidence)}
     if description.vllm_method is not None:
         files[VLLM] = vllm(found.draft, description.vllm_method)

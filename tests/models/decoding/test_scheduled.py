@@ -73,3 +73,16 @@ def test_temperatures_are_recovered_and_errors_shrink():
     assert max(fit.errors_before) > 0.04
     assert fit.errors_before == tuple(errors_by_position(logits, accepted, [1.0] * 3))
     assert fit.steps == 40_000
+    assert fit.meaningful
+
+
+def test_few_steps_of_exact_chances_show_an_error():
+    """That is no reason to distrust them; chances of other events are."""
+    logits, accepted = drawn([1.0, 1.0], 300)
+    fit, many = calibrate(logits, accepted), calibrate(*drawn([1.0, 1.0], 40_000))
+    assert min(fit.errors_by_chance) > 0.02
+    assert fit.errors_after == pytest.approx(fit.errors_by_chance, abs=0.04)
+    assert max(many.errors_by_chance) < 0.2 * min(fit.errors_by_chance)
+    assert fit.meaningful
+    others = torch.randperm(300, generator=torch.Generator().manual_seed(1))
+    assert not calibrate(8 * logits[others].abs(), accepted).meaningful

@@ -12,10 +12,23 @@ from hypothesis import strategies as st
 from infra.records.goodput import ConfidenceFit, CostFit, GoodputTable, MeasuredGoodput, TreeGoodput
 from infra.sglang.command import sglang_python
 from models.config.dflash import DFlashConfig
+from models.config.draft import parse_draft_config
 from models.config.eagle3 import Eagle3Config
 from models.config.medusa import MedusaConfig
 from models.decoding.goodput import FittedCosts, goodput_table, predict
-from models.export.serving_settings import NEAR, dspark_confidence, dspark_costs, sglang, sglang_adaptive, spans, vllm
+from models.export.description import block_of
+from models.export.serving_settings import (
+    DSPARK_CONFIDENCE,
+    DSPARK_COSTS,
+    NEAR,
+    dspark_confidence,
+    dspark_costs,
+    sglang,
+    sglang_adaptive,
+    spans,
+    vllm,
+    write_settings,
+)
 
 SHAPE = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 32}
 EAGLE3, DFLASH = Eagle3Config(**SHAPE), DFlashConfig(block_size=4, **SHAPE)
@@ -147,6 +160,19 @@ def test_a_draft_that_never_pays_is_not_served():
     told = sglang(measured(found), EAGLE3, "bfloat16")
     assert (told["arguments"], told["adaptive_arguments"]) == ([], None)
     assert vllm(found, "eagle3") is None
+
+
+@pytest.mark.parametrize(("error", "offered"), [(0.07, True), (0.09, False)])
+def test_confidences_of_something_else_are_not_offered(error, offered, tmp_path):
+    """Beyond the error that exact ones would show."""
+    config = {"method": "dspark", "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "intermediate_size": 8}
+    block = block_of(parse_draft_config(config), (0,), 32, served=True)
+    (tmp_path / "config.json").write_text(json.dumps({"draftsmith": block, "dtype": "float32"}))
+    errors = {"errors_before": (0.1,), "errors_after": (error,), "errors_by_chance": (0.03,)}
+    fit = ConfidenceFit(temperatures=(1.0,), steps=200, **errors)
+    found = measured(table((0, 7), rates=(0.6,) * 7)).model_copy(update={"confidence": fit})
+    names = {path.name for path in write_settings(tmp_path, found)}
+    assert (DSPARK_COSTS in names, DSPARK_CONFIDENCE in names) == (offered, offered)
 
 
 @pytest.mark.timeout(300)

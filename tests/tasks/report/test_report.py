@@ -25,7 +25,7 @@ from infra.records.acceptance import (
 from infra.records.benchmark_text import acceptance_tables, findings, goodput_rows, summary
 from infra.records.data_path import SampleProgress, SampleSlot, SamplesRecord, TargetRecord, TrainingResult
 from infra.records.drafts import ExportRecord
-from infra.records.goodput import TreeGoodput
+from infra.records.goodput import ConfidenceFit, TreeGoodput
 from infra.tracking.client import NOTE, connect
 from infra.tracking.runs import TrackedRun
 from tasks.registry import open_tracking, register_draft
@@ -154,6 +154,10 @@ def test_goodput_has_a_row_per_load(result: BenchmarkResult) -> None:
     assert "own figures are of lookahead 4" in findings(result.model_copy(update={"served": served}))["Goodput"]
     found = result.goodput
     assert found is not None
+    fit = ConfidenceFit(temperatures=(1.0,), steps=900, errors_before=(0.5,), errors_after=(0.3,))
+    wrong = result.model_copy(update={"goodput": found.model_copy(update={"confidence": fit})})
+    assert "wrong by 30.0% at the worst position" in findings(wrong)["Confidences"]
+    assert "is not offered" in findings(wrong)["Confidences"]
     lookup = result.model_copy(update={"goodput": found.model_copy(update={"prompt_lookup": found.draft})})
     assert [row["prompt lookup"] for row in goodput_rows(lookup)] == ["250", "800"]
     rows = tuple(row.model_copy(update={"tokens_per_s": 1.1 * row.tokens_per_s}) for row in found.draft.rows)
