@@ -227,8 +227,8 @@ def block_step(result: Json) -> Iterable[tuple[str, str]]:
         method, sizes = one["method"], one["shape"]
         yield (
             f"{method}'s training step, {one['dtype']}, {sizes['layers']} layers of {sizes['hidden']}, "
-            f"{sizes['vocabulary']:,} tokens, {sizes['anchors'] * len(sizes['lengths'])} blocks of {sizes['block_size']}: times faster than "
-            "speculators' on a CPU (CPU seconds); share of its peak memory",
+            f"{sizes['vocabulary']:,} tokens, {sizes['anchors'] * len(sizes['lengths'])} blocks of "
+            f"{sizes['block_size']}: times faster than speculators' on a CPU (CPU seconds); share of its peak memory",
             f"{one['times_faster']['cpu_s']:.2f}; {one['memory_of_speculators']:.2f}",
         )
 
