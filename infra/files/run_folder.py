@@ -61,6 +61,8 @@ class RunFolder:
     export = _Place("export")
     exported = _Place("export.json")
     """What `export` holds."""
+    stitched = _Place("stitched")
+    """The target with a trained MTP layer in place of its own; hard links to the target's other files."""
     benchmark = _Place("benchmark.json")
     request_counts = _Place("request_counts.json")
     """Tokens and verification steps of every benchmarked conversation."""

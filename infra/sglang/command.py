@@ -51,14 +51,17 @@ class ServerSpec:
 
 
 def capture_command(spec: ServerSpec, config: SGLangConfig, aux_layer_ids: Sequence[int], port: int) -> list[str]:
-    """A server that captures `aux_layer_ids` and the output after the final norm of every prefill."""
+    """A server that captures `aux_layer_ids` and the output after the final norm of every prefill.
+
+    SGLang keeps the latter only beside a layer's: of no layers the first one is named, and the plugin leaves it out.
+    """
     return [
         *_server(spec, config, port),
         "--enable-return-aux-hidden-states",
         # Only names the convention of the layer ids here: no draft is loaded.
         *("--speculative-algorithm", "EAGLE3"),
         # The engine's defaults differ by architecture.
-        *("--return-aux-hidden-state-layer-ids", *map(str, aux_layer_ids)),
+        *("--return-aux-hidden-state-layer-ids", *map(str, aux_layer_ids or (0,))),
         # A prefix that comes from the cache is not computed, so it has no hidden states.
         "--disable-radix-cache",
         # A replayed graph writes to buffers of its own.

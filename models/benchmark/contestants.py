@@ -53,21 +53,24 @@ def load_contestants(target: Path, folders: Sequence[Path], dtype: torch.dtype) 
         check_precision(folder, None)
     device = compute_device()
     drafts = [load_draft(folder, target, dtype, device) for folder in folders]
-    layers = sorted({layer for loaded in drafts for layer in loaded.aux_layer_ids}) or [0]
-    model = TargetModel.load(target, layers, dtype, device)
+    layers = sorted({layer for loaded in drafts for layer in loaded.aux_layer_ids})
+    mixed = bool(layers) and not all(loaded.aux_layer_ids for loaded in drafts)
+    model = TargetModel.load(target, layers, dtype, device, with_last=mixed)
 
     @cache
     def exact() -> TargetModel:
         return model if dtype == torch.float32 else TargetModel.load(target, layers, torch.float32, device)
 
-    sources = [_reading_its_own(loaded, layers) for loaded in drafts]
+    sources = [_reading_its_own(loaded, layers, mixed) for loaded in drafts]
     return Contestants(model, exact, sources, eos_ids(target), recommended_sampling(target))
 
 
-def _reading_its_own(draft: Draft, layers: Sequence[int]) -> DrawingSource:
-    if list(draft.aux_layer_ids) == list(layers):
+def _reading_its_own(draft: Draft, layers: Sequence[int], with_last: bool) -> DrawingSource:
+    """`with_last`: features are those of the layers, and the target's last hidden state after them."""
+    if list(draft.aux_layer_ids) == list(layers) and not with_last:
         return draft
-    return SelectedLayers(draft, [layers.index(layer) for layer in draft.aux_layer_ids], len(layers))
+    chosen = [layers.index(layer) for layer in draft.aux_layer_ids] or [len(layers)]
+    return SelectedLayers(draft, chosen, len(layers) + with_last)
 
 
 def same_build(one: RolloutSource, other: RolloutSource) -> bool:

@@ -122,7 +122,7 @@ class _Texts:
         vocabulary = len(target.head_weight)
         self.tokens = torch.randint(vocabulary, (most, length + 1), generator=generator).to(target.device)
         self.row = torch.randint(vocabulary, (rows + 1,), generator=generator).to(target.device)
-        self.aux = target.forward(self.row[None, :-1]).aux[0]
+        self.aux = target.forward(self.row[None, :-1]).features[0]
 
     def verify(self, batch: int, tokens: int) -> Callable[[], object]:
         """The target's step: `tokens` of each of `batch` texts behind what its cache holds, and its choices there."""

@@ -135,7 +135,7 @@ def check_capture(target: TargetModel, captured: HiddenStates, tokens: Tensor, l
         raise Refusal(f"canary: {error}") from None
     reference = target.model(tokens[None].to(target.device), output_hidden_states=True)
     tolerance = RELATIVE_TOLERANCE[target.head_weight.dtype] + ROUNDING[layout.dtype]
-    for chunk, layer_id in zip(captured.aux.chunk(layout.aux_count, dim=-1), target.aux_layer_ids, strict=True):
+    for chunk, layer_id in zip(layout.by_layer(captured.aux), target.aux_layer_ids, strict=True):
         # For the last layer transformers returns the output after the final norm.
         last = layer_id + 1 == len(target.body.layers)
         seen = target.body.norm(chunk.to(target.head_weight)) if last else chunk

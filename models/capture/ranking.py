@@ -27,7 +27,7 @@ def check_ranking(target: TargetModel, captured: HiddenStates, tokens: Tensor, l
         raise Refusal(f"canary: {error}") from None
     reference = target.model(tokens[None].to(target.device), output_hidden_states=True)
     layers = torch.stack([states[0].float() for states in reference.hidden_states[1:]])
-    for chunk, layer_id in zip(captured.aux.chunk(layout.aux_count, dim=-1), target.aux_layer_ids, strict=True):
+    for chunk, layer_id in zip(layout.by_layer(captured.aux), target.aux_layer_ids, strict=True):
         # For the last layer transformers returns the output after the final norm.
         last = layer_id + 1 == len(layers)
         _check_nearest(target.body.norm(chunk.to(target.head_weight)) if last else chunk, layers, layer_id)

@@ -11,13 +11,15 @@ from models.config.draft_base import MethodConfig
 from models.config.dspark import DSparkConfig
 from models.config.eagle3 import Eagle3Config
 from models.config.medusa import MedusaConfig
+from models.config.mtp import MtpConfig
 
 DraftConfig = Annotated[
     DFlashConfig
     | DFlash2Config
     | DSparkConfig
     | Eagle3Config
-    | MedusaConfig,
+    | MedusaConfig
+    | MtpConfig,
     Field(discriminator="method"),
 ]  # fmt: skip
 

@@ -21,6 +21,9 @@ class MethodConfig(StrictConfig):
     """Fields that affect training but not the model: a warm start may change them."""
     shareable: ClassVar[bool] = True
     """Whether ranks can share a sample in training (`training.context_parallel_size`)."""
+    reads_layers: ClassVar[bool] = True
+    """Whether such drafts read outputs of target layers (`target.aux_layer_ids`); otherwise the target's last hidden
+    state, after the final norm."""
     adaptive: ClassVar[bool] = False
     """Whether SGLang can change the lookahead of such a draft while serving (`--speculative-adaptive`)."""
     engine_dtype: ClassVar[str | None] = None

@@ -55,8 +55,13 @@ class RunConfig(StrictConfig):
                 "100 at most"
             )
         ids = self.target.aux_layer_ids
-        if list(ids) != sorted(set(ids)) or ids[0] < 0:
-            raise Refusal(f"target.aux_layer_ids {list(ids)} must be ascending, distinct and not negative")
+        if list(ids) != sorted(set(ids)):
+            raise Refusal(f"target.aux_layer_ids {list(ids)} must be ascending and distinct")
+        if bool(ids) != self.draft.reads_layers:
+            raise Refusal(
+                f"target.aux_layer_ids {list(ids)}: drafts of {self.draft.title} read "
+                + ("target layers, name at least one" if self.draft.reads_layers else "none, set it to []")
+            )
         if self.plan.target is not None:
             check_layers(ids, self.plan.target.num_layers)
         if self.benchmark.lookahead > self.benchmark.max_lookahead:
@@ -154,9 +159,8 @@ class RunConfig(StrictConfig):
         size = self.training.context_parallel_size
         if not self.draft.shareable:
             raise Refusal(
-                f"training.context_parallel_size is {size}: a block of {self.draft.title} reads the features of its "
-                "whole sample, so ranks cannot share one: set it to 1 and lower data.max_tokens, or use "
-                "draft.method=eagle3"
+                f"training.context_parallel_size is {size}: drafts of {self.draft.title} read features of the whole "
+                "sample, so ranks cannot share one: set it to 1 and lower data.max_tokens, or use draft.method=eagle3"
             )
         if self.transport.receive == "device":
             raise Refusal(
@@ -167,7 +171,7 @@ class RunConfig(StrictConfig):
 
 def check_layers(aux_layer_ids: Sequence[int], num_layers: int) -> None:
     """Raise Refusal for layers that a target of `num_layers` does not have."""
-    if max(aux_layer_ids) >= num_layers:
+    if max(aux_layer_ids, default=-1) >= num_layers:
         raise Refusal(
             f"target.aux_layer_ids {list(aux_layer_ids)}: the target has layers 0..{num_layers - 1}; choose among these"
         )

@@ -20,10 +20,9 @@ class TargetConfig(StrictConfig):
     name: Address = Field(description="Hub id, folder, or package name.")
     revision: str | None = Field(default=None, description="Hub revision, best a commit hash; default: the newest.")
     aux_layer_ids: tuple[Annotated[int, Field(ge=0, lt=10_000)], ...] = Field(
-        min_length=1,
         max_length=64,
         description="Target layers whose outputs feed the draft, ascending; layer l is Hugging Face's "
-        "hidden_states[l+1].",
+        "hidden_states[l+1]. `[]` with draft.method=mtp, which reads the last hidden state after the final norm.",
     )
     add_bos: bool = Field(
         default=False,

@@ -16,6 +16,7 @@ from infra.settings import cache_folder
 from models.config.benchmark import BenchmarkConfig
 from models.config.draft import parse_draft_config
 from models.config.eagle3 import LatentAttention
+from models.config.mtp import own_layer
 from models.config.rope import OF_TYPE
 from models.config.target import TargetConfig, TinyRecipe
 
@@ -120,6 +121,8 @@ def completed(tree: Tree) -> Tree:
         return tree  # validation says what is wrong
     draft = {"method": "eagle3"} | tree.get("draft", {})
     wanted = () if draft["method"] == "medusa" else LAYER_FIELDS
+    if draft["method"] == "mtp":
+        wanted = (*LAYER_FIELDS, "family")
     if draft.get("mla") is not None:
         wanted = ("num_heads", "intermediate_size", "mla")
     target = tree["target"]
@@ -131,7 +134,7 @@ def completed(tree: Tree) -> Tree:
         settings = read_settings(known)
         text = settings.get("text_config") or settings
         try:
-            layers = default_layers(text["num_hidden_layers"])
+            layers = [] if draft["method"] == "mtp" else default_layers(text["num_hidden_layers"])
             target = target | {"aux_layer_ids": target.get("aux_layer_ids", layers)}
             draft = {"method": draft["method"]} | (_layer(text, draft) if wanted else draft)
         except (KeyError, TypeError) as error:
@@ -183,6 +186,8 @@ def _layer(text: Mapping[str, Any], draft: Tree) -> Tree:
         layer["rope_scaling"] = {"rope_type": kind} | scaling
     if str(text.get("model_type", "")).startswith("gemma"):
         layer["fc_norm"] = True  # its residual stream grows a lot
+    if draft["method"] == "mtp":
+        layer |= own_layer(text)
     if draft["method"] == "eagle3" and text["vocab_size"] <= 32_000:
         layer["vocab_size"] = None
     if isinstance(mla := draft.get("mla"), dict):

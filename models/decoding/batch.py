@@ -92,7 +92,7 @@ class TargetBatch:
         states = self.target.forward(tokens, self.cache, placement)
         sizes = [len(tree.parents) + 1 for tree in trees]
         last = torch.cat([rows[:size] for rows, size in zip(states.last, sizes, strict=True)])
-        aux = [rows[:size] for rows, size in zip(states.aux, sizes, strict=True)]
+        aux = [rows[:size] for rows, size in zip(states.features, sizes, strict=True)]
         return Verification(trees, tokens.tolist(), aux, self.target.logits(last))
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:

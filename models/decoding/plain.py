@@ -50,7 +50,7 @@ def prefill(target: TargetModel, prompt: Sequence[int], sampling: Sampling = GRE
     cache = target.new_cache()
     states = target.forward(_row(target, prompt), cache)
     token = int(sampling.choose(target.logits(states.last[0, -1:])))
-    return Prefill(tuple(prompt), cache, states.aux[0], token, states.last[0])
+    return Prefill(tuple(prompt), cache, states.features[0], token, states.last[0])
 
 
 def decode(target: TargetModel, start: Prefill, max_new_tokens: int, eos_ids: frozenset[int]) -> list[int]:

@@ -52,7 +52,7 @@ class ReplayBatch:
         for path in paths_of(tree):
             cache = copy.deepcopy(self.caches[row])
             states = self.target.forward(self._tokens[row, list(path)].unsqueeze(0), cache)
-            rows |= dict(zip(path, zip(states.aux[0], states.last[0], strict=True), strict=True))
+            rows |= dict(zip(path, zip(states.features[0], states.last[0], strict=True), strict=True))
             self._copies[row][path] = cache
         aux, last = zip(*(rows[node] for node in range(len(rows))), strict=True)
         return torch.stack(aux), torch.stack(last)

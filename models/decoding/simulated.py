@@ -24,7 +24,7 @@ from models.targets.model import TargetModel
 
 def features(target: TargetModel, tokens: Sequence[int]) -> Tensor:
     """`[T, K*H]` target features of all but the last of `T + 1` tokens, from one forward."""
-    return target.forward(torch.tensor([list(tokens[:-1])], device=target.device)).aux[0]
+    return target.forward(torch.tensor([list(tokens[:-1])], device=target.device)).features[0]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def read_texts(
     states = target.forward(pad_sequence([text[:-1] for text in tokens], batch_first=True))
     found = []
     for row, (text, wanted) in enumerate(zip(tokens, sampled or [0] * len(texts), strict=True)):
-        following, aux, last = text[1:], states.aux[row, : len(text) - 1], states.last[row, : len(text) - 1]
+        following, aux, last = text[1:], states.features[row, : len(text) - 1], states.last[row, : len(text) - 1]
         best, chances = list[Likeliest](), [aux.new_empty(0, dtype=torch.float32)]
         first = len(last) - wanted
         for rows in torch.arange(0 if candidates else first, len(last), device=target.device).split(ROWS):

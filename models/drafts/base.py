@@ -98,6 +98,18 @@ class Draft(torch.nn.Module):
         """Draft logits of one position of the loss."""
         return self.positions * len(self.vocabulary)
 
+    @property
+    def target_names(self) -> dict[str, str]:
+        """Parameters that the target's checkpoint holds, by its names of them: training starts from these, and an
+        export stores them so, with the target's `config.json`. Empty for drafts that a target does not come with."""
+        return {}
+
+    @property
+    def target_shapes(self) -> dict[str, torch.Size]:
+        """Shapes of `target_names`, by the target's names."""
+        parameters = dict(self.named_parameters())
+        return {stored: parameters[name].shape for name, stored in self.target_names.items()}
+
     def hold_embeddings(self, dtype: torch.dtype) -> None:
         """Keep the target's embeddings, where they are frozen, in `dtype`: they are only read, row by row."""
 

@@ -5,6 +5,7 @@ next token of position p = i + 1 + s.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +15,7 @@ from models.drafts.base import DraftLoss, PackedSamples, TargetProjection, super
 from models.drafts.transfer import to_device
 from models.drafts.vocabulary import DraftVocabulary
 from models.losses.chunked import chunked_loss
-from models.losses.divergences import chosen_divergence
+from models.losses.divergences import MixedLoss, chosen_divergence
 
 
 class ChainDraft(Protocol):
@@ -36,24 +37,39 @@ def chain_loss(
     target: TargetProjection,
     total: int,
     chunk_tokens: int,
+    *,
+    own_tokens: bool = False,
 ) -> DraftLoss:
     """Loss and counts of a packed batch of N tokens; see `Draft.loss`.
 
-    `outputs`: S hidden states `[N, h]` (after the draft's norm), step s's prediction from every row.
+    Args:
+        draft: what is trained.
+        outputs: S hidden states `[N, h]` (after the draft's norm), step s's prediction from every row.
+        batch: captured samples.
+        target: the target's head.
+        total: see `Draft.loss`.
+        chunk_tokens: see `Draft.loss`.
+        own_tokens: the loss is the cross-entropy of the text's own tokens, in place of the configured divergence; for
+            the whole vocabulary.
     """
     head, vocabulary = draft.lm_head.weight, draft.vocabulary
     positions, rows, places, states = _predictions(batch, len(draft.config.step_weights))
     known, inside = _known(batch, positions, states, vocabulary), places >= 0
     kept = known.nonzero().squeeze(-1)
     weights = (torch.tensor(draft.config.step_weights) * inside / total)[kept]
-    given = (rows, kept, places[kept].clamp(min=0), weights, states[kept])
+    given = [rows, kept, places[kept].clamp(min=0), weights, states[kept]]
+    if own_tokens:
+        assert vocabulary.whole
+        given.append(batch.tokens[positions[kept] + 1])
     # Of ranks that share a sample, the one that proposes a position first counts it.
     counted = inside[:, 0]
     supervised, covered = int(counted.sum()), int((known & counted).sum())
-    rows, kept, places, weights, states = to_device(given, head.device)
+    rows, kept, places, weights, states, *own = to_device(given, head.device)
     hidden = _gathered(outputs, places)
     distribution = target.distribution(batch.last[states], draft.vocabulary.whole, draft.target_ids)
     divergence = chosen_divergence(draft.config)
+    if own_tokens:
+        distribution, divergence = replace(distribution, labels=own[0]), MixedLoss(1.0, 0.0, 0.0)
     found = chunked_loss(hidden, head, weights, distribution, divergence, chunk_tokens, overwrite=True)
     correct = found.correct.new_zeros(rows.shape).index_copy_(0, kept, found.correct)
     accepted, tried = _accepted_chains(rows, correct, len(batch.tokens))

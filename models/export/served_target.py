@@ -1,6 +1,8 @@
 """What a target's `config.json` decides of a draft's: data type, context length, number of layers."""
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ class ServedTarget:
     context_length: int
     num_layers: int
     architectures: tuple[str, ...] = ()
+    tree: Mapping[str, Any] = field(default_factory=dict)
+    """Its `config.json`, which a draft that the target comes with is served by."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -50,7 +54,8 @@ def read_served_target(folder: Path) -> ServedTarget:
     # Configurations of multimodal targets may give the data type for all parts at once.
     declared = getattr(text, "dtype", None) or getattr(config, "dtype", None)
     dtype, architectures = _dtype(declared, text.model_type), tuple(config.architectures or ())
-    return ServedTarget(dtype, _context_length(text), text.num_hidden_layers, architectures)
+    tree = json.loads((folder / "config.json").read_text())
+    return ServedTarget(dtype, _context_length(text), text.num_hidden_layers, architectures, tree)
 
 
 def _dtype(declared: torch.dtype | str | None, model_type: str) -> torch.dtype:

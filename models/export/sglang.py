@@ -41,11 +41,14 @@ from models.export.description import (
     start_of,
 )
 from models.export.served_target import ServedTarget, read_served_target
+from models.export.stitched import can_link, stitch
 from models.run import PreparedRun
 from models.targets.weights import read_target_head
 
 WEIGHTS = "model.safetensors"
 MAPS = ("d2t", "t2d")
+NOT_THE_LAYERS = ("quantization_config", "auto_map")
+"""What a target's `config.json` says of other tensors, and of code that is not in the export's folder."""
 
 
 def export_checkpoint(
@@ -88,11 +91,14 @@ def write_export(
     folder.mkdir(parents=True)
     vocabulary, engine = draft.vocabulary, draft.engine_config()
     maps = {} if vocabulary.whole else {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
-    given = draft.state_dict() | draft.engine_copies()
-    tensors = {name: each.detach().to("cpu", target.dtype).contiguous() for name, each in given.items()}
+    given, names = draft.state_dict() | draft.engine_copies(), draft.target_names
+    tensors = {
+        names.get(name, name): each.detach().to("cpu", target.dtype).contiguous() for name, each in given.items()
+    }
     save_file(tensors | maps, folder / WEIGHTS)
     block = block_of(draft.config, draft.aux_layer_ids, vocabulary.target_size, served=engine is not None)
-    settings = (speculators or {}) | (engine or {}) | target.settings | {BLOCK: extra | block}
+    own = {name: value for name, value in target.tree.items() if names and name not in NOT_THE_LAYERS}
+    settings = own | (speculators or {}) | (engine or {}) | target.settings | {BLOCK: extra | block}
     write_atomically(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
 
 
@@ -113,8 +119,9 @@ def load_draft(folder: Path, target: Path, dtype: torch.dtype, device: str | tor
         )
     draft = build_draft(description.config, head.embedding, vocabulary, description.aux_layer_ids)
     draft.start_from(head.head)
-    others = {*MAPS, *draft.engine_copies()}
-    fill(draft, {name: tensor for name, tensor in tensors.items() if name not in others}, f"{folder}/{WEIGHTS}")
+    others, ours = {*MAPS, *draft.engine_copies()}, {stored: name for name, stored in draft.target_names.items()}
+    given = {ours.get(name, name): tensor for name, tensor in tensors.items() if name not in others}
+    fill(draft, given, f"{folder}/{WEIGHTS}")
     return draft.to(device, dtype).eval()
 
 
@@ -139,6 +146,24 @@ def _vocabulary(folder: Path, description: ExportDescription, tensors: dict[str,
     if description.config.vocabulary_size(size) != size:
         raise Refusal(f"{folder}/{WEIGHTS} has no vocabulary map d2t: export the draft again")
     return DraftVocabulary(torch.arange(size), size)
+
+
+def _stitch(run: PreparedRun) -> None:
+    """Put a layer that the target comes with into a copy of the target, where that takes no room."""
+    target, folder = Path(run.target.path), run.folder.stitched
+    draft = load_draft(run.folder.export, target, torch.float32)
+    if not draft.target_names:
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    if can_link(target, folder):
+        written = stitch(draft, target, folder)
+        print(f"{folder} is the target with this layer; written again: {', '.join(written)}", flush=True)
+    else:
+        print(
+            f"the target is on another file system, so its files are not linked: to copy them, python -m "
+            f"models.export.stitch {run.folder.export} {target} FOLDER",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -171,6 +196,7 @@ def main() -> None:
         files[CHAT_TEMPLATE] = sha256_file(run.folder.export / CHAT_TEMPLATE)
     write_atomically(run.folder.exported, record.model_copy(update={"started_from": start, "sha256": files}))
     write_card(run, result=None)
+    _stitch(run)
     print(f"exported the draft of step {result.steps} to {record.path}", flush=True)
 
 

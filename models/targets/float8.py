@@ -16,6 +16,8 @@ LEAST_SCALE = 1e-30
 
 def encode(rows: Tensor, groups: int) -> Tensor:
     """`[T, groups * H]` to stored rows `[T, groups * (H + 4)]` of e4m3, on the same device."""
+    if not groups:
+        return rows.to(FLOAT8)
     parts = rows.float().unflatten(-1, (groups, -1))
     scales = (parts.abs().amax(-1) / GREATEST).clamp_min(LEAST_SCALE)
     codes = (parts / scales[..., None]).to(FLOAT8).flatten(-2)
@@ -24,6 +26,8 @@ def encode(rows: Tensor, groups: int) -> Tensor:
 
 def decode(stored: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     """Stored rows back to `[T, groups * H]` in `dtype`."""
+    if not groups:
+        return stored.to(dtype)
     codes, scales = stored.split([stored.shape[-1] - groups * SCALE_BYTES, groups * SCALE_BYTES], dim=-1)
     factors = scales.contiguous().view(torch.float32)
     return (codes.float().unflatten(-1, (groups, -1)) * factors[..., None]).flatten(-2).to(dtype)

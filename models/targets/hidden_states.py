@@ -7,13 +7,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """Captured hidden states: `aux` `[..., T, K*H]` and `last` `[..., T, H]`, in the target's compute dtype."""
+    """Captured hidden states in the target's compute dtype: `aux` `[..., T, K*H]`, K >= 0, and `last` `[..., T, H]`."""
 
     aux: Tensor
     last: Tensor
     top: Tensor | None = None
     """`[..., T]` int32 the target's own next token, with the greatest logit of its whole vocabulary; None where no
     draft asks for it."""
+
+    @property
+    def features(self) -> Tensor:
+        """What a draft reads of every position: the captured layers, or the last states where there are none."""
+        return self.aux if self.aux.shape[-1] else self.last
 
     def named(self) -> dict[str, Tensor]:
         """The tensors that are there, by name."""

@@ -39,6 +39,10 @@ class HiddenStateLayout:
         """Data type of what is read back."""
         return torch.bfloat16 if self.dtype == FLOAT8 else self.dtype
 
+    def by_layer(self, aux: Tensor) -> tuple[Tensor, ...]:
+        """`[..., K*H]` as K times `[..., H]`."""
+        return aux.unflatten(-1, (self.aux_count, self.hidden_size)).unbind(-2)
+
     def check(self, hidden: HiddenStates, tokens: int) -> None:
         """Raise SampleError unless `hidden` has the right shapes for `tokens` positions and finite values."""
         self.check_shapes(hidden, tokens)
@@ -89,8 +93,8 @@ class HiddenStateLayout:
         )
 
     def views(self, hidden: HiddenStates) -> dict[str, memoryview]:
-        """Views through which a transport fills `hidden`, which is contiguous."""
-        return {name: as_bytes(tensor) for name, tensor in hidden.named().items()}
+        """Views through which a transport fills `hidden`, which is contiguous; none of `aux` where K is 0."""
+        return {name: as_bytes(tensor) for name, tensor in hidden.named().items() if tensor.shape[-1:] != (0,)}
 
     @property
     def _groups(self) -> dict[str, int]:

@@ -35,16 +35,22 @@ class Placement:
 
 
 class TargetModel:
-    """A causal language model that captures K layer outputs and the output after the final norm."""
+    """A causal language model that captures K layer outputs and the output after the final norm.
 
-    def __init__(self, model: PreTrainedModel, aux_layer_ids: Sequence[int]):
+    Args:
+        model: the model.
+        aux_layer_ids: the K layers, ascending.
+        with_last: the output after the final norm is also the last part of `aux`.
+    """
+
+    def __init__(self, model: PreTrainedModel, aux_layer_ids: Sequence[int], with_last: bool = False):
         self.model = model.eval()
         self.body: Any = decoder_of(model)
         head = model.get_output_embeddings()
         assert isinstance(head, nn.Module)
         self.head_weight: Tensor = head.weight  # type: ignore[assignment]
         self.head = TargetHead(self.head_weight, self.head_weight, *logit_shape(model.config))
-        self.aux_layer_ids = tuple(aux_layer_ids)
+        self.aux_layer_ids, self.with_last = tuple(aux_layer_ids), with_last
         config = self.body.config
         window = getattr(config, "sliding_window", None)
         self._attention = set(getattr(config, "layer_types", None) or [SLIDING if window else FULL])
@@ -53,7 +59,7 @@ class TargetModel:
         """Whether rejected tokens can be taken out of the cache: every layer keeps keys and values of all tokens."""
         self._captured: dict[int, Tensor] = {}
         layers = self.body.layers
-        if self.aux_layer_ids[-1] >= len(layers):
+        if max(self.aux_layer_ids, default=-1) >= len(layers):
             raise Refusal(
                 f"target.aux_layer_ids {list(self.aux_layer_ids)}: the target has layers 0..{len(layers) - 1}"
             )
@@ -62,10 +68,16 @@ class TargetModel:
 
     @classmethod
     def load(
-        cls, path: Path, aux_layer_ids: Sequence[int], dtype: torch.dtype, device: str | torch.device = "cpu"
+        cls,
+        path: Path,
+        aux_layer_ids: Sequence[int],
+        dtype: torch.dtype,
+        device: str | torch.device = "cpu",
+        *,
+        with_last: bool = False,
     ) -> "TargetModel":
         """Load from a local Hugging Face folder (safetensors)."""
-        return cls(load_model(path, dtype, device), aux_layer_ids)
+        return cls(load_model(path, dtype, device), aux_layer_ids, with_last)
 
     def _keep(self, layer_id: int):
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -89,9 +101,10 @@ class TargetModel:
         if placement is not None:
             placed = {"attention_mask": self._masks(placement), "position_ids": placement.positions}
         output = self.body(input_ids=tokens, past_key_values=cache, use_cache=cache is not None, **placed)
-        aux = torch.cat([self._captured[layer_id] for layer_id in self.aux_layer_ids], dim=-1)
+        last = output.last_hidden_state
+        parts = [self._captured[layer_id] for layer_id in self.aux_layer_ids] + [last] * self.with_last
         self._captured.clear()
-        return HiddenStates(aux=aux, last=output.last_hidden_state)
+        return HiddenStates(aux=torch.cat(parts, dim=-1) if parts else last[..., :0], last=last)
 
     def _masks(self, placement: Placement) -> Tensor | dict[str, Tensor]:
         """Additive masks `[B, 1, T, S + T]`, one per type of layer if there are several."""

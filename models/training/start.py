@@ -18,6 +18,7 @@ from models.drafts.vocabulary import DraftVocabulary
 from models.dtypes import DTYPES
 from models.export.sglang import load_draft
 from models.run import PreparedRun, RunWithTarget
+from models.targets.own_layer import read_own
 from models.targets.weights import TargetHead
 
 
@@ -57,6 +58,9 @@ def first_draft(run: PreparedRun, head: TargetHead) -> tuple[Draft, float]:
         vocabulary = DraftVocabulary.by_frequency(counts, config.vocabulary_size(len(counts)))
         draft = build_draft(config, head.embedding, vocabulary, run.config.target.aux_layer_ids)
         draft.start_from(head.head)
+        if names := draft.target_names:
+            own = read_own(Path(run.target.path), draft.target_shapes)
+            draft.load_state_dict({name: own[stored] for name, stored in names.items()})
     return draft, float(counts[draft.vocabulary.target_ids].sum() / counts.sum())
 
 

@@ -69,10 +69,10 @@ class MicroBatch:
         return self._restored(replace(self.samples, **moved))
 
     def _restored(self, samples: PackedSamples) -> "MicroBatch":
-        if self.layout is None:
-            return replace(self, samples=samples)
-        rows = self.layout.restored(HiddenStates(samples.aux, samples.last))
-        return replace(self, samples=replace(samples, aux=rows.aux, last=rows.last))
+        rows = HiddenStates(samples.aux, samples.last)
+        if self.layout is not None:
+            rows = self.layout.restored(rows)
+        return replace(self, samples=replace(samples, aux=rows.features, last=rows.last))
 
 
 @cache

@@ -167,7 +167,7 @@ class SGLangEngine:
             except ServerError as error:
                 raise EngineError(str(error)) from error
             hidden, _ = self._take_back(f"heldout-{index}", torch.tensor([*prompt, *text][:-1]))
-            return Continued(prompt, text, hidden.aux)
+            return Continued(prompt, text, hidden.features)
 
         with ThreadPoolExecutor(self.in_flight) as threads:
             return list(threads.map(one, range(len(prompts))))

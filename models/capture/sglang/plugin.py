@@ -65,7 +65,10 @@ class Capture:
             top = top_tokens(scheduler, parallel, output.last_hidden_states)
         if not _writes(parallel):
             return None
-        return self._copies.start(HiddenStates(output.hidden_states, output.last_hidden_states, top), scheduler)
+        aux = output.hidden_states
+        if not self._layout.aux_count:
+            aux = aux.new_empty(len(aux), 0)  # of the one layer that the engine had to name
+        return self._copies.start(HiddenStates(aux, output.last_hidden_states, top), scheduler)
 
     def submit(self, batch: Any, copy: HostCopy | Exception) -> list[PendingReply | None]:
         """Have a prefill written. Returns one reply per request, None if it is not captured or not complete yet."""

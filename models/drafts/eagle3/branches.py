@@ -6,7 +6,7 @@ says of every depth and every number of tokens how much of the text such a tree 
 before its position, and to its own path, as the rows of a training step do.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -14,16 +14,15 @@ from torch import Tensor
 
 from models.drafts.batched_proposer import PackedTexts
 from models.drafts.eagle3.attention import Earlier, step_attention
-from models.drafts.eagle3.layers import Eagle3Weights
 from models.drafts.growing_trees import Beams, GrowingTrees
 from models.drafts.trees import ABSENT
 
 if TYPE_CHECKING:
-    from models.drafts.eagle3.module import Eagle3Draft
+    from models.drafts.eagle3.unrolled import UnrolledDraft
 
 
 @torch.no_grad()
-def ranks_along(draft: "Eagle3Draft", texts: PackedTexts, rows: Tensor, topk: int, depth: int) -> Tensor:
+def ranks_along(draft: "UnrolledDraft", texts: PackedTexts, rows: Tensor, topk: int, depth: int) -> Tensor:
     """See `BranchingSource.ranks_along`."""
     if not len(rows):
         return rows.new_empty(0, depth, depth)
@@ -40,13 +39,13 @@ def ranks_along(draft: "Eagle3Draft", texts: PackedTexts, rows: Tensor, topk: in
 class _Layers:
     """The hidden states of w beams from n positions: at first of the last token of each one's text."""
 
-    def __init__(self, draft: "Eagle3Draft", texts: PackedTexts, rows: Tensor, topk: int):
+    def __init__(self, draft: "UnrolledDraft", texts: PackedTexts, rows: Tensor, topk: int):
         self.draft, self.rows, self.topk = draft, rows, topk
-        self.weights = [layer.weights() for layer in draft.decoder_layers]
+        self.weights = draft.weights()
         self.positions = texts.places[0]
         self.verified: list[tuple[Tensor, Tensor]] = []
         """Keys and values of all texts' rows, by layer."""
-        hidden = draft.fuse(texts.aux)
+        hidden = draft.enter(self.weights[0], texts.following, self.positions, draft.fuse(texts.aux))
         for index, weights in enumerate(self.weights):
             q, k, v = draft.project(index, weights, texts.following, self.positions, hidden)
             self.verified.append((k, v))
@@ -67,12 +66,13 @@ class _Layers:
         parents, at = beams.parents.T, torch.arange(len(self.rows), device=self.rows.device)
         hidden = self.fed_back[parents, at].flatten(0, 1)
         self.paths = [[(k[parents, at], v[parents, at]) for k, v in path] for path in self.paths]
-        positions = (self.positions[self.rows] + depth).repeat(self.topk)
+        positions, tokens = (self.positions[self.rows] + depth).repeat(self.topk), beams.tokens.T.flatten()
+        hidden = self.draft.enter(self.weights[0], tokens, positions, hidden)
         for index, weights in enumerate(self.weights):
-            hidden = self._run(index, weights, beams.tokens.T.flatten(), positions, hidden)
+            hidden = self._run(index, weights, tokens, positions, hidden)
         self._take(hidden.unflatten(0, (self.topk, -1)))
 
-    def _run(self, index: int, weights: Eagle3Weights, tokens: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
+    def _run(self, index: int, weights: Any, tokens: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
         """A layer's output of the rows of all beams, one beam after the other."""
         draft, (k, v) = self.draft, self.verified[index]
         q, *own = (x.unflatten(0, (self.topk, -1)) for x in draft.project(index, weights, tokens, positions, hidden))

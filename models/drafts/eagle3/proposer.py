@@ -17,7 +17,7 @@ from models.drafts.growing_trees import GrowingTrees
 from models.drafts.trees import ROOT, Candidates, DynamicTree, Growing, Tree, children, grow
 
 if TYPE_CHECKING:
-    from models.drafts.eagle3.module import Eagle3Draft
+    from models.drafts.eagle3.unrolled import UnrolledDraft
 
 
 class Eagle3Proposer(CachedProposer):
@@ -25,11 +25,11 @@ class Eagle3Proposer(CachedProposer):
 
     branches = True
 
-    def __init__(self, draft: "Eagle3Draft", rows: int):
+    def __init__(self, draft: "UnrolledDraft", rows: int):
         config = draft.config
-        empty = draft.fc.weight.new_empty(0, config.num_kv_heads, config.head_dim)
+        empty = draft.norm.weight.new_empty(0, config.num_kv_heads, config.head_dim)
         super().__init__(rows, len(config.layer_types), empty)
-        self.draft, self.weights = draft, [layer.weights() for layer in draft.decoder_layers]
+        self.draft, self.weights = draft, draft.weights()
 
     @torch.no_grad()
     def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
@@ -101,6 +101,7 @@ class Eagle3Proposer(CachedProposer):
         """See `step`; keys go to the columns `places` `[B, T]`, and rows see what is `visible` `[B, T, S]` bool through
         a layer's window."""
         draft, embedded, at = self.draft, tokens.flatten(), positions.flatten()
+        hidden = draft.enter(self.weights[0], embedded, at, hidden)
         for index, (layer, cache, weights) in enumerate(zip(draft.decoder_layers, caches, self.weights, strict=True)):
             seen = visible[draft.config.windows[index]]
             cache.reserve(seen.shape[-1])

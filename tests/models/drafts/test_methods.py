@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from emulated_device import DEVICE, emulated_device
+from plain_mtp import mtp_logits
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -46,12 +47,18 @@ MLA = {"q_lora_rank": 6, "kv_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head
 DFLASH = {"block_size": 4, "layer_types": ["full_attention"] * 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 DFLASH |= {"intermediate_size": 20, "anchors": 64}
 
+MTP = {"family": "mimo", "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 20, "ttt_steps": 4}
+
+GATED = {"family": "qwen", "qk_norm": True, "gated_attention": True, "attention_bias": False}
+GATED |= {"partial_rotary_factor": 0.25}
+
 TINY: dict[str, dict] = {
     "dflash": DFLASH,
     "dflash2": DFLASH | {"conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5},
     "dspark": DFLASH | {"markov_rank": 6},
     "eagle3": EAGLE3,
     "medusa": {"vocab_size": 24, "heads": 3},
+    "mtp": MTP | {"attention_bias": True},
 }
 """Every registered method, tiny; its draft vocabulary, where it has one, is a part of the target's."""
 
@@ -85,6 +92,8 @@ VARIANTS: list[tuple[str, dict]] = [
     ("dspark", {"markov_head": "rnn", "confidence_reads_token": False} | SLIDING),
     ("dspark", {"confidence_head": False, "fc_norm": True, "cross_entropy_weight": 1.0, "tv_weight": 0.0}),
     ("medusa", {"heads": 5, "layers": 2, "head_decay": 0.5}),
+    ("mtp", GATED),
+    ("mtp", {"family": "deepseek", "layer_index": 4, "qk_norm": True, "ttt_weights": [1.0, 0.0, 0.5, 0.25]}),
 ]
 
 
@@ -155,6 +164,7 @@ SLOW: dict[str, Callable[..., list[Tensor]]] = {
     "dspark": dspark_logits,
     "eagle3": eagle3_logits,
     "medusa": medusa_logits,
+    "mtp": mtp_logits,
 }
 """`[Vd]` logits of every step from one row of one text, as plainly as can be."""
 
@@ -190,8 +200,9 @@ def make_draft(method: str, seed: int = 0, dtype: torch.dtype = torch.float64, *
     ids = torch.randperm(TARGET_VOCABULARY)[: config.vocabulary_size(TARGET_VOCABULARY)].sort().values
     draft = build_draft(config, torch.randn(TARGET_VOCABULARY, HIDDEN), DraftVocabulary(ids, TARGET_VOCABULARY), AUX)
     draft.start_from(target_head(torch.float32))
+    gain = float(getattr(config, "family", None) != "qwen")  # which stores the factors of norms less 1
     for name, parameter in draft.named_parameters():
-        torch.nn.init.normal_(parameter, float("norm" in name), 0.2 if "norm" in name else 0.3)
+        torch.nn.init.normal_(parameter, gain * ("norm" in name), 0.2 if "norm" in name else 0.3)
     return draft.to(dtype)
 
 
@@ -486,7 +497,7 @@ def test_a_batch_proposes_what_each_text_does_alone(method, changes, rule, alone
     ]
     together, texts, seen = draft.proposers(4), [alone(draft) for _ in lengths], [0] * 4
     rows, known = [0, 1, 2, 3], list(lengths)
-    assert (together.branches, together.candidates) == (method == "eagle3", 0)
+    assert (together.branches, together.candidates) == (method in ("eagle3", "mtp"), 0)
     different = set()
     for step in range(6):
         turns = {}

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from models.config.eagle3 import Eagle3Config
 from models.drafts.base import PackedSamples, TargetProjection
-from models.drafts.eagle3 import module
+from models.drafts.eagle3 import unrolled
 from models.drafts.eagle3.module import Eagle3Draft
 from models.drafts.vocabulary import DraftVocabulary
 
@@ -195,7 +195,7 @@ TWO_LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_w
     ],
 )
 def test_computing_the_layer_again_changes_no_gradient(monkeypatch, precision, changes):
-    monkeypatch.setattr(module, "RECOMPUTED_ROWS", 5)
+    monkeypatch.setattr(unrolled, "RECOMPUTED_ROWS", 5)
     g, lengths = torch.Generator().manual_seed(0), (7, 9)
     batch = PackedSamples(
         tokens=torch.randint(TARGET_VOCABULARY, (16,), generator=g),

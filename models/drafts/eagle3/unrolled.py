@@ -1,0 +1,254 @@
+"""Drafts of decoder layers that read their own output step after step: in a chain, and in the training-time test.
+
+A subclass says what the first step reads (`fuse`), and what enters the layers of every step (`enter`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from models.drafts.base import Draft, DraftLoss, PackedSamples, TargetProjection
+from models.drafts.batched_proposer import PackedTexts
+from models.drafts.chains import chain_loss
+from models.drafts.context import ContextShare
+from models.drafts.eagle3.attention import Earlier, step_attention
+from models.drafts.eagle3.branches import ranks_along
+from models.drafts.eagle3.proposer import Eagle3Proposer
+from models.drafts.layers import TargetTable
+from models.drafts.rope import rotary_tables
+from models.drafts.row_functions import Tables
+from models.drafts.transfer import to_device
+
+RECOMPUTED_ROWS = 8192
+"""Rows whose inner activations are alive at once where the layer is computed again."""
+
+NextTokens = Callable[[int, Tensor], Tensor]
+"""(step j >= 1, normed hidden states of step j-1 `[N, H]`) -> tokens `[N]` that step j embeds."""
+
+
+class UnrolledLayer(Protocol):
+    """A decoder layer, cut where its rows attend."""
+
+    def weights(self) -> Any:
+        """For one pass."""
+        ...
+
+    def project(
+        self, table: Tensor, tokens: Tensor, hidden: Tensor, tables: Tables, weights: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries `[N, heads, d]`, rotated keys and values `[N, kv_heads, d]`.
+
+        Args:
+            table: `[V, h]` embeddings.
+            tokens: `[N]`, what the rows embed.
+            hidden: `[N, h]`, what enters the layer.
+            tables: of the rows' positions.
+            weights: the layer's.
+        """
+        ...
+
+    def finish(self, hidden: Tensor, attended: Tensor, weights: Any) -> Tensor:
+        """The layer's output `[N, h]` from its input `hidden` and what its rows attend to `[N, heads * d]`."""
+        ...
+
+
+class UnrolledDraft(Draft):
+    """The part that EAGLE-3 and MTP share."""
+
+    target_ids: Tensor
+    layers: nn.ModuleList
+    norm: Any
+    lm_head: TargetTable
+    embed_tokens: TargetTable
+
+    @property
+    def decoder_layers(self) -> list[UnrolledLayer]:
+        """`layers`, by their type."""
+        return list(self.layers)  # type: ignore[arg-type]
+
+    def weights(self) -> Sequence[Any]:
+        """Each layer's weights for one pass, in which it runs once per step."""
+        return [layer.weights() for layer in self.decoder_layers]
+
+    @property
+    def positions(self) -> int:
+        return self.config.ttt_steps
+
+    @property
+    def trains_chains(self) -> bool:
+        """Whether steps are chained in training, too (see `unroll`)."""
+        return True
+
+    @property
+    def learns_own_tokens(self) -> bool:
+        """Whether the loss is the cross-entropy of the text's own tokens (see `chain_loss`)."""
+        return False
+
+    def fuse(self, aux: Tensor) -> Tensor:
+        """Target features `[N, K*H]` to the first step's hidden states `[N, h]`."""
+        raise NotImplementedError
+
+    def unroll(
+        self,
+        tokens: Tensor,
+        aux: Tensor,
+        lengths: Sequence[int],
+        steps: int,
+        next_tokens: NextTokens,
+        share: ContextShare | None = None,
+        *,
+        chained: bool = True,
+    ) -> Iterator[Tensor]:
+        """Run `steps` steps from every row of a packed batch at once.
+
+        Args:
+            tokens: `[N]` int64, the token that follows each row.
+            aux: `[N, K*H]` target features.
+            lengths: rows of each packed sequence, summing to N; nothing attends across sequences.
+            steps: number of steps, at least 1.
+            next_tokens: what later steps embed.
+            share: where ranks share the sequences, which rows these are; `lengths` are still those of all.
+            chained: a row of step j stands at position i + j and sees the first step's rows and its own later ones, as
+                while decoding. Otherwise it stays at position i and sees the rows of its own step.
+
+        Yields:
+            Normed hidden states `[N, h]` of each step.
+        """
+        if share is None:
+            positions = torch.cat([torch.arange(n, device=tokens.device) for n in lengths])
+        else:
+            positions = share.positions(tokens.device)
+        hidden, weights = self.fuse(aux), self.weights()
+        known: list[list[Tensor]] = [[] for _ in weights]
+        for step in range(steps):
+            place = (share or lengths, tokens, positions + step if chained else positions, hidden)
+            columns = [column for of_layer in known for column in of_layer] if chained else []
+            raw, normed, *more = self._recomputable(partial(self._step, weights))(*place, *columns)
+            for of_layer, found in zip(known, _shares(more, len(known)), strict=True):
+                of_layer.extend(found)
+            yield normed
+            if step + 1 < steps:
+                tokens = next_tokens(step + 1, normed)
+            hidden = normed if self.config.norm_output else raw
+
+    def _step(
+        self,
+        weights: Sequence[Any],
+        of: Sequence[int] | ContextShare,
+        tokens: Tensor,
+        positions: Tensor,
+        hidden: Tensor,
+        *known: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """One step: its output, raw and normed `[N, h]`, and each layer's keys and values.
+
+        `known` are those of the steps before, layer after layer. Where ranks share the sequences, the first step's keys
+        and values of all ranks come before those of its own.
+        """
+        new: list[Tensor] = []
+        hidden = self.enter(weights[0], tokens, positions, hidden)
+        for layer, columns in enumerate(_shares(known, len(weights))):
+            project = self._recomputable(partial(self.project, layer, weights[layer]))
+            q, k, v = _by_rows(self.recompute, project, tokens, positions, hidden)
+            more = (*of.gather(k, v), k, v) if isinstance(of, ContextShare) and not columns else (k, v)
+            attended = _attend(q, [*columns, *more], of, self.config.windows[layer])
+            finish = self._recomputable(partial(self._finish, layer, weights[layer]))
+            hidden, *normed = _by_rows(self.recompute, finish, hidden, attended)
+            new += more
+        return hidden, *normed, *new
+
+    def enter(self, weights: Any, tokens: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
+        """What enters the first layer of rows `[n]`, `[n, h]`, from the previous step's hidden states `[n, h]`.
+
+        `weights` are the first layer's.
+        """
+        return hidden
+
+    def project(
+        self, layer: int, weights: Any, tokens: Tensor, positions: Tensor, hidden: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Queries, keys and values of a layer's rows `[n]`; see `UnrolledLayer.project`."""
+        tables = rotary_tables(positions, self.config)
+        return self.decoder_layers[layer].project(self.embed_tokens.weight, tokens, hidden, tables, weights)
+
+    def _finish(self, layer: int, weights: Any, hidden: Tensor, attended: Tensor) -> tuple[Tensor, ...]:
+        """A layer's output; of the last one normed, too."""
+        raw = self.decoder_layers[layer].finish(hidden, attended, weights)
+        return (raw, self.norm(raw)) if layer + 1 == len(self.layers) else (raw,)
+
+    def _recomputable(self, function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+        if not self.recompute or not torch.is_grad_enabled():
+            return function
+        return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
+
+    def loss(self, batch: PackedSamples, target: TargetProjection, total: int, chunk_tokens: int) -> DraftLoss:
+        """Divergence from the target over the training-time test, step by step (see Draft.loss)."""
+        config, count, first = self.config, len(batch.tokens), batch.tokens[:1]
+
+        # Rows whose text ends before a step's token run on padding; their weight is 0.
+        padded = torch.cat([batch.tokens, first.expand(config.ttt_steps)])
+        (padded,) = to_device([padded], batch.aux.device)
+        rows = None if batch.share is None else batch.share.packed_rows(padded.device)
+
+        def text(step: int, _normed: Tensor | None = None) -> Tensor:
+            return padded[1 + step : 1 + step + count] if rows is None else padded[1 + step + rows]
+
+        shared, steps = batch.share, config.ttt_steps
+        outputs = self.unroll(text(0), batch.aux, batch.lengths, steps, text, shared, chained=self.trains_chains)
+        return chain_loss(self, outputs, batch, target, total, chunk_tokens, own_tokens=self.learns_own_tokens)
+
+    @torch.no_grad()
+    def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
+        """Proposals `[T, lookahead]` from every position of one sequence (see ProposalSource)."""
+        proposals: list[Tensor] = []
+        for normed in self.unroll(tokens[1:], aux, [len(aux)], lookahead, lambda _step, _normed: proposals[-1]):
+            proposals.append(self.target_ids[self.logits(normed).argmax(-1)])
+        return torch.stack(proposals, dim=1)
+
+    def logits_along(self, texts: PackedTexts, lookahead: int, rows: Tensor) -> Iterator[Tensor]:
+        """See `Draft.logits_along`; rows whose text ends before a step's token run on other tokens, to no effect."""
+        text, lengths = F.pad(texts.following, (0, lookahead)), texts.lengths
+        count = len(texts.following)
+        outputs = self.unroll(text[:count], texts.aux, lengths, lookahead, lambda step, _: text[step : step + count])
+        return (self.logits(normed[rows]) for normed in outputs)
+
+    def ranks_along(self, texts: PackedTexts, rows: Tensor, topk: int, depth: int) -> Tensor:
+        """See `BranchingSource.ranks_along`."""
+        return ranks_along(self, texts, rows, topk, depth)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """`[N, Vd]` over the draft vocabulary from normed hidden states `[N, H]`."""
+        return F.linear(normed, self.lm_head.weight)
+
+    def proposers(self, count: int) -> Eagle3Proposer:
+        return Eagle3Proposer(self, count)
+
+
+def _shares(flat: Sequence[Tensor], count: int) -> list[list[Tensor]]:
+    """`count` equal parts of a list."""
+    size = len(flat) // count
+    return [list(flat[start : start + size]) for start in range(0, size * count, size)] if size else [[]] * count
+
+
+def _by_rows(parted: bool, function: Callable[..., tuple[Tensor, ...]], *rows: Tensor) -> list[Tensor]:
+    """The function's tensors of all rows; `parted`: of `RECOMPUTED_ROWS` rows at a time."""
+    if not parted:
+        return list(function(*rows))
+    parts = zip(*(x.split(RECOMPUTED_ROWS) for x in rows), strict=True)
+    columns = list(zip(*(function(*part) for part in parts), strict=True))
+    return [column[0] if len(column) == 1 else torch.cat(column) for column in columns]
+
+
+def _attend(q: Tensor, columns: Sequence[Tensor], of: Sequence[int] | ContextShare, window: int | None) -> Tensor:
+    """`[N, heads * d]` what a step's rows attend to; `columns` as in `Eagle3Draft._step`, keys and values by turns."""
+    pairs = list(zip(columns[::2], columns[1::2], strict=True))
+    if not isinstance(of, ContextShare):
+        return step_attention(q, pairs, of, window=window)
+    before = tuple(slice(run.offset, run.packed.start) for run in of.runs)
+    lengths, earlier = [run.rows for run in of.runs], Earlier(*pairs.pop(0), before)
+    return step_attention(q, pairs, lengths, earlier=earlier, window=window)

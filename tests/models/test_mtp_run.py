@@ -1,0 +1,107 @@
+"""A tiny target in MiMo's layout: its MTP layer trained further, written back, and served by SGLang's NEXTN path."""
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from infra.files.atomic import write_atomically
+from infra.records.acceptance import BenchmarkResult, ServedResult
+from models.benchmark.served import counts_of, setup_of
+from models.data.prompts import heldout_prompts
+from models.decoding.speculative import speculate_together
+from models.drafts.mtp.module import MtpDraft
+from models.export.sglang import load_draft
+from models.run import PreparedRun
+from models.targets.model import TargetModel, eos_ids
+from models.targets.prepare import prepare_target
+from models.targets.weights import read_target_head
+from models.training.start import first_draft
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from mimo import INDEX, PREFIX, SHARDS, write_mimo
+
+LOOKAHEAD = 3
+
+
+@pytest.fixture
+def mimo_run(make_run, tiny_target, tmp_path) -> PreparedRun:
+    place = write_mimo(Path(tiny_target.path), tmp_path / "mimo")
+    folder = make_run(
+        "mtp", "target.source=huggingface", f"target.name={place}", "target.aux_layer_ids=[]", "data.max_samples=400",
+        'draft={"method":"mtp"}', f"benchmark.lookahead={LOOKAHEAD}", "benchmark.prompts=16",
+        "benchmark.max_new_tokens=48", "benchmark.served_concurrency=[4]", "promotion.traffic.sampling=greedy",
+        'generator.sglang.arguments=["--trust-remote-code"]',
+    )  # fmt: skip
+    run = PreparedRun.open(folder.path)
+    write_atomically(folder.target, prepare_target(run.config.target))
+    return PreparedRun.open(folder.path)
+
+
+def test_training_starts_from_the_targets_own_layer(mimo_run):
+    draft, covered = first_draft(mimo_run, read_target_head(Path(mimo_run.target.path), torch.float32))
+    stored = load_file(Path(mimo_run.target.path) / SHARDS[1])
+    assert isinstance(draft, MtpDraft)
+    assert covered == 1.0
+    assert torch.equal(draft.fc.weight, stored[f"{PREFIX}input_proj.weight"])
+    for name, tensor in draft.named_parameters():
+        assert torch.equal(tensor, stored[draft.target_names[name]]), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_a_trained_layer_is_written_back_and_served(mimo_run, run_to_the_end, start, monkeypatch):
+    monkeypatch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")
+    folder, target = mimo_run.folder, Path(mimo_run.target.path)
+    run_to_the_end(folder)
+    for module in ("models.export.sglang", "models.benchmark.served", "models.benchmark.run"):
+        process = start(module, folder)
+        output, _ = process.communicate(timeout=900)
+        assert process.returncode == 0, output
+    result, served = BenchmarkResult.read(folder.benchmark), ServedResult.read(folder.served)
+    assert (result.lossless.mismatches, result.counts_identical, result.gap) == (0, True, 0)
+    assert result.acceptance.length[LOOKAHEAD] > 1.6
+    assert served.same_text == result.acceptance.conversations
+    check_stitched(target, folder.stitched)
+    check_served(mimo_run, folder.stitched)
+
+
+def check_stitched(target: Path, stitched: Path) -> None:
+    """Every file but the one with the layer is the target's own, and so is every other tensor."""
+    assert {path.name for path in stitched.iterdir()} == {path.name for path in target.iterdir()}
+    for path in stitched.iterdir():
+        assert os.path.samefile(path, target / path.name) == (path.name != SHARDS[1])
+    before, after = load_file(target / SHARDS[1]), load_file(stitched / SHARDS[1])
+    changed = {
+        name for name in before if not torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8))
+    }
+    assert before.keys() == after.keys()
+    assert changed == {name for name in before if name.startswith(PREFIX)}
+    assert set(json.loads((stitched / INDEX).read_text())["weight_map"]) >= changed
+
+
+def check_served(run: PreparedRun, stitched: Path) -> None:
+    """As people serve it: one folder for target and draft. Steps are those of the reference decoder."""
+    target, draft = (
+        TargetModel.load(stitched, (), torch.float32),
+        load_draft(run.folder.export, stitched, torch.float32),
+    )
+    prompts = heldout_prompts(run.open_samples("heldout"), run.config.benchmark)
+    most, ends = run.config.benchmark.max_new_tokens, eos_ids(stitched)
+    decoded = speculate_together(target, draft, prompts, LOOKAHEAD, most, ends)
+    setup = setup_of(run)
+    arguments = (*setup.generator.sglang.arguments, "--speculative-draft-model-path", str(stitched))
+    arguments += tuple(run.config.draft.engine_arguments(LOOKAHEAD))
+    sglang = setup.generator.sglang.model_copy(update={"arguments": arguments})
+    setup = replace(setup, target=stitched, generator=setup.generator.model_copy(update={"sglang": sglang}))
+    with setup.serving(None, LOOKAHEAD) as client:
+        answers = setup.watch_all(client, prompts)
+    for answer, ours in zip(answers, decoded, strict=True):
+        assert answer.tokens == list(ours.tokens)
+        assert counts_of(answer, LOOKAHEAD) == ours.counts
