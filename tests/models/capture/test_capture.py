@@ -154,3 +154,19 @@ def test_layout_round_trip(target, captured, dtype):
     assert torch.equal(back.aux, hidden.aux.to(dtype))
     assert torch.equal(back.last, hidden.last.to(dtype))
     assert back.top.tolist() == list(range(24))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_without_layers_the_last_states_alone_are_stored(target, captured, dtype):
+    _, hidden = captured
+    hidden, shape = HiddenStates(hidden.aux[:, :0], hidden.last), HiddenStateLayout(0, 192, dtype)
+    shape.check(hidden, 24)
+    buffers = shape.pack(hidden)
+    assert list(buffers) == ["last"]
+    assert buffers["last"].nbytes == 24 * shape.bytes_per_token
+    back = shape.empty(24)
+    as_bytes(back.last)[:] = buffers["last"]
+    back = shape.restored(back)
+    assert back.features is back.last
+    assert torch.equal(back.last, shape.restored(shape.stored(hidden)).last)
+    assert (back.last - hidden.last).norm() < 0.05 * hidden.last.norm()
