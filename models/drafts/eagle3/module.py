@@ -59,6 +59,11 @@ class Eagle3Draft(UnrolledDraft):
         self.register_buffer("target_ids", vocabulary.target_ids.clone(), persistent=False)
 
     @property
+    def decoder_layers(self) -> list[Eagle3Layer]:
+        """`layers`, by their type."""
+        return list(self.layers)  # type: ignore[arg-type]
+
+    @property
     def has_own_embeddings(self) -> bool:
         """Whether its embeddings are trained: by choice, or because the target's have another size."""
         return self.config.train_embeddings or self.hidden_size != self.target_hidden_size

@@ -67,7 +67,7 @@ class UnrolledDraft(Draft):
     embed_tokens: TargetTable
 
     @property
-    def decoder_layers(self) -> list[UnrolledLayer]:
+    def decoder_layers(self) -> Sequence[UnrolledLayer]:
         """`layers`, by their type."""
         return list(self.layers)  # type: ignore[arg-type]
 

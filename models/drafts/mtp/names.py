@@ -11,8 +11,6 @@ OTHERS = {
     "deepseek": ("eh_proj", "enorm", "hnorm", "shared_head.norm"),
 }
 OURS = ("fc", "embedding_norm", "hidden_norm", "norm")
-COPIES = ("embed_tokens.weight", "shared_head.head.weight")
-"""Tables of the target's that DeepSeek's layout has once more; engines take the target's."""
 
 
 def prefix_of(config: MtpConfig) -> str:
@@ -26,4 +24,4 @@ def stored_name(config: MtpConfig, ours: str) -> str:
     if ours.startswith("layers.0."):
         return before + OF_LAYER[config.family] + ours.removeprefix("layers.0.")
     module, _, last = ours.rpartition(".")
-    return f"{before}{dict(zip(OURS, OTHERS[config.family], strict=True))[module]}.{last}"
+    return f"{before}{OTHERS[config.family][OURS.index(module)]}.{last}"
