@@ -21,7 +21,7 @@ from infra.refusal import Refusal
 from infra.sglang.command import sglang_version
 from infra.transport.mooncake.environment import check_mooncake, choose_protocol
 from models.benchmark.counter import why_engine_counts
-from models.capture.sglang.model_class import ask_sglang
+from models.capture.sglang.model_class import CAPTURED_AS, ask_sglang
 from models.config.blocks import BlockConfig
 from models.config.recipe import RunConfig, read_config
 from models.data.benchmark_prompts import BenchmarkPrompts, read_excluded_prompts
@@ -92,7 +92,9 @@ def check_engine(run: RunWithTarget, speculates: bool) -> None:
     """
     path, draft, longest = Path(run.target.path), run.config.draft, run.config.data.max_tokens
     architectures = json.loads((path / "config.json").read_text()).get("architectures") or [run.target.model_type]
-    kind = ask_sglang(architectures[0])
+    # Of an EAGLE-3 or block draft SGLang would have to serve what it captured.
+    captured = architectures[0] if draft.reads_layers else CAPTURED_AS.get(architectures[0], architectures[0])
+    kind = ask_sglang(captured)
     if not kind.is_known:
         return
     release, other = f"SGLang {sglang_version()}", "set generator.engine=transformers, or try a newer SGLang"

@@ -33,7 +33,17 @@ PACKAGE_FORMAT = 1
 # below that of the 4-bit weights, and Gemma was published in bfloat16.
 PACKAGE_DTYPE = torch.bfloat16
 _HUB_COMMIT = re.compile(r"[0-9a-f]{40}")
-_HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model", "*.jinja", "LICENSE*"]
+# Of remote code the configuration alone, which SGLang needs to serve some targets, if it is told to trust it.
+_HUB_FILES = [
+    "configuration_*.py",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.json",
+    "*.txt",
+    "*.model",
+    "*.jinja",
+    "LICENSE*",
+]
 
 
 def prepare_target(config: TargetConfig) -> TargetRecord:

@@ -1,5 +1,6 @@
 """The SGLang engine: one server per generator, whose plugin writes the hidden states."""
 
+import json
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from infra.sglang.server import SGLangServer
 from infra.transport.base import CANARY
 from models.capture.engine import Captured, Continued, EngineError, check_capture, check_next_tokens
 from models.capture.ranking import check_ranking
+from models.capture.sglang.model_class import CAPTURED_AS
 from models.capture.sglang.plugin import NAME
 from models.decoding.plain import end_of
 from models.dtypes import DTYPES
@@ -64,7 +66,10 @@ class SGLangEngine:
         config = self.run.config
         longest = self.run.samples.longest + 1
         spec = ServerSpec(Path(self.run.target.path), config.capture_dtype, longest, self.in_flight)
-        return capture_command(spec, within_share(self.settings, self.run.sharing), config.target.aux_layer_ids, port)
+        settings = within_share(self.settings, self.run.sharing)
+        if not config.draft.reads_layers:
+            settings = _as_captured(settings, spec.target)
+        return capture_command(spec, settings, config.target.aux_layer_ids, port)
 
     def _environment(self) -> dict[str, str]:
         """Environment of the server, with the plugin's capture specification."""
@@ -175,6 +180,15 @@ class SGLangEngine:
     def close(self) -> None:
         self.server.stop()
         self._client.close()
+
+
+def _as_captured(settings: SGLangConfig, target: Path) -> SGLangConfig:
+    """Settings of a server that loads the target by a class that captures; see `CAPTURED_AS`."""
+    architectures = json.loads((target / "config.json").read_text()).get("architectures") or [""]
+    if architectures[0] not in CAPTURED_AS:
+        return settings
+    other = json.dumps({"architectures": [CAPTURED_AS[architectures[0]]]})
+    return settings.model_copy(update={"arguments": ("--json-model-override-args", other, *settings.arguments)})
 
 
 def within_share(settings: SGLangConfig, sharing: Sharing) -> SGLangConfig:

@@ -1,5 +1,6 @@
 """What real SGLang servers capture equals transformers: architectures, chunks, parallelism, lengths, aborts."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from infra.records.data_path import TargetRecord
 from models.capture.engine import EngineError
 from models.capture.sglang.engine import SGLangEngine
 from models.config.recipe import load_recipe
+from models.config.target import TargetConfig
 from models.decoding.plain import continue_greedily
 from models.decoding.simulated import features
 from models.run import PreparedRun
@@ -23,6 +25,10 @@ from models.targets.hidden_states import HiddenStates
 from models.targets.layout import SampleError
 from models.targets.model import TargetModel, eos_ids
 from models.targets.prepare import prepare_target
+
+sys.path.append(str(Path(__file__).parents[4] / "benchmarks"))
+
+from mimo import write_mimo
 
 RECIPES = Path(__file__).parents[4] / "recipes"
 LENGTHS = (1, 2, 7, 33, 64, 65, 130, 250)
@@ -33,8 +39,8 @@ MTP = '{"method":"mtp","family":"mimo","num_heads":6,"num_kv_heads":3,"head_dim"
 SETTINGS = {
     "llama": ("draft.vocab_size=700",),
     "llama, chunked, by Mooncake": (f"generator.sglang.chunked_prefill_tokens={CHUNK}", "transport.kind=mooncake"),
-    "llama, no layers, chunked, by Mooncake": (
-        *(f"draft={MTP}", "target.aux_layer_ids=[]"),
+    "mimo, no layers, chunked, by Mooncake": (
+        *(f"draft={MTP}", "target.aux_layer_ids=[]", 'generator.sglang.arguments=["--trust-remote-code"]'),
         *(f"generator.sglang.chunked_prefill_tokens={CHUNK}", "transport.kind=mooncake"),
     ),
     "qwen3, data parallel 2": ("generator.sglang.data_parallel=2",),
@@ -72,12 +78,19 @@ def served(
     tiny_target: TargetRecord,
     qwen3_target: TargetRecord,
 ) -> Iterator[Served]:
-    target = tiny_target if request.param.startswith("llama") else qwen3_target
+    targets = {"llama": tiny_target, "qwen3": qwen3_target}
+    target = targets.get(request.param.partition(",")[0]) or mimo_target(request, tiny_target)
     run = sglang_run(*SETTINGS[request.param], target=target)
     if run.config.transport.kind == "mooncake":
         write_atomically(run.folder.store, request.getfixturevalue("mooncake_store"))
     with closing(SGLangEngine(run, 0)) as engine:
         yield Served(run, engine, TargetModel.load(Path(target.path), run.config.target.aux_layer_ids, torch.float32))
+
+
+def mimo_target(request: pytest.FixtureRequest, tiny_target: TargetRecord) -> TargetRecord:
+    """In MiMo's layout, with an MTP layer."""
+    folder = request.getfixturevalue("tmp_path_factory").mktemp("targets") / "mimo"
+    return prepare_target(TargetConfig(name=str(write_mimo(Path(tiny_target.path), folder)), aux_layer_ids=()))
 
 
 def test_gemma_once(sglang_run: Callable[..., PreparedRun], engine_of: Callable[..., SGLangEngine]) -> None:
