@@ -123,6 +123,7 @@ def _module(point: Point) -> tuple[DraftModule, torch.optim.Optimizer]:
 def _batch(point: Point) -> PackedSamples:
     tokens = sum(point.lengths)
     aux, last = (torch.randn(tokens, width).bfloat16() for width in (point.aux * point.hidden, point.hidden))
+    aux = aux if point.aux else last
     supervised = torch.ones(tokens, dtype=torch.bool)
     # A token of the draft vocabulary.
     top = torch.zeros(tokens, dtype=torch.int32) if point.pruned else None

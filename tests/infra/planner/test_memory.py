@@ -16,6 +16,8 @@ MLA = {"q_lora_rank": 24, "kv_lora_rank": 40, "qk_nope_head_dim": 10, "qk_rope_h
 LATENT = {name: value for name, value in EAGLE3.items() if name not in ("num_kv_heads", "head_dim")} | {"mla": MLA}
 DIRECT = LATENT | {"mla": MLA | {"q_lora_rank": None, "v_head_dim": 16}}
 BLOCKS = {"block_size": 4, "anchors": 32, **LAYER}
+MTP = {"method": "mtp", "family": "mimo", "attention_bias": True, **LAYER}
+QWEN = {"method": "mtp", "family": "qwen", "qk_norm": True, "gated_attention": True, **LAYER}
 RECURRENT = {"markov_rank": 24, "markov_head": "rnn", "vocab_size": 256}
 POINTS = [
     Point(64, 512, EAGLE3, (96,), name="eagle3"),
@@ -35,6 +37,9 @@ POINTS = [
     Point(64, 512, {"method": "dspark", **BLOCKS, **RECURRENT}, (200,), "bfloat16", name="dspark, recurrent, bfloat16"),
     Point(64, 512, {"method": "dflash2", **BLOCKS, "selector_rank": 24}, (200,), name="dflash2"),
     Point(64, 512, {"method": "dflash2", **BLOCKS, "selector_rank": 24}, (200,), "bfloat16", name="dflash2, bfloat16"),
+    Point(64, 512, MTP, (150, 60), aux=0, name="mtp"),
+    Point(64, 512, MTP, (600,), recompute=True, aux=0, name="mtp, recomputed"),
+    Point(64, 512, QWEN, (200,), "bfloat16", aux=0, name="mtp, gated, bfloat16"),
 ]
 
 

@@ -40,6 +40,8 @@ DRAFTS = [
     {"method": "dspark", "vocab_size": 40, "markov_rank": 7, "markov_head": "gated", **LAYER},
     {"method": "dspark", "markov_rank": 7, "markov_head": "rnn", "confidence_reads_token": False, **LAYER},
     {"method": "dspark", "markov_rank": 7, "confidence_head": False, **LAYER},
+    {"method": "mtp", "family": "mimo", "attention_bias": True, **LAYER},
+    {"method": "mtp", "family": "qwen", "qk_norm": True, "gated_attention": True, **LAYER},
 ]
 
 
