@@ -103,6 +103,14 @@ def test_a_class_that_this_machine_cannot_import_is_left_to_sglang(tmp_path, mon
     check_settings(run_of("CohereForCausalLM", {}, [], tmp_path))
 
 
+def test_a_target_without_an_mtp_layer_is_refused_before_anything_is_captured(tmp_path):
+    sizes = "num_heads: 2, num_kv_heads: 2, head_dim: 24, intermediate_size: 16"
+    changes = [f"draft={{method: mtp, family: mimo, {sizes}}}", "target.aux_layer_ids=[]"]
+    run = run_of("LlamaForCausalLM", {}, [*changes, "generator.engine=transformers"], tmp_path)
+    with pytest.raises(Refusal, match=r"holds no MTP layer \(no tensor named model.mtp_layers.0.*choose another draft"):
+        check_settings(run)
+
+
 def run_of(architecture: str, settings: dict[str, Any], changes: list[str], folder: Path) -> RunWithTarget:
     """A run with a tiny random target, before its samples are prepared."""
     kind = getattr(transformers, architecture)
