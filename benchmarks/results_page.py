@@ -68,6 +68,18 @@ def continued(result: Json) -> Iterable[tuple[str, str]]:
         )
 
 
+def mtp(result: Json) -> Iterable[tuple[str, str]]:
+    names = {"before": "before", "training_time_test": "by chains", "fastmtp": "by FastMTP's objective"}
+    lengths, rates = result["mean_length"], result["mean_by_position"]
+    yield (
+        f"acceptance length of a tiny target's own MTP layer at lookahead {result['lookahead']}, before and after "
+        f"{result['samples']:,} samples, mean of {len(result['seeds'])} seeds",
+        ", ".join(f"{shown} {lengths[name]:.3f}" for name, shown in names.items()),
+    )
+    for name, shown in names.items():
+        yield f"its acceptance by position, {shown}", " / ".join(f"{rate:.3f}" for rate in rates[name])
+
+
 def capture(result: Json) -> Iterable[tuple[str, str]]:
     load, cpu_s = f"{result['load_average'][1]:.0f}", result["scheduler_cpu_s"]
     yield (
@@ -267,6 +279,7 @@ SECTIONS = (
             ("lossless-gemma3-270m", "lossless.py", lossless),
             ("lossless-blocks", "lossless.py", lossless),
             ("suffix", "suffix.py", suffix),
+            ("mtp", "mtp.py", mtp),
             ("agreement-tiny-eagle3", "agreement.py", agreement),
             ("agreement-tiny-dflash", "agreement.py", agreement),
             ("agreement-quickstart-eagle3", "agreement.py", agreement),

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from infra.files.run_folder import RunFolder
 from infra.ledger.database import check_server
@@ -31,6 +31,7 @@ from models.data.prepare import recipe_data
 from models.data.prompts import suite_prompts
 from models.data.request_log import logged_texts
 from models.data.samples import SampleEncoder, check_refused
+from models.data.tokenizer import read_tokenizer
 from models.drafts.base import Draft
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
@@ -195,7 +196,7 @@ def check_prompts(run: RunWithTarget) -> None:
     """Read all prompts for regeneration. Raises Refusal for those that would stop the run later."""
     data = recipe_data(run.config)
     prompts = list(read_excluded_prompts(data.exclude))
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(run.target.path)
+    tokenizer: PreTrainedTokenizerBase = read_tokenizer(run.target.path)
     SampleEncoder(tokenizer, data, run.config.target.add_bos, excluded=BenchmarkPrompts(prompts))
     prompter, documents, refusals = recipe_prompter(run), 0, list[str]()
     for document in counting(training_documents(data), "checking prompts"):

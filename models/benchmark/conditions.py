@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from infra.files.atomic import sha256_file
 from infra.provenance import hardware, versions
@@ -16,6 +15,7 @@ from infra.settings import leased_gpus
 from infra.sglang.command import sglang_version
 from models.config.benchmark import BenchmarkConfig
 from models.data.thinking import OPENED, thinks
+from models.data.tokenizer import read_tokenizer
 from models.drafts.sampling import Sampling
 from models.targets.model import TargetModel
 from models.targets.recommended import recommended_sampling
@@ -105,7 +105,7 @@ def conditions(
 
 def _thinks(target: Path, texts: Iterable[tuple[Sequence[int], Sequence[int]]]) -> bool:
     """Whether the target reasons: some templates open the block at the end of the prompt."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(target)
+    tokenizer: Any = read_tokenizer(target)
 
     def opened(prompt: Sequence[int]) -> str:
         return OPENED if tokenizer.decode(prompt[-OPENING:]).rstrip().endswith(OPENED) else ""

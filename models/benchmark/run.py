@@ -11,7 +11,6 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer
 
 from infra.files.atomic import write_atomically
 from infra.processes.exit import run_main
@@ -39,6 +38,7 @@ from models.benchmark.result import build_result, gather, ground, request_counts
 from models.benchmark.step_costs import measure_goodput
 from models.data.prompts import heldout_prompts, suite_prompts
 from models.data.request_log import logged_texts
+from models.data.tokenizer import read_tokenizer
 from models.decoding.acceptance import distinct_token_share
 from models.devices import leased_bytes
 from models.dtypes import DTYPES
@@ -114,7 +114,7 @@ def _logged(run: PreparedRun) -> list[list[int]]:
     """Tokens of the requests in `benchmark.suffix_log`."""
     if run.config.benchmark.suffix_log is None:
         return []
-    tokenizer = AutoTokenizer.from_pretrained(run.target.path)
+    tokenizer = read_tokenizer(run.target.path)
     return [tokenizer.encode(text, add_special_tokens=False) for text in logged_texts(run.config.benchmark.suffix_log)]
 
 

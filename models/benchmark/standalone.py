@@ -16,7 +16,6 @@ from typing import Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
-from transformers import AutoTokenizer
 
 from infra.files.atomic import write_atomically
 from infra.processes.exit import run_main
@@ -42,6 +41,7 @@ from models.config.target import TargetConfig
 from models.data.conversations import source_hash
 from models.data.prompts import SuitePrompts, choose_template, find_suite_format, question_prompts, read_prompts
 from models.data.request_log import logged_texts
+from models.data.tokenizer import read_tokenizer
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.suffix_decoding import SuffixDecoding
 from models.decoding.token_recycling import TokenRecycling
@@ -103,7 +103,7 @@ def bench(options: argparse.Namespace) -> HarnessResult:
     trees, cells, notes = [shape for shape in shapes if not shape.isdigit()], list[Cell](), list[str]()
     asked = baselines(_listed(options.baselines, str))
     if options.suffix_log:
-        tokenizer = AutoTokenizer.from_pretrained(target.path)
+        tokenizer = read_tokenizer(target.path)
         texts = logged_texts(options.suffix_log)
         asked["suffix-warm"] = SuffixDecoding(tokenizer.encode(text, add_special_tokens=False) for text in texts)
     if REFERENCE in engines:
@@ -219,7 +219,7 @@ def _suite(
     if layout is None:
         prompts, template = read_prompts(source, target, config, options.chat_template, options.add_bos, arguments)
         return SuitePrompts(prompts, (), source_hash(source), template)
-    chosen = choose_template(AutoTokenizer.from_pretrained(target.path), options.chat_template, plain=False)
+    chosen = choose_template(read_tokenizer(target.path), options.chat_template, plain=False)
     return question_prompts(
         source, layout, Path(target.path), count=options.num_prompts, prompt_tokens=options.prompt_tokens,
         chat_template=chosen, template_arguments=arguments, add_bos=options.add_bos,

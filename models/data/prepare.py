@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from infra.files.atomic import sha256_file, write_atomically
 from infra.files.cached_folder import build_once
@@ -27,6 +27,7 @@ from models.data.conversations import source_hash, source_revision, training_doc
 from models.data.prompts import heldout_prompts, suite_address
 from models.data.sample_set import SampleSet, read_manifest, write_sample_set
 from models.data.samples import SHOWN_REFUSALS, SampleEncoder, Splits, divide
+from models.data.tokenizer import read_tokenizer
 from models.progress_bars import counting
 
 FORMAT = 4
@@ -44,7 +45,7 @@ def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> 
     Raises Refusal: no samples can be made with this text, template or limits.
     """
     content = source_hash(config.source)
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target.path)
+    tokenizer: PreTrainedTokenizerBase = read_tokenizer(target.path)
     ends = frozenset(target.eos_ids)
     chat = open_chat_template(tokenizer, config.chat_template, config.template_arguments)
     template = NONE if chat is None else chat.hash

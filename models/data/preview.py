@@ -13,6 +13,7 @@ from infra.refusal import Refusal
 from models.config.data import DataConfig
 from models.data.check import check_data, kind_of
 from models.data.conversations import training_documents
+from models.data.tokenizer import read_tokenizer
 
 PREVIEWED_DOCUMENTS = 64
 """First documents among which samples are looked for."""
@@ -24,13 +25,12 @@ def preview(config: DataConfig, tokenizer_folder: Path, samples: int) -> Iterato
 
     Raises Refusal: the tokenizer cannot be read, or the chat template cannot be used.
     """
-    from transformers import AutoTokenizer
 
     from models.data.loss_mask import runs_of
     from models.data.samples import SampleEncoder
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+        tokenizer = read_tokenizer(tokenizer_folder)
     except (ValueError, OSError) as error:
         raise Refusal(f"{tokenizer_folder} holds no tokenizer that can be read ({error}): check --target") from error
     encoder = SampleEncoder(tokenizer, config, add_bos=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
@@ -21,6 +21,7 @@ from models.data.dialogue import Prompter
 from models.data.reading import converted, whole
 from models.data.sample_set import SampleSet
 from models.data.samples import SampleEncoder
+from models.data.tokenizer import read_tokenizer
 
 AUTO = "auto"
 """A chat template for conversations if the tokenizer has one, none for text."""
@@ -157,7 +158,7 @@ def question_prompts(
 
     Raises Refusal: an unreadable source, no chat template, or fewer than two prompts.
     """
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target)
+    tokenizer: PreTrainedTokenizerBase = read_tokenizer(target)
     template = open_chat_template(tokenizer, chat_template, template_arguments)
     # One token more than is kept shows which plain texts are too long.
     settings = RegenerationConfig(prompt_tokens=prompt_tokens + 1)
@@ -244,7 +245,7 @@ def read_prompts(
     template_arguments: Mapping[str, TemplateArgument] | None = None,
 ) -> tuple[list[list[int]], str]:
     """Prompts from a file, and the hash of the chat template (`none` for plain text)."""
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target.path)
+    tokenizer: PreTrainedTokenizerBase = read_tokenizer(target.path)
     name = choose_template(tokenizer, chat_template, plain=next(read_documents(source)).plain)
     data = DataConfig(
         source=source,

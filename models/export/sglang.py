@@ -150,13 +150,12 @@ def _vocabulary(folder: Path, description: ExportDescription, tensors: dict[str,
 
 def _stitch(run: PreparedRun) -> None:
     """Put a layer that the target comes with into a copy of the target, where that takes no room."""
+    if run.config.draft.reads_layers:
+        return  # no such layer does
     target, folder = Path(run.target.path), run.folder.stitched
-    draft = load_draft(run.folder.export, target, torch.float32)
-    if not draft.target_names:
-        return
     shutil.rmtree(folder, ignore_errors=True)
     if can_link(target, folder):
-        written = stitch(draft, target, folder)
+        written = stitch(load_draft(run.folder.export, target, torch.float32), target, folder)
         print(f"{folder} is the target with this layer; written again: {', '.join(written)}", flush=True)
     else:
         print(

@@ -10,7 +10,7 @@ from threading import Lock
 from typing import Any, Protocol
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from infra.processes.process import Owner
 from infra.refusal import Refusal
@@ -22,6 +22,7 @@ from models.config.data import PLAIN_BATCH, RegenerationConfig
 from models.config.recipe import RunConfig
 from models.data.chat_template import open_chat_template
 from models.data.dialogue import Dialogue, Prompter
+from models.data.tokenizer import read_tokenizer
 from models.decoding.plain import continue_batch
 from models.devices import compute_device, leased_bytes
 from models.drafts.sampling import Sampling
@@ -171,7 +172,7 @@ class SGLangTextEngine:
 def recipe_prompter(run: RunWithTarget) -> Prompter:
     """What makes the run's prompts. Raises Refusal for a chat template that cannot be used."""
     data, path = run.config.data, Path(run.target.path)
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+    tokenizer: PreTrainedTokenizerBase = read_tokenizer(path)
     ends = frozenset(run.target.eos_ids)
     return Prompter(
         tokenizer,

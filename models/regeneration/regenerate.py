@@ -13,7 +13,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from infra.files.atomic import sync_folder, write_atomically
 from infra.files.lines import as_line, read_objects, write_objects
@@ -29,6 +29,7 @@ from models.data.conversations import source_hash, source_revision, training_doc
 from models.data.dialogue import Dialogue, check_answerable
 from models.data.prepare import tokenizer_hash
 from models.data.samples import SHOWN_REFUSALS, check_refused
+from models.data.tokenizer import read_tokenizer
 from models.progress_bars import bars
 from models.regeneration.engines import regeneration_settings, start_text_engine
 from models.run import RunWithTarget
@@ -83,7 +84,7 @@ def regenerate(run: RunWithTarget) -> RegeneratedRecord:
 def _key(run: RunWithTarget) -> str:
     """Hash of all inputs of the answers."""
     config = run.config
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(run.target.path)
+    tokenizer: PreTrainedTokenizerBase = read_tokenizer(run.target.path)
     template = open_chat_template(tokenizer, config.data.chat_template, config.data.template_arguments)
     parts = [
         FORMAT,

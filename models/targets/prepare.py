@@ -20,6 +20,7 @@ from infra.settings import cache_folder
 from models.config.recipe import check_layers, read_config
 from models.config.target import TargetConfig
 from models.data.hub import model_folder
+from models.data.tokenizer import read_tokenizer
 from models.targets.architecture import decoder_of, media_ids, model_class, read_model_config, reads_media
 from models.targets.model import eos_ids
 from models.targets.quantization import read_quantization
@@ -136,7 +137,7 @@ def _checked(folder: Path, aux_layer_ids: tuple[int, ...]) -> PretrainedConfig:
         config = read_model_config(folder)
         with torch.device("meta"):
             model = model_class(config).from_config(config)
-        AutoTokenizer.from_pretrained(folder)
+        read_tokenizer(folder)
     except (ValueError, OSError) as error:
         raise Refusal(f"{folder} is not a causal language model with a tokenizer: {error}") from error
     layers = getattr(decoder_of(model), "layers", None)
