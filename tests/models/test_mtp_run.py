@@ -3,8 +3,10 @@
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from infra.files.atomic import write_atomically
 from infra.records.acceptance import BenchmarkResult, ServedResult
 from models.benchmark.served import counts_of, setup_of
 from models.data.prompts import heldout_prompts
+from models.decoding.acceptance import acceptance_length
 from models.decoding.speculative import speculate_together
 from models.drafts.mtp.module import MtpDraft
 from models.export.sglang import load_draft
@@ -54,22 +57,37 @@ def test_training_starts_from_the_targets_own_layer(mimo_run):
         assert torch.equal(tensor, stored[draft.target_names[name]]), name
 
 
+@pytest.fixture
+def trained(mimo_run, run_to_the_end, start, monkeypatch) -> PreparedRun:
+    monkeypatch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")
+    run_to_the_end(mimo_run.folder)
+    finish(start, mimo_run, "models.export.sglang")
+    return mimo_run
+
+
+def finish(start: Callable[..., Any], run: PreparedRun, module: str) -> None:
+    process = start(module, run.folder)
+    output, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, output
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_a_trained_layer_is_written_back_and_served(mimo_run, run_to_the_end, start, monkeypatch):
-    monkeypatch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")
-    folder, target = mimo_run.folder, Path(mimo_run.target.path)
-    run_to_the_end(folder)
-    for module in ("models.export.sglang", "models.benchmark.served", "models.benchmark.run"):
-        process = start(module, folder)
-        output, _ = process.communicate(timeout=900)
-        assert process.returncode == 0, output
-    result, served = BenchmarkResult.read(folder.benchmark), ServedResult.read(folder.served)
+def test_a_trained_layer_is_written_back_and_served(trained):
+    check_stitched(Path(trained.target.path), trained.folder.stitched)
+    check_served(trained, trained.folder.stitched)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2400)
+def test_an_exported_layer_is_benchmarked_and_served_like_any_draft(trained, start):
+    finish(start, trained, "models.benchmark.served")
+    finish(start, trained, "models.benchmark.run")
+    result, served = BenchmarkResult.read(trained.folder.benchmark), ServedResult.read(trained.folder.served)
     assert (result.lossless.mismatches, result.counts_identical, result.gap) == (0, True, 0)
     assert result.acceptance.length[LOOKAHEAD] > 1.6
     assert served.same_text == result.acceptance.conversations
-    check_stitched(target, folder.stitched)
-    check_served(mimo_run, folder.stitched)
+    assert served.length == pytest.approx(result.acceptance.length[LOOKAHEAD], rel=0.05)
 
 
 def check_stitched(target: Path, stitched: Path) -> None:
@@ -102,6 +120,7 @@ def check_served(run: PreparedRun, stitched: Path) -> None:
     setup = replace(setup, target=stitched, generator=setup.generator.model_copy(update={"sglang": sglang}))
     with setup.serving(None, LOOKAHEAD) as client:
         answers = setup.watch_all(client, prompts)
+    assert acceptance_length([ours.counts for ours in decoded]) > 1.6
     for answer, ours in zip(answers, decoded, strict=True):
         assert answer.tokens == list(ours.tokens)
         assert counts_of(answer, LOOKAHEAD) == ours.counts
