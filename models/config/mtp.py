@@ -155,6 +155,8 @@ def own_layer(text: Mapping[str, Any]) -> dict[str, Any]:
         raise Refusal(
             f"draft.method=mtp: the MTP layer of this {kind} is a mixture of experts, which is not supported: {other}"
         )
+    if (count := text.get("num_nextn_predict_layers") or 1) > 1:
+        raise Refusal(f"draft.method=mtp: this {kind} has {count} MTP layers, and one can be trained: {other}")
     family, rope = OF_MODEL_TYPE[kind], text.get("rope_parameters") or {}
     rotated = text.get("partial_rotary_factor") or rope.get("partial_rotary_factor")
     return {

@@ -103,6 +103,7 @@ REFUSED = [
     ({"model_type": "deepseek_v3", "kv_lora_rank": 512, "n_routed_experts": 8}, "latent attention"),
     ({"model_type": "glm4_moe", "n_routed_experts": 8}, "mixture of experts"),
     ({"model_type": "qwen3_next", "num_experts": 8}, "mixture of experts"),
+    ({"model_type": "mimo", "num_nextn_predict_layers": 3}, "has 3 MTP layers"),
 ]
 
 
