@@ -69,7 +69,12 @@ def continued(result: Json) -> Iterable[tuple[str, str]]:
 
 
 def mtp(result: Json) -> Iterable[tuple[str, str]]:
-    names = {"before": "before", "training_time_test": "by chains", "fastmtp": "by FastMTP's objective"}
+    names = {
+        "before": "before",
+        "training_time_test": "by chains",
+        "fastmtp": "by FastMTP's objective",
+        "chains_of_own_tokens": "by chains with FastMTP's loss",
+    }
     lengths, rates = result["mean_length"], result["mean_by_position"]
     yield (
         f"acceptance length of a tiny target's own MTP layer at lookahead {result['lookahead']}, before and after "
