@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from infra.planner.memory import loss_chunk_tokens
 from models.config.draft import parse_draft_config
+from models.config.dspark import DSparkConfig
 from models.drafts.base import PackedSamples, TargetProjection, supervised_positions
 from models.drafts.blocks.module import BlockDraft
 from models.drafts.registry import build_draft
@@ -159,7 +160,7 @@ def speculators_step(work: BlockWork, dtype: torch.dtype) -> Stepped:
         "max_anchors": len(starts),
         "gamma": config.decay_gamma,
     }
-    if config.method == "dspark":
+    if isinstance(config, DSparkConfig):
         # Its total variation is half of ours.
         terms = f'{{"ce": {config.cross_entropy_weight}, "tv": {2 * config.tv_weight}}}'
         inputs |= {
@@ -202,18 +203,19 @@ def _speculators_model(work: BlockWork) -> Any:
     from transformers import Qwen3Config
 
     draft, shape = work.draft, work.shape
-    layer = Qwen3Config(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        num_hidden_layers=shape.layers,
-        vocab_size=shape.vocabulary,
-        rms_norm_eps=draft.config.rms_norm_eps,
-        rope_theta=draft.config.rope_theta,
-        max_position_embeddings=max(4096, shape.tokens),
-    )
+    sizes: dict[str, Any] = {
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "num_hidden_layers": shape.layers,
+        "vocab_size": shape.vocabulary,
+        "rms_norm_eps": draft.config.rms_norm_eps,
+        "rope_theta": draft.config.rope_theta,
+        "max_position_embeddings": max(4096, shape.tokens),
+    }
+    layer = Qwen3Config(**sizes)
     # Its default, flex attention, has no backward pass on a CPU.
     layer._attn_implementation = "sdpa"
     common: dict[str, Any] = {
@@ -223,7 +225,7 @@ def _speculators_model(work: BlockWork) -> Any:
         "aux_hidden_state_layer_ids": [layer_id + 1 for layer_id in AUX_LAYERS],
         "mask_token_id": draft.mask_token_id,
     }
-    if draft.config.method == "dspark":
+    if isinstance(draft.config, DSparkConfig):
         model: Any = DSparkDraftModel(DSparkSpeculatorConfig(markov_rank=shape.markov_rank, **common))
     else:
         model = DFlashDraftModel(DFlashSpeculatorConfig(**common))

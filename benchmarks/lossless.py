@@ -40,7 +40,7 @@ RESULTS = Path(__file__).parent / "results"
 PLAIN_BATCH = 16
 COSTS = {f"{cost:g} of a step per token": CostFit(
     constant=1.0, per_text=0.0, per_token=cost, knee=0.0, per_token_beyond=0.0, several=0.0, several_per_text=0.0,
-    per_position=0.0, worst_error=0.0,
+    together=0.0, per_position=0.0, worst_error=0.0,
 ) for cost in (0.02, 0.2)}  # fmt: skip
 """Of scheduled verification."""
 

@@ -32,7 +32,7 @@ from models.config.recipe import load_recipe
 from models.config.target import TargetConfig
 from models.data.prepare import prepare_samples
 from models.data.prompts import heldout_prompts
-from models.data.samples import EncodedSample
+from models.data.sample_set import Sample
 from models.decoding.acceptance import summarise
 from models.decoding.plain import continue_batch
 from models.decoding.simulated import features, simulate
@@ -71,7 +71,7 @@ def open_run(folder: Path, target: Path, samples: int, seed: int) -> PreparedRun
     return PreparedRun.open(run.path)
 
 
-def train(draft: MtpDraft, target: TargetModel, samples: Sequence[EncodedSample], rate: float) -> int:
+def train(draft: MtpDraft, target: TargetModel, samples: Sequence[Sample], rate: float) -> int:
     """One pass over the samples; the tokens that were trained on."""
     projection = TargetProjection(target.head.head, None, 1.0, None)
     optimizer, steps = torch.optim.AdamW(draft.parameters(), rate), len(samples) // BATCH
@@ -89,7 +89,7 @@ def train(draft: MtpDraft, target: TargetModel, samples: Sequence[EncodedSample]
     return tokens
 
 
-def packed(target: TargetModel, samples: Sequence[EncodedSample]) -> PackedSamples:
+def packed(target: TargetModel, samples: Sequence[Sample]) -> PackedSamples:
     """Samples with the target's states."""
     last = torch.cat([target.forward(sample.tokens[None].long()).last[0] for sample in samples])
     tokens, mask = (torch.cat([getattr(s, name) for s in samples]) for name in ("tokens", "loss_mask"))
