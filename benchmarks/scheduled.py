@@ -9,7 +9,7 @@ to the calibrating half's steps of these very turns, because the machine's speed
 other half. Predicted tokens are the scheduler's own expectation, or the acceptance by position of a fixed lookahead.
 
 In this decoder a step costs what its longest chain costs, because rows are padded to it; engines that verify ragged
-batches pay for the tokens alone, by which the scheduler decides. Predictions are for the padded step.
+batches pay for the tokens, by which the scheduler decides. Predictions are for the padded step.
 """
 
 import argparse

@@ -87,7 +87,7 @@ class ScheduledProposer(ChangedTurns):
         drafting = self.scheduled.costs.draft.seconds(len(rows), longest)
 
         def seconds(verified: int) -> float:
-            return drafting + self.scheduled.costs.target.seconds(len(rows), verified / len(rows))
+            return drafting + self.scheduled.costs.target.ragged_seconds(len(rows), verified, longest + 1)
 
         kept = self.scheduled.schedule(survivals, seconds)
         return {row: _beginning(chains[row], count) for row, count in zip(rows, kept, strict=True)}

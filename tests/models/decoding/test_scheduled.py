@@ -5,7 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infra.records.goodput import CostFit
 from models.decoding.calibration import GRID, calibrate, errors_by_position, expected_error, fit_temperatures
+from models.decoding.goodput import TERMS
 from models.decoding.scheduled import admitted
 
 
@@ -46,6 +48,17 @@ def test_it_admits_the_likeliest_until_speed_falls(chances, each, knee):
 
 def test_a_chain_ends_where_its_survival_does():
     assert admitted(torch.tensor([[0.9, 0.8, 0.0], [0.7, 0.0, 0.0]]), lambda _: 1.0) == [2, 1]
+
+
+def test_what_several_tokens_cost_at_once_does_not_end_the_search():
+    """By the whole cost no first proposal pays, although all seven together do."""
+    jump = CostFit(
+        **dict.fromkeys(TERMS, 0.0) | {"constant": 1.0, "several": 1.0, "per_token": 0.01}, knee=0, worst_error=0
+    )
+    survivals = torch.full((1, 7), 0.9).cumprod(-1)
+    assert (1 + float(survivals.sum())) / jump.seconds(1, 8) > 1.5 / jump.seconds(1, 1)
+    assert admitted(survivals, lambda total: jump.seconds(1, total)) == [0]
+    assert admitted(survivals, lambda total: jump.ragged_seconds(1, total, 8)) == [7]
 
 
 def test_expected_error_is_that_of_bins():

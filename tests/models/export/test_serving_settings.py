@@ -162,6 +162,19 @@ def test_a_draft_that_never_pays_is_not_served():
     assert vllm(found, "eagle3") is None
 
 
+def test_sglangs_table_of_steps_is_what_our_scheduler_decides_by():
+    target = CostFit(
+        constant=1.0, per_text=0.02, per_token=0.03, knee=24.0, per_token_beyond=0.05, several=0.4,
+        several_per_text=0.07, per_position=0.011, worst_error=0.0,
+    )  # fmt: skip
+    fitted = FittedCosts(target, costs(0.3, 0.02))
+    told = dspark_costs(measured(goodput_table(fitted, [0.6] * 7, (1, 4, 8), (0, 7))))
+    for batch, of_batch in zip(told["bs_probes"], told["alpha_seconds"], strict=True):
+        for total, of_tokens in zip(told["m_probes"], told["theta_seconds"], strict=True):
+            ours = target.ragged_seconds(batch, total, 8) + fitted.draft.seconds(batch, 7)
+            assert told["bias_seconds"] + of_batch + of_tokens == pytest.approx(ours)
+
+
 @pytest.mark.parametrize(("error", "offered"), [(0.07, True), (0.09, False)])
 def test_confidences_of_something_else_are_not_offered(error, offered, tmp_path):
     """Beyond the error that exact ones would show."""
