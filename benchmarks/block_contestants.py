@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from infra.planner.memory import loss_chunk_tokens
 from models.config.draft import parse_draft_config
-from models.config.dspark import DSparkConfig
 from models.drafts.base import PackedSamples, TargetProjection, supervised_positions
 from models.drafts.blocks.module import BlockDraft
 from models.drafts.registry import build_draft
@@ -61,6 +60,7 @@ METHODS = ("dflash", "dspark")
 class BlockWork:
     """A draft, and a batch of which every position is supervised and every block is whole."""
 
+    method: str
     shape: BlockShape
     draft: BlockDraft
     batch: PackedSamples
@@ -117,7 +117,7 @@ def make_work(method: str, shape: BlockShape, dtype: torch.dtype, seed: int = 0)
     if method == "dspark":
         # At its start the bias is 0, and so are gradients of what it depends on.
         nn.init.normal_(draft.markov_head.markov_w2.weight, std=0.1, generator=g)  # type: ignore[union-attr,arg-type]
-    return BlockWork(shape, draft, batch, head.to(dtype))
+    return BlockWork(method, shape, draft, batch, head.to(dtype))
 
 
 def _start_with_whole_blocks(draft: BlockDraft) -> None:
@@ -160,7 +160,7 @@ def speculators_step(work: BlockWork, dtype: torch.dtype) -> Stepped:
         "max_anchors": len(starts),
         "gamma": config.decay_gamma,
     }
-    if isinstance(config, DSparkConfig):
+    if work.method == "dspark":
         # Its total variation is half of ours.
         terms = f'{{"ce": {config.cross_entropy_weight}, "tv": {2 * config.tv_weight}}}'
         inputs |= {
@@ -203,19 +203,18 @@ def _speculators_model(work: BlockWork) -> Any:
     from transformers import Qwen3Config
 
     draft, shape = work.draft, work.shape
-    sizes: dict[str, Any] = {
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "num_hidden_layers": shape.layers,
-        "vocab_size": shape.vocabulary,
-        "rms_norm_eps": draft.config.rms_norm_eps,
-        "rope_theta": draft.config.rope_theta,
-        "max_position_embeddings": max(4096, shape.tokens),
-    }
-    layer = Qwen3Config(**sizes)
+    layer = Qwen3Config(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        num_hidden_layers=shape.layers,
+        vocab_size=shape.vocabulary,
+        rms_norm_eps=draft.config.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": draft.config.rope_theta},
+        max_position_embeddings=max(4096, shape.tokens),
+    )
     # Its default, flex attention, has no backward pass on a CPU.
     layer._attn_implementation = "sdpa"
     common: dict[str, Any] = {
@@ -225,7 +224,7 @@ def _speculators_model(work: BlockWork) -> Any:
         "aux_hidden_state_layer_ids": [layer_id + 1 for layer_id in AUX_LAYERS],
         "mask_token_id": draft.mask_token_id,
     }
-    if isinstance(draft.config, DSparkConfig):
+    if work.method == "dspark":
         model: Any = DSparkDraftModel(DSparkSpeculatorConfig(markov_rank=shape.markov_rank, **common))
     else:
         model = DFlashDraftModel(DFlashSpeculatorConfig(**common))
