@@ -85,7 +85,9 @@ def main() -> None:
                 found = compare(method, SHAPES[shape], dtype, options.rounds, options.threads)
                 print(method, shape, dtype, json.dumps(found, indent=2), flush=True)
                 steps = result.setdefault("steps", {})
-                steps[f"{method} {shape} {dtype}"] = found | conditions(options.threads)
+                under = conditions(options.threads)
+                steps[f"{method} {shape} {dtype}"] = found | under
+                result |= {name: under[name] for name in ("commit", "at", "hardware")}
                 write_atomically(options.json, json.dumps(result, indent=2) + "\n")
 
 
