@@ -76,6 +76,7 @@ def mtp(result: Json) -> Iterable[tuple[str, str]]:
         "chains_of_own_tokens": "by chains with FastMTP's loss",
     }
     lengths, rates = result["mean_length"], result["mean_by_position"]
+    names = {name: shown for name, shown in names.items() if name in lengths}
     yield (
         f"acceptance length of a tiny target's own MTP layer at lookahead {result['lookahead']}, before and after "
         f"{result['samples']:,} samples, mean of {len(result['seeds'])} seeds",
