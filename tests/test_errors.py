@@ -74,7 +74,7 @@ RECIPES = [
     ("layers out of order", None, ["target.aux_layer_ids=[2, 1]"], "must be ascending", "aux_layer_ids"),
     ("lookahead beyond the walk", None, ["benchmark.lookahead=9"], "must not exceed", "benchmark.max_lookahead"),
     ("ranks left over", None, [*SHARED, "training.ranks=3"], "ranks 3 is no multiple", "change one of the two"),
-    ("shared samples of DFlash", None, [*SHARED, DFLASH], "reads the features of its whole", "set it to 1 and lower"),
+    ("shared samples of DFlash", None, [*SHARED, DFLASH], "read features of the whole", "set it to 1 and lower"),
     (
         "shared samples by GPUDirect",
         None,

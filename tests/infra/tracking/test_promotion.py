@@ -21,7 +21,7 @@ from infra.records.acceptance import GateDecision, RegisteredDraft, SmokeResult
 from infra.settings import shared_memory_folder
 from infra.tracking import registry, runs
 from infra.tracking.changes import Announcement, SmokeTest, State
-from infra.tracking.client import connect, pages
+from infra.tracking.client import connect, get_model, pages
 from infra.tracking.promotion import OUTSIDE, DraftInService
 from infra.tracking.registry import history
 from infra.tracking.runs import TrackedRun
@@ -105,7 +105,9 @@ class World:
         return DraftInService(self.uri, self.name, smoke_test=smoke_test, announce=self.hear)
 
     def state(self) -> tuple[object, ...]:
-        """Aliases, tags, history and events, without times and ids."""
+        """Aliases, tags, history and events, without times and ids; nothing before the first version."""
+        if get_model(connect(self.uri), self.name) is None:
+            return ()
         state = State.read(connect(self.uri), self.name)
         drafts = registry.list_drafts(self.uri, self.name)
         tags = [{key: text for key, text in one.tags.items() if not key.startswith("decision.")} for one in drafts]

@@ -155,7 +155,7 @@ def test_benchmark_of_a_run(run: PreparedRun, target: Path, tmp_path: Path):
     champion = export(target, tmp_path / "champion", (1,), seed=2)
     result = benchmark_run(run, champion, "version 7")
     card = (run.folder.export / "README.md").read_text()
-    assert f"**{result.acceptance.length[result.conditions.lookahead]:.2f} tokens per verification step" in card
+    assert f"**{result.length:.2f} tokens per verification step" in card
     assert result.conditions.draft_revision in card
     assert BenchmarkResult.read(run.folder.benchmark) == result
     assert result.counts_identical
