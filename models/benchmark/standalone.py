@@ -37,6 +37,7 @@ from models.config.bench_arguments import bench_parser
 from models.config.benchmark import BenchmarkConfig
 from models.config.data import TemplateArgument
 from models.config.generator import GeneratorConfig
+from models.config.machine import multiplies_bfloat16
 from models.config.target import TargetConfig
 from models.data.conversations import source_hash
 from models.data.prompts import SuitePrompts, choose_template, find_suite_format, question_prompts, read_prompts
@@ -73,7 +74,8 @@ def find_target(name: str, aux_layer_ids: Sequence[int]) -> TargetRecord:
 def bench(options: argparse.Namespace) -> HarnessResult:
     """Measure what the options name. Raises Refusal, with the remedy, for what cannot be measured."""
     begun = time.perf_counter()
-    dtype = options.dtype or ("bfloat16" if compute_device().type == "cuda" else "float32")
+    fast = compute_device().type == "cuda" or multiplies_bfloat16()
+    dtype = options.dtype or ("bfloat16" if fast else "float32")
     shapes = tuple(_listed(options.lookahead, str) + _listed(options.tree, str))
     for shape in shapes:
         shape_of(shape)

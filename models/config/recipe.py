@@ -20,6 +20,7 @@ from models.config.benchmark import BenchmarkConfig, PromotionConfig
 from models.config.data import DataConfig
 from models.config.draft import METHODS, DraftConfig
 from models.config.generator import GeneratorConfig
+from models.config.machine import with_fast_arithmetic
 from models.config.target import TargetConfig
 from models.config.target_settings import completed
 from models.config.training import TrainingConfig
@@ -105,7 +106,7 @@ class RunConfig(StrictConfig):
 
     @property
     def capture_dtype(self) -> Precision:
-        """Data type of the target that is captured. Most CPUs compute several times slower in bfloat16."""
+        """Data type of the target that is captured. CPUs without AMX are slower in bfloat16, up to several times."""
         return self.generator.compute_dtype or ("bfloat16" if self.pools.inference_gpus else "float32")
 
     @property
@@ -188,8 +189,8 @@ def load_recipe(path: Path, overrides: list[str] | None = None) -> RunConfig:
 
 
 def as_recipe(tree: dict[str, Any], place: str) -> RunConfig:
-    """The recipe with what it leaves to the target. Raises Refusal, which names `place`, if it is not valid."""
-    return _validated(completed(tree), place)
+    """The recipe with what it leaves to target and machine. Raises Refusal, naming `place`, if it is not valid."""
+    return _validated(with_fast_arithmetic(completed(tree)), place)
 
 
 def _validated(tree: Any, place: str, remedy: str = "") -> RunConfig:

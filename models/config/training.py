@@ -27,17 +27,22 @@ class TrainingConfig(StrictConfig):
         default=1, ge=1, le=65_536, description="Micro-batches per rank and optimizer step (gradient accumulation)."
     )
     max_steps: AtLeastOne | None = Field(default=None, description="Most optimizer steps; default: all epochs.")
+    optimizer: Literal["adamw", "muon"] = Field(
+        default="adamw",
+        description="`muon`: Muon for the matrices of the draft's layers, AdamW for all other weights. A draft learns "
+        "more from the same text; steps take longer, the more so the fewer tokens they have.",
+    )
     learning_rate: float = Field(default=1e-3, gt=0, le=10, description="Peak learning rate, after the warm-up.")
     min_learning_rate_share: Share = Field(default=0.1, description="Final learning rate as a share of the peak.")
     warmup_steps: Steps = Field(default=10, description="Steps of the linear warm-up; 0: none.")
-    weight_decay: float = Field(default=0.0, ge=0, le=100, description="AdamW's weight decay; 0: off.")
+    weight_decay: float = Field(default=0.0, ge=0, le=100, description="Weight decay, times the learning rate; 0: off.")
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="AdamW's two moment decays, each in [0, 1).")
     clip_norm: float = Field(default=1.0, gt=0, le=1_000_000, description="Maximum L2 norm of all gradients.")
     ema_decay: float = Field(default=0.99, ge=0, lt=1, description="Decay of the exported moving average; 0: off.")
     precision: Literal["float32", "bfloat16"] | None = Field(
         default=None,
         description="Data type of the arithmetic (autocast); master weights are float32. Default: bfloat16 with "
-        "`pools.training_gpus`, float32 on the CPU.",
+        "`pools.training_gpus` and on processors with AMX, float32 on others.",
     )
     order: Literal["strict", "any"] = Field(
         default="strict",

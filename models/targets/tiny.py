@@ -21,7 +21,7 @@ from infra.files.cached_folder import build_once
 from infra.settings import cache_folder
 from models.config.target import TinyRecipe
 from models.data import python_docs
-from models.targets.muon import Muon
+from models.muon import Muon
 
 BOS, EOS = "<s>", "</s>"
 

@@ -12,6 +12,7 @@ from infra.planner.memory import loss_chunk_tokens
 from models.checkpoint import Restored, TrainerState
 from models.config.training import TrainingConfig
 from models.drafts.base import Draft, DraftLoss, TargetProjection
+from models.training.optimizer import make_optimizer
 from models.training.sharding import divided_as, optimizer_state_as, part, shard, sync_gradients, whole
 from models.training.stream import MicroBatch
 
@@ -70,14 +71,10 @@ class DraftModule(lightning.LightningModule):
             self.averaged[name] = divided_as(parameter, self.averaged[name])
 
     def configure_optimizers(self) -> Any:
-        settings = self.settings
         # The weights are on their device now; an average on the host would copy all of them there in every step.
         for name, parameter in self.draft.named_parameters():
             self.averaged[name] = self.averaged[name].to(parameter.device)
-        parameters = [p for p in self.draft.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(
-            parameters, settings.learning_rate, settings.betas, weight_decay=settings.weight_decay, fused=True
-        )
+        optimizer, parameters = make_optimizer(self.draft, self.settings, self.target.rows.dtype)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._schedule)
         if self.resumed is not None:
             optimizer.load_state_dict(optimizer_state_as(parameters, self.resumed.state["optimizer"]))

@@ -3,9 +3,9 @@
 Checkpoints hold whole tensors either way, so a run can resume with another number of ranks, sharded or not.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -56,7 +56,7 @@ def divided_as(like: Tensor, value: Tensor) -> Tensor:
     return distribute_tensor(placed, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def optimizer_state_as(parameters: list[torch.nn.Parameter], state: dict[str, Any]) -> dict[str, Any]:
+def optimizer_state_as(parameters: Sequence[Tensor], state: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's whole state, by the number of each parameter, divided as the parameters are."""
     divided = {
         number: {

@@ -40,7 +40,7 @@ def test_the_form_s_fields_keep_their_order() -> None:
     [
         ([], "float32"),
         (["generator.compute_dtype=bfloat16"], "float32"),
-        (["generator.compute_dtype=bfloat16", "pools.inference_gpus=1"], "bfloat16"),
+        (["generator.compute_dtype=bfloat16", "pools.inference_gpus=1", "benchmark.compute_dtype=null"], "bfloat16"),
         (["benchmark.compute_dtype=bfloat16"], "bfloat16"),
         (["benchmark.compute_dtype=float32", "generator.compute_dtype=bfloat16", "pools.inference_gpus=1"], "float32"),
     ],

@@ -77,6 +77,7 @@ def averaged_weights(folder: RunFolder) -> dict[str, torch.Tensor]:
 METHODS = {
     "eagle3": (),
     "eagle3, float8": ("generator.stored_dtype=float8",),
+    "eagle3, Muon": ("training.optimizer=muon",),
     "dflash": ('draft={"method":"dflash","block_size":4,"anchors":8,"num_heads":6,"num_kv_heads":3,"head_dim":32,'
                '"intermediate_size":64,"layer_types":["full_attention"]}', "benchmark.lookahead=3"),
     "medusa": ('draft={"method":"medusa","heads":2,"vocab_size":512}', "benchmark.lookahead=2"),

@@ -97,6 +97,16 @@ def test_ranks_and_accumulation_change_nothing(
 
 
 @pytest.mark.slow
+def test_muon_orthogonalises_whole_matrices_of_a_divided_draft(
+    train: Callable[..., RunFolder], finished_run: Callable[..., RunFolder]
+) -> None:
+    muon = ("training.optimizer=muon", "training.max_steps=4")
+    alone, divided = finished_run(*SMALL, *muon), train("divided", 2, *muon, "training.sharded=true")
+    assert losses(divided) == pytest.approx(losses(alone), rel=1e-4)
+    assert distance(weights(divided), weights(alone)) < 1e-3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sharded", "ranks", "size"), [("false", 3, 1), pytest.param("true", 4, 2, marks=pytest.mark.long)]
 )
