@@ -276,6 +276,8 @@ class ServedResult(Record):
 
     lookahead: int
     acceptance: Acceptance | None = None
+    texts: tuple[tuple[int, ...], ...] = ()
+    """What the engine emitted for each prompt."""
     same_text: int = 0
     """Conversations in which target and draft gave the target's own text."""
     plain: tuple[ServedSpeed, ...] = ()

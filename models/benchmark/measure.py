@@ -18,7 +18,7 @@ from models.decoding.acceptance import AcceptedCounts, AnyCounts, ExpectedCounts
 from models.decoding.plain import continue_batch
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.sampled_walk import walk_sampled
-from models.decoding.simulated import read_texts, simulate
+from models.decoding.simulated import features, read_texts, simulate
 from models.decoding.speculative import Decoded
 from models.decoding.suffix_decoding import SuffixDecoding
 from models.decoding.token_recycling import TokenRecycling
@@ -73,6 +73,8 @@ class Measurements:
     greedy: WalkedTexts
     sampled: WalkedTexts
     reference: ReferenceRun
+    reference_walk: Walk
+    """The draft's walk over the texts of `reference`, which may differ from `greedy` where logits tie."""
     sampled_reference: tuple[Decoded, ...]
     proposals: Proposals
     """How the draft proposed in `sampled_reference`."""
@@ -86,8 +88,7 @@ class Measurements:
     def gap(self, lookahead: int) -> float:
         """Simulated / reference acceptance length - 1 over the conversations decoded for real."""
         real = [result.counts for result in self.reference.decoded]
-        simulated = at(self.greedy.walks[DRAFT], lookahead)[: len(real)]
-        return acceptance_length(simulated) / acceptance_length(real) - 1
+        return acceptance_length(at(self.reference_walk, lookahead)) / acceptance_length(real) - 1
 
     def sampled_deviation(self, lookahead: int) -> float | None:
         """How many standard errors real sampled decoding lies above the walk over other texts of the same prompts.
@@ -140,11 +141,27 @@ def measure(
     with bars() as bar:
         decoded = bar("decoding", config.reference_tokens)
         reference = decode_reference(contestants, config, prompts, greedy.texts, decoded)
+        walked = walk_decoded(contestants, prompts, [each.tokens for each in reference.decoded], config.max_lookahead)
         decoded = bar("decoding, sampled", config.sampled_reference_tokens)
         sampled_reference = decode_sampled(contestants, config, prompts, seed, decoded)
     vocabulary = draft_of(contestants.draft).vocabulary
     mass = vocabulary_mass(contestants.target, vocabulary, prompts, sampled.texts, law.temperature)
-    return Measurements(greedy, sampled, reference, sampled_reference, config.sampled_proposals, mass)
+    return Measurements(greedy, sampled, reference, walked, sampled_reference, config.sampled_proposals, mass)
+
+
+def walk_decoded(
+    contestants: Contestants, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], max_lookahead: int
+) -> Walk:
+    """The draft's walk over greedy texts that something else than this process's plain decoding gave, one by one.
+
+    In bfloat16 logits often tie, and another engine, or a batch of another size, decides otherwise. The lengths of two
+    texts differ by chance; those of one text by a defect.
+    """
+    target, draft = contestants.target, contestants.draft
+    return [
+        simulate(draft, prompt, text, features(target, [*prompt, *text]), max_lookahead)
+        for prompt, text in zip(prompts, texts, strict=False)
+    ]
 
 
 def measure_suite(

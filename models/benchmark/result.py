@@ -42,12 +42,11 @@ def gather(
     *,
     dataset_hash: str,
     champion_label: str,
-    served: ServedResult | None,
+    served_gap: float | None,
     goodput: MeasuredGoodput | None,
 ) -> GateEvidence:
     """What the gate decides on: counts on every ground, and what else can block a draft."""
     lookahead, traffic = config.lookahead, promotion.traffic
-    simulated = acceptance_length(at(found.greedy.walks[DRAFT], lookahead))
     walks = found.traffic(traffic.sampling).by_rule(config.sampled_proposals)
     heldout = ground(HELD_OUT, dataset_hash, promotion.margin, walks, lookahead)
     return GateEvidence(
@@ -58,7 +57,7 @@ def gather(
         distinct_token_share=distinct_token_share(found.greedy.texts),
         mismatches=found.reference.lossless.mismatches,
         gap=found.gap(lookahead),
-        served_gap=served.length / simulated - 1 if served and served.length else None,
+        served_gap=served_gap,
         category_tolerance=promotion.category_tolerance,
         goodput=goodput and GoodputEvidence(max_loss=promotion.max_goodput_loss, loads=goodput.by_load),
         grounds=(with_loads(heldout, walks, goodput, traffic.loads_of(config)), *suites),

@@ -6,7 +6,7 @@ told about lookaheads. One process, the target loaded once.
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -25,7 +25,7 @@ from models.benchmark.confidence import confidence_fit
 from models.benchmark.contestants import Contestants, load_contestants
 from models.benchmark.counter import why_engine_counts
 from models.benchmark.engine_counts import benchmark_in_engine
-from models.benchmark.measure import measure, measure_suite
+from models.benchmark.measure import at, measure, measure_suite, walk_decoded
 from models.benchmark.plots import (
     plot_by_position,
     plot_goodput,
@@ -39,7 +39,7 @@ from models.benchmark.step_costs import measure_goodput
 from models.data.prompts import heldout_prompts, suite_prompts
 from models.data.request_log import logged_texts
 from models.data.tokenizer import read_tokenizer
-from models.decoding.acceptance import distinct_token_share
+from models.decoding.acceptance import acceptance_length, distinct_token_share
 from models.devices import leased_bytes
 from models.dtypes import DTYPES
 from models.export.card import write_card
@@ -97,10 +97,10 @@ def _by_reference(
         dataset_hash=run.samples.dataset_hash, template_hash=run.samples.template_hash, prompts=len(prompts),
         texts=zip(prompts, found.greedy.texts, strict=True),
     )  # fmt: skip
-    served = ServedResult.read(run.folder.served) if run.folder.served.is_file() else None
+    served, served_gap = _served(run, contestants, prompts)
     evidence = gather(
         found, [suite for suite, _ in suites], config, promotion, dataset_hash=run.samples.dataset_hash,
-        champion_label=champion_label, served=served, goodput=goodput,
+        champion_label=champion_label, served_gap=served_gap, goodput=goodput,
     )  # fmt: skip
     shown = [result for _, result in suites]
     result = build_result(
@@ -108,6 +108,19 @@ def _by_reference(
         goodput=goodput,
     )  # fmt: skip
     return result, evidence, request_counts(found, under)
+
+
+def _served(
+    run: PreparedRun, contestants: Contestants, prompts: Sequence[Sequence[int]]
+) -> tuple[ServedResult | None, float | None]:
+    """What was measured in the serving engine, and its acceptance length over that of a walk over its texts, - 1."""
+    if not run.folder.served.is_file():
+        return None, None
+    served, lookahead = ServedResult.read(run.folder.served), run.config.benchmark.lookahead
+    if not served.length:
+        return served, None
+    walked = at(walk_decoded(contestants, prompts, served.texts, lookahead), lookahead)
+    return served.model_copy(update={"texts": ()}), served.length / acceptance_length(walked) - 1
 
 
 def _logged(run: PreparedRun) -> list[list[int]]:

@@ -190,7 +190,8 @@ def serve(run: PreparedRun) -> ServedResult:
     together, speculative = _measure(run, run.folder.export)
     return ServedResult(
         lookahead=config.lookahead,
-        acceptance=_acceptance(together, config.lookahead),
+        acceptance=acceptance_of(together, config.lookahead),
+        texts=tuple(tuple(answer.tokens) for answer in together),
         same_text=sum(one.tokens == other.tokens for one, other in zip(alone, together, strict=True)),
         plain=plain,
         speculative=speculative,
@@ -198,8 +199,8 @@ def serve(run: PreparedRun) -> ServedResult:
     )
 
 
-def served_acceptance(run: PreparedRun, draft: Path, prompts: Sequence[Sequence[int]]) -> Acceptance | None:
-    """Acceptance of a draft in the serving engine; None if the run uses no serving engine or it cannot run here."""
+def served_answers(run: PreparedRun, draft: Path, prompts: Sequence[Sequence[int]]) -> list[Answer] | None:
+    """Answers of the serving engine with a draft; None if the run uses no serving engine or it cannot run here."""
     config = run.config.benchmark
     if run.config.generator.engine != "sglang" or not config.served_concurrency:
         return None
@@ -207,10 +208,11 @@ def served_acceptance(run: PreparedRun, draft: Path, prompts: Sequence[Sequence[
         return None
     setup = setup_of(run)
     with setup.serving(draft, config.lookahead) as client:
-        return _acceptance(setup.watch_all(client, prompts), config.lookahead)
+        return setup.watch_all(client, prompts)
 
 
-def _acceptance(answers: Sequence[Answer], lookahead: int) -> Acceptance:
+def acceptance_of(answers: Sequence[Answer], lookahead: int) -> Acceptance:
+    """Acceptance in the engine at its lookahead."""
     return summarise([(counts_of(answer, lookahead),) for answer in answers])
 
 

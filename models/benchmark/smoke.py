@@ -15,9 +15,9 @@ from infra.records.acceptance import RequestCounts, SmokeResult
 from infra.refusal import Refusal
 from models.benchmark.contestants import load_contestants
 from models.benchmark.counter import why_engine_counts
-from models.benchmark.measure import DRAFT, at, walk_texts
+from models.benchmark.measure import DRAFT, at, walk_decoded, walk_texts
 from models.benchmark.reference import decode_reference
-from models.benchmark.served import counts_of, served_acceptance, setup_of
+from models.benchmark.served import acceptance_of, counts_of, served_answers, setup_of
 from models.data.prompts import heldout_prompts
 from models.decoding.acceptance import acceptance_length
 from models.devices import leased_bytes
@@ -49,12 +49,16 @@ def smoke_test(run: PreparedRun, export: Path, benchmarked: RequestCounts) -> Sm
         decoded = decode_reference(contestants, some, prompts, walked.texts, advance)
     counts = at(walked.walks[DRAFT], lookahead)
     here = [of.as_served(len(text) - 1) for of, text in zip(counts, walked.texts, strict=True)]
-    served = served_acceptance(run, export, prompts)
+    answers, served_gap = served_answers(run, export, prompts), None
+    if answers:
+        texts = walk_decoded(contestants, prompts, [answer.tokens for answer in answers], lookahead)
+        served = acceptance_of(answers, lookahead)
+        served_gap = served.length[lookahead] / acceptance_length(at(texts, lookahead)) - 1
     return judge(
         ratio(here),
         ratio(benchmarked.greedy[lookahead][: len(prompts)]),
         decoded.lossless.mismatches,
-        served.length[lookahead] / acceptance_length(counts) - 1 if served else None,
+        served_gap,
         conversations=len(prompts),
         max_gap=run.config.promotion.max_gap,
     )

@@ -16,16 +16,17 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from infra.files.atomic import write_atomically
-from infra.records.acceptance import BenchmarkResult, GateEvidence, RequestCounts
+from infra.records.acceptance import BenchmarkResult, GateEvidence, RequestCounts, ServedResult
 from infra.records.data_path import TargetRecord
 from infra.records.goodput import MeasuredGoodput
 from models.benchmark.contestants import SelectedLayers, load_contestants, same_build
 from models.benchmark.harness_result import lines as lines_of
 from models.benchmark.harness_result import page
 from models.benchmark.harness_result import table as table_of
+from models.benchmark.measure import walk_decoded
 from models.benchmark.reference import decode_sampled
 from models.benchmark.run import benchmark_run, lines, tables
-from models.benchmark.served import serve, served_acceptance, speculative_arguments
+from models.benchmark.served import serve, served_answers, speculative_arguments
 from models.benchmark.standalone import bench
 from models.benchmark.step_costs import time_steps
 from models.checkpoint import AVERAGED, DRAFT, VOCABULARY, DraftDescription
@@ -34,8 +35,11 @@ from models.config.benchmark import TrafficConfig
 from models.config.eagle3 import Eagle3Config
 from models.config.recipe import RunConfig
 from models.data.prepare import prepare_samples
+from models.data.prompts import heldout_prompts
+from models.decoding.acceptance import summarise
 from models.decoding.simulated import features, simulate
-from models.decoding.speculative import speculate
+from models.decoding.speculative import speculate, speculate_together
+from models.drafts.certain import ProposesCertainly
 from models.drafts.registry import build_draft
 from models.drafts.sampling import Sampling
 from models.drafts.vocabulary import DraftVocabulary
@@ -268,7 +272,8 @@ def judged_by_category(result: BenchmarkResult) -> None:
 
 
 def options(arguments: list[str]) -> argparse.Namespace:
-    return bench_parser().parse_args(arguments)
+    """In float32, as is not the default of every processor."""
+    return bench_parser().parse_args(["--dtype", "float32", *arguments])
 
 
 def test_bench_of_suites(run: PreparedRun, target: Path, text: Path, tmp_path: Path):
@@ -394,7 +399,32 @@ def test_a_draft_that_sglang_has_no_model_for_is_not_served_and_says_so(
     assert result.acceptance is None
     engine = run.config.generator.model_copy(update={"engine": "sglang"})
     served = replace(run, config=run.config.model_copy(update={"generator": engine}))
-    assert served_acceptance(served, run.folder.export, [[1, 2]]) is None
+    assert served_answers(served, run.folder.export, [[1, 2]]) is None
+
+
+def test_a_served_text_that_is_not_the_targets_is_compared_with_a_walk_over_itself(run: PreparedRun, target: Path):
+    """As in bfloat16, where an engine decides ties otherwise: two texts have two acceptance lengths by chance."""
+    config = run.config.benchmark
+    contestants = load_contestants(target, [run.folder.export], torch.float32)
+    certain = ProposesCertainly(contestants.draft)
+    prompts = heldout_prompts(run.open_samples("heldout"), config)
+    sampling = Sampling(1.0, generator=torch.Generator().manual_seed(3))
+    decoded = speculate_together(
+        contestants.target, certain, prompts, config.lookahead, config.max_new_tokens, contestants.eos_ids,
+        sampling=sampling,
+    )  # fmt: skip
+    texts = tuple(tuple(one.tokens) for one in decoded)
+    walked = walk_decoded(contestants, prompts, texts, config.lookahead)
+    assert [counts[-1] for counts in walked] == [one.counts for one in decoded]
+    served = summarise([(one.counts,) for one in decoded])
+    note = ServedResult(lookahead=config.lookahead, acceptance=served, texts=texts, note="elsewhere")
+    write_atomically(run.folder.served, note)
+    result = benchmark_run(run, None, "champion")
+    assert result.acceptance.length[config.lookahead] != served.length[config.lookahead]
+    assert GateEvidence.read(run.folder.gate).served_gap == 0
+    assert result.served is not None
+    assert result.served.acceptance == served
+    assert result.served.texts == ()
 
 
 def test_the_sampled_reference_can_be_left_out(run: PreparedRun):

@@ -41,11 +41,12 @@ def test_better_greedy_but_worse_sampled_is_decided_by_the_traffic(sampling: str
     greedy, sampled = walked(0.6, 0.4, 0.2), walked(0.3, 0.5, 0.1)
     real = tuple(Decoded([], counts[LOOKAHEAD - 1]) for counts in greedy.walks[DRAFT])
     lossless, speed = LosslessRecord(tokens=100, mismatches=0, ties=0, divergences=()), speed_record(100, 1.0, 0.5, 2.0)
-    found = Measurements(greedy, sampled, ReferenceRun(real, (lossless,), speed), (), "greedy", 1.0)
+    reference = ReferenceRun(real, (lossless,), speed)
+    found = Measurements(greedy, sampled, reference, greedy.walks[DRAFT], (), "greedy", 1.0)
     promotion = PromotionConfig(traffic=TrafficConfig.model_validate({"sampling": sampling, "loads": []}))
     evidence = gather(
         found, [], BenchmarkConfig(lookahead=LOOKAHEAD, min_distinct_token_share=0.001), promotion, dataset_hash="d",
-        champion_label="version 3", served=None, goodput=None,
+        champion_label="version 3", served_gap=None, goodput=None,
     )  # fmt: skip
     decision = decide(evidence)
     assert (decision.passed, decision.against) == (passed, against), decision.reason

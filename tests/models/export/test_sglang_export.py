@@ -180,7 +180,8 @@ def check_bench(run: PreparedRun, folder: Path, monkeypatch: pytest.MonkeyPatch)
     texts = ("Return a copy of the list in which " * 8, "The name of the file is the string that " * 8)
     prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     options = ["--target", run.target.path, "--draft", str(run.folder.export), "--prompts", str(prompts)]
-    options += ["--baselines", "", "--batch", "", "--temperature", "0", "--num-prompts", "2", "--max-new-tokens", "24"]
+    options += ["--dtype", "float32", "--baselines", "", "--batch", "", "--temperature", "0"]
+    options += ["--num-prompts", "2", "--max-new-tokens", "24"]
     (ours,) = bench(bench_parser().parse_args(options)).cells
     assert ours.conditions.engine == "transformers"
     sysconf = os.sysconf
