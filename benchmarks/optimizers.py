@@ -127,10 +127,6 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             trials.append(trial | measured(run, target, module))
             print(json.dumps(trials[-1]), flush=True)
         return {
-            "commit": git_sha(),
-            "date": time.strftime("%Y-%m-%d"),
-            "hardware": hardware(),
-            "versions": versions(),
             "recipe": options.recipe,
             "draft": run.config.draft.model_dump(mode="json"),
             "dtypes": {"target": run.config.capture_dtype, "training": run.config.training_dtype},
@@ -170,8 +166,15 @@ def main() -> None:
     options = parser.parse_args()
     with one_thread(), TemporaryDirectory() as folder:
         found = compare(options, Path(folder))
-    known = json.loads(options.out.read_text()) if options.out.is_file() else {}
-    write_atomically(options.out, json.dumps(known | {f"{options.recipe}, {options.name}": found}, indent=1) + "\n")
+    known = json.loads(options.out.read_text())["comparisons"] if options.out.is_file() else {}
+    result = {
+        "commit": git_sha(),
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": hardware(),
+        "versions": versions(),
+        "comparisons": known | {f"{options.recipe}, {options.name}": found},
+    }
+    write_atomically(options.out, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -86,6 +86,18 @@ def mtp(result: Json) -> Iterable[tuple[str, str]]:
         yield f"its acceptance by position, {shown}", " / ".join(f"{rate:.3f}" for rate in rates[name])
 
 
+def optimizers(result: Json) -> Iterable[tuple[str, str]]:
+    for one in result["comparisons"].values():
+        adamw, muon = one["best"]["adamw"], one["best"]["muon"]
+        yield (
+            f"acceptance length of {one['draft']['method']} on sampled text after {one['training_tokens']:,} tokens "
+            f"(recipe {one['recipe']}, lookahead {one['lookahead']}), each at its best learning rate of those tried",
+            f"AdamW {adamw['drawn']:.3f} ({adamw['learning_rate']:g}), Muon {muon['drawn']:.3f} "
+            f"({muon['learning_rate']:g})",
+        )
+        yield "its training in CPU seconds", f"AdamW {adamw['cpu_s']}, Muon {muon['cpu_s']}"
+
+
 def capture(result: Json) -> Iterable[tuple[str, str]]:
     load, cpu_s = f"{result['load_average'][1]:.0f}", result["scheduler_cpu_s"]
     yield (
@@ -286,6 +298,7 @@ SECTIONS = (
             ("lossless-blocks", "lossless.py", lossless),
             ("suffix", "suffix.py", suffix),
             ("mtp", "mtp.py", mtp),
+            ("optimizers", "optimizers.py", optimizers),
             ("agreement-tiny-eagle3", "agreement.py", agreement),
             ("agreement-tiny-dflash", "agreement.py", agreement),
             ("agreement-quickstart-eagle3", "agreement.py", agreement),

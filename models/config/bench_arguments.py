@@ -82,7 +82,7 @@ def _add_how(add: Callable[..., None]) -> None:
     add(
         "--dtype",
         choices=["float32", "bfloat16"],
-        help="of target and drafts (default: bfloat16 on a GPU and on processors with AMX, float32 on others)",
+        help="of target and drafts (default: bfloat16 on GPUs and on processors that are faster in it, else float32)",
     )
     add("--seed", type=int, default=0, help="of sampled decoding")
     add("--json", type=Path, metavar="FILE", help="write the result to this file")

@@ -56,7 +56,7 @@ class BenchmarkConfig(StrictConfig):
     compute_dtype: Literal["float32", "bfloat16"] | None = Field(
         default=None,
         description="Data type of target and draft; bfloat16 can change a token where logits tie. Default: "
-        "the target's with `pools.inference_gpus`, bfloat16 on processors with AMX, float32 on others.",
+        "the target's with `pools.inference_gpus`, otherwise by the processor, as for the generator.",
     )
     sampled_temperature: float | None = Field(
         default=None,

@@ -25,8 +25,8 @@ class GeneratorConfig(StrictConfig):
     patience_s: Seconds = Field(default=120.0, description="Seconds of one bottleneck before the number changes.")
     compute_dtype: Literal["float32", "bfloat16"] | None = Field(
         default=None,
-        description="Data type of the target. Default: bfloat16 with `pools.inference_gpus` and on processors with "
-        "AMX, float32 on others.",
+        description="Data type of the target. Default: bfloat16 with `pools.inference_gpus` and on processors that are "
+        "faster in it (Intel's with AMX, AMD's with AVX-512 BF16), float32 on others.",
     )
     stored_dtype: StoredPrecision = Field(
         default="bfloat16",

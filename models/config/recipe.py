@@ -106,7 +106,7 @@ class RunConfig(StrictConfig):
 
     @property
     def capture_dtype(self) -> Precision:
-        """Data type of the target that is captured. CPUs without AMX are slower in bfloat16, up to several times."""
+        """Data type of the target that is captured. Many CPUs are slower in bfloat16, up to several times."""
         return self.generator.compute_dtype or ("bfloat16" if self.pools.inference_gpus else "float32")
 
     @property

@@ -42,7 +42,7 @@ class TrainingConfig(StrictConfig):
     precision: Literal["float32", "bfloat16"] | None = Field(
         default=None,
         description="Data type of the arithmetic (autocast); master weights are float32. Default: bfloat16 with "
-        "`pools.training_gpus` and on processors with AMX, float32 on others.",
+        "`pools.training_gpus`, otherwise by the processor, as for the generator.",
     )
     order: Literal["strict", "any"] = Field(
         default="strict",
