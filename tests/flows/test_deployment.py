@@ -27,7 +27,7 @@ from infra.processes.process import Owner
 from infra.records.data_path import RegeneratedRecord, TargetRecord
 from infra.run.recovery import ATTEMPTS, Recoveries, Recovery, newest_step
 from infra.tracking.runs import TrackedRun
-from models.config.recipe import RunConfig, load_recipe
+from models.config.recipe import as_recipe, load_recipe
 from tasks.pools import occupy, only_training_of_its_draft
 from tasks.run import OpenRun
 
@@ -56,7 +56,7 @@ def test_the_deployments_carry_the_quickstart_recipe(name: str, overrides: list[
     deployments = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
     (found,) = (deployment for deployment in deployments if deployment["name"] == name)
     recipe = load_recipe(ROOT / "recipes/quickstart.yaml", overrides)
-    assert RunConfig.model_validate(found["parameters"]["config"]) == recipe
+    assert as_recipe(found["parameters"]["config"], "prefect.yaml") == recipe
 
 
 @pytest.fixture
