@@ -23,7 +23,7 @@ from infra.tracking import registry, runs
 from infra.tracking.client import connect
 from infra.tracking.promotion import DraftInService
 from infra.tracking.runs import TrackedRun
-from models.config.recipe import RunConfig, load_recipe
+from models.config.recipe import as_recipe, load_recipe
 from models.data.conversations import read_documents
 
 ROOT = Path(__file__).parents[2]
@@ -217,7 +217,7 @@ def test_a_fall_starts_retraining_once(
     assert {document.text for document in read_documents(payload["dataset"])} == {"What is a list?", "What is a set?"}
     until(lambda: retrainings(stack), "for the retraining")
     (retraining,) = retrainings(stack)
-    config = RunConfig.model_validate(retraining["parameters"]["config"])
+    config = as_recipe(retraining["parameters"]["config"], "the retraining")
     overrides = [f"data.source={payload['dataset']}", "training.start_from=champion"]
     assert config == load_recipe(ROOT / "recipes/quickstart.yaml", overrides)
 
