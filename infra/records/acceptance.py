@@ -228,6 +228,9 @@ class RequestCounts(Record):
     sampled: Mapping[int, tuple[tuple[int, int], ...]]
     """The same over text that the target sampled at `conditions.sampled_temperature` and top-p; empty where the
     serving engine counted."""
+    texts: tuple[tuple[int, ...], ...] = ()
+    """The target's greedy text in the first conversations, for the smoke test: in bfloat16 another batch, or another
+    machine, writes another one. Empty where the serving engine counted."""
 
 
 class DivergenceRecord(Record):

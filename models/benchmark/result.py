@@ -177,8 +177,8 @@ def build_result(
     return result.model_copy(update={"summary": summary(result)})
 
 
-def request_counts(found: Measurements, conditions: Conditions) -> RequestCounts:
-    """Every conversation's counts at every lookahead, for tests that resample requests."""
+def request_counts(found: Measurements, conditions: Conditions, texts: int) -> RequestCounts:
+    """Every conversation's counts at every lookahead, for tests that resample requests; the first greedy `texts`."""
 
     def by_lookahead(walked: WalkedTexts) -> dict[int, tuple[tuple[int, int], ...]]:
         rows: dict[int, list[tuple[int, int]]] = {}
@@ -191,4 +191,5 @@ def request_counts(found: Measurements, conditions: Conditions) -> RequestCounts
         conditions=conditions,
         greedy=by_lookahead(found.greedy),
         sampled=by_lookahead(found.sampled),
+        texts=tuple(tuple(text) for text in found.greedy.texts[:texts]),
     )

@@ -15,7 +15,7 @@ from infra.records.acceptance import RequestCounts, SmokeResult
 from infra.refusal import Refusal
 from models.benchmark.contestants import load_contestants
 from models.benchmark.counter import why_engine_counts
-from models.benchmark.measure import DRAFT, at, walk_decoded, walk_texts
+from models.benchmark.measure import at, walk_decoded
 from models.benchmark.reference import decode_reference
 from models.benchmark.served import acceptance_of, counts_of, served_answers, setup_of
 from models.data.prompts import heldout_prompts
@@ -42,18 +42,18 @@ def smoke_test(run: PreparedRun, export: Path, benchmarked: RequestCounts) -> Sm
     if why_engine_counts(run, leased_bytes()):
         return _in_engine(run, export, prompts, benchmarked)
     contestants = load_contestants(Path(run.target.path), [export], DTYPES[run.config.benchmark_dtype])
-    walked = walk_texts(contestants, config, "smoke test", prompts, {DRAFT: contestants.draft})
+    prompts, texts = prompts[: len(benchmarked.texts)], benchmarked.texts
+    counts = at(walk_decoded(contestants, prompts, texts, lookahead), lookahead)
     some = config.model_copy(update={"reference_tokens": DECODED * config.max_new_tokens})
     with bars() as bar:
         advance = bar("smoke test, decoding", some.reference_tokens)
-        decoded = decode_reference(contestants, some, prompts, walked.texts, advance)
-    counts = at(walked.walks[DRAFT], lookahead)
-    here = [of.as_served(len(text) - 1) for of, text in zip(counts, walked.texts, strict=True)]
+        decoded = decode_reference(contestants, some, prompts, texts, advance)
+    here = [of.as_served(len(text) - 1) for of, text in zip(counts, texts, strict=True)]
     answers, served_gap = served_answers(run, export, prompts), None
     if answers:
-        texts = walk_decoded(contestants, prompts, [answer.tokens for answer in answers], lookahead)
+        walked = walk_decoded(contestants, prompts, [answer.tokens for answer in answers], lookahead)
         served = acceptance_of(answers, lookahead)
-        served_gap = served.length[lookahead] / acceptance_length(at(texts, lookahead)) - 1
+        served_gap = served.length[lookahead] / acceptance_length(at(walked, lookahead)) - 1
     return judge(
         ratio(here),
         ratio(benchmarked.greedy[lookahead][: len(prompts)]),

@@ -27,6 +27,7 @@ from models.benchmark.measure import walk_decoded
 from models.benchmark.reference import decode_sampled
 from models.benchmark.run import benchmark_run, lines, tables
 from models.benchmark.served import serve, served_answers, speculative_arguments
+from models.benchmark.smoke import smoke_test
 from models.benchmark.standalone import bench
 from models.benchmark.step_costs import time_steps
 from models.checkpoint import AVERAGED, DRAFT, VOCABULARY, DraftDescription
@@ -425,6 +426,12 @@ def test_a_served_text_that_is_not_the_targets_is_compared_with_a_walk_over_itse
     assert result.served is not None
     assert result.served.acceptance == served
     assert result.served.texts == ()
+    counts = RequestCounts.read(run.folder.request_counts)
+    assert len(counts.texts) == run.config.promotion.smoke_prompts
+    smoke = smoke_test(run, run.folder.export, counts)
+    assert smoke.passed, smoke.reason
+    worse = {config.lookahead: tuple((tokens, 2 * steps) for tokens, steps in counts.greedy[config.lookahead])}
+    assert not smoke_test(run, run.folder.export, counts.model_copy(update={"greedy": worse})).passed
 
 
 def test_the_sampled_reference_can_be_left_out(run: PreparedRun):
