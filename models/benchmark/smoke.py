@@ -15,7 +15,7 @@ from infra.records.acceptance import RequestCounts, SmokeResult
 from infra.refusal import Refusal
 from models.benchmark.contestants import load_contestants
 from models.benchmark.counter import why_engine_counts
-from models.benchmark.measure import at, walk_decoded
+from models.benchmark.measure import DRAFT, at, walk_decoded, walk_texts
 from models.benchmark.reference import decode_reference
 from models.benchmark.served import acceptance_of, counts_of, served_answers, setup_of
 from models.data.prompts import heldout_prompts
@@ -42,7 +42,12 @@ def smoke_test(run: PreparedRun, export: Path, benchmarked: RequestCounts) -> Sm
     if why_engine_counts(run, leased_bytes()):
         return _in_engine(run, export, prompts, benchmarked)
     contestants = load_contestants(Path(run.target.path), [export], DTYPES[run.config.benchmark_dtype])
-    prompts, texts = prompts[: len(benchmarked.texts)], benchmarked.texts
+    # Where an engine counted, its benchmark kept no texts of the target alone.
+    texts = (
+        benchmarked.texts[: len(prompts)]
+        or walk_texts(contestants, config, "smoke test", prompts, {DRAFT: contestants.draft}).texts
+    )
+    prompts = prompts[: len(texts)]
     counts = at(walk_decoded(contestants, prompts, texts, lookahead), lookahead)
     some = config.model_copy(update={"reference_tokens": DECODED * config.max_new_tokens})
     with bars() as bar:

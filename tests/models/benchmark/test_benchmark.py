@@ -430,6 +430,8 @@ def test_a_served_text_that_is_not_the_targets_is_compared_with_a_walk_over_itse
     assert len(counts.texts) == run.config.promotion.smoke_prompts
     smoke = smoke_test(run, run.folder.export, counts)
     assert smoke.passed, smoke.reason
+    without = smoke_test(run, run.folder.export, counts.model_copy(update={"texts": ()}))
+    assert without == smoke, "in float32 the target writes the same text again"
     worse = {config.lookahead: tuple((tokens, 2 * steps) for tokens, steps in counts.greedy[config.lookahead])}
     assert not smoke_test(run, run.folder.export, counts.model_copy(update={"greedy": worse})).passed
 
