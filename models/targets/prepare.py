@@ -100,7 +100,6 @@ def converted_package(name: str) -> Path:
 
 def _convert(name: str, aside: Path) -> None:
     gguf = _gguf_file(name, aside)
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent,
         gguf_file=gguf.name,
@@ -109,6 +108,8 @@ def _convert(name: str, aside: Path) -> None:
         dtype=PACKAGE_DTYPE,
     )
     model.save_pretrained(aside)
+    # Without its type, transformers 5.23.0 reads the file's 260,000 strings with a slow reader, only to learn the type.
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, tokenizer_type=model.config.model_type)
     tokenizer.save_pretrained(aside)
     if gguf.parent == aside:
         gguf.unlink()
