@@ -3,11 +3,12 @@
 Real forwards of the models that are benchmarked, on the benchmark's hardware. All texts share a forward, as in engines.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 from infra.provenance import hardware
 from infra.records.goodput import CostFit, GoodputTable, MeasuredGoodput, StepTime
@@ -123,11 +124,19 @@ class _Texts:
         self.tokens = torch.randint(vocabulary, (most, length + 1), generator=generator).to(target.device)
         self.row = torch.randint(vocabulary, (rows + 1,), generator=generator).to(target.device)
         self.aux = target.forward(self.row[None, :-1]).features[0]
+        self._read = functools.cache(self._cache_after)
+
+    def _cache_after(self, batch: int) -> Cache:
+        cache = self.target.new_cache()
+        self.target.forward(self.tokens[:batch, : self.length], cache)
+        return cache
 
     def verify(self, batch: int, tokens: int) -> Callable[[], object]:
-        """The target's step: `tokens` of each of `batch` texts behind what its cache holds, and its choices there."""
-        target, cache = self.target, self.target.new_cache()
-        target.forward(self.tokens[:batch, : self.length], cache)
+        """The target's step: `tokens` of each of `batch` texts behind what its cache holds, and its choices there.
+
+        Steps of as many texts share a cache, which each leaves as it found it.
+        """
+        target, cache = self.target, self._read(batch)
         new = self.tokens[:batch, -1:].expand(-1, tokens).contiguous()
 
         def run() -> object:
