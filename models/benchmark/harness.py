@@ -22,7 +22,7 @@ from models.benchmark.bootstrap import length_interval
 from models.benchmark.categories import suite_result
 from models.benchmark.contestants import Contestants
 from models.benchmark.harness_result import LEAST_DISTINCT, Cell, Speed
-from models.benchmark.measure import WalkedTexts, walk_texts
+from models.benchmark.measure import WalkedTexts, walk_decoded, walk_texts
 from models.benchmark.reference import TOLERANCE
 from models.config.benchmark import BenchmarkConfig
 from models.data.prompts import SuitePrompts
@@ -250,9 +250,19 @@ class Harness(Cells):
         walk = walked.by_rule("greedy" if greedy else "drawn")[place.source]
         seen = [Seen(text, counts[shape - 1]) for text, counts in zip(walked.texts, walk, strict=True)]
         decoded = self._decode(place, self.plan.verified_prompts) if greedy else []
-        same = sum(real.counts == expected.counts for real, expected in zip(decoded, seen, strict=False))
+        same = self._same_counts(place, decoded, seen, shape)
         compared = self._compare(place.suite, decoded, walked.texts) if decoded else None
         return self.cell(place, seen, Verified(len(decoded), same, compared), speeds)
+
+    def _same_counts(self, place: Place, decoded: Sequence[Decoded], seen: Sequence[Seen], lookahead: int) -> int:
+        """Greedy texts with the counts of a walk over them, which need not be the target's own: where logits tie."""
+        same, source = 0, self.sources[place.source]
+        for prompt, real, own in zip(self.plan.suites[place.suite].prompts, decoded, seen, strict=False):
+            expected = own.counts
+            if list(real.tokens) != list(own.tokens):
+                expected = walk_decoded(self.loaded.target, source, [prompt], [real.tokens], lookahead)[0][-1]
+            same += real.counts == expected
+        return same
 
     def _decode(self, place: Place, most: int | None) -> list[Decoded]:
         """A suite's first `most` prompts, or all of them, some at a time."""

@@ -18,7 +18,7 @@ from models.decoding.acceptance import AcceptedCounts, AnyCounts, ExpectedCounts
 from models.decoding.plain import continue_batch
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.sampled_walk import walk_sampled
-from models.decoding.simulated import features, read_texts, simulate
+from models.decoding.simulated import read_texts, simulate
 from models.decoding.speculative import Decoded
 from models.decoding.suffix_decoding import SuffixDecoding
 from models.decoding.token_recycling import TokenRecycling
@@ -141,7 +141,8 @@ def measure(
     with bars() as bar:
         decoded = bar("decoding", config.reference_tokens)
         reference = decode_reference(contestants, config, prompts, greedy.texts, decoded)
-        walked = walk_decoded(contestants, prompts, [each.tokens for each in reference.decoded], config.max_lookahead)
+        decoded = [each.tokens for each in reference.decoded]
+        walked = walk_decoded(contestants.target, contestants.draft, prompts, decoded, config.max_lookahead)
         decoded = bar("decoding, sampled", config.sampled_reference_tokens)
         sampled_reference = decode_sampled(contestants, config, prompts, seed, decoded)
     vocabulary = draft_of(contestants.draft).vocabulary
@@ -150,18 +151,22 @@ def measure(
 
 
 def walk_decoded(
-    contestants: Contestants, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], max_lookahead: int
+    target: TargetModel,
+    source: ProposalSource,
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]],
+    max_lookahead: int,
 ) -> Walk:
-    """The draft's walk over greedy texts that something else than this process's plain decoding gave, one by one.
+    """A source's walk over greedy texts that something else than this process's plain decoding gave, one by one.
 
     In bfloat16 logits often tie, and another engine, or a batch of another size, decides otherwise. The lengths of two
     texts differ by chance; those of one text by a defect.
     """
-    target, draft = contestants.target, contestants.draft
-    return [
-        simulate(draft, prompt, text, features(target, [*prompt, *text]), max_lookahead)
-        for prompt, text in zip(prompts, texts, strict=False)
-    ]
+    candidates, walk = source.proposers(1).candidates, Walk()
+    for prompt, text in zip(prompts, texts, strict=False):
+        (reading,) = read_texts(target, [[*prompt, *text]], candidates=candidates)
+        walk.append(simulate(source, prompt, text, reading.aux, max_lookahead, reading.likeliest))
+    return walk
 
 
 def measure_suite(

@@ -119,7 +119,7 @@ def _served(
     served, lookahead = ServedResult.read(run.folder.served), run.config.benchmark.lookahead
     if not served.length:
         return served, None
-    walked = at(walk_decoded(contestants, prompts, served.texts, lookahead), lookahead)
+    walked = at(walk_decoded(contestants.target, contestants.draft, prompts, served.texts, lookahead), lookahead)
     return served.model_copy(update={"texts": ()}), served.length / acceptance_length(walked) - 1
 
 

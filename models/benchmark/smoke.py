@@ -48,7 +48,7 @@ def smoke_test(run: PreparedRun, export: Path, benchmarked: RequestCounts) -> Sm
         or walk_texts(contestants, config, "smoke test", prompts, {DRAFT: contestants.draft}).texts
     )
     prompts = prompts[: len(texts)]
-    counts = at(walk_decoded(contestants, prompts, texts, lookahead), lookahead)
+    counts = at(walk_decoded(contestants.target, contestants.draft, prompts, texts, lookahead), lookahead)
     some = config.model_copy(update={"reference_tokens": DECODED * config.max_new_tokens})
     with bars() as bar:
         advance = bar("smoke test, decoding", some.reference_tokens)
@@ -56,7 +56,8 @@ def smoke_test(run: PreparedRun, export: Path, benchmarked: RequestCounts) -> Sm
     here = [of.as_served(len(text) - 1) for of, text in zip(counts, texts, strict=True)]
     answers, served_gap = served_answers(run, export, prompts), None
     if answers:
-        walked = walk_decoded(contestants, prompts, [answer.tokens for answer in answers], lookahead)
+        written = [answer.tokens for answer in answers]
+        walked = walk_decoded(contestants.target, contestants.draft, prompts, written, lookahead)
         served = acceptance_of(answers, lookahead)
         served_gap = served.length[lookahead] / acceptance_length(at(walked, lookahead)) - 1
     return judge(

@@ -20,6 +20,7 @@ from infra.records.acceptance import BenchmarkResult, GateEvidence, RequestCount
 from infra.records.data_path import TargetRecord
 from infra.records.goodput import MeasuredGoodput
 from models.benchmark.contestants import SelectedLayers, load_contestants, same_build
+from models.benchmark.harness import Harness, HarnessPlan, Place
 from models.benchmark.harness_result import lines as lines_of
 from models.benchmark.harness_result import page
 from models.benchmark.harness_result import table as table_of
@@ -36,13 +37,14 @@ from models.config.benchmark import TrafficConfig
 from models.config.eagle3 import Eagle3Config
 from models.config.recipe import RunConfig
 from models.data.prepare import prepare_samples
-from models.data.prompts import heldout_prompts
-from models.decoding.acceptance import summarise
+from models.data.prompts import SuitePrompts, heldout_prompts
+from models.decoding.acceptance import AcceptedCounts, summarise
+from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.simulated import features, simulate
 from models.decoding.speculative import speculate, speculate_together
 from models.drafts.certain import ProposesCertainly
 from models.drafts.registry import build_draft
-from models.drafts.sampling import Sampling
+from models.drafts.sampling import GREEDY, Sampling
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.serving_settings import GOODPUT, SERVING, SGLANG
 from models.export.sglang import export_checkpoint, load_draft
@@ -415,7 +417,7 @@ def test_a_served_text_that_is_not_the_targets_is_compared_with_a_walk_over_itse
         sampling=sampling,
     )  # fmt: skip
     texts = tuple(tuple(one.tokens) for one in decoded)
-    walked = walk_decoded(contestants, prompts, texts, config.lookahead)
+    walked = walk_decoded(contestants.target, contestants.draft, prompts, texts, config.lookahead)
     assert [counts[-1] for counts in walked] == [one.counts for one in decoded]
     served = summarise([(one.counts,) for one in decoded])
     note = ServedResult(lookahead=config.lookahead, acceptance=served, texts=texts, note="elsewhere")
@@ -440,3 +442,26 @@ def test_the_sampled_reference_can_be_left_out(run: PreparedRun):
     config = run.config.benchmark.model_copy(update={"sampled_reference_tokens": 0})
     loaded = load_contestants(Path(run.target.path), [run.folder.export], torch.float32)
     assert decode_sampled(loaded, config, [[5, 9, 30]], 0, lambda _: None) == ()
+
+
+def test_bench_compares_a_text_that_is_not_the_targets_with_a_walk_over_itself(run: PreparedRun, target: Path):
+    config = run.config.benchmark
+    contestants = load_contestants(target, [run.folder.export], torch.float32)
+    prompts = heldout_prompts(run.open_samples("heldout"), config)[:4]
+    sources = {"draft": contestants.draft, "lookup": PromptLookup()}
+    decoding = {"draft": ProposesCertainly(contestants.draft), "lookup": PromptLookup()}
+    plan = HarnessPlan(
+        suites={"asked": SuitePrompts(prompts, (), "0", "none")}, shapes=("3",), temperatures=(0.0,),
+        batches=(), repeats=1, timed_prompts=1, verified_prompts=len(prompts), max_new_tokens=12, seed=0,
+    )  # fmt: skip
+    harness = Harness(contestants, sources, plan, config, {})
+    for name, source in decoding.items():
+        place = Place("asked", 0.0, name, "3")
+        own, other = (
+            speculate_together(contestants.target, source, prompts, 3, 12, contestants.eos_ids, sampling=sampling)
+            for sampling in (GREEDY, Sampling(1.0, generator=torch.Generator().manual_seed(3)))
+        )
+        assert [one.tokens for one in own] != [one.tokens for one in other]
+        assert harness._same_counts(place, other, own, 3) == len(prompts)
+        wrong = [replace(one, counts=AcceptedCounts(3, (3,) * 40)) for one in other]
+        assert harness._same_counts(place, wrong, own, 3) == 0
