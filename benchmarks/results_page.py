@@ -11,6 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from speed_facts import (
+    block_step,
+    capture,
+    context_parallel,
+    data_wait,
+    ledger,
+    overhead,
+    packing,
+    planner,
+    stored,
+    transport,
+)
+
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 TITLE = """# Results
@@ -98,19 +111,6 @@ def optimizers(result: Json) -> Iterable[tuple[str, str]]:
         yield "its training in CPU seconds", f"AdamW {adamw['cpu_s']}, Muon {muon['cpu_s']}"
 
 
-def capture(result: Json) -> Iterable[tuple[str, str]]:
-    load, cpu_s = f"{result['load_average'][1]:.0f}", result["scheduler_cpu_s"]
-    yield (
-        f"SGLang's prefill throughput with capture, share of that without ({result['target']}; median, load {load})",
-        f"{result['ratio_median']:.3f}",
-    )
-    yield "the same by CPU seconds, which the load does not change", f"{cpu_s['plain'] / cpu_s['capture']:.3f}"
-    yield (
-        f"share of a prefill of {result['tokens_per_prompt']:,} tokens for which capture keeps SGLang's scheduler",
-        f"{result['blocked_share_of_prefill']:.2%}",
-    )
-
-
 def float8(result: Json) -> Iterable[tuple[str, str]]:
     sizes, target = result["bytes_per_token"], result["target"]
     for one in result["float8_against_bfloat16"]:
@@ -134,55 +134,6 @@ def suffix(result: Json) -> Iterable[tuple[str, str]]:
                 f"{suite['prompts']} prompts, {suite['log_tokens']:,} tokens in the log",
                 ", ".join(f"{of['4']:.2f}" for of in lengths.values()),
             )
-
-
-def ledger(result: Json) -> Iterable[tuple[str, str]]:
-    for database, rates in result["samples_per_s_by_generators"].items():
-        yield (
-            f"samples/s through the ledger on {database}, with 1 / 4 / 8 generator processes",
-            " / ".join(f"{rates[count]:.0f}" for count in ("1", "4", "8")),
-        )
-
-
-def transport(result: Json) -> Iterable[tuple[str, str]]:
-    for one in result["objects"]:
-        rates = one["of_memcpy"]
-        yield (
-            f"arena put / get of {one['bytes'] / 2**20:.0f} MiB, share of memcpy",
-            f"{rates['arena put']:.2f} / {rates['arena get']:.2f}",
-        )
-
-
-def stored(result: Json) -> Iterable[tuple[str, str]]:
-    for way, seconds in result["wall_s"].items():
-        yield f"{result['steps']} steps of the tiny target, hidden states {way}", f"{seconds:.0f} s"
-
-
-def packing(result: Json) -> Iterable[tuple[str, str]]:
-    for way, facts in result["ways"].items():
-        if way != "packed":
-            yield (
-                f"CPU time {way}, relative to packed ({result['samples']} samples)",
-                f"{facts['packed_is_faster']:.2f}",
-            )
-
-
-def context_parallel(result: Json) -> Iterable[tuple[str, str]]:
-    longest = max(result["lengths"], key=lambda one: one["tokens"])
-    yield (
-        f"activation memory per rank, two ranks sharing samples of {longest['tokens']:,} tokens, relative to one",
-        f"{longest['memory_ratio']:.2f}",
-    )
-    yield "speed-up", f"{longest['speed_up']:.2f}"
-
-
-def planner(result: Json) -> Iterable[tuple[str, str]]:
-    yield f"largest error of the planned memory at {len(result['points'])} points", f"{result['worst_error']:.1%}"
-
-
-def data_wait(result: Json) -> Iterable[tuple[str, str]]:
-    share = result["publisher_at_twice_the_trainers_rate"]["data_wait_share"]
-    yield "share of the trainer's time spent waiting, samples arriving at twice its rate", f"{share:.3%}"
 
 
 def chaos(result: Json) -> Iterable[tuple[str, str]]:
@@ -227,12 +178,6 @@ def rollout(result: Json) -> Iterable[tuple[str, str]]:
         )
 
 
-def overhead(result: Json) -> Iterable[tuple[str, str]]:
-    for when, runs in result["runs"].items():
-        mean = sum(run["overhead_s"] for run in runs) / len(runs)
-        yield f"seconds that Prefect, MLflow and process starts add to a run ({when})", f"{mean:.1f}"
-
-
 def sampled_walk(result: Json) -> Iterable[tuple[str, str]]:
     cells = result["cells"]
     steps = sum(cell["real"]["steps"] for cell in cells)
@@ -252,17 +197,6 @@ def sampled_walk(result: Json) -> Iterable[tuple[str, str]]:
         )
 
 
-def block_step(result: Json) -> Iterable[tuple[str, str]]:
-    for one in result["steps"].values():
-        method, sizes = one["method"], one["shape"]
-        yield (
-            f"{method}'s training step, {one['dtype']}, {sizes['layers']} layers of {sizes['hidden']}, "
-            f"{sizes['vocabulary']:,} tokens, {sizes['anchors'] * len(sizes['lengths'])} blocks of "
-            f"{sizes['block_size']}: times faster than speculators' on a CPU (CPU seconds); share of its peak memory",
-            f"{one['times_faster']['cpu_s']:.2f}; {one['memory_of_speculators']:.2f}",
-        )
-
-
 def calibration(result: Json) -> Iterable[tuple[str, str]]:
     for way in result["ways"]:
         worst = max(range(len(way["errors_after"])), key=way["errors_after"].__getitem__)
@@ -270,6 +204,19 @@ def calibration(result: Json) -> Iterable[tuple[str, str]]:
             f"DSpark on {result['conditions']['target'].rpartition('-')[0]}, {way['way']}: calibration error of "
             f"confidences at the worst position, {way['steps_judged']:,} steps (± standard error; of exact chances)",
             f"{way['errors_after'][worst]:.1%} (± {way['standard_errors'][worst]:.1%}; {way['by_chance'][worst]:.1%})",
+        )
+
+
+def trees(result: Json) -> Iterable[tuple[str, str]]:
+    for load in result["loads"]:
+        errors = [one["error"] for one in load["chains"]]
+        shown = ", ".join(f"{one['shape'].removeprefix('dynamic-')} {one['error']:+.1%}" for one in load["trees"])
+        what = "dynamic trees (depth-top-k-tokens); of lookaheads; what the rule runs, and the best tree, against the"
+        yield (
+            f"{result['conditions']['target']}, greedy, texts at once {load['batch']}: predicted against measured "
+            f"goodput of {what} fastest lookahead",
+            f"{shown}; {min(errors):+.1%} to {max(errors):+.1%}; {load['better_against_best_chain']:+.1%}, "
+            f"{load['against_best_chain']:+.1%}",
         )
 
 
@@ -308,6 +255,7 @@ SECTIONS = (
             ("continued", "continued.py", continued),
             ("calibration", "calibration.py", calibration),
             ("scheduled-tiny", "scheduled.py", scheduled),
+            ("trees-tiny", "trees.py", trees),
         ),
     ),
     Section(

@@ -1,0 +1,85 @@
+"""Facts about speed and memory, for benchmarks/results_page.py."""
+
+from collections.abc import Iterable
+from typing import Any
+
+Json = dict[str, Any]
+
+
+def capture(result: Json) -> Iterable[tuple[str, str]]:
+    load, cpu_s = f"{result['load_average'][1]:.0f}", result["scheduler_cpu_s"]
+    yield (
+        f"SGLang's prefill throughput with capture, share of that without ({result['target']}; median, load {load})",
+        f"{result['ratio_median']:.3f}",
+    )
+    yield "the same by CPU seconds, which the load does not change", f"{cpu_s['plain'] / cpu_s['capture']:.3f}"
+    yield (
+        f"share of a prefill of {result['tokens_per_prompt']:,} tokens for which capture keeps SGLang's scheduler",
+        f"{result['blocked_share_of_prefill']:.2%}",
+    )
+
+
+def ledger(result: Json) -> Iterable[tuple[str, str]]:
+    for database, rates in result["samples_per_s_by_generators"].items():
+        yield (
+            f"samples/s through the ledger on {database}, with 1 / 4 / 8 generator processes",
+            " / ".join(f"{rates[count]:.0f}" for count in ("1", "4", "8")),
+        )
+
+
+def transport(result: Json) -> Iterable[tuple[str, str]]:
+    for one in result["objects"]:
+        rates = one["of_memcpy"]
+        yield (
+            f"arena put / get of {one['bytes'] / 2**20:.0f} MiB, share of memcpy",
+            f"{rates['arena put']:.2f} / {rates['arena get']:.2f}",
+        )
+
+
+def stored(result: Json) -> Iterable[tuple[str, str]]:
+    for way, seconds in result["wall_s"].items():
+        yield f"{result['steps']} steps of the tiny target, hidden states {way}", f"{seconds:.0f} s"
+
+
+def packing(result: Json) -> Iterable[tuple[str, str]]:
+    for way, facts in result["ways"].items():
+        if way != "packed":
+            yield (
+                f"CPU time {way}, relative to packed ({result['samples']} samples)",
+                f"{facts['packed_is_faster']:.2f}",
+            )
+
+
+def context_parallel(result: Json) -> Iterable[tuple[str, str]]:
+    longest = max(result["lengths"], key=lambda one: one["tokens"])
+    yield (
+        f"activation memory per rank, two ranks sharing samples of {longest['tokens']:,} tokens, relative to one",
+        f"{longest['memory_ratio']:.2f}",
+    )
+    yield "speed-up", f"{longest['speed_up']:.2f}"
+
+
+def planner(result: Json) -> Iterable[tuple[str, str]]:
+    yield f"largest error of the planned memory at {len(result['points'])} points", f"{result['worst_error']:.1%}"
+
+
+def data_wait(result: Json) -> Iterable[tuple[str, str]]:
+    share = result["publisher_at_twice_the_trainers_rate"]["data_wait_share"]
+    yield "share of the trainer's time spent waiting, samples arriving at twice its rate", f"{share:.3%}"
+
+
+def overhead(result: Json) -> Iterable[tuple[str, str]]:
+    for when, runs in result["runs"].items():
+        mean = sum(run["overhead_s"] for run in runs) / len(runs)
+        yield f"seconds that Prefect, MLflow and process starts add to a run ({when})", f"{mean:.1f}"
+
+
+def block_step(result: Json) -> Iterable[tuple[str, str]]:
+    for one in result["steps"].values():
+        method, sizes = one["method"], one["shape"]
+        yield (
+            f"{method}'s training step, {one['dtype']}, {sizes['layers']} layers of {sizes['hidden']}, "
+            f"{sizes['vocabulary']:,} tokens, {sizes['anchors'] * len(sizes['lengths'])} blocks of "
+            f"{sizes['block_size']}: times faster than speculators' on a CPU (CPU seconds); share of its peak memory",
+            f"{one['times_faster']['cpu_s']:.2f}; {one['memory_of_speculators']:.2f}",
+        )
