@@ -40,6 +40,7 @@ class Point:
     tied: bool = False
     """Whether the target's head is its embedding."""
     aux: int = AUX
+    optimizer: str = "adamw"
 
     @property
     def config(self) -> DraftConfig:
@@ -61,7 +62,7 @@ class Point:
         setting = Setting(
             aux_count=self.aux, stored="bfloat16", precision=self.precision, top_token=self.pruned,
             whole_head=self.pruned and self.config.needs_mass, chunk_tokens=self.chunk_tokens, prefetch_steps=-1,
-            one_memory=True, recompute=self.recompute,
+            one_memory=True, recompute=self.recompute, muon=self.optimizer == "muon",
         )  # fmt: skip
         return rank_memory(self.config.shape(self.target, self.aux, self.precision), self.target, setting, self.lengths)
 
@@ -88,7 +89,7 @@ def peak_of(profiler: profile) -> int:
 
 def train(point: Point, steps: int) -> None:
     """What a rank does: the draft as the trainer builds it, and whole optimizer steps."""
-    module, optimizer = _module(point)
+    module, optimizer = built(point)
     batch = _batch(point)
     for step in range(1, steps + 1):
         with torch.autocast("cpu", torch.bfloat16, enabled=point.precision == "bfloat16"):
@@ -102,7 +103,8 @@ def train(point: Point, steps: int) -> None:
         del outcome
 
 
-def _module(point: Point) -> tuple[DraftModule, torch.optim.Optimizer]:
+def built(point: Point) -> tuple[DraftModule, torch.optim.Optimizer]:
+    """What is trained, and its optimizer."""
     config, dtype = point.config, DTYPES[point.precision]
     torch.manual_seed(0)
     embedding = torch.randn(point.vocabulary, point.hidden)
@@ -114,9 +116,8 @@ def _module(point: Point) -> tuple[DraftModule, torch.optim.Optimizer]:
     weight = head.to(dtype)
     whole = weight if point.pruned and config.needs_mass else None
     projection = TargetProjection(weight[chosen], whole, 1.0, None)
-    module = DraftModule(
-        draft, projection, TrainingConfig(precision=point.precision, recompute=point.recompute), total_steps=10
-    )
+    settings = {"precision": point.precision, "recompute": point.recompute, "optimizer": point.optimizer}
+    module = DraftModule(draft, projection, TrainingConfig.model_validate(settings), total_steps=10)
     return module, module.configure_optimizers()["optimizer"]
 
 

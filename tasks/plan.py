@@ -96,6 +96,7 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
             top_token=config.top_token(target.vocab_size),
             whole_head=config.whole_head(target.vocab_size),
             chunk_tokens=training.loss_chunk_tokens,
+            muon=training.optimizer == "muon",
             recompute=training.recompute,
             prefetch_steps=training.prefetch_steps,
             divided=training.ranks if training.sharded else 1,

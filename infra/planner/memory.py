@@ -13,7 +13,7 @@ FLOAT = 4
 RESTORED_BYTES = 2
 """Of a number that was stored in fewer."""
 MOMENTS = 2
-"""AdamW's."""
+"""AdamW's. Muon keeps one of a matrix."""
 BLOCK_BYTES = {True: 4 * 2**20, False: 0}
 """Draft logits of a chunk that the loss works on at once, as float32: on a CPU; on a GPU its compiled functions keep
 none (models/losses/chunked.py)."""
@@ -51,6 +51,8 @@ class Setting(Record):
     """Whether the target's whole head is kept, because the loss reads its logits over the whole vocabulary."""
     chunk_tokens: int | None = None
     """Positions whose logits exist at once (training.loss_chunk_tokens); None: by the device."""
+    muon: bool = False
+    """Whether matrices step by Muon, with one moment (training.optimizer)."""
     recompute: bool = False
     """Whether inner activations are computed again in the backward pass (training.recompute)."""
     prefetch_steps: int
@@ -69,7 +71,7 @@ class RankMemory(Record):
 
     weights: int = Field(description="weights, float32")
     gradients: int = Field(description="gradients, float32")
-    optimizer: int = Field(description="AdamW's moments, float32")
+    optimizer: int = Field(description="the optimizer's moments, float32")
     averaged: int = Field(description="averaged weights, float32")
     # Embeddings, the head's rows of the draft vocabulary, perhaps the whole head.
     frozen_tables: int = Field(description="frozen tables of the target")
@@ -122,12 +124,13 @@ def rank_memory(draft: DraftShape, target: TargetShape, setting: Setting, length
     # Restored once more, for the micro-batch that is computed.
     restored = (setting.aux_count + 1) * target.hidden_size * RESTORED_BYTES if setting.stored == "float8" else 0
     share = -(-draft.parameters // setting.divided) * FLOAT
+    saved = -(-matrices // setting.divided) * FLOAT if setting.muon else 0
     # Divided, a draft is still put together for every micro-batch, and its gradients before they are reduced.
     gathered = draft.parameters * FLOAT if setting.divided > 1 else 0
     return RankMemory(
         weights=share + gathered,
         gradients=share + gathered,
-        optimizer=share * MOMENTS,
+        optimizer=share * MOMENTS - saved,
         averaged=share,
         frozen_tables=draft.frozen * FLOAT + draft.frozen_embeddings * item + heads,
         cast_weights=matrices * item if item < FLOAT else 0,

@@ -13,7 +13,7 @@ from infra.planner.memory import (
     rank_memory,
     usable,
 )
-from infra.planner.shapes import DraftShape, Precision, TargetShape, draft_flops, prefill_flops
+from infra.planner.shapes import DraftShape, Precision, TargetShape, draft_flops, muon_flops, prefill_flops
 from infra.planner.split import Sides, Split, advice, best_split, measured_sides, split
 from infra.planner.traffic import (
     CHECKPOINT_BYTES_PER_PARAMETER,
@@ -174,6 +174,8 @@ def make_plan(job: Job) -> Plan:
     prefill = prefill_flops(job.target, job.mean_tokens, job.setting.top_token)
     how = (job.supervised_share, job.setting.whole_head, job.setting.recompute)
     draft = draft_flops(job.draft, job.target, job.mean_tokens, *how)
+    if job.setting.muon:  # every rank orthogonalises all matrices
+        draft += muon_flops(job.draft, job.target) * job.ranks / job.samples_per_step
     sample_bytes = job.bytes_per_token * job.mean_tokens
     peak, training_peak = job.device.peak[job.inference_precision], job.device.peak[job.setting.precision]
     sides = Sides(

@@ -17,6 +17,8 @@ Precision = Literal["float32", "bfloat16"]
 ITEM_BYTES: dict[Precision, int] = {"float32": 4, "bfloat16": 2}
 SCALE_SHARE = 1 / 16
 """Bytes of scales for a weight of four bits: one in fp8 for 16 weights (NVFP4)."""
+ORTHOGONALISING = 5 * (4 + 2 * 0.6)
+"""FLOPs of Muon's five iterations for each weight and row of a matrix whose rows are 0.6 times its columns."""
 BACKWARD = 3.0
 """Forward and backward of a matrix product against its forward: gradients of inputs and of weights."""
 
@@ -232,3 +234,9 @@ def draft_flops(
     loss = predicted * product * (3 if draft.trains_head else 2)
     of_target = 2.0 * target.hidden_size * (target.vocab_size if whole_head else draft.vocab_size)
     return body + loss + of_target * (predicted if draft.target_per_row else tokens * supervised_share)
+
+
+def muon_flops(draft: DraftShape, target: TargetShape) -> float:
+    """Of Muon's step, whatever the number of its samples: matrices have about as many rows as a state is wide."""
+    rows = draft.hidden_size or target.hidden_size
+    return ORTHOGONALISING * rows * (draft.token_parameters + draft.row_parameters)

@@ -1,12 +1,16 @@
 """Predicted memory of a trainer against what torch's allocator saw, on drafts that take a second."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trainer_memory import Point, measured_peak
+from torch.utils.flop_counter import FlopCounterMode
+from trainer_memory import Point, built, measured_peak
 
 from infra.planner.memory import Setting, longest_sample, loss_chunk_tokens, rank_memory, usable
-from infra.planner.shapes import Precision
+from infra.planner.shapes import Precision, muon_flops
 from models.config.draft import parse_draft_config
 
 LAYER = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 128}
@@ -31,6 +35,9 @@ POINTS = [
     Point(64, 512, LATENT, (150, 60), "bfloat16", name="eagle3 with MLA, bfloat16"),
     Point(64, 512, LATENT, (600,), recompute=True, name="eagle3 with MLA, recomputed"),
     Point(64, 512, DIRECT, (150,), name="eagle3 with MLA, direct queries"),
+    Point(64, 512, EAGLE3, (96,), name="eagle3, Muon", optimizer="muon"),
+    Point(64, 512, EAGLE3, (96,), "bfloat16", name="eagle3, bfloat16, Muon", optimizer="muon"),
+    Point(64, 512, {"method": "dflash", **BLOCKS}, (200,), name="dflash, Muon", optimizer="muon"),
     Point(64, 512, {"method": "medusa", "vocab_size": 256}, (200,), name="medusa"),
     Point(64, 512, {"method": "dflash", **BLOCKS}, (200,), name="dflash"),
     Point(64, 512, {"method": "dspark", **BLOCKS, "markov_rank": 24}, (200,), name="dspark"),
@@ -53,6 +60,27 @@ def test_what_is_there_without_any_sample_is_counted_exactly() -> None:
     memory = POINTS[0].predicted()
     draft = POINTS[0].config.shape(POINTS[0].target, 3, "float32")
     assert memory.steady == 4 * (draft.parameters * 5 + 512 * 64 + 256 * 64)
+
+
+def test_muon_keeps_one_moment_of_a_matrix() -> None:
+    point = POINTS[0]
+    draft = point.config.shape(point.target, 3, "float32")
+    matrices = draft.token_parameters + draft.row_parameters
+    assert point.predicted().optimizer - replace(point, optimizer="muon").predicted().optimizer == 4 * matrices
+
+
+@pytest.mark.parametrize("sizes", [(640, 1536, 8, 4, 80), (512, 1376, 8, 2, 64)])
+def test_muons_arithmetic_is_what_torch_counts(sizes: tuple[int, int, int, int, int]) -> None:
+    hidden, intermediate, heads, kv_heads, head_dim = sizes
+    layer = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "intermediate_size": intermediate}
+    point = Point(hidden, 256, EAGLE3 | layer, (8,), optimizer="muon")
+    with FlopCounterMode(display=False) as counter:
+        module, optimizer = built(point)
+        for parameter in module.draft.parameters():
+            parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+        optimizer.step()
+    draft = point.config.shape(point.target, 3, "float32")
+    assert muon_flops(draft, point.target) == pytest.approx(counter.get_total_flops(), rel=0.15)
 
 
 def test_chunks_of_the_loss_by_device() -> None:
