@@ -256,6 +256,7 @@ SECTIONS = (
             ("calibration", "calibration.py", calibration),
             ("scheduled-tiny", "scheduled.py", scheduled),
             ("trees-tiny", "trees.py", trees),
+            ("trees-quickstart", "trees.py", trees),
         ),
     ),
     Section(
