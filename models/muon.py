@@ -36,11 +36,9 @@ class Muon(Optimizer):
         assert closure is None
         for group in self.param_groups:
             for weight in group["params"]:
-                if weight.grad is None:
-                    continue
-                update = orthogonalised(nesterov(weight, self.state[weight]))
-                weight.mul_(1 - group["lr"] * WEIGHT_DECAY)
-                weight.add_(update, alpha=-step_size(weight, group["lr"]))
+                if weight.grad is not None:
+                    update = orthogonalised(nesterov(weight, self.state[weight]))
+                    take_step(weight, update, group["lr"], WEIGHT_DECAY)
 
 
 class MuonAndAdamW(Optimizer):
@@ -79,8 +77,7 @@ class MuonAndAdamW(Optimizer):
         for weight in matrices["params"]:
             if weight.grad is not None:
                 update = self._orthogonalise(nesterov(weight, self.state[weight]))
-                weight.mul_(1 - matrices["lr"] * matrices["weight_decay"])
-                weight.add_(update, alpha=-step_size(weight, matrices["lr"]))
+                take_step(weight, update, matrices["lr"], matrices["weight_decay"])
         self._step_others(others)
         return loss
 
@@ -113,9 +110,10 @@ def nesterov(weight: Tensor, state: dict[str, Tensor]) -> Tensor:
     return weight.grad.lerp(state["average"], MOMENTUM)
 
 
-def step_size(weight: Tensor, learning_rate: float) -> float:
-    """What an orthogonal update `[m, n]` is multiplied by to have AdamW's size."""
-    return 0.2 * math.sqrt(max(weight.shape)) * learning_rate
+def take_step(weight: Tensor, update: Tensor, learning_rate: float, weight_decay: float) -> None:
+    """Against an orthogonal update `[m, n]`, which is given the size of AdamW's."""
+    weight.mul_(1 - learning_rate * weight_decay)
+    weight.add_(update, alpha=-0.2 * math.sqrt(max(weight.shape)) * learning_rate)
 
 
 def orthogonalised(matrix: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
