@@ -141,8 +141,8 @@ def measure(
     with bars() as bar:
         decoded = bar("decoding", config.reference_tokens)
         reference = decode_reference(contestants, config, prompts, greedy.texts, decoded)
-        decoded = [each.tokens for each in reference.decoded]
-        walked = walk_decoded(contestants.target, contestants.draft, prompts, decoded, config.max_lookahead)
+        written = [each.tokens for each in reference.decoded]
+        walked = walk_decoded(contestants.target, contestants.draft, prompts, written, config.max_lookahead)
         decoded = bar("decoding, sampled", config.sampled_reference_tokens)
         sampled_reference = decode_sampled(contestants, config, prompts, seed, decoded)
     vocabulary = draft_of(contestants.draft).vocabulary

@@ -14,7 +14,7 @@ def read_tokenizer(folder: str | Path) -> Any:
     comes with a target is never run; left to itself transformers asks on the terminal whether to run it.
     Raises ValueError or OSError where there is no tokenizer that transformers knows.
     """
-    files = sorted(Path(folder).iterdir()) if Path(folder).is_dir() else []
+    files = sorted(file for file in Path(folder).iterdir() if file.is_file()) if Path(folder).is_dir() else []
     return _read(str(folder), tuple((file.name, file.stat().st_mtime_ns) for file in files))
 
 
