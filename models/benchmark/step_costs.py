@@ -134,7 +134,7 @@ class _Texts:
     def verify(self, batch: int, tokens: int) -> Callable[[], object]:
         """The target's step: `tokens` of each of `batch` texts behind what its cache holds, and its choices there.
 
-        Steps of as many texts share a cache, which each leaves as it found it.
+        Steps of as many texts share a cache, which each leaves as long as it found it.
         """
         target, cache = self.target, self._read(batch)
         new = self.tokens[:batch, -1:].expand(-1, tokens).contiguous()

@@ -19,7 +19,7 @@ from transformers import (
 
 from infra.records.data_path import TargetRecord
 from models.targets.model import TargetModel
-from models.targets.weights import read_target_head
+from models.targets.weights import TargetHead, read_target_head
 
 SIZES = {
     "vocab_size": 64,
@@ -82,6 +82,18 @@ def test_text_model_is_found_beside_a_vision_tower(tmp_path: Path) -> None:
     head = read_target_head(tmp_path, torch.float32)
     assert torch.equal(head.embedding, model.get_input_embeddings().weight)
     assert torch.equal(head.head, model.get_output_embeddings().weight)
+
+
+def test_rows_of_bfloat16_logits_lie_together() -> None:
+    """Otherwise whatever reads them, top-k and softmax above all, takes several times as long."""
+    torch.manual_seed(0)
+    head, last = torch.randn(300, 16), torch.randn(5, 16)
+    exact = TargetHead(head, head, 2.0, 30.0).logits(last)
+    assert torch.allclose(exact, 30 * torch.tanh(2 * last @ head.T / 30), atol=1e-5)
+    rounded = TargetHead(head.bfloat16(), head.bfloat16(), 2.0, 30.0).logits(last.bfloat16())
+    assert rounded.dtype == torch.float32
+    assert rounded.is_contiguous()
+    assert torch.allclose(rounded, exact, atol=0.3)
 
 
 def test_refusals(tmp_path: Path) -> None:
