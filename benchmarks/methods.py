@@ -1,9 +1,10 @@
 """Draft methods side by side: same target, same training tokens, same number of tuning trials, same prompts.
 
-    python benchmarks/methods.py [--targets tiny gemma3-270m] [--samples N] [--rates 0.33 1 3] [--prompts 24]
+    python benchmarks/methods.py [--targets tiny gemma3-270m] [--samples N] [--rates 0.25 0.5 1 2] [--prompts 24]
                                  [--gsm8k FILE] [--spec-bench FILE]
 
-Methods: EAGLE-3, EAGLE-3 with `lk_lambda`, DFlash, DFlash 2, DSpark, Medusa heads, and two that need no training.
+Methods: EAGLE-3, EAGLE-3 with `lk_lambda`, DFlash, DFlash 2, Domino, DSpark, Medusa heads, and two that need
+no training.
 Each trained one gets the same samples once, in the same order, and one trial for every learning rate (the recipe's
 times each of `--rates`); the trial that accepts most on the validation prompts at temperature 1 is measured on the
 test prompts, and all trials are written down.
@@ -72,7 +73,7 @@ PROMPT_CHARACTERS = 800
 """Of a document, more than any prompt takes."""
 LOOKAHEAD = 4
 TEMPERATURES = (1.0, 0.0)
-TRAINED = ("EAGLE-3", "EAGLE-3 + LK", "DFlash", "DFlash 2", "DSpark", "Medusa")
+TRAINED = ("EAGLE-3", "EAGLE-3 + LK", "DFlash", "DFlash 2", "Domino", "DSpark", "Medusa")
 BASELINES: dict[str, type[PromptLookup] | type[TokenRecycling]] = {
     "prompt lookup": PromptLookup,
     "Token Recycling": TokenRecycling,
@@ -149,6 +150,7 @@ def drafts(config: RunConfig, target: TargetRecord) -> dict[str, list[str]]:
     dflash = {"method": "dflash", "block_size": 8, "decay_gamma": 4.0, "anchors": 32} | shape
     dflash["layer_types"] = ["full_attention"] * 2
     dspark = dflash | {"method": "dspark", "block_size": 7, "markov_rank": 64}
+    domino = dflash | {"method": "domino", "gru_hidden_dim": 64, "emb_dim": 64}
     second = dflash | {"method": "dflash2", "selector_rank": 64}
     medusa = {"method": "medusa", "heads": LOOKAHEAD, "vocab_size": eagle["vocab_size"]}
     return {
@@ -156,6 +158,7 @@ def drafts(config: RunConfig, target: TargetRecord) -> dict[str, list[str]]:
         "EAGLE-3 + LK": ["draft.loss=lk_lambda"],
         "DFlash": [f"draft={json.dumps(dflash)}"],
         "DFlash 2": [f"draft={json.dumps(second)}"],
+        "Domino": [f"draft={json.dumps(domino)}"],
         "DSpark": [f"draft={json.dumps(dspark)}"],
         # Its heads stand on the target's last layer.
         "Medusa": [f"draft={json.dumps(medusa)}", f"target.aux_layer_ids=[{target.num_layers - 1}]"],
@@ -326,15 +329,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", nargs="+", choices=list(RECIPES), default=list(RECIPES))
     parser.add_argument("--samples", type=int, help="trained on; default: the recipe's data.max_samples")
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.33, 1.0, 3.0], help="at most 3")
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.25, 0.5, 1.0, 2.0], help="at most 4")
     parser.add_argument("--prompts", type=int, default=24, help="of each set")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--batch", type=int, default=8, help="conversations decoded together")
     add_question_arguments(parser)
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
-    if not 1 <= len(set(options.rates)) == len(options.rates) <= 3:
-        raise ValueError("--rates: one to three different shares of the recipe's learning rate")
+    if not 1 <= len(set(options.rates)) == len(options.rates) <= 4:
+        raise ValueError("--rates: one to four different shares of the recipe's learning rate")
     for name in options.targets:
         compare(name, options)
 

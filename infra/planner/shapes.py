@@ -109,6 +109,8 @@ class DraftShape(Record):
     """Maximum number of tokens of a sample that have rows; None: all."""
     target_per_row: bool = False
     """Whether the target's logits are formed for every row; False: once per token, for all of its rows."""
+    loss_passes: float = 1.0
+    """How often the draft's logits of a row are compared with the target's, on average over the training."""
     attention_width: int = 0
     """Query heads x their width x layers."""
     kept: Kept
@@ -233,7 +235,8 @@ def draft_flops(
     predicted = rows * supervised_share
     loss = predicted * product * (3 if draft.trains_head else 2)
     of_target = 2.0 * target.hidden_size * (target.vocab_size if whole_head else draft.vocab_size)
-    return body + loss + of_target * (predicted if draft.target_per_row else tokens * supervised_share)
+    of_target *= predicted if draft.target_per_row else tokens * supervised_share
+    return body + draft.loss_passes * (loss + of_target)
 
 
 def muon_flops(draft: DraftShape, target: TargetShape) -> float:

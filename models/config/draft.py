@@ -7,6 +7,7 @@ from pydantic import Field, TypeAdapter
 
 from models.config.dflash import DFlashConfig
 from models.config.dflash2 import DFlash2Config
+from models.config.domino import DominoConfig
 from models.config.draft_base import MethodConfig
 from models.config.dspark import DSparkConfig
 from models.config.eagle3 import Eagle3Config
@@ -16,6 +17,7 @@ from models.config.mtp import MtpConfig
 DraftConfig = Annotated[
     DFlashConfig
     | DFlash2Config
+    | DominoConfig
     | DSparkConfig
     | Eagle3Config
     | MedusaConfig

@@ -84,6 +84,8 @@ class Draft(torch.nn.Module):
     aux_layer_ids: tuple[int, ...]
     vocabulary: DraftVocabulary
 
+    trained_share: float = 0.0
+    """Share of the training's steps that come before this one, for losses that change on the way."""
     recompute: bool = False
     """Training keeps what passes from step to step and computes the rest again in the backward pass: less memory, more
     arithmetic. Methods without such steps have nothing to compute again."""

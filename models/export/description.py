@@ -104,6 +104,8 @@ def vllm_method(settings: Mapping[str, Any]) -> str | None:
         return None  # the target's whole head, which SGLang alone is told so
     if settings.get("markov_head_type", "vanilla") != "vanilla":
         return None  # model_executor/models/qwen3_dspark.py has the one head, whatever it reads
+    if settings.get("dflash_config", {}).get("projector_type", "dflash") != "dflash":
+        return None  # model_executor/models/qwen3_dflash.py would read a Domino draft as DFlash's
     named = (VLLM_ARCHITECTURES.get(name) for name in architectures)
     return settings.get("speculators_model_type") or next(named, None)
 

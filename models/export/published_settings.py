@@ -4,7 +4,6 @@ Layouts: that of `speculators` (0.9.0), and those of EAGLE's and DFlash's author
 and vLLM read. A setting that is passed over would give a draft that loads wherever sizes agree, and knows nothing.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +11,8 @@ from pydantic import ValidationError
 
 from infra.refusal import Refusal
 from models.config.rope import OF_TYPE, RopeScaling
-
-Settings = Mapping[str, Any]
+from models.export.published_blocks import of_blocks
+from models.export.published_section import Section, Settings
 
 ARCHITECTURES = {
     "LlamaForCausalLMEagle3": "eagle3",
@@ -24,6 +23,7 @@ ARCHITECTURES = {
     "Eagle3DeepseekV2ForCausalLM": "eagle3",
     "Eagle3DeepseekV3ForCausalLM": "eagle3",
     "DFlashDraftModel": "dflash",
+    "DominoDraftModel": "domino",
     "DFlash2DraftModel": "dflash2",
     "Qwen3DSparkModel": "dspark",
     "DSparkDraftModel": "dspark",
@@ -32,32 +32,6 @@ ARCHITECTURES = {
 """The authors' names, and the method that each is of."""
 METHODS = ("eagle3", "dflash", "dflash2", "dspark")
 
-DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-"""Settings of DFlash 2, which DFlash does not have."""
-
-PASSED_OVER = frozenset(
-    name
-    for line in (
-        # Who wrote the file and for whom.
-        "_name_or_path auto_map transformers_version model_type target_model_type speculators_version verifier",
-        "speculators_config has_no_defaults_at_init num_target_layers",
-        # Precision, cache, training; the weights are there.
-        "dtype torch_dtype use_cache use_bfloat16 torchscript initializer_range attention_dropout hidden_dropout",
-        "pretraining_tp embed_requires_grad reuse_target_lm_head max_window_layers max_position_embeddings",
-        # Tokens and texts.
-        "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class prefix",
-        # What older versions of transformers wrote into every configuration.
-        "add_cross_attention architectures bad_words_ids begin_suppress_tokens chunk_size_feed_forward",
-        "cross_attention_hidden_size diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size",
-        "exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id id2label is_decoder",
-        "is_encoder_decoder label2id length_penalty max_length min_length no_repeat_ngram_size num_beam_groups",
-        "num_beams num_return_sequences output_attentions output_hidden_states output_scores problem_type pruned_heads",
-        "remove_invalid_values repetition_penalty return_dict return_dict_in_generate suppress_tokens",
-        "task_specific_params temperature tf_legacy_loss tie_encoder_decoder top_k top_p typical_p",
-    )
-    for name in line.split()
-)
-"""Settings that change nothing of what a draft proposes."""
 OF_EXPERTS = (
     "aux_loss_alpha", "ep_size", "first_k_dense_replace", "moe_intermediate_size", "moe_layer_freq", "n_group",
     "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "num_nextn_predict_layers",
@@ -83,42 +57,6 @@ class PublishedDraft:
     """Whether its head is its embeddings."""
 
 
-class _Section:
-    """A part of the file, of which every setting has to be taken."""
-
-    def __init__(self, settings: Settings, place: str = ""):
-        self.left, self.place = dict(settings), place
-
-    def take(self, name: str, default: Any = None) -> Any:
-        """The setting, or the default where it is missing or null."""
-        value = self.left.pop(name, None)
-        return default if value is None else value
-
-    def need(self, name: str) -> Any:
-        """The setting. Raises KeyError where it is missing or null."""
-        if self.left.get(name) is None:
-            raise KeyError(name)
-        return self.left.pop(name)
-
-    def section(self, name: str) -> "_Section":
-        return _Section(self.take(name, {}), f"{self.place}{name}.")
-
-    def expect(self, **values: Any) -> None:
-        """Raise Refusal unless each setting is missing or has this value."""
-        for name, value in values.items():
-            found = self.take(name, value)
-            if found != value:
-                raise Refusal(f"its {self.place}{name} is {found!r}, drafts here have {value!r}: give another draft")
-
-    def all_taken(self) -> None:
-        """Raise Refusal for a setting that nobody asked for, unless it changes nothing, or is null."""
-        for name, value in self.left.items():
-            if name not in PASSED_OVER and value not in (None, {}, []):
-                raise Refusal(
-                    f"its {self.place}{name} is {value!r}, a setting that drafts here do not have: give another draft"
-                )
-
-
 def first_error(error: ValidationError) -> str:
     """Setting and reason of the first of the errors, in one line."""
     first = error.errors()[0]
@@ -141,7 +79,7 @@ def read_published(settings: Settings) -> PublishedDraft:
 
 
 def _read(settings: Settings) -> PublishedDraft:
-    top = _Section(settings)
+    top = Section(settings)
     speculators = "speculators_model_type" in settings
     layer = top.section("transformer_layer_config") if speculators else top
     method, qk_norm = _method(top, layer, speculators)
@@ -154,7 +92,7 @@ def _read(settings: Settings) -> PublishedDraft:
         shape |= {"qk_norm": qk_norm, "hidden_size": None if hidden == target_hidden else hidden}
         more, layer_ids = _eagle3(top, layer, vocabulary, speculators)
     else:
-        more, layer_ids = _blocks(top, method, vocabulary, shape["sliding_window"], speculators)
+        more, layer_ids = of_blocks(top, method, vocabulary, shape["sliding_window"], speculators)
     for section in (top, layer):
         section.all_taken()
     # `speculators` numbers layers by their inputs, we and the authors by their outputs.
@@ -162,7 +100,7 @@ def _read(settings: Settings) -> PublishedDraft:
     return PublishedDraft(method, shape | more, aux, hidden, target_hidden, vocabulary, tied)
 
 
-def _method(top: _Section, layer: _Section, speculators: bool) -> tuple[str, bool]:
+def _method(top: Section, layer: Section, speculators: bool) -> tuple[str, bool]:
     """The method, and whether queries and keys are normed."""
     named = list(top.take("architectures", ()))
     if speculators:
@@ -183,10 +121,13 @@ def _method(top: _Section, layer: _Section, speculators: bool) -> tuple[str, boo
             f"its architectures {sorted(named)} are none that can be taken over: {', '.join(ARCHITECTURES)}, or any in "
             "the speculators layout. Give another draft"
         )
+    nested = top.left.get("dflash_config") or {}
+    if known[0] == "dflash" and "domino" in (nested.get("projector_type"), top.left.get("projector_type")):
+        known = ["domino"]
     return known[0], any("Qwen3" in name for name in named)
 
 
-def _layers(layer: _Section, hidden: int) -> dict[str, Any]:
+def _layers(layer: Section, hidden: int) -> dict[str, Any]:
     """Settings of Llama, Qwen3 or DeepSeek layers, with Hugging Face's defaults."""
     layer.expect(hidden_act="silu", mlp_bias=False, is_neox_style=True, rope_is_neox_style=True)
     heads = int(layer.need("num_attention_heads"))
@@ -201,14 +142,14 @@ def _layers(layer: _Section, hidden: int) -> dict[str, Any]:
     }
 
 
-def _grouped_heads(layer: _Section, heads: int, hidden: int) -> dict[str, Any]:
+def _grouped_heads(layer: Section, heads: int, hidden: int) -> dict[str, Any]:
     return {
         "num_kv_heads": int(layer.take("num_key_value_heads", heads)),
         "head_dim": int(layer.take("head_dim", hidden // heads)),
     }
 
 
-def _latent_heads(layer: _Section) -> dict[str, Any]:
+def _latent_heads(layer: Section) -> dict[str, Any]:
     """Settings of DeepSeek's attention; those of grouped queries and of experts mean nothing here."""
     for name in ("num_key_value_heads", "head_dim", "qk_head_dim", *OF_EXPERTS):
         layer.take(name)
@@ -217,7 +158,7 @@ def _latent_heads(layer: _Section) -> dict[str, Any]:
     return {"mla": {"q_lora_rank": layer.take("q_lora_rank")} | {name: int(layer.need(name)) for name in names}}
 
 
-def _windows(layer: _Section, count: int) -> dict[str, Any]:
+def _windows(layer: Section, count: int) -> dict[str, Any]:
     """Engines slide only where `layer_types` says so; a window alone is a copy of the target's setting."""
     types, window = list(layer.take("layer_types", ())), layer.take("sliding_window")
     switched = layer.take("use_sliding_window")
@@ -234,7 +175,7 @@ def _windows(layer: _Section, count: int) -> dict[str, Any]:
     return {"layer_types": types or ["full_attention"] * count, "sliding_window": window if slides else None}
 
 
-def _rope(layer: _Section) -> dict[str, Any]:
+def _rope(layer: Section) -> dict[str, Any]:
     older, rope = layer.section("rope_scaling"), layer.section("rope_parameters")
     rope = rope if rope.left else older
     theta = rope.take("rope_theta", layer.take("rope_theta", 10_000.0))
@@ -252,7 +193,7 @@ def _rope(layer: _Section) -> dict[str, Any]:
     return found
 
 
-def _scaling(kind: Any, rope: _Section, layer: _Section) -> RopeScaling:
+def _scaling(kind: Any, rope: Section, layer: Section) -> RopeScaling:
     given = {name: rope.take(name) for name in ("factor", *OF_TYPE[kind])}
     if "original_max_position_embeddings" in given:
         # Some name it beside the scaling; without it engines take the whole context for the original one.
@@ -266,7 +207,7 @@ def _scaling(kind: Any, rope: _Section, layer: _Section) -> RopeScaling:
 
 
 def _eagle3(
-    top: _Section, layer: _Section, vocabulary: int, speculators: bool
+    top: Section, layer: Section, vocabulary: int, speculators: bool
 ) -> tuple[dict[str, Any], list[int] | None]:
     """What only EAGLE-3 has, and the layers' ids as the layout counts them."""
     if speculators and top.left.get("norm_before_residual") is None:
@@ -306,77 +247,3 @@ def _by_output(ids: list[int] | None, by_input: list[int] | None) -> list[int] |
             f"eagle_config, {ids}, which SGLang reads"
         )
     return found
-
-
-def _blocks(
-    top: _Section, method: str, vocabulary: int, window: int | None, speculators: bool
-) -> tuple[dict[str, Any], list[int] | None]:
-    """What only drafts of blocks have, and the layers' ids as the layout counts them."""
-    top.expect(use_gemma_norm=False, use_swa=False)
-    # Full layers see the whole block and sliding ones nothing ahead, unless a file says otherwise.
-    causal, non_causal = top.take("is_causal"), top.take("sliding_window_non_causal")
-    ahead = window is not None and (causal is False if non_causal is None else bool(non_causal))
-    if causal is not None and causal != (window is not None and not ahead):
-        raise Refusal(
-            f"its is_causal is {causal!r} and its sliding_window_non_causal {non_causal!r}: here full layers see the "
-            "whole block, and sliding ones what both say"
-        )
-    own = top if speculators else top.section("dspark_config" if "dspark_config" in top.left else "dflash_config")
-    own.expect(
-        causal=False, use_swa=False, use_gemma_norm=False, output_multiplier=1.0, input_embedding_scale=1.0,
-        attention_sink_bias=False, attention_value_scale=1.0, final_logit_softcapping=0.0, projector_type="dflash",
-    )  # fmt: skip
-    if method != "dflash2":
-        own.expect(**dict.fromkeys(DFLASH2, 0))
-    mask, named = _either(own, top, "mask_token_id"), own.take("mask_token")
-    if mask is None:
-        raise Refusal(f"it has no mask_token_id (its mask_token is {named!r}): add the token's id to its config.json")
-    ids = own.take("aux_hidden_state_layer_ids") if speculators else _either(own, top, "target_layer_ids")
-    if ids is None:
-        raise Refusal("its dflash_config names no target_layer_ids: add them")
-    shape = {"fc_norm": False, "block_size": _either(own, top, "block_size"), "mask_token_id": mask}
-    shape |= _layout(own, top, method, speculators)
-    if own is not top:
-        own.all_taken()
-    size = top.take("draft_vocab_size")
-    pruned = None if size in (None, vocabulary) else size
-    return shape | {"vocab_size": pruned, "sliding_sees_ahead": ahead}, ids
-
-
-def _layout(own: _Section, top: _Section, method: str, speculators: bool) -> dict[str, Any]:
-    """Which rows propose, and a DSpark draft's heads.
-
-    Without the flag, engines read a DSpark draft with the anchor first, but one of `speculators` without it (vLLM).
-    """
-    first = _either(own, top, "sample_from_anchor")
-    if method == "dflash":
-        return {"sample_from_anchor": bool(first)}
-    if method == "dflash2":
-        if first:
-            raise Refusal(
-                "its sample_from_anchor is true, and DFlash 2 drafts have no anchor first: give another draft"
-            )
-        return {name: own.need(name) for name in DFLASH2}
-    if not (not speculators if first is None else first):
-        raise Refusal(
-            f"its sample_from_anchor is {first!r}, and DSpark drafts here have the anchor first: in the other layout "
-            "every row means another token. Give another draft, or set the flag right if you know that it is wrong"
-        )
-    rank = _either(own, top, "markov_rank")
-    if not rank:
-        raise Refusal("its markov_rank is missing: a DSpark draft without a Markov head is a DFlash draft")
-    heads = [_either(own, top, name) for name in ("enable_confidence_head", "confidence_head_with_markov")]
-    confidence, reads_token = (True if flag is None else bool(flag) for flag in heads)
-    kind = _either(own, top, "markov_head_type") or "vanilla"
-    return {
-        "markov_rank": rank, "markov_head": kind, "confidence_head": confidence, "confidence_reads_token": reads_token,
-    }  # fmt: skip
-
-
-def _either(own: _Section, top: _Section, name: str) -> Any:
-    """A setting that may stand in both sections. Raises Refusal where they differ."""
-    found = [section.take(name) for section in {id(own): own, id(top): top}.values()]
-    given = [value for value in found if value is not None]
-    if any(value != given[0] for value in given):
-        raise Refusal(f"its {name} is {given[0]!r} in {own.place.rstrip('.')} and {given[1]!r} beside it: correct it")
-    return given[0] if given else None

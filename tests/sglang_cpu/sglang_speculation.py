@@ -1,4 +1,4 @@
-"""Chain speculation (EAGLE-3, DFlash, DSpark; topk 1, greedy) and fp8 for a real SGLang on a plain CPU: test equipment.
+"""Chain speculation (topk 1, greedy; EAGLE-3 and drafts of blocks) and fp8 for a real SGLang on a CPU: test equipment.
 
 SGLang has seams for most of it (`sglang_speculation_platform.py`); kernels without one are replaced here through
 its hook registry. Active only with `SGLANG_PLATFORM=draftsmith_test_cpu`.
@@ -55,6 +55,8 @@ def register() -> None:
     for name in ("DFlashDraftModel", "DFlashLagunaForCausalLM", "DFlash2DraftModel"):
         HookRegistry.register(f"sglang.srt.models.dflash.{name}.forward", in_own_dtype, HookType.AROUND)
     HookRegistry.register("sglang.srt.arg_groups.speculative_hook._handle_dspark", dspark_on_cpu, HookType.AROUND)
+    checked = "sglang.srt.speculative.dflash_worker_v2.validate_domino_runtime"
+    HookRegistry.register(checked, domino_on_cpu, HookType.AROUND)
     bundle = "sglang.srt.models.dspark.DSparkDraftMixin._fused_kv_write_bundle"
     HookRegistry.register(bundle, lambda _draft, _pool: None, HookType.REPLACE)
     _without_streams()
@@ -81,6 +83,11 @@ def dspark_on_cpu(original: Any, server_args: Any) -> None:
         original(server_args)
     finally:
         module.resolving_view = view
+
+
+def domino_on_cpu(original: Any, *, device: torch.device, **given: Any) -> None:
+    """All that SGLang asks of a Domino draft but the device (0.5.23); its proposals are plain torch."""
+    original(device=torch.device("cuda"), **given)
 
 
 def fp8_block_linear(method: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:

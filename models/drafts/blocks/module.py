@@ -174,7 +174,8 @@ class BlockDraft(Draft):
         tables = rotary_tables((positions[:, None] + offsets).flatten(), config)
         for layer, attention in zip(self._layers, attentions, strict=True):
             hidden = layer(hidden, tables, attention)
-        return self.norm(hidden.view(len(tokens), size, -1)[:, size - self.positions :])
+        first = 0 if config.anchor_first else 1
+        return self.norm(hidden.view(len(tokens), size, -1)[:, first : first + self.positions])
 
     def logits(self, normed: Tensor) -> Tensor:
         """`[..., H]` to `[..., Vd]` by the target's head, without the scale and soft cap of the target's own logits."""
@@ -255,12 +256,24 @@ class BlockDraft(Draft):
         chunk_tokens: int,
     ) -> SummedLoss:
         """The loss of the Q rows with one step each; `weights` `[Q]`, `last` `[Q, H]` the target's states."""
+        found = self.compared(scored, weights, last, target, chunk_tokens, self.biases(scored, hidden))
+        more = self.further_loss(scored, weights, found.acceptance.squeeze(1))
+        return found if more is None else found._replace(loss=found.loss + more)
+
+    def compared(
+        self,
+        scored: Scored,
+        weights: Tensor,
+        last: Tensor,
+        target: TargetProjection,
+        chunk_tokens: int,
+        biases: Sequence[Factor] = (),
+    ) -> SummedLoss:
+        """The configured divergence of the Q rows' logits, with `biases` added, from the target's."""
         distribution = target.distribution(last, self.vocabulary.whole, self.target_ids)
         distribution, divergence = replace(distribution, labels=scored.labels), self.divergence()
         given = ([scored.rows], target.rows, weights.unsqueeze(1), distribution, divergence, chunk_tokens)
-        found = chunked_loss(*given, more=self.biases(scored, hidden))
-        more = self.further_loss(scored, weights, found.acceptance.squeeze(1))
-        return found if more is None else found._replace(loss=found.loss + more)
+        return chunked_loss(*given, more=biases)
 
     def anchors(self, batch: PackedSamples, positions: Tensor) -> Tensor:
         """Packed positions at which blocks may start: the next token is supervised at all of `positions`."""

@@ -22,6 +22,7 @@ DIRECT = LATENT | {"mla": MLA | {"q_lora_rank": None, "v_head_dim": 16}}
 BLOCKS = {"block_size": 4, "anchors": 32, **LAYER}
 MTP = {"method": "mtp", "family": "mimo", "attention_bias": True, **LAYER}
 QWEN = {"method": "mtp", "family": "qwen", "qk_norm": True, "gated_attention": True, **LAYER}
+DOMINO = {"method": "domino", **BLOCKS, "gru_hidden_dim": 48, "emb_dim": 24}
 RECURRENT = {"markov_rank": 24, "markov_head": "rnn", "vocab_size": 256}
 POINTS = [
     Point(64, 512, EAGLE3, (96,), name="eagle3"),
@@ -44,6 +45,8 @@ POINTS = [
     Point(64, 512, {"method": "dspark", **BLOCKS, **RECURRENT}, (200,), "bfloat16", name="dspark, recurrent, bfloat16"),
     Point(64, 512, {"method": "dflash2", **BLOCKS, "selector_rank": 24}, (200,), name="dflash2"),
     Point(64, 512, {"method": "dflash2", **BLOCKS, "selector_rank": 24}, (200,), "bfloat16", name="dflash2, bfloat16"),
+    Point(64, 512, DOMINO, (200,), name="domino"),
+    Point(64, 512, DOMINO, (200,), "bfloat16", name="domino, bfloat16"),
     Point(64, 512, MTP, (150, 60), aux=0, name="mtp"),
     Point(64, 512, MTP, (600,), recompute=True, aux=0, name="mtp, recomputed"),
     Point(64, 512, QWEN, (200,), "bfloat16", aux=0, name="mtp, gated, bfloat16"),

@@ -37,6 +37,7 @@ DRAFTS = [
     {"method": "medusa", "vocab_size": 40, "heads": 3, "layers": 2},
     {"method": "dflash", "layer_types": ["full_attention"] * 2, "fc_norm": True, "attention_bias": True, **LAYER},
     {"method": "dflash2", "vocab_size": 40, "conv_kernel_size": 3, "conv_group_size": 4, "selector_rank": 7, **LAYER},
+    {"method": "domino", "vocab_size": 40, "gru_hidden_dim": 9, "emb_dim": 7, **LAYER},
     {"method": "dspark", "vocab_size": 40, "markov_rank": 7, "markov_head": "gated", **LAYER},
     {"method": "dspark", "markov_rank": 7, "markov_head": "rnn", "confidence_reads_token": False, **LAYER},
     {"method": "dspark", "markov_rank": 7, "confidence_head": False, **LAYER},

@@ -393,6 +393,7 @@ def test_a_schedule_that_looks_at_what_it_verifies_is_rejected(target):
 LAYERS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "intermediate_size": 8, "layer_types": ["full_attention"]}
 BLOCKS = {
     "dspark": {"block_size": 3, "markov_rank": 4},
+    "domino": {"block_size": 4, "gru_hidden_dim": 5, "emb_dim": 4},
     "dflash2": {"block_size": 4, "conv_group_size": 4, "selector_rank": 4, "selector_top_k": 5},
 }
 

@@ -1,7 +1,8 @@
 """`python block_logits_in_sglang.py FOLDER...`, in SGLang's environment: block drafts in SGLang's own classes.
 
 A FOLDER holds config.json, model.safetensors and inputs.safetensors; writes outputs.safetensors. The cache begins with
-what the class projects from the features. A DSpark draft's bias and confidence are those after the tokens `previous`.
+what the class projects from the features. A DSpark draft's bias and confidence, and a Domino draft's correction, are
+those after the tokens `previous`.
 """
 
 import json
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from sglang.srt.models import dflash, dspark
 from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
+from sglang.srt.speculative.domino_utils import domino_greedy_rollout
 from sglang.srt.utils.hf_transformers_utils import get_config
 from sglang_alone import Attention, load_weights, own_dtype, stand_alone
 
@@ -46,7 +48,9 @@ def answer(folder: Path) -> None:
     embeddings = inputs["embedding"][block]
     out = draft(block, positions, None, input_embeds=embeddings)
     hidden = out.hidden_states
-    if "previous" in inputs:
+    if draft.prefix_gru is not None:
+        found = corrected(draft, hidden, inputs)
+    elif "previous" in inputs:
         found = sequential(draft, hidden, inputs)
     elif draft.candidate_selector is not None:
         found = selected(draft, hidden[1:], inputs)
@@ -67,6 +71,28 @@ def selected(draft: Any, hidden: torch.Tensor, inputs: dict[str, torch.Tensor]) 
         anchor_token_ids=inputs["token"],
     )
     return {"candidates": candidates, "scores": scores[0, :, 0].contiguous()}
+
+
+def corrected(draft: Any, hidden: torch.Tensor, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A Domino draft's logits after the tokens `previous`, by SGLang's modules, and what SGLang proposes by itself."""
+    embedding = torch.nn.Embedding.from_pretrained(inputs["embedding"])
+    rows = hidden[:-1] if draft.shift_label else hidden[1:]
+    states, _ = draft.prefix_gru(embedding(inputs["previous"])[None])
+    added = draft.embed_proj(torch.cat([rows, states[0]], dim=-1))
+    added[0] = 0
+    proposals = domino_greedy_rollout(
+        draft_hidden=hidden[None],
+        bonus_tokens=inputs["token"],
+        target_embedding=embedding,
+        lm_head_weight=inputs["head"],
+        prefix_gru=draft.prefix_gru,
+        embed_proj=draft.embed_proj,
+        vocab_size=len(inputs["head"]),
+        shift_label=draft.shift_label,
+        candidate_pool_size=0,
+        in_cuda_graph=False,
+    )
+    return {"logits": rows @ inputs["head"].T + added, "proposals": proposals[0]}
 
 
 def sequential(

@@ -20,6 +20,7 @@ from models.drafts.base import Draft, PackedSamples, TargetProjection
 from models.drafts.batched_proposer import PackedTexts, Turn
 from models.drafts.dflash.module import DFlashDraft
 from models.drafts.dflash2.module import DFlash2Draft
+from models.drafts.domino.module import DominoDraft
 from models.drafts.dspark.module import DSparkDraft
 from models.drafts.eagle3.module import Eagle3Draft
 from models.drafts.medusa.module import MedusaDraft
@@ -55,6 +56,7 @@ GATED |= {"partial_rotary_factor": 0.25}
 TINY: dict[str, dict] = {
     "dflash": DFLASH,
     "dflash2": DFLASH | {"conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5},
+    "domino": DFLASH | {"gru_hidden_dim": 5, "emb_dim": 6},
     "dspark": DFLASH | {"markov_rank": 6},
     "eagle3": EAGLE3,
     "medusa": {"vocab_size": 24, "heads": 3},
@@ -88,6 +90,8 @@ VARIANTS: list[tuple[str, dict]] = [
     ("dflash", SLIDING | {"sliding_sees_ahead": True}),
     ("dflash", {"sample_from_anchor": True, "vocab_size": 24, "cross_entropy_weight": 0.5, "tv_weight": 0.7}),
     ("dflash2", {"vocab_size": 24, "conv_kernel_size": 3, "conv_group_size": 12, "selector_weight": 0.5} | SLIDING),
+    ("domino", {"vocab_size": 24, "sample_from_anchor": False, "kl_weight": 0.5} | SLIDING),
+    ("domino", {"fc_norm": True, "cross_entropy_weight": 0.0, "tv_weight": 1.0, "decay_ratio": 0.0}),
     ("dspark", {"vocab_size": 24, "markov_head": "gated", "kl_weight": 0.5}),
     ("dspark", {"markov_head": "rnn", "confidence_reads_token": False} | SLIDING),
     ("dspark", {"confidence_head": False, "fc_norm": True, "cross_entropy_weight": 1.0, "tv_weight": 0.0}),
@@ -129,6 +133,19 @@ def dflash2_logits(draft: DFlash2Draft, tokens: Tensor, aux: Tensor, row: int, s
     return found
 
 
+def domino_logits(draft: DominoDraft, tokens: Tensor, aux: Tensor, row: int, steps: int) -> list[Tensor]:
+    """One block, filled at once, and then a correction by torch's own GRU over the tokens before each proposal."""
+    turn = Turn(tokens[: row + 2].tolist(), aux[: row + 1], steps, GREEDY)
+    rows, found = draft.proposers(1).fill({0: turn})[0], list[Tensor]()
+    gru = torch.nn.GRU(HIDDEN, 5, bias=False).to(aux)
+    gru.load_state_dict(draft.prefix_gru.state_dict())
+    for step in range(min(steps, draft.positions)):
+        states, _ = gru(draft.embedding[tokens[row + 1 : row + 2 + step]])
+        correction = draft.embed_proj(torch.cat([rows[step], states[-1]]))
+        found.append(draft.logits(rows[step]) + (correction if step else 0))
+    return found
+
+
 def dspark_logits(draft: DSparkDraft, tokens: Tensor, aux: Tensor, row: int, steps: int) -> list[Tensor]:
     """One block, filled at once, and then a bias by the token before each proposal."""
     turn = Turn(tokens[: row + 2].tolist(), aux[: row + 1], steps, GREEDY)
@@ -161,6 +178,7 @@ def medusa_logits(draft: MedusaDraft, _tokens: Tensor, aux: Tensor, row: int, st
 SLOW: dict[str, Callable[..., list[Tensor]]] = {
     "dflash": dflash_logits,
     "dflash2": dflash2_logits,
+    "domino": domino_logits,
     "dspark": dspark_logits,
     "eagle3": eagle3_logits,
     "medusa": medusa_logits,
@@ -200,6 +218,7 @@ def make_draft(method: str, seed: int = 0, dtype: torch.dtype = torch.float64, *
     ids = torch.randperm(TARGET_VOCABULARY)[: config.vocabulary_size(TARGET_VOCABULARY)].sort().values
     draft = build_draft(config, torch.randn(TARGET_VOCABULARY, HIDDEN), DraftVocabulary(ids, TARGET_VOCABULARY), AUX)
     draft.start_from(target_head(torch.float32))
+    draft.trained_share = 0.2  # where a loss that changes on the way has all of its parts
     gain = float(getattr(config, "family", None) != "qwen")  # which stores the factors of norms less 1
     for name, parameter in draft.named_parameters():
         torch.nn.init.normal_(parameter, gain * ("norm" in name), 0.2 if "norm" in name else 0.3)

@@ -130,6 +130,12 @@ def test_vllm_has_one_of_dsparks_markov_heads(head, method):
     assert vllm_method({"architectures": ["Qwen3DSparkModel"], "markov_head_type": head}) == method
 
 
+def test_vllm_has_no_domino_and_would_read_one_as_dflash():
+    settings = {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "domino"}}
+    assert vllm_method(settings) is None
+    assert vllm_method(settings | {"dflash_config": {}}) == "dflash"
+
+
 @pytest.mark.parametrize("architecture", ["DFlashDraftModel", "DFlashLagunaForCausalLM"])
 def test_a_card_has_vllms_command_where_vllm_reads_the_draft(architecture, tmp_path):
     config = load_recipe(RECIPES / "qwen3-8b.yaml")

@@ -293,7 +293,7 @@ DFLASH |= {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1]}}
         ({"dflash_config": {"final_logit_softcapping": 30.0}}, r"dflash_config\.final_logit_softcapping is 30\.0"),
         ({"dflash_config": {"output_multiplier": 2.0}}, "output_multiplier is 2.0"),
         ({"dflash_config": {"conv_kernel_size": 2}}, "conv_kernel_size is 2"),
-        ({"dflash_config": {"projector_type": "domino"}}, "projector_type is 'domino'"),
+        ({"dflash_config": {"projector_type": "lilicorr"}}, "projector_type is 'lilicorr'"),
         (
             {"dflash_config": {"mask_token": "<mask>", "target_layer_ids": [1]}},
             "its mask_token is '<mask>'.*add the token's id",

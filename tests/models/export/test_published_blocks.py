@@ -1,4 +1,4 @@
-"""Published DSpark and DFlash 2 drafts as a start: every way to write their settings, and the one right layout."""
+"""Published DSpark, Domino and DFlash 2 drafts as a start: each way to write their settings, and the right layout."""
 
 import json
 from pathlib import Path
@@ -92,6 +92,33 @@ def test_a_dflash2_draft_starts_as_it_was(target, tmp_path):
     (tmp_path / CONFIG).write_text(json.dumps(settings))
     with pytest.raises(Refusal, match=r"damaged or incomplete \(KeyError: 'selector_rank'\)"):
         load_published(tmp_path, parse_draft_config({"method": "dflash2"} | SHAPE), target)
+
+
+@pytest.mark.parametrize("form", ["both", "top", "SpecForge's name"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_domino_draft_starts_as_it_was(target, tmp_path, form, first):
+    own = {"gru_hidden_dim": 5, "emb_dim": 6, "block_size": STEPS + 1, "sample_from_anchor": first}
+    draft, settings = published(target, tmp_path, method="domino", markov_rank=None, **own)
+    if form == "top":
+        settings |= settings.pop("dflash_config")
+    elif form == "SpecForge's name":
+        settings["architectures"] = ["DominoDraftModel"]
+    (tmp_path / CONFIG).write_text(json.dumps(settings))
+    recipe = parse_draft_config({"method": "domino", "decay_ratio": 0.0} | SHAPE)
+    again = load_published(tmp_path, recipe, target)
+    assert (again.config.sample_from_anchor, again.config.decay_ratio) == (first, 0.0)
+    tokens, aux = torch.randint(VOCABULARY, (21,)), torch.randn(20, len(AUX) * HIDDEN)
+    expected = draft.rollout(tokens, aux, STEPS)
+    assert len(expected.unique()) > 8
+    assert torch.equal(again.rollout(tokens, aux, STEPS), expected)
+    for wrong in ({"shift_label": None}, {"sample_from_anchor": not first}, {"pure_draft_prefix_len": 2}):
+        (name,) = wrong
+        (tmp_path / CONFIG).write_text(
+            json.dumps(settings | {"dflash_config": settings.get("dflash_config", {}) | wrong})
+        )
+        if form != "top" or name != "shift_label":
+            with pytest.raises(Refusal, match=name):
+                load_published(tmp_path, recipe, target)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,10 @@ DSPARK = f"draft={{method: dspark, block_size: {LOOKAHEAD}, markov_rank: 32, anc
 
 DFLASH2 = f"draft={{method: dflash2, block_size: {LOOKAHEAD + 1}, selector_rank: 32, anchors: 128, {LAYERS}}}"
 
+DOMINO = (
+    f"draft={{method: domino, block_size: {LOOKAHEAD + 1}, gru_hidden_dim: 32, emb_dim: 32, anchors: 128, {LAYERS}}}"
+)
+
 
 def one_continuation(run: PreparedRun, target: TargetModel) -> list[int]:
     """A held-out prompt and what the target makes of it, greedily."""
@@ -118,7 +122,7 @@ def test_an_overfit_draft_is_accepted_nearly_always_and_its_export_is_complete(o
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("draft", [DFLASH, DFLASH2, DSPARK], ids=["dflash", "dflash2", "dspark"])
+@pytest.mark.parametrize("draft", [DFLASH, DFLASH2, DOMINO, DSPARK], ids=["dflash", "dflash2", "domino", "dspark"])
 def test_an_overfit_block_draft_is_accepted_nearly_always(overfit, monkeypatch, draft):
     run, target, text = overfit(draft, "training.samples_per_step=2", f"benchmark.lookahead={LOOKAHEAD}")
     monkeypatch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")
