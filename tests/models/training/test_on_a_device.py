@@ -80,6 +80,9 @@ METHODS = {
     "eagle3, Muon": ("training.optimizer=muon",),
     "dflash": ('draft={"method":"dflash","block_size":4,"anchors":8,"num_heads":6,"num_kv_heads":3,"head_dim":32,'
                '"intermediate_size":64,"layer_types":["full_attention"]}', "benchmark.lookahead=3"),
+    "domino": ('draft={"method":"domino","block_size":4,"anchors":8,"num_heads":6,"num_kv_heads":3,"head_dim":32,'
+               '"intermediate_size":64,"layer_types":["full_attention"],"gru_hidden_dim":24,"emb_dim":16}',
+               "benchmark.lookahead=3"),
     "medusa": ('draft={"method":"medusa","heads":2,"vocab_size":512}', "benchmark.lookahead=2"),
 }  # fmt: skip
 
@@ -117,6 +120,29 @@ def test_a_training_on_a_device_follows_one_on_the_cpu(
     assert "step 4/4" in capsys.readouterr().out
     for name, weight in averaged_weights(folder).items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-4)
+
+
+def test_a_draft_is_told_how_much_of_its_training_is_done(make_run, start, accelerator, monkeypatch) -> None:
+    """Domino's loss changes by it. A second half that is resumed goes on from there."""
+    folder, shares = make_run("run", *SHORT, *METHODS["domino"], "training.checkpoint_steps=2"), list[float]()
+    generator, step = start("models.capture.generator", folder), DraftModule.training_step
+
+    def note(self: DraftModule, batch: Any, index: int) -> Any:
+        loss = step(self, batch, index)
+        shares.append(self.draft.trained_share)
+        if len(shares) == 3:
+            raise KeyError("a crash")
+        return loss
+
+    monkeypatch.setattr(DraftModule, "training_step", note)
+    with emulated_device():
+        crashed = trainer.open_trainer(PreparedRun.open(folder.path), Control())
+        with pytest.raises(KeyError, match="a crash"):
+            crashed.fit()
+        crashed.saver.wait()
+        assert trainer.open_trainer(PreparedRun.open(folder.path), Control()).fit().steps == 4
+    generator.communicate(timeout=120)
+    assert shares == [0.0, 0.25, 0.5, 0.5, 0.75]
 
 
 @pytest.mark.parametrize(
