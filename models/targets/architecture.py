@@ -52,6 +52,21 @@ def load_model(folder: Path, dtype: torch.dtype, device: str | torch.device = "c
     return model_class(config).from_pretrained(folder, config=config, dtype=dtype).to(device)
 
 
+def load_streamed(folder: Path, dtype: torch.dtype, converted: Path) -> PreTrainedModel:
+    """A target whose weights stay in their files, where each is read when its module computes (accelerate).
+
+    Experts that the files hold one by one are first written into the folder `converted`, put together.
+    """
+    config = read_model_config(folder)
+    options = {"device_map": {"": "disk"}, "offload_folder": str(converted)}
+    return model_class(config).from_pretrained(folder, config=config, dtype=dtype, **options)
+
+
+def has_experts(config: PretrainedConfig) -> bool:
+    """Whether the text model chooses among experts."""
+    return any("experts" in name and value for name, value in config.get_text_config().to_dict().items())
+
+
 def decoder_of(model: PreTrainedModel) -> nn.Module | None:
     """The decoder inside a causal language model or a multimodal one: it has `layers` and the final `norm`."""
     decoder: Any = model.get_decoder()

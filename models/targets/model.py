@@ -11,7 +11,7 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from infra.refusal import Refusal
-from models.targets.architecture import decoder_of, load_model, read_model_config
+from models.targets.architecture import decoder_of, load_model, load_streamed, read_model_config
 from models.targets.hidden_states import HiddenStates
 from models.targets.weights import TargetHead, logit_shape
 
@@ -41,15 +41,20 @@ class TargetModel:
         model: the model.
         aux_layer_ids: the K layers, ascending.
         with_last: the output after the final norm is also the last part of `aux`.
+        head: the target's head, where the model's own is not in memory.
     """
 
-    def __init__(self, model: PreTrainedModel, aux_layer_ids: Sequence[int], with_last: bool = False):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        aux_layer_ids: Sequence[int],
+        with_last: bool = False,
+        head: TargetHead | None = None,
+    ):
         self.model = model.eval()
         self.body: Any = decoder_of(model)
-        head = model.get_output_embeddings()
-        assert isinstance(head, nn.Module)
-        self.head_weight: Tensor = head.weight  # type: ignore[assignment]
-        self.head = TargetHead(self.head_weight, self.head_weight, *logit_shape(model.config))
+        self.head = _own_head(model) if head is None else head
+        self.head_weight: Tensor = self.head.head
         self.aux_layer_ids, self.with_last = tuple(aux_layer_ids), with_last
         config = self.body.config
         window = getattr(config, "sliding_window", None)
@@ -78,6 +83,13 @@ class TargetModel:
     ) -> "TargetModel":
         """Load from a local Hugging Face folder (safetensors)."""
         return cls(load_model(path, dtype, device), aux_layer_ids, with_last)
+
+    @classmethod
+    def streamed(
+        cls, path: Path, aux_layer_ids: Sequence[int], dtype: torch.dtype, head: TargetHead, converted: Path
+    ) -> "TargetModel":
+        """On the CPU, in the memory of one module beside `head`; see `load_streamed`."""
+        return cls(load_streamed(path, dtype, converted), aux_layer_ids, head=head)
 
     def _keep(self, layer_id: int):
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -154,3 +166,10 @@ def eos_ids(target: Path) -> frozenset[int]:
     if ids is None:
         return frozenset()
     return frozenset([ids] if isinstance(ids, int) else ids)
+
+
+def _own_head(model: PreTrainedModel) -> TargetHead:
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Module)
+    weight: Tensor = head.weight  # type: ignore[assignment]
+    return TargetHead(weight, weight, *logit_shape(model.config))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -28,11 +29,12 @@ from models.capture.sglang.plugin import NAME
 from models.decoding.plain import end_of
 from models.dtypes import DTYPES
 from models.run import PreparedRun
+from models.targets.architecture import has_experts, read_model_config
 from models.targets.dequantized import load_dequantized
 from models.targets.hidden_states import HiddenStates
 from models.targets.layout import SampleError
 from models.targets.model import TargetModel, eos_ids
-from models.targets.weights import read_target_head, weight_bytes
+from models.targets.weights import TargetHead, read_target_head, weight_bytes
 
 FAULTS = {"sample": SampleError, "engine": EngineError, "setting": Refusal}
 """Exception for each kind of fault in a plugin's reply."""
@@ -41,8 +43,8 @@ KERNELS = (
     *("fp8_gemm_runner_backend", "fp4_gemm_runner_backend"),
 )
 """Settings of SGLang that decide how hidden states are rounded."""
-COMPARED_BYTES = 4 * 2**30
-"""Targets with at most this size of weights are compared with a forward in transformers on the CPU."""
+LOADED_BYTES = 4 * 2**30
+"""Targets with at most this size of weights are loaded to be compared; larger ones are read weight by weight."""
 DEQUANTIZED = 4
 """How many times larger a quantized target is in floating-point numbers, at most."""
 
@@ -54,7 +56,7 @@ class SGLangEngine:
         self.run, self.layout, self.transport = run, run.layout, run.open_transport()
         self.settings = run.config.generator.sglang
         self.in_flight = self.settings.requests_in_flight
-        self._serial = count()
+        self._serial, self._index, self._streamed = count(), index, False
         self._canary = f"{run.folder.name}{CANARY}{index}-{os.getpid()}"
         owner = Owner(run.folder.name, run.folder.logs)
         self.server = SGLangServer(
@@ -120,7 +122,7 @@ class SGLangEngine:
         return Captured(reply.record, reply.put_s), answer.tokens[0]
 
     def check_canary(self, tokens: Tensor) -> None:
-        """Capture the prompt twice, which fails with a prefix cache, and compare the values of small targets."""
+        """Capture the prompt twice, which fails with a prefix cache; compare all that is captured."""
         for attempt in (1, 2):
             try:
                 hidden, next_token = self._take_back(str(attempt), tokens)
@@ -131,21 +133,43 @@ class SGLangEngine:
             check_next_tokens(head, hidden.last[-1:], torch.tensor([next_token]), self.layout.dtype)
             if hidden.top is not None:
                 check_next_tokens(head, hidden.last, hidden.top, self.layout.dtype)
-        layers = self.run.config.target.aux_layer_ids
-        quantization = self.run.config.served_quantization(self.run.target.quantization)
-        if weight_bytes(path, dtype) > COMPARED_BYTES // (DEQUANTIZED if quantization else 1):
-            return
-        if quantization is None:
-            check_capture(TargetModel.load(path, layers, dtype), hidden, tokens, self.layout)
-            return
-        try:
-            target = TargetModel(load_dequantized(path, dtype), layers)
-        except Refusal as error:
-            print(
-                f"canary: the chosen layers are compared with nothing, only the final states are: {error}", flush=True
-            )
-        else:
+        obstacle = self._compare(hidden, tokens, head)
+        if obstacle is not None:
+            print(f"canary: only the final states are compared, the chosen layers are not: {obstacle}", flush=True)
+
+    def _compare(self, hidden: HiddenStates, tokens: Tensor, head: TargetHead) -> str | None:
+        """Compare what was captured with a forward in transformers on the CPU. Returns what stands against it."""
+        path, dtype = Path(self.run.target.path), DTYPES[self.run.config.capture_dtype]
+        layers, nbytes = self.run.config.target.aux_layer_ids, weight_bytes(path, dtype)
+        if self.run.config.served_quantization(self.run.target.quantization) is not None:
+            if nbytes > LOADED_BYTES // DEQUANTIZED:
+                return "dequantized, the target would be too large to be loaded"
+            try:
+                target = TargetModel(load_dequantized(path, dtype), layers)
+            except Refusal as error:
+                return str(error)
             check_ranking(target, hidden, tokens, self.layout)
+        elif nbytes <= LOADED_BYTES:
+            check_capture(TargetModel.load(path, layers, dtype), hidden, tokens, self.layout)
+        elif not self._streamed:  # once: after a sample that failed, reading all weights again would take too long
+            self._streamed = True
+            return self._compare_streamed(hidden, tokens, head, nbytes)
+        return None
+
+    def _compare_streamed(self, hidden: HiddenStates, tokens: Tensor, head: TargetHead, nbytes: int) -> str | None:
+        path, layers = Path(self.run.target.path), self.run.config.target.aux_layer_ids
+        room = self.run.folder.path / f"canary-{self._index}"
+        shutil.rmtree(room, ignore_errors=True)  # of a generator that was killed
+        if has_experts(read_model_config(path)) and shutil.disk_usage(room.parent).free < nbytes:
+            return f"its experts, put together, need {nbytes / 2**30:.0f} GiB in {room.parent}"
+        print(f"canary: reading {nbytes / 2**30:.0f} GiB of weights, to compare the chosen layers", flush=True)
+        try:
+            check_ranking(TargetModel.streamed(path, layers, head.head.dtype, head, room), hidden, tokens, self.layout)
+        except NotImplementedError as error:
+            return f"accelerate cannot read this target's weights one by one ({error})"  # Llama 4's, transformers 5.23
+        finally:
+            shutil.rmtree(room, ignore_errors=True)
+        return None
 
     def _take_back(self, name: str, tokens: Tensor) -> tuple[HiddenStates, int]:
         """One prompt's hidden states, deleted from the transport, and the engine's own next token."""

@@ -72,7 +72,7 @@ def not_finite(hidden: HiddenStates) -> HiddenStates:
     [
         (swapped, r"captured as layer 0 .* nearest to layer 1, \+0 positions"),
         (shifted, r"layer 0 .* nearest to layer 0, -1 positions"),
-        (other_states, r"dequantized weights at only \d+% of positions"),
+        (other_states, r"plain forward at only \d+% of positions"),
         (not_finite, "last has values that are not finite"),
     ],
 )

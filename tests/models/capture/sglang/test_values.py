@@ -93,12 +93,27 @@ def mimo_target(request: pytest.FixtureRequest, tiny_target: TargetRecord) -> Ta
     return prepare_target(TargetConfig(name=str(write_mimo(Path(tiny_target.path), folder)), aux_layer_ids=()))
 
 
-def test_gemma_once(sglang_run: Callable[..., PreparedRun], engine_of: Callable[..., SGLangEngine]) -> None:
-    """The real Gemma 3 270M: sliding windows, its own norms, residuals a thousand times larger than the tiny ones."""
+def test_gemma_once(
+    sglang_run: Callable[..., PreparedRun],
+    engine_of: Callable[..., SGLangEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The real Gemma 3 270M: sliding windows, its own norms, residuals a thousand times larger than the tiny ones.
+
+    Compared once as a small target is, and once as one that is too large to be loaded.
+    """
     config = load_recipe(RECIPES / "quickstart.yaml")
     target = prepare_target(config.target)
     run = sglang_run("target.aux_layer_ids=[2, 9, 15]", target=target)
-    engine_of(run).check_canary(torch.tensor([2, *range(1000, 1600)]))
+    engine, tokens = engine_of(run), torch.tensor([2, *range(1000, 1600)])
+    engine.check_canary(tokens)
+    assert not capsys.readouterr().out
+    monkeypatch.setattr("models.capture.sglang.engine.LOADED_BYTES", 0)
+    for said in ("canary: reading 1 GiB of weights, to compare the chosen layers\n", ""):
+        engine.check_canary(tokens)
+        assert capsys.readouterr().out == said
+    assert not list(run.folder.path.glob("canary-*"))
 
 
 def prompts() -> list[torch.Tensor]:
