@@ -13,6 +13,8 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "prepare": ("prepare",),
     "capture": ("capture", "head"),
     "canary": ("canary",),
+    "in bfloat16": ("canary, bfloat16",),
+    "large": ("canary, large",),
     "reference decoding": DECODING,
     "training": ("training",),
     "export": ("export",),
@@ -33,6 +35,8 @@ cell was not measured yet, the others all were; `python benchmarks/targets.py` m
 | prepare | the target's preparation, as in a run |
 | capture | hidden states of three layers, and the head that training reads from the files, against the model's logits |
 | canary | all captured layers, the final states and the top tokens against transformers' own forward |
+| in bfloat16 | the same with the target in bfloat16 |
+| large | the canary of targets above 4 GiB, whose weights are read one by one |
 | reference decoding | plain text with and without a cache and in batches; the same by chains, trees, ragged batches |
 | training | an EAGLE-3 draft on the target's own texts until its loss has fallen |
 | export | written, read back, and decoded with: the target's own text, and proposals of the draft in it |
@@ -51,9 +55,9 @@ def page(result: dict[str, Any]) -> str:
     return "\n".join(
         [
             INTRODUCTION,
-            f"Measured on {conditions['date']}, {conditions['hardware']}, in float32: PyTorch {conditions['torch']}, "
-            f"transformers {conditions['transformers']}, SGLang {conditions['sglang']} on a CPU with the "
-            "tests' kernels for speculation and for gpt-oss's attention sinks.",
+            f"Measured on {conditions['date']}, {conditions['hardware']}, in float32 unless a column says otherwise: "
+            f"PyTorch {conditions['torch']}, transformers {conditions['transformers']}, SGLang {conditions['sglang']} "
+            "on a CPU with the tests' kernels for speculation and for gpt-oss's attention sinks.",
             "",
             f"| target | {' | '.join(COLUMNS)} |",
             f"|---{'|---' * len(COLUMNS)}|",

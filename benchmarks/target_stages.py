@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from models.capture.engine import check_capture
+from models.capture.ranking import check_ranking
 from models.config.draft import parse_draft_config
 from models.config.target import TargetConfig
 from models.decoding.plain import continue_batch, continue_greedily, prefill
@@ -69,13 +70,30 @@ def load(folder: Path) -> Loaded:
     return Loaded(target, prompts, [continue_greedily(target, prompt, NEW_TOKENS, NEVER) for prompt in prompts])
 
 
-def check_canary(loaded: Loaded) -> None:
-    """Captured layers, final states and top tokens are those of transformers' own forward."""
-    target, tokens = loaded.target, torch.tensor(loaded.prompts[0])
+def captured(target: TargetModel, tokens: Tensor) -> tuple[HiddenStates, HiddenStateLayout]:
+    """What a generator captures of `tokens` `[T]`, and how it is stored."""
     states = target.forward(tokens[None])
     hidden = HiddenStates(states.aux[0], states.last[0], target.top_tokens(states.last[0]))
-    layout = HiddenStateLayout(len(AUX_LAYERS), states.last.shape[-1], torch.float32, top_token=True)
-    check_capture(target, hidden, tokens, layout)
+    return hidden, HiddenStateLayout(len(AUX_LAYERS), states.last.shape[-1], states.last.dtype, top_token=True)
+
+
+def check_canary(loaded: Loaded) -> None:
+    """Captured layers, final states and top tokens are those of transformers' own forward."""
+    tokens = torch.tensor(loaded.prompts[0])
+    hidden, layout = captured(loaded.target, tokens)
+    check_capture(loaded.target, hidden, tokens, layout)
+
+
+def check_canary_in_bfloat16(loaded: Loaded, folder: Path) -> None:
+    """The same with the target in bfloat16."""
+    check_canary(Loaded(TargetModel.load(folder, AUX_LAYERS, torch.bfloat16), loaded.prompts, []))
+
+
+def check_large(loaded: Loaded, folder: Path, converted: Path) -> None:
+    """The canary of a target that is too large to be loaded: weights are read one by one."""
+    tokens, head = torch.tensor(loaded.prompts[0]), read_target_head(folder, torch.float32)
+    hidden, layout = captured(loaded.target, tokens)
+    check_ranking(TargetModel.streamed(folder, AUX_LAYERS, torch.float32, head, converted), hidden, tokens, layout)
 
 
 @torch.no_grad()

@@ -96,6 +96,8 @@ def measure(family: Family, work: Path, sglang: bool) -> dict[str, str]:
         return cells.stages
     (target,) = loaded
     cells.measure("canary", partial(stages.check_canary, target))
+    cells.measure("canary, bfloat16", partial(stages.check_canary_in_bfloat16, target, folder))
+    cells.measure("canary, large", partial(stages.check_large, target, folder, work / "converted"))
     cells.measure("head", partial(stages.check_head, target, folder))
     for stage in ("plain", "chain", "tree", "batch"):
         cells.measure(stage, partial(getattr(stages, f"check_{stage}"), target))
