@@ -1,11 +1,14 @@
 """From a recipe to the job that the planner works out: shapes, devices, and what is assumed where nobody knows yet.
 
-No Prefect and no torch: `draftsmith retrain RECIPE --plan` answers at once.
+No Prefect and no torch: `draftsmith retrain RECIPE --plan` answers at once, on CPUs once a core's speed is measured.
 """
 
 import json
 import os
+import subprocess
+import sys
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from infra.files.run_folder import newest_runs
@@ -18,7 +21,7 @@ from infra.planner.shapes import TargetShape, read_target_shape
 from infra.planner.sharing import choose_sharing
 from infra.pools.gpus import Gpu, read_gpus
 from infra.pools.local import LocalPools
-from infra.quantities import plural
+from infra.quantities import figure, plural
 from infra.records.data_path import SamplesRecord, TargetRecord, TrainingResult
 from infra.refusal import Refusal
 from infra.settings import runs_folder
@@ -33,6 +36,7 @@ READ_BYTES = 4 * 2**20
 PYTHON_DOCS = "python-docs"
 BYTES_OF_TOKEN = 4.0
 """Bytes per token of text with its JSON. Assumed."""
+RATE_TIMEOUT_S = 120
 SAMPLES = 100_000
 """Number of samples if it is unknown."""
 
@@ -76,10 +80,7 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
     device = _device(config, assumed)
     num_samples, mean, longest = _lengths(config, samples, assumed)
     inference, train, per_generator = _devices(config, device, assumed)
-    assumed.append(
-        f"prefill reaches {plan.inference_share:.0%} and draft steps {plan.training_share:.0%} of the peak (plan."
-        "inference_share, plan.training_share): published for other software, and replaced by what a run measures"
-    )
+    inference_share, training_share = _shares(config, device, assumed)
     # Without GPUs, this machine's memory if the trainer runs on it.
     own_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if pools.kind == "local" else 0
     aux = len(config.target.aux_layer_ids)
@@ -112,8 +113,8 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
         devices_per_generator=per_generator,
         ranks=training.data_parallel_size,
         devices_per_rank=max(1, train // training.data_parallel_size),
-        inference_share=plan.inference_share,
-        training_share=plan.training_share,
+        inference_share=inference_share,
+        training_share=training_share,
         samples=num_samples,
         epochs=training.epochs,
         max_steps=training.max_steps,
@@ -195,7 +196,12 @@ def _device(config: RunConfig, assumed: list[str]) -> Device:
         device = DEVICES[plan.device]
     elif not (pools.inference_gpus or pools.training_gpus):
         device = DEVICES[CPU]
-        assumed.append("no GPUs: 60 GFLOP/s per core are a guess (plan.peak_tflops)")
+        if not plan.peak_tflops:
+            changes["peak"] = core_rates()
+            assumed.append(
+                f"no GPUs: a core multiplies {figure(changes['peak'][config.training_dtype] / 1e9)} GFLOP/s in "
+                f"{config.training_dtype}, measured on this machine now (plan.peak_tflops)"
+            )
     elif own := _own_gpu():
         known = device_named(own.name)
         device, changes["memory_bytes"] = known or DEVICES["H100"], own.total
@@ -211,6 +217,14 @@ def _device(config: RunConfig, assumed: list[str]) -> Device:
     if plan.price_per_hour is not None:
         changes["price_per_hour"] = plan.price_per_hour
     return device.model_copy(update=changes)
+
+
+@cache
+def core_rates() -> dict[str, float]:
+    """What one core of this machine multiplies, in FLOP/s by precision. Takes a few seconds once."""
+    command = [sys.executable, "-m", "models.core_rate"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=RATE_TIMEOUT_S, check=True)
+    return json.loads(done.stdout)
 
 
 def _own_gpu() -> Gpu | None:
@@ -239,6 +253,18 @@ def _devices(config: RunConfig, device: Device, assumed: list[str]) -> tuple[int
         )
     capture = generator.threads or half
     return capture * generator.count, (training.threads or half) * training.ranks, capture
+
+
+def _shares(config: RunConfig, device: Device, assumed: list[str]) -> tuple[float, float]:
+    """Of the device's peak that inference and training reach."""
+    inference = config.plan.inference_share or device.inference_share
+    training = config.plan.training_share or device.training_share
+    source = "published for other software" if device.is_gpu else "those of the quickstart"
+    assumed.append(
+        f"prefill reaches {inference:.0%} and draft steps {training:.0%} of the peak (plan.inference_share, "
+        f"plan.training_share): {source}, and replaced by what a run measures"
+    )
+    return inference, training
 
 
 def _lengths(config: RunConfig, record: SamplesRecord | None, assumed: list[str]) -> tuple[int, int, int]:

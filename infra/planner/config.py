@@ -22,23 +22,26 @@ class PlanConfig(StrictConfig):
         default=None,
         gt=0,
         le=1_000_000,
-        description="Dense peak of one GPU (or CPU core) at the precision in use, in TFLOP/s.",
+        description="Dense peak of one GPU (or CPU core) at the precision in use, in TFLOP/s. Default: of a GPU the "
+        "data sheet's; of a core what this machine's reaches, measured for the plan.",
     )
     price_per_hour: float | None = Field(
         default=None, ge=0, le=1_000_000, description="Price of a GPU hour, in dollars."
     )
-    inference_share: float = Field(
-        default=0.43,
+    inference_share: float | None = Field(
+        default=None,
         gt=0,
         le=1,
-        description="Share of the peak that prefill reaches. 0.43 is published for Qwen3-8B on H200 (SpecForge).",
+        description="Share of the peak that prefill reaches. Default: 0.43 on GPUs, published for Qwen3-8B on H200 "
+        "(SpecForge); 0.65 on CPUs, measured with Gemma 3 270M.",
     )
-    training_share: float = Field(
-        default=0.38,
+    training_share: float | None = Field(
+        default=None,
         gt=0,
         le=1,
-        description="Share of the peak that draft steps reach in a run. 0.38 is published for a draft with DFlash's "
-        "layers on H200, 0.44 for its step alone (SpecForge).",
+        description="Share of the peak that draft steps reach in a run. Default: 0.38 on GPUs, published for a draft "
+        "with DFlash's layers on H200 (0.44 for its step alone, SpecForge); 0.7 on CPUs, measured with the "
+        "quickstart's EAGLE-3.",
     )
     decode_share: float = Field(
         default=0.6,

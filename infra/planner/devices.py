@@ -27,6 +27,16 @@ class Device(Record):
     def is_gpu(self) -> bool:
         return self.name != CPU
 
+    @property
+    def inference_share(self) -> float:
+        """Share of the peak that prefill reaches."""
+        return 0.43 if self.is_gpu else 0.65
+
+    @property
+    def training_share(self) -> float:
+        """Share of the peak that draft steps reach."""
+        return 0.38 if self.is_gpu else 0.7
+
 
 CPU = "cpu"
 
@@ -38,8 +48,8 @@ def _gpu(name: str, memory_gb: int, bfloat16: float, float32: float, bandwidth: 
     return Device(name=name, memory_bytes=memory, peak=peak, bandwidth=per_s, price_per_hour=price)
 
 
-# A core of an AMD EPYC with AVX512-BF16, products of 1024 x 1024 measured with torch 2.13; without that instruction
-# bfloat16 is no faster than float32. Its share of the machine's bandwidth is assumed.
+# A core of an AMD EPYC with AVX512-BF16. Cores differ severalfold, so the plan of a recipe measures this machine's. A
+# core's share of the machine's bandwidth is assumed.
 _CORE = Device(name=CPU, memory_bytes=0, peak={"bfloat16": 450e9, "float32": 100e9}, bandwidth=10e9, price_per_hour=0.0)
 DEVICES = {
     device.name: device

@@ -10,7 +10,7 @@ from infra.planner.plan import Plan, comparison, corrected, read_plan
 from infra.quantities import byte_size, duration, figure, si
 from infra.records.data_path import MoreData, SamplesRecord, SideRates, TrainingResult
 from models.config.recipe import load_recipe
-from tasks.plan import plan_recipe
+from tasks.plan import core_rates, plan_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -66,6 +66,18 @@ def test_figures_of_the_device_can_be_given() -> None:
     plan = plan_recipe(load_recipe(RECIPES / "qwen3-8b.yaml", given))
     assert (plan.job.memory_bytes, plan.job.device.peak["bfloat16"]) == (100 * 10**9, 500e12)
     assert plan.cost == pytest.approx(plan.device_hours * 2)
+
+
+def test_a_cores_speed_is_measured_unless_it_is_given() -> None:
+    job = plan_recipe(load_recipe(RECIPES / "tiny.yaml")).job
+    assert job.device.peak == core_rates()
+    assert all(1e9 < rate < 1e13 for rate in job.device.peak.values())
+    assert f"a core multiplies {figure(job.device.peak['float32'] / 1e9)} GFLOP/s in float32" in job.assumptions[0]
+    assert (job.inference_share, job.training_share) == (0.65, 0.7)
+    given = plan_recipe(load_recipe(RECIPES / "tiny.yaml", ["plan.peak_tflops=0.2", "plan.training_share=0.1"])).job
+    assert given.device.peak["float32"] == 200e9
+    assert (given.inference_share, given.training_share) == (0.65, 0.1)
+    assert "measured on this machine" not in "".join(given.assumptions)
 
 
 def test_the_page_has_every_table(plan: Plan) -> None:
