@@ -13,7 +13,7 @@ from pathlib import Path
 
 from infra.files.run_folder import newest_runs
 from infra.planner.answers import Answers
-from infra.planner.devices import CPU, DEVICES, Device, device_named
+from infra.planner.devices import CPU, DEVICES, Device, device_named, host_memory
 from infra.planner.memory import Setting
 from infra.planner.plan import Job, Plan, make_plan
 from infra.planner.refusals import refusals
@@ -82,7 +82,7 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
     inference, train, per_generator = _devices(config, device, assumed)
     inference_share, training_share = _shares(config, device, assumed)
     # Without GPUs, this machine's memory if the trainer runs on it.
-    own_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if pools.kind == "local" else 0
+    own_memory = host_memory() if pools.kind == "local" else 0
     aux = len(config.target.aux_layer_ids)
     has_gpus = bool(pools.inference_gpus or pools.training_gpus)
     crossing = pools.kind != "local" and (inference + train > plan.gpus_per_machine or not has_gpus)
@@ -127,6 +127,7 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
         budget_bytes=config.transport.budget_mib * 2**20,
         link_bytes_per_s=plan.link_gbit * 1e9 / 8 if crossing else None,
         memory_bytes=device.memory_bytes or own_memory,
+        host_bytes=own_memory if device.is_gpu and plan.device is None and LocalPools().gpus else 0,
         answers=None if samples else _answers(config, device, inference, per_generator, mean, assumed),
         assumptions=tuple(assumed),
         learned=_learned(config),

@@ -64,6 +64,8 @@ class Job(Record):
     """Bandwidth of a machine's network if hidden states cross it; None if they stay on one machine."""
     memory_bytes: int
     """Memory of one rank's device; 0 if unknown."""
+    host_bytes: int = 0
+    """Memory of the machine with all GPUs; 0 if unknown, or if there are several machines."""
     sharing: SharingMode = "apart"
     sharing_why: str = ""
     rounds: int = 0
@@ -105,6 +107,21 @@ class Job(Record):
         """Lengths of the dearest micro-batch: the longest sample among others of mean length."""
         count = -(-self.samples_per_step // (self.ranks * self.micro_batches))
         return (self.longest_tokens, *(self.mean_tokens,) * (count - 1))
+
+    @property
+    def arriving_bytes(self) -> int:
+        """Memory of the host for the samples of a rank: of the step that trains, and of those fetched ahead.
+
+        0 where they arrive in the GPU, and without GPUs, where they are in the rank's own memory. The host pins it, and
+        torch rounds every pinned tensor up to a power of two.
+        """
+        setting = self.setting
+        if setting.on_device or not self.device.is_gpu:
+            return 0
+        tokens, aux = -(-sum(self.micro_batch) // setting.context), setting.aux_count
+        parts = (tokens * self.bytes_per_token * share // (aux + 1) for share in (aux, 1))
+        micro_batch = sum(1 << (nbytes - 1).bit_length() for nbytes in parts if nbytes)
+        return (setting.prefetch_steps + 2) * self.micro_batches * micro_batch
 
     @property
     def bytes_per_token(self) -> int:

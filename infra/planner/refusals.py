@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 
 from infra.planner.memory import longest_sample, planned_chunk_tokens, rank_memory
-from infra.planner.plan import Job, Plan, memory_left
+from infra.planner.plan import Job, Plan, make_plan, memory_left
 from infra.quantities import byte_size
 from infra.records.data_path import Record
 
 GIB = 2**30
 LEAST_CHUNK = 32
+HOST_SHARE = 0.8
+"""What of a host's memory can be planned for samples: engines and trainers take some, and so does the file cache."""
 
 
 class PlanObstacle(Record):
@@ -44,6 +46,8 @@ def _found(plan: Plan) -> Iterator[PlanObstacle]:
             )
     if job.memory_bytes and memory_left(job, plan.memory) < 0:
         yield _too_much_memory(plan)
+    if job.host_bytes and _host_needs(plan) > job.host_bytes * HOST_SHARE:
+        yield _too_much_of_the_host(plan)
     if plan.store_bytes > job.budget_bytes and (not job.rounds or job.rounds > job.epochs):
         setting = "transport.round_mib" if job.rounds else "transport.budget_mib"
         yield PlanObstacle(
@@ -53,6 +57,27 @@ def _found(plan: Plan) -> Iterator[PlanObstacle]:
             otherwise="shorter samples (data.max_tokens), or fewer in hand (training.prefetch_steps, "
             "generator.lease_samples, training.samples_per_step)",
         )
+
+
+def _host_needs(plan: Plan) -> int:
+    """Memory of the host for samples: as they arrive at all ranks, and in the store, unless it is of files."""
+    job = plan.job
+    stored = 0 if job.rounds else min(plan.store_bytes, job.budget_bytes)
+    return job.arriving_bytes * job.ranks * job.setting.context + stored
+
+
+def _too_much_of_the_host(plan: Plan) -> PlanObstacle:
+    job, needs, room = plan.job, _host_needs(plan), int(plan.job.host_bytes * HOST_SHARE)
+    arriving = job.arriving_bytes * job.ranks * job.setting.context
+    problem = (
+        f"samples would take {needs / GIB:.0f} GiB of the host's memory, {arriving / GIB:.0f} of them pinned, in which "
+        f"they arrive at the ranks, and {room / GIB:.0f} of its {job.host_bytes / GIB:.0f} GiB can be planned"
+    )
+    for steps in range(job.setting.prefetch_steps - 1, -1, -1):
+        setting = job.setting.model_copy(update={"prefetch_steps": steps})
+        if _host_needs(make_plan(job.model_copy(update={"setting": setting}))) <= room:
+            return PlanObstacle(problem=problem, overrides=(f"training.prefetch_steps={steps}",))
+    return PlanObstacle(problem=problem, otherwise="a smaller training.samples_per_step or data.max_tokens")
 
 
 def _too_much_memory(plan: Plan) -> PlanObstacle:

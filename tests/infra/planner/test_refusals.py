@@ -1,11 +1,13 @@
 """What cannot run is refused with a recipe that can."""
 
+import math
 from pathlib import Path
 
 import pytest
 
 from infra.planner.memory import FRAGMENTS, RESERVED
-from infra.planner.refusals import refusals
+from infra.planner.plan import make_plan
+from infra.planner.refusals import HOST_SHARE, PlanObstacle, refusals
 from models.config.recipe import load_recipe
 from tasks.plan import plan_recipe
 
@@ -48,3 +50,31 @@ def test_a_draft_that_fits_nowhere() -> None:
 
 def test_what_is_possible_is_not_refused() -> None:
     assert not refusals(plan_recipe(load_recipe(RECIPE)))
+
+
+def test_a_host_without_room_for_arriving_samples() -> None:
+    """Pinned tensors take powers of two; fewer steps are fetched ahead where that is enough."""
+    plan = plan_recipe(load_recipe(RECIPE, ["training.prefetch_steps=4", "transport.budget_mib=100000"]))
+    job, row = plan.job, 4096 * 2
+    powers = [2 ** math.ceil(math.log2(sum(job.micro_batch) * parts * row)) for parts in (3, 1)]
+    assert job.arriving_bytes == (4 + 2) * job.micro_batches * sum(powers)
+    whole = job.arriving_bytes * job.ranks + plan.store_bytes
+
+    def refused(host_bytes: float) -> list[PlanObstacle]:
+        return list(refusals(make_plan(job.model_copy(update={"host_bytes": int(host_bytes)}))))
+
+    assert not refused(0), "of unknown size"
+    assert not refused(whole / HOST_SHARE + 2)
+    (fewer,) = refused((whole - 1) / HOST_SHARE)
+    assert fewer.overrides == ("training.prefetch_steps=3",)
+    assert "of them pinned, in which they arrive at the ranks" in str(fewer)
+    (nothing,) = refused(2**30)
+    assert not nothing.overrides
+    assert "a smaller training.samples_per_step or data.max_tokens" in str(nothing)
+
+
+def test_samples_that_arrive_elsewhere_take_no_memory_of_the_host() -> None:
+    assert plan_recipe(load_recipe(RECIPE.with_name("tiny.yaml"))).job.arriving_bytes == 0
+    job = plan_recipe(load_recipe(RECIPE)).job
+    on_device = job.model_copy(update={"setting": job.setting.model_copy(update={"on_device": True})})
+    assert job.arriving_bytes > on_device.arriving_bytes == 0
