@@ -30,7 +30,7 @@ from models.decoding.plain import end_of
 from models.dtypes import DTYPES
 from models.run import PreparedRun
 from models.targets.architecture import has_experts, read_model_config
-from models.targets.dequantized import load_dequantized
+from models.targets.dequantized import load_dequantized, stream_dequantized
 from models.targets.hidden_states import HiddenStates
 from models.targets.layout import SampleError
 from models.targets.model import TargetModel, eos_ids
@@ -141,19 +141,23 @@ class SGLangEngine:
         """Compare what was captured with a forward in transformers on the CPU. Returns what stands against it."""
         path, dtype = Path(self.run.target.path), DTYPES[self.run.config.capture_dtype]
         layers, nbytes = self.run.config.target.aux_layer_ids, weight_bytes(path, dtype)
-        if self.run.config.served_quantization(self.run.target.quantization) is not None:
-            if nbytes > LOADED_BYTES // DEQUANTIZED:
-                return "dequantized, the target would be too large to be loaded"
+        quantized = self.run.config.served_quantization(self.run.target.quantization) is not None
+        large = nbytes > (LOADED_BYTES // DEQUANTIZED if quantized else LOADED_BYTES)
+        if large:
+            if self._streamed:
+                return None  # after a sample that failed, reading all weights again would take too long
+            self._streamed = True
+            print(f"canary: reading {nbytes / 2**30:.0f} GiB of weights, to compare the chosen layers", flush=True)
+        if quantized:
             try:
-                target = TargetModel(load_dequantized(path, dtype), layers)
+                model = (stream_dequantized if large else load_dequantized)(path, dtype)
             except Refusal as error:
                 return str(error)
-            check_ranking(target, hidden, tokens, self.layout)
-        elif nbytes <= LOADED_BYTES:
-            check_capture(TargetModel.load(path, layers, dtype), hidden, tokens, self.layout)
-        elif not self._streamed:  # once: after a sample that failed, reading all weights again would take too long
-            self._streamed = True
+            check_ranking(TargetModel(model, layers, head=head), hidden, tokens, self.layout)
+        elif large:
             return self._compare_streamed(hidden, tokens, head, nbytes)
+        else:
+            check_capture(TargetModel.load(path, layers, dtype), hidden, tokens, self.layout)
         return None
 
     def _compare_streamed(self, hidden: HiddenStates, tokens: Tensor, head: TargetHead, nbytes: int) -> str | None:
@@ -162,7 +166,6 @@ class SGLangEngine:
         shutil.rmtree(room, ignore_errors=True)  # of a generator that was killed
         if has_experts(read_model_config(path)) and shutil.disk_usage(room.parent).free < nbytes:
             return f"its experts, put together, need {nbytes / 2**30:.0f} GiB in {room.parent}"
-        print(f"canary: reading {nbytes / 2**30:.0f} GiB of weights, to compare the chosen layers", flush=True)
         try:
             check_ranking(TargetModel.streamed(path, layers, head.head.dtype, head, room), hidden, tokens, self.layout)
         except NotImplementedError as error:

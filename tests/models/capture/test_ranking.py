@@ -10,14 +10,16 @@ import pytest
 import torch
 from quantizers import fp8_blocks, linear_modules, nvfp4, quantize
 from torch import Tensor
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
 from models.capture.ranking import check_ranking
-from models.targets.dequantized import load_dequantized
+from models.targets.dequantized import load_dequantized, stream_dequantized
 from models.targets.hidden_states import HiddenStates
 from models.targets.layout import HiddenStateLayout
 from models.targets.model import TargetModel
+from models.targets.weights import read_target_head
 
 IDS = (0, 1, 3)
 TOKENS = torch.randint(4, 1000, (32,), generator=torch.Generator().manual_seed(0))
@@ -29,11 +31,36 @@ FORMATS: dict[str, tuple[Callable[[Tensor], dict[str, Tensor]], dict[str, Any]]]
 
 
 @pytest.fixture(params=FORMATS)
-def quantized(request: pytest.FixtureRequest, tiny_target: TargetRecord, tmp_path: Path) -> TargetModel:
-    """The tiny target, its linear layers quantized and dequantized again."""
+def folder(request: pytest.FixtureRequest, tiny_target: TargetRecord, tmp_path: Path) -> Path:
+    """The tiny target, its linear layers quantized."""
     folder = Path(shutil.copytree(tiny_target.path, tmp_path / "quantized"))
     quantize(folder, linear_modules(folder), *FORMATS[request.param])
-    return TargetModel(load_dequantized(folder, torch.float32), IDS)
+    return folder
+
+
+@pytest.fixture(params=["in memory", "weight by weight"])
+def quantized(request: pytest.FixtureRequest, folder: Path) -> TargetModel:
+    """The target, dequantized again."""
+    if request.param == "in memory":
+        return TargetModel(load_dequantized(folder, torch.float32), IDS)
+    model, head = stream_dequantized(folder, torch.float32), read_target_head(folder, torch.float32)
+    assert {weight.device.type for weight in model.parameters()} == {"meta"}, "nothing is in memory"
+    return TargetModel(model, IDS, head=head)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_weights_that_are_read_one_by_one_compute_the_same(folder: Path, dtype: torch.dtype) -> None:
+    ours, theirs = (load(folder, dtype).eval()(TOKENS[None]).logits for load in (stream_dequantized, load_dequantized))
+    assert torch.equal(ours, theirs)
+
+
+def test_weights_that_cannot_be_read_one_by_one_are_named(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "moe_intermediate_size": 24}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).save_pretrained(tmp_path)
+    with pytest.raises(Refusal, match=r"no model\.layers\.0\.mlp\.experts\.gate_up_proj, as transformers calls it"):
+        stream_dequantized(tmp_path, torch.float32)
 
 
 @pytest.fixture(scope="module")

@@ -65,11 +65,16 @@ def test_a_target_in_fp8_is_captured_and_counted_as_it_is_served(
     fp8_target: TargetRecord,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")
     run = sglang_run(*OVERRIDES, target=fp8_target)
     engine = engine_of(run)
     engine.check_canary(run.open_samples()[0].tokens[:32])
+    with monkeypatch.context() as patched:
+        patched.setattr("models.capture.sglang.engine.LOADED_BYTES", 0)
+        engine.check_canary(run.open_samples()[0].tokens[:32])
+    assert "canary: reading 0 GiB of weights, to compare the chosen layers" in capsys.readouterr().out
     precision = engine.precision()
     assert precision.quantization == "fp8 32x32"
     assert precision.how == "sglang 0.5.23, bfloat16, attention_backend torch_native"
