@@ -1,4 +1,4 @@
-"""`python -m models.core_rate`: what one core of this machine multiplies, in FLOP/s by data type, as JSON."""
+"""`python -m models.core_rate`: FLOP/s of matrix products on one core of this machine, by data type, as JSON."""
 
 import json
 import time
@@ -9,11 +9,11 @@ from infra.planner.shapes import ITEM_BYTES
 from infra.processes.exit import run_main
 
 SIZE, SECONDS = 1024, 0.15
-"""Of a product, and of the measurement for a data type."""
+"""Rows and columns of the matrices; duration of the measurement for each data type."""
 
 
 def core_rate(dtype: torch.dtype) -> float:
-    """Of the fastest large product in a while: others on the machine make some slower, and none faster."""
+    """FLOP/s of the fastest of several products: other load on the machine can only slow them down."""
     left, right = (torch.randn(SIZE, SIZE).to(dtype) for _ in range(2))
     torch.mm(left, right)
     fastest, end = float("inf"), time.perf_counter() + SECONDS

@@ -200,8 +200,8 @@ def _device(config: RunConfig, assumed: list[str]) -> Device:
         if not plan.peak_tflops:
             changes["peak"] = core_rates()
             assumed.append(
-                f"no GPUs: a core multiplies {figure(changes['peak'][config.training_dtype] / 1e9)} GFLOP/s in "
-                f"{config.training_dtype}, measured on this machine now (plan.peak_tflops)"
+                f"no GPUs: a core reaches {figure(changes['peak'][config.training_dtype] / 1e9)} GFLOP/s in "
+                f"{config.training_dtype} matrix products, measured on this machine (plan.peak_tflops)"
             )
     elif own := _own_gpu():
         known = device_named(own.name)
@@ -222,7 +222,7 @@ def _device(config: RunConfig, assumed: list[str]) -> Device:
 
 @cache
 def core_rates() -> dict[str, float]:
-    """What one core of this machine multiplies, in FLOP/s by precision. Takes a few seconds once."""
+    """FLOP/s of matrix products on one core of this machine, by precision. The first call takes two seconds."""
     command = [sys.executable, "-m", "models.core_rate"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=RATE_TIMEOUT_S, check=True)
     return json.loads(done.stdout)

@@ -23,7 +23,7 @@ class PlanConfig(StrictConfig):
         gt=0,
         le=1_000_000,
         description="Dense peak of one GPU (or CPU core) at the precision in use, in TFLOP/s. Default: of a GPU the "
-        "data sheet's; of a core what this machine's reaches, measured for the plan.",
+        "data sheet's; of a CPU core measured on this machine.",
     )
     price_per_hour: float | None = Field(
         default=None, ge=0, le=1_000_000, description="Price of a GPU hour, in dollars."

@@ -109,11 +109,11 @@ class Job(Record):
         return (self.longest_tokens, *(self.mean_tokens,) * (count - 1))
 
     @property
-    def arriving_bytes(self) -> int:
-        """Memory of the host for the samples of a rank: of the step that trains, and of those fetched ahead.
+    def pinned_bytes(self) -> int:
+        """Pinned host memory for a rank's samples: those of the step in training and of the prefetched steps.
 
-        0 where they arrive in the GPU, and without GPUs, where they are in the rank's own memory. The host pins it, and
-        torch rounds every pinned tensor up to a power of two.
+        0 where samples arrive in GPU memory, and on CPUs, where `RankMemory` counts them. torch rounds the size of a
+        pinned tensor up to a power of two.
         """
         setting = self.setting
         if setting.on_device or not self.device.is_gpu:

@@ -10,7 +10,7 @@ from infra.records.data_path import Record
 GIB = 2**30
 LEAST_CHUNK = 32
 HOST_SHARE = 0.8
-"""What of a host's memory can be planned for samples: engines and trainers take some, and so does the file cache."""
+"""Share of the host's memory that samples may take; engines, trainers and the page cache need the rest."""
 
 
 class PlanObstacle(Record):
@@ -60,18 +60,18 @@ def _found(plan: Plan) -> Iterator[PlanObstacle]:
 
 
 def _host_needs(plan: Plan) -> int:
-    """Memory of the host for samples: as they arrive at all ranks, and in the store, unless it is of files."""
+    """Host memory for samples: pinned memory of all ranks, and the store, unless it consists of files."""
     job = plan.job
     stored = 0 if job.rounds else min(plan.store_bytes, job.budget_bytes)
-    return job.arriving_bytes * job.ranks * job.setting.context + stored
+    return job.pinned_bytes * job.ranks * job.setting.context + stored
 
 
 def _too_much_of_the_host(plan: Plan) -> PlanObstacle:
     job, needs, room = plan.job, _host_needs(plan), int(plan.job.host_bytes * HOST_SHARE)
-    arriving = job.arriving_bytes * job.ranks * job.setting.context
+    pinned = job.pinned_bytes * job.ranks * job.setting.context
     problem = (
-        f"samples would take {needs / GIB:.0f} GiB of the host's memory, {arriving / GIB:.0f} of them pinned, in which "
-        f"they arrive at the ranks, and {room / GIB:.0f} of its {job.host_bytes / GIB:.0f} GiB can be planned"
+        f"samples need {needs / GIB:.0f} GiB of host memory, {pinned / GIB:.0f} GiB of it pinned by the trainer "
+        f"ranks, and {room / GIB:.0f} of the host's {job.host_bytes / GIB:.0f} GiB can be planned"
     )
     for steps in range(job.setting.prefetch_steps - 1, -1, -1):
         setting = job.setting.model_copy(update={"prefetch_steps": steps})

@@ -85,7 +85,7 @@ class Draft(torch.nn.Module):
     vocabulary: DraftVocabulary
 
     trained_share: float = 0.0
-    """Share of the training's steps that come before this one, for losses that change on the way."""
+    """Share of the training steps done so far; training sets it, for losses with a schedule."""
     recompute: bool = False
     """Training keeps what passes from step to step and computes the rest again in the backward pass: less memory, more
     arithmetic. Methods without such steps have nothing to compute again."""

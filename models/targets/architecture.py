@@ -53,9 +53,9 @@ def load_model(folder: Path, dtype: torch.dtype, device: str | torch.device = "c
 
 
 def load_streamed(folder: Path, dtype: torch.dtype, converted: Path) -> PreTrainedModel:
-    """A target whose weights stay in their files, where each is read when its module computes (accelerate).
+    """Load a target whose weights stay on disk; accelerate reads a module's weights when it runs.
 
-    Experts that the files hold one by one are first written into the folder `converted`, put together.
+    Experts that are stored one by one are first stacked and written to the folder `converted`.
     """
     config = read_model_config(folder)
     options = {"device_map": {"": "disk"}, "offload_folder": str(converted)}

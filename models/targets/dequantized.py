@@ -19,7 +19,7 @@ NO_WEIGHTS = ("_scale", "_scale_inv", "_scale_2", "_global_scale", ".scales", ".
 
 
 class DequantizedWeights(Mapping[str, Tensor]):
-    """A target's weights by name, each read and dequantized when it is asked for.
+    """A target's weights by name, each read and dequantized on access.
 
     Raises Refusal for packed weights, before any is read.
     """
@@ -34,8 +34,8 @@ class DequantizedWeights(Mapping[str, Tensor]):
         others = [name for name in self._files if not name.endswith((*NO_WEIGHTS, *PACKED))]
         self._names = dict.fromkeys([*self._matrices, *others])
 
-    def call(self, stored: str, name: str) -> None:
-        """Give a matrix another name, too, as tied ones have."""
+    def add_name(self, stored: str, name: str) -> None:
+        """Add a second name for a stored matrix, for tied weights."""
         self._matrices[name] = self._matrices[stored]
         self._names[name] = None
 
@@ -68,9 +68,9 @@ def load_dequantized(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def stream_dequantized(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The same on the CPU, in the memory of one module: weights are read and dequantized when their module computes.
+    """The same on the CPU in the memory of one module: weights are read and dequantized when their module runs.
 
-    Raises Refusal for packed weights, and where files and transformers name weights differently, as those of experts.
+    Raises Refusal for packed weights, and where transformers names weights otherwise than the files (experts).
     """
     config, weights = _floating(folder), DequantizedWeights(folder, dtype)
     with init_empty_weights(include_buffers=False):
@@ -80,7 +80,7 @@ def stream_dequantized(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     tied = [name for name, weight in own.items() if weight is model.get_input_embeddings().weight]
     for name in tied:
         if name not in weights and tied[0] in weights:
-            weights.call(tied[0], name)
+            weights.add_name(tied[0], name)
     unknown = [name for name in own if name not in weights]
     if unknown:
         raise Refusal(f"its files have no {unknown[0]}, as transformers calls it, so weights cannot be read one by one")

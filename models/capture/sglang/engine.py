@@ -122,7 +122,7 @@ class SGLangEngine:
         return Captured(reply.record, reply.put_s), answer.tokens[0]
 
     def check_canary(self, tokens: Tensor) -> None:
-        """Capture the prompt twice, which fails with a prefix cache; compare all that is captured."""
+        """Capture the prompt twice, which fails with a prefix cache, and compare every captured state."""
         for attempt in (1, 2):
             try:
                 hidden, next_token = self._take_back(str(attempt), tokens)
@@ -135,10 +135,10 @@ class SGLangEngine:
                 check_next_tokens(head, hidden.last, hidden.top, self.layout.dtype)
         obstacle = self._compare(hidden, tokens, head)
         if obstacle is not None:
-            print(f"canary: only the final states are compared, the chosen layers are not: {obstacle}", flush=True)
+            print(f"canary: compared the final states only, not the chosen layers: {obstacle}", flush=True)
 
     def _compare(self, hidden: HiddenStates, tokens: Tensor, head: TargetHead) -> str | None:
-        """Compare what was captured with a forward in transformers on the CPU. Returns what stands against it."""
+        """Compare a capture with a forward in transformers on the CPU; returns why its layers cannot be compared."""
         path, dtype = Path(self.run.target.path), DTYPES[self.run.config.capture_dtype]
         layers, nbytes = self.run.config.target.aux_layer_ids, weight_bytes(path, dtype)
         quantized = self.run.config.served_quantization(self.run.target.quantization) is not None
@@ -165,7 +165,7 @@ class SGLangEngine:
         room = self.run.folder.path / f"canary-{self._index}"
         shutil.rmtree(room, ignore_errors=True)  # of a generator that was killed
         if has_experts(read_model_config(path)) and shutil.disk_usage(room.parent).free < nbytes:
-            return f"its experts, put together, need {nbytes / 2**30:.0f} GiB in {room.parent}"
+            return f"stacking its experts needs {nbytes / 2**30:.0f} GiB of free space in {room.parent}"
         try:
             check_ranking(TargetModel.streamed(path, layers, head.head.dtype, head, room), hidden, tokens, self.layout)
         except NotImplementedError as error:

@@ -57,8 +57,8 @@ def test_a_host_without_room_for_arriving_samples() -> None:
     plan = plan_recipe(load_recipe(RECIPE, ["training.prefetch_steps=4", "transport.budget_mib=100000"]))
     job, row = plan.job, 4096 * 2
     powers = [2 ** math.ceil(math.log2(sum(job.micro_batch) * parts * row)) for parts in (3, 1)]
-    assert job.arriving_bytes == (4 + 2) * job.micro_batches * sum(powers)
-    whole = job.arriving_bytes * job.ranks + plan.store_bytes
+    assert job.pinned_bytes == (4 + 2) * job.micro_batches * sum(powers)
+    whole = job.pinned_bytes * job.ranks + plan.store_bytes
 
     def refused(host_bytes: float) -> list[PlanObstacle]:
         return list(refusals(make_plan(job.model_copy(update={"host_bytes": int(host_bytes)}))))
@@ -67,14 +67,14 @@ def test_a_host_without_room_for_arriving_samples() -> None:
     assert not refused(whole / HOST_SHARE + 2)
     (fewer,) = refused((whole - 1) / HOST_SHARE)
     assert fewer.overrides == ("training.prefetch_steps=3",)
-    assert "of them pinned, in which they arrive at the ranks" in str(fewer)
+    assert "GiB of it pinned by the trainer ranks" in str(fewer)
     (nothing,) = refused(2**30)
     assert not nothing.overrides
     assert "a smaller training.samples_per_step or data.max_tokens" in str(nothing)
 
 
 def test_samples_that_arrive_elsewhere_take_no_memory_of_the_host() -> None:
-    assert plan_recipe(load_recipe(RECIPE.with_name("tiny.yaml"))).job.arriving_bytes == 0
+    assert plan_recipe(load_recipe(RECIPE.with_name("tiny.yaml"))).job.pinned_bytes == 0
     job = plan_recipe(load_recipe(RECIPE)).job
     on_device = job.model_copy(update={"setting": job.setting.model_copy(update={"on_device": True})})
-    assert job.arriving_bytes > on_device.arriving_bytes == 0
+    assert job.pinned_bytes > on_device.pinned_bytes == 0
