@@ -84,7 +84,9 @@ class DominoDraft(BlockDraft):
         latents = self._latents(hidden, states)
         corrected = torch.cat([torch.zeros_like(latents[:, :1]), latents[:, 1:]], dim=1)
         given = [corrected.flatten(0, 1)[scored.chosen].to(scored.rows.dtype)]
-        return [Factor(given, self.embed_proj.get_parameter("2.weight"))]
+        wide = self.embed_proj[2]
+        assert isinstance(wide, nn.Linear)
+        return [Factor(given, wide.weight)]
 
     def summed(
         self,
