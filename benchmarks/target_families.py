@@ -41,6 +41,7 @@ ROUTED: dict[str, Any] = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
+GROUPS: dict[str, Any] = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}
 MLA: dict[str, Any] = {
     "q_lora_rank": 48,
     "kv_lora_rank": 32,
@@ -89,6 +90,13 @@ LLAMA3_ROPE: dict[str, Any] = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,
+}
+QWEN35_ROPE: dict[str, Any] = {
+    "rope_type": "default",
+    "mrope_section": [1, 1, 0],
+    "mrope_interleaved": True,
+    "rope_theta": 1e6,
+    "partial_rotary_factor": 0.25,
 }
 YARN: dict[str, Any] = {
     "rope_type": "yarn",
@@ -156,17 +164,13 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5": Family(
         "Qwen3.5",
         "Qwen3_5ForConditionalGeneration",
-        HEADS
-        | LINEAR
-        | {
-            "rope_parameters": {
-                "rope_type": "default",
-                "mrope_section": [1, 1, 0],
-                "mrope_interleaved": True,
-                "rope_theta": 1e6,
-                "partial_rotary_factor": 0.25,
-            }
-        },
+        HEADS | LINEAR | {"rope_parameters": QWEN35_ROPE},
+        QWEN_IDS | {"vision_config": SIGHT_QWEN | {"num_position_embeddings": 16}},
+    ),
+    "qwen3_5_moe": Family(
+        "Qwen3.5-MoE, Qwen3.6-MoE",
+        "Qwen3_5MoeForConditionalGeneration",
+        HEADS | EXPERTS | LINEAR | {"shared_expert_intermediate_size": 32, "rope_parameters": QWEN35_ROPE},
         QWEN_IDS | {"vision_config": SIGHT_QWEN | {"num_position_embeddings": 16}},
     ),
     "qwen3_vl": Family(
@@ -227,8 +231,9 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": Family(
         "GLM-4-MoE", "Glm4MoeForCausalLM", HEADS | ROUTED | {"use_qk_norm": True, "partial_rotary_factor": 0.5}
     ),
+    "glm4_moe_lite": Family("GLM-4.7-Flash", "Glm4MoeLiteForCausalLM", MLA | ROUTED),
     "deepseek_v3": Family(
-        *("DeepSeek-V3", "DeepseekV3ForCausalLM", MLA | ROUTED | {"rope_parameters": YARN}),
+        *("DeepSeek-V3", "DeepseekV3ForCausalLM", MLA | ROUTED | GROUPS | {"rope_parameters": YARN}),
         published_as=PUBLISHED_MOE,
     ),
     "kimi_k2": Family(

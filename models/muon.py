@@ -45,12 +45,12 @@ class MuonAndAdamW(Optimizer):
     """Muon for matrices, AdamW for all other weights.
 
     Args:
-        matrices: weights `[m, n]` whose rows and columns are directions of hidden states.
+        matrices: weights `[m, n]` whose rows and columns are directions of hidden states, or stacks of them.
         others: vectors, and tables that have a row for each token.
         lr: peak learning rate of both, whose updates are of one size.
         betas: AdamW's.
         weight_decay: of both, times the learning rate.
-        orthogonalise: of a matrix `[m, n]`; it may gather it from several ranks first.
+        orthogonalise: of a matrix, or of each one in a stack; it may gather it from several ranks first.
     """
 
     def __init__(
@@ -111,20 +111,21 @@ def nesterov(weight: Tensor, state: dict[str, Tensor]) -> Tensor:
 
 
 def take_step(weight: Tensor, update: Tensor, learning_rate: float, weight_decay: float) -> None:
-    """Against an orthogonal update `[m, n]`, which is given the size of AdamW's."""
+    """Against an orthogonal update `[..., m, n]`, which is given the size of AdamW's."""
     weight.mul_(1 - learning_rate * weight_decay)
-    weight.add_(update, alpha=-0.2 * math.sqrt(max(weight.shape)) * learning_rate)
+    weight.add_(update, alpha=-0.2 * math.sqrt(max(weight.shape[-2:])) * learning_rate)
 
 
 def orthogonalised(matrix: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """`[m, n]` with the singular vectors of `matrix` and singular values between about 0.7 and 1.2.
 
-    Computed in `dtype`; singular values are as good in bfloat16.
+    Of a stack `[e, m, n]`, each by itself. Computed in `dtype`; singular values are as good in bfloat16.
     """
     a, b, c = NEWTON_SCHULZ
-    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
-    wide = (wide / wide.norm().clamp(min=1e-7)).to(dtype)
+    tall, product = matrix.shape[-2] > matrix.shape[-1], torch.addmm if matrix.ndim == 2 else torch.baddbmm
+    wide = matrix.mT if tall else matrix
+    wide = (wide / torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True).clamp(min=1e-7)).to(dtype)
     for _ in range(ITERATIONS):
-        gram = wide @ wide.T
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
-    return (wide if matrix.shape[0] <= matrix.shape[1] else wide.T).to(matrix.dtype)
+        gram = wide @ wide.mT
+        wide = product(wide, product(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return (wide.mT if tall else wide).to(matrix.dtype)

@@ -115,7 +115,6 @@ def rank_memory(draft: DraftShape, target: TargetShape, setting: Setting, length
     exchanged = int(draft.kept.exchanged * sum(lengths)) if setting.context > 1 else 0
     lengths = tuple(-(-length // setting.context) for length in lengths)
     item, tokens = ITEM_BYTES[setting.precision], sum(lengths)
-    matrices = draft.token_parameters + draft.row_parameters
     table = target.hidden_size * item
     heads = table * draft.vocab_size + (table * target.vocab_size if setting.whole_head else 0)
     copies = setting.prefetch_steps + 2 if setting.one_memory or setting.on_device else 2
@@ -124,7 +123,7 @@ def rank_memory(draft: DraftShape, target: TargetShape, setting: Setting, length
     # Restored once more, for the micro-batch that is computed.
     restored = (setting.aux_count + 1) * target.hidden_size * RESTORED_BYTES if setting.stored == "float8" else 0
     share = -(-draft.parameters // setting.divided) * FLOAT
-    saved = -(-matrices // setting.divided) * FLOAT if setting.muon else 0
+    saved = -(-draft.matrix_parameters // setting.divided) * FLOAT if setting.muon else 0
     # Divided, a draft is still put together for every micro-batch, and its gradients before they are reduced.
     gathered = draft.parameters * FLOAT if setting.divided > 1 else 0
     return RankMemory(
@@ -133,7 +132,7 @@ def rank_memory(draft: DraftShape, target: TargetShape, setting: Setting, length
         optimizer=share * MOMENTS - saved,
         averaged=share,
         frozen_tables=draft.frozen * FLOAT + draft.frozen_embeddings * item + heads,
-        cast_weights=matrices * item if item < FLOAT else 0,
+        cast_weights=draft.matrix_parameters * item if item < FLOAT else 0,
         features=tokens * (copies * captured + restored),
         activations=activations + exchanged,
         loss=loss,

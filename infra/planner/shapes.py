@@ -104,6 +104,8 @@ class DraftShape(Record):
     """Weights of matrix products that every token passes once."""
     row_parameters: int
     """Weights of matrix products that every row passes."""
+    idle_parameters: int = 0
+    """Weights of matrices that a row does not pass: of experts that are not chosen for it."""
     rows_per_token: int
     most_anchors: int | None = None
     """Maximum number of tokens of a sample that have rows; None: all."""
@@ -114,6 +116,11 @@ class DraftShape(Record):
     attention_width: int = 0
     """Query heads x their width x layers."""
     kept: Kept
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Weights of all matrices but tables."""
+        return self.token_parameters + self.row_parameters + self.idle_parameters
 
     def rows(self, tokens: int) -> int:
         """Rows of a sample of `tokens` tokens."""
@@ -242,4 +249,4 @@ def draft_flops(
 def muon_flops(draft: DraftShape, target: TargetShape) -> float:
     """Of Muon's step, whatever the number of its samples: matrices have about as many rows as a state is wide."""
     rows = draft.hidden_size or target.hidden_size
-    return ORTHOGONALISING * rows * (draft.token_parameters + draft.row_parameters)
+    return ORTHOGONALISING * rows * draft.matrix_parameters

@@ -7,21 +7,26 @@ from pydantic import Field, model_validator
 
 from infra.planner.shapes import ITEM_BYTES, DraftShape, Kept, Precision, TargetShape
 from infra.refusal import Refusal
-from models.config.draft_base import LOSS_FIELDS, LayerShape, LossChoice
+from models.config.draft_base import LOSS_FIELDS, LossChoice
+from models.config.experts import Experts, target_experts
+from models.config.latent import LatentAttention, LatentShape
 
 MtpFamily = Literal["mimo", "qwen", "deepseek"]
 OF_MODEL_TYPE: dict[str, MtpFamily] = {
     "mimo": "mimo",
     "qwen3_5": "qwen",
     "qwen3_5_text": "qwen",
+    "qwen3_5_moe": "qwen",
+    "qwen3_5_moe_text": "qwen",
     "qwen3_next": "qwen",
     "glm4_moe": "deepseek",
+    "glm4_moe_lite": "deepseek",
     "deepseek_v3": "deepseek",
 }
 """Model types of targets whose layout of an MTP layer is known."""
 
 
-class MtpConfig(LossChoice, LayerShape):
+class MtpConfig(LossChoice, LatentShape):
     """The target's own MTP layer. Training starts from the target's weights of it, and an export replaces these."""
 
     title: ClassVar[str] = "MTP"
@@ -35,7 +40,7 @@ class MtpConfig(LossChoice, LayerShape):
     method: Literal["mtp"] = Field(default="mtp", description="Draft method.")
     family: MtpFamily = Field(
         description="How the target's checkpoint names the layer and what it computes; from the target's model type. "
-        "`mimo`: MiMo-7B. `qwen`: Qwen3-Next and Qwen3.5. `deepseek`: DeepSeek-V3 and GLM-4.5."
+        "`mimo`: MiMo-7B. `qwen`: Qwen3-Next and Qwen3.5. `deepseek`: DeepSeek-V3, GLM-4.5 and later."
     )
     layer_index: int = Field(
         default=0,
@@ -49,6 +54,12 @@ class MtpConfig(LossChoice, LayerShape):
     )
     gated_attention: bool = Field(
         default=False, description="A gate for what each head attends to (Qwen3.5); the target's choice."
+    )
+    mla: LatentAttention | None = Field(
+        default=None, description="Attention of DeepSeek-V3 in place of grouped queries; the target's choice."
+    )
+    experts: Experts | None = Field(
+        default=None, description="A mixture of experts as feed-forward; the target's choice. null: a dense one."
     )
     objective: Literal["training_time_test", "fastmtp"] = Field(
         default="training_time_test",
@@ -69,6 +80,8 @@ class MtpConfig(LossChoice, LayerShape):
             raise Refusal("draft.layer_types: an MTP layer is one full_attention layer, leave it out")
         if self.gated_attention and self.attention_bias:
             raise Refusal("draft.gated_attention: gates have no bias here, so attention_bias must be false")
+        if self.gated_attention and self.mla is not None:
+            raise Refusal("draft.gated_attention: latent attention has no gates, so set one of the two")
         if self.ttt_weights is not None and (len(self.ttt_weights) != self.ttt_steps or not any(self.ttt_weights)):
             raise Refusal(
                 f"ttt_weights {list(self.ttt_weights)}: give one weight for each of the {self.ttt_steps} ttt_steps, "
@@ -91,18 +104,26 @@ class MtpConfig(LossChoice, LayerShape):
         hidden, vocabulary = target.hidden_size, target.vocab_size
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = hidden * (queries * (1 + self.gated_attention) + 2 * keys) + queries * hidden
-        matrices = 2 * hidden * hidden + attention + 3 * hidden * self.intermediate_size
-        vectors = 5 * hidden + 2 * self.head_dim * self.qk_norm + (queries + 2 * keys) * self.attention_bias
+        norms = 5 * hidden + 2 * self.head_dim * self.qk_norm
+        if self.mla is not None:
+            attention = self.mla.weights(hidden, hidden, self.num_heads)
+            norms += self.mla.kv_lora_rank + (self.mla.q_lora_rank or 0)
+        experts = self.experts
+        passed = 3 * hidden * self.intermediate_size if experts is None else experts.chosen_weights(hidden)
+        idle = 0 if experts is None else experts.idle_weights(hidden)
+        matrices = 2 * hidden * hidden + attention + passed
+        vectors = norms + (queries + 2 * keys) * self.attention_bias
         return DraftShape(
             title=self.title,
-            parameters=matrices + vectors,
+            parameters=matrices + idle + vectors,
             vocab_size=vocabulary,
             whole_vocabulary=True,
             trains_head=False,
-            frozen=vocabulary * hidden,
+            frozen=vocabulary * hidden + (0 if experts is None else experts.frozen),
             frozen_embeddings=vocabulary * hidden,
             token_parameters=0,
             row_parameters=matrices,
+            idle_parameters=idle,
             rows_per_token=self.ttt_steps,
             attention_width=queries,
             kept=self._kept(hidden, queries, keys, ITEM_BYTES[precision]),
@@ -110,19 +131,23 @@ class MtpConfig(LossChoice, LayerShape):
 
     def _kept(self, hidden: int, queries: int, keys: int, item: int) -> Kept:
         """Counted from what the functions save for the backward pass, in `item` bytes unless said otherwise."""
+        experts = self.experts
         # Rotated queries, the attended values, keys and values; the log-sum-exp of every head's scores in float32.
         of_attention = (2 * queries + 2 * keys) * item + 4 * self.num_heads
         of_attention += ((queries + keys) * item + 4 * (self.num_heads + self.num_kv_heads)) * self.qk_norm
         of_attention += 2 * queries * item * self.gated_attention
+        of_attention += 0 if self.mla is None else self.mla.kept(self.num_heads, item)
         # Both inputs normed, what enters the layer, its norm, the sum after attention, its norm, output, normed output.
         of_hidden = 8 * hidden * item
-        of_rest = 2 * self.intermediate_size * item + 4 * self.rotary_dim + 20
+        of_rest = 2 * self.intermediate_size * item if experts is None else experts.kept(hidden, item)
+        of_rest += 4 * self.rotary_dim + 20
         return Kept(
             token=hidden * item if item == 4 else 0,
             row=of_hidden + of_attention + of_rest,
             carried=(hidden + 2 * keys) * item + 8,
             step=(2 * queries + 2 * keys + 4 * hidden) * item + 4 * self.num_heads,
-            inner=(2 * hidden + 6 * self.intermediate_size) * item,
+            inner=2 * hidden * item
+            + (6 * self.intermediate_size * item if experts is None else experts.inner(hidden, item)),
         )
 
     def engine_arguments(self, lookahead: int) -> list[str]:
@@ -140,26 +165,19 @@ FASTMTP_DECAY = 0.6
 def own_layer(text: Mapping[str, Any]) -> dict[str, Any]:
     """What a target's configuration says of its MTP layer, beside the sizes that all its layers have.
 
-    Raises Refusal for a target that has none, or one that cannot be trained here.
+    Raises Refusal for a target that has none, or one that cannot be trained here; KeyError for a size that it does not
+    say.
     """
     kind = str(text.get("model_type", ""))
     other = "choose another draft.method"
     if kind not in OF_MODEL_TYPE:
         known = ", ".join(OF_MODEL_TYPE)
         raise Refusal(f"draft.method=mtp: no MTP layer of model type {kind!r} is known ({known} are): {other}")
-    if text.get("kv_lora_rank"):
-        raise Refusal(
-            f"draft.method=mtp: the MTP layer of {kind} has latent attention, which is not supported: {other}"
-        )
-    if any(text.get(name) for name in ("num_experts", "n_routed_experts", "num_local_experts")):
-        raise Refusal(
-            f"draft.method=mtp: the MTP layer of this {kind} is a mixture of experts, which is not supported: {other}"
-        )
     if (count := text.get("num_nextn_predict_layers") or 1) > 1:
         raise Refusal(f"draft.method=mtp: this {kind} has {count} MTP layers, and one can be trained: {other}")
     family, rope = OF_MODEL_TYPE[kind], text.get("rope_parameters") or {}
     rotated = text.get("partial_rotary_factor") or rope.get("partial_rotary_factor")
-    return {
+    found = {
         "family": family,
         "layer_index": text["num_hidden_layers"] if family == "deepseek" else 0,
         "attention_bias": bool(text.get("attention_bias", family == "mimo")),
@@ -167,3 +185,9 @@ def own_layer(text: Mapping[str, Any]) -> dict[str, Any]:
         "gated_attention": family == "qwen" and bool(text.get("attn_output_gate", True)),
         "partial_rotary_factor": float(rotated or (0.25 if family == "qwen" else 1.0)),
     }
+    if text.get("kv_lora_rank"):
+        sizes = LatentAttention.model_validate({name: text[name] for name in LatentAttention.model_fields})
+        found |= {"mla": sizes.model_dump(), "num_kv_heads": text["num_attention_heads"], "head_dim": sizes.qk_head_dim}
+        found |= {"partial_rotary_factor": 1.0}
+    experts = target_experts(text, kind)
+    return found if experts is None else found | {"experts": experts}

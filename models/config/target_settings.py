@@ -15,7 +15,7 @@ from infra.refusal import Refusal
 from infra.settings import cache_folder
 from models.config.benchmark import BenchmarkConfig
 from models.config.draft import parse_draft_config
-from models.config.eagle3 import LatentAttention
+from models.config.latent import LatentAttention
 from models.config.mtp import own_layer
 from models.config.rope import OF_TYPE
 from models.config.target import TargetConfig, TinyRecipe

@@ -1,6 +1,6 @@
 """What every draft method offers: a training loss, proposals while decoding, and a rollout from every position."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -100,17 +100,14 @@ class Draft(torch.nn.Module):
         """Draft logits of one position of the loss."""
         return self.positions * len(self.vocabulary)
 
-    @property
-    def target_names(self) -> dict[str, str]:
-        """Parameters that the target's checkpoint holds, by its names of them: training starts from these, and an
-        export stores them so, with the target's `config.json`. Empty for drafts that a target does not come with."""
-        return {}
+    def target_tensors(self, held: Collection[str] = ()) -> dict[str, Tensor]:
+        """The draft's weights by the names of the target's checkpoint, as views: training starts from the tensors
+        there, and an export stores them so, with the target's `config.json`. Empty for drafts that a target does not
+        come with.
 
-    @property
-    def target_shapes(self) -> dict[str, torch.Size]:
-        """Shapes of `target_names`, by the target's names."""
-        parameters = dict(self.named_parameters())
-        return {stored: parameters[name].shape for name, stored in self.target_names.items()}
+        `held` are names that the checkpoint has, which decide where a family has two layouts.
+        """
+        return {}
 
     def hold_embeddings(self, dtype: torch.dtype) -> None:
         """Keep the target's embeddings, where they are frozen, in `dtype`: they are only read, row by row."""

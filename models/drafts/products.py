@@ -27,6 +27,11 @@ class GradientSum:
             self.total = torch.zeros(slope.shape[1], rows.shape[1], dtype=wide, device=slope.device)
         add_product(self.total, slope, rows)
 
+    def add_whole(self, gradient: Tensor) -> None:
+        """Add a gradient of the weight's own shape."""
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        self.total = gradient.to(wide) if self.total is None else self.total.add_(gradient)
+
 
 class SharedWeight:
     """A weight `[out, in]` that several products of one pass use: cast once, its gradient summed in one place."""

@@ -26,6 +26,7 @@ from models.checkpoint import AVERAGED, DRAFT, VOCABULARY, DraftDescription
 from models.config.draft import parse_draft_config
 from models.data.chat_template import read_template_file
 from models.drafts.base import Draft
+from models.drafts.mtp.experts import BIAS
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.card import CHAT_TEMPLATE, write_card
@@ -73,7 +74,7 @@ def export_checkpoint(
     write_export(draft, folder, extra, served, speculators)
     reloaded = load_draft(folder, target, served.dtype).state_dict()
     for name, tensor in draft.state_dict().items():
-        if not torch.equal(reloaded[name], tensor.to(served.dtype)):
+        if not torch.equal(reloaded[name], _rounded(name, tensor, served.dtype)):
             raise ValueError(f"export of {checkpoint} does not read back: {name} differs")
     sglang = (SGLANG,) if draft.engine_config() is not None else ()
     return ExportRecord(
@@ -91,15 +92,20 @@ def write_export(
     folder.mkdir(parents=True)
     vocabulary, engine = draft.vocabulary, draft.engine_config()
     maps = {} if vocabulary.whole else {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
-    given, names = draft.state_dict() | draft.engine_copies(), draft.target_names
-    tensors = {
-        names.get(name, name): each.detach().to("cpu", target.dtype).contiguous() for name, each in given.items()
-    }
+    of_target = draft.target_tensors()
+    given = of_target or draft.state_dict() | draft.engine_copies()
+    tensors = {name: _rounded(name, each, target.dtype) for name, each in given.items()}
     save_file(tensors | maps, folder / WEIGHTS)
     block = block_of(draft.config, draft.aux_layer_ids, vocabulary.target_size, served=engine is not None)
-    own = {name: value for name, value in target.tree.items() if names and name not in NOT_THE_LAYERS}
+    own = {name: value for name, value in target.tree.items() if of_target and name not in NOT_THE_LAYERS}
     settings = own | (speculators or {}) | (engine or {}) | target.settings | {BLOCK: extra | block}
     write_atomically(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
+
+
+def _rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As it is exported. Engines keep the bias of a router in float32: rounded, it would choose other experts."""
+    kept = name.endswith(BIAS)
+    return tensor.detach().to("cpu", torch.float32 if kept else dtype).contiguous()
 
 
 def load_draft(folder: Path, target: Path, dtype: torch.dtype, device: str | torch.device = "cpu") -> Draft:
@@ -119,19 +125,20 @@ def load_draft(folder: Path, target: Path, dtype: torch.dtype, device: str | tor
         )
     draft = build_draft(description.config, head.embedding, vocabulary, description.aux_layer_ids)
     draft.start_from(head.head)
-    others, ours = {*MAPS, *draft.engine_copies()}, {stored: name for name, stored in draft.target_names.items()}
-    given = {ours.get(name, name): tensor for name, tensor in tensors.items() if name not in others}
-    fill(draft, given, f"{folder}/{WEIGHTS}")
+    others = {*MAPS, *draft.engine_copies()}
+    fill(draft, {name: tensor for name, tensor in tensors.items() if name not in others}, f"{folder}/{WEIGHTS}")
     return draft.to(device, dtype).eval()
 
 
 def fill(draft: Draft, tensors: dict[str, Tensor], source: str) -> None:
-    """Load the draft's parameters. Raises Refusal, naming the tensors, unless they are exactly the draft's."""
-    given, own = ({(name, each.shape) for name, each in part.items()} for part in (tensors, draft.state_dict()))
+    """Load the draft's weights. Raises Refusal, naming the tensors, unless they are exactly the draft's."""
+    weights = draft.target_tensors(tensors) or draft.state_dict()
+    given, own = ({(name, each.shape) for name, each in part.items()} for part in (tensors, weights))
     if given != own:
         wrong = sorted({name for name, _ in given ^ own})
         raise Refusal(f"{source} has missing, unknown or misshapen tensors: {', '.join(wrong)}")
-    draft.load_state_dict(tensors)
+    for name, weight in weights.items():
+        weight.copy_(tensors[name])
 
 
 def current_name(name: str) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 from infra.refusal import Refusal
 from models.drafts.base import Draft
 from models.targets.own_layer import own_files
+from models.targets.weights import tensor_files
 
 LEFT_OUT = (".cache", ".git")
 
@@ -26,13 +27,12 @@ def stitch(draft: Draft, target: Path, folder: Path) -> list[str]:
 
     Raises Refusal for a draft that no target comes with, or whose target is another one.
     """
-    if not draft.target_names:
+    tensors = draft.target_tensors(tensor_files(target))
+    if not tensors:
         raise Refusal(f"{draft.config.title} drafts are no part of their target's checkpoint: serve them beside it")
     if folder.exists():
         raise Refusal(f"{folder} is there already: give a new folder, or remove it")
-    files = own_files(target, draft.target_shapes)
-    parameters = dict(draft.named_parameters())
-    changed = {stored: parameters[name].detach() for name, stored in draft.target_names.items()}
+    files = own_files(target, tensors)
     aside = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(aside, ignore_errors=True)
     written = sorted(set(files.values()))
@@ -41,7 +41,7 @@ def stitch(draft: Draft, target: Path, folder: Path) -> list[str]:
         if path.is_file() and place.parts[0] not in LEFT_OUT:
             (aside / place).parent.mkdir(parents=True, exist_ok=True)
             if str(place) in written:
-                _rewrite(path, changed, aside / place)
+                _rewrite(path, tensors, aside / place)
             else:
                 _link(path.resolve(), aside / place)
     aside.replace(folder)

@@ -35,4 +35,4 @@ def make_optimizer(draft: Draft, settings: TrainingConfig, dtype: torch.dtype) -
 def is_matrix(draft: Draft, parameter: Tensor) -> bool:
     """Whether rows and columns are directions of hidden states: not of tables with a row for each token."""
     tokens = {len(draft.vocabulary), draft.vocabulary.target_size}
-    return parameter.ndim == 2 and min(parameter.shape) > 1 and parameter.shape[0] not in tokens
+    return parameter.ndim >= 2 and min(parameter.shape[-2:]) > 1 and parameter.shape[-2] not in tokens

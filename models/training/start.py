@@ -18,8 +18,8 @@ from models.drafts.vocabulary import DraftVocabulary
 from models.dtypes import DTYPES
 from models.export.sglang import load_draft
 from models.run import PreparedRun, RunWithTarget
-from models.targets.own_layer import read_own
-from models.targets.weights import TargetHead
+from models.targets.own_layer import load_own
+from models.targets.weights import TargetHead, tensor_files
 
 
 def take_over(run: PreparedRun, ledger: Ledger) -> Resume:
@@ -58,9 +58,8 @@ def first_draft(run: PreparedRun, head: TargetHead) -> tuple[Draft, float]:
         vocabulary = DraftVocabulary.by_frequency(counts, config.vocabulary_size(len(counts)))
         draft = build_draft(config, head.embedding, vocabulary, run.config.target.aux_layer_ids)
         draft.start_from(head.head)
-        if names := draft.target_names:
-            own = read_own(Path(run.target.path), draft.target_shapes)
-            draft.load_state_dict({name: own[stored] for name, stored in names.items()})
+        place = Path(run.target.path)
+        load_own(place, draft.target_tensors(tensor_files(place)))
     return draft, float(counts[draft.vocabulary.target_ids].sum() / counts.sum())
 
 

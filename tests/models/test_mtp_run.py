@@ -1,4 +1,4 @@
-"""A tiny target in MiMo's layout: its MTP layer trained further, written back, and served by SGLang's NEXTN path."""
+"""Tiny targets of MiMo's and GLM-4.5's layouts: MTP layers trained further, written back, served by SGLang's NEXTN."""
 
 import json
 import os
@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from infra.files.atomic import write_atomically
+from infra.files.run_folder import RunFolder
 from infra.records.acceptance import BenchmarkResult, ServedResult
 from models.benchmark.served import counts_of, setup_of
 from models.data.prompts import heldout_prompts
@@ -29,22 +30,28 @@ from models.training.start import first_draft
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from mimo import INDEX, PREFIX, SHARDS, write_mimo
+from mtp_families import write_with_layer
 
 LOOKAHEAD = 3
+OWN_TEXT = ("data.regeneration={temperature: 0.0, prompt_tokens: 8, max_new_tokens: 56}", "training.epochs=4")
+"""What a target of random weights writes is all that a draft can learn of it."""
 
 
-@pytest.fixture
-def mimo_run(make_run, tiny_target, tmp_path) -> PreparedRun:
-    place = write_mimo(Path(tiny_target.path), tmp_path / "mimo")
+def mtp_run(make_run: Callable[..., RunFolder], place: Path, *more: str) -> PreparedRun:
     folder = make_run(
         "mtp", "target.source=huggingface", f"target.name={place}", "target.aux_layer_ids=[]", "data.max_samples=400",
         'draft={"method":"mtp"}', f"benchmark.lookahead={LOOKAHEAD}", "benchmark.prompts=16",
         "benchmark.max_new_tokens=48", "benchmark.served_concurrency=[4]", "promotion.traffic.sampling=greedy",
-        'generator.sglang.arguments=["--trust-remote-code"]',
+        'generator.sglang.arguments=["--trust-remote-code"]', *more,
     )  # fmt: skip
     run = PreparedRun.open(folder.path)
     write_atomically(folder.target, prepare_target(run.config.target))
     return PreparedRun.open(folder.path)
+
+
+@pytest.fixture
+def mimo_run(make_run, tiny_target, tmp_path) -> PreparedRun:
+    return mtp_run(make_run, write_mimo(Path(tiny_target.path), tmp_path / "mimo"))
 
 
 def test_training_starts_from_the_targets_own_layer(mimo_run):
@@ -53,8 +60,8 @@ def test_training_starts_from_the_targets_own_layer(mimo_run):
     assert isinstance(draft, MtpDraft)
     assert covered == 1.0
     assert torch.equal(draft.fc.weight, stored[f"{PREFIX}input_proj.weight"])
-    for name, tensor in draft.named_parameters():
-        assert torch.equal(tensor, stored[draft.target_names[name]]), name
+    for name, tensor in draft.target_tensors().items():
+        assert torch.equal(tensor, stored[name]), name
 
 
 @pytest.fixture
@@ -90,6 +97,19 @@ def test_an_exported_layer_is_benchmarked_and_served_like_any_draft(trained, sta
     assert served.length == pytest.approx(result.acceptance.length[LOOKAHEAD], rel=0.05)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(2400)
+def test_a_trained_layer_with_experts_is_served(make_run, tiny_target, tmp_path, run_to_the_end, start, monkeypatch):
+    monkeypatch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")
+    target = write_with_layer("glm4_moe", tmp_path / "glm", Path(tiny_target.path))
+    run = mtp_run(make_run, target, *OWN_TEXT)
+    for module in ("models.regeneration.regenerate", "models.data.prepare"):
+        finish(start, run, module)
+    run_to_the_end(run.folder)
+    finish(start, run, "models.export.sglang")
+    check_served(PreparedRun.open(run.folder.path), run.folder.stitched, least=1.05)
+
+
 def check_stitched(target: Path, stitched: Path) -> None:
     """Every file but the one with the layer is the target's own, and so is every other tensor."""
     assert {path.name for path in stitched.iterdir()} == {path.name for path in target.iterdir()}
@@ -104,7 +124,7 @@ def check_stitched(target: Path, stitched: Path) -> None:
     assert set(json.loads((stitched / INDEX).read_text())["weight_map"]) >= changed
 
 
-def check_served(run: PreparedRun, stitched: Path) -> None:
+def check_served(run: PreparedRun, stitched: Path, least: float = 1.6) -> None:
     """As people serve it: one folder for target and draft. Steps are those of the reference decoder."""
     target, draft = (
         TargetModel.load(stitched, (), torch.float32),
@@ -120,7 +140,7 @@ def check_served(run: PreparedRun, stitched: Path) -> None:
     setup = replace(setup, target=stitched, generator=setup.generator.model_copy(update={"sglang": sglang}))
     with setup.serving(None, LOOKAHEAD) as client:
         answers = setup.watch_all(client, prompts)
-    assert acceptance_length([ours.counts for ours in decoded]) > 1.6
+    assert acceptance_length([ours.counts for ours in decoded]) > least
     for answer, ours in zip(answers, decoded, strict=True):
         assert answer.tokens == list(ours.tokens)
         assert counts_of(answer, LOOKAHEAD) == ours.counts

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.config.eagle3 import Eagle3Config
+from models.config.latent import LatentShape
 from models.drafts.layers import AttentionProjections, GatedMLP, GatedWeights, RMSNorm
 from models.drafts.products import SharedWeight, added_product, products
 from models.drafts.rope import latent_scale
@@ -55,7 +56,7 @@ class MultiHeadLatentAttention(nn.Module):
         output_size: width of the result.
     """
 
-    def __init__(self, config: Eagle3Config, input_size: int, output_size: int):
+    def __init__(self, config: LatentShape, input_size: int, output_size: int):
         super().__init__()
         assert config.mla is not None
         self.sizes = sizes = config.mla

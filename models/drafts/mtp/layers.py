@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from models.config.mtp import MtpConfig
-from models.drafts.eagle3.layers import GroupedAttention
+from models.drafts.eagle3.layers import GroupedAttention, MultiHeadLatentAttention
 from models.drafts.layers import GatedMLP, GatedWeights, RMSNorm
+from models.drafts.mtp.experts import ExpertWeights, MixtureOfExperts
 from models.drafts.products import SharedWeight, added_product, products
 from models.drafts.row_functions import Tables, rms_norm
 
@@ -53,7 +54,7 @@ class MtpWeights(NamedTuple):
     attention: tuple[SharedWeight, ...]
     gate: SharedWeight | None
     o: SharedWeight
-    mlp: GatedWeights
+    mlp: GatedWeights | ExpertWeights
 
 
 class OwnAttention(GroupedAttention):
@@ -89,19 +90,28 @@ class OwnAttention(GroupedAttention):
 
 
 class MtpLayer(nn.Module):
-    """One full-attention decoder layer (Qwen2's, Qwen3.5's, GLM's)."""
+    """One full-attention decoder layer (Qwen2's, Qwen3.5's, GLM's, DeepSeek's)."""
 
     def __init__(self, config: MtpConfig, hidden_size: int):
         super().__init__()
         self.input_layernorm = norm_of(config, hidden_size)
-        self.self_attn = OwnAttention(config, hidden_size)
+        self.self_attn: OwnAttention | MultiHeadLatentAttention = (
+            OwnAttention(config, hidden_size)
+            if config.mla is None
+            else MultiHeadLatentAttention(config, hidden_size, hidden_size)
+        )
         self.post_attention_layernorm = norm_of(config, hidden_size)
-        self.mlp = GatedMLP(hidden_size, config.intermediate_size)
+        self.mlp: GatedMLP | MixtureOfExperts = (
+            GatedMLP(hidden_size, config.intermediate_size)
+            if config.experts is None
+            else MixtureOfExperts(config.experts, hidden_size)
+        )
 
     def weights(self, fc: SharedWeight) -> MtpWeights:
         """For one pass; `fc` `[H, 2H]` projects what enters, the embedding first."""
         own = self.self_attn
-        return MtpWeights(fc, own.weights(), own.gate_weight(), SharedWeight(own.o_proj.weight), self.mlp.weights())
+        gate = own.gate_weight() if isinstance(own, OwnAttention) else None
+        return MtpWeights(fc, own.weights(), gate, SharedWeight(own.o_proj.weight), self.mlp.weights())
 
     def project(
         self, _table: Tensor, _tokens: Tensor, hidden: Tensor, tables: Tables, weights: MtpWeights
@@ -111,6 +121,7 @@ class MtpLayer(nn.Module):
 
     def finish(self, hidden: Tensor, attended: Tensor, weights: MtpWeights) -> Tensor:
         """The layer's output `[N, H]` from its input `hidden` and what its rows attend to `[N, heads * d]`."""
+        attended = self.self_attn.attended_values(attended)
         if weights.gate is not None:
             # The norm once more, in place of a tensor that is kept from before attention.
             (gate,) = products(self.input_layernorm(hidden), (weights.gate,))

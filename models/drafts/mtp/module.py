@@ -10,7 +10,7 @@ trained along such chains, as EAGLE-3 drafts are; by FastMTP's objective (arXiv 
 and stay at their positions. Embeddings and head are the target's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from models.config.mtp import MtpConfig
 from models.drafts.eagle3.unrolled import UnrolledDraft
 from models.drafts.layers import TargetTable
 from models.drafts.mtp.layers import MtpLayer, MtpWeights, norm_of
-from models.drafts.mtp.names import stored_name
+from models.drafts.mtp.names import stored_tensors
 from models.drafts.products import SharedWeight, products
 from models.drafts.row_functions import compute_dtype, embedded_input
 from models.drafts.vocabulary import DraftVocabulary
@@ -52,15 +52,15 @@ class MtpDraft(UnrolledDraft):
     def learns_own_tokens(self) -> bool:
         return self.config.objective == "fastmtp"
 
-    @property
-    def target_names(self) -> dict[str, str]:
-        return {name: stored_name(self.config, name) for name, _ in self.named_parameters()}
+    def target_tensors(self, held: Collection[str] = ()) -> dict[str, Tensor]:
+        parts = (stored_tensors(self.config, *named, held) for named in self.state_dict().items())
+        return dict(pair for tensors in parts for pair in tensors)
 
     def hold_embeddings(self, dtype: torch.dtype) -> None:
         self.embed_tokens.weight = self.embed_tokens.weight.to(dtype)
 
     def start_from(self, head: Tensor) -> None:
-        """The head is the target's; the layer's own weights come from the target's checkpoint (`target_names`)."""
+        """The head is the target's; the layer's own weights come from the target's checkpoint (`target_tensors`)."""
         self.lm_head.start_as(head)
 
     def engine_config(self) -> dict[str, Any]:

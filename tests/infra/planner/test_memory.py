@@ -19,9 +19,14 @@ WIDE = {"layer_types": ["full_attention"] * 2, "qk_norm": True, "attention_bias"
 MLA = {"q_lora_rank": 24, "kv_lora_rank": 40, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 12}
 LATENT = {name: value for name, value in EAGLE3.items() if name not in ("num_kv_heads", "head_dim")} | {"mla": MLA}
 DIRECT = LATENT | {"mla": MLA | {"q_lora_rank": None, "v_head_dim": 16}}
+LATENT_HEADS = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 16}
 BLOCKS = {"block_size": 4, "anchors": 32, **LAYER}
 MTP = {"method": "mtp", "family": "mimo", "attention_bias": True, **LAYER}
 QWEN = {"method": "mtp", "family": "qwen", "qk_norm": True, "gated_attention": True, **LAYER}
+ROUTED = {"count": 6, "per_token": 2, "intermediate_size": 48, "shared_size": 32}
+MIXED = {**QWEN, "experts": ROUTED | {"scoring": "softmax"}}
+DEEPSEEK = {"method": "mtp", "family": "deepseek", **LATENT_HEADS, "mla": MLA, "intermediate_size": 128}
+DEEPSEEK |= {"experts": ROUTED | {"scoring": "sigmoid", "groups": 3, "groups_per_token": 2}}
 DOMINO = {"method": "domino", **BLOCKS, "gru_hidden_dim": 48, "emb_dim": 24}
 RECURRENT = {"markov_rank": 24, "markov_head": "rnn", "vocab_size": 256}
 POINTS = [
@@ -50,6 +55,11 @@ POINTS = [
     Point(64, 512, MTP, (150, 60), aux=0, name="mtp"),
     Point(64, 512, MTP, (600,), recompute=True, aux=0, name="mtp, recomputed"),
     Point(64, 512, QWEN, (200,), "bfloat16", aux=0, name="mtp, gated, bfloat16"),
+    Point(64, 512, MIXED, (200,), aux=0, name="mtp, experts"),
+    Point(64, 512, MIXED, (200,), "bfloat16", aux=0, name="mtp, experts, bfloat16"),
+    Point(64, 512, DEEPSEEK, (150, 60), aux=0, name="mtp, experts and MLA"),
+    Point(64, 512, DEEPSEEK, (600,), "bfloat16", recompute=True, aux=0, name="the same, recomputed, bfloat16"),
+    Point(64, 512, MIXED, (96,), aux=0, name="mtp, experts, Muon", optimizer="muon"),
 ]
 
 
@@ -68,7 +78,7 @@ def test_what_is_there_without_any_sample_is_counted_exactly() -> None:
 def test_muon_keeps_one_moment_of_a_matrix() -> None:
     point = POINTS[0]
     draft = point.config.shape(point.target, 3, "float32")
-    matrices = draft.token_parameters + draft.row_parameters
+    matrices = draft.matrix_parameters
     assert point.predicted().optimizer - replace(point, optimizer="muon").predicted().optimizer == 4 * matrices
 
 

@@ -28,6 +28,9 @@ GEMMA3_270M = {
     "num_key_value_heads": 1, "head_dim": 256, "intermediate_size": 2048, "tie_word_embeddings": True,
 }  # fmt: skip
 LAYER = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 24}
+EXPERTS = {"count": 6, "per_token": 2, "intermediate_size": 10, "shared_size": 7}
+SIZES = {"q_lora_rank": 9, "kv_lora_rank": 11, "qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "v_head_dim": 5}
+MLA = {"mla": SIZES, "num_kv_heads": 4}
 DRAFTS = [
     {"method": "eagle3", "vocab_size": 40, **LAYER},
     {"method": "eagle3", "vocab_size": None, "fc_norm": True, "train_embeddings": True, **LAYER},
@@ -43,6 +46,8 @@ DRAFTS = [
     {"method": "dspark", "markov_rank": 7, "confidence_head": False, **LAYER},
     {"method": "mtp", "family": "mimo", "attention_bias": True, **LAYER},
     {"method": "mtp", "family": "qwen", "qk_norm": True, "gated_attention": True, **LAYER},
+    {"method": "mtp", "family": "qwen", **LAYER, "experts": EXPERTS | {"scoring": "softmax"}},
+    {"method": "mtp", "family": "deepseek", **LAYER, **MLA, "experts": EXPERTS | {"scoring": "sigmoid"}},
 ]
 
 

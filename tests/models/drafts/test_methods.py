@@ -53,6 +53,11 @@ MTP = {"family": "mimo", "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "inte
 GATED = {"family": "qwen", "qk_norm": True, "gated_attention": True, "attention_bias": False}
 GATED |= {"partial_rotary_factor": 0.25}
 
+EXPERTS = {"count": 8, "per_token": 3, "intermediate_size": 8, "shared_size": 4}
+GROUPED = {"scoring": "sigmoid", "groups": 4, "groups_per_token": 2, "scaling": 1.5}
+
+LATENT = {"family": "deepseek", "mla": MLA, "num_kv_heads": 4, "attention_bias": False}
+
 TINY: dict[str, dict] = {
     "dflash": DFLASH,
     "dflash2": DFLASH | {"conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5},
@@ -98,6 +103,8 @@ VARIANTS: list[tuple[str, dict]] = [
     ("medusa", {"heads": 5, "layers": 2, "head_decay": 0.5}),
     ("mtp", GATED),
     ("mtp", {"family": "deepseek", "layer_index": 4, "qk_norm": True, "ttt_weights": [1.0, 0.0, 0.5, 0.25]}),
+    ("mtp", GATED | {"experts": EXPERTS | {"scoring": "softmax"}}),
+    ("mtp", LATENT | {"experts": EXPERTS | GROUPED}),
 ]
 
 

@@ -8,9 +8,11 @@ from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 
 from infra.refusal import Refusal
+from models.config.experts import Experts
 from models.config.mtp import MtpConfig, own_layer
 from models.drafts.base import PackedSamples, TargetProjection
 from models.drafts.eagle3 import unrolled
+from models.drafts.mtp.experts import MixtureOfExperts
 from models.drafts.mtp.module import MtpDraft
 from models.drafts.vocabulary import DraftVocabulary
 
@@ -93,16 +95,15 @@ NAMES = {
 @pytest.mark.parametrize("family", NAMES)
 def test_parameters_have_the_names_of_their_familys_checkpoints(family):
     draft = make_draft(family=family, layer_index=4, attention_bias=family == "mimo")
-    assert set(NAMES[family]) <= set(draft.target_names.values())
-    assert len(set(draft.target_names.values())) == len(list(draft.parameters())) == len(draft.target_shapes)
+    assert set(NAMES[family]) <= draft.target_tensors().keys()
+    assert len(draft.target_tensors()) == len(list(draft.parameters()))
 
 
 TEXT = {"num_hidden_layers": 4}
+ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 REFUSED = [
     ({"model_type": "llama"}, "no MTP layer of model type 'llama'"),
-    ({"model_type": "deepseek_v3", "kv_lora_rank": 512, "n_routed_experts": 8}, "latent attention"),
-    ({"model_type": "glm4_moe", "n_routed_experts": 8}, "mixture of experts"),
-    ({"model_type": "qwen3_next", "num_experts": 8}, "mixture of experts"),
+    ({"model_type": "deepseek_v3"} | ROUTED | {"scoring_func": "softmax", "topk_method": "greedy"}, "softmax, greedy"),
     ({"model_type": "mimo", "num_nextn_predict_layers": 3}, "has 3 MTP layers"),
 ]
 
@@ -121,6 +122,47 @@ def test_what_a_target_says_of_its_layer():
     rope = {"rope_parameters": {"partial_rotary_factor": 0.25}}
     found = own_layer(TEXT | {"model_type": "qwen3_5_text", "attention_bias": False} | rope)
     assert (found["family"], found["gated_attention"], found["partial_rotary_factor"]) == ("qwen", True, 0.25)
+
+
+def test_what_a_target_says_of_its_experts_and_its_latent_attention():
+    sizes = {"q_lora_rank": None, "kv_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head_dim": 6, "v_head_dim": 7}
+    text = TEXT | ROUTED | sizes | {"model_type": "deepseek_v3", "num_attention_heads": 3, "n_shared_experts": 2}
+    found = own_layer(text | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5})
+    assert (found["mla"], found["num_kv_heads"], found["head_dim"]) == (sizes, 3, 10)
+    assert found["experts"] == {
+        "count": 8, "per_token": 2, "intermediate_size": 32, "normed": True, "scoring": "sigmoid", "shared_size": 64,
+        "groups": 4, "groups_per_token": 2, "scaling": 2.5,
+    }  # fmt: skip
+
+
+EXPERTS = {"count": 6, "per_token": 2, "intermediate_size": 8, "scoring": "softmax"}
+
+
+@pytest.mark.parametrize(("changes", "why"), [
+    ({"groups": 4}, "cannot be chosen"), ({"groups": 2, "groups_per_token": 3}, "cannot be chosen"),
+    ({"per_token": 7}, "cannot be chosen"), ({"groups": 3, "per_token": 3}, "cannot be chosen"),
+    ({"groups": 6, "per_token": 1}, "two or more"),
+])  # fmt: skip
+def test_routing_that_cannot_be(changes, why):
+    with pytest.raises(ValueError, match=why):
+        Experts.model_validate(EXPERTS | changes)
+
+
+def test_rows_read_their_experts_whatever_the_others_read():
+    """Sorted by expert or alone, a row gives the same; experts that no row chose get no gradient."""
+    torch.manual_seed(2)
+    mixture = MixtureOfExperts(Experts.model_validate(EXPERTS | {"shared_size": 4}), HIDDEN)
+    for parameter in mixture.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.3)
+    x = torch.randn(5, HIDDEN)
+    together = mixture.weights().add_to(torch.zeros_like(x), x)
+    alone = torch.cat([mixture.weights().add_to(torch.zeros(1, HIDDEN), row[None]) for row in x])
+    assert torch.allclose(together, alone, atol=1e-6)
+    mixture.weights().add_to(torch.zeros(1, HIDDEN), x[:1]).sum().backward()
+    chosen, _ = mixture.gate(x[:1])
+    got = mixture.experts.down_proj.grad
+    assert got is not None
+    assert set(got.abs().sum((1, 2)).nonzero().flatten().tolist()) == set(chosen[0].tolist())
 
 
 @pytest.mark.parametrize("objective", ["training_time_test", "fastmtp"])
