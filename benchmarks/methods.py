@@ -147,7 +147,7 @@ def drafts(config: RunConfig, target: TargetRecord) -> dict[str, list[str]]:
     """The overrides that make each method of a recipe for EAGLE-3, of about the same size."""
     eagle = config.draft.model_dump(mode="json")
     shape = {key: eagle[key] for key in ("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "fc_norm")}
-    dflash = {"method": "dflash", "block_size": 8, "decay_gamma": 4.0, "anchors": 32} | shape
+    dflash = {"method": "dflash", "block_size": 8, "decay_gamma": 4.0} | shape
     dflash["layer_types"] = ["full_attention"] * 2
     dspark = dflash | {"method": "dspark", "block_size": 7, "markov_rank": 64}
     domino = dflash | {"method": "domino", "gru_hidden_dim": 64, "emb_dim": 64}
