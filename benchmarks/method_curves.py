@@ -123,7 +123,7 @@ def table(found: dict[str, Any]) -> str:
     lines = [
         f"# Draft methods on {found['settings']['target']}: acceptance length against training tokens", "",
         "Temperature 1, lookahead 4, all test prompts of `benchmarks/methods.py`; 95 % intervals over conversations, "
-        f"a value for each seed. Commit {found['about']['commit']}, {found['about']['date']}, {found['about']['cpu']}.", "",
+        "a value for each seed. Commit {commit}, {date}, {cpu}.".format(**found["about"]), "",
         "| training tokens | " + " | ".join(methods) + " |", "|---" * (len(methods) + 1) + "|",
     ]  # fmt: skip
     for samples in dict.fromkeys(cell["asked"] for cell in cells):

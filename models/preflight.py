@@ -40,7 +40,7 @@ from models.progress_bars import counting
 from models.regeneration.engines import recipe_prompter
 from models.run import RunWithTarget
 from models.targets.architecture import read_model_config, sliding_window
-from models.targets.own_layer import own_files
+from models.targets.own_layer import OwnLayer
 from models.targets.weights import tensor_files
 from models.training.start import load_start
 
@@ -54,7 +54,9 @@ def check_settings(run: RunWithTarget) -> None:
     if config.ledger.url is not None:
         check_server(config.ledger.url)
     draft = _draft(config, target)
-    own_files(Path(target.path), draft.target_tensors(tensor_files(Path(target.path))))
+    place = Path(target.path)
+    if own := draft.target_tensors(tensor_files(place)):
+        OwnLayer.find(place, own)
     _check_disk(run, sum(parameter.numel() for parameter in draft.parameters()))
     _check_precision(run)
     served = config.generator.engine == "sglang" and config.benchmark.served_concurrency

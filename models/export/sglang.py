@@ -44,7 +44,8 @@ from models.export.description import (
 from models.export.served_target import ServedTarget, read_served_target
 from models.export.stitched import can_link, stitch
 from models.run import PreparedRun
-from models.targets.weights import read_target_head
+from models.targets.own_layer import OwnLayer
+from models.targets.weights import read_target_head, tensor_files
 
 WEIGHTS = "model.safetensors"
 MAPS = ("d2t", "t2d")
@@ -161,8 +162,13 @@ def _stitch(run: PreparedRun) -> None:
         return  # no such layer does
     target, folder = Path(run.target.path), run.folder.stitched
     shutil.rmtree(folder, ignore_errors=True)
-    if can_link(target, folder):
-        written = stitch(load_draft(run.folder.export, target, torch.float32), target, folder)
+    draft = load_draft(run.folder.export, target, torch.float32)
+    if OwnLayer.find(target, draft.target_tensors(tensor_files(target))).quantized:
+        print(
+            "the target's own layer is quantized, so this one is no part of a copy of it: serve the export", flush=True
+        )
+    elif can_link(target, folder):
+        written = stitch(draft, target, folder)
         print(f"{folder} is the target with this layer; written again: {', '.join(written)}", flush=True)
     else:
         print(

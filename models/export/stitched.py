@@ -16,7 +16,7 @@ from torch import Tensor
 
 from infra.refusal import Refusal
 from models.drafts.base import Draft
-from models.targets.own_layer import own_files
+from models.targets.own_layer import OwnLayer
 from models.targets.weights import tensor_files
 
 LEFT_OUT = (".cache", ".git")
@@ -25,17 +25,21 @@ LEFT_OUT = (".cache", ".git")
 def stitch(draft: Draft, target: Path, folder: Path) -> list[str]:
     """Write `target` with the draft's weights to `folder`, which must not be there. Returns the files written again.
 
-    Raises Refusal for a draft that no target comes with, or whose target is another one.
+    Raises Refusal for a draft that no target comes with, whose target is another one, or whose layer is quantized.
     """
     tensors = draft.target_tensors(tensor_files(target))
     if not tensors:
         raise Refusal(f"{draft.config.title} drafts are no part of their target's checkpoint: serve them beside it")
     if folder.exists():
         raise Refusal(f"{folder} is there already: give a new folder, or remove it")
-    files = own_files(target, tensors)
+    layer = OwnLayer.find(target, tensors)
+    if layer.quantized:
+        raise Refusal(
+            f"the MTP layer in {target} is quantized, and this one is not: serve the export beside the target"
+        )
     aside = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(aside, ignore_errors=True)
-    written = sorted(set(files.values()))
+    written = sorted(set(layer.files.values()))
     for path in sorted(target.rglob("*")):
         place = path.relative_to(target)
         if path.is_file() and place.parts[0] not in LEFT_OUT:

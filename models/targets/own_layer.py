@@ -1,6 +1,7 @@
 """Weights of a draft that are tensors of the target's own checkpoint: its MTP layer."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -8,63 +9,94 @@ from safetensors import safe_open
 from torch import Tensor
 
 from infra.refusal import Refusal
+from models.targets.quantization import FLOATS, PACKED, StoredMatrix
 from models.targets.weights import tensor_files
 
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 """Tables that a checkpoint may hold once more beside the layer (DeepSeek-V3); engines take the target's."""
-FLOATS = ("F32", "F16", "BF16")
 OTHER = "choose another draft.method"
 
 
-def own_files(target: Path, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """File name of each of these tensors in the target's folder; no weights are read.
+@dataclass(frozen=True)
+class OwnLayer:
+    """The tensors of one layer in a target's files."""
 
-    Raises Refusal, naming a tensor, unless the layer has exactly these, with these shapes, as floating-point numbers.
-    """
-    if not tensors:
-        return {}
-    files, prefix = tensor_files(target), _common_beginning(min(tensors), max(tensors))
-    if not any(name.startswith(prefix) for name in files):
-        raise Refusal(f"{target} holds no MTP layer (no tensor named {prefix}*): {OTHER}")
-    if lacking := sorted(tensors.keys() - files.keys()):
+    folder: Path
+    files: Mapping[str, str]
+    """File of every floating-point tensor, by its name."""
+    quantized: Mapping[str, StoredMatrix]
+    """The other ones."""
+
+    @classmethod
+    def find(cls, target: Path, tensors: Mapping[str, Tensor]) -> "OwnLayer":
+        """Where the target has `tensors`; no weights are read.
+
+        Raises Refusal, naming a tensor, unless the layer has exactly these, with these shapes, in a format that can be
+        read.
+        """
+        stored, prefix = tensor_files(target), _common_beginning(min(tensors), max(tensors))
+        if not any(name.startswith(prefix) for name in stored):
+            raise Refusal(f"{target} holds no MTP layer (no tensor named {prefix}*): {OTHER}")
+        found = cls(target, files := {}, quantized := {})
+        for name in sorted(tensors):
+            kind = "" if name in stored else next((kind for kind in PACKED if _packed(name, kind) in stored), None)
+            if kind is None:
+                raise Refusal(
+                    f"the MTP layer in {target} lacks {name}, so it is of another kind than draft says: {OTHER}"
+                )
+            if kind or not _is_float(target / stored[name], name):
+                quantized[name] = StoredMatrix.find(target, stored, name.removesuffix(".weight"))
+            else:
+                files[name] = stored[name]
+        known = {*tensors, *(prefix + copy for copy in COPIES)}
+        known |= {f"{matrix.module}.{last}" for matrix in quantized.values() for last in matrix.files}
+        if foreign := sorted(name for name in stored if name.startswith(prefix) and name not in known):
+            raise Refusal(f"the MTP layer in {target} also has {foreign[0]}, which is not supported: {OTHER}")
+        found._check_shapes(tensors)
+        return found
+
+    def _check_shapes(self, tensors: Mapping[str, Tensor]) -> None:
+        """Of floats; a quantized matrix is checked where it is read."""
+        for file, names in self._by_file().items():
+            with safe_open(self.folder / file, framework="pt") as opened:
+                for name in names:
+                    _check_shape(self.folder, name, opened.get_slice(name).get_shape(), tensors[name])
+
+    def _by_file(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for name, file in self.files.items():
+            found.setdefault(file, []).append(name)
+        return found
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill `tensors`; what is quantized is dequantized."""
+        for file, names in self._by_file().items():
+            with safe_open(self.folder / file, framework="pt") as opened:
+                for name in names:
+                    tensors[name].copy_(opened.get_tensor(name))
+        for name, stored in self.quantized.items():
+            matrix = stored.read(torch.float32)
+            _check_shape(self.folder, name, matrix.shape, tensors[name])
+            tensors[name].copy_(matrix)
+
+
+def _packed(name: str, kind: str) -> str:
+    return f"{name.removesuffix('weight')}{kind}"
+
+
+def _is_float(file: Path, name: str) -> bool:
+    with safe_open(file, framework="pt") as opened:
+        return opened.get_slice(name).get_dtype() in FLOATS
+
+
+def _check_shape(target: Path, name: str, found: "torch.Size | list[int]", wanted: Tensor) -> None:
+    if tuple(found) != tuple(wanted.shape):
         raise Refusal(
-            f"the MTP layer in {target} lacks {lacking[0]}, so it is of another kind than draft says: {OTHER}"
+            f"{name} in {target} is {list(found)}, and a layer with the draft's sizes has {list(wanted.shape)}"
         )
-    for file, names in _by_file(tensors, files).items():
-        with safe_open(target / file, framework="pt") as opened:
-            for name in names:
-                stored, wanted = opened.get_slice(name), tensors[name].shape
-                found, dtype = torch.Size(stored.get_shape()), stored.get_dtype()
-                if dtype not in FLOATS:
-                    raise Refusal(
-                        f"the MTP layer in {target} is quantized ({name} is {dtype}), and cannot be trained: {OTHER}"
-                    )
-                if found != wanted:
-                    raise Refusal(
-                        f"{name} in {target} is {list(found)}, and a layer with the draft's sizes has {list(wanted)}"
-                    )
-    known = {*tensors, *(prefix + copy for copy in COPIES)}
-    if foreign := sorted(name for name in files if name.startswith(prefix) and name not in known):
-        raise Refusal(f"the MTP layer in {target} also has {foreign[0]}, which is not supported: {OTHER}")
-    return {name: files[name] for name in tensors}
-
-
-def _by_file(tensors: Mapping[str, Tensor], files: Mapping[str, str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for name in tensors:
-        found.setdefault(files[name], []).append(name)
-    return found
 
 
 def _common_beginning(one: str, other: str) -> str:
     differing = (place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
     return one[: next(differing, min(len(one), len(other)))]
-
-
-@torch.no_grad()
-def load_own(target: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill these tensors with the target's. Raises Refusal: see `own_files`."""
-    for file, names in _by_file(tensors, own_files(target, tensors)).items():
-        with safe_open(target / file, framework="pt") as opened:
-            for name in names:
-                tensors[name].copy_(opened.get_tensor(name))

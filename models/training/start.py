@@ -18,7 +18,7 @@ from models.drafts.vocabulary import DraftVocabulary
 from models.dtypes import DTYPES
 from models.export.sglang import load_draft
 from models.run import PreparedRun, RunWithTarget
-from models.targets.own_layer import load_own
+from models.targets.own_layer import OwnLayer
 from models.targets.weights import TargetHead, tensor_files
 
 
@@ -59,7 +59,8 @@ def first_draft(run: PreparedRun, head: TargetHead) -> tuple[Draft, float]:
         draft = build_draft(config, head.embedding, vocabulary, run.config.target.aux_layer_ids)
         draft.start_from(head.head)
         place = Path(run.target.path)
-        load_own(place, draft.target_tensors(tensor_files(place)))
+        if own := draft.target_tensors(tensor_files(place)):
+            OwnLayer.find(place, own).load(own)
     return draft, float(counts[draft.vocabulary.target_ids].sum() / counts.sum())
 
 

@@ -22,7 +22,7 @@ from models.export.served_target import read_served_target
 from models.export.sglang import load_draft, write_export
 from models.export.stitched import stitch
 from models.targets.model import TargetModel
-from models.targets.own_layer import load_own
+from models.targets.own_layer import OwnLayer
 from models.targets.weights import read_target_head, tensor_files
 
 sys.path.append(str(Path(__file__).parents[4] / "benchmarks"))
@@ -46,7 +46,8 @@ def export(target: Path, folder: Path, settings: dict, layers: tuple[int, ...]) 
     every = DraftVocabulary(torch.arange(len(head.head)), len(head.head))
     draft = build_draft(parse_draft_config(settings), head.embedding, every, layers)
     draft.start_from(head.head)
-    load_own(target, draft.target_tensors(tensor_files(target)))
+    if own := draft.target_tensors(tensor_files(target)):
+        OwnLayer.find(target, own).load(own)
     write_export(draft, folder, {}, read_served_target(target))
     return draft
 

@@ -1,10 +1,13 @@
 """MTP layers of other families than MiMo: computed as by transformers' own layers, and written back."""
 
+import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from quantizers import fp8_blocks, nvfp4
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -17,7 +20,7 @@ from models.drafts.vocabulary import DraftVocabulary
 from models.export.served_target import read_served_target
 from models.export.sglang import load_draft, write_export
 from models.export.stitched import stitch
-from models.targets.own_layer import load_own, own_files
+from models.targets.own_layer import OwnLayer
 from models.targets.weights import read_target_head, tensor_files
 
 sys.path.append(str(Path(__file__).parents[4] / "benchmarks"))
@@ -39,7 +42,8 @@ def draft_for(folder: Path) -> MtpDraft:
     every = DraftVocabulary(torch.arange(VOCABULARY), VOCABULARY)
     draft = build_draft(config.draft, head.embedding, every, ())
     draft.start_from(head.head)
-    load_own(folder, draft.target_tensors(tensor_files(folder)))
+    own = draft.target_tensors(tensor_files(folder))
+    OwnLayer.find(folder, own).load(own)
     assert isinstance(draft, MtpDraft)
     return draft
 
@@ -106,6 +110,31 @@ def test_an_export_is_read_back_with_the_routers_bias_unrounded(target, tmp_path
         assert torch.equal(found, tensor.to(found.dtype)), name
 
 
+QUANTIZERS = {"fp8 blocks": fp8_blocks, "NVFP4": partial(nvfp4, llm_compressor=True)}
+
+
+@pytest.mark.parametrize("kind", QUANTIZERS)
+def test_a_quantized_layer_is_dequantized_and_served_beside_the_target(kind, tiny_target, tmp_path):
+    plain = write_with_layer("glm4_moe", tmp_path / "plain", Path(tiny_target.path))
+    folder = shutil.copytree(plain, tmp_path / "quantized")
+    expected, stored = load_file(plain / WEIGHTS), load_file(plain / WEIGHTS)
+    matrices = [name for name in stored if name.startswith("model.layers.4.") and "_proj.weight" in name]
+    for name in matrices:
+        if name.endswith("eh_proj.weight"):
+            continue  # published unquantized
+        parts, module = QUANTIZERS[kind](stored.pop(name).float()), name.removesuffix(".weight")
+        stored |= {f"{module}.{last}": tensor for last, tensor in parts.items()}
+    save_file(stored, folder / WEIGHTS, {"format": "pt"})
+    draft, exact = draft_for(folder), draft_for(plain)
+    for (name, found), whole in zip(draft.named_parameters(), exact.parameters(), strict=True):
+        error = (found - whole).norm() / whole.norm()
+        quantized = "_proj" in name
+        assert 0.001 < error < (0.05 if kind == "fp8 blocks" else 0.2) if quantized else error == 0, name
+    assert expected.keys() != stored.keys()
+    with pytest.raises(Refusal, match="is quantized, and this one is not"):
+        stitch(draft, folder, tmp_path / "stitched")
+
+
 def test_layers_that_are_absent_or_of_another_kind_are_refused(tiny_target, tmp_path):
     qwen = write_with_layer("qwen3_5", tmp_path / "qwen", Path(tiny_target.path))
     wanted, tensors = draft_for(qwen).target_tensors(), load_file(qwen / WEIGHTS)
@@ -113,11 +142,12 @@ def test_layers_that_are_absent_or_of_another_kind_are_refused(tiny_target, tmp_
         "holds no MTP layer": {name: tensor for name, tensor in tensors.items() if "mtp." not in name},
         "lacks mtp.norm.weight": {name: tensor for name, tensor in tensors.items() if name != "mtp.norm.weight"},
         "also has mtp.layers.0.mlp.experts": tensors | {"mtp.layers.0.mlp.experts.gate_up_proj": torch.zeros(2)},
-        "is quantized": tensors | {"mtp.fc.weight": tensors["mtp.fc.weight"].to(torch.float8_e4m3fn)},
+        "reads float, fp8 and NVFP4 only": tensors | {"mtp.fc.weight": tensors["mtp.fc.weight"].to(torch.int8)},
         "layer with the draft's sizes has": tensors | {"mtp.norm.weight": torch.zeros(3)},
     }
     for number, (why, given) in enumerate(cases.items()):
         (tmp_path / str(number)).mkdir()
         save_file(given, tmp_path / str(number) / WEIGHTS)
+        (tmp_path / str(number) / "config.json").write_text("{}")
         with pytest.raises(Refusal, match=why):
-            own_files(tmp_path / str(number), wanted)
+            OwnLayer.find(tmp_path / str(number), wanted)
