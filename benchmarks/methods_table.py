@@ -1,7 +1,7 @@
-"""The result of benchmarks/methods.py as JSON and as a Markdown table."""
+"""The results of benchmarks/methods.py and method_curves.py as JSON and as Markdown tables."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,85 +10,97 @@ from infra.files.atomic import write_atomically
 RESULTS = Path(__file__).parent / "results"
 LEAST_DISTINCT = 0.3
 """Of text below, acceptance says how well a method copies."""
+VALIDATION, MAIN = "validation", "1"
 
 
-def write_result(path: Path, about: dict[str, Any], chosen: dict[str, float], cells: dict[str, Any]) -> None:
+def write_result(
+    path: Path, about: Mapping[str, Any], methods: Sequence[str], baselines: Sequence[str], cells: Mapping[str, Any]
+) -> None:
     """Write `path` and the Markdown page beside it."""
-    tests = [_test(name, cell) for name, cell in cells.items() if name.startswith("test ")]
-    trials = {
-        method: {
-            f"{share:g}": {**cells[f"train {method} {share:g}"], "validation": cells[f"validate {method} {share:g}"]}
-            for share in about["rates"]
-        }
-        for method in chosen
-    }
-    result = about | {"chosen": chosen, "trials": trials, "tests": tests}
+    trials = {method: {f"{rate:g}": cells[f"{method} {rate:g}"] for rate in about["rates"]} for method in methods}
+    chosen = {method: max(of, key=lambda rate: of[rate]["walks"][VALIDATION][MAIN]["length"]) for method, of in trials.items()}  # noqa: E501 # fmt: skip
+    result = {**about, "chosen": chosen, "trials": trials, "baselines": {name: cells[name] for name in baselines}}
     write_atomically(path, json.dumps(result, indent=1) + "\n")
     write_atomically(path.with_suffix(".md"), "\n".join(_page(result)) + "\n")
 
 
-def _test(name: str, cell: dict[str, Any]) -> dict[str, Any]:
-    *method, prompts, temperature = name.removeprefix("test ").split(" ")
-    return {"method": " ".join(method), "prompts": prompts, "temperature": float(temperature), **cell}
+def told(walk: Mapping[str, float]) -> str:
+    """A length with its interval."""
+    return f"{walk['length']:.2f} ({walk['low']:.2f} to {walk['high']:.2f})"
+
+
+def under(result: Mapping[str, Any]) -> str:
+    """What a table was measured under."""
+    return (
+        f"Acceptance length at lookahead {result['lookahead']} by the walk over the target's own text "
+        f"({result['max_new_tokens']} new tokens at most), 95 % interval by bootstrap over conversations. Training in "
+        f"{result['dtypes']['training']} on one thread of {result['cpu']}, one seed; {result['date']}, commit "
+        f"{result['commit']}. `benchmarks/methods.py` says how text and prompts were chosen."
+    )
 
 
 def _page(result: dict[str, Any]) -> Iterator[str]:
-    under = result["tests"][0]["conditions"]
-    yield f"# Draft methods on {under['target']}"
-    yield ""
-    yield (
-        f"Acceptance length at lookahead {under['lookahead']} by real speculative decoding ({under['engine']}, "
-        f"{under['dtype']}, {under['max_new_tokens']} new tokens at most, {under['hardware']}), 95 % interval by "
-        f"bootstrap over conversations. Commit {result['commit']}, {result['date']}. Made by `benchmarks/methods.py`, "
-        "whose docstring says how text and prompts were chosen."
-    )
-    for temperature in dict.fromkeys(test["temperature"] for test in result["tests"]):
-        cells = [test for test in result["tests"] if test["temperature"] == temperature]
-        what = f"Temperature {temperature:g}" if temperature else "Greedy"
-        apart = _apart(cells)
-        yield from _table(what, [test for test in cells if test["prompts"] not in apart])
-        yield from _table(f"{what}: text that repeats itself (distinct-token share under {LEAST_DISTINCT})",
-                          [test for test in cells if test["prompts"] in apart])  # fmt: skip
+    yield from (f"# Draft methods on {result['target']}", "", under(result))
+    walks = {method: result["trials"][method][rate]["walks"] for method, rate in result["chosen"].items()}
+    walks |= {name: cell["walks"] for name, cell in result["baselines"].items()}
+    for temperature, what in ((MAIN, "Temperature 1, proposals drawn"), ("0", "Greedy")):
+        sets = [name for name in result["prompts"] if name != VALIDATION]
+        shares = result["distinct_token_shares"]
+        apart = [name for name in sets if shares[f"{name} {temperature}"] < LEAST_DISTINCT]
+        yield from _table(what, walks, [name for name in sets if name not in apart], temperature)
+        repeats = f"{what}: text that repeats itself (distinct-token share under {LEAST_DISTINCT})"
+        yield from _table(repeats, walks, apart, temperature)
     yield from _trials(result)
 
 
-def _apart(cells: list[dict[str, Any]]) -> set[str]:
-    """Sets of prompts on which the target's text repeats itself: mean over methods."""
-    shares: dict[str, list[float]] = {}
-    for test in cells:
-        shares.setdefault(test["prompts"], []).append(test["distinct_token_share"])
-    return {prompts for prompts, of in shares.items() if sum(of) / len(of) < LEAST_DISTINCT}
-
-
-def _table(title: str, cells: list[dict[str, Any]]) -> Iterator[str]:
-    if not cells:
+def _table(title: str, walks: Mapping[str, Any], sets: list[str], temperature: str) -> Iterator[str]:
+    if not sets:
         return
-    sets = list(dict.fromkeys(test["prompts"] for test in cells))
-    found = {(test["method"], test["prompts"]): test for test in cells}
-    yield from ("", f"## {title}", "")
-    yield f"| method | {' | '.join(f'{name} ({_conversations(cells, name)})' for name in sets)} |"
-    yield f"|---|{'---|' * len(sets)}"
-    for method in dict.fromkeys(test["method"] for test in cells):
-        shown = [f"{one['length']:.2f} ({one['low']:.2f} to {one['high']:.2f})" for one in (found[method, name] for name in sets)]  # noqa: E501 # fmt: skip
-        yield f"| {method} | {' | '.join(shown)} |"
-
-
-def _conversations(cells: list[dict[str, Any]], prompts: str) -> int:
-    return next(test["conversations"] for test in cells if test["prompts"] == prompts)
+    yield from ("", f"## {title}", "", f"| method | {' | '.join(sets)} | mean |", f"|---|{'---|' * (len(sets) + 1)}")
+    for method, of in walks.items():
+        cells = [of[name][temperature] for name in sets]
+        mean = sum(cell["length"] for cell in cells) / len(cells)
+        yield f"| {method} | {' | '.join(map(told, cells))} | {mean:.2f} |"
 
 
 def _trials(result: dict[str, Any]) -> Iterator[str]:
     yield from ("", "## Trials", "")
-    yield "Each once over the same samples; the best on the validation prompts at temperature 1 was tested."
+    yield "Each once over the same samples; the best on the validation prompts at temperature 1 is in the tables above."
     yield ""
-    yield "| method | learning rate | training tokens | exported MB | seconds | validation | tested |"
+    yield "| method | learning rate | training tokens | trained parameters | CPU seconds | validation | chosen |"
     yield "|---|---|---|---|---|---|---|"
     for method, trials in result["trials"].items():
-        for share, trial in trials.items():
-            seen = trial["validation"]
-            tested = "yes" if float(share) == result["chosen"][method] else ""
+        for rate, trial in trials.items():
+            seen = trial["walks"][VALIDATION][MAIN]
             yield (
-                f"| {method} | {float(share) * result['learning_rate']:.2g} | {trial['tokens']:,} | "
-                f"{trial['export_bytes'] / 1e6:.1f} | {trial['seconds']:.0f} | {seen['length']:.2f} "
-                f"({seen['low']:.2f} to {seen['high']:.2f}) | {tested} |"
+                f"| {method} | {float(rate) * result['learning_rate']:.2g} | {trial['tokens']:,} | "
+                f"{trial['parameters']:,} | {trial['cpu_s']:.0f} | {told(seen)} | "
+                f"{'yes' if rate == result['chosen'][method] else ''} |"
             )
+
+
+def write_curves(path: Path, about: Mapping[str, Any], cells: Mapping[str, Any]) -> None:
+    """Write `path` and the Markdown page beside it."""
+    result = {**about, "trials": list(cells.values())}
+    write_atomically(path, json.dumps(result, indent=1) + "\n")
+    write_atomically(path.with_suffix(".md"), "\n".join(_curves(result)) + "\n")
+
+
+def _curves(result: dict[str, Any]) -> Iterator[str]:
+    trials: list[dict[str, Any]] = result["trials"]
+    methods = list(dict.fromkeys(trial["method"] for trial in trials))
+    yield from (f"# Draft methods on {result['target']}: acceptance against training tokens", "", under(result), "")
+    yield (
+        "Temperature 1, proposals drawn; means over the test sets, a value for each seed. Every training is from "
+        "scratch, at the method's best learning rate."
+    )
+    yield from ("", f"| training tokens | {' | '.join(methods)} |", f"|---|{'---|' * len(methods)}")
+    for samples in dict.fromkeys(trial["samples"] for trial in trials):
+        here = [trial for trial in trials if trial["samples"] == samples]
+        cells = [", ".join(f"{_mean(one):.2f}" for one in here if one["method"] == method) for method in methods]
+        yield f"| {here[0]['tokens']:,} | {' | '.join(cells)} |"
+
+
+def _mean(trial: Mapping[str, Any]) -> float:
+    lengths = [walks[MAIN]["length"] for name, walks in trial["walks"].items() if name != VALIDATION]
+    return sum(lengths) / len(lengths)

@@ -21,7 +21,7 @@ from statistics import mean
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
+from offline import averaged, capture, train
 from prepared import prepared_run
 
 from infra.files.atomic import write_atomically
@@ -30,20 +30,15 @@ from infra.provenance import git_sha, hardware, versions
 from models.benchmark.conditions import sampled_law
 from models.benchmark.contestants import Contestants
 from models.benchmark.measure import DRAFT, at, walk_texts
-from models.config.training import TrainingConfig
 from models.data.prompts import heldout_prompts
 from models.decoding.acceptance import acceptance_length
-from models.drafts.base import PackedSamples, supervised_positions
 from models.drafts.sampling import Sampling
 from models.dtypes import DTYPES
 from models.run import PreparedRun
 from models.targets.model import TargetModel, eos_ids
 from models.targets.recommended import recommended_sampling
 from models.targets.tiny import one_thread
-from models.targets.weights import read_target_head
-from models.training.heldout import weights_of
 from models.training.lightning_module import DraftModule
-from models.training.start import first_draft, target_projection
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "optimizers.json"
@@ -51,57 +46,10 @@ LOOKAHEAD, CHUNK = 4, 256
 OPTIMIZERS = ("adamw", "muon")
 
 
-def capture(run: PreparedRun, target: TargetModel) -> list[PackedSamples]:
-    """The batch of every optimizer step."""
-    samples, size = run.open_samples(), run.config.training.samples_per_step
-    found, layout = list[PackedSamples](), run.layout
-    for slot in run.epoch_slots(0):
-        one = samples[slot.sample]
-        hidden = target.forward(one.tokens[None])
-        aux, last = (states[0].to(layout.dtype) for states in (hidden.aux, hidden.last))
-        top = target.top_tokens(hidden.last[0]) if layout.top_token else None
-        found.append(PackedSamples(one.tokens, one.loss_mask, aux, last, (len(one.tokens),), top))
-    return [joined(found[first : first + size]) for first in range(0, len(found), size)]
-
-
-def joined(parts: Sequence[PackedSamples]) -> PackedSamples:
-    """Samples concatenated."""
-    tops = [part.top for part in parts if part.top is not None]
-    tokens, mask, aux, last = (
-        torch.cat([getattr(part, name) for part in parts]) for name in ("tokens", "loss_mask", "aux", "last")
-    )
-    lengths = tuple(length for part in parts for length in part.lengths)
-    return PackedSamples(tokens, mask, aux, last, lengths, torch.cat(tops) if tops else None)
-
-
-def train(run: PreparedRun, batches: Sequence[PackedSamples], settings: TrainingConfig) -> tuple[DraftModule, float]:
-    """A trained module, and the CPU seconds that it took."""
-    head = read_target_head(Path(run.target.path), torch.float32)
-    draft, _ = first_draft(run, head)
-    dtype = DTYPES[run.config.training_dtype]
-    draft.hold_embeddings(dtype)
-    module = DraftModule(draft, target_projection(run, head, draft), settings, len(batches))
-    configured = module.configure_optimizers()
-    optimizer, schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
-    begun = time.process_time()
-    for step, batch in enumerate(batches, start=1):
-        total = max(1, len(supervised_positions(batch.loss_mask, batch.lengths)))
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-            loss = draft.loss(batch, module.target, total, CHUNK).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(draft.parameters(), settings.clip_norm)
-        optimizer.step()
-        schedule.step()
-        module.average(step)
-    return module, time.process_time() - begun
-
-
 def measured(run: PreparedRun, target: TargetModel, module: DraftModule) -> dict[str, Any]:
     """Acceptance of the averaged weights, in the target's data type."""
     path, config = Path(run.target.path), run.config.benchmark
-    with weights_of(module.draft, module.averaged):
-        draft = module.draft.to(target.head_weight.dtype).eval()
+    with averaged(module, target.head_weight.dtype) as draft:
         contestants = Contestants(target, lambda: target, [draft], eos_ids(path), recommended_sampling(path))
         law: Sampling = sampled_law(config, contestants.recommended)
         prompts = heldout_prompts(run.open_samples("heldout"), config)
