@@ -8,6 +8,7 @@ import typer
 
 from flows.bench_command import PASS_ON, bench
 from flows.data_command import data
+from flows.deploy_command import deploy, undeploy
 from flows.doctor_command import doctor
 from flows.drafts_command import drafts
 from flows.init_command import init
@@ -99,7 +100,7 @@ def _forget_crashes(config: "RunConfig", folder: Path) -> None:
 
 
 app.command(context_settings=PASS_ON)(bench)
-for command in (status, doctor, ui, up, down):
+for command in (deploy, undeploy, status, doctor, ui, up, down):
     app.command()(command)
 
 

@@ -1,4 +1,4 @@
-"""Deploys prefect.yaml again and again without undoing what the operator changed.
+"""Deploys a file of deployments again and again without undoing what the operator changed.
 
 `python -m tasks.deployments FOLDER`: `prefect deploy` replaces a deployment as a whole, so a schedule that somebody
 activated would be off again after the next start. Here every setting that differs from what was deployed last time is
@@ -7,9 +7,9 @@ the operator's and stays; every other one follows prefect.yaml. FOLDER keeps wha
 
 import argparse
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate
@@ -24,6 +24,7 @@ from infra.servers.stack import WORK_POOLS
 
 DEPLOY_S = 180.0
 PAGE = 200
+Found = TypeVar("Found")
 Settings = Mapping[str, Any]
 """What an operator may change of a deployment. Schedules are known by slug, or by id if somebody added one without."""
 WHOLE = ("parameters", "schedule")
@@ -37,8 +38,11 @@ class Deployed(Record):
     automations: Mapping[str, bool] = {}
 
 
-def deploy(folder: Path) -> None:
-    """Bring the current folder's prefect.yaml into force. Raises CalledProcessError with Prefect's own words."""
+def deploy(folder: Path, file: Path = Path("prefect.yaml")) -> None:
+    """Bring a file of deployments into force; by default the current folder's. `folder` keeps what was deployed.
+
+    Raises CalledProcessError with Prefect's own words.
+    """
     last, interrupted = folder / "deployed.json", folder / "deployed-before.json"
     with get_client(sync_client=True) as client:
         for pool in WORK_POOLS:
@@ -46,7 +50,11 @@ def deploy(folder: Path) -> None:
         if not interrupted.exists():
             write_atomically(interrupted, _read_all(client))
         before = Deployed.read(interrupted)
-        subprocess.run(module("prefect", "--no-prompt", "deploy", "--all"), check=True, timeout=DEPLOY_S)
+        subprocess.run(
+            module("prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file)),
+            check=True,
+            timeout=DEPLOY_S,
+        )
         fresh = _read_all(client)
         _restore(client, before, Deployed.read(last) if last.exists() else fresh, fresh)
     write_atomically(last, fresh)
@@ -61,16 +69,24 @@ def _ensure_pool(client: SyncPrefectClient, name: str) -> None:
         client.create_work_pool(WorkPoolCreate(name=name, type="process"))
 
 
+def all_pages(read: Callable[..., list[Found]], **wanted: Any) -> list[Found]:
+    """What a client's method finds, page by page: the server gives at most 200 at once."""
+    found: list[Found] = []
+    while page := read(limit=PAGE, offset=len(found), **wanted):
+        found += page
+    return found
+
+
 def _deployments(client: SyncPrefectClient) -> dict[str, DeploymentResponse]:
-    flows = {flow.id: flow.name for flow in client.read_flows(limit=PAGE)}
-    found = client.read_deployments(limit=PAGE)
+    flows = {flow.id: flow.name for flow in all_pages(client.read_flows)}
+    found = all_pages(client.read_deployments)
     return {f"{flows[one.flow_id]}/{one.name}": one for one in found if one.work_pool_name in WORK_POOLS}
 
 
 def _read_all(client: SyncPrefectClient) -> Deployed:
     return Deployed(
         deployments={name: _settings(found) for name, found in _deployments(client).items()},
-        automations={found.name: found.enabled for found in client.read_automations()},
+        automations={found.name: found.enabled for found in all_pages(client.read_automations)},
     )
 
 
@@ -97,7 +113,7 @@ def _restore(client: SyncPrefectClient, before: Deployed, last: Deployed, fresh:
         kept = keep_changes(now, last.deployments.get(name, fresh.deployments[name]), fresh.deployments[name])
         if kept != fresh.deployments[name]:
             client.update_deployment(found.id, _update(kept))
-    for automation in client.read_automations():
+    for automation in all_pages(client.read_automations):
         was = before.automations.get(automation.name)
         if was is not None and was != last.automations.get(automation.name, automation.enabled):
             (client.resume_automation if was else client.pause_automation)(automation.id)

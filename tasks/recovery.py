@@ -125,6 +125,9 @@ def start_again(dead: DeadRun) -> str:
         emit_event(
             GIVEN_UP,
             {"prefect.resource.id": f"prefect.flow-run.{dead.flow_run}", "prefect.resource.name": dead.name},
+            related=[
+                {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{tag}"} for tag in dead.tags
+            ],
             payload={"run": folder.name if folder else ""},
         )
         raise Refusal(_given_up(dead, folder))

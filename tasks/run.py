@@ -46,7 +46,7 @@ class OpenRun:
     @property
     def draft_name(self) -> str:
         """Name in the model registry."""
-        return self.config.tracking.registered_model or f"draft-{self.config.name}"
+        return self.config.draft_name
 
 
 @contextmanager

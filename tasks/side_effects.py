@@ -1,5 +1,6 @@
 """The decorator of tasks that change something outside their process, and the keys of what they show in Prefect."""
 
+import hashlib
 import re
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -31,5 +32,9 @@ def _worth_retrying(_task: Task[Any, Any], _run: TaskRun, state: State) -> bool:
 
 
 def artifact_key(kind: str, name: str) -> str:
-    """Key of the artifact `kind` of a draft or recipe. Prefect accepts lower-case letters, digits and dashes."""
-    return f"{kind}-" + re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    """Key of the artifact `kind` of a draft or recipe. Prefect accepts lower-case letters, digits and dashes.
+
+    Names that differ in other characters have different keys, too.
+    """
+    key = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return f"{kind}-{key}" + ("" if key == name else f"-{hashlib.sha256(name.encode()).hexdigest()[:6]}")

@@ -105,6 +105,11 @@ class RunConfig(StrictConfig):
         return self
 
     @property
+    def draft_name(self) -> str:
+        """The registered model of its drafts."""
+        return self.tracking.registered_model or f"draft-{self.name}"
+
+    @property
     def capture_dtype(self) -> Precision:
         """Data type of the target that is captured. Many CPUs are slower in bfloat16, up to several times."""
         return self.generator.compute_dtype or ("bfloat16" if self.pools.inference_gpus else "float32")

@@ -83,13 +83,16 @@ class Stack:
     def post(self, path: str, body: dict[str, Any]) -> Any:
         return self._ask("POST", path, body)
 
+    def patch(self, path: str, body: dict[str, Any]) -> Any:
+        return self._ask("PATCH", path, body)
+
     def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         """Asks again, as Prefect's own client does, while the server's SQLite is busy."""
         deadline = time.monotonic() + BUSY_S
         while True:
             answer = httpx.request(method, f"{self.api}/{path}", json=body, timeout=WAIT_S)
             if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE or time.monotonic() > deadline:
-                return answer.raise_for_status().json()
+                return answer.raise_for_status().json() if answer.content else None
             time.sleep(1)
 
     def flow_runs(self, flow: str) -> list[str]:

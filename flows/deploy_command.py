@@ -1,0 +1,63 @@
+"""`draftsmith deploy` and `undeploy`: the deployments of one draft."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from infra.network.health import public
+from infra.refusal import Refusal
+from infra.settings import prefect_api_url, runs_folder
+
+
+def deploy(
+    recipe: Annotated[Path, typer.Argument(help="A YAML file of recipes/.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[section.field=value]...")] = None,
+    cron: Annotated[
+        str | None, typer.Option("--cron", metavar="CRON", help="When to retrain, in UTC, for instance '0 3 * * 0'.")
+    ] = None,
+    watch: Annotated[
+        list[str] | None, typer.Option("--watch", metavar="URL", help="An SGLang server to watch; may be repeated.")
+    ] = None,
+    notify: Annotated[
+        list[str] | None,
+        typer.Option("--notify", metavar="TYPE/NAME", help="A notification block to tell, as slack-webhook/ops."),
+    ] = None,
+    pause: Annotated[bool, typer.Option("--pause", metavar="", help="Deploy without starting any schedule.")] = False,
+) -> None:
+    """Create or update a draft's deployments in Prefect: retraining, promotion, nightly benchmark, traffic watch.
+
+    Options that are left out stay as they were, and so does what was changed in Prefect's page.
+    """
+    from models.config.recipe import load_recipe
+    from tasks.draft_deployments import DeployOptions, deploy_draft, remembered
+
+    config, folder = load_recipe(recipe, overrides), _folder()
+    before = remembered(folder, config.draft_name)
+    options = DeployOptions(
+        cron=cron or before.cron,
+        watch=tuple(watch or before.watch),
+        notify=tuple(notify or before.notify),
+        paused=pause,
+    )
+    names = deploy_draft(folder, config, options)
+    print(f"{config.draft_name} in {public(prefect_api_url() or '')}: {', '.join(names)}")
+    print(f"To train it now: prefect deployment run retrain/{config.name}")
+
+
+def undeploy(
+    name: Annotated[str, typer.Argument(metavar="DRAFT", help="The registered model, for instance draft-quickstart.")],
+) -> None:
+    """Delete a draft's deployments, schedules and notifications. Its versions, runs and served drafts stay."""
+    from tasks.draft_deployments import undeploy_draft
+
+    found = undeploy_draft(_folder(), name)
+    print(f"{name}: {found} deployments deleted" if found else f"{name} is not deployed")
+
+
+def _folder() -> Path:
+    if prefect_api_url() is None:
+        raise Refusal(
+            "PREFECT_API_URL names no Prefect server: `draftsmith up` starts one; then source runs/.stack/environment"
+        )
+    return runs_folder() / ".deployments"

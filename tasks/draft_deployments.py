@@ -1,0 +1,205 @@
+"""The deployments of one draft, from its recipe: retrain, regenerate, promote, benchmark-champion, watch-traffic."""
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterTags
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.events.actions import SendNotification
+from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
+from prefect.exceptions import ObjectNotFound
+
+from infra.files.atomic import write_atomically
+from infra.records.data_path import Record
+from infra.refusal import Refusal
+from infra.servers.stack import WORK_POOLS
+from models.config.recipe import RunConfig
+from tasks.deployments import all_pages, deploy
+
+FILE, OPTIONS = "prefect.yaml", "options.json"
+HEARTBEAT_S = 30
+"""As in the shared prefect.yaml: `recover` takes a flow run for dead after 90 s of silence."""
+ONE, SKIP = {"limit": 1, "collision_strategy": "ENQUEUE"}, {"limit": 1, "collision_strategy": "CANCEL_NEW"}
+TOLD_DRAFT = ("draftsmith.draft.*",)
+TOLD_RUN = ("prefect.flow-run.Failed", "draftsmith.run.given-up", "prefect.flow-run.Suspended")
+BODY = "{{ event.event }} of {{ event.resource.name or event.resource.id }}\n{% for key, value in event.payload.items() %}{{ key }}: {{ value }}\n{% endfor %}"  # noqa: E501
+
+
+class DeployOptions(Record):
+    """What a person asked for beside the recipe. What is not said again stays."""
+
+    cron: str | None = None
+    """When to retrain."""
+    watch: tuple[str, ...] = ()
+    """Addresses of the servers whose traffic is watched."""
+    notify: tuple[str, ...] = ()
+    """Notification blocks, TYPE/NAME."""
+    paused: bool = False
+
+
+def draft_tag(draft: str) -> str:
+    """What all deployments of a registered draft are tagged with, and so their flow runs."""
+    return f"draft:{draft}"
+
+
+def deploy_draft(folder: Path, config: RunConfig, options: DeployOptions) -> list[str]:
+    """Create or update the deployments of a recipe's draft; what an operator changed stays. Returns their names.
+
+    `folder` keeps what was deployed. Raises Refusal for a notification block that is not there.
+    """
+    draft, place = config.draft_name, folder / config.draft_name
+    place.mkdir(parents=True, exist_ok=True)
+    with get_client(sync_client=True) as client:
+        blocks = {name: _block(client, name) for name in options.notify}
+        deployments = list(described(config, options))
+        names = [f"{each['entrypoint'].rpartition('.')[2].replace('_', '-')}/{each['name']}" for each in deployments]
+        _delete(client, (one for one in of_draft(client, draft) if _name(client, one) not in names))
+        write_atomically(place / FILE, yaml.safe_dump({"name": "draftsmith", "deployments": deployments}))
+        deploy(place, place / FILE)
+        for block, document in blocks.items():
+            _tell(client, draft, block, document)
+    write_atomically(place / OPTIONS, options)
+    return names
+
+
+def remembered(folder: Path, draft: str) -> DeployOptions:
+    """The options that the draft was deployed with last."""
+    path = folder / draft / OPTIONS
+    return DeployOptions.read(path) if path.exists() else DeployOptions()
+
+
+def undeploy_draft(folder: Path, draft: str) -> int:
+    """Delete a draft's deployments with their schedules, waiting runs and automations. Returns how many there were."""
+    with get_client(sync_client=True) as client:
+        found = of_draft(client, draft)
+        _delete(client, found)
+        for automation in all_pages(client.read_automations):
+            if automation.name.startswith(_notice(draft, "")):
+                client.delete_automation(automation.id)
+    # Last: killed before, the command can be given again.
+    shutil.rmtree(folder / draft, ignore_errors=True)
+    return len(found)
+
+
+def of_draft(client: SyncPrefectClient, draft: str) -> list[DeploymentResponse]:
+    """All deployments of a draft."""
+    tags = DeploymentFilterTags(all_=[draft_tag(draft)])
+    return all_pages(client.read_deployments, deployment_filter=DeploymentFilter(tags=tags))
+
+
+def described(config: RunConfig, options: DeployOptions) -> Iterable[dict[str, Any]]:
+    """A draft's deployments as prefect.yaml has them."""
+    draft, tree = config.draft_name, config.model_dump(mode="json", exclude_unset=True)
+    retrain = _deployment("retrain_draft.retrain", config, options, {"config": tree}, resumable=True, limit=ONE)
+    if options.cron:
+        retrain["schedules"] = [_schedule("retrain", options.cron, options)]
+    yield retrain | {"triggers": [_on_drift(draft, tree)]}
+    if config.data.regeneration is not None:
+        yield _deployment("regenerate_text.regenerate", config, options, {"config": tree}, resumable=True, limit=ONE)
+    named = {"draft": draft}
+    yield _deployment("promote_draft.promote", config, options, named, resumable=True, limit=ONE)
+    yield _deployment("roll_back_draft.rollback", config, options, named | {"reason": ""}, pool=WORK_POOLS[1])
+    nightly = _deployment("benchmark_champion.benchmark_champion", config, options, named, resumable=True, limit=SKIP)
+    yield nightly | {"schedules": [_schedule("nightly", "0 2 * * *", options) | {"active": False}]}
+    if options.watch:
+        watched = {
+            "config": {"draft": draft, "servers": list(options.watch), "traffic": config.promotion.traffic.sampling}
+        }
+        watch = _deployment("watch_traffic.watch_traffic", config, options, watched, limit=SKIP)
+        yield watch | {"schedules": [{"slug": "every-quarter-hour", "interval": 900, "active": not options.paused}]}
+
+
+def _deployment(
+    entrypoint: str,
+    config: RunConfig,
+    options: DeployOptions,
+    parameters: dict[str, Any],
+    *,
+    resumable: bool = False,
+    limit: dict[str, Any] | None = None,
+    pool: str = WORK_POOLS[0],
+) -> dict[str, Any]:
+    variables = {"working_dir": "{{ $PWD }}", "env": {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S)}}
+    flow = entrypoint.rpartition(".")[2].replace("_", "-")
+    found: dict[str, Any] = {
+        "name": config.name,
+        "description": f"{flow} of {config.draft_name}",
+        "entrypoint": f"flows.{entrypoint}",
+        "tags": ["draftsmith", draft_tag(config.draft_name), *(["draftsmith-resumable"] if resumable else [])],
+        "enforce_parameter_schema": True,
+        "paused": options.paused,
+        "parameters": parameters,
+        "work_pool": {"name": pool, "work_queue_name": "default", "job_variables": variables},
+    }
+    return found | ({"concurrency_limit": limit} if limit else {})
+
+
+def _schedule(slug: str, cron: str, options: DeployOptions) -> dict[str, Any]:
+    return {"slug": slug, "cron": cron, "timezone": "UTC", "active": not options.paused}
+
+
+def _on_drift(draft: str, tree: dict[str, Any]) -> dict[str, Any]:
+    """Retrain on fresh prompts, starting from the champion, when traffic has drifted."""
+    data, training = tree.get("data", {}), tree.get("training", {})
+    source = {"__prefect_kind": "jinja", "template": _fresh_or(data.get("source", "python-docs"))}
+    config = tree | {"data": data | {"source": source}, "training": training | {"start_from": "champion"}}
+    return {
+        "type": "event",
+        "name": f"retrain {draft} when it drifts",
+        "expect": ["draftsmith.draft.drifted"],
+        "match": {"prefect.resource.id": draft},
+        "parameters": {"config": config},
+    }
+
+
+def _fresh_or(source: str) -> str:
+    quoted = source.replace("\\", "\\\\").replace("'", "\\'")
+    return "{{ event.payload.dataset or '" + quoted + "' }}"
+
+
+def _name(client: SyncPrefectClient, deployment: DeploymentResponse) -> str:
+    return f"{client.read_flow(deployment.flow_id).name}/{deployment.name}"
+
+
+def _delete(client: SyncPrefectClient, deployments: Iterable[DeploymentResponse]) -> None:
+    for found in deployments:
+        client.delete_resource_owned_automations(f"prefect.deployment.{found.id}")
+        client.delete_deployment(found.id)
+
+
+def _block(client: SyncPrefectClient, name: str) -> Any:
+    kind, _, own = name.partition("/")
+    try:
+        return client.read_block_document_by_name(own, kind)
+    except ObjectNotFound:
+        raise Refusal(
+            f"--notify {name}: there is no such block. Create one in Prefect's page (Blocks, for instance Slack "
+            "Webhook), and give its type and name, for instance slack-webhook/ops"
+        ) from None
+
+
+def _notice(draft: str, block: str) -> str:
+    return f"tell of {draft} by {block}"
+
+
+def _tell(client: SyncPrefectClient, draft: str, block: str, document: Any) -> None:
+    """Send what happens to a draft to a notification block; an automation that an operator disabled stays so."""
+    own = EventTrigger(expect=set(TOLD_DRAFT), match={"prefect.resource.id": draft}, posture=Posture.Reactive)
+    tagged: dict[str, str | list[str]] = {
+        "prefect.resource.role": "tag",
+        "prefect.resource.id": f"prefect.tag.{draft_tag(draft)}",
+    }
+    of_runs = EventTrigger(expect=set(TOLD_RUN), match_related=tagged, posture=Posture.Reactive)
+    existing = {automation.name: automation for automation in all_pages(client.read_automations)}
+    for what, trigger in (("draft", own), ("runs", of_runs)):
+        name = _notice(draft, f"{block} ({what})")
+        action = SendNotification(block_document_id=document.id, subject=f"Draftsmith: {draft}", body=BODY)
+        wanted = AutomationCore(name=name, trigger=trigger, actions=[action])
+        if name in existing:
+            client.update_automation(existing[name].id, wanted.model_copy(update={"enabled": existing[name].enabled}))
+        else:
+            client.create_automation(wanted)

@@ -1,0 +1,98 @@
+"""`draftsmith deploy` and `undeploy` against a real Prefect server."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.blocks.notifications import SlackWebhook
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+ROOT = Path(__file__).parents[2]
+WATCHED, CRON = "http://127.0.0.1:30000", "0 4 * * 1"
+CHANGING = {"updated", "created", "last_polled", "status"}
+
+
+def draftsmith(stack: Any, *arguments: str, refused: bool = False) -> str:
+    command = [sys.executable, "-c", "from flows.command_line import main; main()", *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT, env=stack.environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (done.returncode == 2) == refused, done.stdout + done.stderr
+    assert refused or done.returncode == 0, done.stdout + done.stderr
+    return done.stderr if refused else done.stdout
+
+
+def deployed(stack: Any, draft: str) -> dict[str, Any]:
+    """A draft's deployments by flow, without what changes by itself."""
+    found = stack.post("deployments/filter", {"deployments": {"tags": {"all_": [f"draft:{draft}"]}}})
+    return {one["entrypoint"].rpartition(".")[2]: without(one, CHANGING) for one in found}
+
+
+def without(tree: Any, names: set[str]) -> Any:
+    if isinstance(tree, dict):
+        return {name: without(value, names) for name, value in tree.items() if name not in names}
+    return [without(value, names) for value in tree] if isinstance(tree, list) else tree
+
+
+def automations(stack: Any, draft: str) -> list[Any]:
+    return [one for one in stack.post("automations/filter", {}) if draft in one["name"]]
+
+
+def whole(stack: Any) -> set[str]:
+    """Everything that is deployed, by id."""
+    return {one["id"] for what in ("deployments", "automations") for one in stack.post(f"{what}/filter", {})}
+
+
+@pytest.fixture
+def block(stack: Any) -> str:
+    with temporary_settings({PREFECT_API_URL: stack.api}):
+        SlackWebhook(url="https://hooks.slack.com/services/T0000000/B0000000/000000000000000000000000").save(
+            "ops", overwrite=True
+        )  # type: ignore[arg-type]
+    return "slack-webhook/ops"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_deployed_twice_changed_and_gone(stack: Any, block: str, tmp_path: Path) -> None:
+    tiny = str(ROOT / "recipes" / "tiny.yaml")
+    shared = whole(stack)
+    missing = draftsmith(stack, "deploy", tiny, "--notify", "slack-webhook/none", refused=True)
+    assert "there is no such block" in missing
+    draftsmith(stack, "deploy", tiny, "--cron", CRON, "--watch", WATCHED, "--notify", block)
+    first, told = deployed(stack, "draft-tiny"), automations(stack, "draft-tiny")
+    assert set(first) == {"retrain", "promote", "rollback", "benchmark_champion", "watch_traffic"}
+    assert first["retrain"]["schedules"][0]["schedule"]["cron"] == CRON
+    assert len(told) == 3
+
+    draftsmith(stack, "deploy", tiny)
+    again = deployed(stack, "draft-tiny")
+    assert without(again, {"id", "schedules"}) == without(first, {"id", "schedules"})
+    assert {flow: one["id"] for flow, one in again.items()} == {flow: one["id"] for flow, one in first.items()}
+    assert {one["name"] for one in automations(stack, "draft-tiny")} == {one["name"] for one in told}
+
+    (schedule,) = again["retrain"]["schedules"]
+    place = f"deployments/{again['retrain']['id']}"
+    stack.patch(f"{place}/schedules/{schedule['id']}", {"active": False})
+    draftsmith(stack, "deploy", tiny, "--watch", "http://127.0.0.1:30001")
+    changed = deployed(stack, "draft-tiny")
+    assert [one["active"] for one in changed["retrain"]["schedules"]] == [False]
+    assert changed["watch_traffic"]["parameters"]["config"]["servers"] == ["http://127.0.0.1:30001"]
+
+    draftsmith(stack, "deploy", tiny, "name=other", "--cron", CRON, "--pause")
+    other = deployed(stack, "draft-other")
+    assert all(one["paused"] for one in other.values())
+    limits = [one["global_concurrency_limit"] for one in (*changed.values(), *other.values())]
+    names = [limit["name"] for limit in limits if limit]
+    assert len(names) == len(set(names)) > 4
+
+    for draft in ("draft-tiny", "draft-other"):
+        assert "deployments deleted" in draftsmith(stack, "undeploy", draft)
+        assert deployed(stack, draft) == {}
+        assert automations(stack, draft) == []
+    assert "is not deployed" in draftsmith(stack, "undeploy", "draft-tiny")
+    assert whole(stack) == shared
+    assert not stack.post("flow_runs/filter", {"deployments": {"tags": {"any_": ["draft:draft-tiny"]}}})
+    assert not list((Path(stack.environment["DRAFTSMITH_RUNS"]) / ".deployments").iterdir())

@@ -1,0 +1,57 @@
+"""The deployments of one draft, by their description."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from models.config.recipe import as_recipe, load_recipe
+from tasks.draft_deployments import DeployOptions, described
+from tasks.side_effects import artifact_key
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def by_flow(recipe: str, overrides: list[str], **options) -> dict[str, dict]:
+    config = load_recipe(RECIPES / f"{recipe}.yaml", overrides)
+    return {each["entrypoint"].rpartition(".")[2]: each for each in described(config, DeployOptions(**options))}
+
+
+def test_a_recipe_is_deployed_as_it_is() -> None:
+    found = by_flow("tiny", [])
+    assert list(found) == ["retrain", "promote", "rollback", "benchmark_champion"]
+    assert as_recipe(found["retrain"]["parameters"]["config"], "here") == load_recipe(RECIPES / "tiny.yaml")
+    assert all(each["name"] == "tiny" and "draft:draft-tiny" in each["tags"] for each in found.values())
+    assert "schedules" not in found["retrain"]
+    assert [one["active"] for one in found["benchmark_champion"]["schedules"]] == [False]
+
+
+def test_options_add_schedules_a_watch_and_a_regeneration() -> None:
+    servers = ("http://one:30000", "http://two:30000")
+    found = by_flow("tiny", ["data.regeneration={}"], cron="0 3 * * 0", watch=servers)
+    assert "regenerate" in found
+    assert found["retrain"]["schedules"][0]["cron"] == "0 3 * * 0"
+    assert found["watch_traffic"]["parameters"]["config"]["servers"] == list(servers)
+    paused = by_flow("tiny", [], cron="0 3 * * 0", watch=servers, paused=True)
+    schedules = [schedule for each in paused.values() for schedule in each.get("schedules", [])]
+    assert all(each["paused"] for each in paused.values())
+    assert not any(schedule["active"] for schedule in schedules)
+
+
+@pytest.mark.parametrize("source", ["python-docs", "it's/here.jsonl", "a\\b.jsonl"])
+def test_an_alarm_retrains_from_the_champion_on_what_came_with_it(source: str) -> None:
+    from jinja2 import Environment
+
+    (trigger,) = by_flow("tiny", [f"data.source={yaml.safe_dump(source).strip()}"])["retrain"]["triggers"]
+    config = trigger["parameters"]["config"]
+    assert trigger["match"] == {"prefect.resource.id": "draft-tiny"}
+    assert config["training"]["start_from"] == "champion"
+    template = Environment().from_string(config["data"]["source"]["template"])
+    assert template.render(event={"payload": {"dataset": "fresh.jsonl"}}) == "fresh.jsonl"
+    assert template.render(event={"payload": {}}) == source
+
+
+def test_two_drafts_share_no_key() -> None:
+    names = ["qwen-3", "Qwen-3", "qwen_3", "qwen.3", "qwen3", "qwen-3-"]
+    assert len({artifact_key("report", name) for name in names}) == len(names)
+    assert artifact_key("report", "draft-quickstart") == "report-draft-quickstart"
