@@ -19,6 +19,10 @@ def deploy(
     watch: Annotated[
         list[str] | None, typer.Option("--watch", metavar="URL", help="An SGLang server to watch; may be repeated.")
     ] = None,
+    requests: Annotated[
+        str | None,
+        typer.Option("--requests", metavar="FOLDER", help="Logged requests of these servers, local or s3://."),
+    ] = None,
     notify: Annotated[
         list[str] | None,
         typer.Option("--notify", metavar="TYPE/NAME", help="A notification block to tell, as slack-webhook/ops."),
@@ -37,6 +41,7 @@ def deploy(
     options = DeployOptions(
         cron=cron or before.cron,
         watch=tuple(watch or before.watch),
+        requests=requests or before.requests,
         notify=tuple(notify or before.notify),
         paused=pause,
     )

@@ -36,6 +36,8 @@ class DeployOptions(Record):
     """When to retrain."""
     watch: tuple[str, ...] = ()
     """Addresses of the servers whose traffic is watched."""
+    requests: str | None = None
+    """Where the servers log their requests, of which fresh prompts are taken."""
     notify: tuple[str, ...] = ()
     """Notification blocks, TYPE/NAME."""
     paused: bool = False
@@ -106,10 +108,11 @@ def described(config: RunConfig, options: DeployOptions) -> Iterable[dict[str, A
     nightly = _deployment("benchmark_champion.benchmark_champion", config, options, named, resumable=True, limit=SKIP)
     yield nightly | {"schedules": [_schedule("nightly", "0 2 * * *", options) | {"active": False}]}
     if options.watch:
-        watched = {
-            "config": {"draft": draft, "servers": list(options.watch), "traffic": config.promotion.traffic.sampling}
-        }
-        watch = _deployment("watch_traffic.watch_traffic", config, options, watched, limit=SKIP)
+        watched: dict[str, Any] = {"draft": draft, "servers": list(options.watch)}
+        watched["traffic"] = config.promotion.traffic.sampling
+        if options.requests:
+            watched["requests"] = {"folder": options.requests}
+        watch = _deployment("watch_traffic.watch_traffic", config, options, {"config": watched}, limit=SKIP)
         yield watch | {"schedules": [{"slug": "every-quarter-hour", "interval": 900, "active": not options.paused}]}
 
 

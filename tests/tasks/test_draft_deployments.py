@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from infra.drift.config import WatchConfig
 from models.config.recipe import as_recipe, load_recipe
 from tasks.draft_deployments import DeployOptions, described
 from tasks.side_effects import artifact_key
@@ -28,10 +29,12 @@ def test_a_recipe_is_deployed_as_it_is() -> None:
 
 def test_options_add_schedules_a_watch_and_a_regeneration() -> None:
     servers = ("http://one:30000", "http://two:30000")
-    found = by_flow("tiny", ["data.regeneration={}"], cron="0 3 * * 0", watch=servers)
+    found = by_flow("tiny", ["data.regeneration={}"], cron="0 3 * * 0", watch=servers, requests="/logs")
     assert "regenerate" in found
     assert found["retrain"]["schedules"][0]["cron"] == "0 3 * * 0"
     assert found["watch_traffic"]["parameters"]["config"]["servers"] == list(servers)
+    watched = WatchConfig.model_validate(found["watch_traffic"]["parameters"]["config"])
+    assert (watched.draft, watched.requests and watched.requests.folder) == ("draft-tiny", "/logs")
     paused = by_flow("tiny", [], cron="0 3 * * 0", watch=servers, paused=True)
     schedules = [schedule for each in paused.values() for schedule in each.get("schedules", [])]
     assert all(each["paused"] for each in paused.values())
