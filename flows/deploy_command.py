@@ -13,6 +13,7 @@ from infra.settings import prefect_api_url, runs_folder
 def deploy(
     recipe: Annotated[Path, typer.Argument(help="A YAML file of recipes/.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[section.field=value]...")] = None,
+    *,
     cron: Annotated[
         str | None, typer.Option("--cron", metavar="CRON", help="When to retrain, in UTC, for instance '0 3 * * 0'.")
     ] = None,
