@@ -29,9 +29,9 @@ import argparse
 import hashlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 from draft_step import cpu_model
 from methods_table import RESULTS, write_result
-from offline import Texts, averaged, capture, train
+from offline import Texts, averaged, capture, of_layers, train
 from prepared import prepared_run
 from sources import add_question_arguments, question_sets
 
@@ -78,8 +78,11 @@ BASELINES: dict[str, type[PromptLookup] | type[TokenRecycling]] = {
     "Token Recycling": TokenRecycling,
 }
 RESAMPLES = 10_000
-Reading = tuple[int, ...]
-"""Target layers that a draft reads."""
+CANDIDATES = 8
+Readings = Mapping[tuple[str, float], list[TextReading]]
+"""By set of prompts and temperature."""
+Walks = dict[str, dict[str, dict[str, float]]]
+"""Acceptance length with its interval, by set and temperature."""
 
 
 @dataclass(frozen=True)
@@ -178,9 +181,12 @@ class Ground:
         self.parts = divide(folder)
         self.sets = prompt_sets(self.config, self.record, self.parts, options)
         self.drafts = drafts(self.config, self.record)
-        self._readings: dict[Reading, dict[tuple[str, float], list[TextReading]]] = {}
-        self._batches: dict[Reading, list[PackedSamples]] = {}
+        # Those that any draft reads: texts and samples are read once.
+        self.layers = tuple(sorted({*self.config.target.aux_layer_ids, self.record.num_layers - 1}))
+        self.target = TargetModel.load(Path(self.record.path), self.layers, self.dtype)
         self.texts = self._texts()
+        self.readings = {key: texts.read(self.target) for key, texts in self.texts.items()}
+        self._batches: list[PackedSamples] = []
 
     def settings(self) -> dict[str, Any]:
         """What two trainings must share to be compared."""
@@ -197,11 +203,8 @@ class Ground:
             "drafts": self.drafts,
         }
 
-    def _target(self, layers: Reading) -> TargetModel:
-        return TargetModel.load(Path(self.record.path), layers, self.dtype)
-
     def _texts(self) -> dict[tuple[str, float], Texts]:
-        target, ends = self._target(self.config.target.aux_layer_ids), eos_ids(Path(self.record.path))
+        target, ends = self.target, eos_ids(Path(self.record.path))
         most, found = self.options.max_new_tokens, {}
         for (name, one), temperature in ((pair, heat) for pair in self.sets.items() for heat in TEMPERATURES):
             law = Sampling(temperature, 1.0).seeded(0, target.device) if temperature else GREEDY
@@ -221,24 +224,23 @@ class Ground:
         ):
             yield run
 
-    def batches(self, run: PreparedRun) -> list[PackedSamples]:
-        """Captured samples by optimizer step."""
-        layers = run.config.target.aux_layer_ids
-        if layers not in self._batches:
-            self._batches = {layers: capture(run, self._target(layers))}  # one at a time: they are large
-        return self._batches[layers]
+    def batches(self, run: PreparedRun, steps: int | None) -> list[PackedSamples]:
+        """Captured samples of the first optimizer steps, with the layers that the run's draft reads."""
+        self._batches = self._batches or capture(run, self.target)
+        wanted = run.config.target.aux_layer_ids
+        return [replace(one, aux=of_layers(one.aux, self.layers, wanted)) for one in self._batches[:steps]]
 
     def trial(self, method: str, rate: float, samples: int | None = None, seed: int = 0) -> dict[str, Any]:
         """Train a draft on the first `samples` samples, and walk over all texts."""
         begun = time.perf_counter()
         with self.run(method, f"seed={seed}") as run:
             per_step, settings = run.config.training.samples_per_step, run.config.training
-            batches = self.batches(run)[: samples and -(-samples // per_step)]
+            batches = self.batches(run, samples and -(-samples // per_step))
             settings = settings.model_copy(update={"learning_rate": settings.learning_rate * rate})
             module, cpu_s = train(run, batches, settings)
             trained = sum(parameter.numel() for parameter in module.draft.parameters())
             with averaged(module, self.dtype) as draft:
-                walks = self.walks(draft, run.config.target.aux_layer_ids)
+                walks = self.walks(draft, self.readings, run.config.target.aux_layer_ids)
         return {
             "tokens": sum(len(batch.tokens) for batch in batches),
             "steps": len(batches),
@@ -248,14 +250,18 @@ class Ground:
             "walks": walks,
         }
 
-    def walks(self, source: ProposalSource, layers: Reading) -> dict[str, dict[str, dict[str, float]]]:
-        """Acceptance by set and temperature."""
-        if layers not in self._readings:
-            target = self._target(layers)
-            self._readings = {layers: {key: texts.read(target) for key, texts in self.texts.items()}}
-        found: dict[str, dict[str, dict[str, float]]] = {}
+    def baseline_walks(self) -> dict[str, dict[str, Any]]:
+        """Acceptance of what needs no training."""
+        readings = {key: texts.read(self.target, CANDIDATES) for key, texts in self.texts.items()}
+        return {name: {"walks": self.walks(source(), readings, self.layers)} for name, source in BASELINES.items()}
+
+    def walks(self, source: ProposalSource, readings: Readings, layers: Sequence[int]) -> Walks:
+        """Acceptance by set and temperature of a source that reads these layers."""
+        found: Walks = {}
         for (name, temperature), texts in self.texts.items():
-            counts = texts.walk(source, self._readings[layers][name, temperature], LOOKAHEAD)
+            read = readings[name, temperature]
+            wanted = [replace(one, aux=of_layers(one.aux, self.layers, layers)) for one in read]
+            counts = texts.walk(source, wanted, LOOKAHEAD)
             rows = np.array([(each.tokens, each.steps) for each in counts], dtype=np.float64)
             low, high = length_interval(rows, RESAMPLES, 0)
             figures = {"length": acceptance_length(counts), "low": low, "high": high}
@@ -273,11 +279,10 @@ def compare(name: str, options: argparse.Namespace, folder: Path) -> None:
     """One target from beginning to end."""
     ground, result = Ground(name, options.samples, options, folder), options.results / f"methods-{name}.json"
     cells = Cells(result.with_suffix(".part.json"), ground.settings() | {"rates": options.rates})
-    layers = ground.config.target.aux_layer_ids
-    for baseline, source in BASELINES.items():
-        if baseline not in cells.done:
-            begun = time.perf_counter()
-            cells.keep(baseline, {"walks": ground.walks(source(), layers)}, time.perf_counter() - begun)
+    if not BASELINES.keys() <= cells.done.keys():
+        begun = time.perf_counter()
+        for baseline, cell in ground.baseline_walks().items():
+            cells.keep(baseline, cell, time.perf_counter() - begun)
     for method in ground.drafts:
         for rate in options.rates:
             if (cell := f"{method} {rate:g}") not in cells.done:

@@ -52,6 +52,14 @@ def joined(parts: Sequence[PackedSamples]) -> PackedSamples:
     return PackedSamples(tokens, mask, aux, last, lengths, torch.cat(tops) if tops else None)
 
 
+def of_layers(features: torch.Tensor, captured: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
+    """`[N, K*H]` of the wanted layers, from `[N, K'*H]` of all captured ones."""
+    if tuple(captured) == tuple(wanted):
+        return features
+    parts = features.chunk(len(captured), dim=-1)
+    return torch.cat([parts[captured.index(layer)] for layer in wanted], dim=-1)
+
+
 def train(run: PreparedRun, batches: Sequence[PackedSamples], settings: TrainingConfig) -> tuple[DraftModule, float]:
     """A trained module, and the CPU seconds that it took."""
     head = read_target_head(Path(run.target.path), torch.float32)
@@ -98,14 +106,15 @@ class Texts:
         """Let the target continue the prompts by at most `most` tokens."""
         return cls(prompts, continue_batch(target, prompts, most, eos_ids, sampling, batch_size=len(prompts)), sampling)
 
-    def read(self, target: TargetModel) -> list[TextReading]:
-        """What the target says of them; its layers are those that a draft reads."""
+    def read(self, target: TargetModel, candidates: int = 0) -> list[TextReading]:
+        """What the target says of them. `candidates`: likely tokens of every position, for sources that observe them:
+        each position takes the target's whole head."""
         whole = [[*prompt, *text] for prompt, text in zip(self.prompts, self.texts, strict=True)]
         drawn = [] if self.sampling.greedy else [len(text) - 1 for text in self.texts]
         found = list[TextReading]()
         for first in range(0, len(whole), TOGETHER):
             some = slice(first, first + TOGETHER)
-            found += read_texts(target, whole[some], candidates=8, sampled=drawn[some], sampling=self.sampling)
+            found += read_texts(target, whole[some], candidates=candidates, sampled=drawn[some], sampling=self.sampling)
         return found
 
     def walk(self, source: ProposalSource, readings: list[TextReading], lookahead: int) -> list[AnyCounts]:
