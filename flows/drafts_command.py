@@ -60,6 +60,37 @@ def list_versions(name: Name = None) -> None:
 
 
 @drafts.command()
+def overview(
+    page: Annotated[Path | None, typer.Option("--page", metavar="FILE", help="Write an HTML page instead.")] = None,
+) -> None:
+    """Show every draft: what serves, what it accepts, what runs next, and what needs a person."""
+    from tasks.overview import page_of, read_drafts
+
+    rows = read_drafts()
+    if page is not None:
+        page.write_text(page_of(rows))
+        print(f"{len(rows)} drafts in {page}")
+        return
+    if not rows:
+        print(f"no drafts in {public(tracking_uri())} yet: `draftsmith retrain recipes/quickstart.yaml`")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for column in ("draft", "serves", "benchmarked", "served", "last windows", "drift", "last retraining", "next"):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        length = f"{row.benchmarked:.2f}" if row.benchmarked else ""
+        known = (row.recently, row.sparkline, row.drift, row.last_run, row.next_run)
+        table.add_row(row.draft, row.serves, length, *known)
+    Console().print(table)
+    for row in rows:
+        for what in row.wanted:
+            print(f"{row.draft}: {what}")
+
+
+@drafts.command()
 def promote(version: Annotated[int, typer.Argument(min=1)], reason: Reason = "", name: Name = None) -> None:
     """Promote a version regardless of the gate, without a smoke test."""
     from infra.tracking import registry

@@ -1,8 +1,12 @@
-"""The reconcile flow: completes promotions that were interrupted, or made by moving an alias in MLflow's page."""
+"""The reconcile flow: completes promotions that were interrupted, or made by moving an alias in MLflow's page.
+
+It also keeps the overview of all drafts, an artifact, up to date.
+"""
 
 from prefect import flow
 
 from infra.settings import tracking_uri as default_uri
+from tasks.overview import show_drafts
 from tasks.pools import lease
 from tasks.promotion import complete_change, find_candidate, one_at_a_time, reconcile, registered_drafts
 from tasks.run import open_run
@@ -23,7 +27,9 @@ def reconcile_drafts(draft: str | None = None, tracking_uri: str | None = None) 
     Returns what was tested, one sentence each.
     """
     uri = tracking_uri or default_uri()
-    return [said for name in registered_drafts(uri, draft) if (said := _reconcile(uri, name))]
+    said = [told for name in registered_drafts(uri, draft) if (told := _reconcile(uri, name))]
+    show_drafts(uri)
+    return said
 
 
 def _reconcile(uri: str, name: str) -> str | None:

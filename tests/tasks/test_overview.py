@@ -1,0 +1,109 @@
+"""The overview of all drafts, from records."""
+
+from datetime import UTC, datetime
+from uuid import uuid4
+
+import pytest
+from prefect.client.schemas.objects import FlowRun, State, StateType
+
+from infra.drift.traffic import Counters, Series, ServedSeries, ServerState, TrafficRecord, TrafficWindow
+from infra.records.acceptance import RegisteredDraft
+from infra.tracking.registry import PromotionDecision
+from tasks.overview import DraftRow, page_of, row_of
+
+NOW, DAY = 1_800_000_000.0, 86_400.0
+
+
+def version(number: int, *aliases: str, **tags: str) -> RegisteredDraft:
+    return RegisteredDraft(
+        name="draft-x",
+        version=number,
+        model_id="m",
+        aliases=aliases,
+        acceptance_length=2.0,
+        tags={"target": "T"} | tags,
+    )
+
+
+def promoted(number: int, at: float) -> PromotionDecision:
+    return PromotionDecision(
+        at=at, version=number, outcome="promoted", champion_before=None, champion_after=number, by="gate", reason=""
+    )
+
+
+def traffic(lengths: list[float], served: int = 1, announced: tuple[float, ...] = ()) -> TrafficRecord:
+    windows = [
+        TrafficWindow(began=i, ended=i + 1, tokens=round(1000 * length), steps=1000, requests=10)
+        for i, length in enumerate(lengths)
+    ]
+    series = Series(
+        served=ServedSeries(version=served, lookahead=3, traffic="greedy"), opened=0, windows=tuple(windows),
+        announced=announced,
+    )  # fmt: skip
+    state = ServerState(start="a", version=served, lookahead=3, counters=Counters())
+    return TrafficRecord(draft="draft-x", servers={"http://one": state}, series=(series,))
+
+
+def run(kind: StateType, at: float, name: str = "r") -> FlowRun:
+    when = datetime.fromtimestamp(at, UTC)
+    started = None if kind == StateType.SCHEDULED else when
+    return FlowRun(
+        id=uuid4(), flow_id=uuid4(), name=name, state=State(type=kind), state_type=kind, state_name=kind.value.title(),
+        start_time=started, expected_start_time=when,
+    )  # fmt: skip
+
+
+def row(**given) -> DraftRow:
+    usual = {"versions": [version(1, "champion")], "decisions": [promoted(1, NOW - 3 * DAY)], "traffic": traffic([2.0]),
+             "runs": {}, "now": NOW}  # fmt: skip
+    return row_of(**usual | given)
+
+
+def test_a_healthy_draft_wants_nobody() -> None:
+    found = row(
+        traffic=traffic([1.9, 2.1, 2.0, 2.0]),
+        runs={"retrain": [run(StateType.SCHEDULED, NOW + DAY * 4), run(StateType.COMPLETED, NOW - DAY, "tiny-1")]},
+    )
+    assert (found.draft, found.target, found.serves) == ("draft-x", "T", "version 1, for 3 days 0 h")
+    assert (found.recently, found.drift) == ("2.00 (+0.0%)", "no alarm in 4 windows")
+    assert found.last_run == "tiny-1, completed, 24 h 0 min ago"
+    assert found.next_run == "in 4 days 0 h"
+    assert len(found.sparkline) == 4
+    assert list(found.wanted) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (
+            {"versions": [version(2, "challenger", gate="passed"), version(1, "champion")]},
+            "approve or refuse version 2",
+        ),
+        ({"traffic": traffic([2.0], served=7)}, "http://one serves version 7"),
+        ({"runs": {"retrain": [run(StateType.FAILED, NOW, "tiny-2")]}}, "retrain: tiny-2 has failed"),
+        ({"runs": {"benchmark-champion": [run(StateType.CRASHED, NOW, "n")]}}, "benchmark-champion: n has crashed"),
+    ],
+)
+def test_what_needs_a_person(given: dict, wanted: str) -> None:
+    assert [what for what in row(**given).wanted if what.startswith(wanted)]
+
+
+def test_a_failure_that_was_followed_by_a_success_is_over() -> None:
+    runs = {"retrain": [run(StateType.COMPLETED, NOW), run(StateType.FAILED, NOW - DAY)]}
+    assert not row(runs=runs).wanted
+    decided = [promoted(1, NOW - DAY), promoted(2, NOW)]
+    assert not row(versions=[version(2, "challenger", gate="passed"), version(1, "champion")], decisions=decided).wanted
+
+
+def test_an_alarm_is_told_and_a_draft_without_champion_or_server_too() -> None:
+    assert row(traffic=traffic([1.5], announced=(NOW,))).drift == "alarm on 2027-01-15"
+    found = row(versions=[version(1)], decisions=[], runs=None)
+    assert (found.serves, found.recently, found.drift) == ("none", "no traffic seen", "not watched")
+    assert (found.last_run, found.next_run) == ("unknown", "unknown")
+
+
+def test_the_page_escapes_what_it_shows() -> None:
+    page = page_of([row(runs={"retrain": [run(StateType.FAILED, NOW, "<b>")]})])
+    assert "&lt;b&gt;" in page
+    assert "<b>" not in page
+    assert "No draft is registered" in page_of([])
