@@ -105,7 +105,7 @@ def row_of(
         windows=_windows(traffic, champion),
         drift=_drift(traffic, champion),
         last_run="unknown" if runs is None else _told(last, now) if last else "none",
-        next_run="unknown" if runs is None else f"in {duration(planned[0] - now)}" if planned else "none",
+        next_run="unknown" if runs is None else f"in {_about(planned[0] - now)}" if planned else "none",
         wanted=[*_versions_wanted(versions, decisions), *_servers_wanted(traffic, champion), *_runs_wanted(runs or {})],
     )
 
@@ -114,8 +114,13 @@ def _serves(champion: RegisteredDraft | None, decisions: Sequence[PromotionDecis
     if champion is None:
         return "none"
     since = [one.at for one in decisions if one.champion_after == champion.version]
-    age = f", for {duration(now - since[-1])}" if since else ""
+    age = f", for {_about(now - since[-1])}" if since else ""
     return f"version {champion.version}{age}"
+
+
+def _about(seconds: float) -> str:
+    """`3 days`, not `3 days 0 h`."""
+    return duration(max(0.0, seconds)).partition(" 0 ")[0]
 
 
 def _windows(traffic: TrafficRecord, champion: RegisteredDraft | None) -> Sequence[TrafficWindow]:
@@ -163,7 +168,7 @@ def _scheduled_at(run: FlowRun) -> float | None:
 
 def _told(run: FlowRun, now: float) -> str:
     assert run.start_time
-    return f"{run.name}, {(run.state_name or '').lower()}, {duration(now - run.start_time.timestamp())} ago"
+    return f"{run.name}, {(run.state_name or '').lower()}, {_about(now - run.start_time.timestamp())} ago"
 
 
 def _runs(drafts: Sequence[str]) -> list[FlowRuns | None]:

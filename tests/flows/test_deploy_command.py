@@ -88,6 +88,7 @@ def test_deployed_twice_changed_and_gone(stack: Any, block: str, tmp_path: Path)
     names = [limit["name"] for limit in limits if limit]
     assert len(names) == len(set(names)) > 4
 
+    assert "no drafts in" in draftsmith(stack, "drafts", "overview")
     for draft in ("draft-tiny", "draft-other"):
         assert "deployments deleted" in draftsmith(stack, "undeploy", draft)
         assert deployed(stack, draft) == {}

@@ -64,10 +64,10 @@ def test_a_healthy_draft_wants_nobody() -> None:
         traffic=traffic([1.9, 2.1, 2.0, 2.0]),
         runs={"retrain": [run(StateType.SCHEDULED, NOW + DAY * 4), run(StateType.COMPLETED, NOW - DAY, "tiny-1")]},
     )
-    assert (found.draft, found.target, found.serves) == ("draft-x", "T", "version 1, for 3 days 0 h")
+    assert (found.draft, found.target, found.serves) == ("draft-x", "T", "version 1, for 3 days")
     assert (found.recently, found.drift) == ("2.00 (+0.0%)", "no alarm in 4 windows")
-    assert found.last_run == "tiny-1, completed, 24 h 0 min ago"
-    assert found.next_run == "in 4 days 0 h"
+    assert found.last_run == "tiny-1, completed, 24 h ago"
+    assert found.next_run == "in 4 days"
     assert len(found.sparkline) == 4
     assert list(found.wanted) == []
 
