@@ -11,9 +11,9 @@ from prefect.client.schemas.filters import FlowFilter, FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 
-from infra.drift.traffic import TrafficRecord, TrafficStore, TrafficWindow, mean_length
+from infra.drift.traffic import Series, TrafficRecord, TrafficStore, mean_length
 from infra.network.health import public
-from infra.quantities import duration, signed
+from infra.quantities import duration, plural, signed
 from infra.records.acceptance import RegisteredDraft
 from infra.settings import prefect_api_url, runs_folder, tracking_uri
 from infra.templates import render
@@ -31,7 +31,7 @@ LOOKED_AT = 10
 ENDED = (StateType.FAILED, StateType.CRASHED, StateType.COMPLETED, StateType.CANCELLED)
 BAD = (StateType.FAILED, StateType.CRASHED)
 FlowRuns = Mapping[str, Sequence[FlowRun]]
-"""By flow, newest first."""
+"""By flow; see `runs_of`."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,10 @@ class DraftRow:
     serves: str
     """The champion's version and age."""
     benchmarked: float | None
-    windows: Sequence[TrafficWindow]
-    """The champion's traffic, oldest first."""
+    series: Series | None
+    """The champion's newest traffic."""
+    comparable: bool
+    """Whether that was decoded as the benchmark's figure was."""
     drift: str
     last_run: str
     next_run: str
@@ -54,16 +56,17 @@ class DraftRow:
     @property
     def recently(self) -> str:
         """What the servers reported, against the benchmark."""
-        if not self.windows:
+        if self.series is None or not self.series.windows:
             return "no traffic seen"
-        now = mean_length(self.windows[-RECENT:])
-        change = f" ({signed(now / self.benchmarked - 1)})" if self.benchmarked else ""
-        return f"{now:.2f}{change}"
+        now, served = mean_length(self.series.windows[-RECENT:]), self.series.served
+        if self.comparable and self.benchmarked:
+            return f"{now:.2f} ({signed(now / self.benchmarked - 1)})"
+        return f"{now:.2f}, {served.traffic} at lookahead {served.lookahead}"
 
     @property
     def sparkline(self) -> str:
         """The windows as a line of blocks, between the lowest and the highest."""
-        lengths = [window.length for window in self.windows[-SHOWN:]]
+        lengths = [window.length for window in self.series.windows[-SHOWN:]] if self.series else []
         low, high = min(lengths, default=0), max(lengths, default=0)
         if high == low:
             return BLOCKS[3] * len(lengths)
@@ -94,18 +97,20 @@ def row_of(
     """One draft's row, from its versions, newest first; `runs`: None without a Prefect server."""
     newest = versions[0]
     champion = next((one for one in versions if CHAMPION in one.aliases), None)
+    own = [series for series in traffic.series if champion and series.served.version == champion.version]
     retrained = (runs or {}).get(RETRAIN, ())
     last = next((run for run in retrained if run.start_time), None)
-    planned = sorted(at for run in retrained if (at := _scheduled_at(run)) is not None)
+    planned = [at for run in retrained if (at := _scheduled_at(run)) is not None]
     return DraftRow(
         draft=newest.name,
         target=newest.tags.get("target", ""),
         serves=_serves(champion, decisions, now),
         benchmarked=champion.acceptance_length if champion else None,
-        windows=_windows(traffic, champion),
-        drift=_drift(traffic, champion),
+        series=own[-1] if own else None,
+        comparable=bool(own and champion and _as_benchmarked(own[-1], champion)),
+        drift=_drift(own),
         last_run="unknown" if runs is None else _told(last, now) if last else "none",
-        next_run="unknown" if runs is None else f"in {_about(planned[0] - now)}" if planned else "none",
+        next_run="unknown" if runs is None else f"in {_about(min(planned) - now)}" if planned else "none",
         wanted=[*_versions_wanted(versions, decisions), *_servers_wanted(traffic, champion), *_runs_wanted(runs or {})],
     )
 
@@ -123,18 +128,18 @@ def _about(seconds: float) -> str:
     return duration(max(0.0, seconds)).partition(" 0 ")[0]
 
 
-def _windows(traffic: TrafficRecord, champion: RegisteredDraft | None) -> Sequence[TrafficWindow]:
-    own = [series for series in traffic.series if champion and series.served.version == champion.version]
-    return own[-1].windows if own else ()
+def _as_benchmarked(series: Series, champion: RegisteredDraft) -> bool:
+    """The benchmark's main figure is of greedy text."""
+    served = series.served
+    return served.traffic == "greedy" and str(served.lookahead) == champion.tags.get("lookahead")
 
 
-def _drift(traffic: TrafficRecord, champion: RegisteredDraft | None) -> str:
-    own = [series for series in traffic.series if champion and series.served.version == champion.version]
+def _drift(own: Sequence[Series]) -> str:
     if not own:
         return "not watched"
     announced = max((end for series in own for end in series.announced), default=None)
     if announced is None:
-        return f"no alarm in {sum(series.num_windows for series in own)} windows"
+        return f"no alarm in {plural(sum(series.num_windows for series in own), 'window')}"
     return f"alarm on {time.strftime('%Y-%m-%d', time.gmtime(announced))}"
 
 
@@ -176,16 +181,26 @@ def _runs(drafts: Sequence[str]) -> list[FlowRuns | None]:
     if prefect_api_url() is None:
         return [None] * len(drafts)
     with get_client(sync_client=True) as client:
-        return [{flow: _newest(client, draft, flow) for flow in FLOWS} for draft in drafts]
+        return [runs_of(client, draft) for draft in drafts]
 
 
-def _newest(client: SyncPrefectClient, draft: str, flow: str) -> list[FlowRun]:
-    return client.read_flow_runs(
-        flow_filter=FlowFilter.model_validate({"name": {"any_": [flow]}}),
-        flow_run_filter=FlowRunFilter.model_validate({"tags": {"all_": [draft_tag(draft)]}}),
-        sort=FlowRunSort.EXPECTED_START_TIME_DESC,
-        limit=LOOKED_AT,
-    )
+def runs_of(client: SyncPrefectClient, draft: str) -> FlowRuns:
+    """The newest runs of a draft's flows, newest first, after the next one that is scheduled."""
+    tagged = {"tags": {"all_": [draft_tag(draft)]}}
+    found: dict[str, list[FlowRun]] = {}
+    for flow in FLOWS:
+        named = FlowFilter.model_validate({"name": {"any_": [flow]}})
+        # Apart: a schedule has more runs waiting than are looked at.
+        waiting, others = (
+            FlowRunFilter.model_validate(tagged | {"state": {"type": {which: [StateType.SCHEDULED]}}})
+            for which in ("any_", "not_any_")
+        )
+        found[flow] = client.read_flow_runs(
+            flow_filter=named, flow_run_filter=waiting, sort=FlowRunSort.EXPECTED_START_TIME_ASC, limit=1
+        ) + client.read_flow_runs(
+            flow_filter=named, flow_run_filter=others, sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=LOOKED_AT
+        )
+    return found
 
 
 def page_of(rows: Sequence[DraftRow]) -> str:

@@ -2,12 +2,16 @@
 
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prefect.blocks.notifications import SlackWebhook
+from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from tasks.overview import LOOKED_AT, runs_of
 
 ROOT = Path(__file__).parents[2]
 WATCHED, CRON = "http://127.0.0.1:30000", "0 4 * * 1"
@@ -88,6 +92,7 @@ def test_deployed_twice_changed_and_gone(stack: Any, block: str, tmp_path: Path)
     names = [limit["name"] for limit in limits if limit]
     assert len(names) == len(set(names)) > 4
 
+    check_runs(stack, again["retrain"]["id"])
     assert "no drafts in" in draftsmith(stack, "drafts", "overview")
     for draft in ("draft-tiny", "draft-other"):
         assert "deployments deleted" in draftsmith(stack, "undeploy", draft)
@@ -95,5 +100,22 @@ def test_deployed_twice_changed_and_gone(stack: Any, block: str, tmp_path: Path)
         assert automations(stack, draft) == []
     assert "is not deployed" in draftsmith(stack, "undeploy", "draft-tiny")
     assert whole(stack) == shared
-    assert not stack.post("flow_runs/filter", {"deployments": {"tags": {"any_": ["draft:draft-tiny"]}}})
+    waiting = {"tags": {"any_": ["draft:draft-tiny"]}, "state": {"type": {"any_": ["SCHEDULED"]}}}
+    assert not stack.post("flow_runs/filter", {"flow_runs": waiting})
     assert not list((Path(stack.environment["DRAFTSMITH_RUNS"]) / ".deployments").iterdir())
+
+
+def check_runs(stack: Any, retrain: str) -> None:
+    """More runs wait than are looked at: the next one and the last ones are found nevertheless."""
+    now = datetime.now(UTC)
+    for days in range(LOOKED_AT + 5, 0, -1):
+        details = {"scheduled_time": (now + timedelta(days=days)).isoformat()}
+        waiting = {"type": "SCHEDULED", "state_details": details}
+        stack.post(f"deployments/{retrain}/create_flow_run", {"state": waiting})
+    ended = stack.post(f"deployments/{retrain}/create_flow_run", {"state": {"type": "PENDING"}})["id"]
+    stack.post(f"flow_runs/{ended}/set_state", {"state": {"type": "FAILED"}, "force": True})
+    with temporary_settings({PREFECT_API_URL: stack.api}), get_client(sync_client=True) as client:
+        following, last = runs_of(client, "draft-tiny")["retrain"]
+    assert following.expected_start_time is not None
+    assert following.expected_start_time - now == timedelta(days=1)
+    assert (str(last.id), last.state_name) == (ended, "Failed")

@@ -21,7 +21,7 @@ def version(number: int, *aliases: str, **tags: str) -> RegisteredDraft:
         model_id="m",
         aliases=aliases,
         acceptance_length=2.0,
-        tags={"target": "T"} | tags,
+        tags={"target": "T", "lookahead": "3"} | tags,
     )
 
 
@@ -93,6 +93,10 @@ def test_a_failure_that_was_followed_by_a_success_is_over() -> None:
     assert not row(runs=runs).wanted
     decided = [promoted(1, NOW - DAY), promoted(2, NOW)]
     assert not row(versions=[version(2, "challenger", gate="passed"), version(1, "champion")], decisions=decided).wanted
+
+
+def test_other_conditions_are_not_compared_with_the_benchmark() -> None:
+    assert row(versions=[version(1, "champion", lookahead="5")]).recently == "2.00, greedy at lookahead 3"
 
 
 def test_an_alarm_is_told_and_a_draft_without_champion_or_server_too() -> None:
