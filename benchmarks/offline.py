@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from models.config.training import TrainingConfig
-from models.decoding.acceptance import AnyCounts
+from models.decoding.acceptance import AcceptedCounts, ExpectedCounts
 from models.decoding.plain import continue_batch
 from models.decoding.sampled_walk import walk_sampled
 from models.decoding.simulated import TextReading, read_texts, simulate
@@ -25,6 +25,7 @@ from models.training.lightning_module import DraftModule
 from models.training.start import first_draft, target_projection
 
 CHUNK = 256
+Counted = AcceptedCounts | ExpectedCounts
 TOGETHER = 8
 """Texts that drafts walk over at once."""
 
@@ -117,11 +118,13 @@ class Texts:
             found += read_texts(target, whole[some], candidates=candidates, sampled=drawn[some], sampling=self.sampling)
         return found
 
-    def walk(self, source: ProposalSource, readings: list[TextReading], lookahead: int) -> list[AnyCounts]:
+    def walk(self, source: ProposalSource, readings: list[TextReading], lookahead: int) -> Sequence[Counted]:
         """Counts of every text; a draft draws its proposals for sampled text."""
         if not self.sampling.greedy and isinstance(source, DrawingSource):
             parts = [readings[first : first + TOGETHER] for first in range(0, len(readings), TOGETHER)]
             walks = [walk for part in parts for walk in walk_sampled(source, part, lookahead, self.sampling)]
             return [walk.drawn[-1] for walk in walks]
-        pairs = zip(self.prompts, self.texts, readings, strict=True)
-        return [simulate(source, *pair, reading.aux, lookahead, reading.likeliest)[-1] for *pair, reading in pairs]
+        return [
+            simulate(source, prompt, text, reading.aux, lookahead, reading.likeliest)[-1]
+            for prompt, text, reading in zip(self.prompts, self.texts, readings, strict=True)
+        ]

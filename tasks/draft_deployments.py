@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import yaml
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -19,11 +20,13 @@ from infra.refusal import Refusal
 from infra.servers.stack import WORK_POOLS
 from models.config.recipe import RunConfig
 from tasks.deployments import all_pages, deploy
+from tasks.side_effects import draft_tag
 
 FILE, OPTIONS = "prefect.yaml", "options.json"
 HEARTBEAT_S = 30
 """As in the shared prefect.yaml: `recover` takes a flow run for dead after 90 s of silence."""
 ONE, SKIP = {"limit": 1, "collision_strategy": "ENQUEUE"}, {"limit": 1, "collision_strategy": "CANCEL_NEW"}
+DRIFTED = "draftsmith.draft.drifted"
 TOLD_DRAFT = ("draftsmith.draft.*",)
 TOLD_RUN = ("prefect.flow-run.Failed", "draftsmith.run.given-up", "prefect.flow-run.Suspended")
 BODY = "{{ event.event }} of {{ event.resource.name or event.resource.id }}\n{% for key, value in event.payload.items() %}{{ key }}: {{ value }}\n{% endfor %}"  # noqa: E501
@@ -41,11 +44,8 @@ class DeployOptions(Record):
     notify: tuple[str, ...] = ()
     """Notification blocks, TYPE/NAME."""
     paused: bool = False
-
-
-def draft_tag(draft: str) -> str:
-    """What all deployments of a registered draft are tagged with, and so their flow runs."""
-    return f"draft:{draft}"
+    taken_over: tuple[UUID, ...] = ()
+    """Automations that were paused because this deployment does the same."""
 
 
 def deploy_draft(folder: Path, config: RunConfig, options: DeployOptions) -> list[str]:
@@ -62,9 +62,14 @@ def deploy_draft(folder: Path, config: RunConfig, options: DeployOptions) -> lis
         _delete(client, (one for one in of_draft(client, draft) if _name(client, one) not in names))
         write_atomically(place / FILE, yaml.safe_dump({"name": "draftsmith", "deployments": deployments}))
         deploy(place, place / FILE)
+        others = _others_of(client, draft)
+        taken_over = dict.fromkeys([*remembered(folder, draft).taken_over, *others])
+        # First: killed in between, the next `undeploy` knows of them.
+        write_atomically(place / OPTIONS, options.model_copy(update={"taken_over": tuple(taken_over)}))
+        for other in others:
+            client.pause_automation(other)
         for block, document in blocks.items():
             _tell(client, draft, block, document)
-    write_atomically(place / OPTIONS, options)
     return names
 
 
@@ -82,6 +87,8 @@ def undeploy_draft(folder: Path, draft: str) -> int:
         for automation in all_pages(client.read_automations):
             if automation.name.startswith(_notice(draft, "")):
                 client.delete_automation(automation.id)
+            elif automation.id in remembered(folder, draft).taken_over:
+                client.resume_automation(automation.id)
     # Last: killed before, the command can be given again.
     shutil.rmtree(folder / draft, ignore_errors=True)
     return len(found)
@@ -152,8 +159,8 @@ def _on_drift(draft: str, tree: dict[str, Any]) -> dict[str, Any]:
     config = tree | {"data": data | {"source": source}, "training": training | {"start_from": "champion"}}
     return {
         "type": "event",
-        "name": f"retrain {draft} when it drifts",
-        "expect": ["draftsmith.draft.drifted"],
+        "name": f"retrain/{tree['name']} when {draft} drifts",
+        "expect": [DRIFTED],
         "match": {"prefect.resource.id": draft},
         "parameters": {"config": config},
     }
@@ -172,6 +179,19 @@ def _delete(client: SyncPrefectClient, deployments: Iterable[DeploymentResponse]
     for found in deployments:
         client.delete_resource_owned_automations(f"prefect.deployment.{found.id}")
         client.delete_deployment(found.id)
+
+
+def _others_of(client: SyncPrefectClient, draft: str) -> list[UUID]:
+    """Enabled triggers of other deployments that an alarm of this draft starts, such as the quickstart's in the shared
+    prefect.yaml: one retraining is enough."""
+    own, found = {one.id for one in of_draft(client, draft)}, list[UUID]()
+    for automation in all_pages(client.read_automations):
+        trigger, started = automation.trigger, {getattr(action, "deployment_id", None) for action in automation.actions}
+        if not isinstance(trigger, EventTrigger) or DRIFTED not in trigger.expect or started & own:
+            continue
+        if automation.enabled and trigger.model_dump(mode="json")["match"].get("prefect.resource.id") == draft:
+            found.append(automation.id)
+    return found
 
 
 def _block(client: SyncPrefectClient, name: str) -> Any:

@@ -18,8 +18,7 @@ from infra.records.acceptance import RegisteredDraft
 from infra.settings import prefect_api_url, runs_folder, tracking_uri
 from infra.templates import render
 from infra.tracking.registry import CHALLENGER, CHAMPION, PromotionDecision, history, list_drafts
-from tasks.draft_deployments import draft_tag
-from tasks.side_effects import side_effect
+from tasks.side_effects import draft_tag, side_effect
 
 PAGES = Path(__file__).parent / "report"
 RECENT, SHOWN = 10, 24
@@ -177,7 +176,7 @@ def _told(run: FlowRun, now: float) -> str:
 
 
 def _runs(drafts: Sequence[str]) -> list[FlowRuns | None]:
-    """Flow runs of each draft's own deployments; None where there is no server."""
+    """Flow runs of each draft; None where there is no server."""
     if prefect_api_url() is None:
         return [None] * len(drafts)
     with get_client(sync_client=True) as client:

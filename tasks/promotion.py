@@ -12,7 +12,7 @@ from uuid import UUID
 
 from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.deployments import run_deployment
 from prefect.events import emit_event
@@ -31,7 +31,7 @@ from infra.tracking.changes import Announcement, Change
 from infra.tracking.promotion import DraftInService, Step
 from tasks.pools import occupy, run_main
 from tasks.run import OpenRun
-from tasks.side_effects import artifact_key, side_effect
+from tasks.side_effects import artifact_key, draft_tag, side_effect
 
 EVENTS = {"promotion": "draftsmith.draft.promoted", "withdrawal": "draftsmith.draft.withdrawn"}
 """The event by kind of change; it tells the serving side which version to load."""
@@ -48,7 +48,7 @@ def promote_or_refuse(run: OpenRun, pool: Pool, draft: RegisteredDraft, gate: Ga
     with one_at_a_time(draft.name):
         step, reason = follow_decision(run, pool, draft, gate)
     if step == "ask":
-        ask_for_approval(draft, run.config.tracking.uri)
+        ask_for_approval(draft, run.config.tracking.uri, run.config.name)
     get_run_logger().info("version %s of %s: %s, %s", draft.version, draft.name, step, reason)
     return registry.find_version(run.tracking_uri, draft.name, draft.version)
 
@@ -125,28 +125,37 @@ def announce(change: Announcement) -> None:
 
 
 @side_effect("ask for approval")
-def ask_for_approval(draft: RegisteredDraft, tracking_uri: str | None) -> str | None:
+def ask_for_approval(draft: RegisteredDraft, tracking_uri: str | None, recipe: str) -> str | None:
     """Submit the deployment that asks a person, once per version; the flow run's id, None where there is none.
+
+    It is the draft's own (`draftsmith deploy`), or the shared one.
 
     `tracking_uri` is the recipe's: the environment's may hold a password, and parameters are shown.
     """
     by_hand = f"draftsmith drafts promote {draft.version} --name {draft.name}"
     with get_client(sync_client=True) as client:
-        try:
-            deployment = client.read_deployment_by_name(APPROVAL)
-        except ObjectNotFound:
-            get_run_logger().warning("version %s waits for your approval: %s", draft.version, by_hand)
-            return None
+        deployment = _deployed(client, f"promote/{recipe}") or _deployed(client, APPROVAL)
+    if deployment is None:
+        get_run_logger().warning("version %s waits for your approval: %s", draft.version, by_hand)
+        return None
     submitted = run_deployment(
-        deployment.id,
+        deployment,
         parameters={"draft": draft.name, "version": draft.version, "tracking_uri": tracking_uri},
         timeout=0,
         as_subflow=False,
+        tags=[draft_tag(draft.name)],
         idempotency_key=f"approve-{draft.model_id}",
     )
     assert isinstance(submitted, FlowRun)
     get_run_logger().info("version %s waits for approval: flow run %s, or %s", draft.version, submitted.name, by_hand)
     return str(submitted.id)
+
+
+def _deployed(client: SyncPrefectClient, name: str) -> UUID | None:
+    try:
+        return client.read_deployment_by_name(name).id
+    except ObjectNotFound:
+        return None
 
 
 class Approval(RunInput):

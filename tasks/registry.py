@@ -34,7 +34,7 @@ from infra.tracking.runs import (
 )
 from tasks.report.page import version_markdown
 from tasks.run import OpenRun
-from tasks.side_effects import side_effect
+from tasks.side_effects import draft_tag, side_effect
 
 ABOUT = (
     "Drafts for speculative decoding of **{target}**, made by Draftsmith. The alias `champion` is the version that "
@@ -203,7 +203,8 @@ def open_tracking(run: OpenRun) -> TrackedRun:
     }
     if flow_run.id:
         with get_client(sync_client=True) as client:
-            client.update_flow_run(UUID(flow_run.id), name=run.folder.name)
+            about = sorted({*flow_run.tags, draft_tag(run.draft_name)})
+            client.update_flow_run(UUID(flow_run.id), name=run.folder.name, tags=about)
         tags["prefect.flow_run"] = url_for("flow-run", obj_id=flow_run.id) or str(flow_run.id)
     config = run.config.model_dump(mode="json")
     tracking = start_run(

@@ -31,6 +31,11 @@ def _worth_retrying(_task: Task[Any, Any], _run: TaskRun, state: State) -> bool:
     return not isinstance(state.result(raise_on_failure=False), Refusal)
 
 
+def draft_tag(draft: str) -> str:
+    """What a registered draft's own deployments and the flow runs that are about it are tagged with."""
+    return f"draft:{draft}"
+
+
 def artifact_key(kind: str, name: str) -> str:
     """Key of the artifact `kind` of a draft or recipe. Prefect accepts lower-case letters, digits and dashes.
 

@@ -94,10 +94,22 @@ def test_deployed_twice_changed_and_gone(stack: Any, block: str, tmp_path: Path)
 
     check_runs(stack, again["retrain"]["id"])
     assert "no drafts in" in draftsmith(stack, "drafts", "overview")
-    for draft in ("draft-tiny", "draft-other"):
+    draftsmith(stack, "deploy", str(ROOT / "recipes" / "quickstart.yaml"))
+    retrain = deployed(stack, "draft-quickstart")["retrain"]["id"]
+    starting = {
+        one["actions"][0]["deployment_id"]: one["enabled"]
+        for one in stack.post("automations/filter", {})
+        if "draftsmith.draft.drifted" in one["trigger"].get("expect", ())
+    }
+    assert len(starting) == 4  # of the shared file, and of three drafts
+    assert [deployment for deployment, enabled in starting.items() if not enabled] == [
+        stack.get("deployments/name/retrain/retrain")["id"]
+    ]
+    assert starting[retrain]
+    for draft in ("draft-tiny", "draft-other", "draft-quickstart"):
         assert "deployments deleted" in draftsmith(stack, "undeploy", draft)
         assert deployed(stack, draft) == {}
-        assert automations(stack, draft) == []
+        assert not [one for one in automations(stack, draft) if one["id"] not in shared or not one["enabled"]]
     assert "is not deployed" in draftsmith(stack, "undeploy", "draft-tiny")
     assert whole(stack) == shared
     waiting = {"tags": {"any_": ["draft:draft-tiny"]}, "state": {"type": {"any_": ["SCHEDULED"]}}}
