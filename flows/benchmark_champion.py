@@ -3,12 +3,13 @@
 from prefect import flow
 
 from tasks.benchmark import measure_again, note_figures, tell_of_change
+from tasks.events import tell_failure
 from tasks.pools import lease
 from tasks.run import open_run
 from tasks.version_run import find_champion, prepare_version, recipe_of
 
 
-@flow(name="benchmark-champion")
+@flow(name="benchmark-champion", on_failure=[tell_failure])
 def benchmark_champion(draft: str, tracking_uri: str | None = None, run: str | None = None) -> str:
     """Measure the champion on its own prompts again: engine, driver and hardware may have changed under it.
 

@@ -3,13 +3,14 @@
 from prefect import flow, suspend_flow_run
 
 from infra.settings import tracking_uri as default_uri
+from tasks.events import tell_failure
 from tasks.pools import lease
 from tasks.promotion import Approval, find_candidate, one_at_a_time, put_into_service, refuse_draft, show_comparison
 from tasks.run import open_run
 from tasks.version_run import prepare_version, recipe_of
 
 
-@flow(name="promote", persist_result=True)
+@flow(name="promote", persist_result=True, on_failure=[tell_failure])
 def promote(
     draft: str,
     version: int | None = None,

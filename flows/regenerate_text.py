@@ -3,12 +3,13 @@
 from prefect import flow
 
 from models.config.recipe import RunConfig
+from tasks.events import tell_failure
 from tasks.pools import lease
 from tasks.prepare import check_data, preflight, prepare_target, regenerate_text
 from tasks.run import open_run
 
 
-@flow(name="regenerate")
+@flow(name="regenerate", on_failure=[tell_failure])
 def regenerate(config: RunConfig, run: str | None = None) -> str:
     """Regenerate the text of a recipe; a later retraining with the same settings finds it done.
 

@@ -7,6 +7,7 @@ from prefect import flow
 from infra.records.sharing import alternates
 from models.config.recipe import RunConfig
 from tasks.benchmark import benchmark_draft, benchmark_served
+from tasks.events import tell_failure
 from tasks.pools import lease, only_training_of_its_draft
 from tasks.prepare import check_data, fetch_start, plan_run, preflight, prepare_samples, prepare_target, regenerate_text
 from tasks.promotion import promote_or_refuse
@@ -17,7 +18,7 @@ from tasks.run import open_run
 from tasks.training import export_draft, start_generators, storing, train
 
 
-@flow(name="retrain")
+@flow(name="retrain", on_failure=[tell_failure])
 def retrain(config: RunConfig, run: str | None = None) -> str:
     """Train a draft on streamed hidden states, prove it, and promote it if it earned that.
 

@@ -20,16 +20,17 @@ from infra.refusal import Refusal
 from infra.servers.stack import WORK_POOLS
 from models.config.recipe import RunConfig
 from tasks.deployments import all_pages, deploy
+from tasks.events import DRIFTED, EVERY
 from tasks.side_effects import draft_tag
 
 FILE, OPTIONS = "prefect.yaml", "options.json"
 HEARTBEAT_S = 30
 """As in the shared prefect.yaml: `recover` takes a flow run for dead after 90 s of silence."""
 ONE, SKIP = {"limit": 1, "collision_strategy": "ENQUEUE"}, {"limit": 1, "collision_strategy": "CANCEL_NEW"}
-DRIFTED = "draftsmith.draft.drifted"
-TOLD_DRAFT = ("draftsmith.draft.*",)
-TOLD_RUN = ("prefect.flow-run.Failed", "draftsmith.run.given-up", "prefect.flow-run.Suspended")
-BODY = "{{ event.event }} of {{ event.resource.name or event.resource.id }}\n{% for key, value in event.payload.items() %}{{ key }}: {{ value }}\n{% endfor %}"  # noqa: E501
+BODY = """{{ event.event }}: {{ event.payload.model_uri or event.payload.draft }}
+{{ event.payload.reason }}
+{% for name, link in event.payload.links.items() %}{{ name }}: {{ link }}
+{% endfor %}"""
 
 
 class DeployOptions(Record):
@@ -211,18 +212,11 @@ def _notice(draft: str, block: str) -> str:
 
 def _tell(client: SyncPrefectClient, draft: str, block: str, document: Any) -> None:
     """Send what happens to a draft to a notification block; an automation that an operator disabled stays so."""
-    own = EventTrigger(expect=set(TOLD_DRAFT), match={"prefect.resource.id": draft}, posture=Posture.Reactive)
-    tagged: dict[str, str | list[str]] = {
-        "prefect.resource.role": "tag",
-        "prefect.resource.id": f"prefect.tag.{draft_tag(draft)}",
-    }
-    of_runs = EventTrigger(expect=set(TOLD_RUN), match_related=tagged, posture=Posture.Reactive)
-    existing = {automation.name: automation for automation in all_pages(client.read_automations)}
-    for what, trigger in (("draft", own), ("runs", of_runs)):
-        name = _notice(draft, f"{block} ({what})")
-        action = SendNotification(block_document_id=document.id, subject=f"Draftsmith: {draft}", body=BODY)
-        wanted = AutomationCore(name=name, trigger=trigger, actions=[action])
-        if name in existing:
-            client.update_automation(existing[name].id, wanted.model_copy(update={"enabled": existing[name].enabled}))
-        else:
-            client.create_automation(wanted)
+    trigger = EventTrigger(expect={EVERY}, match={"prefect.resource.id": draft}, posture=Posture.Reactive)
+    action = SendNotification(block_document_id=document.id, subject=f"Draftsmith: {draft}", body=BODY)
+    wanted = AutomationCore(name=_notice(draft, block), trigger=trigger, actions=[action])
+    existing = {automation.name: automation for automation in all_pages(client.read_automations)}.get(wanted.name)
+    if existing:
+        client.update_automation(existing.id, wanted.model_copy(update={"enabled": existing.enabled}))
+    else:
+        client.create_automation(wanted)

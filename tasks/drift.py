@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
-from prefect.events import emit_event
 
 from infra.drift.config import RequestLogConfig, WatchConfig
 from infra.drift.decision import RECENT, DriftFinding, assess
@@ -25,14 +25,9 @@ from infra.refusal import Refusal
 from infra.settings import runs_folder, tracking_uri
 from infra.templates import render
 from infra.tracking.registry import CHAMPION, RUN, list_drafts, read_request_counts
+from tasks.events import DEGRADED, DRIFTED, UNKNOWN, tell
 from tasks.side_effects import artifact_key, side_effect
 
-DRIFTED = "draftsmith.draft.drifted"
-"""The event that starts retraining; its resource is the registered model."""
-DEGRADED = "draftsmith.draft.degraded"
-"""The event that starts a rollback: a version serves worse than the one that it replaced."""
-UNKNOWN = "draftsmith.server.unknown_draft"
-"""The event for a server with an unregistered draft; its resource is the registered model."""
 ENDED_WINDOWS = 200
 """Newest windows that are kept of a version that no server runs any more: what a later version is compared with."""
 SAMPLING_TIMEOUT_S = 2 * 3600.0
@@ -56,11 +51,6 @@ class TrafficScan:
     """One for each served version that was tested."""
     refusals: Sequence[Refusal] = ()
     """Why a version cannot be tested."""
-
-    @property
-    def resource(self) -> dict[str, str]:
-        """What its events are about."""
-        return {"prefect.resource.id": self.config.draft, "prefect.resource.name": self.config.draft}
 
     def recording(self, traffic: TrafficRecord) -> "TrafficScan":
         """The look with this record, which is stored."""
@@ -106,8 +96,8 @@ def report_unknown(look: TrafficScan) -> TrafficScan:
         state = look.traffic.servers[url]
         if not state.reported:
             new.add(url)
-            payload = {"draft": look.config.draft, "server": public(url), "reason": why}
-            emit_event(UNKNOWN, look.resource, payload=payload, id=look.traffic.event_id("unknown", state.start))
+            event_id = look.traffic.event_id("unknown", state.start)
+            tell(UNKNOWN, look.config.draft, reason=why, event_id=event_id, server=public(url))
     return look.recording(look.traffic.with_reported(new))
 
 
@@ -173,16 +163,13 @@ def announce(look: TrafficScan, finding: DriftFinding, prompts: PromptsRecord | 
     """Emit the event that starts retraining, or a rollback, and note that it was: each alarm is announced once."""
     assert finding.due
     series, summary, served = finding.series, in_words(finding), mean_length(finding.series.windows[-RECENT:])
-    payload: dict[str, object] = {"draft": look.config.draft, "version": finding.draft.version}
+    more: dict[str, Any] = {}
     if finding.event == "degraded":
         event, before = DEGRADED, mean_length(finding.replaced)
         summary += f"; the version that it replaced reached {before:.2f}, it reaches {served:.2f}"
-        payload["reason"] = summary
     else:
         event = DRIFTED
-        payload |= {
-            "run": finding.draft.tags.get(RUN, ""),
-            "summary": summary,
+        more = {
             "lookahead": series.served.lookahead,
             "traffic": series.served.traffic,
             "acceptance_length_benchmark": round(finding.test.reference.length, 4),
@@ -194,7 +181,8 @@ def announce(look: TrafficScan, finding: DriftFinding, prompts: PromptsRecord | 
             "prompts": prompts.prompts if prompts else 0,
         }
     event_id = look.traffic.event_id(finding.draft.version, finding.due.ended)
-    emit_event(event, look.resource, payload=payload, id=event_id)
+    version, run = finding.draft.version, finding.draft.tags.get(RUN, "")
+    tell(event, look.config.draft, version=version, reason=summary, run=run, event_id=event_id, **more)
     get_run_logger().warning("announced as %s: %s", event, summary)
     return look.recording(look.traffic.with_series(series.with_announced(finding.due)))
 

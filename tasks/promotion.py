@@ -15,7 +15,6 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.deployments import run_deployment
-from prefect.events import emit_event
 from prefect.exceptions import ObjectNotFound
 from prefect.input import RunInput
 from pydantic import Field
@@ -29,11 +28,12 @@ from infra.settings import prefect_is_private
 from infra.tracking import registry
 from infra.tracking.changes import Announcement, Change
 from infra.tracking.promotion import DraftInService, Step
+from tasks.events import PROMOTED, WAITING, WITHDRAWN, tell
 from tasks.pools import occupy, run_main
 from tasks.run import OpenRun
 from tasks.side_effects import artifact_key, draft_tag, side_effect
 
-EVENTS = {"promotion": "draftsmith.draft.promoted", "withdrawal": "draftsmith.draft.withdrawn"}
+EVENTS = {"promotion": PROMOTED, "withdrawal": WITHDRAWN}
 """The event by kind of change; it tells the serving side which version to load."""
 APPROVAL = "promote/promote"
 """The deployment that asks a person."""
@@ -119,9 +119,8 @@ def withdraw(uri: str, draft: RegisteredDraft, by: str, reason: str) -> Register
 
 
 def announce(change: Announcement) -> None:
-    """Emit the event of a change; its resource is the registered model."""
-    payload = change.model_dump(mode="json", exclude={"id", "kind"})
-    emit_event(EVENTS[change.kind], {"prefect.resource.id": change.draft}, payload=payload, id=UUID(change.id))
+    """Emit the event of a change."""
+    tell(EVENTS[change.kind], event_id=UUID(change.id), **change.model_dump(mode="json", exclude={"id", "kind"}))
 
 
 @side_effect("ask for approval")
@@ -148,6 +147,8 @@ def ask_for_approval(draft: RegisteredDraft, tracking_uri: str | None, recipe: s
     )
     assert isinstance(submitted, FlowRun)
     get_run_logger().info("version %s waits for approval: flow run %s, or %s", draft.version, submitted.name, by_hand)
+    asked = f"resume the flow run {submitted.name}, or: {by_hand}"
+    tell(WAITING, draft.name, version=draft.version, reason=asked, event_id=submitted.id)
     return str(submitted.id)
 
 

@@ -9,7 +9,6 @@ from prefect import get_run_logger
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.deployments import run_deployment
-from prefect.events import emit_event
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Crashed
 
@@ -18,6 +17,7 @@ from infra.refusal import Refusal
 from infra.run.ownership import is_owned
 from infra.run.recovery import ATTEMPTS, newest_step, note_recovery
 from models.config.recipe import read_config
+from tasks.events import GIVEN_UP, draft_of, tell
 from tasks.run import folder_of_flow_run
 from tasks.side_effects import side_effect
 
@@ -64,8 +64,6 @@ ENDING_S = 15.0
 """A flow releases its run shortly before the server hears how it ended."""
 POLL_S = 1.0
 UNFINISHED = (StateType.RUNNING, StateType.PENDING, StateType.CANCELLING)
-GIVEN_UP = "draftsmith.run.given-up"
-"""The event that a person should hear of."""
 
 
 @side_effect("look at the dead run")
@@ -122,15 +120,10 @@ def start_again(dead: DeadRun) -> str:
     folder = dead.folder
     may = note_recovery(folder, str(dead.flow_run), dead.step()) if folder else dead.restarts < ATTEMPTS
     if not may:
-        emit_event(
-            GIVEN_UP,
-            {"prefect.resource.id": f"prefect.flow-run.{dead.flow_run}", "prefect.resource.name": dead.name},
-            related=[
-                {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{tag}"} for tag in dead.tags
-            ],
-            payload={"run": folder.name if folder else ""},
-        )
-        raise Refusal(_given_up(dead, folder))
+        why = _given_up(dead, folder)
+        run = folder.name if folder else ""
+        tell(GIVEN_UP, draft_of(dead.parameters), reason=why, run=run, flow_run_name=dead.name)
+        raise Refusal(why)
     parameters = dead.parameters | ({"run": folder.name} if folder else {})
     submitted = run_deployment(
         dead.deployment,

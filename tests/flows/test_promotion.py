@@ -18,7 +18,7 @@ from infra.tracking.client import connect
 from infra.tracking.registry import history
 from infra.tracking.runs import TrackedRun
 from models.config.recipe import load_recipe
-from tasks.drift import DEGRADED
+from tasks.events import DEGRADED, WAITING
 
 ROOT = Path(__file__).parents[2]
 DRAFT = "draft-approved"
@@ -116,10 +116,13 @@ def approve(stack: Any, until: Callable[..., None]) -> None:
     (told,) = events(stack, "draftsmith.draft.promoted")
     payload = told["payload"]
     assert payload.pop("source") == payload.pop("now_source")
+    assert payload.pop("links")["flow run"].endswith(asking)
     assert payload == {
-        "draft": DRAFT, "version": 1, "previous_version": None, "now": 1, "run": decision.run, "by": "Ada",
-        "reason": "it is better",
+        "draft": DRAFT, "version": 1, "model_uri": f"models:/{DRAFT}/1", "previous_version": None, "now": 1,
+        "run": decision.run, "by": "Ada", "reason": "it is better",
     }  # fmt: skip
+    (waited,) = events(stack, WAITING)
+    assert (waited["payload"]["version"], waited["payload"].keys() >= payload.keys() - {"now", "by"}) == (1, True)
 
 
 def events(stack: Any, name: str) -> list[dict[str, Any]]:

@@ -1,0 +1,92 @@
+"""What is told about drafts, as Prefect's events: all have one form, whatever happened."""
+
+from typing import Any
+from uuid import UUID
+
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.events import emit_event
+from prefect.flows import Flow
+from prefect.runtime import flow_run as this_run
+from prefect.utilities.urls import url_for
+
+from infra.network.health import public
+from infra.redaction import redacted
+from infra.settings import prefect_is_private, tracking_uri
+from models.config.recipe import RunConfig
+
+PROMOTED, WITHDRAWN = "draftsmith.draft.promoted", "draftsmith.draft.withdrawn"
+"""The serving side loads another version."""
+DRIFTED, DEGRADED = "draftsmith.draft.drifted", "draftsmith.draft.degraded"
+"""Start a retraining; a rollback, because a version serves worse than the one that it replaced."""
+WAITING, FAILED, GIVEN_UP = (f"draftsmith.draft.{what}" for what in ("waiting-for-approval", "failed", "given-up"))
+"""Need a person."""
+UNKNOWN = "draftsmith.server.unknown_draft"
+"""A server runs a draft that is not registered."""
+EVERY = "draftsmith.draft.*"
+
+
+def tell(event: str, draft: str, *, event_id: UUID | None = None, **said: Any) -> None:
+    """Emit an event, one of the names above, whose resource is the registered model.
+
+    `said`: see `payload`. Given the same `event_id` again, the event counts once.
+    """
+    resource = {"prefect.resource.id": draft or "unknown", "prefect.resource.name": draft or "unknown"}
+    emit_event(event, resource, payload=payload(draft, **said), id=event_id)
+
+
+def payload(
+    draft: str,
+    *,
+    version: int | None = None,
+    previous_version: int | None = None,
+    reason: str = "",
+    run: str = "",
+    **more: Any,
+) -> dict[str, Any]:
+    """What an event says.
+
+    Args:
+        draft: the registered model; empty where it is not known.
+        version: that it is about.
+        previous_version: the champion before.
+        reason: for people.
+        run: name of the run folder.
+        more: what only this kind of event says.
+    """
+    return {
+        "draft": draft,
+        "version": version,
+        "model_uri": "" if version is None else f"models:/{draft}/{version}",
+        "previous_version": previous_version,
+        "reason": redacted(reason),
+        "run": run,
+        "links": _links(draft, version),
+        **more,
+    }
+
+
+def _links(draft: str, version: int | None) -> dict[str, str]:
+    """Pages that say more."""
+    found, uri = dict[str, str](), tracking_uri()
+    own = this_run.id
+    if own and not prefect_is_private() and (page := url_for("flow-run", obj_id=own)):
+        found["flow run"] = page
+    if version is not None and uri.startswith(("http://", "https://")):
+        found["version"] = f"{public(uri).rstrip('/')}/#/models/{draft}/versions/{version}"
+    return found
+
+
+def draft_of(parameters: dict[str, Any]) -> str:
+    """The registered model that a flow's parameters are about; empty if they name none."""
+    config = parameters.get("config")
+    if isinstance(config, RunConfig):
+        return config.draft_name
+    if isinstance(config, dict):
+        watched, registered = config.get("draft"), (config.get("tracking") or {}).get("registered_model")
+        return watched if isinstance(watched, str) else str(registered or f"draft-{config.get('name')}")
+    return str(parameters.get("draft") or "")
+
+
+def tell_failure(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """Hook of flows: a run about a draft has failed."""
+    tell(FAILED, draft_of(flow_run.parameters), reason=state.message or "", flow=flow.name, flow_run=flow_run.name)
