@@ -77,13 +77,14 @@ def overview(
     from rich.console import Console
     from rich.table import Table
 
-    table = Table()
-    for column in ("draft", "serves", "benchmarked", "served", "last windows", "drift", "last retraining", "next"):
+    table = Table(show_lines=True)
+    table.add_column("draft", no_wrap=True)
+    for column in ("serves", "acceptance length", "drift", "retraining"):
         table.add_column(column, overflow="fold")
     for row in rows:
-        length = f"{row.benchmarked:.2f}" if row.benchmarked else ""
-        known = (row.recently, row.sparkline, row.drift, row.last_run, row.next_run)
-        table.add_row(row.draft, row.serves, length, *known)
+        benchmarked = f"{row.benchmarked:.2f} benchmarked\n" if row.benchmarked else ""
+        runs = f"last: {row.last_run}\nnext: {row.next_run}"
+        table.add_row(row.draft, row.serves, f"{benchmarked}{row.recently}\n{row.sparkline}".strip(), row.drift, runs)
     Console().print(table)
     for row in rows:
         for what in row.wanted:

@@ -24,6 +24,8 @@ from tasks.events import DRIFTED, EVERY
 from tasks.side_effects import draft_tag
 
 FILE, OPTIONS = "prefect.yaml", "options.json"
+HEAD: dict[str, Any] = {"name": "draftsmith", "build": [], "push": [], "pull": []}
+"""As in the shared prefect.yaml: the project is installed where the worker runs."""
 HEARTBEAT_S = 30
 """As in the shared prefect.yaml: `recover` takes a flow run for dead after 90 s of silence."""
 ONE, SKIP = {"limit": 1, "collision_strategy": "ENQUEUE"}, {"limit": 1, "collision_strategy": "CANCEL_NEW"}
@@ -61,7 +63,7 @@ def deploy_draft(folder: Path, config: RunConfig, options: DeployOptions) -> lis
         deployments = list(described(config, options))
         names = [f"{each['entrypoint'].rpartition('.')[2].replace('_', '-')}/{each['name']}" for each in deployments]
         _delete(client, (one for one in of_draft(client, draft) if _name(client, one) not in names))
-        write_atomically(place / FILE, yaml.safe_dump({"name": "draftsmith", "deployments": deployments}))
+        write_atomically(place / FILE, yaml.safe_dump(HEAD | {"deployments": deployments}))
         deploy(place, place / FILE)
         others = _others_of(client, draft)
         taken_over = dict.fromkeys([*remembered(folder, draft).taken_over, *others])

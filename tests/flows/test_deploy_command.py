@@ -70,6 +70,9 @@ def test_deployed_twice_changed_and_gone(stack: Any, block: str, tmp_path: Path)
     assert set(first) == {"retrain", "promote", "rollback", "benchmark_champion", "watch_traffic"}
     assert first["retrain"]["schedules"][0]["schedule"]["cron"] == CRON
     assert len(told) == 2
+    shared_retrain = stack.get("deployments/name/retrain/retrain")
+    for alike in ("pull_steps", "path", "entrypoint", "job_variables"):
+        assert first["retrain"][alike] == shared_retrain[alike], alike
 
     draftsmith(stack, "deploy", tiny)
     again = deployed(stack, "draft-tiny")
@@ -93,7 +96,9 @@ def test_deployed_twice_changed_and_gone(stack: Any, block: str, tmp_path: Path)
     assert len(names) == len(set(names)) > 4
 
     check_runs(stack, again["retrain"]["id"])
-    assert "no drafts in" in draftsmith(stack, "drafts", "overview")
+    page = tmp_path / "overview.html"
+    assert str(page) in draftsmith(stack, "drafts", "overview", "--page", str(page))
+    assert page.read_text().startswith("<!doctype html>")
     draftsmith(stack, "deploy", str(ROOT / "recipes" / "quickstart.yaml"))
     retrain = deployed(stack, "draft-quickstart")["retrain"]["id"]
     starting = {
