@@ -19,7 +19,7 @@ from methods_table import write_curves
 from infra.processes.exit import run_main
 from models.targets.tiny import one_thread
 
-RATES = {"EAGLE-3": 1.0, "DFlash": 2.0, "DSpark": 2.0}
+RATES = {"EAGLE-3": 1.0, "DFlash": 2.0, "DSpark": 2.0, "DSpark, KL": 2.0}
 """Learning rates in shares of the recipe's."""
 
 

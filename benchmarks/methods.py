@@ -3,8 +3,8 @@
     python benchmarks/methods.py [--targets tiny gemma3-270m] [--samples N] [--rates 0.25 0.5 1 2 4] [--prompts 24]
                                  [--gsm8k FILE] [--spec-bench FILE]
 
-Methods: EAGLE-3, EAGLE-3 with `lk_lambda`, DFlash, DFlash 2, Domino, DSpark, Medusa heads, and two that need
-no training.
+Methods: EAGLE-3, EAGLE-3 with `lk_lambda`, DFlash, DFlash 2, Domino, DSpark with its authors' loss and with DFlash's,
+Medusa heads, and two that need no training.
 Each trained one gets the same captured samples once, in the same order, and one trial for every learning rate (the
 recipe's times each of `--rates`); the trial that accepts most on the validation prompts at temperature 1 is in the
 table, and all trials are written down.
@@ -153,6 +153,7 @@ def drafts(config: RunConfig, target: TargetRecord) -> dict[str, list[str]]:
     dflash = {"method": "dflash", "block_size": 8, "decay_gamma": 4.0} | {name: eagle[name] for name in shared}
     dflash["layer_types"] = ["full_attention"] * 2
     dspark = dflash | {"method": "dspark", "block_size": 7, "markov_rank": 64}
+    divergence = {"cross_entropy_weight": 0.0, "tv_weight": 0.0, "kl_weight": 1.0}
     domino = dflash | {"method": "domino", "gru_hidden_dim": 64, "emb_dim": 64}
     second = dflash | {"method": "dflash2", "selector_rank": 64}
     medusa = {"method": "medusa", "heads": LOOKAHEAD, "vocab_size": eagle["vocab_size"]}
@@ -163,6 +164,7 @@ def drafts(config: RunConfig, target: TargetRecord) -> dict[str, list[str]]:
         "DFlash 2": [f"draft={json.dumps(second)}"],
         "Domino": [f"draft={json.dumps(domino)}"],
         "DSpark": [f"draft={json.dumps(dspark)}"],
+        "DSpark, KL": [f"draft={json.dumps(dspark | divergence)}"],
         # Its heads stand on the target's last layer.
         "Medusa": [f"draft={json.dumps(medusa)}", f"target.aux_layer_ids=[{target.num_layers - 1}]"],
     }

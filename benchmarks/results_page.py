@@ -335,6 +335,8 @@ def page() -> str:
             f"[{name}](../benchmarks/results/{name}.md): acceptance by method, temperature and kind of prompt.",
             "",
         ]
+    curves = "method-curves-tiny"
+    lines += [f"[{curves}](../benchmarks/results/{curves}.md): acceptance by method and number of training tokens.", ""]
     return "\n".join(lines)
 
 
