@@ -7,7 +7,7 @@ the operator's and stays; every other one follows prefect.yaml. FOLDER keeps wha
 
 import argparse
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,8 +38,11 @@ class Deployed(Record):
     automations: Mapping[str, bool] = {}
 
 
-def deploy(folder: Path, file: Path = Path("prefect.yaml")) -> None:
+def deploy(folder: Path, file: Path = Path("prefect.yaml"), only: Collection[str] | None = None) -> None:
     """Bring a file of deployments into force; by default the current folder's. `folder` keeps what was deployed.
+
+    `only` names the file's deployments (FLOW/NAME) and automations: what is kept of an interrupted call is soon out of
+    date for all others. None: all are the file's.
 
     Raises CalledProcessError with Prefect's own words.
     """
@@ -48,14 +51,14 @@ def deploy(folder: Path, file: Path = Path("prefect.yaml")) -> None:
         for pool in WORK_POOLS:
             _ensure_pool(client, pool)
         if not interrupted.exists():
-            write_atomically(interrupted, _read_all(client))
+            write_atomically(interrupted, _read_all(client, only))
         before = Deployed.read(interrupted)
         subprocess.run(
             module("prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file)),
             check=True,
             timeout=DEPLOY_S,
         )
-        fresh = _read_all(client)
+        fresh = _read_all(client, only)
         _restore(client, before, Deployed.read(last) if last.exists() else fresh, fresh)
     write_atomically(last, fresh)
     interrupted.unlink()
@@ -83,10 +86,11 @@ def _deployments(client: SyncPrefectClient) -> dict[str, DeploymentResponse]:
     return {f"{flows[one.flow_id]}/{one.name}": one for one in found if one.work_pool_name in WORK_POOLS}
 
 
-def _read_all(client: SyncPrefectClient) -> Deployed:
+def _read_all(client: SyncPrefectClient, only: Collection[str] | None) -> Deployed:
+    deployments, automations = _deployments(client), all_pages(client.read_automations)
     return Deployed(
-        deployments={name: _settings(found) for name, found in _deployments(client).items()},
-        automations={found.name: found.enabled for found in all_pages(client.read_automations)},
+        deployments={name: _settings(one) for name, one in deployments.items() if only is None or name in only},
+        automations={one.name: one.enabled for one in automations if only is None or one.name in only},
     )
 
 

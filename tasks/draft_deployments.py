@@ -64,7 +64,8 @@ def deploy_draft(folder: Path, config: RunConfig, options: DeployOptions) -> lis
         names = [f"{each['entrypoint'].rpartition('.')[2].replace('_', '-')}/{each['name']}" for each in deployments]
         _delete(client, (one for one in of_draft(client, draft) if _name(client, one) not in names))
         write_atomically(place / FILE, yaml.safe_dump(HEAD | {"deployments": deployments}))
-        deploy(place, place / FILE)
+        triggers = [trigger["name"] for each in deployments for trigger in each.get("triggers", ())]
+        deploy(place, place / FILE, [*names, *triggers])
         others = _others_of(client, draft)
         taken_over = dict.fromkeys([*remembered(folder, draft).taken_over, *others])
         # First: killed in between, the next `undeploy` knows of them.

@@ -1,5 +1,6 @@
 """`draftsmith deploy` and `undeploy` against a real Prefect server."""
 
+import json
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
@@ -70,6 +71,11 @@ def test_deployed_twice_changed_and_gone(stack: Any, block: str, tmp_path: Path)
     assert set(first) == {"retrain", "promote", "rollback", "benchmark_champion", "watch_traffic"}
     assert first["retrain"]["schedules"][0]["schedule"]["cron"] == CRON
     assert len(told) == 2
+    kept = json.loads(
+        (Path(stack.environment["DRAFTSMITH_RUNS"]) / ".deployments/draft-tiny/deployed.json").read_text()
+    )
+    assert len(kept["deployments"]) == len(first)
+    assert list(kept["automations"]) == ["retrain/tiny when draft-tiny drifts"]
     shared_retrain = stack.get("deployments/name/retrain/retrain")
     for alike in ("pull_steps", "path", "entrypoint", "job_variables"):
         assert first["retrain"][alike] == shared_retrain[alike], alike
