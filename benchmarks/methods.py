@@ -219,7 +219,7 @@ class Ground:
         files = [str(self.parts[kind]) for kind in (*KINDS, VALIDATION)]
         files += [file for file in (self.options.gsm8k, self.options.spec_bench) if file]
         data = [f"data.source={self.parts['train']}", f"data.exclude={json.dumps(files)}"]
-        data += [f"data.max_samples={self.samples}"]
+        data += [f"data.max_samples={self.samples}", "benchmark.max_lookahead=7"]
         with (
             TemporaryDirectory(dir=self.folder) as place,
             prepared_run(Path(place) / "run", self.recipe, [*self.drafts[method], *data, *overrides]) as run,

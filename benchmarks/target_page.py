@@ -44,7 +44,8 @@ cell was not measured yet, the others all were; `python benchmarks/targets.py` m
 | serving in SGLang | target and exported draft in a real server: the target's own text in verification steps |
 
 Multimodal targets have empty cells for SGLang where it wants an image processor, which a random model has none of.
-They are trained on text alone: the draft never sees an image, and proposals after one may be worse.
+Their drafts are trained on text alone here. With `data.images` they see the images of the data, tested for
+Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Gemma 3 ([Your own target and data](your-target.md#images)).
 """
 
 

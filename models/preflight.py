@@ -27,6 +27,7 @@ from models.config.recipe import RunConfig, read_config
 from models.data.benchmark_prompts import BenchmarkPrompts, read_excluded_prompts
 from models.data.conversations import training_documents
 from models.data.dialogue import Dialogue, check_answerable
+from models.data.images import ImageProcessor
 from models.data.prepare import recipe_data
 from models.data.prompts import suite_prompts
 from models.data.request_log import logged_texts
@@ -118,6 +119,11 @@ def check_engine(run: RunWithTarget, speculates: bool) -> None:
             f"{release} serves no {draft.title} draft for the target's architecture {kind.name} (its class has no "
             "set_dflash_layers_to_capture): set draft.method=eagle3, or benchmark.served_concurrency=[] and "
             "benchmark.counted_by=reference"
+        )
+    if run.config.data.images is not None and not ImageProcessor(path).repeats_mark:
+        raise Refusal(
+            "data.images: SGLang would expand this target's images by its own tokenization of the whole text: set "
+            "generator.engine=transformers"
         )
     window = sliding_window(read_model_config(path).get_text_config())
     if window is not None and window < longest and not kind.has_windows:

@@ -14,6 +14,8 @@ from infra.refusal import Refusal
 
 HELDOUT_LENGTH = "heldout_acceptance_length"
 """Key of the lines of `metrics.jsonl` whose steps were measured on held-out text."""
+HELDOUT_SEEN = "heldout_image_acceptance_length"
+"""The same after held-out prompts with images."""
 
 
 class Record(BaseModel):
@@ -50,7 +52,7 @@ class TargetRecord(Record):
     quantization: str | None = None
     """Method and format of a quantized checkpoint (models/targets/quantization.py); None: floating-point numbers."""
     text_only: bool = False
-    """Whether the target reads images or sound, of which its draft, trained on text alone, sees nothing."""
+    """Whether the target reads images or sound, and the run's draft sees nothing of them (no `data.images`)."""
     media_ids: tuple[int, ...] = ()
     """Placeholder tokens of images, video and sound. Text that holds one is left out."""
 
@@ -98,6 +100,8 @@ class SamplesRecord(Record):
     """Distinct prompts that documents were compared with."""
     thinking: int = 0
     """Training samples of conversations with reasoning in them."""
+    with_images: int = 0
+    """Training samples with images in them."""
     source_hash: str = ""
     """Hash of the source's files."""
     source_revision: str | None = None

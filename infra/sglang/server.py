@@ -82,6 +82,9 @@ class SGLangServer:
         while time.monotonic() < deadline:
             self._check_start()
             if is_foreign(port, partial(descendants, self.process.pid)):
+                # A server that has died meanwhile says why; its children may hold the port a little longer.
+                time.sleep(POLL_S)
+                self._check_start()
                 raise ConnectionError(f"another program took port {port} before {self.process.role} listened there")
             self._leftovers.add_shared_memory(self.process.pid)
             if trouble(f"{self.address}/health", ANSWER_S, direct=True) is None:

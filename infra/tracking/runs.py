@@ -16,7 +16,7 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, 
 from infra.files.atomic import write_atomically
 from infra.files.lines import read_objects
 from infra.records.acceptance import RegisteredDraft
-from infra.records.data_path import HELDOUT_LENGTH, Record, SamplesRecord
+from infra.records.data_path import HELDOUT_LENGTH, HELDOUT_SEEN, Record, SamplesRecord
 from infra.redaction import redacted
 from infra.tracking.client import NOTE, connect, experiment_id
 
@@ -24,7 +24,7 @@ BATCH = 500
 """MLflow takes at most 1,000 metrics and 100 parameters in a request."""
 WEIGHTS = ("*.safetensors", "*.json")
 """Files of a logged checkpoint; the optimizer's state stays in the run folder."""
-HEADLINES = ("loss", "learning_rate", HELDOUT_LENGTH)
+HEADLINES = ("loss", "learning_rate", HELDOUT_LENGTH, HELDOUT_SEEN)
 """Metrics outside any group: MLflow shows them first."""
 EXPERIMENT_NOTE = (
     "Each run trains a draft, proves it by speculative decoding and registers it. Choose *Model training* at the top "

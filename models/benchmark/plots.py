@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from infra.files.lines import read_objects
 from infra.records.acceptance import Acceptance, BenchmarkResult
 from infra.records.benchmark_text import text_of
-from infra.records.data_path import HELDOUT_LENGTH, MoreData, SamplesRecord
+from infra.records.data_path import HELDOUT_LENGTH, HELDOUT_SEEN, MoreData, SamplesRecord
 
 mpl.use("Agg")
 
@@ -125,6 +125,9 @@ def plot_heldout(metrics: Path, path: Path, more: MoreData | None = None) -> Non
     with _saved(path, columns=2) as axes:
         axes.plot([row["step"] for row in rows], own, "C7-", alpha=0.7, label="training text, text's own tokens")
         axes.plot([row["step"] for row in measured], lengths, "C0-o", label="held-out prompts, simulated walk")
+        seen = [row for row in measured if HELDOUT_SEEN in row]
+        if seen:
+            axes.plot([row["step"] for row in seen], [row[HELDOUT_SEEN] for row in seen], "C2-s", label="after images")
         if more is not None and more.lower is not None and more.upper is not None:
             place, ends = 2 * rows[-1]["step"], [lengths[-1] + more.lower, lengths[-1] + more.upper]
             axes.plot([place, place], ends, "C0_-", label="twice the data, 90 % confidence")

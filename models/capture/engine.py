@@ -5,8 +5,10 @@ A generator is ready only after its engine passed the canary: a capture that agr
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -50,6 +52,16 @@ class Continued:
     """Ends with an end-of-text token or at the length limit."""
     aux: Tensor
     """`[P + N - 1, K*H]` CPU features of all tokens but the last, in the stored data type."""
+    shown: bool = False
+    """Whether the prompt holds images."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, and the files of the images that stand in them."""
+
+    tokens: tuple[int, ...]
+    images: tuple[Path, ...] = ()
 
 
 class CaptureEngine(Protocol):
@@ -62,19 +74,19 @@ class CaptureEngine(Protocol):
         """At which precision it computes. May raise EngineError."""
         ...
 
-    def check_canary(self, tokens: Tensor) -> None:
+    def check_canary(self, tokens: Tensor, images: Sequence[Path] = ()) -> None:
         """Capture `tokens` `[T]` and compare them with an independent forward. Raises Refusal for a difference."""
         ...
 
-    def capture(self, key: str, tokens: Tensor) -> Captured:
-        """Prefill `tokens` `[T]` and write their hidden states under `key`.
+    def capture(self, key: str, tokens: Tensor, images: Sequence[Path] = ()) -> Captured:
+        """Prefill `tokens` `[T]`, with the images that stand in them, and write their hidden states under `key`.
 
         Raises SampleError if this sample cannot be captured. Any other exception is a fault of the engine or the
         machine and ends the generator: EngineError, a full disk, a lost device, an error of a library.
         """
         ...
 
-    def continue_greedily(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Continued]:
+    def continue_greedily(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Continued]:
         """Greedy continuations of `prompts` of 1 to `max_new_tokens` tokens, with features. May raise EngineError."""
         ...
 
@@ -107,16 +119,18 @@ class StoredEngine:
     def precision(self) -> CapturePrecision:
         return self._inner.precision()
 
-    def check_canary(self, tokens: Tensor) -> None:
-        self._inner.check_canary(tokens)
+    def check_canary(self, tokens: Tensor, images: Sequence[Path] = ()) -> None:
+        self._inner.check_canary(tokens, images)
 
-    def capture(self, key: str, tokens: Tensor) -> Captured:
-        name = hashlib.sha256(self._what.encode() + tokens.numpy().tobytes()).hexdigest()
+    def capture(self, key: str, tokens: Tensor, images: Sequence[Path] = ()) -> Captured:
+        # Images are files named by their hashes.
+        content = self._what.encode() + tokens.numpy().tobytes() + "".join(path.name for path in images).encode()
+        name = hashlib.sha256(content).hexdigest()
         record = self._transport.find(name)
-        captured = self._inner.capture(name, tokens) if record is None else Captured(record, 0.0)
+        captured = self._inner.capture(name, tokens, images) if record is None else Captured(record, 0.0)
         return Captured(captured.record.model_copy(update={"key": key}), captured.put_s)
 
-    def continue_greedily(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Continued]:
+    def continue_greedily(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Continued]:
         return self._inner.continue_greedily(prompts, max_new_tokens)
 
     def close(self) -> None:
@@ -124,8 +138,17 @@ class StoredEngine:
 
 
 @torch.no_grad()
-def check_capture(target: TargetModel, captured: HiddenStates, tokens: Tensor, layout: HiddenStateLayout) -> None:
+def check_capture(
+    target: TargetModel,
+    captured: HiddenStates,
+    tokens: Tensor,
+    layout: HiddenStateLayout,
+    seen: Mapping[str, Tensor] = MappingProxyType({}),
+) -> None:
     """Compare `captured`, the hidden states of `tokens` `[T]`, with those that transformers returns.
+
+    `seen`: what the target's model reads of images (`ImageProcessor.inputs`). It may add to what layers return before
+    the next ones read it (Qwen3-VL), so its layers are compared as `TargetModel.forward` captures them.
 
     Raises Refusal that names the difference: shapes, values of a layer, the final norm, or the predicted tokens.
     """
@@ -133,13 +156,17 @@ def check_capture(target: TargetModel, captured: HiddenStates, tokens: Tensor, l
         layout.check(captured, len(tokens))
     except SampleError as error:
         raise Refusal(f"canary: {error}") from None
-    reference = target.model(tokens[None].to(target.device), output_hidden_states=True)
+    reference = target.model(tokens[None].to(target.device), output_hidden_states=True, **seen)
+    layers = [reference.hidden_states[layer_id + 1][0] for layer_id in target.aux_layer_ids]
+    if seen:
+        layers = layout.by_layer(target.forward(tokens[None].to(target.device), seen=seen).aux[0])
     tolerance = RELATIVE_TOLERANCE[target.head_weight.dtype] + ROUNDING[layout.dtype]
-    for chunk, layer_id in zip(layout.by_layer(captured.aux), target.aux_layer_ids, strict=True):
+    for chunk, layer_id, expected in zip(layout.by_layer(captured.aux), target.aux_layer_ids, layers, strict=True):
         # For the last layer transformers returns the output after the final norm.
-        last = layer_id + 1 == len(target.body.layers)
-        seen = target.body.norm(chunk.to(target.head_weight)) if last else chunk
-        _compare(f"layer {layer_id}", seen, reference.hidden_states[layer_id + 1][0], tolerance)
+        last = layer_id + 1 == len(target.body.layers) and not seen
+        _compare(
+            f"layer {layer_id}", target.body.norm(chunk.to(target.head_weight)) if last else chunk, expected, tolerance
+        )
     _compare("the output after the final norm", captured.last, reference.hidden_states[-1][0], tolerance)
     own = target.logits(captured.last.to(target.head_weight)).argmax(-1)
     agreement = (own == reference.logits[0].argmax(-1)).float().mean().item()

@@ -36,7 +36,7 @@ class Generator:
         self.owner, self.engine = owner, engine
         self.ledger, self.transport, self.samples = run.open_ledger(), run.open_transport(), run.open_samples()
         self.lease_samples = run.config.generator.lease_samples
-        self.canary = self.samples[0].tokens[:CANARY_TOKENS]
+        self.canaries = self.samples.canaries(CANARY_TOKENS)
         self.has_others = run.config.generator.most > 1
         self.renew_s = run.config.ledger.lease_seconds / 4
         self.stopping = False
@@ -75,20 +75,25 @@ class Generator:
 
     def _capture(self, lease: Lease) -> Captured:
         """Capture one sample. Raises SampleError only if the engine still passes its canary."""
-        tokens = self.samples[lease.sample].tokens
+        sample = self.samples[lease.sample]
         try:
-            if len(tokens) != lease.tokens:
-                raise SampleError(f"it has {len(tokens)} tokens, and the ledger says {lease.tokens}")
-            return self.engine.capture(self.ledger.key(lease), tokens)
+            if len(sample.tokens) != lease.tokens:
+                raise SampleError(f"it has {len(sample.tokens)} tokens, and the ledger says {lease.tokens}")
+            return self.engine.capture(self.ledger.key(lease), sample.tokens, sample.images)
         except SampleError as error:
             try:
-                self.engine.check_canary(self.canary)
+                self.check_canaries()
             except Refusal as fault:
                 raise EngineError(
                     f"sample {lease.sample} failed ({error}), and the canary fails too, so the engine is at fault: "
                     f"{fault}"
                 ) from fault
             raise
+
+    def check_canaries(self) -> None:
+        """Raises Refusal where the engine does not capture what an independent forward computes."""
+        for sample in self.canaries:
+            self.engine.check_canary(sample.tokens, sample.images)
 
     def _collect(self) -> int:
         """Publish the captures that have ended, and record the failed ones. Returns the number of published samples."""
@@ -163,7 +168,7 @@ def main() -> None:
     with closing(start_engine(run, arguments.index)) as engine:
         generator = Generator(run, engine, f"generator-{arguments.index}")
         generator.take_over()
-        engine.check_canary(generator.canary)
+        generator.check_canaries()
         if arguments.index == 0:
             write_atomically(run.folder.precision, engine.precision())
             make_heldout(run, engine)

@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from infra.files.atomic import sync_file
-from models.capture.engine import CaptureEngine, Continued
+from models.capture.engine import CaptureEngine, Continued, Prompt
 from models.data.prompts import heldout_prompts
+from models.data.sample_set import SampleSet
 from models.run import PreparedRun
 
 
@@ -33,17 +34,29 @@ def make_heldout(run: PreparedRun, engine: CaptureEngine) -> None:
     if not wanted(run) or read_heldout(run.folder.heldout) is not None:
         return
     settings, longest = run.config.benchmark, run.samples.longest
-    prompts = heldout_prompts(run.open_samples("heldout"), settings)
-    prompts = [prompt for prompt in prompts if len(prompt) + 2 <= longest]
-    prompts = prompts[: run.config.training.heldout_prompts]
-    room = longest - max(map(len, prompts), default=0)
+    samples, most = run.open_samples("heldout"), run.config.training.heldout_prompts
+    prompts = [Prompt(tuple(prompt)) for prompt in heldout_prompts(samples, settings) if len(prompt) + 2 <= longest]
+    prompts = prompts[:most] + seen_prompts(samples, most, longest)
+    room = longest - max((len(prompt.tokens) for prompt in prompts), default=0)
     write_heldout(run.folder.heldout, engine.continue_greedily(prompts, min(settings.max_new_tokens, room)))
+
+
+def seen_prompts(samples: SampleSet, most: int, longest: int) -> list[Prompt]:
+    """The first `most` held-out prompts with images that leave room for an answer within `longest` tokens: everything
+    before the first answer."""
+    prompts = dict[Prompt, None]()
+    for sample in (samples[index] for index in samples.image_offsets.diff().nonzero().flatten().tolist()):
+        first = int(sample.loss_mask.int().argmax())
+        # Images of later turns stand after the first answer.
+        if len(prompts) < most and first + 2 <= longest and len(sample.images) == 1:
+            prompts[Prompt(tuple(sample.tokens[:first].tolist()), sample.images)] = None
+    return list(prompts)
 
 
 def write_heldout(path: Path, texts: Sequence[Continued]) -> None:
     """Write the texts atomically."""
     tensors = {f"aux.{index}": text.aux.contiguous() for index, text in enumerate(texts)}
-    tokens = [[list(text.prompt), list(text.continuation)] for text in texts]
+    tokens = [[list(text.prompt), list(text.continuation), text.shown] for text in texts]
     aside = path.with_name(f".{path.name}.part")
     save_file(tensors, aside, {"texts": json.dumps(tokens), "sha256": _sha256(tensors)})
     sync_file(aside)
@@ -61,8 +74,8 @@ def read_heldout(path: Path) -> list[Continued] | None:
     if _sha256(tensors) != sha256:
         return None
     return [
-        Continued(tuple(prompt), tuple(continuation), tensors[f"aux.{index}"])
-        for index, (prompt, continuation) in enumerate(texts)
+        Continued(tuple(prompt), tuple(continuation), tensors[f"aux.{index}"], shown)
+        for index, (prompt, continuation, shown) in enumerate(texts)
     ]
 
 

@@ -3,15 +3,18 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+import torch
 import transformers
 from torch import Tensor
 
 from infra.records.drafts import CapturePrecision
-from models.capture.engine import Captured, Continued, check_capture
-from models.decoding.plain import continue_batch
-from models.decoding.simulated import features
+from models.capture.engine import Captured, Continued, Prompt, check_capture
+from models.data.images import ImageProcessor
+from models.decoding.plain import continue_batch, end_of
 from models.devices import compute_device
 from models.dtypes import DTYPES
 from models.run import PreparedRun
@@ -27,43 +30,72 @@ class PlainEngine:
     def __init__(self, run: PreparedRun):
         self.layout, self.transport = run.layout, run.open_transport()
         dtype = DTYPES[run.config.capture_dtype]
-        self._eos_ids = eos_ids(Path(run.target.path))
-        self.target = TargetModel.load(Path(run.target.path), run.config.target.aux_layer_ids, dtype, compute_device())
+        self._folder = Path(run.target.path)
+        self._eos_ids = eos_ids(self._folder)
+        layers, sees = run.config.target.aux_layer_ids, run.config.data.images is not None
+        self.target = TargetModel.load(self._folder, layers, dtype, compute_device(), sees=sees)
 
     def precision(self) -> CapturePrecision:
         dtype = str(self.target.head_weight.dtype).removeprefix("torch.")
         return CapturePrecision(quantization=None, dtype=dtype, engine=f"transformers {transformers.__version__}")
 
-    def prefill(self, tokens: Tensor) -> HiddenStates:
+    def prefill(self, tokens: Tensor, images: Sequence[Path] = ()) -> HiddenStates:
         """Hidden states of `tokens` `[T]`, without the top tokens."""
-        hidden = self.target.forward(tokens[None].to(self.target.device))
+        hidden = self.target.forward(tokens[None].to(self.target.device), seen=self._seen(tokens, images))
         return HiddenStates(aux=hidden.aux[0], last=hidden.last[0])
 
-    def check_canary(self, tokens: Tensor) -> None:
-        read = self.layout.restored(self.layout.stored(self._capture(tokens)))
-        check_capture(self.target, read, tokens, self.layout)
+    def check_canary(self, tokens: Tensor, images: Sequence[Path] = ()) -> None:
+        read = self.layout.restored(self.layout.stored(self._capture(tokens, images)))
+        check_capture(self.target, read, tokens, self.layout, self._seen(tokens, images))
 
-    def _capture(self, tokens: Tensor) -> HiddenStates:
-        hidden = self.prefill(tokens)
+    def _seen(self, tokens: Tensor, images: Sequence[Path]) -> dict[str, Tensor]:
+        """What the model reads of images, on its device."""
+        if not images:
+            return {}
+        inputs = self._images.inputs(tokens, images)
+        floats = self.target.head_weight
+        return {key: value.to(floats if value.is_floating_point() else floats.device) for key, value in inputs.items()}
+
+    @cached_property
+    def _images(self) -> ImageProcessor:
+        return ImageProcessor(self._folder)
+
+    def _capture(self, tokens: Tensor, images: Sequence[Path]) -> HiddenStates:
+        hidden = self.prefill(tokens, images)
         return replace(hidden, top=self.target.top_tokens(hidden.last)) if self.layout.top_token else hidden
 
-    def capture(self, key: str, tokens: Tensor) -> Captured:
-        hidden = self._capture(tokens)
+    def capture(self, key: str, tokens: Tensor, images: Sequence[Path] = ()) -> Captured:
+        hidden = self._capture(tokens, images)
         self.layout.check(hidden, len(tokens))
         begun = time.perf_counter()
         record = self.transport.put(key, self.layout.pack(hidden))
         return Captured(record, time.perf_counter() - begun)
 
-    def continue_greedily(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Continued]:
-        texts = continue_batch(self.target, prompts, max_new_tokens, self._eos_ids)
-        return [
-            Continued(
-                tuple(prompt),
-                tuple(text),
-                features(self.target, [*prompt, *text]).to("cpu", self.layout.restored_dtype),
-            )
-            for prompt, text in zip(prompts, texts, strict=True)
-        ]
+    def continue_greedily(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Continued]:
+        plain = iter(
+            continue_batch(self.target, [p.tokens for p in prompts if not p.images], max_new_tokens, self._eos_ids)
+        )
+        texts = [self._continue_seen(p, max_new_tokens) if p.images else next(plain) for p in prompts]
+        found = []
+        for prompt, text in zip(prompts, texts, strict=True):
+            read = torch.tensor([*prompt.tokens, *text][:-1])
+            aux = self.prefill(read, prompt.images).features.to("cpu", self.layout.restored_dtype)
+            found.append(Continued(prompt.tokens, tuple(text), aux, bool(prompt.images)))
+        return found
+
+    @torch.no_grad()
+    def _continue_seen(self, prompt: Prompt, max_new_tokens: int) -> list[int]:
+        """By transformers itself, which counts positions after an image as its family does."""
+        tokens = torch.tensor(prompt.tokens)
+        model: Any = self.target.model
+        answer = model.generate(
+            tokens[None].to(self.target.device),
+            **self._seen(tokens, prompt.images),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            eos_token_id=sorted(self._eos_ids) or None,
+        )
+        return end_of(answer[0, len(tokens) :].tolist(), self._eos_ids)
 
     def close(self) -> None:
         """Nothing to stop."""

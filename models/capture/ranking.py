@@ -1,9 +1,13 @@
-"""The canary of quantized and of large targets: captured states must rank like those of a plain forward.
+"""The canary of quantized and of large targets, and of images: captured states must rank like those of a plain forward.
 
-Kernels that quantize activations compute other values than a forward with dequantized weights, by several per cent, and
-how rounding grows over the layers of a large target was never measured, so values are not compared. Each row must be
+Kernels that quantize activations compute other values than a forward with dequantized weights, by several per cent, an
+image is scaled by another library, and how rounding grows over the layers of a large target was never measured, so
+values are not compared. Each row must be
 nearer to the reference's row of its own layer and position than to any other.
 """
+
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -20,13 +24,22 @@ LEAST_SAME_TOKEN = 0.6
 
 
 @torch.no_grad()
-def check_ranking(target: TargetModel, captured: HiddenStates, tokens: Tensor, layout: HiddenStateLayout) -> None:
-    """Raise Refusal, naming the layer, unless `captured`, of `tokens` `[T]`, ranks like `target`'s own states."""
+def check_ranking(
+    target: TargetModel,
+    captured: HiddenStates,
+    tokens: Tensor,
+    layout: HiddenStateLayout,
+    seen: Mapping[str, Tensor] = MappingProxyType({}),
+) -> None:
+    """Raise Refusal, naming the layer, unless `captured`, of `tokens` `[T]`, ranks like `target`'s own states.
+
+    `seen`: what the target's model reads of images (`ImageProcessor.inputs`).
+    """
     try:
         layout.check(captured, len(tokens))
     except SampleError as error:
         raise Refusal(f"canary: {error}") from None
-    reference = target.model(tokens[None].to(target.device), output_hidden_states=True)
+    reference = target.model(tokens[None].to(target.device), output_hidden_states=True, **seen)
     layers = torch.stack([states[0].float() for states in reference.hidden_states[1:]])
     for chunk, layer_id in zip(layout.by_layer(captured.aux), target.aux_layer_ids, strict=True):
         # For the last layer transformers returns the output after the final norm.

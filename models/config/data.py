@@ -41,6 +41,13 @@ class DataConfig(StrictConfig):
         "Sources as above, or files of `turns`, `question`, `problem` or `prompt`. The suites of `promotion.suites` "
         "are always excluded.",
     )
+    images: Address | None = Field(
+        default=None,
+        description="Folder below which the source's paths of images lie, local or at an address; images inside the "
+        "records (`data:` addresses, bytes in Parquet) are read too. Conversations with images are then learned with "
+        "them, by drafts that read the target's hidden states alone (dflash, dflash2, domino, dspark, medusa). "
+        "Default: they are left out.",
+    )
     turns: Literal["all", "last"] = Field(
         default="all", description="Which answers of a conversation are learned: all of them, or only the last."
     )
@@ -82,6 +89,16 @@ class DataConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _regenerated_as_generated(self) -> Self:
+        if self.regeneration is not None and self.images is not None:
+            raise Refusal(
+                "data.regeneration answers prompts of text alone: leave data.images out, or give the target's own "
+                "answers to the images as data.source"
+            )
+        if self.chat_template == "none" and self.images is not None:
+            raise Refusal(
+                "data.images: only a chat template knows where images stand: leave data.chat_template or data.images "
+                "out"
+            )
         if self.regeneration is not None and self.thinking == "strip":
             raise Refusal(
                 "data.thinking=strip would change what the target generated (data.regeneration): set it to mask, or "

@@ -24,6 +24,8 @@ class MethodConfig(StrictConfig):
     reads_layers: ClassVar[bool] = True
     """Whether such drafts read outputs of target layers (`target.aux_layer_ids`); otherwise the target's last hidden
     state, after the final norm."""
+    reads_embeddings: ClassVar[bool] = False
+    """Whether such drafts read the embeddings of a context's tokens; the target's table has none of an image's."""
     adaptive: ClassVar[bool] = False
     """Whether SGLang can change the lookahead of such a draft while serving (`--speculative-adaptive`)."""
     engine_dtype: ClassVar[str | None] = None

@@ -17,6 +17,7 @@ class Eagle3Config(LossChoice, VocabularyChoice, LatentShape):
     """
 
     title: ClassVar[str] = "EAGLE-3"
+    reads_embeddings: ClassVar[bool] = True
     training_only: ClassVar[frozenset[str]] = LOSS_FIELDS | {"ttt_steps", "ttt_decay", "ttt_weights"}
     adaptive: ClassVar[bool] = True
 

@@ -30,6 +30,7 @@ class MtpConfig(LossChoice, LatentShape):
     """The target's own MTP layer. Training starts from the target's weights of it, and an export replaces these."""
 
     title: ClassVar[str] = "MTP"
+    reads_embeddings: ClassVar[bool] = True
     training_only: ClassVar[frozenset[str]] = LOSS_FIELDS | {"ttt_steps", "ttt_decay", "ttt_weights", "objective"}
     shareable: ClassVar[bool] = False
     reads_layers: ClassVar[bool] = False

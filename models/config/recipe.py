@@ -84,6 +84,7 @@ class RunConfig(StrictConfig):
                 "is of one: set transport.kind=mooncake (or transport.folder to a folder that all machines share)"
             )
         self._check_sharing()
+        self._check_images()
         if self.training.context_parallel_size > 1:
             self._check_shared_samples()
         if self.generator.engine == "sglang" and self.pools.inference_gpus:
@@ -138,6 +139,13 @@ class RunConfig(StrictConfig):
         self.generator.sglang.check_gpu_dtype(self.capture_dtype, "generator.compute_dtype")
         if self.benchmark.served_concurrency:
             self.generator.sglang.check_gpu_dtype(self.benchmark_dtype, "benchmark.compute_dtype")
+
+    def _check_images(self) -> None:
+        if self.data.images is not None and self.draft.reads_embeddings:
+            raise Refusal(
+                f"data.images: drafts of {self.draft.title} read the embeddings of an image's tokens, which are not "
+                "captured: set draft.method to dflash, dflash2, domino, dspark or medusa, or leave data.images out"
+            )
 
     def _check_sharing(self) -> None:
         pools = self.pools

@@ -124,8 +124,9 @@ class ChatTemplate:
         return text, spans[0] if tagged else []
 
 
-def _parts(text: str) -> list[dict[str, str]]:
-    return [{"type": "text", "text": text}]
+def _parts(content: str | list[dict[str, str]]) -> list[dict[str, str]]:
+    """A content as a list of parts, which those with images are already."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def open_chat_template(

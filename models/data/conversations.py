@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from infra.refusal import Refusal
 from models.config.data import DataConfig
 from models.data import python_docs
+from models.data.media import IMAGE, Image, media_in, medium, seen_turns
 from models.data.reading import Row, converted, read_rows
 from models.data.sources import find_source
 
@@ -26,8 +27,6 @@ _ROLES = {
 MAX_DEPTH = 64
 """Nesting levels of tools and their arguments."""
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-_MEDIA = {"image": "an image", "video": "a video", "audio": "sound"}
-_TEXT_ALONE = ", and a draft learns from text alone: leave it out"
 _TEMPLATE_KEYS = ("tool_call_id", "name")
 """Keys of a turn that templates get unchanged."""
 
@@ -38,15 +37,18 @@ class Message:
 
     role: str
     content: str
+    """With `IMAGE` where one of `images` stands."""
     reasoning: str = ""
     """The assistant's reasoning, if it is separate from the content (`reasoning_content`)."""
     more: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Other keys that templates read: `tool_calls`, `tool_call_id`, `name`."""
+    images: tuple[Image, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The message as chat templates read it."""
         thought = {"reasoning_content": self.reasoning} if self.reasoning else {}
-        return {"role": self.role, "content": self.content, **thought, **self.more}
+        content = _parts(self.content) if self.images else self.content
+        return {"role": self.role, "content": content, **thought, **self.more}
 
     @property
     def tools_called(self) -> tuple[str, ...]:
@@ -80,7 +82,12 @@ class Document:
     tokens: tuple[Tokens, ...] = ()
     """Its samples, if it is tokenized."""
     media: str = ""
-    """Why it is left out, where it holds more than text."""
+    """What it holds beside text, and where, for a person; empty for text alone."""
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """All images in their order; none where a medium cannot be shown to a target (video, sound, no address)."""
+        return tuple(image for message in self.messages for image in message.images)
 
     @property
     def text(self) -> str:
@@ -104,7 +111,8 @@ class Document:
         turns: list[Any] = []
         for message in self.messages:
             more = [normalize(message.reasoning), dict(message.more)] if message.reasoning or message.more else []
-            turns.append([message.role, normalize(message.content), *more])
+            shown = [one if isinstance(one, str) else hashlib.sha256(one).hexdigest() for one in message.images]
+            turns.append([message.role, normalize(message.content), *more, *([shown] if shown else [])])
         parts = [self.plain, turns, *([list(self.tools)] if self.tools else []), *([self.media] if self.media else [])]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -153,13 +161,14 @@ def as_document(place: str, record: Any) -> Document:
     if not isinstance(record, dict):
         kind = type(record).__name__
         raise Refusal(f"{place}: write a JSON object with conversations, messages or text in place of this {kind}")
-    tokens, media = _generated(place, record), _media_in(record)
+    tokens, media = _generated(place, record), media_in(record)
     if record.get("conversations") is not None:
         turns = _turns(place, record["conversations"], "from", "value")
-        turns = (*_system(record), *turns)
+        turns = (*_system(record), *(_shown(record, "conversations", "value", turns) if media else turns))
         return Document(place, turns, plain=False, tools=_tools(place, record), tokens=tokens, media=media)
     if record.get("messages") is not None:
         turns = _turns(place, record["messages"], "role", "content")
+        turns = _shown(record, "messages", "content", turns) if media else turns
         return Document(place, turns, plain=False, tools=_tools(place, record), tokens=tokens, media=media)
     if record.get("input_ids") is not None:
         return Document(place, (), plain=True, tokens=(_tokens(place, record),))
@@ -215,36 +224,33 @@ def _turns(place: str, turns: Any, role_key: str, content_key: str) -> tuple[Mes
     return tuple(messages)
 
 
+def _shown(record: Mapping[str, Any], key: str, content_key: str, turns: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The turns with their images; unchanged where a target could not be shown all of the record's media."""
+    seen = seen_turns(record, [turn.get(content_key) for turn in record[key]])
+    if seen is None or any(images and turn.role == "assistant" for turn, (_, images) in zip(turns, seen, strict=True)):
+        return turns
+    if not any(images for _, images in seen):
+        return turns
+    pairs = zip(turns, seen, strict=True)
+    return tuple(replace(turn, content=text, images=images) if images else turn for turn, (text, images) in pairs)
+
+
+def _parts(content: str) -> list[dict[str, str]]:
+    """A content with images as the list of parts that templates of multimodal targets read."""
+    parts = list[dict[str, str]]()
+    for number, text in enumerate(content.split(IMAGE)):
+        parts += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": text}] * bool(text)
+    return parts
+
+
 def _text(content: Any) -> str | None:
     """A turn's text: a string, or parts that are text or media."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
         return None
-    texts = [part.get("text") if isinstance(part, dict) else None for part in content if not _medium(part)]
+    texts = [part.get("text") if isinstance(part, dict) else None for part in content if not medium(part)]
     return "\n".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None
-
-
-def _media_in(record: Mapping[str, Any]) -> str:
-    """Why a record with media in its turns or beside them is not for training; empty for text alone."""
-    if medium := _medium(record):
-        return f"the record holds {medium}{_TEXT_ALONE}"
-    turns = record.get("conversations") or record.get("messages")
-    for number, turn in enumerate(turns if isinstance(turns, list) else [], start=1):
-        contents = [turn.get(key) for key in ("content", "value")] if isinstance(turn, dict) else []
-        parts = [turn, *(part for content in contents if isinstance(content, list) for part in content)]
-        if medium := next(filter(None, map(_medium, parts)), ""):
-            return f"turn {number} holds {medium}{_TEXT_ALONE}"
-    return ""
-
-
-def _medium(part: Any) -> str:
-    """The medium of a part of a message, or of what lies beside messages; empty for text."""
-    if not isinstance(part, dict):
-        return ""
-    held = {str(part.get("type")), *(key for key, value in part.items() if value)}
-    forms = ("{}", "{}s", "{}_url", "input_{}")
-    return next((shown for name, shown in _MEDIA.items() if held & {form.format(name) for form in forms}), "")
 
 
 def _calls(place: str, turn: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from models.config.data import RegenerationConfig
 from models.data.chat_template import ChatTemplate, UnrenderableError
 from models.data.conversations import Document, Message
 from models.data.rendering import render_turn
-from models.data.samples import PLACEHOLDER, text_prefix
+from models.data.samples import PLACEHOLDER, TEXT_ALONE, text_prefix
 from models.data.thinking import CLOSED, OPENED, split_thinking
 
 _ANSWER, _THOUGHT = "\ue000", "\ue001"
@@ -49,7 +49,7 @@ class Dialogue:
 
     def __post_init__(self) -> None:
         if self.document.media:
-            self.fault = f"{self.document.place}: {self.document.media}"
+            self.fault = f"{self.document.place}: {self.document.media}{TEXT_ALONE}"
 
     @property
     def asked(self) -> str:

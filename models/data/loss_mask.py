@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from models.data.chat_template import ChatTemplate, UnrenderableError
 from models.data.conversations import Document
+from models.data.images import ImageShelf
 from models.data.rendering import Rendering, Turns, render_conversation, squeezed
 from models.data.thinking import Span, thinking_spans, thinks
 
@@ -32,24 +33,39 @@ class MaskedTokens:
     """Whether the answers hold reasoning, masked or not."""
     reasoning_dropped: bool = False
     """Whether the conversation holds reasoning that the chat template has no place for."""
+    images: tuple[str, ...] = ()
+    """Names of the images that stand in it, in order."""
 
 
 def tokenize_conversation(
-    template: ChatTemplate, document: Document, turns: Turns = "all", *, mask_thinking: bool = False
+    template: ChatTemplate,
+    document: Document,
+    turns: Turns = "all",
+    *,
+    mask_thinking: bool = False,
+    shelf: ImageShelf | None = None,
 ) -> list[MaskedTokens]:
     """Tokens of a conversation and the mask over its answers, each with its end of turn.
 
     There are several where the chat template renders history in another way than answers (see models.data.rendering),
-    none without an answer. `mask_thinking` takes reasoning out of the masks.
+    none without an answer. `mask_thinking` takes reasoning out of the masks; `shelf` reads and keeps the images.
 
     Raises UnrenderableError: the template refuses the conversation, or drops or changes an answer.
     """
     renderings = render_conversation(template, document, turns)
-    return [_tokenize(template, rendering, document, mask_thinking) for rendering in renderings]
+    return [_tokenize(template, rendering, document, mask_thinking, shelf) for rendering in renderings]
 
 
-def _tokenize(template: ChatTemplate, rendering: Rendering, document: Document, mask_thinking: bool) -> MaskedTokens:
-    text, spans = rendering.text, rendering.spans
+def _tokenize(
+    template: ChatTemplate, rendering: Rendering, document: Document, mask_thinking: bool, shelf: ImageShelf | None
+) -> MaskedTokens:
+    text, spans, names = rendering.text, rendering.spans, ()
+    shown = [image for message in document.messages[: rendering.last + 1] for image in message.images]
+    if shelf is not None and shown:
+        try:
+            text, spans, names = shelf.expand(text, spans, shown)
+        except UnrenderableError as error:
+            raise UnrenderableError(f"{document.place}: {error}") from error
     ids, offsets = _encode(template, text, spans)
     mask = _covered(offsets, spans)
     generated: Any = template.tokenizer.decode(ids[mask].tolist(), skip_special_tokens=False)
@@ -60,7 +76,7 @@ def _tokenize(template: ChatTemplate, rendering: Rendering, document: Document, 
         )
     if mask_thinking:
         mask = _covered(offsets, [rest for span in spans for rest in answers_in(text, span, document)])
-    return MaskedTokens(ids, mask, rendering.turns, rendering.thinking, rendering.reasoning_dropped)
+    return MaskedTokens(ids, mask, rendering.turns, rendering.thinking, rendering.reasoning_dropped, names)
 
 
 def _encode(template: ChatTemplate, text: str, spans: Sequence[Span]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:

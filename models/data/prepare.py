@@ -24,13 +24,14 @@ from models.config.recipe import RunConfig, read_config
 from models.data.benchmark_prompts import BenchmarkPrompts, read_excluded_prompts
 from models.data.chat_template import NONE, open_chat_template
 from models.data.conversations import source_hash, source_revision, training_documents
+from models.data.images import FOLDER, ImageProcessor, ImageShelf, images_hash
 from models.data.prompts import heldout_prompts, suite_address
 from models.data.sample_set import SampleSet, read_manifest, write_sample_set
 from models.data.samples import SHOWN_REFUSALS, SampleEncoder, Splits, divide
 from models.data.tokenizer import read_tokenizer
 from models.progress_bars import counting
 
-FORMAT = 4
+FORMAT = 5
 """Increment when the same input gives other samples."""
 
 BINS = 24
@@ -61,14 +62,20 @@ def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> 
         add_bos,
         config.model_dump(exclude={"source", "exclude", "chat_template", "template_arguments"}),
         sorted({source_hash(source) for source in config.exclude}),
+        images_hash(config.images),
     )
     folder = cache_folder() / "samples" / key[:32]
 
+    processor = None if config.images is None else ImageProcessor(Path(target.path))
+
     def build(aside: Path) -> None:
+        shelf = None
+        if config.images is not None and processor is not None:
+            shelf = ImageShelf(config.images, aside / FOLDER, processor)
         encoder = SampleEncoder(
             tokenizer, config, add_bos,
             excluded=BenchmarkPrompts(read_excluded_prompts(config.exclude)),
-            tokenizer_hash=made_by, vocabulary=target.vocab_size, ends=ends, media_ids=target.media_ids,
+            tokenizer_hash=made_by, vocabulary=target.vocab_size, ends=ends, media_ids=target.media_ids, shelf=shelf,
         )  # fmt: skip
         broken: list[str] = []
         samples = encoder.encode(counting(training_documents(config, broken), "tokenizing"))
@@ -122,6 +129,7 @@ def _record(splits: Splits, encoder: SampleEncoder, template: str, content: str)
         refused=len(encoder.counts.refusals),
         compared_prompts=len(encoder.excluded),
         thinking=sum(sample.thinking for sample in train),
+        with_images=sum(bool(sample.images) for sample in train),
         lengths=histogram(lengths),
         supervised=histogram(supervised),
         turns=histogram(turns) if turns.any() else None,
@@ -155,6 +163,8 @@ def summary(record: SamplesRecord) -> str:
         notes += (
             f"; {record.reasoning_dropped} learned without their reasoning, for which the chat template has no place"
         )
+    if record.with_images:
+        notes += f"; {record.with_images} of them with images"
     has_more = record.broken + record.refused > len(record.refusals)
     more = f"\n  all of them: {Path(record.path) / REFUSED}" if has_more else ""
     return (

@@ -197,9 +197,10 @@ def _round_robin(questions: Iterable[Question]) -> Iterator[Question]:
 
 
 def heldout_prompts(samples: SampleSet, config: BenchmarkConfig) -> list[list[int]]:
-    """Prompts from a run's held-out samples. Raises Refusal if there are too few."""
+    """Prompts from a run's held-out samples, of text alone. Raises Refusal if there are too few."""
     heldout = (samples[index] for index in range(len(samples)))
-    return take_prompts(((sample.tokens, sample.loss_mask) for sample in heldout), config.prompts, config.prompt_tokens)
+    texts = ((sample.tokens, sample.loss_mask) for sample in heldout if not sample.images)
+    return take_prompts(texts, config.prompts, config.prompt_tokens)
 
 
 def suite_prompts(config: RunConfig, target: TargetRecord, name: str) -> SuitePrompts:

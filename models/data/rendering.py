@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from models.data.chat_template import ChatTemplate, UnrenderableError
 from models.data.conversations import Document, Message
+from models.data.media import IMAGE
 from models.data.thinking import CLOSED, EMPTY_BLOCK, OPENED, Span, split_thinking, thinking_spans, thinks
 
 Turns = Literal["all", "last"]
@@ -31,6 +32,8 @@ class Rendering:
     """What the target generates in it, in order."""
     turns: int = 1
     """Answers in `spans`."""
+    last: int = 0
+    """The turn of the last of them."""
     thinking: bool = False
     """Whether reasoning is in `spans`."""
     reasoning_dropped: bool = False
@@ -65,6 +68,7 @@ def _add(renderings: list[Rendering], new: Rendering) -> None:
                     new.text,
                     earlier.spans + new.spans,
                     earlier.turns + new.turns,
+                    new.last,
                     earlier.thinking or new.thinking,
                     earlier.reasoning_dropped or new.reasoning_dropped,
                 )
@@ -96,7 +100,8 @@ def render_turn(template: ChatTemplate, document: Document, turn: int) -> Render
     messages = [message.as_dict() for message in document.messages[: turn + 1]]
     thought, answer = _parts(message)
     prompt, whole = template.render(messages[:-1], tools, prompt=True), template.render(messages, tools)
-    text = _after(prompt, whole, messages[-2]["content"], thought)
+    # After an image the template's text has its tokens, not the mark.
+    text = _after(prompt, whole, document.messages[turn - 1].content.rpartition(IMAGE)[2], thought)
     dropped = text is not None and not _says(text[len(prompt) :], thought)
     if thought and (text is None or dropped) and prompt.rstrip().endswith(CLOSED):
         raise UnrenderableError(
@@ -125,6 +130,7 @@ def render_turn(template: ChatTemplate, document: Document, turn: int) -> Render
     return Rendering(
         text=end,
         spans=(*spans[:-1], (spans[-1][0], len(end))),
+        last=turn,
         thinking=thinks(generated) or bool(thought and shown),
         reasoning_dropped=not shown,
     )

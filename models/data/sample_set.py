@@ -2,11 +2,12 @@
 
 A folder contains `train.safetensors`, `heldout.safetensors` and `samples.json`, which is written last and contains the
 hashes of both. A file contains `tokens` int32 and `loss_mask` uint8 of all samples, concatenated, `offsets` int64
-`[N + 1]` and `ids` uint8 `[N, 16]` (content hashes).
+`[N + 1]` and `ids` uint8 `[N, 16]` (content hashes), and of its images `images` uint8 `[M, 32]` (hashes, which are the
+names of the files in the folder `images`) and `image_offsets` int64 `[N + 1]`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from infra.files.atomic import sha256_file, write_atomically
 from infra.records.data_path import Record, SamplesRecord
 from infra.refusal import Refusal
+from models.data.images import FOLDER
 from models.data.samples import EncodedSample, Splits
 
 Split = Literal["train", "heldout"]
@@ -30,6 +32,8 @@ class Sample:
     tokens: Tensor
     loss_mask: Tensor
     id: str
+    images: tuple[Path, ...] = ()
+    """Files of the images that stand in it, in order."""
 
 
 class SampleSetManifest(Record):
@@ -48,6 +52,9 @@ class SampleSet:
     loss_mask: Tensor
     offsets: Tensor
     ids: Tensor
+    images: Tensor
+    image_offsets: Tensor
+    folder: Path
 
     @classmethod
     def open(cls, folder: Path, split: Split) -> "SampleSet":
@@ -57,18 +64,28 @@ class SampleSet:
         expected = manifest.train_sha256 if split == "train" else manifest.heldout_sha256
         if not path.is_file() or sha256_file(path) != expected:
             raise Refusal(f"{path} is missing or was changed: delete {folder} and prepare the samples again")
-        return cls(**load_file(path))
+        return cls(**load_file(path), folder=folder / FOLDER)
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, index: int) -> Sample:
         start, end = self.offsets[index].item(), self.offsets[index + 1].item()
+        first, last = self.image_offsets[index : index + 2].tolist()
         return Sample(
             tokens=self.tokens[start:end].long(),
             loss_mask=self.loss_mask[start:end].bool(),
             id=bytes(self.ids[index].tolist()).hex(),
+            images=tuple(self.folder / bytes(name).hex() for name in self.images[first:last].tolist()),
         )
+
+    def canaries(self, tokens: int) -> list[Sample]:
+        """What shows whether an engine captures rightly: the first `tokens` of the first sample, which are text, and
+        the first sample with images, whole."""
+        first = self[0]
+        shown = self.image_offsets.diff().nonzero().flatten().tolist()[:1]
+        start = replace(first, tokens=first.tokens[:tokens], loss_mask=first.loss_mask[:tokens])
+        return [start] * (not first.images) + [self[index] for index in shown]
 
     @property
     def lengths(self) -> Tensor:
@@ -98,9 +115,13 @@ def write_sample_set(folder: Path, splits: Splits, record: SamplesRecord) -> Non
 def _tensors(samples: Sequence[EncodedSample]) -> dict[str, Tensor]:
     lengths = np.array([len(sample.tokens) for sample in samples], dtype=np.int64)
     ids = np.frombuffer(bytes.fromhex("".join(sample.id for sample in samples)), dtype=np.uint8)
+    shown = [len(sample.images) for sample in samples]
+    names = np.frombuffer(bytes.fromhex("".join(name for sample in samples for name in sample.images)), dtype=np.uint8)
     return {
         "tokens": torch.from_numpy(np.concatenate([sample.tokens for sample in samples])),
         "loss_mask": torch.from_numpy(np.concatenate([sample.loss_mask for sample in samples]).astype(np.uint8)),
         "offsets": torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)),
         "ids": torch.from_numpy(ids.reshape(-1, 16).copy()),
+        "images": torch.from_numpy(names.reshape(-1, 32).copy()),
+        "image_offsets": torch.from_numpy(np.concatenate([[0], np.cumsum(shown)]).astype(np.int64)),
     }

@@ -15,6 +15,7 @@ from models.config.data import DataConfig
 from models.data.benchmark_prompts import BenchmarkPrompts
 from models.data.chat_template import UnrenderableError, open_chat_template
 from models.data.conversations import Document
+from models.data.images import ImageShelf
 from models.data.loss_mask import MaskedTokens, mask_generated, runs_of, tokenize_conversation
 from models.data.thinking import without_thinking
 
@@ -22,6 +23,7 @@ ENCODE_BATCH_DOCUMENTS = 256
 SHOWN_REFUSALS = 3
 """Refused conversations whose reasons a message repeats."""
 
+TEXT_ALONE = ", and a draft learns from text alone: leave it out"
 PLACEHOLDER = (
     "the text holds a token that stands for an image or sound in this target: remove it, or leave the line out"
 )
@@ -39,11 +41,14 @@ class EncodedSample:
     """Answers of a conversation in the mask."""
     thinking: bool = False
     """Whether these answers show reasoning, in the mask or not."""
+    images: tuple[str, ...] = ()
+    """Names of the images that stand in it, in order."""
 
     @property
     def id(self) -> str:
         """Content hash: 32 hexadecimal digits."""
-        return hashlib.sha256(self.tokens.tobytes() + self.loss_mask.tobytes()).hexdigest()[:32]
+        content = self.tokens.tobytes() + self.loss_mask.tobytes() + "".join(self.images).encode()
+        return hashlib.sha256(content).hexdigest()[:32]
 
 
 @dataclass
@@ -96,6 +101,8 @@ class SampleEncoder:
     """Tokens that end the target's answers."""
     media_ids: tuple[int, ...] = ()
     """The target's placeholder tokens of images, video and sound."""
+    shelf: ImageShelf | None = None
+    """Reads and keeps images; None: conversations with images are left out."""
 
     def __post_init__(self) -> None:
         bos: Any = self.tokenizer.bos_token_id
@@ -131,8 +138,8 @@ class SampleEncoder:
             elif tokens != bool(document.tokens):
                 raise Refusal(f"{document.place}: some records hold tokens, others text: make two sources of them")
             self.counts.documents += 1
-            if document.media:
-                self.counts.refusals.append(f"{document.place}: {document.media}")
+            if document.media and not (self.shelf and document.images and not document.tokens):
+                self.counts.refusals.append(f"{document.place}: {document.media}{self._unseen(document)}")
                 continue
             if document.wording_hash in seen:
                 self.counts.duplicates += 1
@@ -147,6 +154,12 @@ class SampleEncoder:
                 self.counts.unusable += 1
                 continue
             yield shown
+
+    def _unseen(self, document: Document) -> str:
+        """Why what a document holds beside text is not learned from."""
+        if document.images and not document.tokens and self.media_ids:
+            return ", and the draft learns from text alone: set data.images to the images' folder, or leave it out"
+        return TEXT_ALONE
 
     def _texts(self, document: Document) -> list[str]:
         if not document.messages:
@@ -200,7 +213,7 @@ class SampleEncoder:
         assert self.template is not None
         turns, mask_thinking = self.config.turns, self.config.thinking == "mask"
         try:
-            parts = tokenize_conversation(self.template, document, turns, mask_thinking=mask_thinking)
+            parts = tokenize_conversation(self.template, document, turns, mask_thinking=mask_thinking, shelf=self.shelf)
         except UnrenderableError as error:
             self.counts.refusals.append(str(error))
             return
@@ -214,12 +227,14 @@ class SampleEncoder:
 
     def _limited(self, document: Document, prefix: list[int], masked: MaskedTokens) -> Iterator[EncodedSample]:
         tokens, mask = masked.ids, masked.mask
-        if self.media_ids and np.isin(tokens, self.media_ids).any():
+        media = np.isin(tokens, self.media_ids).nonzero()[0]
+        if len(media) and not masked.images:
             self.counts.refusals.append(f"{document.place}: {PLACEHOLDER}")
             return
         room, overlong = self.config.max_tokens - len(prefix), None
         if len(tokens) > room:
-            overlong = self.config.overlong
+            # An image is seen whole or not at all.
+            overlong = "drop" if len(media) and media[-1] >= room else self.config.overlong
         if len(tokens) + len(prefix) < self.config.min_tokens or overlong == "drop":
             self.counts.dropped += 1
             return
@@ -238,6 +253,7 @@ class SampleEncoder:
                 document.content_hash,
                 turns=masked.turns,
                 thinking=masked.thinking,
+                images=masked.images,
             )
             # The first token has no context from which a draft could predict it.
             if sample.loss_mask[1:].any():

@@ -30,9 +30,13 @@ def read_model_config(folder: Path) -> PretrainedConfig:
     return AutoConfig.from_pretrained(folder) if kind is None else kind(**settings | {"model_type": kind.model_type})
 
 
-def model_class(config: PretrainedConfig) -> Any:
-    """The Auto class for a target: its language model alone where there is one, else the multimodal model."""
-    return AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForMultimodalLM
+def model_class(config: PretrainedConfig, sees: bool = False) -> Any:
+    """The Auto class for a target: its language model alone where there is one, else the multimodal model.
+
+    `sees`: the multimodal model in any case.
+    """
+    alone = not sees and type(config) in AutoModelForCausalLM._model_mapping
+    return AutoModelForCausalLM if alone else AutoModelForMultimodalLM
 
 
 def reads_media(config: PretrainedConfig) -> bool:
@@ -46,10 +50,12 @@ def media_ids(config: PretrainedConfig) -> tuple[int, ...]:
     return tuple(sorted(token for token in named if isinstance(token, int)))
 
 
-def load_model(folder: Path, dtype: torch.dtype, device: str | torch.device = "cpu") -> PreTrainedModel:
-    """Load a target, with the attention that transformers chooses for it."""
+def load_model(
+    folder: Path, dtype: torch.dtype, device: str | torch.device = "cpu", sees: bool = False
+) -> PreTrainedModel:
+    """Load a target, with the attention that transformers chooses for it. `sees`: it reads images."""
     config = read_model_config(folder)
-    return model_class(config).from_pretrained(folder, config=config, dtype=dtype).to(device)
+    return model_class(config, sees).from_pretrained(folder, config=config, dtype=dtype).to(device)
 
 
 def load_streamed(folder: Path, dtype: torch.dtype, converted: Path) -> PreTrainedModel:

@@ -1,8 +1,9 @@
 """The target in transformers, with a forward that also captures hidden states."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -69,7 +70,8 @@ class TargetModel:
                 f"target.aux_layer_ids {list(self.aux_layer_ids)}: the target has layers 0..{len(layers) - 1}"
             )
         for layer_id in self.aux_layer_ids:
-            layers[layer_id].register_forward_hook(self._keep(layer_id))
+            after = layers[layer_id + 1] if layer_id + 1 < len(layers) else self.body.norm
+            after.register_forward_pre_hook(self._keep(layer_id), with_kwargs=True)
 
     @classmethod
     def load(
@@ -80,9 +82,10 @@ class TargetModel:
         device: str | torch.device = "cpu",
         *,
         with_last: bool = False,
+        sees: bool = False,
     ) -> "TargetModel":
-        """Load from a local Hugging Face folder (safetensors)."""
-        return cls(load_model(path, dtype, device), aux_layer_ids, with_last)
+        """Load from a local Hugging Face folder (safetensors). `sees`: it reads images."""
+        return cls(load_model(path, dtype, device, sees), aux_layer_ids, with_last)
 
     @classmethod
     def streamed(
@@ -92,8 +95,10 @@ class TargetModel:
         return cls(load_streamed(path, dtype, converted), aux_layer_ids, head=head)
 
     def _keep(self, layer_id: int):
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            self._captured[layer_id] = output[0] if isinstance(output, tuple) else output
+        """A hook on what reads a layer's output: Qwen3-VL adds parts of images between its first layers."""
+
+        def hook(_module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+            self._captured[layer_id] = inputs[0] if inputs else named["hidden_states"]
 
         return hook
 
@@ -102,17 +107,31 @@ class TargetModel:
         return self.head_weight.device
 
     @torch.no_grad()
-    def forward(self, tokens: Tensor, cache: Cache | None = None, placement: Placement | None = None) -> HiddenStates:
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: Cache | None = None,
+        placement: Placement | None = None,
+        seen: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> HiddenStates:
         """Run the decoder over `tokens` `[B, T]`, which follow the tokens in `cache`. `logits` computes logits.
 
         Without a placement the tokens are consecutive. With causal attention right padding does not affect earlier
         positions, so a right-padded batch needs no mask as long as padded positions are ignored.
+
+        `seen`: what the model reads of images (`ImageProcessor.inputs`); without cache and placement.
         """
         self._captured.clear()
         placed: dict[str, Any] = {}
         if placement is not None:
             placed = {"attention_mask": self._masks(placement), "position_ids": placement.positions}
-        output = self.body(input_ids=tokens, past_key_values=cache, use_cache=cache is not None, **placed)
+        reader = self.body
+        if seen:
+            # The multimodal model around the decoder: it puts images where their tokens stand.
+            assert cache is None
+            assert placement is None
+            reader, placed = self.model.base_model, dict(seen)
+        output = reader(input_ids=tokens, past_key_values=cache, use_cache=cache is not None, **placed)
         last = output.last_hidden_state
         parts = [self._captured[layer_id] for layer_id in self.aux_layer_ids] + [last] * self.with_last
         self._captured.clear()

@@ -171,14 +171,19 @@ def main() -> None:
     if len(sys.argv) != 2:
         raise Refusal("usage: python -m models.targets.prepare RUN_FOLDER")
     folder = RunFolder(Path(sys.argv[1]))
-    record = prepare_target(read_config(folder.config).target)
+    config = read_config(folder.config)
+    record = prepare_target(config.target)
+    record = record.model_copy(update={"text_only": record.text_only and config.data.images is None})
     write_atomically(folder.target, record)
     print(
         f"target: {record.name} ({record.model_type}, {record.num_layers} layers, hidden {record.hidden_size}, "
         f"vocabulary {record.vocab_size}) at {record.path}"
     )
     if record.text_only:
-        print("the target reads more than text: the draft learns from text alone, and may propose worse after an image")
+        print(
+            "the target reads more than text: the draft learns from text alone, and may propose worse after an image; "
+            "data.images shows it the images of the data"
+        )
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from infra.files.lines import read_objects
-from infra.records.data_path import HELDOUT_LENGTH
+from infra.records.data_path import HELDOUT_LENGTH, HELDOUT_SEEN
 from models.capture.engine import Continued
 from models.capture.heldout import read_heldout
-from models.decoding.acceptance import acceptance_length
+from models.decoding.acceptance import AcceptedCounts, acceptance_length
 from models.decoding.simulated import simulate
 from models.drafts.base import Draft
 from models.run import PreparedRun
@@ -43,18 +43,18 @@ class HeldoutWalk:
     def due(self, step: int) -> bool:
         return self._every > 0 and step % self._every == 0
 
-    def measure(self, averaged: Mapping[str, Tensor], device: torch.device) -> float | None:
-        """Acceptance length of the averaged weights at `benchmark.lookahead`; None where there are no texts yet, or
-        they end at once."""
+    def measure(self, averaged: Mapping[str, Tensor], device: torch.device) -> dict[str, float]:
+        """Acceptance length of the averaged weights at `benchmark.lookahead` by `HELDOUT_LENGTH`, and after images by
+        `HELDOUT_SEEN`; nothing where there are no texts yet, or they end at once."""
         if not self._texts:
             self._texts = read_heldout(self._path) or []
         draft = self._draft.to(device)
-        counts = []
+        counts: dict[str, list[AcceptedCounts]] = {HELDOUT_LENGTH: [], HELDOUT_SEEN: []}
         with weights_of(draft, averaged):
             for text in self._texts:
-                aux = text.aux.to(device)
-                counts.append(simulate(draft, text.prompt, text.continuation, aux, self._lookahead)[-1])
-        return acceptance_length(counts) if any(count.steps for count in counts) else None
+                found = simulate(draft, text.prompt, text.continuation, text.aux.to(device), self._lookahead)[-1]
+                counts[HELDOUT_SEEN if text.shown else HELDOUT_LENGTH].append(found)
+        return {name: acceptance_length(some) for name, some in counts.items() if any(one.steps for one in some)}
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 from infra.data_plane.bottleneck import side_rates, slow_side
 from infra.files.lines import as_line
 from infra.ledger.ledger import Ledger
-from infra.records.data_path import HELDOUT_LENGTH, SideRates
+from infra.records.data_path import HELDOUT_LENGTH, HELDOUT_SEEN, SideRates
 from models.drafts.base import DraftLoss
 from models.run import PreparedRun
 from models.training.control import Control
@@ -66,7 +66,7 @@ class ProgressReporter:
         """Tokens since this trainer's start."""
         self.loss = 0.0
         self.acceptance: list[float] = []
-        self.heldout_length: float | None = None
+        self.heldout: dict[str, float] = {}
         """Acceptance length on the held-out texts, where it was measured since the last progress line."""
         self.window = ProgressWindow(replace(times), torch.zeros(2 * positions + 1, dtype=torch.float64))
         self._history = read_history(self._metrics)
@@ -140,10 +140,9 @@ class ProgressReporter:
             "slow_side": slow_side(rates),
             "rates": rates.model_dump(),
         }
-        heldout = ""
-        if self.heldout_length is not None:
-            metrics[HELDOUT_LENGTH] = self.heldout_length
-            heldout = f"held-out length {self.heldout_length:.2f} | "
+        metrics |= self.heldout
+        names = {HELDOUT_LENGTH: "held-out length", HELDOUT_SEEN: "after images"}
+        heldout = "".join(f"{names[name]} {length:.2f} | " for name, length in self.heldout.items())
         with self._metrics.open("a") as file:
             file.write(as_line(metrics))
         print(
@@ -154,9 +153,9 @@ class ProgressReporter:
             flush=True,
         )
         self._history.append(look_of(metrics))
-        if self.heldout_length is not None and (warning := overfitting_warning(self._history)):
+        if HELDOUT_LENGTH in self.heldout and (warning := overfitting_warning(self._history)):
             print(f"warning: {warning}", flush=True)
-        self.heldout_length = None
+        self.heldout = {}
 
     def _time_left(self, step: int) -> str:
         seconds = (self.total_steps - step) * self.totals["trained_s"] / step

@@ -143,7 +143,7 @@ class DraftTrainer(Callback):
             self.progress.check_finite(self.step)
             averaged = whole(self.module.averaged)
             if self.control.rank == 0:
-                self.progress.heldout_length = self.heldout.measure(averaged, self.module.device)
+                self.progress.heldout = self.heldout.measure(averaged, self.module.device)
         if self.step % settings.log_steps == 0:
             self._report()
         if self.step % settings.checkpoint_steps == 0:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +23,11 @@ from infra.sglang.command import ServerSpec, capture_command, server_environment
 from infra.sglang.config import SGLangConfig
 from infra.sglang.server import SGLangServer
 from infra.transport.base import CANARY
-from models.capture.engine import Captured, Continued, EngineError, check_capture, check_next_tokens
+from models.capture.engine import Captured, Continued, EngineError, Prompt, check_capture, check_next_tokens
 from models.capture.ranking import check_ranking
 from models.capture.sglang.model_class import CAPTURED_AS
 from models.capture.sglang.plugin import NAME
+from models.data.images import ImageProcessor
 from models.decoding.plain import end_of
 from models.dtypes import DTYPES
 from models.run import PreparedRun
@@ -98,14 +100,14 @@ class SGLangEngine:
             kernels={name: str(resolved[name]) for name in KERNELS if resolved.get(name) not in (None, "auto")},
         )
 
-    def capture(self, key: str, tokens: Tensor) -> Captured:
-        return self._ask(key, tokens)[0]
+    def capture(self, key: str, tokens: Tensor, images: Sequence[Path] = ()) -> Captured:
+        return self._ask(key, tokens, images)[0]
 
-    def _ask(self, key: str, tokens: Tensor) -> tuple[Captured, int]:
+    def _ask(self, key: str, tokens: Tensor, images: Sequence[Path]) -> tuple[Captured, int]:
         """Prefill one prompt. Returns its hidden states in the transport, and the engine's own next token."""
         sampling = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True, "custom_params": {NAME: key}}
         try:
-            answer = self._client.generate(tokens.tolist(), sampling)
+            answer = self._client.generate(self._collapsed(tokens, images), sampling, **_shown(images))
         except PromptRefusedError as error:
             raise SampleError(str(error)) from error
         except ServerError as error:
@@ -121,11 +123,19 @@ class SGLangEngine:
             raise FAULTS[reply.fault](f"capture in SGLang failed: {reply.error}")
         return Captured(reply.record, reply.put_s), answer.tokens[0]
 
-    def check_canary(self, tokens: Tensor) -> None:
+    def _collapsed(self, tokens: Tensor, images: Sequence[Path]) -> list[int]:
+        """The tokens with one placeholder for every image: SGLang expands it by its own processor."""
+        if not images:
+            return tokens.tolist()
+        media = torch.isin(tokens, torch.tensor(self.run.target.media_ids))
+        again = torch.cat([torch.zeros(1, dtype=torch.bool), tokens[1:] == tokens[:-1]])
+        return tokens[~(media & again)].tolist()
+
+    def check_canary(self, tokens: Tensor, images: Sequence[Path] = ()) -> None:
         """Capture the prompt twice, which fails with a prefix cache, and compare every captured state."""
         for attempt in (1, 2):
             try:
-                hidden, next_token = self._take_back(str(attempt), tokens)
+                hidden, next_token = self._take_back(str(attempt), tokens, images)
             except SampleError as error:
                 raise Refusal(f"canary: {error}") from error
             path, dtype = Path(self.run.target.path), DTYPES[self.run.config.capture_dtype]
@@ -133,9 +143,20 @@ class SGLangEngine:
             check_next_tokens(head, hidden.last[-1:], torch.tensor([next_token]), self.layout.dtype)
             if hidden.top is not None:
                 check_next_tokens(head, hidden.last, hidden.top, self.layout.dtype)
-        obstacle = self._compare(hidden, tokens, head)
+        obstacle = self._compare_seen(hidden, tokens, images) if images else self._compare(hidden, tokens, head)
         if obstacle is not None:
             print(f"canary: compared the final states only, not the chosen layers: {obstacle}", flush=True)
+
+    def _compare_seen(self, hidden: HiddenStates, tokens: Tensor, images: Sequence[Path]) -> str | None:
+        """Compare the capture of a sample with images; returns why it cannot be compared."""
+        path, dtype = Path(self.run.target.path), DTYPES[self.run.config.capture_dtype]
+        quantized = self.run.config.served_quantization(self.run.target.quantization) is not None
+        if quantized or weight_bytes(path, dtype) > LOADED_BYTES:
+            return "the target is too large, or quantized, to be compared with an image"
+        target = TargetModel.load(path, self.run.config.target.aux_layer_ids, dtype, sees=True)
+        # Pixels may be rounded otherwise: SGLang scales images by torchvision, this process by Pillow.
+        check_ranking(target, hidden, tokens, self.layout, ImageProcessor(path).inputs(tokens, images))
+        return None
 
     def _compare(self, hidden: HiddenStates, tokens: Tensor, head: TargetHead) -> str | None:
         """Compare a capture with a forward in transformers on the CPU; returns why its layers cannot be compared."""
@@ -174,11 +195,11 @@ class SGLangEngine:
             shutil.rmtree(room, ignore_errors=True)
         return None
 
-    def _take_back(self, name: str, tokens: Tensor) -> tuple[HiddenStates, int]:
+    def _take_back(self, name: str, tokens: Tensor, images: Sequence[Path]) -> tuple[HiddenStates, int]:
         """One prompt's hidden states, deleted from the transport, and the engine's own next token."""
         key = f"{self._canary}/{name}-{next(self._serial)}"
         try:
-            captured, next_token = self._ask(key, tokens)
+            captured, next_token = self._ask(key, tokens, images)
             hidden = self.layout.empty(len(tokens))
             self.transport.get(captured.record, self.layout.views(hidden))
         finally:
@@ -187,19 +208,22 @@ class SGLangEngine:
         self.layout.check(hidden, len(tokens))
         return hidden, next_token
 
-    def continue_greedily(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Continued]:
+    def continue_greedily(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Continued]:
         """Generate on the server, then prefill the texts like samples for their features."""
         ends = eos_ids(Path(self.run.target.path))
         sampling = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "stop_token_ids": sorted(ends)}
 
         def one(index: int) -> Continued:
-            prompt = tuple(prompts[index])
+            prompt = prompts[index]
+            asked = self._collapsed(torch.tensor(prompt.tokens), prompt.images)
             try:
-                text = tuple(end_of(self._client.generate(prompt, sampling).tokens, ends))
+                answer = self._client.generate(asked, sampling, **_shown(prompt.images))
             except ServerError as error:
                 raise EngineError(str(error)) from error
-            hidden, _ = self._take_back(f"heldout-{index}", torch.tensor([*prompt, *text][:-1]))
-            return Continued(prompt, text, hidden.features)
+            text = tuple(end_of(answer.tokens, ends))
+            read = torch.tensor([*prompt.tokens, *text][:-1])
+            hidden, _ = self._take_back(f"heldout-{index}", read, prompt.images)
+            return Continued(prompt.tokens, text, hidden.features, bool(prompt.images))
 
         with ThreadPoolExecutor(self.in_flight) as threads:
             return list(threads.map(one, range(len(prompts))))
@@ -207,6 +231,11 @@ class SGLangEngine:
     def close(self) -> None:
         self.server.stop()
         self._client.close()
+
+
+def _shown(images: Sequence[Path]) -> dict[str, Any]:
+    """A request's images, which the server reads from this machine's disk."""
+    return {"image_data": [str(path) for path in images]} if images else {}
 
 
 def _as_captured(settings: SGLangConfig, target: Path) -> SGLangConfig:

@@ -1,9 +1,10 @@
 """Who is to blame for a failed capture: only what a healthy engine cannot capture counts against a sample."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,27 +40,27 @@ def opened(folder: RunFolder) -> PreparedRun:
 class LostDevice(PlainEngine):
     """Its canary passed at the start; the device is gone since."""
 
-    def prefill(self, tokens: Tensor) -> HiddenStates:
+    def prefill(self, tokens: Tensor, images: Sequence[Path] = ()) -> HiddenStates:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
 
 class FullDisk(PlainEngine):
-    def prefill(self, tokens: Tensor) -> HiddenStates:
+    def prefill(self, tokens: Tensor, images: Sequence[Path] = ()) -> HiddenStates:
         raise OSError(28, "No space left on device")
 
 
 class BrokenKernel(PlainEngine):
     """A library's ValueError looks like a refused input and is none."""
 
-    def prefill(self, tokens: Tensor) -> HiddenStates:
+    def prefill(self, tokens: Tensor, images: Sequence[Path] = ()) -> HiddenStates:
         raise ValueError("operands could not be broadcast together")
 
 
 class NotFinite(PlainEngine):
     """Every prefill overflows, the canary's too."""
 
-    def prefill(self, tokens: Tensor) -> HiddenStates:
-        hidden = super().prefill(tokens)
+    def prefill(self, tokens: Tensor, images: Sequence[Path] = ()) -> HiddenStates:
+        hidden = super().prefill(tokens, images)
         return HiddenStates(hidden.aux, torch.full_like(hidden.last, float("nan")))
 
 
@@ -71,15 +72,15 @@ class BadSample(PlainEngine):
         self.bad = run.open_samples()[bad].tokens
         self.canaries = 0
 
-    def prefill(self, tokens: Tensor) -> HiddenStates:
-        hidden = super().prefill(tokens)
+    def prefill(self, tokens: Tensor, images: Sequence[Path] = ()) -> HiddenStates:
+        hidden = super().prefill(tokens, images)
         if torch.equal(tokens, self.bad):
             hidden.last[0, 0] = float("inf")
         return hidden
 
-    def check_canary(self, tokens: Tensor) -> None:
+    def check_canary(self, tokens: Tensor, images: Sequence[Path] = ()) -> None:
         self.canaries += 1
-        super().check_canary(tokens)
+        super().check_canary(tokens, images)
 
 
 @contextmanager

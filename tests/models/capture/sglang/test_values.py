@@ -14,7 +14,7 @@ import torch
 
 from infra.files.atomic import write_atomically
 from infra.records.data_path import TargetRecord
-from models.capture.engine import EngineError
+from models.capture.engine import EngineError, Prompt
 from models.capture.sglang.engine import SGLangEngine
 from models.config.recipe import load_recipe
 from models.config.target import TargetConfig
@@ -124,7 +124,9 @@ def prompts() -> list[torch.Tensor]:
 def test_continuations_are_the_targets_own(served: Served) -> None:
     """Greedy text, and the features of all of it but the last token."""
     chosen = [tokens.tolist() for tokens in prompts()[3:6]]
-    for prompt, found in zip(chosen, served.engine.continue_greedily(chosen, 12), strict=True):
+    for prompt, found in zip(
+        chosen, served.engine.continue_greedily([Prompt(tuple(one)) for one in chosen], 12), strict=True
+    ):
         ends = eos_ids(Path(served.run.target.path))
         assert list(found.prompt) == prompt
         assert list(found.continuation) == continue_greedily(served.reference, prompt, 12, ends)

@@ -1,0 +1,185 @@
+"""Images of a run: read by preparation, kept beside the samples, and turned into what the target reads."""
+
+import base64
+import binascii
+import hashlib
+import json
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path, PurePosixPath
+from typing import Any
+from unittest import mock
+
+import fsspec
+import torch
+from PIL import Image as Pictures
+from torch import Tensor
+from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, processing_utils
+
+from infra.refusal import Refusal
+from models.data.chat_template import UnrenderableError
+from models.data.media import Image
+from models.data.sources import FAULTS
+from models.data.thinking import Span
+
+FOLDER = "images"
+"""Folder of a sample set that holds its images, named by their hashes."""
+_BROKEN = (OSError, SyntaxError, ValueError, Pictures.DecompressionBombError)
+"""Raised by Pillow for what is no image."""
+
+
+class ImageProcessor:
+    """A target's own: the tokens that stand for an image, and the values that its model reads.
+
+    Raises Refusal for a target whose processor cannot be opened here.
+    """
+
+    def __init__(self, target: Path):
+        try:
+            self._processor: Any = _without_video(target)
+        except (ImportError, OSError, TypeError, ValueError) as error:
+            raise Refusal(
+                f"data.images: the target's image processor cannot be opened ({str(error).strip():.200}): leave "
+                "data.images out, or complete the files of the target"
+            ) from error
+        self.mark: str = getattr(self._processor, "image_token", None) or ""
+        """Stands for an image in the text of the chat template."""
+        if not self.mark or not hasattr(self._processor, "image_processor"):
+            raise Refusal(
+                "data.images: the target reads no images by transformers' own processor (its folder has no "
+                "preprocessor_config.json, or the family's class is unknown): leave data.images out"
+            )
+
+    @property
+    def repeats_mark(self) -> bool:
+        """Whether an image's tokens are the mark's, again and again."""
+        return self._processor.tokenizer.convert_tokens_to_ids(self.mark) in self._processor.image_token_ids
+
+    def tokens(self, image: Pictures.Image) -> str:
+        """The text of the tokens that stand for an image."""
+        return self._processor._process_images([image], return_tensors="pt")[1][0]
+
+    def inputs(self, tokens: Tensor, images: Sequence[Path]) -> dict[str, Tensor]:
+        """What the target's model reads beside `tokens` `[T]`, in a batch of one: pixels, and which tokens stand for
+        them."""
+        if not images:
+            return {}
+        pictures = [opened(path.read_bytes()) for path in images]
+        values = self._processor._process_images(pictures, return_tensors="pt")[0]
+        kinds = self._processor.create_mm_token_type_ids([tokens.tolist()])
+        name = next(name for name in self._processor.model_input_names if name.endswith("token_type_ids"))
+        unused = self._processor.unused_input_names
+        return {key: value for key, value in values.items() if key not in unused} | {name: torch.tensor(kinds)}
+
+
+class _NoVideo:
+    """In place of transformers' video processors, which want torchvision in 5.23.0."""
+
+    @staticmethod
+    def from_pretrained(*_: Any, **__: Any) -> None:
+        """There is none."""
+
+
+def _without_video(target: Path) -> Any:
+    """The target's processor of text and images."""
+    kinds = {"tokenizer": AutoTokenizer, "image_processor": AutoImageProcessor, "video_processor": _NoVideo}
+    with (
+        mock.patch.object(processing_utils, "MODALITY_TO_AUTOPROCESSOR_MAPPING", kinds),
+        mock.patch.object(processing_utils.ProcessorMixin, "check_argument_for_proper_class"),
+    ):
+        return AutoProcessor.from_pretrained(target)
+
+
+class ImageShelf:
+    """Reads the images of conversations below `root`, and keeps them in `folder`."""
+
+    def __init__(self, root: str, folder: Path, processor: ImageProcessor):
+        self._folder, self._processor = folder, processor
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(str(Path(root).absolute()) if "://" not in root else root)
+        except FAULTS as error:
+            raise Refusal(f"data.images {root!r} cannot be read ({error}): check the address") from error
+        self._kept: dict[Image, tuple[str, str]] = {}
+
+    def expand(
+        self, text: str, spans: Sequence[Span], images: Sequence[Image]
+    ) -> tuple[str, tuple[Span, ...], tuple[str, ...]]:
+        """A rendered conversation with the tokens of its images, where spans of it lie then, and the images' names.
+
+        Raises UnrenderableError: an image cannot be read, or the template does not show each once.
+        """
+        mark = self._processor.mark
+        starts = [place for place in range(len(text)) if text.startswith(mark, place)]
+        if len(starts) != len(images):
+            raise UnrenderableError(
+                f"the chat template shows {len(starts)} of {len(images)} images: leave the conversation out, or use "
+                "the template that the target is served with"
+            )
+        if any(start < end and place + len(mark) > start for place in starts for start, end in spans if place < end):
+            raise UnrenderableError(f"an answer holds {mark}, which stands for an image: leave the conversation out")
+        kept = [self._keep(image) for image in images]
+        pieces, moved, done = list[str](), list(spans), 0
+        for place, (_, tokens) in zip(starts, kept, strict=True):
+            pieces += [text[done:place], tokens]
+            done, longer = place + len(mark), len(tokens) - len(mark)
+            moved = [
+                (a + longer, b + longer) if start > place else (a, b)
+                for (a, b), (start, _) in zip(moved, spans, strict=True)
+            ]
+        return "".join([*pieces, text[done:]]), tuple(moved), tuple(name for name, _ in kept)
+
+    def _keep(self, image: Image) -> tuple[str, str]:
+        """Name of the image's file, and its tokens."""
+        if image not in self._kept:
+            content = self._read(image)
+            name = hashlib.sha256(content).hexdigest()
+            tokens = self._processor.tokens(opened(content))
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / name).write_bytes(content)
+            self._kept[image] = (name, tokens)
+        return self._kept[image]
+
+    def _read(self, image: Image) -> bytes:
+        if isinstance(image, bytes):
+            return image
+        if image.startswith("data:"):
+            try:
+                return base64.b64decode(image.partition(",")[2], validate=True)
+            except binascii.Error as error:
+                raise UnrenderableError(f"an image is no base64 ({error}): correct it, or leave it out") from error
+        if "://" in image:
+            raise UnrenderableError(
+                f"the image {image:.80} is somewhere else: download the images, and give their paths below data.images"
+            )
+        path = PurePosixPath(image)
+        if path.is_absolute() or ".." in path.parts:
+            raise UnrenderableError(f"the image {image:.80} is no path below data.images: write it so")
+        try:
+            return self._files.cat_file(f"{self._root}/{image}")
+        except FAULTS as error:
+            raise UnrenderableError(f"the image {image:.80} cannot be read below data.images ({error})") from error
+
+
+def opened(content: bytes) -> Pictures.Image:
+    """The picture in a file's bytes. Raises UnrenderableError for what is none."""
+    try:
+        return Pictures.open(BytesIO(content)).convert("RGB")
+    except _BROKEN as error:
+        raise UnrenderableError(f"an image cannot be opened ({error}): replace it, or leave it out") from error
+
+
+def images_hash(root: str | None) -> str:
+    """Changes when an image below `root` does, by names, sizes and times. Raises Refusal for a missing folder."""
+    if root is None:
+        return ""
+    try:
+        files, place = fsspec.core.url_to_fs(str(Path(root).absolute()) if "://" not in root else root)
+        files.invalidate_cache()
+        if not files.exists(place):
+            raise Refusal(f"data.images {root!r}: there is no such folder: check the path")
+        listed: dict[str, dict[str, Any]] = files.find(place, detail=True)
+    except FAULTS as error:
+        raise Refusal(f"data.images {root!r} cannot be read ({error}): check the address and credentials") from error
+    known = ("size", "mtime", "ETag", "LastModified")
+    parts = [(path, [str(info.get(key)) for key in known]) for path, info in sorted(listed.items())]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -1,0 +1,104 @@
+"""What a record holds beside text, and where: images, video and sound."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+IMAGE = "\ufffc"
+"""Stands in a message's content for an image (Unicode's object replacement character)."""
+Image = str | bytes
+"""A path below `data.images`, a `data:` address, or the file itself."""
+
+_MEDIA = {"image": "an image", "video": "a video", "audio": "sound"}
+_BESIDE = "<image>"
+"""Stands in a turn's text for the next of the images beside the turns (LLaVA's files)."""
+_KEYS = ("image", "image_url", "url", "path", "bytes", "input_image")
+"""Of a part, and inside it, in the order in which they are looked up."""
+
+
+def media_in(record: Mapping[str, Any]) -> str:
+    """Which media a record holds, and where, for a person; empty for text alone."""
+    if found := medium(record):
+        return f"the record holds {found}"
+    turns = record.get("conversations") or record.get("messages")
+    for number, turn in enumerate(turns if isinstance(turns, list) else [], start=1):
+        contents = [turn.get(key) for key in ("content", "value")] if isinstance(turn, dict) else []
+        parts = [turn, *(part for content in contents if isinstance(content, list) for part in content)]
+        if found := next(filter(None, map(medium, parts)), ""):
+            return f"turn {number} holds {found}"
+    return ""
+
+
+def medium(part: Any) -> str:
+    """The medium of a part of a message, or of what lies beside messages; empty for text."""
+    if not isinstance(part, dict):
+        return ""
+    held = {str(part.get("type")), *(key for key, value in part.items() if value)}
+    forms = ("{}", "{}s", "{}_url", "input_{}")
+    return next((shown for name, shown in _MEDIA.items() if held & {form.format(name) for form in forms}), "")
+
+
+def seen_turns(record: Mapping[str, Any], contents: Sequence[Any]) -> list[tuple[str, tuple[Image, ...]]] | None:
+    """The turns' texts with `IMAGE` for every image, and these images; None where a medium is no image with a place.
+
+    Args:
+        record: the record that holds the turns, and perhaps images beside them.
+        contents: the turns' contents: a text, or a list of parts.
+    """
+    beside = deque(_beside(record))
+    turns, before = list[tuple[str, tuple[Image, ...]]](), len(beside)
+    for content in contents:
+        turn = _seen(content, beside)
+        if turn is None:
+            return None
+        turns.append(turn)
+    if beside and len(beside) == before and turns:
+        # Nothing in the turns refers to them: they come first.
+        text, own = turns[0]
+        turns[0] = (IMAGE * len(beside) + text, (*beside, *own))
+        beside.clear()
+    return None if beside else turns
+
+
+def _seen(content: Any, beside: deque[Image]) -> tuple[str, tuple[Image, ...]] | None:
+    parts = content if isinstance(content, list) else [content or ""]
+    text, images = "", list[Image]()
+    for part in parts:
+        if isinstance(part, str):
+            said = part.replace(IMAGE, "")
+            pieces = said.split(_BESIDE) if beside else [said]
+            if len(pieces) - 1 > len(beside):
+                return None
+            images += [beside.popleft() for _ in pieces[1:]]
+            text += IMAGE.join(pieces[:1] + [piece.removeprefix("\n") for piece in pieces[1:]])
+        elif (found := medium(part)) == "":
+            text += str(part.get("text")).replace(IMAGE, "")
+        elif found != _MEDIA["image"]:
+            return None
+        else:
+            image = _image(part)
+            if image is None and beside:
+                image = beside.popleft()
+            if image is None:
+                return None
+            images.append(image)
+            text += IMAGE
+    return text, tuple(images)
+
+
+def _beside(record: Mapping[str, Any]) -> list[Image]:
+    found = record.get("images") or record.get("image") or []
+    images = [_image(one) for one in (found if isinstance(found, list) else [found])]
+    return [image for image in images if image is not None]
+
+
+def _image(part: Any) -> Image | None:
+    """The image that a part names or holds."""
+    if isinstance(part, str | bytes):
+        return part or None
+    if not isinstance(part, dict):
+        return None
+    # Parquet's columns hold the bytes, and the name that the file once had.
+    if isinstance(part.get("bytes"), bytes):
+        return part["bytes"]
+    return next(filter(None, (_image(part.get(key)) for key in _KEYS)), None)

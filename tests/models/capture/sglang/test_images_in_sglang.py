@@ -1,0 +1,59 @@
+"""Samples with images in a real SGLang server: its own processor expands them, and the states are the target's."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infra.files.atomic import write_atomically
+from models.capture.engine import Prompt
+from models.capture.heldout import seen_prompts
+from models.capture.sglang.engine import SGLangEngine
+from models.data.images import ImageProcessor
+from models.data.prepare import prepare_samples
+from models.run import PreparedRun
+from models.targets.model import TargetModel
+from tests.models.capture.test_images_captured import MEDUSA, SETTINGS, write_source
+from tests.models.seeing_targets import seeing_target
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl"])
+def test_captured_states_are_the_targets_own(
+    family: str,
+    sglang_run: Callable[..., PreparedRun],
+    engine_of: Callable[..., SGLangEngine],
+    tiny_target: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    target = seeing_target(family, tmp_path / family, tiny_target.path)
+    source = write_source(tmp_path)
+    data = [f"data.source={source}", f"data.images={tmp_path / 'pictures'}"]
+    run = sglang_run(MEDUSA, *data, *SETTINGS, target=target)
+    record = prepare_samples(run.config.data, target, run.config.target.add_bos)
+    write_atomically(run.folder.samples, record)
+    run = PreparedRun.open(run.folder.path)
+    engine, samples = engine_of(run), run.open_samples()
+    for one in samples.canaries(32):
+        engine.check_canary(one.tokens, one.images)
+    reference = TargetModel.load(Path(target.path), (0, 1, 2), torch.float32, sees=True)
+    processor = ImageProcessor(Path(target.path))
+    for index in range(len(samples)):
+        one = samples[index]
+        captured = engine.capture(f"images/{index}", one.tokens, one.images).record
+        back = run.layout.empty(len(one.tokens))
+        engine.transport.get(captured, run.layout.views(back))
+        own = reference.forward(one.tokens[None], seen=processor.inputs(one.tokens, one.images))
+        for found, expected in ((back.aux, own.aux[0]), (back.last, own.last[0])):
+            error = (found - expected).norm() / expected.norm()
+            # Pixels are rounded otherwise: torchvision scales them there, Pillow here.
+            assert error <= (0.02 if one.images else 1e-4)
+    shown = seen_prompts(run.open_samples("heldout"), 2, run.samples.longest)
+    assert [one.shown for one in engine.continue_greedily([*shown, Prompt((0, 5, 9))], 4)] == [True] * len(shown) + [
+        False
+    ]

@@ -1,0 +1,109 @@
+"""Samples with images: captured as the target sees them, and trained on by drafts that read hidden states alone."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infra.files.run_folder import RunFolder
+from infra.records.data_path import HELDOUT_LENGTH, HELDOUT_SEEN
+from models.capture.engine import Prompt
+from models.capture.heldout import read_heldout, seen_prompts
+from models.capture.plain_engine import PlainEngine
+from models.data.images import ImageProcessor
+from models.run import PreparedRun
+from models.targets.model import TargetModel
+from tests.conftest import memory_folder, prepare_run
+from tests.models.seeing_targets import seeing_target, write_pictures
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3")
+SETTINGS = ["data.chat_template=tokenizer", "data.overlong=truncate", "data.heldout_share=0.3"]
+SETTINGS += ["training.samples_per_step=4", "training.log_steps=1", "training.heldout_steps=2"]
+SETTINGS += ["training.heldout_prompts=2", "benchmark.max_new_tokens=6", "target.aux_layer_ids=[0, 1, 2]"]
+MEDUSA = "draft={method: medusa, heads: 3, vocab_size: 512}"
+
+
+def write_source(folder: Path, count: int = 16) -> Path:
+    """Half of the questions are about a picture."""
+    names = write_pictures(folder / "pictures", count)
+    source = folder / "source.jsonl"
+    with source.open("w") as file:
+        for number, name in enumerate(names):
+            text: Any = {"type": "text", "text": f"What is number {number}?"}
+            content = [{"type": "image", "image": name}, text] if number % 2 else text["text"]
+            turns = [{"role": "user", "content": content}, {"role": "assistant", "content": "It is a module. " * 4}]
+            file.write(json.dumps({"messages": turns}) + "\n")
+    return source
+
+
+@pytest.fixture
+def seeing_run(tmp_path: Path, tiny_target: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes runs of a family's tiny target on conversations of which half hold an image."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    with memory_folder() as memory:
+        monkeypatch.setenv("DRAFTSMITH_SHM", str(memory))
+
+        def make(family: str, *overrides: str) -> RunFolder:
+            target = seeing_target(family, tmp_path / family, tiny_target.path)
+            source = write_source(tmp_path)
+            data = [f"data.source={source}", f"data.images={tmp_path / 'pictures'}"]
+            return prepare_run(tmp_path / "run", target, MEDUSA, *data, *SETTINGS, *overrides)
+
+        yield make
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_states_are_the_targets_own(family: str, seeing_run: Callable[..., RunFolder]) -> None:
+    run = PreparedRun.open(seeing_run(family).path)
+    engine, samples = PlainEngine(run), run.open_samples()
+    canaries = samples.canaries(32)
+    assert [bool(one.images) for one in canaries] in ([True], [False, True])
+    for one in (*canaries, *canaries[::-1]):
+        engine.check_canary(one.tokens, one.images)
+    target = TargetModel.load(Path(run.target.path), (0, 1, 2), torch.float32, sees=True)
+    processor = ImageProcessor(Path(run.target.path))
+    for index in range(len(samples)):
+        one = samples[index]
+        record = engine.capture(f"run/0/{index}/1", one.tokens, one.images).record
+        back = run.layout.empty(len(one.tokens))
+        engine.transport.get(record, run.layout.views(back))
+        reference = target.model(
+            one.tokens[None], output_hidden_states=True, **processor.inputs(one.tokens, one.images)
+        )
+        assert (back.last - reference.hidden_states[-1][0]).abs().max() <= 1e-5
+        assert (run.layout.by_layer(back.aux)[1] - reference.hidden_states[2][0]).abs().max() <= 1e-5
+        if one.images:
+            blind = target.forward(one.tokens[None])
+            assert (back.last - blind.last[0]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_about_an_image_are_the_targets_own(family: str, seeing_run: Callable[..., RunFolder]) -> None:
+    run = PreparedRun.open(seeing_run(family).path)
+    engine, heldout = PlainEngine(run), run.open_samples("heldout")
+    shown = seen_prompts(heldout, 2, run.samples.longest)
+    assert shown
+    plain = Prompt((0, 5, 9, 20))
+    found = engine.continue_greedily([*shown, plain], 6)
+    assert [one.shown for one in found] == [True] * len(shown) + [False]
+    for prompt, one in zip([*shown, plain], found, strict=True):
+        whole = torch.tensor([*one.prompt, *one.continuation])
+        hidden = engine.prefill(whole[:-1], prompt.images)
+        said = engine.target.logits(hidden.last).argmax(-1)[len(one.prompt) - 1 :]
+        assert said.tolist() == list(one.continuation)
+        assert torch.equal(one.aux, hidden.aux)
+
+
+def test_a_run_with_images_trains_and_is_measured_on_them(
+    seeing_run: Callable[..., RunFolder], run_to_the_end: Callable[[RunFolder], None]
+) -> None:
+    folder = seeing_run("qwen2_5_vl", "training.epochs=3")
+    run_to_the_end(folder)
+    texts = read_heldout(folder.heldout)
+    assert texts is not None
+    assert {text.shown for text in texts} == {True, False}
+    lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    assert any(HELDOUT_LENGTH in line and HELDOUT_SEEN in line for line in lines)
