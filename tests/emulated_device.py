@@ -154,6 +154,14 @@ class EmulatedTensor(torch.Tensor):
 
     data_on_cpu: torch.Tensor
 
+    # Here and not on torch.Tensor for a while: Python keeps the slots of such a patch, and every tensor of the process
+    # would count as a sequence from then on, which `torch.tensor([a_number_on_a_tensor])` does not bear.
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return super().__getitem__(_on_device(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(_on_device(index), value)
+
     @staticmethod
     def __new__(cls, values: torch.Tensor) -> "EmulatedTensor":
         tensor = torch.Tensor._make_wrapper_subclass(
@@ -271,8 +279,6 @@ def _answer_before_dispatch(patch: pytest.MonkeyPatch) -> None:
     replace(torch.Tensor, "record_stream", lambda *_: None)
     replace(torch.Tensor, "numpy", refuse)
     replace(torch.Tensor, "__array__", refuse)
-    replace(torch.Tensor, "__getitem__", lambda own, x, index: own(x, _on_device(index)))
-    replace(torch.Tensor, "__setitem__", lambda own, x, index, value: own(x, _on_device(index), value))
 
 
 def _is_emulated(device: Any) -> bool:
