@@ -42,8 +42,8 @@ def make_heldout(run: PreparedRun, engine: CaptureEngine) -> None:
 
 
 def seen_prompts(samples: SampleSet, most: int, longest: int) -> list[Prompt]:
-    """The first `most` held-out prompts with images that leave room for an answer within `longest` tokens: everything
-    before the first answer."""
+    """The first `most` held-out prompts with one image: everything before the first answer, where it leaves room for
+    one within `longest` tokens."""
     prompts = dict[Prompt, None]()
     for sample in (samples[index] for index in samples.image_offsets.diff().nonzero().flatten().tolist()):
         first = int(sample.loss_mask.int().argmax())

@@ -5,6 +5,7 @@ import binascii
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -13,6 +14,7 @@ from unittest import mock
 import fsspec
 import torch
 from PIL import Image as Pictures
+from PIL import ImageOps
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, processing_utils
 
@@ -24,6 +26,8 @@ from models.data.thinking import Span
 
 FOLDER = "images"
 """Folder of a sample set that holds its images, named by their hashes."""
+RECENT = 64
+"""Images whose tokens are remembered: a conversation may be rendered several times."""
 _BROKEN = (OSError, SyntaxError, ValueError, Pictures.DecompressionBombError)
 """Raised by Pillow for what is no image."""
 
@@ -99,7 +103,7 @@ class ImageShelf:
             self._files, self._root = fsspec.core.url_to_fs(str(Path(root).absolute()) if "://" not in root else root)
         except FAULTS as error:
             raise Refusal(f"data.images {root!r} cannot be read ({error}): check the address") from error
-        self._kept: dict[Image, tuple[str, str]] = {}
+        self._keep = lru_cache(RECENT)(self._kept)
 
     def expand(
         self, text: str, spans: Sequence[Span], images: Sequence[Image]
@@ -128,16 +132,13 @@ class ImageShelf:
             ]
         return "".join([*pieces, text[done:]]), tuple(moved), tuple(name for name, _ in kept)
 
-    def _keep(self, image: Image) -> tuple[str, str]:
+    def _kept(self, image: Image) -> tuple[str, str]:
         """Name of the image's file, and its tokens."""
-        if image not in self._kept:
-            content = self._read(image)
-            name = hashlib.sha256(content).hexdigest()
-            tokens = self._processor.tokens(opened(content))
-            self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / name).write_bytes(content)
-            self._kept[image] = (name, tokens)
-        return self._kept[image]
+        content = self._read(image)
+        name, tokens = hashlib.sha256(content).hexdigest(), self._processor.tokens(opened(content))
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / name).write_bytes(content)
+        return name, tokens
 
     def _read(self, image: Image) -> bytes:
         if isinstance(image, bytes):
@@ -161,9 +162,12 @@ class ImageShelf:
 
 
 def opened(content: bytes) -> Pictures.Image:
-    """The picture in a file's bytes. Raises UnrenderableError for what is none."""
+    """The picture in a file's bytes, turned as cameras note it, which engines do too.
+
+    Raises UnrenderableError for what is none.
+    """
     try:
-        return Pictures.open(BytesIO(content)).convert("RGB")
+        return ImageOps.exif_transpose(Pictures.open(BytesIO(content))).convert("RGB")
     except _BROKEN as error:
         raise UnrenderableError(f"an image cannot be opened ({error}): replace it, or leave it out") from error
 

@@ -235,7 +235,7 @@ class SGLangEngine:
 
 def _shown(images: Sequence[Path]) -> dict[str, Any]:
     """A request's images, which the server reads from this machine's disk."""
-    return {"image_data": [str(path) for path in images]} if images else {}
+    return {"image_data": [path.as_uri() for path in images]} if images else {}
 
 
 def _as_captured(settings: SGLangConfig, target: Path) -> SGLangConfig:

@@ -164,6 +164,20 @@ def test_a_template_that_shows_no_images_is_named(tiny_target: Any, pictures: li
     assert "the chat template shows 0 of 1 images" in record.refusals[0]
 
 
+def test_a_photo_is_turned_as_its_camera_noted(tiny_target: Any, pictures: list[str], tmp_path: Path) -> None:
+    target = seeing_target("qwen2_5_vl", tmp_path / "target", tiny_target.path)
+    wide, noted = Image.new("RGB", (112, 56), "red"), Image.Exif()
+    noted[0x0112] = 6  # a quarter turn
+    wide.save(tmp_path / "pictures" / "noted.jpg", exif=noted)
+    wide.rotate(-90, expand=True).save(tmp_path / "pictures" / "turned.png")
+    processor, kinds = ImageProcessor(Path(target.path)), torch.tensor([0, *[target.media_ids[0]] * 8])
+    grids = [
+        processor.inputs(kinds, [tmp_path / "pictures" / name])["image_grid_thw"].tolist()
+        for name in ("noted.jpg", "turned.png")
+    ]
+    assert grids == [[[1, 8, 4]]] * 2
+
+
 def test_changed_images_are_prepared_anew(tiny_target: Any, pictures: list[str], tmp_path: Path) -> None:
     target = seeing_target("qwen2_5_vl", tmp_path / "target", tiny_target.path)
     records = [asked([part(name), {"type": "text", "text": f"{name}?"}], "A thing.") for name in pictures]
