@@ -83,7 +83,7 @@ def overview(
         table.add_column(column, overflow="fold")
     for row in rows:
         benchmarked = f"{row.benchmarked:.2f} benchmarked\n" if row.benchmarked else ""
-        runs = f"last: {row.last_run}\nnext: {row.next_run}"
+        runs = f"last: {row.last_run}\nnext: {row.next_run}\nused: {row.used}"
         table.add_row(row.draft, row.serves, f"{benchmarked}{row.recently}\n{row.sparkline}".strip(), row.drift, runs)
     Console().print(table)
     for row in rows:

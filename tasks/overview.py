@@ -17,7 +17,7 @@ from infra.quantities import duration, plural, signed
 from infra.records.acceptance import RegisteredDraft
 from infra.settings import prefect_api_url, runs_folder, tracking_uri
 from infra.templates import render
-from infra.tracking.registry import CHALLENGER, CHAMPION, PromotionDecision, history, list_drafts
+from infra.tracking.registry import CHALLENGER, CHAMPION, COST, GPU_HOURS, PromotionDecision, history, list_drafts
 from tasks.side_effects import draft_tag, side_effect
 
 PAGES = Path(__file__).parent / "report"
@@ -49,6 +49,8 @@ class DraftRow:
     drift: str
     last_run: str
     next_run: str
+    used: str
+    """What its versions have taken together."""
     wanted: Sequence[str]
     """What needs a person."""
 
@@ -110,6 +112,7 @@ def row_of(
         drift=_drift(own),
         last_run="unknown" if runs is None else _told(last, now) if last else "none",
         next_run="unknown" if runs is None else f"in {_about(min(planned) - now)}" if planned else "none",
+        used=_used(versions),
         wanted=[*_versions_wanted(versions, decisions), *_servers_wanted(traffic, champion), *_runs_wanted(runs or {})],
     )
 
@@ -120,6 +123,14 @@ def _serves(champion: RegisteredDraft | None, decisions: Sequence[PromotionDecis
     since = [one.at for one in decisions if one.champion_after == champion.version]
     age = f", for {_about(now - since[-1])}" if since else ""
     return f"version {champion.version}{age}"
+
+
+def _used(versions: Sequence[RegisteredDraft]) -> str:
+    hours = sum(float(one.tags.get(GPU_HOURS, 0)) for one in versions)
+    cost = sum(float(one.tags.get(COST, 0)) for one in versions)
+    if not hours:
+        return "no GPU"
+    return f"{hours:.1f} GPU-hours" + (f", ${cost:,.2f}" if cost else "")
 
 
 def _about(seconds: float) -> str:

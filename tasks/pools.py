@@ -19,6 +19,7 @@ from infra.pools.local import LocalPool, LocalPools
 from infra.pools.run_pools import SinglePools, generator_spec, pool_provider, pool_specs
 from infra.processes.process import Owner, module
 from infra.records.sharing import read_sharing
+from infra.run.device_time import holding, note
 from infra.settings import prefect_is_private
 from tasks.run import OpenRun
 
@@ -43,7 +44,8 @@ def lease(run: OpenRun, *roles: Role) -> Iterator[Sequence[Pool]]:
         patient = acquire_pools.with_options(retries=int(wait_s / (LOOK_AGAIN_S + provider.look_s)))
         try:
             pools = patient(provider, specs, run.owner)
-            yield [*pools] * (len(roles) // len(pools))
+            with holding(run.folder, {spec.role: spec.gpus for spec in specs}):
+                yield [*pools] * (len(roles) // len(pools))
         finally:
             provider.release(run.owner.name)
 
@@ -59,9 +61,13 @@ def single_pools(run: OpenRun) -> SinglePools:
     """Devices for one generator each, leased while the run trains. Nothing is waited for."""
     settings = run.config.pools
     provider, spec = pool_provider(settings, PROMPT_S), generator_spec(settings, run.config.generator.count)
+
+    def noted(owner: str, gpus: int) -> None:
+        note(run.folder, owner, {spec.role: gpus})
+
     if isinstance(provider, LocalPools):
-        return SinglePools(provider, spec, run.owner, partial(_promptly_queued, provider, spec))
-    return SinglePools(provider, spec, run.owner)
+        return SinglePools(provider, spec, run.owner, partial(_promptly_queued, provider, spec), noted)
+    return SinglePools(provider, spec, run.owner, noted=noted)
 
 
 def run_main(run: OpenRun, pool: Pool, role: str, name: str, *arguments: str, timeout_s: float) -> None:

@@ -19,6 +19,7 @@ from infra.records.benchmark_text import key, sources
 from infra.records.data_path import SamplesRecord, TargetRecord, TrainingResult
 from infra.records.drafts import CapturePrecision, ExportRecord
 from infra.refusal import Refusal
+from infra.run.device_time import device_time
 from infra.tracking import registry
 from infra.tracking.client import NOTE
 from infra.tracking.runs import (
@@ -54,6 +55,7 @@ def register_draft(
 ) -> RegisteredDraft:
     """Log export and benchmark, and register them as the challenger; a resumed run completes what it registered."""
     layouts = ", ".join(export.layouts) or "none"
+    used = device_time(run.folder.devices, run.config.plan.price_per_hour)
     registered = registry.version_of_run(tracking.uri, run.draft_name, run.folder.name)
     if registered:
         model_id = registered.model_id
@@ -62,7 +64,7 @@ def register_draft(
         log_benchmark(
             tracking,
             model_id,
-            metrics=_figures(result),
+            metrics=_figures(result) | {f"gpu_hours/{role}": hours for role, hours in used.hours.items()},
             curves=_curves(result),
             conditions=result.conditions.model_dump(),
             table=acceptance_table(result),
@@ -89,6 +91,8 @@ def register_draft(
         **_lineage(export),
         "dataset_hash": result.conditions.dataset_hash,
         "git_sha": git_sha(),
+        registry.GPU_HOURS: f"{used.total:.4f}",
+        **({} if used.cost is None else {registry.COST: f"{used.cost:.2f}"}),
         "drift_test": unwatchable or "possible",
     }
     draft = registry.register(

@@ -15,6 +15,7 @@ from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
 from infra.processes.process import Owner
 from infra.refusal import Refusal
+from infra.run.device_time import end_leases
 from infra.run.ownership import own_run
 from infra.settings import runs_folder, tracking_uri
 from models.config.recipe import RunConfig, read_config, without_placement
@@ -58,6 +59,7 @@ def open_run(config: RunConfig, name: str | None) -> Iterator[OpenRun]:
     folder = run_named(name) if name else _folder_of_this_flow_run(config)
     with own_run(folder, config.transport, get_run_logger().info) as owner:
         _remember(config, folder)
+        end_leases(folder)
         get_run_logger().info("run folder: %s", folder.path)
         yield OpenRun(config, folder, owner)
 

@@ -53,6 +53,8 @@ class RunFolder:
     """One JSON object per logged training step."""
     generators = _Place("generators.jsonl")
     """One JSON object each time that generators came or went."""
+    devices = _Place("devices.jsonl")
+    """One JSON object each time that a lease of GPUs began or ended."""
     store = _Place("store.json")
     """The record of the run's Mooncake store."""
     meetings = _Place("meetings")

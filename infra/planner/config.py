@@ -26,7 +26,10 @@ class PlanConfig(StrictConfig):
         "data sheet's; of a CPU core measured on this machine.",
     )
     price_per_hour: float | None = Field(
-        default=None, ge=0, le=1_000_000, description="Price of a GPU hour, in dollars."
+        default=None,
+        ge=0,
+        le=1_000_000,
+        description="Price of a GPU hour, in dollars; with it runs tell what they cost.",
     )
     inference_share: float | None = Field(
         default=None,

@@ -51,6 +51,8 @@ class SinglePools:
     owner: Owner
     queue: Callable[[], AbstractContextManager[object]] = nullcontext
     """A queue slot that is held with the devices; entering raises PoolBusyError if there is none now."""
+    noted: Callable[[str, int], None] = lambda _owner, _gpus: None
+    """Told who holds how many GPUs from now on."""
     _asked: dict[str, ExitStack] = field(default_factory=dict)
 
     def acquire(self, role: str) -> Pool:
@@ -65,6 +67,7 @@ class SinglePools:
             self._asked.setdefault(role, ExitStack())
             (pool,) = self.provider.acquire([self.spec], owner)
             self._asked[role] = stack.pop_all()
+        self.noted(owner.name, self.spec.gpus)
         return pool
 
     def release(self, role: str) -> None:
@@ -73,6 +76,7 @@ class SinglePools:
         if stack is not None:
             with stack:
                 self.provider.release(self._owner(role).name)
+            self.noted(self._owner(role).name, 0)
             del self._asked[role]
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 import base64
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from infra.records.acceptance import BenchmarkResult, RegisteredDraft
 from infra.records.benchmark_text import acceptance_tables, findings, goodput_rows, suite_findings, text_of
 from infra.records.data_path import GeneratorsChange, SampleProgress, SamplesRecord, TargetRecord, TrainingResult
 from infra.redaction import redacted
+from infra.run.device_time import DeviceTime
 from infra.templates import render
 from models.config.recipe import RunConfig
 from tasks.report.meaning import answer, compared, how_good, meaning
@@ -83,6 +84,7 @@ class RunFacts:
     """Numbers of generators, in order."""
     plan: Plan | None = None
     """What the run was expected to take."""
+    devices: DeviceTime = field(default_factory=lambda: DeviceTime({}))
 
     @property
     def planned(self) -> Mapping[str, str]:
@@ -135,6 +137,7 @@ class RunFacts:
             "Trained": f"{steps} on {tokens}; {self.bottleneck}",
             **({"Twice the data": more.in_words} if (more := self.trained.more_data) else {}),
             **{f"Plan, {name}": text for name, text in self.planned.items()},
+            **({"Devices": used} if (used := self.devices.in_words(self.result.gate.gain)) else {}),
             "Samples": self.sample_states,
         }
 

@@ -19,6 +19,7 @@ from infra.records.acceptance import BenchmarkResult, RegisteredDraft
 from infra.records.benchmark_text import key, sources
 from infra.records.data_path import SampleProgress, SamplesRecord, TargetRecord, TrainingResult, generators_changes
 from infra.redaction import redacted
+from infra.run.device_time import device_time
 from infra.settings import prefect_is_private
 from infra.tracking.runs import TrackedRun, describe_run
 from tasks.report.page import Link, RunFacts, run_html, run_markdown, version_line
@@ -43,6 +44,7 @@ def write_report(
         trained=trained, result=result, draft=draft, progress=progress, quarantined=quarantined,
         written=datetime.now().astimezone(), links=tuple(links(run)), git_sha=git_sha(),
         generators=generators_changes(run.folder.generators), plan=read_plan(run.folder.plan),
+        devices=device_time(run.folder.devices, run.config.plan.price_per_hour),
     )  # fmt: skip
     write_files(run, facts)
     tracking = TrackedRun.read(run.tracking_record)
@@ -76,6 +78,8 @@ def write_files(run: OpenRun, facts: RunFacts) -> None:
         **training_report(facts.trained, facts.progress),
         "generators": [change.model_dump() for change in facts.generators],
         "plan": facts.planned,
+        "gpu_hours": dict(facts.devices.hours),
+        "cost": facts.devices.cost,
         **benchmark_report(facts.result),
         "draft": {
             "name": draft.name,
