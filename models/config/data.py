@@ -43,10 +43,10 @@ class DataConfig(StrictConfig):
     )
     images: Address | None = Field(
         default=None,
-        description="Folder below which the source's paths of images lie, local or at an address; images inside the "
-        "records (`data:` addresses, bytes in Parquet) are read too. Conversations with images are then learned with "
-        "them, by drafts that read the target's hidden states alone (dflash, dflash2, domino, dspark, medusa). "
-        "Default: they are left out.",
+        description="Folder below which the source's paths of images lie, local or at an address; `embedded`: images "
+        "lie inside the records alone (`data:` addresses, bytes in Parquet). Conversations with images are then "
+        "learned with them, by drafts that read the target's hidden states alone (dflash, dflash2, domino, dspark, "
+        "medusa). Default: they are left out.",
     )
     turns: Literal["all", "last"] = Field(
         default="all", description="Which answers of a conversation are learned: all of them, or only the last."

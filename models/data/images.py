@@ -24,6 +24,8 @@ from models.data.media import Image
 from models.data.sources import FAULTS
 from models.data.thinking import Span
 
+EMBEDDED = "embedded"
+"""Value of `data.images` for images inside the records alone."""
 FOLDER = "images"
 """Folder of a sample set that holds its images, named by their hashes."""
 RECENT = 64
@@ -95,15 +97,17 @@ def _without_video(target: Path) -> Any:
 
 
 class ImageShelf:
-    """Reads the images of conversations below `root`, and keeps them in `folder`."""
+    """Reads the images of conversations, inside the records or below `root`, and keeps them in `folder`."""
 
     def __init__(self, root: str, folder: Path, processor: ImageProcessor):
-        self._folder, self._processor = folder, processor
+        self._folder, self._processor, self._files = folder, processor, None
+        self._keep = lru_cache(RECENT)(self._kept)
+        if root == EMBEDDED:
+            return
         try:
             self._files, self._root = fsspec.core.url_to_fs(str(Path(root).absolute()) if "://" not in root else root)
         except FAULTS as error:
             raise Refusal(f"data.images {root!r} cannot be read ({error}): check the address") from error
-        self._keep = lru_cache(RECENT)(self._kept)
 
     def expand(
         self, text: str, spans: Sequence[Span], images: Sequence[Image]
@@ -148,6 +152,10 @@ class ImageShelf:
                 return base64.b64decode(image.partition(",")[2], validate=True)
             except binascii.Error as error:
                 raise UnrenderableError(f"an image is no base64 ({error}): correct it, or leave it out") from error
+        if self._files is None:
+            raise UnrenderableError(
+                f"the image {image:.80} is a path: set data.images to the folder that it is relative to"
+            )
         if "://" in image:
             raise UnrenderableError(
                 f"the image {image:.80} is somewhere else: download the images, and give their paths below data.images"
@@ -174,8 +182,8 @@ def opened(content: bytes) -> Pictures.Image:
 
 def images_hash(root: str | None) -> str:
     """Changes when an image below `root` does, by names, sizes and times. Raises Refusal for a missing folder."""
-    if root is None:
-        return ""
+    if root in (None, EMBEDDED):
+        return root or ""
     try:
         files, place = fsspec.core.url_to_fs(str(Path(root).absolute()) if "://" not in root else root)
         files.invalidate_cache()

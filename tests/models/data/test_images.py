@@ -5,9 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 import torch
 from PIL import Image
+from pyarrow import parquet
 from transformers import AutoTokenizer
 
 from infra.records.data_path import SamplesRecord, TargetRecord
@@ -46,8 +48,8 @@ def asked(content: Any, answer: str, **beside: Any) -> dict[str, Any]:
 def prepared(target: TargetRecord, tmp_path: Path, records: list[dict[str, Any]], **settings: Any) -> SamplesRecord:
     source = tmp_path / "source.jsonl"
     source.write_text("".join(json.dumps(record) + "\n" for record in records))
-    config = DataConfig(source=str(source), images=str(tmp_path / "pictures"), min_tokens=2, **settings)
-    return prepare_samples(config, target, add_bos=False)
+    given = {"source": str(source), "images": str(tmp_path / "pictures"), "min_tokens": 2} | settings
+    return prepare_samples(DataConfig(**given), target, add_bos=False)
 
 
 def samples_of(record: SamplesRecord) -> list[Any]:
@@ -162,6 +164,26 @@ def test_a_template_that_shows_no_images_is_named(tiny_target: Any, pictures: li
     records += [asked(f"What is {number}?", "A number.") for number in range(4)]
     record = prepared(target, tmp_path, records, chat_template=str(template))
     assert "the chat template shows 0 of 1 images" in record.refusals[0]
+
+
+def test_images_inside_the_records_need_no_folder(tiny_target: Any, pictures: list[str], tmp_path: Path) -> None:
+    """As `data:` addresses and as Parquet's bytes; a path is refused, with the remedy."""
+    target = seeing_target("qwen2_5_vl", tmp_path / "target", tiny_target.path)
+    files = [(tmp_path / "pictures" / name).read_bytes() for name in pictures]
+    addresses = ["data:image/png;base64," + base64.b64encode(file).decode() for file in files]
+    records = [asked([part(one), {"type": "text", "text": "What?"}], "A thing.") for one in addresses]
+    records.append(asked([part(pictures[0]), {"type": "text", "text": "What?"}], "A thing."))
+    record = prepared(target, tmp_path, records, images="embedded")
+    assert {path.read_bytes() for sample in samples_of(record) for path in sample.images} == set(files)
+    assert "set data.images to the folder that it is relative to" in record.refusals[0]
+    bytes_inside = [{"bytes": file, "path": name} for file, name in zip(files, pictures, strict=True)]
+    table = {
+        "messages": [[{"role": "user", "content": "What?"}, {"role": "assistant", "content": "A thing."}]] * len(files),
+        "images": [[one] for one in bytes_inside],
+    }
+    parquet.write_table(pyarrow.table(table), tmp_path / "source.parquet")
+    other = prepared(target, tmp_path, [], images="embedded", source=str(tmp_path / "source.parquet"))
+    assert {sample.id for sample in samples_of(other)} == {sample.id for sample in samples_of(record)}
 
 
 def test_a_photo_is_turned_as_its_camera_noted(tiny_target: Any, pictures: list[str], tmp_path: Path) -> None:

@@ -87,5 +87,6 @@ def test_an_untrained_draft_corrects_nothing():
     draft.start_from(torch.randn(VOCABULARY, HIDDEN))
     normed, before = torch.randn(3, draft.positions, HIDDEN), torch.randint(VOCABULARY, (draft.positions, 3))
     found = torch.stack(list(draft.step_logits(normed, lambda step: before[step])), dim=1)
-    assert torch.equal(found, draft.logits(normed))
+    # Step by step or at once: processors add products of other shapes up in another order.
+    torch.testing.assert_close(found, draft.logits(normed), rtol=1e-5, atol=1e-5)
     assert draft.positions == config.proposals == BLOCK - 1
