@@ -19,7 +19,7 @@ from infra.records.benchmark_text import key, sources
 from infra.records.data_path import SamplesRecord, TargetRecord, TrainingResult
 from infra.records.drafts import CapturePrecision, ExportRecord
 from infra.refusal import Refusal
-from infra.run.device_time import device_time
+from infra.run.device_time import DeviceTime, device_time
 from infra.tracking import registry
 from infra.tracking.client import NOTE
 from infra.tracking.runs import (
@@ -54,12 +54,12 @@ def register_draft(
     result: BenchmarkResult,
 ) -> RegisteredDraft:
     """Log export and benchmark, and register them as the challenger; a resumed run completes what it registered."""
-    layouts = ", ".join(export.layouts) or "none"
     used = device_time(run.folder.devices, run.config.plan.price_per_hour)
     registered = registry.version_of_run(tracking.uri, run.draft_name, run.folder.name)
     if registered:
         model_id = registered.model_id
     else:
+        layouts = ", ".join(export.layouts) or "none"
         model_id = log_folder(tracking, run.folder.export, "draft", trained.steps, "draft", layout=layouts)
         log_benchmark(
             tracking,
@@ -71,7 +71,6 @@ def register_draft(
             files=[*sorted(run.folder.plots.glob("*.png")), run.folder.request_counts, run.folder.gate],
         )
     champion = RegisteredDraft.read(run.folder.champion) if run.folder.champion.exists() else None
-    precision = CapturePrecision.read(run.folder.precision)
     unwatchable = why_unwatchable(RequestCounts.read(run.folder.request_counts))
     tags = {
         registry.RUN: run.folder.name,
@@ -79,8 +78,7 @@ def register_draft(
         registry.MEASURED_AGAINST: str(champion.version) if champion else "",
         registry.ACCEPTANCE: f"{result.length:.4f}",
         registry.COUNTED_BY: result.conditions.engine,
-        registry.QUANTIZATION: precision.quantization or "",
-        registry.KERNELS: precision.how,
+        **_precision(run),
         "lookahead": str(result.conditions.lookahead),
         **({"best_lookahead": str(result.goodput.best.lookahead)} if result.goodput else {}),
         "beats_prompt_lookup": str("prompt lookup" not in result.unbeaten).lower(),
@@ -91,8 +89,7 @@ def register_draft(
         **_lineage(export),
         "dataset_hash": result.conditions.dataset_hash,
         "git_sha": git_sha(),
-        registry.GPU_HOURS: f"{used.total:.4f}",
-        **({} if used.cost is None else {registry.COST: f"{used.cost:.2f}"}),
+        **_used(used),
         "drift_test": unwatchable or "possible",
     }
     draft = registry.register(
@@ -108,6 +105,18 @@ def register_draft(
     if unwatchable:
         get_run_logger().warning("watch-traffic cannot watch version %s: %s", draft.version, unwatchable)
     return draft
+
+
+def _precision(run: OpenRun) -> dict[str, str]:
+    """Tags of how the hidden states were computed."""
+    precision: CapturePrecision = CapturePrecision.read(run.folder.precision)
+    return {registry.QUANTIZATION: precision.quantization or "", registry.KERNELS: precision.how}
+
+
+def _used(devices: DeviceTime) -> dict[str, str]:
+    """Tags of what the run has taken."""
+    cost = {} if devices.cost is None else {registry.COST: f"{devices.cost:.2f}"}
+    return {registry.GPU_HOURS: f"{devices.total:.4f}", **cost}
 
 
 def _lineage(export: ExportRecord) -> dict[str, str]:

@@ -98,11 +98,6 @@ class GroundDecision(Record):
     margin: float
     smallest_detectable: float
 
-    @property
-    def gain(self) -> float | None:
-        """Relative gain over what it is compared with; None without a figure to compare with."""
-        return self.challenger / self.champion - 1 if self.champion else None
-
 
 class CategoryDecision(Record):
     """Challenger against champion on the prompts of one category of one ground."""

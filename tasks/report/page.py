@@ -137,7 +137,7 @@ class RunFacts:
             "Trained": f"{steps} on {tokens}; {self.bottleneck}",
             **({"Twice the data": more.in_words} if (more := self.trained.more_data) else {}),
             **{f"Plan, {name}": text for name, text in self.planned.items()},
-            **({"Devices": used} if (used := self.devices.in_words(self.result.gate.gain)) else {}),
+            **({"Devices": used} if (used := self.devices.in_words(self.result.gate.difference)) else {}),
             "Samples": self.sample_states,
         }
 
