@@ -37,7 +37,7 @@ class DeviceTime:
     def in_words(self, gain: float | None = None) -> str:
         """`3.20 GPU-hours (inference 1.10, training 2.10), $9.60`; empty for a run that held no GPU.
 
-        `gain`: the relative gain in acceptance over the champion; what one per cent of it cost is told too.
+        `gain`: the relative gain over what the gate compared it with; what one per cent of it cost is told too.
         """
         if not self.total:
             return ""
@@ -49,7 +49,7 @@ class DeviceTime:
 
 @contextmanager
 def holding(folder: RunFolder, gpus: Mapping[str, int]) -> Iterator[None]:
-    """Note that the run holds so many GPUs of each role."""
+    """Record how many GPUs of each role the run holds until the block ends."""
     note(folder, folder.name, gpus)
     try:
         yield
@@ -58,7 +58,7 @@ def holding(folder: RunFolder, gpus: Mapping[str, int]) -> Iterator[None]:
 
 
 def note(folder: RunFolder, owner: str, gpus: Mapping[str, int]) -> None:
-    """Note what `owner`, the run or one of its generators, holds from now on."""
+    """Record what `owner`, the run or one of its generators, holds from now on."""
     with folder.devices.open("a") as file:
         file.write(as_line({"at": time.time(), "owner": owner, "gpus": dict(gpus)}))
 
