@@ -11,6 +11,7 @@ from flows.data_command import data
 from flows.deploy_command import deploy, undeploy
 from flows.doctor_command import doctor
 from flows.drafts_command import drafts
+from flows.follow_command import serve_follow
 from flows.init_command import init
 from flows.stack_command import down, ui, up
 from flows.status_command import find_run, status
@@ -100,7 +101,7 @@ def _forget_crashes(config: "RunConfig", folder: Path) -> None:
 
 
 app.command(context_settings=PASS_ON)(bench)
-for command in (deploy, undeploy, status, doctor, ui, up, down):
+for command in (deploy, undeploy, serve_follow, status, doctor, ui, up, down):
     app.command()(command)
 
 

@@ -96,7 +96,7 @@ def promote(version: Annotated[int, typer.Argument(min=1)], reason: Reason = "",
     """Promote a version regardless of the gate, without a smoke test."""
     from infra.tracking import registry
 
-    draft = _in_service(_registered(name)).promote(version, by=getuser(), reason=reason)
+    draft = draft_in_service(_registered(name)).promote(version, by=getuser(), reason=reason)
     replaced = draft.tags.get(registry.REPLACES)
     print(f"{draft.name} version {draft.version} is champion" + (f", replacing version {replaced}" if replaced else ""))
 
@@ -107,7 +107,7 @@ def rollback(reason: Reason = "", name: Name = None) -> None:
     from infra.tracking.registry import champion
 
     draft = _registered(name)
-    withdrawn = _in_service(draft).rollback(by=getuser(), reason=reason)
+    withdrawn = draft_in_service(draft).rollback(by=getuser(), reason=reason)
     now = champion(tracking_uri(), draft)
     print(
         f"{draft} version {withdrawn} is withdrawn: "
@@ -157,20 +157,20 @@ def replay(version: Annotated[int, typer.Argument(min=1)], name: Name = None) ->
     raise typer.Exit(int(now != then))
 
 
-def _in_service(draft: str) -> "DraftInService":
-    """A registered model whose changes emit events if there is a Prefect server."""
+def draft_in_service(draft: str, uri: str | None = None) -> "DraftInService":
+    """A registered model, of $MLFLOW_TRACKING_URI or of `uri`; its changes emit events if there is a Prefect server."""
     from infra.tracking.promotion import DraftInService
 
     if prefect_api_url() is None:
-        return DraftInService(tracking_uri(), draft)
+        return DraftInService(uri or tracking_uri(), draft)
     from tasks.promotion import announce
 
-    return DraftInService(tracking_uri(), draft, announce=announce)
+    return DraftInService(uri or tracking_uri(), draft, announce=announce)
 
 
 def _reconcile(name: str) -> None:
     """Complete interrupted changes and those made in MLflow's page; name a smoke test that is still due."""
-    if waiting := _in_service(name).reconcile():
+    if waiting := draft_in_service(name).reconcile():
         print(
             f"{name} version {waiting.version} has not passed its smoke test yet: the deployment `reconcile` runs it, "
             f"`draftsmith drafts promote {waiting.version} --name {name}` does without",

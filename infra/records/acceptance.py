@@ -226,11 +226,12 @@ class RequestCounts(Record):
     greedy: Mapping[int, tuple[tuple[int, int], ...]]
     """Counts by lookahead."""
     sampled: Mapping[int, tuple[tuple[int, int], ...]]
-    """The same over text that the target sampled at `conditions.sampled_temperature` and top-p; empty where the
-    serving engine counted."""
+    """The same over text that the target sampled at `conditions.sampled_temperature`; empty where an engine counted."""
     texts: tuple[tuple[int, ...], ...] = ()
-    """The target's greedy text in the first conversations, for the smoke test: in bfloat16 another batch, or another
-    machine, writes another one. Empty where the serving engine counted."""
+    """The target's greedy text in the first conversations, for the smoke test, which in bfloat16 another batch, or
+    another machine, would not write; empty where the serving engine counted."""
+    prompts: tuple[tuple[int, ...], ...] = ()
+    """Of the first conversations, as token ids, for whoever serves the draft."""
 
 
 class DivergenceRecord(Record):

@@ -178,7 +178,8 @@ def benchmark_in_engine(
     counts = {config.lookahead: tuple(
         one.as_served(len(text) - 1) for one, text in zip(found.draft[own], found.served[own], strict=True)
     )}  # fmt: skip
-    requests = RequestCounts(conditions=under, greedy=counts, sampled={})
+    shared = tuple(tuple(prompt) for prompt in heldout[: promotion.smoke_prompts])
+    requests = RequestCounts(conditions=under, greedy=counts, sampled={}, prompts=shared)
     return _result(found, own, under, evidence, shown, config.max_lookahead), evidence, requests
 
 

@@ -177,8 +177,9 @@ def build_result(
     return result.model_copy(update={"summary": summary(result)})
 
 
-def request_counts(found: Measurements, conditions: Conditions, texts: int) -> RequestCounts:
-    """Every conversation's counts at every lookahead, for tests that resample requests; the first greedy `texts`."""
+def request_counts(found: Measurements, conditions: Conditions, prompts: Sequence[Sequence[int]]) -> RequestCounts:
+    """Every conversation's counts at every lookahead, for tests that resample requests; `prompts`: of the first ones,
+    which are kept with the target's greedy texts."""
 
     def by_lookahead(walked: WalkedTexts) -> dict[int, tuple[tuple[int, int], ...]]:
         rows: dict[int, list[tuple[int, int]]] = {}
@@ -191,5 +192,6 @@ def request_counts(found: Measurements, conditions: Conditions, texts: int) -> R
         conditions=conditions,
         greedy=by_lookahead(found.greedy),
         sampled=by_lookahead(found.sampled),
-        texts=tuple(tuple(text) for text in found.greedy.texts[:texts]),
+        texts=tuple(tuple(text) for text in found.greedy.texts[: len(prompts)]),
+        prompts=tuple(tuple(prompt) for prompt in prompts),
     )

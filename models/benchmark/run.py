@@ -107,7 +107,7 @@ def _by_reference(
         found, config, under, evidence, traffic=run.config.promotion.traffic.sampling, served=served, suites=shown,
         goodput=goodput,
     )  # fmt: skip
-    return result, evidence, request_counts(found, under, promotion.smoke_prompts)
+    return result, evidence, request_counts(found, under, prompts[: promotion.smoke_prompts])
 
 
 def _served(

@@ -1,0 +1,170 @@
+"""Starts and stops SGLang servers that outlive whoever started them.
+
+A server that the follower starts is known by a variable in its environment, which its children inherit. So a follower
+that was killed finds its servers again, those that were not listening yet among them, and no process id has to be kept.
+"""
+
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from infra.files.atomic import write_atomically
+from infra.refusal import Refusal
+from infra.serving.config import FollowConfig, ServerConfig
+from infra.settings import tools_environment
+
+MARK = "DRAFTSMITH_FOLLOWED"
+RESTART_S = 600.0
+METRICS = "--enable-metrics"
+
+
+class ServerControl(Protocol):
+    """How one server is started and stopped."""
+
+    def age(self) -> float | None:
+        """Seconds since its processes started; None if there are none, or if they cannot be seen."""
+        ...
+
+    def start(self, arguments: Sequence[str]) -> None:
+        """Start it with the draft's arguments; it may take minutes until it is healthy."""
+        ...
+
+    def stop(self) -> bool:
+        """Let it finish its requests and end; False where `start` replaces it."""
+        ...
+
+    def kill(self) -> None:
+        """End it now."""
+        ...
+
+
+class OwnServer:
+    """A server that is started from its command line."""
+
+    def __init__(self, server: ServerConfig, folder: Path) -> None:
+        assert server.command is not None, "the command is checked with the settings"
+        self._command, self._mark = shlex.split(server.command), f"{folder} {server.url}"
+        self._log = folder / "logs" / f"{server.name}.log"
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def age(self) -> float | None:
+        processes = self._processes()
+        leaders = [process for process in processes if _leads(process)]
+        if processes and not leaders:  # what a killed server left
+            self._signal(processes, signal.SIGKILL)
+            return None
+        ages = [time.time() - created for process in leaders if (created := _created(process)) is not None]
+        return max(ages, default=None)
+
+    def start(self, arguments: Sequence[str]) -> None:
+        assert not self._processes(), "it runs already"
+        metrics = [] if METRICS in self._command else [METRICS]
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            self._log.replace(self._log.with_suffix(".previous.log"))
+        with self._log.open("ab") as output:
+            environment = {**os.environ, **tools_environment(self._command[0]), MARK: self._mark}
+            try:
+                process = subprocess.Popen(
+                    [*self._command, *metrics, *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise Refusal(f"{self._command[0]} cannot be started ({error.strerror}): correct `command`") from error
+        self._started.append(process)
+
+    def stop(self) -> bool:
+        self._signal([process for process in self._processes() if _leads(process)], signal.SIGTERM)
+        return True
+
+    def kill(self) -> None:
+        self._signal(self._processes(), signal.SIGKILL)
+
+    def _processes(self) -> list[psutil.Process]:
+        self._started = [process for process in self._started if process.poll() is None]
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    @staticmethod
+    def _signal(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+
+def _leads(process: psutil.Process) -> bool:
+    """Whether it is the process that was started: servers get a session of their own."""
+    try:
+        return os.getsid(process.pid) == process.pid
+    except ProcessLookupError:
+        return False
+
+
+def _created(process: psutil.Process) -> float | None:
+    try:
+        return process.create_time()
+    except psutil.NoSuchProcess:
+        return None
+
+
+class RestartedServer:
+    """A server of another supervisor, which a command restarts with the arguments in a file."""
+
+    def __init__(self, server: ServerConfig, folder: Path) -> None:
+        assert server.restart is not None, "the command is checked with the settings"
+        self._command, self._file = shlex.split(server.restart), folder / "servers" / f"{server.name}.env"
+        self._log = folder / "logs" / f"{server.name}.restart.log"
+
+    def age(self) -> float | None:
+        """Since the last restart."""
+        try:
+            return time.time() - self._file.stat().st_mtime
+        except FileNotFoundError:
+            return None
+
+    def start(self, arguments: Sequence[str]) -> None:
+        if any(" " in argument for argument in arguments):
+            raise Refusal(f"{self._file}: arguments with spaces cannot be told apart there: choose another `folder`")
+        write_atomically(self._file, f"DRAFT_ARGUMENTS={' '.join(arguments)}\n")
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            # Into a file: a server that the command leaves behind would hold a pipe open.
+            with self._log.open("wb") as output:
+                subprocess.run(
+                    self._command,
+                    check=True,
+                    timeout=RESTART_S,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+        except OSError as error:
+            raise Refusal(f"{self._command[0]} cannot be started ({error.strerror}): correct `restart`") from error
+
+    def stop(self) -> bool:
+        return False
+
+    def kill(self) -> None:
+        """Its own supervisor restarts it; the next start does so with the right arguments."""
+
+
+def control_of(server: ServerConfig, config: FollowConfig) -> ServerControl:
+    """How a server is started and stopped."""
+    kind = OwnServer if server.command is not None else RestartedServer
+    return kind(server, Path(config.folder))

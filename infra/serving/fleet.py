@@ -1,0 +1,136 @@
+"""The servers of a follower as they are: looked at all at once, started, stopped."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import CalledProcessError, TimeoutExpired
+
+import httpx
+
+from infra.refusal import Refusal
+from infra.serving.config import FollowConfig
+from infra.serving.control import OwnServer, ServerControl, control_of
+from infra.serving.rollout import NO_DRAFT, Condition, RolloutState, SeenServer
+from infra.serving.servers import ServerClient, ServerReport, version_of
+
+BACKOFF_S, MOST_BACKOFF_S = 5.0, 300.0
+"""Before a server is started again that failed to start: doubled each time."""
+
+
+@dataclass(frozen=True)
+class LookedAt:
+    """A server as it was seen."""
+
+    seen: SeenServer
+    report: ServerReport | None
+    """Of a healthy server."""
+
+
+class Fleet:
+    """The servers, in the order of the settings."""
+
+    def __init__(self, config: FollowConfig, say: Callable[[str], None]) -> None:
+        self._config, self._say = config, say
+        self.urls = [server.url for server in config.servers]
+        self.controls: dict[str, ServerControl] = {server.url: control_of(server, config) for server in config.servers}
+        self.clients = {url: ServerClient(url) for url in self.urls}
+        self._failures = dict.fromkeys(self.urls, 0)
+        self._due = dict.fromkeys(self.urls, 0.0)
+        self._unhealthy: dict[str, float] = {}
+        """Since when a server that was healthy is not."""
+        self._told: set[str] = set()
+        """Servers that this process has told to stop."""
+
+    def check_free(self) -> None:
+        """Raise Refusal where a server answers that we would have to start, and did not."""
+        for url, control in self.controls.items():
+            if isinstance(control, OwnServer) and control.age() is None and self.clients[url].answers():
+                raise Refusal(
+                    f"something that serve-follow did not start answers at {url}: stop it, or give `restart` (a "
+                    "command that restarts it) in place of `command`"
+                )
+
+    def look(self, state: RolloutState, now: float) -> list[LookedAt]:
+        """All servers, asked at the same time."""
+        with ThreadPoolExecutor(len(self.urls)) as threads:
+            reports = list(threads.map(self._report, self.urls))
+        return [self._seen(url, report, state, now) for url, report in zip(self.urls, reports, strict=True)]
+
+    def _report(self, url: str) -> ServerReport | None:
+        try:
+            return self.clients[url].report()
+        except httpx.HTTPError:
+            return None
+
+    def _seen(self, url: str, report: ServerReport | None, state: RolloutState, now: float) -> LookedAt:
+        age = self.controls[url].age()
+        if url in state.stopped and age is not None:
+            self._drain(url, now - state.stopped[url])
+            return LookedAt(SeenServer(url, "draining"), None)
+        if report is not None and (age is not None or not isinstance(self.controls[url], OwnServer)):
+            self._failures[url], self._due[url] = 0, 0.0
+            self._unhealthy.pop(url, None)
+            version = version_of(report.draft, Path(self._config.folder), self._config.draft)
+            return LookedAt(SeenServer(url, "healthy", version), report)
+        return LookedAt(SeenServer(url, self._condition(url, age, state, now)), None)
+
+    def _drain(self, url: str, since: float) -> None:
+        if url not in self._told:  # a follower that was killed may have written it down and no more
+            self._told.add(url)
+            self.controls[url].stop()
+        elif since > self._config.drain_s:
+            self.controls[url].kill()
+
+    def _condition(self, url: str, age: float | None, state: RolloutState, now: float) -> Condition:
+        """Of a server that is not healthy and was not told to stop."""
+        config, own = self._config, isinstance(self.controls[url], OwnServer)
+        if age is None and own:
+            self._unhealthy.pop(url, None)
+            return self._down(url, now)
+        if url in state.started and age is not None:
+            limit, since = config.start_timeout_s, age
+        else:
+            limit, since = config.unhealthy_s, now - self._unhealthy.setdefault(url, now)
+        if since <= limit:
+            return "starting"
+        self._say(f"{url} is not healthy for {since:.0f} s: it is started again")
+        self._unhealthy.pop(url, None)
+        self.controls[url].kill()
+        return "starting" if own else self._down(url, now)
+
+    def _down(self, url: str, now: float) -> Condition:
+        return "down" if now >= self._due[url] else "waiting"
+
+    def failed(self, url: str, now: float) -> None:
+        """A start has failed: the next one waits longer."""
+        self._due[url] = now + min(BACKOFF_S * 2 ** self._failures[url], MOST_BACKOFF_S)
+        self._failures[url] += 1
+
+    def start(self, url: str, arguments: Sequence[str], version: int) -> None:
+        """Start a server, or have it restarted."""
+        self._say(f"{url} starts with {'no draft' if version == NO_DRAFT else f'version {version}'}")
+        self._told.discard(url)
+        try:
+            self.controls[url].start(arguments)
+        except (CalledProcessError, TimeoutExpired) as error:
+            self._say(f"{url}: {error}; see {self._config.folder}/logs")
+
+    def stop(self, url: str) -> bool:
+        """Let a server finish its requests and end; False where its start replaces it."""
+        self._told.add(url)
+        return self.controls[url].stop()
+
+    def stop_all(self, state: RolloutState, now: float) -> RolloutState:
+        """Tell every server of ours that runs to stop, once."""
+        own = [url for url, control in self.controls.items() if isinstance(control, OwnServer)]
+        running = [url for url in own if self.controls[url].age() is not None]
+        stopped = {url: state.stopped.get(url, now) for url in running}
+        for url in running:
+            self._drain(url, now - stopped[url])
+        return state.model_copy(update={"stopped": stopped})
+
+
+def reports_of(looks: Sequence[LookedAt]) -> Mapping[str, ServerReport]:
+    """The reports of healthy servers, by address."""
+    return {look.seen.url: look.report for look in looks if look.report is not None}

@@ -1,0 +1,317 @@
+"""Follows the registry: brings servers to its champion, and takes back there what does not hold here.
+
+Every round looks at the registry and at all servers, decides (`infra.serving.rollout`), writes the decision down, and
+does one thing. It keeps nothing in memory that it could not do without, so it may be killed at any point.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import httpx
+from mlflow.exceptions import MlflowException
+from sqlalchemy.exc import SQLAlchemyError
+
+from infra.drift.scrape import Counters
+from infra.files.atomic import write_atomically
+from infra.refusal import Refusal
+from infra.serving.comparison import StepGroup
+from infra.serving.config import FollowConfig
+from infra.serving.fleet import Fleet, LookedAt, reports_of
+from infra.serving.rollout import (
+    FOREIGN,
+    MAX_FAILURES,
+    NO_DRAFT,
+    RolloutState,
+    Trial,
+    canaries,
+    complete,
+    heed,
+    held,
+    judge,
+    next_steps,
+    take_back,
+    wanted_versions,
+)
+from infra.serving.servers import ServerReport, expected, trouble_with
+from infra.serving.versions import BrokenVersionError, VersionFolder, fetch, open_version, remove_others
+from infra.tracking import registry
+
+BY = "serving follower"
+REGISTRY_ERRORS = (MlflowException, SQLAlchemyError, OSError, Refusal)
+"""What a registry that is away, or a full disk, comes to; the next round tries again."""
+
+Withdraw = Callable[[int, str], None]
+"""Takes a version out of service in the registry, with the reason."""
+
+
+class Follower:
+    """One draft's servers.
+
+    Args:
+        withdraw: called for a version that did not hold; called again after an interruption.
+        say: one line for people.
+    """
+
+    def __init__(self, config: FollowConfig, uri: str, withdraw: Withdraw, say: Callable[[str], None]) -> None:
+        self._config, self._uri, self._withdraw = config, uri, withdraw
+        self._folder = Path(config.folder)
+        self._said: dict[str, str] = {}
+        self._print = say
+        self._fleet = Fleet(config, say)
+        self._opened: dict[int, VersionFolder] = {}
+        self._counters: dict[str, tuple[str, Counters]] = {}
+        """Start and counters of each server when it was looked at last."""
+        self._file = self._folder / "state.json"
+        self.state = RolloutState.read(self._file) if self._file.is_file() else self._first_state()
+
+    def _first_state(self) -> RolloutState:
+        """What most servers run is what they go back to. Raises Refusal where other servers have the addresses."""
+        self._fleet.check_free()
+        looks = self._fleet.look(RolloutState(target=NO_DRAFT, stable=NO_DRAFT), time.time())
+        run = [look.seen.version for look in looks if look.seen.condition == "healthy"]
+        stable = max(run, key=run.count, default=NO_DRAFT)
+        return RolloutState(target=stable, stable=stable)
+
+    def _keep(self, state: RolloutState) -> None:
+        if state != self.state:
+            self.state = state
+            write_atomically(self._file, state)
+
+    def _say(self, about: str, line: str) -> None:
+        """Say it unless it was the last thing said about this."""
+        if self._said.get(about) != line:
+            self._said[about] = line
+            self._print(line)
+
+    def round(self) -> bool:
+        """One look and what follows from it; returns whether every server runs what the registry wants."""
+        now = time.time()
+        self._hear()
+        looks = self._fleet.look(self.state, now)
+        self._note(looks, now)
+        self._try(looks, now)
+        return self._act(looks, now)
+
+    def _hear(self) -> None:
+        """What the registry says, after it has heard what was taken back."""
+        try:
+            for version, reason in self.state.taken_back.items():
+                self._withdraw(version, reason)
+            self._keep(self.state.model_copy(update={"taken_back": {}}))
+            champion = registry.champion(self._uri, self._config.draft)
+            told = NO_DRAFT if champion is None else champion.version
+            if told != NO_DRAFT:
+                self._opened[told] = self._open(told)
+            self._say("registry", f"the registry's champion: {in_words(told)}")
+        except BrokenVersionError as error:
+            assert champion is not None, "only a version can be broken"
+            self._take_back(champion.version, str(error))
+            return
+        except REGISTRY_ERRORS as error:
+            self._say("registry", f"the registry cannot be asked, servers stay as they are: {first_line(error)}")
+            return
+        if told != NO_DRAFT and not self._opened[told].arguments:
+            self._say("alone", f"version {told}: the target alone is faster, says its benchmark: no draft is served")
+        self._keep(heed(self.state, told))
+
+    def _open(self, version: int) -> VersionFolder:
+        """A version's folder, checked once. Raises BrokenVersionError and the registry's errors."""
+        if version not in self._opened:
+            config = self._config
+            place = fetch(self._uri, config.draft, version, self._folder)
+            self._opened[version] = open_version(place, config.arguments, config.adaptive)
+        return self._opened[version]
+
+    def _arguments(self, version: int) -> tuple[str, ...]:
+        """SGLang's for a version; none for one that is gone from registry and disk."""
+        if version in (NO_DRAFT, FOREIGN):
+            return ()
+        try:
+            return self._open(version).arguments
+        except BrokenVersionError as error:
+            self._say("broken", f"version {version} cannot be served any more ({error}): no draft is served")
+            return ()
+        except REGISTRY_ERRORS as error:
+            place = self._folder / self._config.draft / str(version)
+            self._say("unchecked", f"version {version} is served unchecked: {first_line(error)}")
+            return (
+                open_version(place, self._config.arguments, self._config.adaptive).arguments if place.is_dir() else ()
+            )
+
+    def _wanted(self, looks: Sequence[LookedAt]) -> list[int]:
+        """What each server is to run; NO_DRAFT for a version that is better served without."""
+        wanted = wanted_versions(self.state, len(looks), self._config.canary.share)
+        served = {version: version if self._arguments(version) else NO_DRAFT for version in set(wanted)}
+        # What a server ran that was not ours is left alone, and gone once it has been replaced.
+        return [
+            look.seen.version if version == FOREIGN and look.seen.version == FOREIGN else served[version]
+            for look, version in zip(looks, wanted, strict=True)
+        ]
+
+    def _note(self, looks: Sequence[LookedAt], now: float) -> None:
+        """What has become of starts and stops since the last round."""
+        for look in looks:
+            url, condition = look.seen.url, look.seen.condition
+            started, stopped = dict(self.state.started), dict(self.state.stopped)
+            if condition == "healthy" and started.pop(url, None) is not None:
+                self._print(f"{url} is healthy with {in_words(look.seen.version)}")
+            if condition in ("down", "waiting"):
+                stopped.pop(url, None)
+            version = started.pop(url, None) if condition == "down" else None
+            self._keep(self.state.model_copy(update={"started": started, "stopped": stopped}))
+            if version is not None:
+                self._fleet.failed(url, now)
+                self._print(f"{url} did not become healthy with {in_words(version)}")
+                self._failure(version, f"{url} did not start with it {MAX_FAILURES} times")
+
+    def _failure(self, version: int, reason: str) -> None:
+        """One more that may be the fault of the version under trial."""
+        trial = self.state.trial
+        if trial is None or trial.version != version:
+            return
+        trial = trial.model_copy(update={"failures": trial.failures + 1})
+        self._keep(self.state.model_copy(update={"trial": trial}))
+        if trial.failures >= MAX_FAILURES:
+            self._take_back(version, reason)
+
+    def _take_back(self, version: int, reason: str) -> None:
+        self._print(f"version {version} goes back: {reason}")
+        self._keep(take_back(self.state, version, reason))
+
+    def _try(self, looks: Sequence[LookedAt], now: float) -> None:
+        """Try the version under trial: prompts before and after, live traffic, verdict."""
+        traffic = self._traffic(looks)
+        trial = self.state.trial
+        if trial is None or not self._open(trial.version).arguments:
+            self._keep(self.state if trial is None else held(self.state))
+            return
+        if trial.before is None:
+            self._probe_before(trial, looks)
+        first = canaries(len(looks), self._config.canary.share)
+        reports = reports_of(looks)
+        tried = [look.seen for look in looks[:first]]
+        if any(one.condition != "healthy" or one.version != trial.version for one in tried):
+            return
+        for one in tried:
+            if one.url not in trial.probed and not self._probe(one.url, reports[one.url]):
+                return
+        trial = self.state.trial
+        if trial is None:
+            return
+        if trial.compared_since is None:
+            self._keep(self.state.model_copy(update={"trial": trial.model_copy(update={"compared_since": now})}))
+            return
+        urls = {one.url for one in tried}
+        others = {look.seen.url for look in looks[first:] if look.seen.version == self.state.stable and look.report}
+        trial = trial.with_traffic(
+            [group for url, group in traffic.items() if url in urls],
+            [group for url, group in traffic.items() if url in others],
+        )
+        self._keep(self.state.model_copy(update={"trial": trial}))
+        self._decide(trial, looks, first, now)
+
+    def _decide(self, trial: Trial, looks: Sequence[LookedAt], first: int, now: float) -> None:
+        reports, stable = reports_of(looks), self.state.stable
+        lengths = {reports[look.seen.url].lookahead for look in looks[:first] if look.seen.url in reports}
+        others = {
+            reports[look.seen.url].lookahead for look in looks[first:] if look.seen.version == stable and look.report
+        }
+        if looks[first:] and stable not in (NO_DRAFT, FOREIGN) and not others:
+            return  # a server with the version before is to come back first
+        comparable = stable not in (NO_DRAFT, FOREIGN) and len(lengths | others) == 1 and lengths == others != {None}
+        verdict = judge(trial, self._config.canary, now, comparable)
+        if verdict.outcome == "back":
+            self._take_back(trial.version, verdict.reason)
+        elif verdict.outcome == "held":
+            self._print(f"version {trial.version} holds: {verdict.reason}")
+            self._keep(held(self.state))
+
+    def _probe_before(self, trial: Trial, looks: Sequence[LookedAt]) -> None:
+        """Answers of a server without the version, while there is one."""
+        counts = self._open(trial.version).counts
+        for look in reversed(looks):
+            if counts is None or not counts.prompts or look.report is None or look.seen.version == trial.version:
+                continue
+            try:
+                client = self._fleet.clients[look.seen.url]
+                before = client.probe(look.report, counts.prompts, counts.conditions.max_new_tokens)
+            except httpx.HTTPError:
+                continue
+            self._keep(self.state.model_copy(update={"trial": trial.model_copy(update={"before": before})}))
+            return
+
+    def _probe(self, url: str, report: ServerReport) -> bool:
+        """Whether a canary answers the version's prompts as it should."""
+        assert self.state.trial is not None, "a version is on trial"
+        trial, counts = self.state.trial, self._open(self.state.trial.version).counts
+        if counts is not None and counts.prompts:
+            try:
+                probe = self._fleet.clients[url].probe(report, counts.prompts, counts.conditions.max_new_tokens)
+            except httpx.HTTPError as error:
+                self._failure(trial.version, f"{url} does not answer prompts with it ({first_line(error)})")
+                return False
+            benchmarked = expected(counts, report.lookahead)
+            trouble = trouble_with(probe, benchmarked, trial.before, self._config.canary.max_loss)
+            if trouble is not None:
+                self._take_back(trial.version, trouble)
+                return False
+        self._print(f"{url} answers as expected with version {trial.version}")
+        trial = trial.model_copy(update={"probed": (*trial.probed, url)})
+        self._keep(self.state.model_copy(update={"trial": trial}))
+        return True
+
+    def _traffic(self, looks: Sequence[LookedAt]) -> dict[str, StepGroup]:
+        """What healthy servers have counted since the last round, by address."""
+        found: dict[str, StepGroup] = {}
+        for url, report in reports_of(looks).items():
+            start, before = self._counters.get(url, ("", Counters()))
+            self._counters[url] = (report.draft.start, report.counters)
+            if start == report.draft.start:
+                increase = report.counters.since(before)
+                if increase.steps:
+                    found[url] = StepGroup(tokens=max(0, increase.tokens), steps=increase.steps)
+        return found
+
+    def _act(self, looks: Sequence[LookedAt], now: float) -> bool:
+        """Start and stop what is next; returns whether all is as the registry wants it."""
+        wanted, seen = self._wanted(looks), [look.seen for look in looks]
+        for step in next_steps(seen, wanted, self._config.healthy_others):
+            if step.kind == "stop":
+                self._print(f"{step.url} is replaced, to run {in_words(step.version)}")
+                self._keep(self.state.model_copy(update={"stopped": {**self.state.stopped, step.url: now}}))
+                if self._fleet.stop(step.url):
+                    continue
+                stopped = {url: at for url, at in self.state.stopped.items() if url != step.url}
+                self._keep(self.state.model_copy(update={"stopped": stopped}))
+            self._keep(self.state.model_copy(update={"started": {**self.state.started, step.url: step.version}}))
+            self._fleet.start(step.url, self._arguments(step.version), step.version)
+        done = all(
+            one.condition == "healthy" and one.version == version for one, version in zip(seen, wanted, strict=True)
+        )
+        if not done or self.state.trial is not None:
+            return False
+        if self.state.stable != self.state.target or self._said.get("done") != str(self.state.target):
+            self._said["done"] = str(self.state.target)
+            self._print(f"all servers run {in_words(self.state.target)}")
+        self._keep(complete(self.state))
+        remove_others(self._folder, self._config.draft, {self.state.target, *self.state.proven[-2:]})
+        return not self.state.taken_back
+
+    def stop_servers(self) -> None:
+        """Let all servers that were started from their command line finish their requests and end."""
+        while True:
+            self._keep(self._fleet.stop_all(self.state, time.time()))
+            if not self.state.stopped:
+                return
+            time.sleep(min(1.0, self._config.poll_s))
+
+
+def in_words(version: int) -> str:
+    """For people."""
+    return {NO_DRAFT: "no draft", FOREIGN: "a draft that is not of this registry"}.get(version, f"version {version}")
+
+
+def first_line(error: Exception) -> str:
+    """What an error says first."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

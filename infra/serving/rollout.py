@@ -1,0 +1,186 @@
+"""What to do next to bring servers to the registry's version: a function of what was decided and what is seen.
+
+Nothing here starts, stops or asks anything, so that every situation can be tried in a test. The follower writes the
+state down before it acts on it; killed at any point, it goes on from the state and from what the servers report.
+
+A version that has not served here before is tried by the first servers, the canaries, while all others keep what they
+run. Whatever speaks against it there takes it back, here first and then in the registry.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from infra.records.data_path import Record
+from infra.serving.comparison import EARLY_LEVEL, LEVEL, StepGroup, compare_apart
+from infra.serving.config import CanaryConfig
+
+NO_DRAFT = 0
+"""In place of a version: the target alone. The registry counts from 1."""
+FOREIGN = -1
+"""In place of a version: the server runs a draft that is none of ours."""
+KEEP_PROVEN = 20
+MAX_FAILURES = 3
+"""Failed starts or probes of canaries after which a version goes back; a server may die of something else, too."""
+
+Condition = Literal["down", "waiting", "starting", "healthy", "draining"]
+"""`waiting`: down, and its next start is not due."""
+
+
+class ProbeAnswer(Record):
+    """What a server answered to one prompt."""
+
+    tokens: tuple[int, ...]
+    group: StepGroup
+    """Counted by the engine; without a draft no steps."""
+
+
+class ServerProbe(Record):
+    """A server's answers to a version's prompts, and how it drafts."""
+
+    lookahead: int | None
+    """None: it drafts nothing, trees, or changes its lookahead."""
+    answers: tuple[ProbeAnswer, ...]
+
+
+class Trial(Record):
+    """A version on the canaries."""
+
+    version: int
+    failures: int = 0
+    before: ServerProbe | None = None
+    """What a server without this version answered to the version's prompts."""
+    probed: tuple[str, ...] = ()
+    """Addresses of the canaries that answered as expected."""
+    compared_since: float | None = None
+    """Seconds since 1970; None until the canaries' traffic counts."""
+    new: tuple[StepGroup, ...] = ()
+    old: tuple[StepGroup, ...] = ()
+    """Live traffic of canaries and of the other servers in the same time."""
+
+    def with_traffic(self, new: Sequence[StepGroup], old: Sequence[StepGroup]) -> "Trial":
+        """With more of it."""
+        return self.model_copy(update={"new": (*self.new, *new), "old": (*self.old, *old)})
+
+
+class RolloutState(Record):
+    """`state.json`: what was decided."""
+
+    target: int
+    """What the registry said last: the champion's version, or NO_DRAFT."""
+    stable: int
+    """What servers run that are not to run the target yet; the target's version when all run it."""
+    proven: tuple[int, ...] = ()
+    """Versions that held on the canaries, the latest last."""
+    trial: Trial | None = None
+    taken_back: Mapping[int, str] = {}
+    """Why, by version; kept until the registry has heard of it."""
+    stopped: Mapping[str, float] = {}
+    """When a server was told to stop, by address."""
+    started: Mapping[str, int] = {}
+    """The version that a server was started with and is not healthy with yet, by address."""
+
+
+@dataclass(frozen=True)
+class SeenServer:
+    """One server as it is."""
+
+    url: str
+    condition: Condition
+    version: int = NO_DRAFT
+    """What it runs, where it is healthy."""
+
+
+@dataclass(frozen=True)
+class ServerStep:
+    """One thing to do with one server."""
+
+    kind: Literal["start", "stop"]
+    url: str
+    version: int
+    """To start with, now or after the stop."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """On a version under trial."""
+
+    outcome: Literal["wait", "held", "back"]
+    reason: str = ""
+
+
+def heed(state: RolloutState, told: int) -> RolloutState:
+    """The state after the registry has named its champion: a new version is tried, one that has proven itself is not.
+
+    A version that goes back is no target until the registry has heard of it.
+    """
+    target = state.stable if told in state.taken_back else told
+    trial = state.trial if state.trial and state.trial.version == target else None
+    if trial is None and target not in (state.stable, NO_DRAFT) and target not in state.proven:
+        trial = Trial(version=target)
+    return state.model_copy(update={"target": target, "trial": trial})
+
+
+def canaries(servers: int, share: float) -> int:
+    """How many of the servers try a version first."""
+    return max(1, math.ceil(share * servers - 1e-9))
+
+
+def wanted_versions(state: RolloutState, servers: int, share: float) -> list[int]:
+    """What each server is to run."""
+    first = canaries(servers, share)
+    return [state.target if state.trial is None or place < first else state.stable for place in range(servers)]
+
+
+def next_steps(seen: Sequence[SeenServer], wanted: Sequence[int], healthy_others: int) -> list[ServerStep]:
+    """What to do now. Every server that is down is started; otherwise one healthy server at a time is replaced."""
+    down = [(one, version) for one, version in zip(seen, wanted, strict=True) if one.condition == "down"]
+    if down:
+        return [ServerStep("start", one.url, version) for one, version in down]
+    healthy = sum(one.condition == "healthy" for one in seen)
+    if any(one.condition in ("starting", "draining") for one in seen) or healthy - 1 < healthy_others:
+        return []
+    pairs = zip(seen, wanted, strict=True)
+    wrong = [(one, version) for one, version in pairs if one.condition == "healthy" and one.version != version]
+    return [ServerStep("stop", one.url, version) for one, version in wrong[:1]]
+
+
+def is_complete(state: RolloutState, seen: Sequence[SeenServer]) -> bool:
+    """Whether all servers run the target, and it is on trial no more."""
+    return state.trial is None and all(one.condition == "healthy" and one.version == state.target for one in seen)
+
+
+def judge(trial: Trial, config: CanaryConfig, now: float, comparable: bool) -> Verdict:
+    """On a version whose canaries are healthy and were probed; `comparable`: its traffic with the other servers'."""
+    assert trial.compared_since is not None, "the canaries' traffic does not count yet"
+    steps = min(sum(group.steps for group in side) for side in (trial.new, trial.old))
+    found = compare_apart(trial.new, trial.old) if comparable else None
+    if not comparable:
+        return Verdict("held", "live traffic was not compared: no other server runs another draft as long as this one")
+    enough = steps >= config.steps and found is not None
+    late = now - trial.compared_since >= config.wait_s
+    if found is not None and found.is_worse(config.max_loss, LEVEL if enough or late else EARLY_LEVEL):
+        return Verdict("back", f"on live traffic its {found.words} of the version before it, {steps} steps")
+    words = f"{found.words} on live traffic, {steps} steps" if found else f"hardly any traffic ({steps} steps)"
+    return Verdict("held", words) if enough or late else Verdict("wait", words)
+
+
+def held(state: RolloutState) -> RolloutState:
+    """The version under trial goes to all servers."""
+    assert state.trial is not None, "nothing is on trial"
+    proven = [version for version in state.proven if version != state.trial.version]
+    return state.model_copy(update={"trial": None, "proven": (*proven, state.trial.version)[-KEEP_PROVEN:]})
+
+
+def take_back(state: RolloutState, version: int, reason: str) -> RolloutState:
+    """The version leaves the canaries; the registry is to hear of it."""
+    proven = tuple(one for one in state.proven if one != version)
+    back = {**state.taken_back, version: reason}
+    return state.model_copy(update={"trial": None, "target": state.stable, "proven": proven, "taken_back": back})
+
+
+def complete(state: RolloutState) -> RolloutState:
+    """All servers run the target: from now on it is what they go back to."""
+    proven = state.proven if state.target in (*state.proven, NO_DRAFT) else (*state.proven, state.target)
+    return state.model_copy(update={"stable": state.target, "proven": proven[-KEEP_PROVEN:]})

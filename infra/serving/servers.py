@@ -1,0 +1,123 @@
+"""What SGLang servers say of themselves: whether they are healthy, what they run, what they count, what they answer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from infra.drift.scrape import Counters, ServedDraft, read_metrics, read_server_info
+from infra.network.health import public
+from infra.records.acceptance import RequestCounts
+from infra.serving.comparison import LengthRatio, StepGroup, compare_paired
+from infra.serving.rollout import FOREIGN, NO_DRAFT, ProbeAnswer, ServerProbe
+from infra.settings import sglang_api_key
+
+HEALTH_S = 30.0
+"""SGLang itself waits 20 s for a sign of its scheduler."""
+REQUEST_S = 120.0
+SAME_TOKENS = 8
+"""Drafts do not change a target's greedy text. In half precision ties may, somewhere; rarely so early."""
+NO_PROBE = "the version came without prompts of its benchmark"
+
+
+@dataclass(frozen=True)
+class ServerReport:
+    """What a healthy server reports."""
+
+    draft: ServedDraft
+    lookahead: int | None
+    """None: it drafts nothing, trees, or changes its lookahead."""
+    counters: Counters
+
+
+class ServerClient:
+    """Asks one server. Raises httpx.HTTPError where it does not answer as it should."""
+
+    def __init__(self, url: str) -> None:
+        key = sglang_api_key()
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.url = url.rstrip("/")
+        self._http = httpx.Client(timeout=HEALTH_S, headers=headers, limits=httpx.Limits(max_keepalive_connections=0))
+
+    def answers(self) -> bool:
+        """Whether anything listens at the address."""
+        try:
+            self._http.get(f"{self.url}/server_info", timeout=5.0)
+        except httpx.TransportError:
+            return False
+        return True
+
+    def report(self) -> ServerReport:
+        """What it runs and has counted; it is healthy if this returns. Raises Refusal for one without metrics."""
+        self._http.get(f"{self.url}/health").raise_for_status()
+        info = self._http.get(f"{self.url}/server_info").raise_for_status().json()
+        page = self._http.get(f"{self.url}/metrics").raise_for_status().text
+        draft = read_server_info(info)
+        reading = read_metrics(page, public(self.url), draft)
+        return ServerReport(draft, _lookahead(info), reading.counters)
+
+    def probe(self, report: ServerReport, prompts: Sequence[Sequence[int]], new_tokens: int) -> ServerProbe:
+        """Greedy answers to prompts, one after the other."""
+        answers = []
+        for prompt in prompts:
+            body = {
+                "input_ids": list(prompt),
+                "sampling_params": {"temperature": 0.0, "max_new_tokens": new_tokens},
+            }
+            answer = self._http.post(f"{self.url}/generate", json=body, timeout=REQUEST_S).raise_for_status().json()
+            tokens, steps = answer["output_ids"], int(answer["meta_info"].get("spec_verify_ct") or 0)
+            answers.append(ProbeAnswer(tokens=tokens, group=StepGroup(tokens=max(0, len(tokens) - 1), steps=steps)))
+        return ServerProbe(lookahead=report.lookahead, answers=tuple(answers))
+
+
+def _lookahead(info: dict[str, Any]) -> int | None:
+    tokens, topk = info.get("speculative_num_draft_tokens"), info.get("speculative_eagle_topk")
+    if not info.get("speculative_draft_model_path") or info.get("speculative_adaptive") or not tokens:
+        return None
+    return int(tokens) - 1 if topk in (None, 1) else None
+
+
+def version_of(draft: ServedDraft, folder: Path, name: str) -> int:
+    """The version that a server runs, by the folder it loaded."""
+    if draft.path is None:
+        return NO_DRAFT
+    place = Path(draft.path)
+    return int(place.name) if place.parent == folder / name and place.name.isdigit() else FOREIGN
+
+
+def expected(counts: RequestCounts | None, lookahead: int | None) -> tuple[StepGroup, ...]:
+    """What the benchmark counted for the prompts that came with it, at a server's lookahead; empty where unknown."""
+    if counts is None or lookahead is None or lookahead not in counts.greedy:
+        return ()
+    rows = counts.greedy[lookahead][: len(counts.prompts)]
+    return tuple(StepGroup(tokens=tokens, steps=steps) for tokens, steps in rows)
+
+
+def trouble_with(
+    probe: ServerProbe, benchmarked: Sequence[StepGroup], before: ServerProbe | None, max_loss: float
+) -> str | None:
+    """What speaks against a version, from its answers to the prompts; None: nothing."""
+    groups = [answer.group for answer in probe.answers]
+    if any(not answer.tokens for answer in probe.answers):
+        return "it answered a prompt with nothing"
+    found = compare_paired(groups, benchmarked) if benchmarked else None
+    if found is not None and found.is_worse(max_loss):
+        return f"on the prompts of its benchmark its {found.words} when it was benchmarked"
+    if before is None:
+        return None
+    other = [
+        answer.tokens[:SAME_TOKENS] != then.tokens[:SAME_TOKENS]
+        for answer, then in zip(probe.answers, before.answers, strict=True)
+    ]
+    if 2 * sum(other) > len(other):
+        return f"{sum(other)} of {len(other)} greedy answers are not those of a server without it"
+    found = _against(groups, before) if probe.lookahead == before.lookahead is not None else None
+    if found is not None and found.is_worse(max_loss):
+        return f"on the prompts of its benchmark its {found.words} of the version before it"
+    return None
+
+
+def _against(groups: Sequence[StepGroup], before: ServerProbe) -> LengthRatio | None:
+    return compare_paired(groups, [answer.group for answer in before.answers])

@@ -1,0 +1,105 @@
+"""Versions of a draft in folders of their own, FOLDER/DRAFT/VERSION: whole, and with the registered weights."""
+
+import json
+import shutil
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infra.files.atomic import sha256_file, write_atomically
+from infra.records.acceptance import RequestCounts
+from infra.refusal import Refusal
+from infra.serving.rollout import NO_DRAFT
+from infra.tracking import registry
+
+WEIGHTS = "model.safetensors"
+SETTINGS = Path("serving", "sglang.json")
+ADAPTIVE = Path("serving", "sglang_adaptive.json")
+COUNTS = "request_counts.json"
+
+
+class BrokenVersionError(Exception):
+    """A version that cannot be served, however often it is fetched."""
+
+
+@dataclass(frozen=True)
+class VersionFolder:
+    """A version that lies ready."""
+
+    version: int
+    path: Path
+    arguments: tuple[str, ...]
+    """SGLang's, the draft's path among them; empty: the target alone is faster, by the version's benchmark."""
+    counts: RequestCounts | None
+    """Of its benchmark; None for a version without."""
+
+
+def fetch(uri: str, draft: str, version: int, folder: Path) -> Path:
+    """Download a version, unless it is there; returns its folder.
+
+    Raises BrokenVersionError for weights that are not those that were registered. Other errors are of registry or disk.
+    """
+    place, registered = folder / draft / str(version), registry.find_version(uri, draft, version)
+    wanted = registered.tags.get(registry.WEIGHTS_SHA256)
+    if wanted is not None and place.is_dir() and _digest(place) != wanted:
+        shutil.rmtree(place)  # damaged since
+    if not place.is_dir():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        registry.download(uri, registered, place)
+    found = _digest(place)
+    if wanted is not None and found != wanted:
+        shutil.rmtree(place)
+        raise BrokenVersionError(
+            f"its weights in the registry have the SHA-256 {found and found[:12]}, {wanted[:12]} when it was registered"
+        )
+    counts = place.parent / f"{version}-{COUNTS}"
+    if not counts.is_file():
+        try:
+            write_atomically(counts, registry.read_artifact(uri, registered, registry.REQUEST_COUNTS))
+        except Refusal:  # registered without a benchmark: there is nothing to compare with
+            write_atomically(counts, "null\n")
+    return place
+
+
+def _digest(place: Path) -> str | None:
+    return sha256_file(place / WEIGHTS) if (place / WEIGHTS).is_file() else None
+
+
+def open_version(place: Path, given: Collection[str] | None, adaptive: bool) -> VersionFolder:
+    """A fetched version with its arguments: those `given`, or its own.
+
+    Raises BrokenVersionError for one that says nothing, or that SGLang does not serve.
+    """
+    counts = place.parent / f"{place.name}-{COUNTS}"
+    text = counts.read_text() if counts.is_file() else "null"
+    benchmarked = None if text.strip() == "null" else RequestCounts.model_validate_json(text)
+    arguments = tuple(given) if given is not None else _own_arguments(place, adaptive)
+    if arguments:
+        arguments = ("--speculative-draft-model-path", str(place), *arguments)
+    return VersionFolder(int(place.name), place, arguments, benchmarked)
+
+
+def _own_arguments(place: Path, adaptive: bool) -> tuple[str, ...]:
+    try:
+        settings: dict[str, Any] = json.loads((place / SETTINGS).read_text())
+    except (FileNotFoundError, json.JSONDecodeError) as error:
+        raise BrokenVersionError(
+            f"it says no arguments for SGLang ({SETTINGS}: {error}), because its benchmark measured no step costs "
+            "(benchmark.loads=[]) or SGLang does not serve its method; set `arguments`"
+        ) from error
+    own = settings.get("adaptive_arguments") if adaptive else None
+    if own:
+        return (*own, "--speculative-adaptive-config", str(place / ADAPTIVE))
+    return tuple(settings["arguments"])
+
+
+def remove_others(folder: Path, draft: str, keep: Collection[int]) -> list[int]:
+    """Remove the folders of all versions but these; returns the removed ones."""
+    removed = []
+    for place in (folder / draft).glob("[0-9]*"):
+        if place.is_dir() and place.name.isdigit() and int(place.name) not in {*keep, NO_DRAFT}:
+            shutil.rmtree(place)
+            (place.parent / f"{place.name}-{COUNTS}").unlink(missing_ok=True)
+            removed.append(int(place.name))
+    return sorted(removed)

@@ -1,0 +1,128 @@
+"""A program with the addresses of an SGLang server that a follower uses, which starts in a tenth of a second.
+
+    python stand_in_sglang.py --port PORT [--speculative-draft-model-path FOLDER] [...]
+
+The draft's config.json says what it is worth: {"length": acceptance length}, and {"broken": true} for one that cannot
+be loaded. The text is the target's, whatever the draft. Like SGLang it drains after SIGTERM: its health is 503, and it
+ends when no request is left.
+"""
+
+import argparse
+import json
+import random
+import signal
+import threading
+import time
+import uuid
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+LOOKAHEAD, NEW_TOKENS = 4, 32
+
+
+def target_text(prompt: list[int]) -> list[int]:
+    """What the target says."""
+    draws = random.Random(f"{prompt}")
+    return [draws.randrange(1000) for _ in range(NEW_TOKENS)]
+
+
+def count_steps(prompt: list[int], length: float) -> int:
+    """Verification steps for the tokens after the first one; the mean per step is the acceptance length."""
+    draws, left, steps = random.Random(f"{prompt} {length}"), NEW_TOKENS - 1, 0
+    while left > 0:
+        left -= 1 + sum(draws.random() < (length - 1) / LOOKAHEAD for _ in range(LOOKAHEAD))
+        steps += 1
+    return steps
+
+
+class StandIn(ThreadingHTTPServer):
+    """The server's state."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, port: int, draft: str | None, length: float) -> None:
+        self.draft, self.length, self.started = draft, length, str(uuid.uuid4())
+        self.generated = self.requests = self.steps = self.busy = 0
+        self.draining = False
+        self.lock = threading.Lock()
+        super().__init__(("127.0.0.1", port), Answers)
+
+    def info(self) -> dict[str, Any]:
+        speculation = {"speculative_num_draft_tokens": LOOKAHEAD + 1, "speculative_eagle_topk": 1}
+        return {"startup_time": self.started, "speculative_draft_model_path": self.draft} | (
+            speculation if self.draft else {}
+        )
+
+    def metrics(self) -> str:
+        names = {
+            "sglang:generation_tokens_total": self.generated,
+            "sglang:num_requests_total": self.requests,
+            "sglang:spec_verify_calls_total": self.steps,
+        }
+        return "".join(f"# TYPE {name} counter\n{name} {count}\n" for name, count in names.items())
+
+    def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        prompt = body["input_ids"]
+        time.sleep(0.02)
+        tokens, steps = target_text(prompt), count_steps(prompt, self.length) if self.draft else 0
+        with self.lock:
+            self.generated, self.requests = self.generated + len(tokens), self.requests + 1
+            self.steps += steps
+        return {"output_ids": tokens, "meta_info": {"spec_verify_ct": steps}}
+
+    def drain(self) -> None:
+        self.draining = True
+        while self.busy:
+            time.sleep(0.02)
+        self.shutdown()
+
+
+class Answers(BaseHTTPRequestHandler):
+    server: StandIn
+
+    def do_GET(self) -> None:
+        if self.path == "/health":
+            self.answer(503 if self.server.draining else 200, "")
+        else:
+            pages = {"/server_info": lambda: json.dumps(self.server.info()), "/metrics": self.server.metrics}
+            self.answer(200, pages[self.path]())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.busy += 1
+        try:
+            self.answer(200, json.dumps(self.server.generate(body)))
+        finally:
+            with self.server.lock:
+                self.server.busy -= 1
+
+    def answer(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nobody reads it."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--speculative-draft-model-path")
+    options, _ = parser.parse_known_args()
+    worth = {"length": 1.0}
+    if options.speculative_draft_model_path:
+        worth = json.loads((Path(options.speculative_draft_model_path) / "config.json").read_text())
+    if worth.get("broken"):
+        raise SystemExit("RuntimeError: the draft's tensors do not fit")
+    server = StandIn(options.port, options.speculative_draft_model_path, worth["length"])
+    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.drain).start())
+    server.serve_forever(poll_interval=0.02)
+
+
+if __name__ == "__main__":
+    main()

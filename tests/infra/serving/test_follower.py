@@ -1,0 +1,222 @@
+"""Rollouts over stand-ins for SGLang servers: what holds goes to all, what does not goes back, here and there."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.refusal import Refusal
+from infra.serving.config import CanaryConfig, FollowConfig, ServerConfig
+from infra.serving.follower import BY
+from infra.tracking.promotion import DraftInService
+from infra.tracking.registry import history
+from tests.infra.serving.serving_world import DRAFT, PROGRAM, Clients, ServingWorld, serving_world
+
+
+@pytest.fixture
+def world(path_in_memory: Path, request: pytest.FixtureRequest) -> Iterator[ServingWorld]:
+    uri = f"sqlite:///{path_in_memory / 'mlflow.db'}"
+    with serving_world(path_in_memory, uri, getattr(request, "param", 3)) as world:
+        yield world
+
+
+def test_a_promoted_version_is_served_by_all_and_no_request_is_lost(world: ServingWorld) -> None:
+    follower = world.follower()
+    first, second = world.register(2.0), world.register(2.5)
+    world.promote(first)
+    world.settle(follower)
+    assert world.running() == [first] * 3
+    with Clients(world.ports) as clients:
+        world.promote(second)
+        world.settle(follower)
+    assert world.running() == [second] * 3
+    assert clients.lost == []
+    assert clients.least_healthy >= 2
+    assert any("holds" in line and "on live traffic" in line for line in world.said)
+    assert not (world.folder / "served" / "draft-served" / "3").exists()
+
+
+@pytest.mark.parametrize(
+    ("worth", "why"),
+    [
+        ({"broken": True}, "did not start with it"),
+        ({"length": 1.05, "promised": 2.6}, "when it was benchmarked"),
+        ({"length": 1.75}, "of the version before it"),
+    ],
+    ids=["broken weights", "wrong layout flag", "30 % lower"],
+)
+def test_a_bad_version_goes_back_in_the_canary_phase(world: ServingWorld, worth: dict[str, Any], why: str) -> None:
+    follower = world.follower()
+    good, bad = world.register(2.5), world.register(**worth)
+    world.promote(good)
+    world.settle(follower)
+    with Clients(world.ports) as clients:
+        world.promote(bad)
+        world.settle(follower)
+    assert world.running() == [good] * 3
+    assert world.champion() == good
+    last = history(world.uri, DRAFT)[-1]
+    assert (last.version, last.outcome, last.by) == (bad, "rolled back", BY)
+    assert why in last.reason
+    assert clients.lost == []
+    assert clients.least_healthy >= 2
+    assert sum(f"version {bad}" in line and "starts with" in line for line in world.said) <= 3
+
+
+def test_a_version_without_prompts_is_judged_by_live_traffic(world: ServingWorld) -> None:
+    follower = world.follower(canary=CanaryConfig(steps=1500, wait_s=60.0))
+    good, bad = world.register(2.5), world.register(1.75, counts=False)
+    world.promote(good)
+    world.settle(follower)
+    world.promote(bad)
+    with Clients(world.ports):
+        world.settle(follower)
+    assert world.running() == [good] * 3
+    assert "on live traffic" in history(world.uri, DRAFT)[-1].reason
+
+
+def test_a_rollback_needs_no_trial(world: ServingWorld) -> None:
+    follower = world.follower(canary=CanaryConfig(steps=0, wait_s=1.0))
+    first, second = world.register(2.0), world.register(2.5)
+    for version in (first, second):
+        world.promote(version)
+        world.settle(follower)
+    DraftInService(world.uri, DRAFT).rollback(by="ada", reason="users complain")
+    before = len(world.said)
+    world.settle(follower)
+    assert world.running() == [first] * 3
+    assert not any("answers as expected" in line for line in world.said[before:])
+    DraftInService(world.uri, DRAFT).rollback(by="ada", reason="no draft at all")
+    world.settle(follower)
+    assert world.running() == [0] * 3
+
+
+def test_other_weights_than_the_registered_ones_are_never_served(world: ServingWorld) -> None:
+    follower = world.follower()
+    good, bad = world.register(2.0), world.register(2.5)
+    world.promote(good)
+    world.settle(follower)
+    (weights,) = (
+        path for path in world.folder.glob("mlflow-artifacts/**/model.safetensors") if "weights 1" in path.read_text()
+    )
+    weights.write_text("something else")
+    world.promote(bad)
+    world.settle(follower)
+    assert world.running() == [good] * 3
+    assert "SHA-256" in history(world.uri, DRAFT)[-1].reason
+    assert not (world.folder / "served" / DRAFT / str(bad)).exists()
+
+
+def test_without_the_registry_dead_servers_return(world: ServingWorld) -> None:
+    follower = world.follower()
+    world.promote(version := world.register())
+    world.settle(follower)
+    database = world.folder / "mlflow.db"
+    database.rename(world.folder / "away.db")
+    database.write_text("not a database")
+    for process in world.servers():
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+    again = world.follower()
+    world.settle(again, rounds=20)
+    deadline = time.monotonic() + 30
+    while world.running() != [version] * 3 and time.monotonic() < deadline:
+        again.round()
+    assert world.running() == [version] * 3
+    assert any("cannot be asked" in line for line in world.said)
+
+
+def test_a_damaged_folder_is_fetched_again(world: ServingWorld) -> None:
+    world.promote(version := world.register())
+    world.settle(world.follower())
+    weights = world.folder / "served" / DRAFT / str(version) / "model.safetensors"
+    weights.write_text("damaged")
+    world.settle(world.follower())
+    assert weights.read_text() == "weights 0"
+
+
+@pytest.mark.parametrize("world", [1], indirect=True)
+def test_one_server_alone_is_compared_with_itself(world: ServingWorld) -> None:
+    follower = world.follower()
+    good, bad = world.register(2.5), world.register(1.75)
+    world.promote(good)
+    world.settle(follower)
+    world.promote(bad)
+    world.settle(follower)
+    assert world.running() == [good]
+    assert "of the version before it" in history(world.uri, DRAFT)[-1].reason
+
+
+@pytest.mark.parametrize("world", [1], indirect=True)
+def test_servers_of_another_supervisor_are_restarted_by_its_command(world: ServingWorld) -> None:
+    """A shell script in place of systemd: it ends the old process and starts a new one with the file's arguments."""
+    (port,) = world.ports
+    unit, pid = world.folder / "restart.sh", world.folder / "pid"
+    environment = world.folder / "served" / "servers" / f"127.0.0.1-{port}.env"
+    unit.write_text(
+        f"if [ -f {pid} ]; then kill -9 $(cat {pid}); sleep 0.2; fi\n"
+        f"DRAFT_ARGUMENTS=$(sed s/^DRAFT_ARGUMENTS=// {environment})\n"
+        f"{sys.executable} {PROGRAM} --port {port} $DRAFT_ARGUMENTS & echo $! > {pid}\n"
+    )
+    server = ServerConfig(url=f"http://127.0.0.1:{port}", restart=f"bash {unit}")
+    follower = world.follower(servers=(server,), unhealthy_s=0.3)
+    try:
+        for length in (2.0, 2.5):
+            world.promote(version := world.register(length))
+            world.settle(follower)
+            assert world.running() == [version]
+        follower.stop_servers()
+        assert world.running() == [version], "they are somebody else's"
+    finally:
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+
+
+def test_a_port_that_another_program_has_is_refused(world: ServingWorld) -> None:
+    world.promote(world.register())
+    world.settle(world.follower())
+    other = world.folder / "other"
+    with pytest.raises(Refusal, match="did not start"):
+        world.follower(folder=str(other))
+
+
+def test_a_version_that_its_benchmark_advises_against_is_not_loaded(world: ServingWorld) -> None:
+    follower = world.follower()
+    version = world.register()
+    settings = next(world.folder.glob("mlflow-artifacts/**/sglang.json"))
+    settings.write_text(json.dumps({"arguments": []}))
+    world.promote(version)
+    world.settle(follower)
+    assert world.running() == [0] * 3
+    assert world.champion() == version
+
+
+def test_servers_can_be_stopped(world: ServingWorld) -> None:
+    world.promote(world.register())
+    world.settle(follower := world.follower())
+    follower.stop_servers()
+    assert world.running() == [None] * 3
+    assert world.servers() == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"min_healthy": 3}, "no version could ever be replaced"),
+        ({"servers": [{"url": "http://a:1", "command": "x"}] * 2, "min_healthy": 0}, "there twice"),
+        ({"servers": [{"url": "http://a:1"}]}, "either `command` or `restart`"),
+        ({"servers": [{"url": "a:1", "command": "x"}]}, "no address of a server"),
+        ({"servers": [{"url": "http://a:1", "command": 'x "'}]}, "cannot be read"),
+        ({"servers": [{"url": "http://a:1", "command": "x --speculative-draft-model-path y"}]}, "leave"),
+        ({"servers": [{"url": "http://u:p@a:1", "command": "x"}]}, "password"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(content: dict[str, object], message: str) -> None:
+    servers = [{"url": f"http://a:{port}", "command": "x"} for port in range(1, 4)]
+    with pytest.raises(ValueError, match=message):
+        FollowConfig.model_validate({"draft": "d", "folder": "/f", "servers": servers} | content)
