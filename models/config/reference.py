@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from infra.drift.config import WatchConfig
+from infra.serving.config import FollowConfig
 from models.config.recipe import RunConfig
 
 HEAD = """# Settings
@@ -19,6 +20,11 @@ WATCH = """
 
 Parameters of the flow that watches served traffic, see [drift.md](drift.md).
 """
+FOLLOW = """
+# Settings of `serve-follow`
+
+The YAML file of the serving follower, see [rollout.md](rollout.md).
+"""
 SHOWN_MAXIMUM = 100_000
 """Larger upper bounds only catch typing errors."""
 Schema = Mapping[str, Any]
@@ -26,11 +32,9 @@ Schema = Mapping[str, Any]
 
 def settings_page() -> str:
     """The page in Markdown."""
-    recipe, watch = RunConfig.model_json_schema(), WatchConfig.model_json_schema()
-    return "".join(
-        head + "".join(_sections("", name, schema, schema["$defs"]))
-        for head, name, schema in ((HEAD, "Recipe", recipe), (WATCH, "Flow parameter `config`", watch))
-    )
+    pages = (HEAD, "Recipe", RunConfig), (WATCH, "Flow parameter `config`", WatchConfig), (FOLLOW, "File", FollowConfig)
+    found = [(head, name, config.model_json_schema()) for head, name, config in pages]
+    return "".join(head + "".join(_sections("", name, schema, schema["$defs"])) for head, name, schema in found)
 
 
 def _sections(prefix: str, title: str, schema: Schema, definitions: Schema) -> Iterator[str]:
@@ -39,7 +43,7 @@ def _sections(prefix: str, title: str, schema: Schema, definitions: Schema) -> I
     nested: list[tuple[str, str, Schema]] = []
     for name, field in schema["properties"].items():
         sections = _referenced(field, definitions)
-        kind = "section" if sections else _kind(field)
+        kind = ("list of sections" if "items" in field else "section") if sections else _kind(field)
         default = "" if sections or field.get("default") is None else f"`{json.dumps(field['default'])}`"
         default = "*required*" if name in schema.get("required", ()) else default
         # pydantic leaves out a description that repeats the section's docstring.
@@ -54,8 +58,8 @@ def _sections(prefix: str, title: str, schema: Schema, definitions: Schema) -> I
 
 
 def _referenced(field: Schema, definitions: Schema) -> list[Schema]:
-    """The sections that a field holds: one, a choice of draft methods, or none."""
-    parts = [field, *field.get("anyOf", ()), *field.get("oneOf", ())]
+    """The sections that a field holds: one, a list of one kind, a choice of draft methods, or none."""
+    parts = [field, *field.get("anyOf", ()), *field.get("oneOf", ()), field.get("items", {})]
     return [definitions[part["$ref"].rpartition("/")[2]] for part in parts if "$ref" in part]
 
 
