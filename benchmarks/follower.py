@@ -387,6 +387,7 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=3)
     parser.add_argument("--json", type=Path, default=RESULT)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # servers are not left behind
     first, last = map(int, options.seeds.split(":"))
     lines = options.json.with_suffix(".jsonl")
     rows = [json.loads(line) for line in lines.read_text().splitlines()] if lines.is_file() else []

@@ -102,8 +102,8 @@ class FollowConfig(StrictConfig):
     )
     adaptive: bool = Field(
         default=False,
-        description="Use the version's arguments for a changing load (--speculative-adaptive) where it has any, in place "
-        "of those for its main load.",
+        description="Use the version's arguments for a changing load (--speculative-adaptive) where it has any, in "
+        "place of those for its main load.",
     )
     poll_s: Seconds = Field(default=10.0, description="Seconds between two looks at registry and servers.")
     start_timeout_s: Seconds = Field(default=900.0, description="Seconds until a started server must be healthy.")
