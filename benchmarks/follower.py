@@ -180,8 +180,6 @@ class Watch(threading.Thread):
                 self.killed.discard(port)
 
     def run(self) -> None:
-        for thread in self._threads:
-            thread.start()
         with httpx.Client(timeout=60.0, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)) as http:
             while not self._ending.wait(0.1):
                 up = [port for port in self._ports if self.healthy[port]]
@@ -205,6 +203,12 @@ class Watch(threading.Thread):
         self.lost.append("; ".join(errors) or "no healthy server")
 
     def __enter__(self) -> "Watch":
+        for thread in self._threads:
+            thread.start()
+        deadline = time.monotonic() + UP_S
+        while not all(self.healthy.values()):
+            assert time.monotonic() < deadline, f"servers are not healthy: {self.healthy}"
+            time.sleep(0.1)
         self.start()
         return self
 

@@ -63,7 +63,7 @@ class CanaryConfig(StrictConfig):
         description="Verification steps of live traffic over which a new version must hold its acceptance.",
     )
     wait_s: float = Field(
-        default=3600.0,
+        default=900.0,
         ge=0,
         le=1_000_000_000,
         description="With too little traffic for that, the decision falls after so many seconds, by what there is.",

@@ -16,6 +16,7 @@ from infra.serving.servers import ServerClient, ServerReport, version_of
 
 BACKOFF_S, MOST_BACKOFF_S = 5.0, 300.0
 """Before a server is started again that failed to start: doubled each time."""
+FOREIGN_SERVER = "a server that serve-follow did not start answers there"
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Fleet:
         self._due = dict.fromkeys(self.urls, 0.0)
         self._unhealthy: dict[str, float] = {}
         """Since when a server that was healthy is not."""
+        self._foreign: frozenset[str] = frozenset()
         self._told: set[str] = set()
         """Servers that this process has told to stop."""
 
@@ -47,8 +49,8 @@ class Fleet:
         for url, control in self.controls.items():
             if isinstance(control, OwnServer) and control.age() is None and self.clients[url].answers():
                 raise Refusal(
-                    f"something that serve-follow did not start answers at {url}: stop it, or give `restart` (a "
-                    "command that restarts it) in place of `command`"
+                    f"{url}: {FOREIGN_SERVER}: stop it, or give `restart` (a command that restarts it) in place of "
+                    "`command`"
                 )
 
     def look(self, state: RolloutState, now: float) -> list[LookedAt]:
@@ -68,7 +70,13 @@ class Fleet:
         if url in state.stopped and age is not None:
             self._drain(url, now - state.stopped[url])
             return LookedAt(SeenServer(url, "draining"), None)
-        if report is not None and (age is not None or not isinstance(self.controls[url], OwnServer)):
+        foreign = report is not None and age is None and isinstance(self.controls[url], OwnServer)
+        if foreign and url not in self._foreign:
+            self._say(f"{url}: {FOREIGN_SERVER}: stop it, and the follower starts its own")
+        self._foreign = self._foreign | {url} if foreign else self._foreign - {url}
+        if foreign:
+            return LookedAt(SeenServer(url, "waiting"), None)
+        if report is not None:
             self._failures[url], self._due[url] = 0, 0.0
             self._unhealthy.pop(url, None)
             version = version_of(report.draft, Path(self._config.folder), self._config.draft)

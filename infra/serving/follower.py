@@ -36,6 +36,7 @@ from infra.serving.rollout import (
 from infra.serving.servers import ServerReport, expected, trouble_with
 from infra.serving.versions import BrokenVersionError, VersionFolder, fetch, open_version, remove_others
 from infra.tracking import registry
+from infra.tracking.client import check_answers
 
 BY = "serving follower"
 REGISTRY_ERRORS = (MlflowException, SQLAlchemyError, OSError, Refusal)
@@ -96,6 +97,7 @@ class Follower:
     def _hear(self) -> None:
         """What the registry says, after it has heard what was taken back."""
         try:
+            check_answers(self._uri)
             for version, reason in self.state.taken_back.items():
                 self._withdraw(version, reason)
             self._keep(self.state.model_copy(update={"taken_back": {}}))
@@ -159,11 +161,15 @@ class Follower:
             if condition in ("down", "waiting"):
                 stopped.pop(url, None)
             version = started.pop(url, None) if condition == "down" else None
+            died = condition == "down" and version is None and url not in self.state.stopped
             self._keep(self.state.model_copy(update={"started": started, "stopped": stopped}))
             if version is not None:
                 self._fleet.failed(url, now)
                 self._print(f"{url} did not become healthy with {in_words(version)}")
                 self._failure(version, f"{url} did not start with it {MAX_FAILURES} times")
+            elif died and self.state.trial and url in self.state.trial.probed:
+                self._print(f"{url} has died with {in_words(self.state.trial.version)}")
+                self._failure(self.state.trial.version, f"{url} died with it, or did not start, {MAX_FAILURES} times")
 
     def _failure(self, version: int, reason: str) -> None:
         """One more that may be the fault of the version under trial."""

@@ -154,16 +154,17 @@ def is_complete(state: RolloutState, seen: Sequence[SeenServer]) -> bool:
 def judge(trial: Trial, config: CanaryConfig, now: float, comparable: bool) -> Verdict:
     """On a version whose canaries are healthy and were probed; `comparable`: its traffic with the other servers'."""
     assert trial.compared_since is not None, "the canaries' traffic does not count yet"
-    steps = min(sum(group.steps for group in side) for side in (trial.new, trial.old))
-    found = compare_apart(trial.new, trial.old) if comparable else None
-    if not comparable:
-        return Verdict("held", "live traffic was not compared: no other server runs another draft as long as this one")
-    enough = steps >= config.steps and found is not None
+    steps = sum(group.steps for group in trial.new)
     late = now - trial.compared_since >= config.wait_s
+    if not comparable:
+        words = f"{steps} steps of live traffic, which can be compared with no other version's"
+        return Verdict("held" if late or steps >= config.steps else "wait", words)
+    steps, found = min(steps, sum(group.steps for group in trial.old)), compare_apart(trial.new, trial.old)
+    enough = found is not None and steps >= config.steps
     if found is not None and found.is_worse(config.max_loss, LEVEL if enough or late else EARLY_LEVEL):
         return Verdict("back", f"on live traffic its {found.words} of the version before it, {steps} steps")
     words = f"{found.words} on live traffic, {steps} steps" if found else f"hardly any traffic ({steps} steps)"
-    return Verdict("held", words) if enough or late else Verdict("wait", words)
+    return Verdict("held" if enough or late else "wait", words)
 
 
 def held(state: RolloutState) -> RolloutState:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -17,6 +18,7 @@ from infra.settings import sglang_api_key
 HEALTH_S = 30.0
 """SGLang itself waits 20 s for a sign of its scheduler."""
 REQUEST_S = 120.0
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SAME_TOKENS = 8
 """Drafts do not change a target's greedy text. In half precision ties may, somewhere; rarely so early."""
 NO_PROBE = "the version came without prompts of its benchmark"
@@ -39,7 +41,12 @@ class ServerClient:
         key = sglang_api_key()
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.url = url.rstrip("/")
-        self._http = httpx.Client(timeout=HEALTH_S, headers=headers, limits=httpx.Limits(max_keepalive_connections=0))
+        self._http = httpx.Client(
+            timeout=HEALTH_S,
+            headers=headers,
+            limits=httpx.Limits(max_keepalive_connections=0),
+            trust_env=urlsplit(url).hostname not in LOOPBACK,  # no proxy stands between us and this machine
+        )
 
     def answers(self) -> bool:
         """Whether anything listens at the address."""

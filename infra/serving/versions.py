@@ -71,19 +71,24 @@ def open_version(place: Path, given: Collection[str] | None, adaptive: bool) -> 
 
     Raises BrokenVersionError for one that says nothing, or that SGLang does not serve.
     """
-    counts = place.parent / f"{place.name}-{COUNTS}"
-    text = counts.read_text() if counts.is_file() else "null"
-    benchmarked = None if text.strip() == "null" else RequestCounts.model_validate_json(text)
     arguments = tuple(given) if given is not None else _own_arguments(place, adaptive)
     if arguments:
         arguments = ("--speculative-draft-model-path", str(place), *arguments)
-    return VersionFolder(int(place.name), place, arguments, benchmarked)
+    return VersionFolder(int(place.name), place, arguments, _counts(place.parent / f"{place.name}-{COUNTS}"))
+
+
+def _counts(file: Path) -> RequestCounts | None:
+    try:
+        return RequestCounts.read(file)
+    except (FileNotFoundError, Refusal):  # none, or of another version of Draftsmith: nothing to compare with
+        return None
 
 
 def _own_arguments(place: Path, adaptive: bool) -> tuple[str, ...]:
     try:
         settings: dict[str, Any] = json.loads((place / SETTINGS).read_text())
-    except (FileNotFoundError, json.JSONDecodeError) as error:
+        main_load = tuple(settings["arguments"])
+    except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise BrokenVersionError(
             f"it says no arguments for SGLang ({SETTINGS}: {error}), because its benchmark measured no step costs "
             "(benchmark.loads=[]) or SGLang does not serve its method; set `arguments`"
@@ -91,7 +96,7 @@ def _own_arguments(place: Path, adaptive: bool) -> tuple[str, ...]:
     own = settings.get("adaptive_arguments") if adaptive else None
     if own:
         return (*own, "--speculative-adaptive-config", str(place / ADAPTIVE))
-    return tuple(settings["arguments"])
+    return main_load
 
 
 def remove_others(folder: Path, draft: str, keep: Collection[int]) -> list[int]:

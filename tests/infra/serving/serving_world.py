@@ -46,6 +46,15 @@ def benchmarked(length: float) -> RequestCounts:
     return RequestCounts(conditions=CONDITIONS, greedy={LOOKAHEAD: rows}, sampled={}, prompts=PROMPTS)
 
 
+def stand_in_draft(export: Path, number: int, worth: dict[str, Any]) -> Path:
+    """What a stand-in loads, with arguments for SGLang."""
+    (export / "serving").mkdir(parents=True)
+    (export / "model.safetensors").write_text(f"weights {number}")
+    (export / "config.json").write_text(json.dumps(worth))
+    (export / "serving" / "sglang.json").write_text(json.dumps({"arguments": ARGUMENTS}))
+    return export
+
+
 @dataclass
 class ServingWorld:
     """Everything around a follower."""
@@ -74,17 +83,22 @@ class ServingWorld:
 
         return Follower(self.config(**changes), self.uri, withdraw, self.said.append)
 
-    def register(self, length: float = 2.5, promised: float | None = None, *, counts: bool = True, **worth: Any) -> int:
-        """A version; `promised`: what its benchmark said, by default what it is."""
+    def register(
+        self,
+        length: float = 2.5,
+        promised: float | None = None,
+        *,
+        counts: bool = True,
+        export: Path | None = None,
+        **worth: Any,
+    ) -> int:
+        """A version of the stand-in, or an `export` without a benchmark; `promised`: what its benchmark said."""
         number = len(registry.list_drafts(self.uri, DRAFT))
         place = self.folder / f"run-{number}"
         place.mkdir()
         run = runs.start_run(place / "tracking.json", self.uri, "test", f"run-{number}", {}, {})
-        export = place / "export"
-        (export / "serving").mkdir(parents=True)
-        (export / "model.safetensors").write_text(f"weights {number}")
-        (export / "config.json").write_text(json.dumps({"length": length} | worth))
-        (export / "serving" / "sglang.json").write_text(json.dumps({"arguments": ARGUMENTS}))
+        counts = counts and export is None
+        export = export or stand_in_draft(place / "export", number, {"length": length} | worth)
         if counts:
             write_atomically(place / "request_counts.json", benchmarked(promised or length))
             self._log(run, place / "request_counts.json")
@@ -116,9 +130,9 @@ class ServingWorld:
                 found.append(None)
         return found
 
-    def settle(self, follower: Follower, rounds: int = 10_000) -> None:
+    def settle(self, follower: Follower, rounds: int = 10_000, timeout_s: float = SETTLED_S) -> None:
         """Rounds until all is as the registry wants it."""
-        deadline = time.monotonic() + SETTLED_S
+        deadline = time.monotonic() + timeout_s
         for _ in range(rounds):
             if follower.round():
                 return
@@ -178,7 +192,8 @@ class Clients(threading.Thread):
         errors = []
         for port in ports:
             try:
-                body = {"input_ids": [self._draws.randrange(1000)]}
+                sampling = {"temperature": 0.0, "max_new_tokens": 16}
+                body = {"input_ids": [self._draws.randrange(1000)], "sampling_params": sampling}
                 http.post(f"http://127.0.0.1:{port}/generate", json=body).raise_for_status()
             except httpx.HTTPError as error:
                 errors.append(f"{port}: {error!r}")

@@ -132,6 +132,8 @@ def test_without_traffic_the_decision_falls_after_the_wait() -> None:
     config = CanaryConfig(wait_s=50.0)
     assert judge(trial, config, 149.0, comparable=True).outcome == "wait"
     assert judge(trial, config, 150.0, comparable=True).outcome == "held"
+    assert judge(trial, config, 149.0, comparable=False).outcome == "wait"
+    assert judge(trial, config, 150.0, comparable=False).outcome == "held"
 
 
 def test_pairs_cancel_what_prompts_have_in_common() -> None:
