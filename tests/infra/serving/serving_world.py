@@ -72,7 +72,7 @@ class ServingWorld:
         )
         given = {
             "draft": DRAFT, "tracking_uri": self.uri, "folder": str(self.folder / "served"), "servers": servers,
-            "canary": CanaryConfig(steps=300, wait_s=8.0), "poll_s": 0.1, "drain_s": 10.0, "start_timeout_s": 30.0,
+            "canary": CanaryConfig(steps=300, wait_s=1.5), "poll_s": 0.1, "drain_s": 10.0, "start_timeout_s": 30.0,
             "unhealthy_s": 5.0,
         }  # fmt: skip
         return FollowConfig.model_validate(given | changes)

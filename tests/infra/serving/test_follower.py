@@ -18,6 +18,8 @@ from infra.tracking.promotion import DraftInService
 from infra.tracking.registry import history
 from tests.infra.serving.serving_world import DRAFT, PROGRAM, Clients, ServingWorld, serving_world
 
+TRAFFIC = CanaryConfig(steps=1000, wait_s=60.0)
+
 
 @pytest.fixture
 def world(path_in_memory: Path, request: pytest.FixtureRequest) -> Iterator[ServingWorld]:
@@ -27,10 +29,10 @@ def world(path_in_memory: Path, request: pytest.FixtureRequest) -> Iterator[Serv
 
 
 def test_a_promoted_version_is_served_by_all_and_no_request_is_lost(world: ServingWorld) -> None:
-    follower = world.follower()
     first, second = world.register(2.0), world.register(2.5)
     world.promote(first)
-    world.settle(follower)
+    world.settle(world.follower())
+    follower = world.follower(canary=TRAFFIC)
     assert world.running() == [first] * 3
     with Clients(world.ports) as clients:
         world.promote(second)
@@ -70,10 +72,10 @@ def test_a_bad_version_goes_back_in_the_canary_phase(world: ServingWorld, worth:
 
 
 def test_a_version_without_prompts_is_judged_by_live_traffic(world: ServingWorld) -> None:
-    follower = world.follower(canary=CanaryConfig(steps=1500, wait_s=60.0))
     good, bad = world.register(2.5), world.register(1.75, counts=False)
     world.promote(good)
-    world.settle(follower)
+    world.settle(world.follower())
+    follower = world.follower(canary=TRAFFIC)
     world.promote(bad)
     with Clients(world.ports):
         world.settle(follower)
@@ -81,8 +83,27 @@ def test_a_version_without_prompts_is_judged_by_live_traffic(world: ServingWorld
     assert "on live traffic" in history(world.uri, DRAFT)[-1].reason
 
 
+def test_a_version_whose_canary_keeps_dying_goes_back(world: ServingWorld) -> None:
+    good, bad = world.register(2.5), world.register(2.5)
+    world.promote(good)
+    world.settle(world.follower())
+    follower = world.follower(canary=CanaryConfig(steps=10**6, wait_s=600.0))
+    world.promote(bad)
+    deadline = time.monotonic() + 60
+    while world.champion() == bad and time.monotonic() < deadline:
+        follower.round()
+        if world.running()[0] == bad and follower.state.trial and follower.state.trial.probed:
+            for process in world.servers():
+                if str(world.ports[0]) in process.cmdline():
+                    process.kill()
+                    process.wait(10)
+    world.settle(follower)
+    assert world.running() == [good] * 3
+    assert "died with it" in history(world.uri, DRAFT)[-1].reason
+
+
 def test_a_rollback_needs_no_trial(world: ServingWorld) -> None:
-    follower = world.follower(canary=CanaryConfig(steps=0, wait_s=1.0))
+    follower = world.follower()
     first, second = world.register(2.0), world.register(2.5)
     for version in (first, second):
         world.promote(version)

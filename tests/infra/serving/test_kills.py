@@ -16,7 +16,7 @@ import pytest
 
 from tests.infra.serving.serving_world import Clients, ServingWorld, serving_world, start_follower
 
-SEEDS = (1, 2)
+SEEDS = (1,)
 KILLS = 6
 SETTLED_S = 120.0
 
