@@ -3,7 +3,15 @@
 from prefect import flow
 
 from infra.drift.config import WatchConfig
-from tasks.drift import announce, judge_traffic, observe_traffic, report_unknown, sample_requests, show_traffic
+from tasks.drift import (
+    announce,
+    announce_change,
+    judge_traffic,
+    observe_traffic,
+    report_unknown,
+    sample_requests,
+    show_traffic,
+)
 
 
 @flow(name="watch-traffic")
@@ -11,11 +19,15 @@ def watch_traffic(config: WatchConfig) -> str:
     """Count served traffic for the version that each server runs, and test each version's for a fall.
 
     An alarm of the champion emits the event that starts a retraining, or a rollback where the version itself is worse
-    than the one that it replaced. A server that runs an unknown draft is reported.
+    than the one that it replaced. So does a change of the target under it. A server that runs an unknown draft is
+    reported.
 
     Returns a summary of each version.
     """
     look = judge_traffic(report_unknown(observe_traffic(config)))
+    if change := look.change:
+        fresh = change.retrains and config.requests
+        look = announce_change(look, change, sample_requests(config.draft, fresh) if fresh else None)
     for finding in look.findings:
         if finding.event is not None:
             fresh = finding.event == "drifted" and config.requests

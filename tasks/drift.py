@@ -15,6 +15,7 @@ from infra.drift.decision import RECENT, DriftFinding, assess
 from infra.drift.identity import identify_all
 from infra.drift.scrape import scrape
 from infra.drift.sequential import LEARNED_WINDOWS, DriftTest, Reference, Statistic
+from infra.drift.target import ReportedTarget
 from infra.drift.traffic import Series, TrafficRecord, TrafficStore, TrafficWindow, mean_length
 from infra.files.atomic import write_atomically
 from infra.network.health import public
@@ -25,7 +26,7 @@ from infra.refusal import Refusal
 from infra.settings import runs_folder, tracking_uri
 from infra.templates import render
 from infra.tracking.registry import CHAMPION, RUN, list_drafts, read_request_counts
-from tasks.events import DEGRADED, DRIFTED, UNKNOWN, tell
+from tasks.events import DEGRADED, DRIFTED, FAILED, UNKNOWN, tell
 from tasks.side_effects import artifact_key, side_effect
 
 ENDED_WINDOWS = 200
@@ -34,6 +35,16 @@ SAMPLING_TIMEOUT_S = 2 * 3600.0
 PAGE = Path(__file__).parent / "report" / "traffic.md.jinja"
 SHOWN_WINDOWS = 40
 BAR = 20
+
+
+@dataclass(frozen=True)
+class TargetChange:
+    """Servers of the champion run another target than before, or run it otherwise."""
+
+    target: ReportedTarget
+    words: str
+    retrains: bool
+    """Whether the recipe names the target that is served now."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +62,15 @@ class TrafficScan:
     """One for each served version that was tested."""
     refusals: Sequence[Refusal] = ()
     """Why a version cannot be tested."""
+
+    @property
+    def change(self) -> "TargetChange | None":
+        """What changed under the champion and was not made known; None, too, soon after another change."""
+        found = self.traffic.change_under(self.champion.version)
+        if found is None or time.time() < self.traffic.change_announced + 3600 * self.config.quiet_hours:
+            return None
+        before, now = found
+        return TargetChange(now, before.changes_to(now), retrains=not before.is_another(now))
 
     def recording(self, traffic: TrafficRecord) -> "TrafficScan":
         """The look with this record, which is stored."""
@@ -176,15 +196,37 @@ def announce(look: TrafficScan, finding: DriftFinding, prompts: PromptsRecord | 
             "acceptance_length_served": round(served, 4),
             "windows": series.num_windows,
             "average_run_length": look.config.average_run_length,
-            "dataset": prompts.path if prompts else "",
-            "dataset_sha256": prompts.sha256 if prompts else "",
-            "prompts": prompts.prompts if prompts else 0,
+            **prompts_of(prompts),
         }
     event_id = look.traffic.event_id(finding.draft.version, finding.due.ended)
     version, run = finding.draft.version, finding.draft.tags.get(RUN, "")
     tell(event, look.config.draft, version=version, reason=summary, run=run, event_id=event_id, **more)
     get_run_logger().warning("announced as %s: %s", event, summary)
     return look.recording(look.traffic.with_series(series.with_announced(finding.due)))
+
+
+@side_effect("announce change of target")
+def announce_change(look: TrafficScan, change: TargetChange, prompts: PromptsRecord | None = None) -> TrafficScan:
+    """Emit the event that starts retraining, or tells a person that the recipe names another target; once."""
+    version, run = look.champion.version, look.champion.tags.get(RUN, "")
+    reason = f"the target under version {version} has changed: {change.words}"
+    event, more = DRIFTED, prompts_of(prompts)
+    if not change.retrains:
+        event, more = FAILED, {}
+        reason += "; name it in the recipe (target.name), then `draftsmith deploy` it again and retrain"
+    event_id = look.traffic.event_id(version, "target", change.target.model_dump_json(), look.traffic.change_announced)
+    tell(event, look.config.draft, version=version, reason=reason, run=run, event_id=event_id, **more)
+    get_run_logger().warning("announced as %s: %s", event, reason)
+    return look.recording(look.traffic.with_change_announced(version, change.target, time.time()))
+
+
+def prompts_of(prompts: PromptsRecord | None) -> dict[str, Any]:
+    """What an event says of fresh prompts."""
+    return {
+        "dataset": prompts.path if prompts else "",
+        "dataset_sha256": prompts.sha256 if prompts else "",
+        "prompts": prompts.prompts if prompts else 0,
+    }
 
 
 @side_effect("show traffic")

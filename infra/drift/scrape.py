@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from infra.drift.target import ReportedTarget, read_target
 from infra.network.health import public
 from infra.records.data_path import Record
 from infra.refusal import Refusal
@@ -70,6 +71,7 @@ class Reading(Record):
     draft_tokens: int | None
     """Tokens verified at a time: lookahead + 1 for a chain, more for a tree."""
     draft: ServedDraft
+    target: ReportedTarget | None = None
 
     @property
     def is_tree(self) -> bool:
@@ -117,7 +119,7 @@ def _sums(page: str) -> dict[str, float]:
 
 
 def read_server_info(info: Mapping[str, Any]) -> ServedDraft:
-    """Read the JSON of `/server_info`. It may hold keys and tokens, so nothing but the draft's name is kept."""
+    """Read the JSON of `/server_info`. It may hold keys and tokens, so only names of draft and target are kept."""
     started = json.dumps([info.get("startup_time"), info.get("launch_command"), info.get("random_seed")], default=str)
     names = (info.get("served_model_name"), info.get("weight_version"))
     path = info.get("speculative_draft_model_path")
@@ -149,9 +151,10 @@ def _ask(client: httpx.Client, url: str, shown: str) -> Reading:
 
     Raises ConnectionResetError for such a restart: counters and draft may not belong together.
     """
-    before = read_server_info(client.get(f"{url}/server_info").raise_for_status().json())
+    info = client.get(f"{url}/server_info").raise_for_status().json()
+    before = read_server_info(info)
     page = client.get(f"{url}/metrics").raise_for_status().text
     after = read_server_info(client.get(f"{url}/server_info").raise_for_status().json())
     if before != after:
         raise ConnectionResetError("it was restarted while it was read")
-    return read_metrics(page, shown, after)
+    return read_metrics(page, shown, after).model_copy(update={"target": read_target(info)})

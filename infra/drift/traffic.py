@@ -19,6 +19,7 @@ import fsspec
 
 from infra.drift.scrape import Counters, Reading, Scrape
 from infra.drift.sequential import LEARNED_WINDOWS, DriftTest, Statistic
+from infra.drift.target import ReportedTarget, with_content
 from infra.files.atomic import write_atomically
 from infra.records.data_path import Record
 
@@ -165,6 +166,8 @@ class ServerState(Record):
     counters: Counters
     reported: bool = False
     """Whether this start was reported to run an unknown draft."""
+    target: ReportedTarget | None = None
+    """As it was at this start."""
 
 
 class Leading(Record):
@@ -183,6 +186,10 @@ class TrafficRecord(Record):
     series: tuple[Series, ...] = ()
     """Ordered by when they last had traffic, newest last."""
     leading: Leading | None = None
+    targets: Mapping[int, ReportedTarget] = {}
+    """The target under each version when most of its servers were seen first, or since the last change."""
+    change_announced: float = 0.0
+    """When a change of the target was made known last."""
 
     def version_of(self, server: str, reading: Reading) -> int | None:
         """The version that this start of a server was found to run earlier.
@@ -217,13 +224,17 @@ class TrafficRecord(Record):
             one = series.pop(served, None) or Series(served=served, opened=now, learned=self._learned(served))
             series[served] = one.counting(counters, now, least_steps)
         kept = tuple(series.values())[-KEEP_SERIES:]
-        return self.model_copy(update={"servers": servers, "series": kept, "leading": self._leading(servers, now)})
+        record = self.model_copy(update={"servers": servers, "series": kept, "leading": self._leading(servers, now)})
+        first = {version: target for version, target in record.targets_now().items() if version not in self.targets}
+        return record.model_copy(update={"targets": dict([*self.targets.items(), *first.items()][-KEEP_SERIES:])})
 
     def _state(self, url: str, reading: Reading, version: int | None) -> ServerState:
         before = self.servers.get(url)
         if before and before.start != reading.draft.start:
             before = None
+        known = before.target if before else None
         return ServerState(
+            target=known or (reading.target and with_content(reading.target)),
             start=reading.draft.start,
             version=version,
             lookahead=reading.lookahead or (before.lookahead if before else None),
@@ -253,6 +264,24 @@ class TrafficRecord(Record):
         if version is None:
             return None
         return self.leading if self.leading and self.leading.version == version else Leading(version=version, since=now)
+
+    def targets_now(self) -> dict[int, ReportedTarget]:
+        """The target under each version, where more than half of its servers agree."""
+        found: dict[int, list[ReportedTarget]] = {}
+        for state in self.servers.values():
+            if state.version is not None and state.target is not None:
+                found.setdefault(state.version, []).append(state.target)
+        most = {version: max(targets, key=targets.count) for version, targets in found.items()}
+        return {version: one for version, one in most.items() if 2 * found[version].count(one) > len(found[version])}
+
+    def change_under(self, version: int) -> tuple[ReportedTarget, ReportedTarget] | None:
+        """The target that a version had and the one that it has now; None where nothing has changed."""
+        before, now = self.targets.get(version), self.targets_now().get(version)
+        return None if before is None or now is None or not before.changes_to(now) else (before, now)
+
+    def with_change_announced(self, version: int, now: ReportedTarget, when: float) -> "TrafficRecord":
+        """The record in which a change of the target was made known."""
+        return self.model_copy(update={"targets": {**self.targets, version: now}, "change_announced": when})
 
     @property
     def live(self) -> tuple[Series, ...]:

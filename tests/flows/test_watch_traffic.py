@@ -194,7 +194,7 @@ def retrainings(stack: Any) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_fall_starts_retraining_once(
-    stack: Any, engine: Engine, stranger: Engine, look: Callable[[], str], until: Callable[..., None]
+    stack: Any, engine: Engine, second: Engine, stranger: Engine, look: Callable[[], str], until: Callable[..., None]
 ):
     store = TrafficStore(str(stack.runs / "drift"))
     store.write(quiet_day())
@@ -232,6 +232,18 @@ def test_a_fall_starts_retraining_once(
     assert len(retrainings(stack)) == 1
     shown = [one for one in stack.post("artifacts/filter", {}) if one["key"] == f"traffic-{DRAFT}"]
     assert "alarm" in max(shown, key=lambda artifact: artifact["created"])["data"]
+
+    for server in (engine, second):
+        server.info["quantization"] = "fp8"
+        server.restart()
+    look()
+    until(lambda: len(events(stack)) == 2, "for the event of the changed target")
+    look()
+    newest = max(events(stack), key=lambda event: event["occurred"])
+    assert newest["payload"]["reason"] == "the target under version 1 has changed: quantization none -> fp8"
+    assert newest["payload"]["prompts"] == 2
+    until(lambda: len(retrainings(stack)) == 2, "for the retraining on the changed target")
+    assert len(events(stack)) == 2
 
 
 def test_the_deployment_watches_what_the_trigger_expects() -> None:
