@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from infra.network.health import public
+from infra.network.ports import HOST
 from infra.refusal import Refusal
 from infra.settings import prefect_api_url, tracking_uri
 
@@ -83,12 +84,27 @@ def overview(
         table.add_column(column, overflow="fold")
     for row in rows:
         benchmarked = f"{row.benchmarked:.2f} benchmarked\n" if row.benchmarked else ""
+        benchmarked += f"{row.goodput}\n" if row.goodput else ""
         runs = f"last: {row.last_run}\nnext: {row.next_run}\nused: {row.used}"
         table.add_row(row.draft, row.serves, f"{benchmarked}{row.recently}\n{row.sparkline}".strip(), row.drift, runs)
     Console().print(table)
     for row in rows:
         for what in row.wanted:
             print(f"{row.draft}: {what}")
+
+
+@drafts.command()
+def metrics(
+    port: Annotated[int, typer.Option("--port", metavar="PORT", help="Where to listen.", min=0, max=65535)] = 9109,
+    host: Annotated[str, typer.Option("--host", metavar="HOST", help="Address to listen at.")] = HOST,
+) -> None:
+    """Serve the overview for Prometheus (/metrics) and as a page (/), until Ctrl-C."""
+    from infra.processes.exit import told_to_stop
+    from tasks.metrics import serving_metrics
+
+    with told_to_stop() as stop, serving_metrics(host, port) as address:
+        print(f"{address}/metrics for Prometheus, {address}/ for people, until Ctrl-C", flush=True)
+        stop.wait()
 
 
 @drafts.command()

@@ -1,8 +1,9 @@
 """All drafts at a glance: what serves, what it accepts, what runs next, and what needs a person."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from prefect.artifacts import create_markdown_artifact
@@ -17,7 +18,16 @@ from infra.quantities import duration, plural, signed
 from infra.records.acceptance import RegisteredDraft
 from infra.settings import prefect_api_url, runs_folder, tracking_uri
 from infra.templates import render
-from infra.tracking.registry import CHALLENGER, CHAMPION, COST, GPU_HOURS, PromotionDecision, history, list_drafts
+from infra.tracking.registry import (
+    CHALLENGER,
+    CHAMPION,
+    COST,
+    GOODPUT,
+    GPU_HOURS,
+    PromotionDecision,
+    history,
+    list_drafts,
+)
 from tasks.side_effects import draft_tag, side_effect
 
 PAGES = Path(__file__).parent / "report"
@@ -49,17 +59,40 @@ class DraftRow:
     drift: str
     last_run: str
     next_run: str
-    used: str
-    """What its versions have taken together."""
+    goodput: str
+    """What the champion's benchmark predicts at its load; empty: not predicted."""
     wanted: Sequence[str]
     """What needs a person."""
+    champion: int | None = None
+    gpu_hours: float = 0.0
+    """What its versions have taken together, like `cost`, in dollars."""
+    cost: float = 0.0
+    servers: Mapping[str, int] = field(default_factory=dict)
+    """How many servers run each version, or `unknown`, when they were looked at last."""
+    alarms: int = 0
+    """Of drift, about the champion."""
+    retrained_at: float | None = None
+    """When the last retraining started, in seconds since 1970."""
+
+    @property
+    def used(self) -> str:
+        """What its versions have taken together."""
+        if not self.gpu_hours:
+            return "no GPU"
+        return f"{self.gpu_hours:.1f} GPU-hours" + (f", ${self.cost:,.2f}" if self.cost else "")
+
+    @property
+    def recent_length(self) -> float | None:
+        """Acceptance length over the champion's last windows."""
+        return mean_length(self.series.windows[-RECENT:]) if self.series and self.series.windows else None
 
     @property
     def recently(self) -> str:
         """What the servers reported, against the benchmark."""
-        if self.series is None or not self.series.windows:
+        now = self.recent_length
+        if self.series is None or now is None:
             return "no traffic seen"
-        now, served = mean_length(self.series.windows[-RECENT:]), self.series.served
+        served = self.series.served
         if self.comparable and self.benchmarked:
             return f"{now:.2f} ({signed(now / self.benchmarked - 1)})"
         return f"{now:.2f}, {served.traffic} at lookahead {served.lookahead}"
@@ -112,8 +145,14 @@ def row_of(
         drift=_drift(own),
         last_run="unknown" if runs is None else _told(last, now) if last else "none",
         next_run="unknown" if runs is None else f"in {_about(min(planned) - now)}" if planned else "none",
-        used=_used(versions),
+        goodput=champion.tags.get(GOODPUT, "") if champion else "",
         wanted=[*_versions_wanted(versions, decisions), *_servers_wanted(traffic, champion), *_runs_wanted(runs or {})],
+        champion=champion.version if champion else None,
+        gpu_hours=sum(float(one.tags.get(GPU_HOURS, 0)) for one in versions),
+        cost=sum(float(one.tags.get(COST, 0)) for one in versions),
+        servers=Counter(str(state.version or "unknown") for state in traffic.servers.values()),
+        alarms=sum(len(series.announced) for series in own),
+        retrained_at=last.start_time.timestamp() if last and last.start_time else None,
     )
 
 
@@ -123,14 +162,6 @@ def _serves(champion: RegisteredDraft | None, decisions: Sequence[PromotionDecis
     since = [one.at for one in decisions if one.champion_after == champion.version]
     age = f", for {_about(now - since[-1])}" if since else ""
     return f"version {champion.version}{age}"
-
-
-def _used(versions: Sequence[RegisteredDraft]) -> str:
-    hours = sum(float(one.tags.get(GPU_HOURS, 0)) for one in versions)
-    cost = sum(float(one.tags.get(COST, 0)) for one in versions)
-    if not hours:
-        return "no GPU"
-    return f"{hours:.1f} GPU-hours" + (f", ${cost:,.2f}" if cost else "")
 
 
 def _about(seconds: float) -> str:

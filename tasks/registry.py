@@ -14,6 +14,7 @@ from infra.drift.config import WatchConfig
 from infra.drift.sequential import DriftTest, Reference
 from infra.markdown import escaped
 from infra.provenance import git_sha, hardware, versions
+from infra.quantities import plural, signed
 from infra.records.acceptance import BenchmarkResult, RegisteredDraft, RequestCounts
 from infra.records.benchmark_text import key, sources
 from infra.records.data_path import SamplesRecord, TargetRecord, TrainingResult
@@ -80,7 +81,7 @@ def register_draft(
         registry.COUNTED_BY: result.conditions.engine,
         **_precision(run),
         "lookahead": str(result.conditions.lookahead),
-        **({"best_lookahead": str(result.goodput.best.lookahead)} if result.goodput else {}),
+        **_goodput(result),
         "beats_prompt_lookup": str("prompt lookup" not in result.unbeaten).lower(),
         "not_beaten": "; ".join(result.unbeaten) or "none",
         "gate": "passed" if result.gate.passed else "not passed",
@@ -111,6 +112,17 @@ def _precision(run: OpenRun) -> dict[str, str]:
     """Tags of how the hidden states were computed."""
     precision: CapturePrecision = CapturePrecision.read(run.folder.precision)
     return {registry.QUANTIZATION: precision.quantization or "", registry.KERNELS: precision.how}
+
+
+def _goodput(result: BenchmarkResult) -> dict[str, str]:
+    """Tags of what is predicted at the main load; none where step costs were not measured."""
+    if result.goodput is None:
+        return {}
+    best, load = result.goodput.best, result.goodput.main_load
+    alone = next(row for row in result.goodput.draft.rows if (row.batch, row.lookahead) == (load, 0))
+    told = f"{best.tokens_per_s:,.0f} tokens/s with {plural(load, 'text')} at once"
+    gain = f", {signed(best.tokens_per_s / alone.tokens_per_s - 1)} against the target alone"
+    return {"best_lookahead": str(best.lookahead), registry.GOODPUT: told + gain}
 
 
 def _used(devices: DeviceTime) -> dict[str, str]:
