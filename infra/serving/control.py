@@ -4,6 +4,7 @@ A server that the follower starts is known by a variable in its environment, whi
 that was killed finds its servers again, those that were not listening yet among them, and no process id has to be kept.
 """
 
+import hashlib
 import os
 import shlex
 import signal
@@ -21,7 +22,8 @@ from infra.refusal import Refusal
 from infra.serving.config import FollowConfig, ServerConfig
 from infra.settings import tools_environment
 
-MARK = "DRAFTSMITH_FOLLOWED"
+MARK, COMMAND = "DRAFTSMITH_FOLLOWED", "DRAFTSMITH_FOLLOWED_COMMAND"
+"""Variables of a server that is followed: whose it is, and the hash of its whole command line."""
 RESTART_S = 600.0
 METRICS = "--enable-metrics"
 
@@ -31,6 +33,10 @@ class ServerControl(Protocol):
 
     def age(self) -> float | None:
         """Seconds since its processes started; None if there are none, or if they cannot be seen."""
+        ...
+
+    def was_started_with(self, arguments: Sequence[str]) -> bool:
+        """Whether what runs was started as the settings and the draft's arguments say now."""
         ...
 
     def start(self, arguments: Sequence[str]) -> None:
@@ -64,17 +70,29 @@ class OwnServer:
         ages = [time.time() - created for process in leaders if (created := _created(process)) is not None]
         return max(ages, default=None)
 
+    def _line(self, arguments: Sequence[str]) -> list[str]:
+        return [*self._command, *([] if METRICS in self._command else [METRICS]), *arguments]
+
+    def was_started_with(self, arguments: Sequence[str]) -> bool:
+        wanted = _hash(self._line(arguments))
+        for process in self._processes():
+            with suppress(psutil.Error):
+                if process.environ().get(COMMAND) != wanted:
+                    return False
+        return True
+
     def start(self, arguments: Sequence[str]) -> None:
         assert not self._processes(), "it runs already"
-        metrics = [] if METRICS in self._command else [METRICS]
+        line = self._line(arguments)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):
             self._log.replace(self._log.with_suffix(".previous.log"))
         with self._log.open("ab") as output:
-            environment = {**os.environ, **tools_environment(self._command[0]), MARK: self._mark}
+            marks = {MARK: self._mark, COMMAND: _hash(line)}
+            environment = {**os.environ, **tools_environment(self._command[0]), **marks}
             try:
                 process = subprocess.Popen(
-                    [*self._command, *metrics, *arguments],
+                    line,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -108,6 +126,10 @@ class OwnServer:
                 process.send_signal(number)
 
 
+def _hash(line: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join(line).encode()).hexdigest()[:16]
+
+
 def _leads(process: psutil.Process) -> bool:
     """Whether it is the process that was started: servers get a session of their own."""
     try:
@@ -138,10 +160,14 @@ class RestartedServer:
         except FileNotFoundError:
             return None
 
+    def was_started_with(self, arguments: Sequence[str]) -> bool:
+        """By the file; a server that was never restarted from here is as it is."""
+        return not self._file.is_file() or self._file.read_text() == _variables(arguments)
+
     def start(self, arguments: Sequence[str]) -> None:
         if any(" " in argument for argument in arguments):
             raise Refusal(f"{self._file}: arguments with spaces cannot be told apart there: choose another `folder`")
-        write_atomically(self._file, f"DRAFT_ARGUMENTS={' '.join(arguments)}\n")
+        write_atomically(self._file, _variables(arguments))
         self._log.parent.mkdir(parents=True, exist_ok=True)
         try:
             # Into a file: a server that the command leaves behind would hold a pipe open.
@@ -162,6 +188,10 @@ class RestartedServer:
 
     def kill(self) -> None:
         """Its own supervisor restarts it; the next start does so with the right arguments."""
+
+
+def _variables(arguments: Sequence[str]) -> str:
+    return f"DRAFT_ARGUMENTS={' '.join(arguments)}\n"
 
 
 def control_of(server: ServerConfig, config: FollowConfig) -> ServerControl:

@@ -6,6 +6,7 @@ does one thing. It keeps nothing in memory that it could not do without, so it m
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -23,6 +24,7 @@ from infra.serving.rollout import (
     MAX_FAILURES,
     NO_DRAFT,
     RolloutState,
+    SeenServer,
     Trial,
     canaries,
     complete,
@@ -40,7 +42,7 @@ from infra.tracking.client import check_answers
 
 BY = "serving follower"
 REGISTRY_ERRORS = (MlflowException, SQLAlchemyError, OSError, Refusal)
-"""What a registry that is away, or a full disk, comes to; the next round tries again."""
+"""What a registry that is away, a full disk, or missing settings come to; the next round tries again."""
 
 Withdraw = Callable[[int, str], None]
 """Takes a version out of service in the registry, with the reason."""
@@ -111,7 +113,7 @@ class Follower:
             self._take_back(champion.version, str(error))
             return
         except REGISTRY_ERRORS as error:
-            self._say("registry", f"the registry cannot be asked, servers stay as they are: {first_line(error)}")
+            self._say("registry", f"servers stay as they are: {first_line(error)}")
             return
         if told != NO_DRAFT and not self._opened[told].arguments:
             self._say("alone", f"version {told}: the target alone is faster, says its benchmark: no draft is served")
@@ -281,7 +283,8 @@ class Follower:
 
     def _act(self, looks: Sequence[LookedAt], now: float) -> bool:
         """Start and stop what is next; returns whether all is as the registry wants it."""
-        wanted, seen = self._wanted(looks), [look.seen for look in looks]
+        wanted = self._wanted(looks)
+        seen = [self._as_started(look.seen, version) for look, version in zip(looks, wanted, strict=True)]
         for step in next_steps(seen, wanted, self._config.healthy_others):
             if step.kind == "stop":
                 self._print(f"{step.url} is replaced, to run {in_words(step.version)}")
@@ -303,6 +306,13 @@ class Follower:
         self._keep(complete(self.state))
         remove_others(self._folder, self._config.draft, {self.state.target, *self.state.proven[-2:]})
         return not self.state.taken_back
+
+    def _as_started(self, seen: SeenServer, wanted: int) -> SeenServer:
+        """A server whose command or arguments are not those of the settings any more is replaced like a foreign one."""
+        if seen.condition != "healthy" or seen.version != wanted or wanted == FOREIGN:
+            return seen
+        same = self._fleet.controls[seen.url].was_started_with(self._arguments(wanted))
+        return seen if same else replace(seen, version=FOREIGN)
 
     def stop_servers(self) -> None:
         """Let all servers that were started from their command line finish their requests and end."""

@@ -19,6 +19,10 @@ ADAPTIVE = Path("serving", "sglang_adaptive.json")
 COUNTS = "request_counts.json"
 
 
+DOWNLOADS = 3
+"""Of a version whose weights are not those that were registered."""
+
+
 class BrokenVersionError(Exception):
     """A version that cannot be served, however often it is fetched."""
 
@@ -42,14 +46,16 @@ def fetch(uri: str, draft: str, version: int, folder: Path) -> Path:
     """
     place, registered = folder / draft / str(version), registry.find_version(uri, draft, version)
     wanted = registered.tags.get(registry.WEIGHTS_SHA256)
-    if wanted is not None and place.is_dir() and _digest(place) != wanted:
-        shutil.rmtree(place)  # damaged since
-    if not place.is_dir():
-        place.parent.mkdir(parents=True, exist_ok=True)
-        registry.download(uri, registered, place)
-    found = _digest(place)
-    if wanted is not None and found != wanted:
-        shutil.rmtree(place)
+    for _ in range(DOWNLOADS):
+        if not place.is_dir():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            registry.download(uri, registered, place)
+        found = _digest(place)
+        if wanted in (None, found):
+            break
+        shutil.rmtree(place)  # damaged on the way, or since
+    else:
+        assert wanted is not None, "it would have been taken as it is"
         raise BrokenVersionError(
             f"its weights in the registry have the SHA-256 {found and found[:12]}, {wanted[:12]} when it was registered"
         )
@@ -69,7 +75,7 @@ def _digest(place: Path) -> str | None:
 def open_version(place: Path, given: Collection[str] | None, adaptive: bool) -> VersionFolder:
     """A fetched version with its arguments: those `given`, or its own.
 
-    Raises BrokenVersionError for one that says nothing, or that SGLang does not serve.
+    Raises Refusal for one that says nothing, or that SGLang does not serve.
     """
     arguments = tuple(given) if given is not None else _own_arguments(place, adaptive)
     if arguments:
@@ -89,9 +95,9 @@ def _own_arguments(place: Path, adaptive: bool) -> tuple[str, ...]:
         settings: dict[str, Any] = json.loads((place / SETTINGS).read_text())
         main_load = tuple(settings["arguments"])
     except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise BrokenVersionError(
-            f"it says no arguments for SGLang ({SETTINGS}: {error}), because its benchmark measured no step costs "
-            "(benchmark.loads=[]) or SGLang does not serve its method; set `arguments`"
+        raise Refusal(
+            f"version {place.name} says no arguments for SGLang (it has no {SETTINGS}), because its benchmark measured "
+            "no step costs (benchmark.loads=[]) or SGLang does not serve its method: set `arguments`"
         ) from error
     own = settings.get("adaptive_arguments") if adaptive else None
     if own:

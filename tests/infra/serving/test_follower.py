@@ -16,7 +16,7 @@ from infra.serving.config import CanaryConfig, FollowConfig, ServerConfig
 from infra.serving.follower import BY
 from infra.tracking.promotion import DraftInService
 from infra.tracking.registry import history
-from tests.infra.serving.serving_world import DRAFT, PROGRAM, Clients, ServingWorld, serving_world
+from tests.infra.serving.serving_world import ARGUMENTS, DRAFT, PROGRAM, Clients, ServingWorld, serving_world
 
 TRAFFIC = CanaryConfig(steps=1000, wait_s=60.0)
 
@@ -150,7 +150,7 @@ def test_without_the_registry_dead_servers_return(world: ServingWorld) -> None:
     while world.running() != [version] * 3 and time.monotonic() < deadline:
         again.round()
     assert world.running() == [version] * 3
-    assert any("cannot be asked" in line for line in world.said)
+    assert any("stay as they are" in line for line in world.said)
 
 
 def test_a_damaged_folder_is_fetched_again(world: ServingWorld) -> None:
@@ -215,6 +215,40 @@ def test_a_version_that_its_benchmark_advises_against_is_not_loaded(world: Servi
     world.settle(follower)
     assert world.running() == [0] * 3
     assert world.champion() == version
+
+
+def test_a_version_without_arguments_is_not_served_and_not_withdrawn(world: ServingWorld) -> None:
+    """What is missing is a setting of the follower; the version may serve well elsewhere."""
+    good = world.register()
+    world.promote(good)
+    world.settle(world.follower())
+    version = world.register()
+    for settings in world.folder.glob("mlflow-artifacts/**/sglang.json"):
+        settings.unlink()
+    world.promote(version)
+    follower = world.follower()
+    for _ in range(3):
+        follower.round()
+    assert world.running() == [good] * 3
+    assert world.champion() == version
+    assert any("set `arguments`" in line for line in world.said)
+    world.settle(world.follower(arguments=ARGUMENTS))
+    assert world.running() == [version] * 3
+
+
+def test_changed_settings_reach_the_servers_one_by_one(world: ServingWorld) -> None:
+    world.promote(version := world.register())
+    world.settle(world.follower())
+    before, said = {process.pid for process in world.servers()}, len(world.said)
+    world.settle(world.follower())
+    assert {process.pid for process in world.servers()} == before
+    with Clients(world.ports) as clients:
+        world.settle(world.follower(arguments=("--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "2")))
+    assert not before & {process.pid for process in world.servers()}
+    assert world.running() == [version] * 3
+    assert sum("is replaced" in line for line in world.said[said:]) == 3
+    assert clients.lost == []
+    assert clients.least_healthy >= 2
 
 
 def test_servers_can_be_stopped(world: ServingWorld) -> None:
