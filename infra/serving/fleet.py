@@ -1,5 +1,6 @@
 """The servers of a follower as they are: looked at all at once, started, stopped."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class Fleet:
     def _report(self, url: str) -> ServerReport | None:
         try:
             return self.clients[url].report()
-        except httpx.HTTPError:
+        except (httpx.HTTPError, json.JSONDecodeError):  # away, or something else answers there
             return None
 
     def _seen(self, url: str, report: ServerReport | None, state: RolloutState, now: float) -> LookedAt:

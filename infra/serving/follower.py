@@ -15,6 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from infra.drift.scrape import Counters
 from infra.files.atomic import write_atomically
+from infra.records.acceptance import RequestCounts
 from infra.refusal import Refusal
 from infra.serving.comparison import StepGroup
 from infra.serving.config import FollowConfig
@@ -38,7 +39,7 @@ from infra.serving.rollout import (
 from infra.serving.servers import ServerReport, expected, trouble_with
 from infra.serving.versions import BrokenVersionError, VersionFolder, fetch, open_version, remove_others
 from infra.tracking import registry
-from infra.tracking.client import check_answers
+from infra.tracking.client import check_answers, connect, find_model
 
 BY = "serving follower"
 REGISTRY_ERRORS = (MlflowException, SQLAlchemyError, OSError, Refusal)
@@ -65,7 +66,7 @@ class Follower:
         self._opened: dict[int, VersionFolder] = {}
         self._counters: dict[str, tuple[str, Counters]] = {}
         """Start and counters of each server when it was looked at last."""
-        self._file = self._folder / "state.json"
+        self._file = self._folder / config.draft / "state.json"
         self.state = RolloutState.read(self._file) if self._file.is_file() else self._first_state()
 
     def _first_state(self) -> RolloutState:
@@ -103,6 +104,7 @@ class Follower:
             for version, reason in self.state.taken_back.items():
                 self._withdraw(version, reason)
             self._keep(self.state.model_copy(update={"taken_back": {}}))
+            find_model(connect(self._uri), self._config.draft)  # a wrong name is no withdrawal
             champion = registry.champion(self._uri, self._config.draft)
             told = NO_DRAFT if champion is None else champion.version
             if told != NO_DRAFT:
@@ -127,21 +129,26 @@ class Follower:
             self._opened[version] = open_version(place, config.arguments, config.adaptive)
         return self._opened[version]
 
-    def _arguments(self, version: int) -> tuple[str, ...]:
-        """SGLang's for a version; none for one that is gone from registry and disk."""
-        if version in (NO_DRAFT, FOREIGN):
-            return ()
+    def _served(self, version: int) -> VersionFolder | None:
+        """A version's folder, unchecked where the registry is away; None for one that is gone from both."""
+        config = self._config
         try:
-            return self._open(version).arguments
+            return self._open(version)
         except BrokenVersionError as error:
-            self._say("broken", f"version {version} cannot be served any more ({error}): no draft is served")
-            return ()
+            self._say("broken", f"version {version} cannot be served any more: {error}")
+            return None
         except REGISTRY_ERRORS as error:
-            place = self._folder / self._config.draft / str(version)
             self._say("unchecked", f"version {version} is served unchecked: {first_line(error)}")
-            return (
-                open_version(place, self._config.arguments, self._config.adaptive).arguments if place.is_dir() else ()
-            )
+        place = self._folder / config.draft / str(version)
+        try:
+            return open_version(place, config.arguments, config.adaptive) if place.is_dir() else None
+        except Refusal:  # the message that was just shown
+            return None
+
+    def _arguments(self, version: int) -> tuple[str, ...]:
+        """SGLang's for a version; none where no draft is to be served."""
+        folder = None if version in (NO_DRAFT, FOREIGN) else self._served(version)
+        return folder.arguments if folder else ()
 
     def _wanted(self, looks: Sequence[LookedAt]) -> list[int]:
         """What each server is to run; NO_DRAFT for a version that is better served without."""
@@ -191,18 +198,21 @@ class Follower:
         """Try the version under trial: prompts before and after, live traffic, verdict."""
         traffic = self._traffic(looks)
         trial = self.state.trial
-        if trial is None or not self._open(trial.version).arguments:
-            self._keep(self.state if trial is None else held(self.state))
+        folder = self._served(trial.version) if trial else None
+        if trial is None or folder is None:
+            return
+        if not folder.arguments:
+            self._keep(held(self.state))
             return
         if trial.before is None:
-            self._probe_before(trial, looks)
+            self._probe_before(trial, folder.counts, looks)
         first = canaries(len(looks), self._config.canary.share)
         reports = reports_of(looks)
         tried = [look.seen for look in looks[:first]]
         if any(one.condition != "healthy" or one.version != trial.version for one in tried):
             return
         for one in tried:
-            if one.url not in trial.probed and not self._probe(one.url, reports[one.url]):
+            if one.url not in trial.probed and not self._probe(one.url, folder.counts, reports[one.url]):
                 return
         trial = self.state.trial
         if trial is None:
@@ -235,9 +245,8 @@ class Follower:
             self._print(f"version {trial.version} holds: {verdict.reason}")
             self._keep(held(self.state))
 
-    def _probe_before(self, trial: Trial, looks: Sequence[LookedAt]) -> None:
+    def _probe_before(self, trial: Trial, counts: RequestCounts | None, looks: Sequence[LookedAt]) -> None:
         """Answers of a server without the version, while there is one."""
-        counts = self._open(trial.version).counts
         for look in reversed(looks):
             if counts is None or not counts.prompts or look.report is None or look.seen.version == trial.version:
                 continue
@@ -249,10 +258,10 @@ class Follower:
             self._keep(self.state.model_copy(update={"trial": trial.model_copy(update={"before": before})}))
             return
 
-    def _probe(self, url: str, report: ServerReport) -> bool:
+    def _probe(self, url: str, counts: RequestCounts | None, report: ServerReport) -> bool:
         """Whether a canary answers the version's prompts as it should."""
-        assert self.state.trial is not None, "a version is on trial"
-        trial, counts = self.state.trial, self._open(self.state.trial.version).counts
+        trial = self.state.trial
+        assert trial is not None, "a version is on trial"
         if counts is not None and counts.prompts:
             try:
                 probe = self._fleet.clients[url].probe(report, counts.prompts, counts.conditions.max_new_tokens)

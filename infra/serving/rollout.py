@@ -65,7 +65,7 @@ class Trial(Record):
 
 
 class RolloutState(Record):
-    """`state.json`: what was decided."""
+    """`DRAFT/state.json`: what was decided."""
 
     target: int
     """What the registry said last: the champion's version, or NO_DRAFT."""

@@ -153,6 +153,37 @@ def test_without_the_registry_dead_servers_return(world: ServingWorld) -> None:
     assert any("stay as they are" in line for line in world.said)
 
 
+def test_a_trial_goes_on_while_the_registry_is_away(world: ServingWorld) -> None:
+    """The follower is started again in the middle of it, and the registry answers no more."""
+    good, new = world.register(2.5), world.register(2.6)
+    world.promote(good)
+    world.settle(world.follower())
+    world.promote(new)
+    follower = world.follower(canary=CanaryConfig(steps=10**6, wait_s=600.0))
+    while not (follower.state.trial and follower.state.trial.probed):
+        follower.round()
+    (world.folder / "mlflow.db").rename(world.folder / "away.db")
+    (world.folder / "mlflow.db").write_text("not a database")
+    again = world.follower()
+    deadline = time.monotonic() + 60
+    while world.running() != [new] * 3 and time.monotonic() < deadline:
+        again.round()
+    assert world.running() == [new] * 3
+    assert any("served unchecked" in line for line in world.said)
+
+
+def test_a_name_that_the_registry_does_not_know_withdraws_nothing(world: ServingWorld) -> None:
+    world.promote(version := world.register())
+    world.settle(world.follower())
+    follower = world.follower(draft="draft-misspelt")
+    for _ in range(3):
+        follower.round()
+    assert world.running() == [version] * 3
+    assert any("no draft draft-misspelt is registered" in line for line in world.said)
+    world.settle(world.follower())
+    assert world.running() == [version] * 3
+
+
 def test_a_damaged_folder_is_fetched_again(world: ServingWorld) -> None:
     world.promote(version := world.register())
     world.settle(world.follower())
