@@ -33,6 +33,7 @@ from typing import Any
 import httpx
 import psutil
 import torch
+from draft_step import cpu_model
 from safetensors.torch import load_file, save_file
 
 from infra.drift.scrape import read_server_info
@@ -57,7 +58,7 @@ from models.run import PreparedRun
 
 RESULT = Path(__file__).parent / "results" / "follower.json"
 DRAFT = "draft-followed"
-KINDS = ("good", "broken", "good", "wrong flag", "good", "weak")
+KINDS = ("good", "cut off", "good", "wrongly described", "good", "30 % worse")
 WRONG_FLAG, IDLE = "fc_norm", "--sleep-on-idle"
 WEAK = 0.7
 SETTLED_S, UP_S = 1200.0, 120.0
@@ -68,7 +69,8 @@ def variants(run: PreparedRun, counts: RequestCounts, folder: Path) -> dict[str,
     """Exports of every kind; the second good one differs from the first in one number's last digits."""
     export = run.folder.export
     places = {
-        kind: shutil.copytree(export, folder / kind.replace(" ", "-")) for kind in ("good", "broken", "wrong flag")
+        kind: shutil.copytree(export, folder / kind.replace(" ", "-").replace("%", "percent"))
+        for kind in ("good", "cut off", "wrongly described")
     }
     tensors = load_file(export / "model.safetensors")
     name = next(name for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.ndim == 2)
@@ -76,13 +78,13 @@ def variants(run: PreparedRun, counts: RequestCounts, folder: Path) -> dict[str,
     nudged[name][0, 0] *= 1.01
     places["also good"] = shutil.copytree(export, folder / "also-good")
     save_file(nudged, places["also good"] / "model.safetensors")
-    weights = places["broken"] / "model.safetensors"
+    weights = places["cut off"] / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
-    config = places["wrong flag"] / "config.json"
+    config = places["wrongly described"] / "config.json"
     described = json.loads(config.read_text())
     assert WRONG_FLAG in described, f"the export has no {WRONG_FLAG}: {sorted(described)}"
     config.write_text(json.dumps(described | {WRONG_FLAG: not described[WRONG_FLAG]}))
-    places["weak"] = weakened(run, counts, tensors, folder / "weak")
+    places["30 % worse"] = weakened(run, counts, tensors, folder / "30-percent-worse")
     return places
 
 
@@ -404,7 +406,13 @@ def main() -> None:
     if missing:
         with campaign(PreparedRun.open(options.run), options.servers) as found:
             run_seeds(found, missing, keep)
-    result = {"commit": git_sha(), "hardware": hardware(), "versions": versions(), "servers": options.servers}
+    result = {
+        "commit": git_sha(),
+        "hardware": hardware(),
+        "cpu": cpu_model(),
+        "versions": versions(),
+        "servers": options.servers,
+    }
     rows.sort(key=lambda row: row["seed"])
     kinds = {kind: [row for row in rows if row["kind"] == kind] for kind in dict.fromkeys(KINDS)}
     result["whole"] = {kind: f"{sum(row['whole'] for row in of)} of {len(of)}" for kind, of in kinds.items()}

@@ -170,6 +170,12 @@ def year(result: Json) -> Iterable[tuple[str, str]]:
         )
 
 
+def follower(result: Json) -> Iterable[tuple[str, str]]:
+    for kind, whole in result["whole"].items():
+        yield f"rollouts over {result['servers']} SGLang servers, with kills, that ended right: version {kind}", whole
+    yield "requests that were lost meanwhile", f"{result['lost']} of {result['sent']:,}, {result['retried']} sent again"
+
+
 def rollout(result: Json) -> Iterable[tuple[str, str]]:
     for gain, one in result["served_decides"].items():
         yield (
@@ -283,6 +289,7 @@ SECTIONS = (
             ("soak", "soak.py", soak),
             ("year", "year.py", year),
             ("rollout", "rollout.py", rollout),
+            ("follower", "follower.py", follower),
         ),
     ),
 )
