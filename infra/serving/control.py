@@ -64,9 +64,9 @@ class OwnServer:
     def age(self) -> float | None:
         processes = self._processes()
         leaders = [process for process in processes if _leads(process)]
-        if processes and not leaders:  # what a killed server left
+        if processes and not leaders:  # what a killed server left; it is gone when looked at again
             self._signal(processes, signal.SIGKILL)
-            return None
+            return 0.0
         ages = [time.time() - created for process in leaders if (created := _created(process)) is not None]
         return max(ages, default=None)
 

@@ -42,6 +42,7 @@ class Fleet:
         self._unhealthy: dict[str, float] = {}
         """Since when a server that was healthy is not."""
         self._foreign: frozenset[str] = frozenset()
+        """Addresses where servers answer that are not ours; said once."""
         self._told: set[str] = set()
         """Servers that this process has told to stop."""
 
@@ -103,7 +104,7 @@ class Fleet:
             limit, since = config.unhealthy_s, now - self._unhealthy.setdefault(url, now)
         if since <= limit:
             return "starting"
-        self._say(f"{url} is not healthy for {since:.0f} s: it is started again")
+        self._say(f"{url} has not been healthy for {since:.0f} s: it is started again")
         self._unhealthy.pop(url, None)
         self.controls[url].kill()
         return "starting" if own else self._down(url, now)

@@ -162,6 +162,7 @@ class Follower:
 
     def _note(self, looks: Sequence[LookedAt], now: float) -> None:
         """What has become of starts and stops since the last round."""
+        blamed: str | None = None
         for look in looks:
             url, condition = look.seen.url, look.seen.condition
             started, stopped = dict(self.state.started), dict(self.state.stopped)
@@ -175,10 +176,11 @@ class Follower:
             if version is not None:
                 self._fleet.failed(url, now)
                 self._print(f"{url} did not become healthy with {in_words(version)}")
-                self._failure(version, f"{url} did not start with it {MAX_FAILURES} times")
-            elif died and self.state.trial and url in self.state.trial.probed:
-                self._print(f"{url} has died with {in_words(self.state.trial.version)}")
-                self._failure(self.state.trial.version, f"{url} died with it, or did not start, {MAX_FAILURES} times")
+            trial = self.state.trial
+            if trial and (version == trial.version or (died and url in trial.probed)):
+                blamed = f"{url} died with it, or did not start, {MAX_FAILURES} times"
+        if blamed and self.state.trial:  # once, however many died: all do when their machine is restarted
+            self._failure(self.state.trial.version, blamed)
 
     def _failure(self, version: int, reason: str) -> None:
         """One more that may be the fault of the version under trial."""
@@ -211,33 +213,30 @@ class Follower:
         tried = [look.seen for look in looks[:first]]
         if any(one.condition != "healthy" or one.version != trial.version for one in tried):
             return
-        for one in tried:
-            if one.url not in trial.probed and not self._probe(one.url, folder.counts, reports[one.url]):
+        unprobed = [one.url for one in tried if one.url not in trial.probed]
+        for url in unprobed:
+            if not self._probe(url, folder.counts, reports[url]):
                 return
         trial = self.state.trial
-        if trial is None:
+        if trial is None or unprobed:  # the next round's counts still hold the prompts
             return
         if trial.compared_since is None:
             self._keep(self.state.model_copy(update={"trial": trial.model_copy(update={"compared_since": now})}))
             return
-        urls = {one.url for one in tried}
-        others = {look.seen.url for look in looks[first:] if look.seen.version == self.state.stable and look.report}
-        trial = trial.with_traffic(
-            [group for url, group in traffic.items() if url in urls],
-            [group for url, group in traffic.items() if url in others],
-        )
+        new = {one.url for one in tried}
+        old = {look.seen.url for look in looks[first:] if look.report and look.seen.version == self.state.stable}
+        trial = trial.with_traffic(*([traffic[url] for url in urls if url in traffic] for urls in (new, old)))
         self._keep(self.state.model_copy(update={"trial": trial}))
         self._decide(trial, looks, first, now)
 
     def _decide(self, trial: Trial, looks: Sequence[LookedAt], first: int, now: float) -> None:
-        reports, stable = reports_of(looks), self.state.stable
-        lengths = {reports[look.seen.url].lookahead for look in looks[:first] if look.seen.url in reports}
-        others = {
-            reports[look.seen.url].lookahead for look in looks[first:] if look.seen.version == stable and look.report
-        }
-        if looks[first:] and stable not in (NO_DRAFT, FOREIGN) and not others:
+        stable = self.state.stable
+        lookaheads = {look.report.lookahead for look in looks[:first] if look.report}
+        others = {look.report.lookahead for look in looks[first:] if look.report and look.seen.version == stable}
+        drafted = stable not in (NO_DRAFT, FOREIGN)
+        if looks[first:] and drafted and not others:
             return  # a server with the version before is to come back first
-        comparable = stable not in (NO_DRAFT, FOREIGN) and len(lengths | others) == 1 and lengths == others != {None}
+        comparable = drafted and lookaheads == others != {None} and len(others) == 1
         verdict = judge(trial, self._config.canary, now, comparable)
         if verdict.outcome == "back":
             self._take_back(trial.version, verdict.reason)

@@ -11,7 +11,7 @@ import httpx
 from infra.drift.scrape import Counters, ServedDraft, read_metrics, read_server_info
 from infra.network.health import public
 from infra.records.acceptance import RequestCounts
-from infra.serving.comparison import LengthRatio, StepGroup, compare_paired
+from infra.serving.comparison import StepGroup, compare_paired
 from infra.serving.rollout import FOREIGN, NO_DRAFT, ProbeAnswer, ServerProbe
 from infra.settings import sglang_api_key
 
@@ -21,7 +21,6 @@ REQUEST_S = 120.0
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SAME_TOKENS = 8
 """Drafts do not change a target's greedy text. In half precision ties may, somewhere; rarely so early."""
-NO_PROBE = "the version came without prompts of its benchmark"
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,6 @@ def trouble_with(
 ) -> str | None:
     """What speaks against a version, from its answers to the prompts; None: nothing."""
     groups = [answer.group for answer in probe.answers]
-    if any(not answer.tokens for answer in probe.answers):
-        return "it answered a prompt with nothing"
     found = compare_paired(groups, benchmarked) if benchmarked else None
     if found is not None and found.is_worse(max_loss):
         return f"on the prompts of its benchmark its {found.words} when it was benchmarked"
@@ -120,11 +117,9 @@ def trouble_with(
     ]
     if 2 * sum(other) > len(other):
         return f"{sum(other)} of {len(other)} greedy answers are not those of a server without it"
-    found = _against(groups, before) if probe.lookahead == before.lookahead is not None else None
+    if probe.lookahead is None or probe.lookahead != before.lookahead:
+        return None
+    found = compare_paired(groups, [answer.group for answer in before.answers])
     if found is not None and found.is_worse(max_loss):
         return f"on the prompts of its benchmark its {found.words} of the version before it"
     return None
-
-
-def _against(groups: Sequence[StepGroup], before: ServerProbe) -> LengthRatio | None:
-    return compare_paired(groups, [answer.group for answer in before.answers])

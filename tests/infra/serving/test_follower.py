@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 
 from infra.refusal import Refusal
 from infra.serving.config import CanaryConfig, FollowConfig, ServerConfig
+from infra.serving.control import MARK
 from infra.serving.follower import BY
 from infra.tracking.promotion import DraftInService
 from infra.tracking.registry import history
@@ -47,7 +49,7 @@ def test_a_promoted_version_is_served_by_all_and_no_request_is_lost(world: Servi
 @pytest.mark.parametrize(
     ("worth", "why"),
     [
-        ({"broken": True}, "did not start with it"),
+        ({"broken": True}, "or did not start, 3 times"),
         ({"length": 1.05, "promised": 2.6}, "when it was benchmarked"),
         ({"length": 1.75}, "of the version before it"),
     ],
@@ -182,6 +184,22 @@ def test_a_name_that_the_registry_does_not_know_withdraws_nothing(world: Serving
     assert any("no draft draft-misspelt is registered" in line for line in world.said)
     world.settle(world.follower())
     assert world.running() == [version] * 3
+
+
+def test_what_a_killed_server_leaves_does_not_stop_its_return(world: ServingWorld) -> None:
+    """SGLang's processes inherit the mark, and may outlive the one that was started."""
+    world.promote(version := world.register())
+    follower = world.follower()
+    world.settle(follower)
+    mark = world.servers()[0].environ()[MARK]
+    left = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={**os.environ, MARK: mark})
+    for process in world.servers():
+        if process.pid != left.pid and process.environ()[MARK] == mark:
+            process.kill()
+            process.wait(10)
+    world.settle(follower)
+    assert world.running() == [version] * 3
+    assert left.wait(10) == -signal.SIGKILL
 
 
 def test_a_damaged_folder_is_fetched_again(world: ServingWorld) -> None:
