@@ -9,9 +9,11 @@ import pytest
 from pydantic import BaseModel
 
 from infra.drift.config import WatchConfig
+from infra.serving.config import FollowConfig
 from models.config.recipe import RunConfig
 from models.config.reference import settings_page
 
+CONFIGS = (RunConfig, WatchConfig, FollowConfig)
 PAGE = Path(__file__).parents[3] / "docs" / "settings.md"
 
 
@@ -29,7 +31,7 @@ def fields(config: type[BaseModel]) -> Iterator[tuple[str, str | None]]:
             yield from fields(section)
 
 
-@pytest.mark.parametrize("config", [RunConfig, WatchConfig])
+@pytest.mark.parametrize("config", CONFIGS)
 def test_every_setting_has_a_description(config: type[BaseModel]) -> None:
     described = dict(fields(config))
     assert len(described) > 15
@@ -43,5 +45,5 @@ def test_the_page_of_settings_is_up_to_date() -> None:
 
 def test_the_page_shows_every_setting() -> None:
     shown = set(re.findall(r"^\| `(\w+)` \|", settings_page(), re.MULTILINE))
-    names = {name.partition(".")[2] for config in (RunConfig, WatchConfig) for name, _ in fields(config)}
+    names = {name.partition(".")[2] for config in CONFIGS for name, _ in fields(config)}
     assert shown == names
