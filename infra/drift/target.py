@@ -89,6 +89,13 @@ def with_content(target: ReportedTarget) -> ReportedTarget:
     folder = Path(target.path)
     if not target.path or not folder.is_dir():
         return target
+    try:
+        return target.model_copy(update={"content": _sampled(folder)})
+    except OSError:  # another user's files, or a folder that is being replaced
+        return target
+
+
+def _sampled(folder: Path) -> str:
     digest = hashlib.sha256()
     texts = (folder / name for name in TEXTS)
     for file in [*filter(Path.is_file, texts), *sorted(folder.glob("*.safetensors"))]:
@@ -98,4 +105,4 @@ def with_content(target: ReportedTarget) -> ReportedTarget:
             for sample in range(SAMPLES):
                 content.seek(size * sample // SAMPLES)
                 digest.update(content.read(SAMPLED_BYTES))
-    return target.model_copy(update={"content": digest.hexdigest()[:16]})
+    return digest.hexdigest()[:16]

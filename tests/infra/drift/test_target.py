@@ -75,6 +75,9 @@ def test_files_of_the_target_are_compared_where_they_can_be_read(tmp_path: Path)
     weights.write_bytes(bytes(2_000_000) + bytes([1]) * 1_000_000)
     assert first.changes_to(with_content(read_target(info))) == "files of the target changed"
     assert first.changes_to(read_target(info)) == "", "a folder that cannot be read says nothing"
+    (tmp_path / "chat_template.json").mkdir()
+    (tmp_path / "dangling.safetensors").symlink_to(tmp_path / "nowhere")
+    assert with_content(read_target(info)).content == "", "a file that cannot be read"
     template.write_text("two")
     assert "chat template" in first.changes_to(read_target(info))
     assert with_content(ReportedTarget(path="org/model")).content == ""
