@@ -66,7 +66,7 @@ class CanaryConfig(StrictConfig):
         default=900.0,
         ge=0,
         le=1_000_000_000,
-        description="With too little traffic for that, the decision falls after so many seconds, by what there is.",
+        description="Seconds after which a version is judged by the traffic that it had, however little.",
     )
     max_loss: float = Field(
         default=0.05,
@@ -92,7 +92,7 @@ class FollowConfig(StrictConfig):
         default=None,
         ge=0,
         le=4096,
-        description="No healthy server is stopped unless so many others are healthy. Default: all others.",
+        description="A server is stopped only while this many others are healthy. Default: all others.",
     )
     canary: CanaryConfig = Field(default=CanaryConfig(), description="How a new version is tried.")
     arguments: tuple[str, ...] | None = Field(

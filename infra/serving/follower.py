@@ -91,14 +91,14 @@ class Follower:
     def round(self) -> bool:
         """One look and what follows from it; returns whether every server runs what the registry wants."""
         now = time.time()
-        self._hear()
+        heard = self._hear()
         looks = self._fleet.look(self.state, now)
         self._note(looks, now)
         self._try(looks, now)
-        return self._act(looks, now)
+        return self._act(looks, now) and heard
 
-    def _hear(self) -> None:
-        """What the registry says, after it has heard what was taken back."""
+    def _hear(self) -> bool:
+        """What the registry says, after it has heard what was taken back; False where nothing can be done about it."""
         try:
             check_answers(self._uri)
             for version, reason in self.state.taken_back.items():
@@ -113,13 +113,14 @@ class Follower:
         except BrokenVersionError as error:
             assert champion is not None, "only a version can be broken"
             self._take_back(champion.version, str(error))
-            return
+            return False
         except REGISTRY_ERRORS as error:
             self._say("registry", f"servers stay as they are: {first_line(error)}")
-            return
+            return False
         if told != NO_DRAFT and not self._opened[told].arguments:
             self._say("alone", f"version {told}: the target alone is faster, says its benchmark: no draft is served")
         self._keep(heed(self.state, told))
+        return True
 
     def _open(self, version: int) -> VersionFolder:
         """A version's folder, checked once. Raises BrokenVersionError and the registry's errors."""

@@ -49,9 +49,9 @@ def test_two_real_servers_follow_a_promotion_and_a_withdrawal(world: ServingWorl
         servers=tuple(servers), arguments=tuple(arguments), start_timeout_s=300.0, unhealthy_s=60.0, drain_s=60.0,
         canary=CanaryConfig(steps=20, wait_s=20.0),
     )  # fmt: skip
+    version = world.register(export=tmp_path / "export")
     world.settle(follower, timeout_s=300.0)
     assert world.running() == [0, 0]
-    version = world.register(export=tmp_path / "export")
     world.promote(version)
     with Clients(world.ports) as clients:
         world.settle(follower, timeout_s=300.0)
