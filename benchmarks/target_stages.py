@@ -25,6 +25,7 @@ from models.export.sglang import load_draft, write_export
 from models.targets.hidden_states import HiddenStates
 from models.targets.layout import HiddenStateLayout
 from models.targets.model import TargetModel
+from models.targets.packed import pack_products
 from models.targets.prepare import prepare_target
 from models.targets.weights import read_target_head
 
@@ -87,6 +88,16 @@ def check_canary(loaded: Loaded) -> None:
 def check_canary_in_bfloat16(loaded: Loaded, folder: Path) -> None:
     """The same with the target in bfloat16."""
     check_canary(Loaded(TargetModel.load(folder, AUX_LAYERS, torch.bfloat16), loaded.prompts, []))
+
+
+def check_packed(loaded: Loaded, folder: Path) -> None:
+    """The benchmark's decoder, whose products on a CPU in bfloat16 are computed otherwise, reads what the plain one reads."""
+    plain, packed = (TargetModel.load(folder, AUX_LAYERS, torch.bfloat16) for _ in range(2))
+    pack_products(packed)
+    for prompt in loaded.prompts:
+        ours, theirs = (target.forward(torch.tensor([prompt])).aux[0].float() for target in (packed, plain))
+        # Most rows: a router of experts may decide otherwise between two that are nearly equal.
+        assert ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).median() < 0.02
 
 
 def check_large(loaded: Loaded, folder: Path, converted: Path) -> None:

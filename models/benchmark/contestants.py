@@ -16,6 +16,7 @@ from models.drafts.sampling import Sampling
 from models.export.description import check_precision
 from models.export.sglang import load_draft
 from models.targets.model import TargetModel, eos_ids
+from models.targets.packed import pack_products
 from models.targets.quantization import read_quantization
 from models.targets.recommended import recommended_sampling
 
@@ -56,6 +57,7 @@ def load_contestants(target: Path, folders: Sequence[Path], dtype: torch.dtype) 
     layers = sorted({layer for loaded in drafts for layer in loaded.aux_layer_ids})
     mixed = bool(layers) and not all(loaded.aux_layer_ids for loaded in drafts)
     model = TargetModel.load(target, layers, dtype, device, with_last=mixed)
+    pack_products(model)
 
     @cache
     def exact() -> TargetModel:

@@ -31,11 +31,15 @@ class TargetHead:
     head: Tensor
     logit_scale: float
     soft_cap: float | None
+    packed: Tensor | None = None
+    """`head` in oneDNN's order, see `packed.py`."""
 
     @torch.no_grad()
     def logits(self, last: Tensor) -> Tensor:
         """`[N, V]` float32 logits of `[N, H]` hidden states after the final norm."""
-        if self.head.dtype == torch.float32 and not self.head.is_cuda:
+        if self.packed is not None:
+            logits = packed_product(last, self.packed).float()
+        elif self.head.dtype == torch.float32 and not self.head.is_cuda:
             # For few rows of a large vocabulary up to six times faster on a CPU, torch 2.13. In bfloat16 it is not, and
             # whatever reads the rows of a transposed result is several times slower.
             logits = (self.head @ last.T).T
@@ -53,6 +57,11 @@ class TargetHead:
         rows = max(1, TOP_BYTES // (len(self.head) * self.head.element_size()))
         chunks = [(part.to(self.head) @ self.head.T).argmax(-1) for part in last.split(rows)]
         return torch.cat(chunks).int()
+
+
+def packed_product(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`[..., out]` of `x` `[..., in]` and a weight `[out, in]` in oneDNN's order."""
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
 def read_target_head(path: Path, dtype: torch.dtype) -> TargetHead:

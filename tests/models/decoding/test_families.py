@@ -20,6 +20,7 @@ def test_prepared_captured_and_decoded(name: str, tiny_target: TargetRecord, tmp
     loaded = stages.load(folder)
     stages.check_canary(loaded)
     stages.check_canary_in_bfloat16(loaded, folder)
+    stages.check_packed(loaded, folder)
     if name == "llama4":
         with pytest.raises(NotImplementedError, match="meta tensor"):
             stages.check_large(loaded, folder, tmp_path / "converted")
