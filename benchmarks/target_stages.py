@@ -91,7 +91,7 @@ def check_canary_in_bfloat16(loaded: Loaded, folder: Path) -> None:
 
 
 def check_packed(loaded: Loaded, folder: Path) -> None:
-    """The benchmark's decoder, whose products on a CPU in bfloat16 are computed otherwise, reads what the plain one reads."""
+    """The benchmark's decoder, whose products are computed otherwise in bfloat16, reads what the plain one reads."""
     plain, packed = (TargetModel.load(folder, AUX_LAYERS, torch.bfloat16) for _ in range(2))
     pack_products(packed)
     for prompt in loaded.prompts:

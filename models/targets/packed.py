@@ -1,7 +1,8 @@
 """Products of few rows with a target's weights, on a CPU in bfloat16.
 
-oneDNN computes them on weights in an order of its own, and for a plain weight it makes that order anew in every product.
-Here it is made once, as torch.compile does: a target's decoding step takes 70 to 85 % of its time on processors with AMX.
+oneDNN computes them on weights in an order of its own, and for a plain weight it makes that order anew in every
+product. Here it is made once, as torch.compile does. On a processor with AMX a decoding step of Gemma 3 270M takes 60
+to 85 % of its time.
 """
 
 from dataclasses import replace
