@@ -35,7 +35,7 @@ from models.config.recipe import RunConfig, load_recipe
 from models.data.conversations import source_hash
 from models.data.prompts import read_prompts
 from models.decoding.acceptance import AcceptedCounts, acceptance_length, distinct_token_share
-from models.decoding.plain import continue_batch
+from models.decoding.continuations import continue_batch
 from models.decoding.simulated import features, simulate
 from models.decoding.speculative import speculate
 from models.targets.prepare import prepare_target

@@ -20,7 +20,7 @@ from infra.processes.exit import run_main
 from models.benchmark.conditions import Counter, conditions, sampled_law
 from models.benchmark.contestants import Contestants, load_contestants
 from models.data.prompts import heldout_prompts
-from models.decoding.plain import continue_batch
+from models.decoding.continuations import continue_batch
 from models.decoding.simulated import features, simulate
 from models.drafts.batched_proposer import RolloutSource
 from models.drafts.sampling import GREEDY, Sampling

@@ -27,9 +27,10 @@ from infra.records.data_path import Record
 from infra.records.goodput import CostFit
 from models.benchmark.contestants import SelectedLayers, draft_of
 from models.decoding.acceptance import acceptance_length, distinct_token_share
+from models.decoding.continuations import continue_batch
 from models.decoding.goodput import FittedCosts
 from models.decoding.lossless import LosslessCheck, total
-from models.decoding.plain import continue_batch, continue_greedily
+from models.decoding.plain import continue_greedily
 from models.decoding.scheduled import Scheduled
 from models.decoding.speculative import speculate_together
 from models.drafts.base import Draft

@@ -34,7 +34,7 @@ from models.data.prepare import prepare_samples
 from models.data.prompts import heldout_prompts
 from models.data.sample_set import Sample
 from models.decoding.acceptance import summarise
-from models.decoding.plain import continue_batch
+from models.decoding.continuations import continue_batch
 from models.decoding.simulated import features, simulate
 from models.drafts.base import PackedSamples, TargetProjection
 from models.drafts.mtp.module import MtpDraft

@@ -10,7 +10,7 @@ import torch
 
 from models.config.training import TrainingConfig
 from models.decoding.acceptance import AcceptedCounts, ExpectedCounts
-from models.decoding.plain import continue_batch
+from models.decoding.continuations import continue_batch
 from models.decoding.sampled_walk import walk_sampled
 from models.decoding.simulated import TextReading, read_texts, simulate
 from models.drafts.base import Draft, PackedSamples, supervised_positions

@@ -44,7 +44,7 @@ from models.data.prepare import prepare_samples
 from models.data.prompts import read_prompts
 from models.data.sample_set import SampleSet
 from models.decoding.acceptance import AcceptedCounts, summarise
-from models.decoding.plain import continue_batch
+from models.decoding.continuations import continue_batch
 from models.decoding.simulated import features, simulate
 from models.drafts.batched_proposer import RolloutSource
 from models.drafts.sampling import GREEDY, Sampling

@@ -35,7 +35,7 @@ from models.benchmark.contestants import Contestants, load_contestants
 from models.data.prompts import heldout_prompts
 from models.decoding import sampled_walk
 from models.decoding.acceptance import Counts
-from models.decoding.plain import continue_batch
+from models.decoding.continuations import continue_batch
 from models.decoding.sampled_walk import SampledWalk, walk_sampled
 from models.decoding.simulated import read_texts
 from models.decoding.speculative import speculate_together

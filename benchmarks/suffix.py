@@ -21,7 +21,7 @@ from models.benchmark.measure import walk_texts
 from models.benchmark.standalone import BASELINES, baselines, find_target
 from models.config.benchmark import BenchmarkConfig
 from models.decoding.acceptance import acceptance_length
-from models.decoding.plain import continue_batch
+from models.decoding.continuations import continue_batch
 from models.decoding.suffix_decoding import DEPTH, FACTOR, LEAST_SHARE, LOG_TOKENS, SuffixDecoding
 from models.drafts.sampling import GREEDY, Sampling
 

@@ -11,7 +11,8 @@ from models.capture.engine import check_capture
 from models.capture.ranking import check_ranking
 from models.config.draft import parse_draft_config
 from models.config.target import TargetConfig
-from models.decoding.plain import continue_batch, continue_greedily, prefill
+from models.decoding.continuations import continue_batch
+from models.decoding.plain import continue_greedily, prefill
 from models.decoding.speculative import Conversation, decode_together, speculate
 from models.drafts.base import Draft, PackedSamples, TargetProjection
 from models.drafts.batched_proposer import Turn

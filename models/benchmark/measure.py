@@ -15,7 +15,7 @@ from models.benchmark.contestants import Contestants, draft_of
 from models.benchmark.reference import ReferenceRun, decode_reference, decode_sampled
 from models.config.benchmark import BenchmarkConfig, Proposals
 from models.decoding.acceptance import AcceptedCounts, AnyCounts, ExpectedCounts, acceptance_length
-from models.decoding.plain import continue_batch
+from models.decoding.continuations import continue_batch
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.sampled_walk import walk_sampled
 from models.decoding.simulated import read_texts, simulate

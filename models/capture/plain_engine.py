@@ -14,7 +14,8 @@ from torch import Tensor
 from infra.records.drafts import CapturePrecision
 from models.capture.engine import Captured, Continued, Prompt, check_capture
 from models.data.images import ImageProcessor
-from models.decoding.plain import continue_batch, end_of
+from models.decoding.continuations import continue_batch
+from models.decoding.plain import end_of
 from models.devices import compute_device
 from models.dtypes import DTYPES
 from models.run import PreparedRun

@@ -23,7 +23,7 @@ from models.config.recipe import RunConfig
 from models.data.chat_template import open_chat_template
 from models.data.dialogue import Dialogue, Prompter
 from models.data.tokenizer import read_tokenizer
-from models.decoding.plain import continue_batch
+from models.decoding.continuations import continue_batch
 from models.devices import compute_device, leased_bytes
 from models.drafts.sampling import Sampling
 from models.dtypes import DTYPES

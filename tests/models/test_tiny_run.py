@@ -13,7 +13,7 @@ from infra.records.acceptance import BenchmarkResult, GateEvidence, RequestCount
 from models.benchmark.run import benchmark_run
 from models.benchmark.smoke import smoke_test
 from models.data.prompts import take_prompts
-from models.decoding.plain import continue_batch
+from models.decoding.continuations import continue_batch
 from models.decoding.simulated import features, simulate
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary

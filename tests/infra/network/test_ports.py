@@ -1,7 +1,11 @@
 """Ports for servers that bind late: never one that somebody listens on or has reserved."""
 
 import os
+import shlex
+import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -74,3 +78,33 @@ def test_the_next_free_port_is_taken_and_said() -> None:
         assert second > first
         with pytest.raises(ValueError, match=f"--mlflow-port {first} is taken"):
             ports.free_port("--mlflow-port", first, usual, taken)
+
+
+def test_a_machine_s_address_is_the_one_that_is_set() -> None:
+    assert ports.machine_address("10.1.2.3") == "10.1.2.3"
+
+
+ALONE = """
+import sys
+from infra.network.ports import machine_address
+try:
+    print(machine_address("auto"))
+except ValueError as refusal:
+    print(f"refused: {refusal}")
+"""
+NONE = "refused: transport.address=auto"
+WITH_A_ROUTE = (
+    "ip link set lo up && ip link add out type veth peer name back && ip addr add 10.77.0.9/24 dev out && "
+    "ip link set out up && ip link set back up && ip route add default via 10.77.0.1 && exec "
+)
+
+
+@pytest.mark.parametrize(("before", "said"), [("exec ", NONE), (WITH_A_ROUTE, "10.77.0.9")])
+def test_auto_is_the_address_of_the_default_route(before: str, said: str) -> None:
+    """In a network namespace of its own, first without any network."""
+    if before == WITH_A_ROUTE and shutil.which("ip") is None:
+        before, said = "exec ", NONE
+    alone = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c"]
+    python = shlex.join([sys.executable, "-c", ALONE])
+    done = subprocess.run([*alone, before + python], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith(said)

@@ -8,8 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from models.decoding.batch import TargetBatch
+from models.decoding.continuations import continue_batch
 from models.decoding.lossless import LosslessCheck, total
-from models.decoding.plain import continue_batch, continue_greedily, prefill
+from models.decoding.plain import continue_greedily, prefill
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.simulated import features, read_texts, simulate
 from models.decoding.speculative import Conversation, decode_together, speculate, speculate_together

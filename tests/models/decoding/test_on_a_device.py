@@ -5,7 +5,7 @@ import torch
 from emulated_device import DEVICE, emulated_device
 
 from models.config.draft import parse_draft_config
-from models.decoding.plain import continue_batch
+from models.decoding.continuations import continue_batch
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.simulated import features, simulate
 from models.decoding.speculative import speculate_together

@@ -2,7 +2,8 @@ from collections import Counter
 
 import torch
 
-from models.decoding.plain import continue_batch, continue_greedily, prefill
+from models.decoding.continuations import continue_batch
+from models.decoding.plain import continue_greedily, prefill
 from models.drafts.sampling import Sampling
 from models.targets.model import TargetModel
 

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 from text_by_text import TextByText
 
 from models.decoding.acceptance import AcceptedCounts
-from models.decoding.plain import continue_batch, continue_greedily
+from models.decoding.continuations import continue_batch
+from models.decoding.plain import continue_greedily
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.simulated import features, read_texts, simulate
 from models.decoding.speculative import speculate, speculate_together

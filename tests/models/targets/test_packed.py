@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from infra.records.data_path import TargetRecord
-from models.decoding.plain import continue_batch
+from models.decoding.continuations import continue_batch
 from models.targets.model import TargetModel
 from models.targets.packed import PackedLinear, pack_products
 
