@@ -161,7 +161,8 @@ class TransportConfig(StrictConfig):
     address: str = Field(
         default="127.0.0.1",
         description="Address of the flow's machine in a private network of all machines. Mooncake's store is there, "
-        "and trainer ranks of several machines meet in that network.",
+        "and trainer ranks of several machines meet in that network. `auto`: the one of its default route, as for a "
+        "flow in a pod, whose address nobody knows before.",
     )
     protocol: Literal["auto", "rdma", "tcp"] = Field(
         default="auto", description="Mooncake: `auto` is RDMA if this machine has a device with an active port."

@@ -15,6 +15,7 @@ from infra.data_plane.elastic_generators import ElasticGenerators
 from infra.data_plane.start import start_generator, start_trainer
 from infra.data_plane.watch import RunWatch, check_quarantined
 from infra.files.lines import last_object
+from infra.network.ports import machine_address
 from infra.pools.base import Pool
 from infra.processes.keep_running import Generators, KeptProcess, follow
 from infra.records.data_path import TrainingResult
@@ -43,7 +44,7 @@ def train(run: OpenRun, pool: Pool, generators: Generators, store: Sequence[Kept
 def follow_trainer(run: OpenRun, pool: Pool, generators: Generators, store: Sequence[KeptProcess]) -> None:
     """Start the trainer and follow it to its end, with the generators and services that it needs."""
     settings, logger = run.config.training, get_run_logger()
-    machines, address = run.config.pools.training_machines, run.config.transport.address
+    machines, address = run.config.pools.training_machines, machine_address(run.config.transport.address)
     trainer = start_trainer(pool, run.folder, settings.ranks, settings.threads, machines, address)
     with closing(trainer), run.open_ledger() as ledger:
         max_quarantined, shown = run.config.ledger.max_quarantined, _Shown(run)

@@ -1,4 +1,4 @@
-"""Free ports on loopback for the servers we start."""
+"""Ports and addresses of this machine, for the servers we start."""
 
 import random
 import socket
@@ -15,6 +15,8 @@ from infra.files.locks import Lock, LockHeldError, hold_among_users
 from infra.refusal import Refusal
 
 HOST = "127.0.0.1"
+ELSEWHERE = "192.0.2.1:9"
+"""An address that nobody has (RFC 5737): the route to it is the default one."""
 LASTING = range(21000, 29000)
 """Below those that the kernel gives to outgoing connections."""
 PORTS_TRIED = 100
@@ -68,6 +70,22 @@ def own_address(peer: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, int(port)))
         return str(probe.getsockname()[0])
+
+
+def machine_address(setting: str) -> str:
+    """An address of this machine: the one that is set, or, for `auto`, the one by which it reaches other networks.
+
+    Raises Refusal where no route leads anywhere.
+    """
+    if setting != "auto":
+        return setting
+    try:
+        return own_address(ELSEWHERE)
+    except OSError as error:
+        raise Refusal(
+            f"transport.address=auto: no route leads out of this machine ({error}); set the address by which the "
+            "others reach it"
+        ) from error
 
 
 def interface_of(address: str) -> str:

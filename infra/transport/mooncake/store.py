@@ -18,7 +18,7 @@ from pathlib import Path
 from infra.config import TransportConfig
 from infra.files.atomic import write_atomically
 from infra.files.run_folder import RunFolder
-from infra.network.ports import reserved_port
+from infra.network.ports import machine_address, reserved_port
 from infra.pools.base import Pool
 from infra.processes.exit import run_main
 from infra.processes.keep_running import KeptProcess, OnLine
@@ -50,19 +50,18 @@ def start_store(
     Raises Refusal for what a person has to correct, ProcessFailedError, TimeoutError.
     """
     check_mooncake()
+    address = machine_address(config.address)
     with ExitStack() as stack:
-        rpc, web = (stack.enter_context(reserved_port(config.address))[0] for _ in range(2))
+        rpc, web = (stack.enter_context(reserved_port(address))[0] for _ in range(2))
         store = StoreRecord(
-            master=f"{config.address}:{rpc}",
-            web=f"{config.address}:{web}",
+            master=f"{address}:{rpc}",
+            web=f"{address}:{web}",
             protocol=choose_protocol(config.protocol),
             segment=str(folder / "segment"),
             nbytes=store_bytes(config),
         )
         write_atomically(run.store, store)
-        master = KeptProcess(
-            partial(pool.launch, "mooncake-master", _master_command(config.address, rpc, web)), endless=True
-        )
+        master = KeptProcess(partial(pool.launch, "mooncake-master", _master_command(address, rpc, web)), endless=True)
         stack.enter_context(closing(master))
         holder = KeptProcess(
             partial(pool.launch, "mooncake-store", module("infra.transport.mooncake.store", run.path)), endless=True
