@@ -1,5 +1,6 @@
 """`draftsmith deploy` and `undeploy` against a real Prefect server."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -9,8 +10,11 @@ from typing import Any
 
 import pytest
 from prefect.blocks.notifications import SlackWebhook
+from prefect.blocks.system import Secret
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import WorkPoolUpdate
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.workers.process import ProcessJobConfiguration
 
 from tasks.overview import LOOKED_AT, runs_of
 
@@ -142,3 +146,28 @@ def check_runs(stack: Any, retrain: str) -> None:
     assert following.expected_start_time is not None
     assert following.expected_start_time - now == timedelta(days=1)
     assert (str(last.id), last.state_name) == (ended, "Failed")
+
+
+@pytest.mark.slow
+def test_a_secret_block_in_a_work_pool_reaches_the_run_alone(stack: Any) -> None:
+    """As docs/production.md says it: the pool keeps the block's name, the worker puts the secret in its place."""
+
+    async def environment_of_a_run() -> Any:
+        async with get_client() as client:
+            await Secret(value="not for pages").save("kept", overwrite=True, client=client)  # type: ignore[misc]
+            pool = await client.read_work_pool("draftsmith")
+            template = pool.base_job_template
+            template["variables"]["properties"]["env"]["default"] = {"HF_TOKEN": "{{ prefect.blocks.secret.kept }}"}
+            await client.update_work_pool("draftsmith", WorkPoolUpdate(base_job_template=template))
+            kept = (await client.read_work_pool("draftsmith")).base_job_template
+            asked = stack.get("deployments/name/retrain/retrain")["job_variables"]
+            found = await ProcessJobConfiguration.from_template_and_values(kept, asked, client=client)
+            template["variables"]["properties"]["env"]["default"] = {}
+            await client.update_work_pool("draftsmith", WorkPoolUpdate(base_job_template=template))
+            return json.dumps(kept), found.env
+
+    with temporary_settings({PREFECT_API_URL: stack.api}):
+        shown, environment = asyncio.run(environment_of_a_run())
+    assert "not for pages" not in shown
+    assert environment["HF_TOKEN"] == "not for pages"
+    assert environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30"

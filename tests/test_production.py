@@ -1,0 +1,167 @@
+"""Containers and manifests of production/: what they say must be what this code and its servers read."""
+
+import asyncio
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prefect.workers.process import ProcessJobConfiguration
+
+from infra.servers.local import MLFLOW, PREFECT
+from infra.servers.stack import WORK_POOLS, WORKER
+from models.config.recipe import load_recipe
+
+ROOT = Path(__file__).parents[1]
+KIT = ROOT / "production"
+COMPOSE = yaml.safe_load((KIT / "compose.yaml").read_text())
+MANIFESTS = [
+    manifest
+    for file in sorted((KIT / "kubernetes").glob("*.yaml"))
+    for manifest in yaml.safe_load_all(file.read_text())
+]
+
+
+def pods() -> dict[str, dict[str, Any]]:
+    """Specifications of all pods by the name of what makes them."""
+    found = {
+        f"{one['kind']}/{one['metadata']['name']}": one["spec"]["template"]["spec"]
+        for one in MANIFESTS
+        if one["kind"] in {"Deployment", "Job"}
+    }
+    (cluster,) = (one["spec"] for one in MANIFESTS if one["kind"] == "RayCluster")
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    return found | {f"Ray/{number}": group["template"]["spec"] for number, group in enumerate(groups)}
+
+
+def variables(container: dict[str, Any]) -> dict[str, str]:
+    return {one["name"]: one.get("value", "") for one in container.get("env", ())}
+
+
+@pytest.mark.parametrize(("server", "settings"), [("prefect", PREFECT), ("mlflow", MLFLOW)])
+def test_servers_have_the_settings_of_our_own(server: str, settings: dict[str, str]) -> None:
+    in_compose = COMPOSE["services"][server]["environment"]
+    (in_pod,) = (variables(one) for pod in pods().values() for one in pod["containers"] if one["name"] == server)
+    for name, value in settings.items():
+        assert in_compose[name] == value, name
+        assert in_pod[name] == value, name
+
+
+def test_every_work_pool_has_a_worker() -> None:
+    commands = [service.get("command", []) for service in COMPOSE["services"].values()]
+    commands += [container.get("args", []) for pod in pods().values() for container in pod["containers"]]
+    for pool in WORK_POOLS:
+        assert sum(command[:5] == ["prefect", "worker", "start", "--pool", pool] for command in commands) == 2, pool
+    for name, value in WORKER.items():
+        assert COMPOSE["services"]["worker"]["environment"][name] == value
+        assert variables(pods()["Deployment/workers"]["containers"][0])[name] == value
+
+
+def test_nothing_listens_beyond_this_machine() -> None:
+    ports = [port for service in COMPOSE["services"].values() for port in service.get("ports", ())]
+    assert ports
+    assert all(port.startswith("127.0.0.1:") for port in ports)
+    assert not any(one["kind"] == "Ingress" or one["spec"].get("type") for one in MANIFESTS if "spec" in one)
+
+
+def test_no_pod_runs_as_root_or_may_become_it() -> None:
+    for name, pod in pods().items():
+        assert pod["securityContext"]["runAsNonRoot"], name
+        assert pod["securityContext"]["runAsUser"] == 1000, name
+    template = json.loads((KIT / "kubernetes" / "work-pool.json").read_text())
+    flow = template["job_configuration"]["job_manifest"]["spec"]["template"]["spec"]
+    assert flow["securityContext"]["runAsNonRoot"]
+    assert "USER 1000" in (KIT / "Containerfile").read_text()
+
+
+def test_secrets_are_made_once_and_closed_to_others(tmp_path: Path) -> None:
+    made, seen = tmp_path / "secrets", []
+    for _ in range(2):
+        subprocess.run(["sh", KIT / "new-secrets.sh", made], check=True, capture_output=True, timeout=30)
+        seen.append({file.name: file.read_text() for file in made.iterdir()})
+    found = seen[0]
+    assert seen[1] == found
+    assert made.stat().st_mode & 0o777 == 0o700
+    assert {Path(secret["file"]).name for secret in COMPOSE["secrets"].values()} == set(found)
+    assert found["PREFECT_SERVER_API_AUTH_STRING"] == found["PREFECT_API_AUTH_STRING"]
+    assert found["POSTGRES_PASSWORD"] in found["MLFLOW_BACKEND_STORE_URI"]
+    assert found["POSTGRES_PASSWORD"] in found["PREFECT_SERVER_DATABASE_CONNECTION_URL"]
+    (identity,) = json.loads(found["s3.json"])["identities"]
+    assert identity["credentials"] == [
+        {"accessKey": found["AWS_ACCESS_KEY_ID"], "secretKey": found["AWS_SECRET_ACCESS_KEY"]}
+    ]
+    assert len({*found.values()}) == len(found) - 2, "of seven secrets two stand in two files"
+
+
+def test_files_of_secrets_become_variables(tmp_path: Path) -> None:
+    """Also as Kubernetes mounts them: links into a hidden folder."""
+    (tmp_path / "..data").mkdir()
+    (tmp_path / "..data" / "PGPASSWORD").write_text("with space and 'quotes' $HOME\n")
+    (tmp_path / "PGPASSWORD").symlink_to("..data/PGPASSWORD")
+    (tmp_path / "AWS_SECRET_ACCESS_KEY").write_text("second")
+    command = [
+        "sh",
+        KIT / "entrypoint.sh",
+        "sh",
+        "-c",
+        'echo "$PGPASSWORD|$AWS_SECRET_ACCESS_KEY|$1"',
+        "-",
+        "an argument",
+    ]
+    environment = {"PATH": os.environ["PATH"], "SECRETS": str(tmp_path)}
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=30)
+    assert done.stdout == "with space and 'quotes' $HOME|second|an argument\n"
+
+
+def test_a_container_without_secrets_starts(tmp_path: Path) -> None:
+    environment = {"PATH": os.environ["PATH"], "SECRETS": str(tmp_path / "none")}
+    command = ["sh", KIT / "entrypoint.sh", "sh", "-c", "exit 7"]
+    assert subprocess.run(command, env=environment, timeout=30, check=False).returncode == 7
+
+
+def test_the_image_installs_what_there_is(tmp_path: Path) -> None:
+    text = (KIT / "Containerfile").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (extras,) = re.findall(r'OURS="\.\[(.*?)\]"', text)
+    assert {*extras.split(",")} <= {*project["optional-dependencies"]}
+    assert re.search(r"^sglang:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    # What the image writes as the version is what its package then has.
+    (substitution,) = re.findall(r"sed -i (\".*\") pyproject\.toml", text)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    script = f"VERSION=0.1.0+gabc1234; sed -i {substitution} pyproject.toml"
+    subprocess.run(["sh", "-c", script], cwd=tmp_path, check=True, timeout=30)
+    written = tomllib.loads((tmp_path / "pyproject.toml").read_text())
+    assert written["project"]["version"] == "0.1.0+gabc1234"
+    assert written["tool"] == tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+
+
+def test_the_job_of_ray_names_settings_that_there_are() -> None:
+    (job,) = (one["spec"] for one in MANIFESTS if one["kind"] == "RayJob")
+    words = shlex.split(shlex.split(job["entrypoint"])[-1])
+    recipe, overrides = words[5], words[6:]
+    config = load_recipe(ROOT / recipe, overrides)
+    assert config.pools.kind == "ray"
+    assert config.transport.kind == "mooncake"
+    assert config.transport.address == "auto"
+
+
+def test_a_pod_of_the_pool_has_what_a_deployment_asks_for() -> None:
+    """By Prefect's own rule for templates and job variables."""
+    template = json.loads((KIT / "kubernetes" / "work-pool.json").read_text())
+    manifest = template["job_configuration"]["job_manifest"]
+    assert manifest["spec"]["template"]["spec"]["containers"][0]["workingDir"] == "{{ working_dir }}"
+    kept = {"job_configuration": {"env": "{{ env }}", "working_dir": "{{ working_dir }}"}} | {
+        "variables": template["variables"]
+    }
+    asked = {"working_dir": "/work/elsewhere", "env": {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}}
+    found = asyncio.run(ProcessJobConfiguration.from_template_and_values(kept, asked, client=object()))  # type: ignore[arg-type]
+    assert str(found.working_dir) == "/work/elsewhere"
+    assert found.env["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30"
+    assert found.env["RAY_HEAD"] == "draftsmith-head-svc:6379"
