@@ -26,13 +26,13 @@ def clean_up(
         keep_checkpoints: newest MLflow runs of every recipe whose checkpoints are kept too.
         trash_days: what was deleted in MLflow leaves its database after this many days.
         cache_days: prepared targets, samples and downloads are removed this many days after their last use.
-        prompt_days: prompts sampled from request logs are removed after this many days.
+        prompt_days: prompts sampled from request logs, and samples made of them, are removed after this many days.
         log_mib: a larger log keeps its last part only, as NAME.1.
 
     Returns what was removed, in words.
     """
     runs = remove_old_runs(keep_runs, unfinished_days)
-    tracked = remove_tracked_runs(keep_tracked_runs, keep_checkpoints, trash_days)
+    tracked = remove_tracked_runs(keep_tracked_runs, keep_checkpoints, trash_days, prompt_days)
     files = remove_stale_files(cache_days, prompt_days, log_mib)
     folders = sweep_shared_memory()
     return (

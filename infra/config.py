@@ -187,6 +187,13 @@ class TrackingConfig(StrictConfig):
         default=None, description="Tracking server; default: $MLFLOW_TRACKING_URI, then runs/mlflow.db."
     )
     experiment: str = Field(default="draftsmith", min_length=1, max_length=250, description="MLflow experiment.")
+    dataset_mib: int = Field(
+        default=4096,
+        ge=0,
+        le=2**26,
+        description="Samples up to this size are copied to MLflow's artifact store, once for all runs that use them; "
+        "of larger ones the address in the cache is noted.",
+    )
     registered_model: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9_][A-Za-z0-9_. -]*$",

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from getpass import getuser
+from pathlib import Path
 from uuid import UUID
 
 from prefect import get_run_logger
@@ -21,16 +22,18 @@ from infra.records.data_path import SamplesRecord, TargetRecord, TrainingResult
 from infra.records.drafts import CapturePrecision, ExportRecord
 from infra.refusal import Refusal
 from infra.run.device_time import DeviceTime, device_time
+from infra.settings import runs_folder
 from infra.tracking import registry
 from infra.tracking.client import NOTE
+from infra.tracking.datasets import evaluation_set, log_samples, log_suites
 from infra.tracking.runs import (
     TrackedRun,
     end_run,
     log_benchmark,
     log_checkpoint,
+    log_figures,
     log_folder,
     log_new_metrics,
-    log_samples,
     logged_checkpoints,
     start_run,
 )
@@ -38,6 +41,8 @@ from tasks.report.page import version_markdown
 from tasks.run import OpenRun
 from tasks.side_effects import draft_tag, side_effect
 
+REQUESTS = "drift"
+"""Folder, in that of the runs, with prompts sampled from users' requests."""
 ABOUT = (
     "Drafts for speculative decoding of **{target}**, made by Draftsmith. The alias `champion` is the version that "
     "serving takes; `challenger` is the newest that has not earned that. Each version's description says what it "
@@ -60,17 +65,8 @@ def register_draft(
     if registered:
         model_id = registered.model_id
     else:
-        layouts = ", ".join(export.layouts) or "none"
-        model_id = log_folder(tracking, run.folder.export, "draft", trained.steps, "draft", layout=layouts)
-        log_benchmark(
-            tracking,
-            model_id,
-            metrics=_figures(result) | {f"gpu_hours/{role}": hours for role, hours in used.hours.items()},
-            curves=_curves(result),
-            conditions=result.conditions.model_dump(),
-            table=acceptance_table(result),
-            files=[*sorted(run.folder.plots.glob("*.png")), run.folder.request_counts, run.folder.gate],
-        )
+        model_id = _log_draft(run, tracking, trained, export, result)
+        log_figures(tracking, model_id, {f"gpu_hours/{role}": hours for role, hours in used.hours.items()})
     champion = RegisteredDraft.read(run.folder.champion) if run.folder.champion.exists() else None
     unwatchable = why_unwatchable(RequestCounts.read(run.folder.request_counts))
     tags = {
@@ -106,6 +102,26 @@ def register_draft(
     if unwatchable:
         get_run_logger().warning("watch-traffic cannot watch version %s: %s", draft.version, unwatchable)
     return draft
+
+
+def _log_draft(
+    run: OpenRun, tracking: TrackedRun, trained: TrainingResult, export: ExportRecord, result: BenchmarkResult
+) -> str:
+    """Log a draft with its benchmark; the id of the logged model."""
+    layouts = ", ".join(export.layouts) or "none"
+    model_id = log_folder(tracking, run.folder.export, "draft", trained.steps, "draft", layout=layouts)
+    log_benchmark(
+        tracking,
+        model_id,
+        metrics=_figures(result),
+        curves=_curves(result),
+        conditions=result.conditions.model_dump(),
+        table=acceptance_table(result),
+        files=[*sorted(run.folder.plots.glob("*.png")), run.folder.request_counts, run.folder.gate],
+        dataset=evaluation_set(tracking),
+    )
+    log_suites(tracking, [(suite.name, suite.dataset_hash, suite.name) for suite in result.suites])
+    return model_id
 
 
 def _precision(run: OpenRun) -> dict[str, str]:
@@ -248,8 +264,10 @@ def _user() -> str:
 
 @side_effect("track samples")
 def track_samples(run: OpenRun, tracking: TrackedRun, samples: SamplesRecord) -> None:
-    """Log the sample set with its hash."""
-    log_samples(tracking, run.config.data.source, samples)
+    """Note the sample set, and keep a copy of it where MLflow's artifacts are."""
+    source = run.config.data.source
+    private = Path(source).is_relative_to(runs_folder() / REQUESTS)
+    log_samples(tracking, source, samples, most_mib=run.config.tracking.dataset_mib, private=private)
 
 
 @side_effect("track training")

@@ -5,6 +5,7 @@ from prefect import get_run_logger
 from infra.files.locks import sweep
 from infra.run.retention import bound_logs, old_runs, remove, remove_old_prompts, remove_rest, remove_unused_cache
 from infra.settings import cache_folder, runs_folder, shared_memory_folder, tracking_database, tracking_uri
+from infra.tracking.datasets import remove_old_datasets
 from infra.tracking.retention import empty_trash, remove_old_tracking
 from tasks.side_effects import side_effect
 
@@ -23,11 +24,12 @@ def remove_old_runs(keep: int, unfinished_days: float) -> int:
 
 
 @side_effect("remove old runs from MLflow", retries=1)
-def remove_tracked_runs(keep_runs: int, keep_checkpoints: int, trash_days: float) -> int:
-    """Remove old runs from MLflow and empty its trash if its database is reachable; the number of runs."""
+def remove_tracked_runs(keep_runs: int, keep_checkpoints: int, trash_days: float, prompt_days: float) -> int:
+    """Remove old runs and their data from MLflow, and empty its trash if its database is reachable; how many runs."""
     uri, database, logger = tracking_uri(), tracking_database(), get_run_logger()
     runs, checkpoints = remove_old_tracking(uri, keep_runs, keep_checkpoints)
-    logger.info("removed from MLflow: %d runs, %d checkpoints", runs, checkpoints)
+    datasets = remove_old_datasets(uri, prompt_days)
+    logger.info("removed from MLflow: %d runs, %d checkpoints, %d data sets", runs, checkpoints, datasets)
     if database:
         empty_trash(database, trash_days)
     else:

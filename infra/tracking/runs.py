@@ -3,7 +3,6 @@
 Checkpoints and drafts are logged models without a flavour: safetensors and JSON, no pickle.
 """
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -11,12 +10,12 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
-from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, Metric, Param, RunTag
+from mlflow.entities import LoggedModelOutput, Metric, Param, RunTag
 
 from infra.files.atomic import write_atomically
 from infra.files.lines import read_objects
 from infra.records.acceptance import RegisteredDraft
-from infra.records.data_path import HELDOUT_LENGTH, HELDOUT_SEEN, Record, SamplesRecord
+from infra.records.data_path import HELDOUT_LENGTH, HELDOUT_SEEN, Record
 from infra.redaction import redacted
 from infra.tracking.client import NOTE, connect, experiment_id
 
@@ -81,14 +80,6 @@ def describe_run(run: TrackedRun, note: str, tags: Mapping[str, str], files: Seq
 def end_run(run: TrackedRun, status: str) -> None:
     """Close the run as FINISHED, FAILED or KILLED."""
     connect(run.uri).set_terminated(run.run_id, status)
-
-
-def log_samples(run: TrackedRun, name: str, samples: SamplesRecord) -> None:
-    """Log the sample set with its hash."""
-    digest = samples.dataset_hash[:36]  # all that MLflow keeps
-    profile = samples.model_dump_json(exclude={"path"})
-    dataset = Dataset(name, digest, "local", json.dumps({"uri": samples.path}), profile=profile)
-    connect(run.uri).log_inputs(run.run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
 
 
 def log_new_metrics(record: Path, metrics: Path) -> None:
@@ -177,17 +168,22 @@ def log_benchmark(
     conditions: Mapping[str, Any],
     table: Mapping[str, Sequence[Any]],
     files: Sequence[Path],
+    dataset: tuple[str | None, str | None],
 ) -> None:
     """Log acceptance numbers of one draft, with the conditions under which they hold, a table and the plots.
+
+    `dataset`: name and digest of the data set that they were measured on.
 
     Figures that stand alone are logged at step 0, which MLflow draws as bars, and a curve's points over their own x
     (a lookahead).
     """
     client = connect(run.uri)
     now = int(time.time() * 1000)
-    points = [Metric(key, value, now, 0, model_id, run_id=run.run_id) for key, value in metrics.items()]
+    points = [Metric(key, value, now, 0, model_id, *dataset, run.run_id) for key, value in metrics.items()]
     points += [
-        Metric(key, value, now, x, run_id=run.run_id) for key, curve in curves.items() for x, value in curve.items()
+        Metric(key, value, now, x, None, *dataset, run.run_id)
+        for key, curve in curves.items()
+        for x, value in curve.items()
     ]
     client.log_batch(run.run_id, metrics=points)
     client.log_model_params(model_id, {f"conditions.{key}": str(value) for key, value in _flat(conditions)})
@@ -195,6 +191,13 @@ def log_benchmark(
     client.log_dict(run.run_id, dict(table), "benchmark/acceptance.json")
     for file in files:
         client.log_artifact(run.run_id, str(file), "benchmark")
+
+
+def log_figures(run: TrackedRun, model_id: str, figures: Mapping[str, float]) -> None:
+    """Log figures of one draft that no data set decides."""
+    now = int(time.time() * 1000)
+    points = [Metric(key, value, now, 0, model_id, run_id=run.run_id) for key, value in figures.items()]
+    connect(run.uri).log_batch(run.run_id, metrics=points)
 
 
 def log_model_figures(uri: str, draft: RegisteredDraft, figures: Mapping[str, float]) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from infra.records.data_path import SamplesRecord
 from infra.tracking import registry, runs
 from infra.tracking.client import NOTE, connect
 from infra.tracking.promotion import DraftInService
@@ -83,17 +82,6 @@ def test_metrics_are_logged_once_over_steps_and_torn_lines_wait(record: Path, ru
     assert [m.value for m in client.get_metric_history(run.run_id, "training_acceptance/position_2")] == [0.25] * 3
 
 
-def test_samples_are_logged_with_their_hash(run: TrackedRun, uri: str) -> None:
-    samples = SamplesRecord(
-        path="/cache/samples", dataset_hash="d" * 64, template_hash="t", train_samples=9, heldout_samples=1,
-        train_tokens=900, longest=100, supervised_share=1.0, dropped=0, truncated=0, unusable=0,
-    )  # fmt: skip
-    runs.log_samples(run, "python-docs", samples)
-    (logged,) = connect(uri).get_run(run.run_id).inputs.dataset_inputs
-    assert (logged.dataset.name, logged.dataset.digest) == ("python-docs", "d" * 36)
-    assert json.loads(logged.dataset.profile)["dataset_hash"] == "d" * 64
-
-
 def test_checkpoints_are_logged_models_without_the_optimizer(run: TrackedRun, uri: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints" / "step-000020"
     folder.mkdir(parents=True)
@@ -131,13 +119,16 @@ def test_a_benchmark_belongs_to_its_draft_and_keeps_its_conditions(run: TrackedR
         conditions={"temperature": 0.0, "versions": {"torch": "2"}},
         table={"lookahead": [1]},
         files=[plot],
+        dataset=("python-docs (held out)", "e" * 36),
     )
     client = connect(uri)
     assert client.get_run(run.run_id).data.metrics["acceptance_length"] == 2.5
     curve = client.get_metric_history(run.run_id, "acceptance_length_by_lookahead/draft")
     assert [(point.step, point.value) for point in curve] == [(1, 1.5), (4, 2.5)]
     model = client.get_logged_model(model_id)
-    assert [metric.value for metric in model.metrics] == [2.5]
+    assert [(metric.value, metric.dataset_name, metric.dataset_digest) for metric in model.metrics] == [
+        (2.5, "python-docs (held out)", "e" * 36)
+    ]
     assert model.params["conditions.temperature"] == "0.0"
     assert model.params["conditions.versions.torch"] == "2"
     names = {artifact.path for artifact in client.list_artifacts(run.run_id, "benchmark")}
