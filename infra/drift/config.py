@@ -14,7 +14,7 @@ class RequestLogConfig(StrictConfig):
 
     folder: Address = Field(
         description="A folder or an s3:// URL; its .jsonl and .jsonl.gz files hold one request per line, with "
-        "`messages` or `prompt` as in OpenAI's API."
+        "`messages` or `prompt` as in OpenAI's API. SGLang's own files (--export-metrics-to-file) are read, too."
     )
     hours: float = Field(default=168.0, gt=0, le=100_000, description="Maximum age of the files, in hours.")
     prompts: int = Field(
@@ -25,6 +25,14 @@ class RequestLogConfig(StrictConfig):
     )
     longest_characters: int = Field(
         default=20_000, ge=1, le=100_000_000, description="Longest request, in characters; others are left out."
+    )
+    low_acceptance: float = Field(
+        default=1.0,
+        ge=0,
+        le=10,
+        description="How much requests are preferred that accepted little: a request's chance is proportional to its "
+        "verification steps per token to this power; 0: all alike. Read from SGLang's `completion_tokens` and "
+        "`spec_verify_ct`, in the line or in its `meta_info`; without them two tokens a step are assumed.",
     )
     seed: Seed = Field(default=0, description="Seed of the random sample.")
 

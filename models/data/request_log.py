@@ -5,17 +5,21 @@ FOLDER/prompts-<hash>.jsonl, a possible `data.source`, and their record to FOLDE
 process because it reads a lot, and because Presidio loads torch if it is installed.
 
 Logs are read from the newest file until there are enough prompts, because the drifted traffic is the newest. Within a
-file the requests with the smallest hashes of seed and text are kept: the sample does not depend on how often a request
-was sent, and only requests that would be kept are searched for private data.
+file each request has a key, -ln(u) / weight, where u in (0, 1] is a hash of seed and text, and the smallest keys are
+kept: weighted sampling without replacement (Efraimidis and Spirakis, 2006, section 2). It does not depend on order, nor
+on how often a request was sent, and only requests that would be kept are searched for private data. The weight is the
+verification steps per token that the engine counted: what accepted little teaches a draft most.
 """
 
 import argparse
 import hashlib
 import heapq
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,20 +33,41 @@ from infra.records.data_path import PromptsRecord
 from infra.refusal import Refusal
 
 SUFFIXES = (".jsonl", ".jsonl.gz")
+EXPORTED = "sglang-request-metrics-"
+"""SGLang's own files, of --export-metrics-to-file."""
+ASSUMED_LENGTH = 2.0
+"""Tokens a step of a request whose steps were not logged."""
+HASHES = 2**128
 RECORD = "prompts.json"
 
 Request = dict[str, Any]
 """`{"messages": [{"role", "content"}, ...]}` or `{"text": ...}`."""
 
 
-def parse(line: bytes) -> Request | str:
+@dataclass(frozen=True)
+class Logged:
+    """A line of a log."""
+
+    request: Request
+    steps_per_token: float
+    """Verification steps per generated token."""
+
+
+def parse(line: bytes) -> Logged | str:
     """The request in one line of a log, or the reason why it gives no prompt."""
     try:
         logged = json.loads(line)
-    except ValueError:
+        if isinstance(logged, dict) and isinstance(logged.get("request_parameters"), str):  # SGLang's own file
+            logged = {**logged, "prompt": json.loads(logged["request_parameters"]).get("text")}
+    except (ValueError, AttributeError):
         return "not JSON"
     if not isinstance(logged, dict):
         return "not a request"
+    request = _request(logged)
+    return request if isinstance(request, str) else Logged(request, _steps_per_token(logged))
+
+
+def _request(logged: dict[str, Any]) -> Request | str:
     if isinstance(logged.get("prompt"), str):
         return {"text": logged["prompt"]} if logged["prompt"].strip() else "empty"
     if not isinstance(logged.get("messages"), list) or not logged["messages"]:
@@ -54,6 +79,15 @@ def parse(line: bytes) -> Request | str:
             return "not only text"
         messages.append({"role": message["role"], "content": text})
     return {"messages": messages} if any(message["content"].strip() for message in messages) else "empty"
+
+
+def _steps_per_token(logged: dict[str, Any]) -> float:
+    """As SGLang counts; at most 1, which a step without a proposal gives."""
+    counts = {**meta, **logged} if isinstance(meta := logged.get("meta_info"), dict) else logged
+    steps, tokens = counts.get("spec_verify_ct"), counts.get("completion_tokens")
+    if not isinstance(steps, int) or not isinstance(tokens, int) or steps < 1 or tokens < 1:
+        return 1 / ASSUMED_LENGTH
+    return min(1.0, steps / tokens)
 
 
 def _text(content: Any) -> str | None:
@@ -74,7 +108,7 @@ def logged_texts(log: Path | str) -> list[str]:
     """All texts of one log, in its order. Raises Refusal if it cannot be read or has no text."""
     try:
         with fsspec.open(str(log), "rb", compression="infer") as file:
-            requests = [request for line in file if not isinstance(request := parse(line), str)]
+            requests = [logged.request for line in file if not isinstance(logged := parse(line), str)]
     except (OSError, EOFError) as error:
         raise Refusal(f"{log}: {error}: give a .jsonl or .jsonl.gz file of requests") from error
     found = [text for request in requests for text in texts(request)]
@@ -84,12 +118,12 @@ def logged_texts(log: Path | str) -> list[str]:
 
 
 class PromptSample:
-    """Keeps the newest requests without private data that have the smallest hashes."""
+    """Keeps the newest requests without private data that have the smallest keys."""
 
     def __init__(self, config: RequestLogConfig, find: Callable[[list[str]], set[str]]):
         self._config, self._find = config, find
-        self._heap: list[tuple[int, int, str]] = []
-        """Negated age, negated hash and JSON: the largest hash of the oldest file is on top."""
+        self._heap: list[tuple[int, float, str]] = []
+        """Negated age, negated key and JSON: the largest key of the oldest file is on top."""
         self._seen: set[int] = set()
         self.dropped: Counter[str] = Counter()
         self.read = self.searched = 0
@@ -103,10 +137,11 @@ class PromptSample:
         if not line.strip():
             return
         self.read += 1
-        request = parse(line)
-        if isinstance(request, str):
-            self.dropped[request] += 1
+        logged = parse(line)
+        if isinstance(logged, str):
+            self.dropped[logged] += 1
             return
+        request = logged.request
         if sum(map(len, texts(request))) > self._config.longest_characters:
             self.dropped["too long"] += 1
             return
@@ -116,14 +151,15 @@ class PromptSample:
             self.dropped["duplicate"] += 1
             return
         self._seen.add(place)
-        if self.full and (-age, -place) <= self._heap[0][:2]:
+        key = -math.log((place + 1) / HASHES) / logged.steps_per_token**self._config.low_acceptance
+        if self.full and (-age, -key) <= self._heap[0][:2]:
             return
         self.searched += 1
         private = self._find(texts(request))
         if private:
             self.dropped.update(private)
             return
-        heapq.heappush(self._heap, (-age, -place, document))
+        heapq.heappush(self._heap, (-age, -key, document))
         if len(self._heap) > self._config.prompts:
             heapq.heappop(self._heap)
 
@@ -141,7 +177,7 @@ def recent_logs(config: RequestLogConfig, now: float) -> Iterator[Iterator[bytes
     """The lines of each recent log, newest log first. Raises Refusal if there are no recent logs."""
     files, root = fsspec.core.url_to_fs(config.folder)
     listed: dict[str, dict[str, Any]] = files.find(root, detail=True)
-    logs = sorted(path for path in listed if path.endswith(SUFFIXES))
+    logs = sorted(path for path in listed if path.endswith(SUFFIXES) or Path(path).name.startswith(EXPORTED))
     fresh = [path for path in logs if now - _changed(listed[path]) <= config.hours * 3600]
     fresh.sort(key=lambda path: _changed(listed[path]), reverse=True)
     if not fresh:

@@ -19,7 +19,7 @@ from infra.files.atomic import write_atomically
 from infra.records.data_path import PromptsRecord
 from models.data.conversations import read_documents
 from models.data.private_data import find_private_data
-from models.data.request_log import RECORD, PromptSample, logged_texts, parse, sample_prompts, texts
+from models.data.request_log import RECORD, PromptSample, Request, logged_texts, parse, sample_prompts, texts
 
 CLEAN = [f"How does a list comprehension over {word} work in Python?" for word in ("sets", "dicts", "rows", "text")]
 PRIVATE = {
@@ -52,6 +52,11 @@ def no_finding(_: list[str]) -> set[str]:
     return set()
 
 
+def request_of(line: bytes) -> Request | str:
+    found = parse(line)
+    return found if isinstance(found, str) else found.request
+
+
 def chat(text: str) -> bytes:
     return json.dumps({"model": "m", "messages": [{"role": "user", "content": text}]}).encode()
 
@@ -78,9 +83,9 @@ def test_ordinary_text_is_left_alone():
 
 def test_requests_are_read_as_openai_sends_them():
     parts = [{"type": "text", "text": "Look:"}, {"type": "text", "text": "x = 1"}]
-    request = parse(json.dumps({"messages": [{"role": "user", "content": parts}]}).encode())
+    request = request_of(json.dumps({"messages": [{"role": "user", "content": parts}]}).encode())
     assert request == {"messages": [{"role": "user", "content": "Look:\nx = 1"}]}
-    assert parse(b'{"prompt": "Once upon"}') == {"text": "Once upon"}
+    assert request_of(b'{"prompt": "Once upon"}') == {"text": "Once upon"}
     image = {"type": "image_url", "image_url": {"url": "https://x"}}
     refused = {
         "not JSON": b"{",
@@ -88,7 +93,7 @@ def test_requests_are_read_as_openai_sends_them():
         "empty": b'{"prompt": "  "}',
         "not only text": json.dumps({"messages": [{"role": "user", "content": [image]}]}).encode(),
     }
-    assert {why: parse(line) for why, line in refused.items()} == {why: why for why in refused}
+    assert {why: request_of(line) for why, line in refused.items()} == {why: why for why in refused}
 
 
 @settings(max_examples=50, deadline=None)
@@ -180,9 +185,56 @@ def test_the_texts_of_one_log(tmp_path: Path):
     for path, data in (("a.jsonl", b"\n".join(lines)), ("b.jsonl.gz", gzip.compress(b"\n".join(lines)))):
         (tmp_path / path).write_bytes(data)
         found = logged_texts(tmp_path / path)
-        assert (found[0], found[1:]) == ("first", texts(parse(chat("second"))))
+        assert (found[0], found[1:]) == ("first", texts(request_of(chat("second"))))
     (tmp_path / "none.jsonl").write_bytes(b"broken")
     with pytest.raises(ValueError, match="has no request"):
         logged_texts(tmp_path / "none.jsonl")
     with pytest.raises(ValueError, match=r"give a \.jsonl"):
         logged_texts(tmp_path / "missing.jsonl")
+
+
+def counted(text: str, tokens: int, steps: int, *, inside: bool = False) -> bytes:
+    """A logged request with what SGLang counted of it."""
+    counts = {"completion_tokens": tokens, "spec_verify_ct": steps}
+    return json.dumps({"prompt": text} | ({"meta_info": counts} if inside else counts)).encode()
+
+
+@pytest.mark.parametrize(("power", "expected"), [(0.0, 0.5), (1.0, 0.8), (2.0, 16 / 17)])
+def test_what_accepted_little_is_preferred(power: float, expected: float):
+    """Of two kinds, one with a token a step and one with four; 300 of 20,000 are close to drawing with replacement."""
+    config = RequestLogConfig(folder="unused", prompts=300, low_acceptance=power, seed=3)
+    sample = PromptSample(config, no_finding)
+    for number in range(10_000):
+        sample.add(counted(f"poor {number}", 60, 60, inside=bool(number % 2)))
+        sample.add(counted(f"rich {number}", 60, 15))
+    poor = sum("poor" in document for document in sample.documents())
+    assert abs(poor / 300 - expected) < 4 * (expected * (1 - expected) / 300) ** 0.5 + 0.01
+
+
+def test_requests_without_counts_are_those_of_two_tokens_a_step():
+    assumed = parse(b'{"prompt": "a"}')
+    for odd in ({"spec_verify_ct": 0, "completion_tokens": 4}, {"spec_verify_ct": "7", "completion_tokens": 9}, {}):
+        line = json.dumps({"prompt": "a", "meta_info": None, **odd}).encode()
+        assert parse(line) == assumed
+    assert parse(counted("a", 8, 4)) == assumed
+    assert parse(counted("a", 3, 9)) == parse(counted("a", 3, 3)), "no step gives less than a token"
+
+
+def test_sglang_s_own_files_are_read(tmp_path: Path):
+    """As `--export-metrics-to-file` writes them."""
+    asked = {"rid": "1", "text": "What is a generator?", "stream": False}
+    line = {"request_parameters": json.dumps(asked), "id": "1", "completion_tokens": 12, "spec_verify_ct": 6}
+    file = tmp_path / "sglang-request-metrics-20261127_03.log"
+    lines = [
+        json.dumps(line),
+        json.dumps({**line, "request_parameters": "[]"}),
+        json.dumps({**line, "request_parameters": "{"}),
+    ]
+    file.write_text("\n".join(lines) + "\n")
+    (tmp_path / "server.log").write_text("started\n")
+    config = RequestLogConfig(folder=str(tmp_path), prompts=5)
+    found = sample_prompts(config, tmp_path / "out", no_finding, time.time())
+    assert found.lines == 3
+    assert found.prompts == 1
+    assert json.loads(Path(found.path).read_text()) == {"text": "What is a generator?"}
+    assert found.dropped == {"not JSON": 2}
