@@ -6,7 +6,6 @@ the operator's and stays; every other one follows prefect.yaml. FOLDER keeps wha
 """
 
 import argparse
-import subprocess
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +17,7 @@ from prefect.exceptions import ObjectNotFound
 
 from infra.files.atomic import write_atomically
 from infra.processes.exit import run_main
-from infra.processes.process import module
+from infra.processes.process import Owner, module, start
 from infra.records.data_path import Record
 from infra.servers.stack import WORK_POOLS
 
@@ -38,13 +37,21 @@ class Deployed(Record):
     automations: Mapping[str, bool] = {}
 
 
-def deploy(folder: Path, file: Path = Path("prefect.yaml"), only: Collection[str] | None = None) -> None:
+def deploy(
+    folder: Path,
+    file: Path = Path("prefect.yaml"),
+    only: Collection[str] | None = None,
+    locks: tuple[int, ...] = (),
+) -> None:
     """Bring a file of deployments into force; by default the current folder's. `folder` keeps what was deployed.
 
     `only` names the file's deployments (FLOW/NAME) and automations: what is kept of an interrupted call is soon out of
     date for all others. None: all are the file's.
 
-    Raises CalledProcessError with Prefect's own words.
+    `locks`: descriptors of locks that stay held until Prefect's command is gone, which a killed process leaves behind
+    for a moment.
+
+    Raises ProcessFailedError with Prefect's own words, and TimeoutError.
     """
     last, interrupted = folder / "deployed.json", folder / "deployed-before.json"
     with get_client(sync_client=True) as client:
@@ -53,11 +60,12 @@ def deploy(folder: Path, file: Path = Path("prefect.yaml"), only: Collection[str
         if not interrupted.exists():
             write_atomically(interrupted, _read_all(client, only))
         before = Deployed.read(interrupted)
-        subprocess.run(
-            module("prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file)),
-            check=True,
-            timeout=DEPLOY_S,
-        )
+        command = module("prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file))
+        process = start("prefect-deploy", command, Owner("deploy", folder / "logs", locks=locks))
+        try:
+            process.wait(DEPLOY_S)
+        finally:
+            process.stop()
         fresh = _read_all(client, only)
         _restore(client, before, Deployed.read(last) if last.exists() else fresh, fresh)
     write_atomically(last, fresh)

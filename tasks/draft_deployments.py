@@ -1,7 +1,8 @@
 """The deployments of one draft, from its recipe: retrain, regenerate, promote, benchmark-champion, watch-traffic."""
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -15,6 +16,7 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 from prefect.exceptions import ObjectNotFound
 
 from infra.files.atomic import write_atomically
+from infra.files.locks import Lock, LockHeldError, hold
 from infra.records.data_path import Record
 from infra.refusal import Refusal
 from infra.servers.stack import WORK_POOLS
@@ -26,6 +28,8 @@ from tasks.side_effects import draft_tag
 FILE, OPTIONS = "prefect.yaml", "options.json"
 HEAD: dict[str, Any] = {"name": "draftsmith", "build": [], "push": [], "pull": []}
 """As in the shared prefect.yaml: the project is installed where the worker runs."""
+OTHERS_S = 30.0
+"""Longer than a killed command leaves Prefect's own behind, which is told to stop at once."""
 HEARTBEAT_S = 30
 """As in the shared prefect.yaml: `recover` takes a flow run for dead after 90 s of silence."""
 ONE, SKIP = {"limit": 1, "collision_strategy": "ENQUEUE"}, {"limit": 1, "collision_strategy": "CANCEL_NEW"}
@@ -54,18 +58,19 @@ class DeployOptions(Record):
 def deploy_draft(folder: Path, config: RunConfig, options: DeployOptions) -> list[str]:
     """Create or update the deployments of a recipe's draft; what an operator changed stays. Returns their names.
 
-    `folder` keeps what was deployed. Raises Refusal for a notification block that is not there.
+    `folder` keeps what was deployed. Raises Refusal for a notification block that is not there, and while another
+    command deploys this draft.
     """
     draft, place = config.draft_name, folder / config.draft_name
-    place.mkdir(parents=True, exist_ok=True)
-    with get_client(sync_client=True) as client:
+    with _alone(folder, draft) as lock, get_client(sync_client=True) as client:
+        place.mkdir(parents=True, exist_ok=True)
         blocks = {name: _block(client, name) for name in options.notify}
         deployments = list(described(config, options))
         names = [f"{each['entrypoint'].rpartition('.')[2].replace('_', '-')}/{each['name']}" for each in deployments]
         _delete(client, (one for one in of_draft(client, draft) if _name(client, one) not in names))
         write_atomically(place / FILE, yaml.safe_dump(HEAD | {"deployments": deployments}))
         triggers = [trigger["name"] for each in deployments for trigger in each.get("triggers", ())]
-        deploy(place, place / FILE, [*names, *triggers])
+        deploy(place, place / FILE, [*names, *triggers], (lock.descriptor,))
         others = _others_of(client, draft)
         taken_over = dict.fromkeys([*remembered(folder, draft).taken_over, *others])
         # First: killed in between, the next `undeploy` knows of them.
@@ -84,8 +89,11 @@ def remembered(folder: Path, draft: str) -> DeployOptions:
 
 
 def undeploy_draft(folder: Path, draft: str) -> int:
-    """Delete a draft's deployments with their schedules, waiting runs and automations. Returns how many there were."""
-    with get_client(sync_client=True) as client:
+    """Delete a draft's deployments with their schedules, waiting runs and automations. Returns how many there were.
+
+    Raises Refusal while another command deploys this draft.
+    """
+    with _alone(folder, draft) as lock, get_client(sync_client=True) as client:
         found = of_draft(client, draft)
         _delete(client, found)
         for automation in all_pages(client.read_automations):
@@ -93,9 +101,21 @@ def undeploy_draft(folder: Path, draft: str) -> int:
                 client.delete_automation(automation.id)
             elif automation.id in remembered(folder, draft).taken_over:
                 client.resume_automation(automation.id)
-    # Last: killed before, the command can be given again.
-    shutil.rmtree(folder / draft, ignore_errors=True)
+        # Last: killed before, the command can be given again.
+        shutil.rmtree(folder / draft, ignore_errors=True)
+        lock.path.unlink()
     return len(found)
+
+
+@contextmanager
+def _alone(folder: Path, draft: str) -> Iterator[Lock]:
+    """One command for a draft at a time. One that was killed is waited for until Prefect's own is gone with it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with hold(folder / f"{draft}.lock", wait_s=OTHERS_S) as lock:
+            yield lock
+    except LockHeldError as error:
+        raise Refusal(f"another command deploys {draft} at this moment: try again when it has ended") from error
 
 
 def of_draft(client: SyncPrefectClient, draft: str) -> list[DeploymentResponse]:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,52 @@ def check_runs(stack: Any, retrain: str) -> None:
     assert following.expected_start_time is not None
     assert following.expected_start_time - now == timedelta(days=1)
     assert (str(last.id), last.state_name) == (ended, "Failed")
+
+
+def left(stack: Any) -> tuple[Any, ...]:
+    """All that a draft's deployments could leave behind: in Prefect, and in the folder of what was deployed."""
+    limits = {one["name"] for one in stack.post("v2/concurrency_limits/filter", {})}
+    waiting = stack.post("flow_runs/count", {"flow_runs": {"state": {"type": {"any_": ["SCHEDULED", "PENDING"]}}}})
+    folder = Path(stack.environment["DRAFTSMITH_RUNS"]) / ".deployments"
+    return whole(stack), limits, waiting, {one.name for one in folder.glob("*")} if folder.exists() else set()
+
+
+def killed_after(stack: Any, seconds: float, *arguments: str) -> bool:
+    """Whether a command was still at work when it was killed, by SIGKILL and alone: what it started is left behind."""
+    command = [sys.executable, "-c", "from flows.command_line import main; main()", *arguments]
+    with subprocess.Popen(command, cwd=ROOT, env=stack.environment, stdout=subprocess.DEVNULL) as process:
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return True
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_killed_at_any_point_they_leave_nothing(stack: Any, block: str) -> None:
+    """Each kill at another moment of the command; the next `undeploy` comes at once."""
+    asked = ["deploy", str(ROOT / "recipes" / "tiny.yaml"), "name=killed", "--cron", CRON, "--notify", block]
+    before = left(stack)
+    begun = time.monotonic()
+    draftsmith(stack, *asked)
+    deploying = time.monotonic() - begun
+    begun = time.monotonic()
+    draftsmith(stack, "undeploy", "draft-killed")
+    undeploying = time.monotonic() - begun
+    assert left(stack) == before
+    moments, caught = [0.4, 0.6, 0.75, 0.9], 0
+    for moment in moments:
+        caught += killed_after(stack, moment * deploying, *asked)
+        draftsmith(stack, "undeploy", "draft-killed")
+        assert left(stack) == before, f"deploy killed at {moment:.0%}"
+    for moment in moments:
+        draftsmith(stack, *asked)
+        caught += killed_after(stack, moment * undeploying, "undeploy", "draft-killed")
+        draftsmith(stack, "undeploy", "draft-killed")
+        assert left(stack) == before, f"undeploy killed at {moment:.0%}"
+    assert caught >= len(moments), "most commands must have been at work"
 
 
 @pytest.mark.slow
