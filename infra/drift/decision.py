@@ -18,12 +18,13 @@ from typing import Literal
 
 from infra.drift.config import WatchConfig
 from infra.drift.sequential import DriftTest
-from infra.drift.traffic import DriftVerdict, Series, TrafficRecord, TrafficWindow, judge, mean_length
+from infra.drift.traffic import DriftVerdict, Leading, Series, TrafficRecord, TrafficWindow, judge, mean_length
 from infra.records.acceptance import RegisteredDraft
 from infra.tracking.registry import REPLACES
 
 RECENT = 10
 """Windows that a comparison takes."""
+DAY_S = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,33 @@ def assess(
         return replace(finding, held=f"version {champion.version} is champion: finish its rollout")
     if is_the_versions_fault(finding, config.probation_windows):
         return replace(finding, due=alarm, event="degraded")
-    if leading is None or leading.version != draft.version:
-        return replace(finding, held="most servers run another version: retraining waits for the rollout")
-    if alarm.ended <= leading.since:
-        return replace(finding, held="the alarm came while most servers ran another version")
-    return replace(finding, due=alarm, event="drifted")
+    held = _not_yet(finding, alarm, leading) or _passing(finding)
+    return replace(finding, held=held) if held else replace(finding, due=alarm, event="drifted")
+
+
+def _not_yet(finding: DriftFinding, alarm: TrafficWindow, leading: Leading | None) -> str:
+    """Why an alarm waits for the champion's rollout; empty where most servers run it."""
+    if leading is None or leading.version != finding.draft.version:
+        return "most servers run another version: retraining waits for the rollout"
+    return "the alarm came while most servers ran another version" if alarm.ended <= leading.since else ""
+
+
+def _passing(finding: DriftFinding) -> str:
+    """Why an alarm may be a swing of the day that passes; empty for a fall that has lasted for a day.
+
+    A test of windows takes hours in which everybody asks something hard for a fall.
+    """
+    windows, reference = finding.series.windows, finding.test.reference.length
+    day = [window for window in windows if window.ended > windows[-1].ended - DAY_S]
+    if len(day) == len(windows) and not finding.series.dropped and windows[-1].ended - windows[0].began < DAY_S:
+        return "it serves for less than a day: retraining waits until a day has been seen"
+    mean = mean_length(day)
+    if mean < (1 - finding.test.fall / 2) * reference:
+        return ""
+    return (
+        f"over the last day it accepts {mean:.2f}, not {finding.test.fall / 2:.0%} less than the benchmark's "
+        f"{reference:.2f}: retraining waits for a fall that lasts"
+    )
 
 
 def is_the_versions_fault(finding: DriftFinding, probation_windows: int) -> bool:

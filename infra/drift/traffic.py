@@ -112,8 +112,6 @@ class Series(Record):
                 "dropped": self.dropped + surplus,
                 "learned": (),
                 "before": before.anew() if test.alarms(before) else before,
-                "announced": tuple(end for end in self.announced if end >= self.windows[surplus].began)
-                or self.announced[-1:],
             }
         )
 

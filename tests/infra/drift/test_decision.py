@@ -10,11 +10,17 @@ from infra.tracking.registry import REPLACES
 from tests.infra.drift.test_series import TEST
 
 CONFIG = WatchConfig(draft="d", servers=("http://a",))
+HOUR_S = 3600.0
+WINDOW_S = 8 * HOUR_S
 
 
-def series(version: int, began: int, *lengths: float, learned: tuple[TrafficWindow, ...] = ()) -> Series:
+def series(
+    version: int, began: int, *lengths: float, learned: tuple[TrafficWindow, ...] = (), each_s: float = WINDOW_S
+) -> Series:
     windows = tuple(
-        TrafficWindow(began=start, ended=start + 1, tokens=round(1000 * length), steps=1000, requests=100)
+        TrafficWindow(
+            began=start * each_s, ended=(start + 1) * each_s, tokens=round(1000 * length), steps=1000, requests=100
+        )
         for start, length in enumerate(lengths, start=began)
     )
     served = ServedSeries(version=version, lookahead=4, traffic="greedy")
@@ -45,7 +51,7 @@ def found(
 )
 def test_a_version_is_blamed_for_what_it_loses(announced: bool, now: float, event: str):
     before = series(1, 0, *[2.4] * 20, *([2.0] * 3 if announced else []))
-    before = before.model_copy(update={"announced": (21.0,) if announced else ()})
+    before = before.model_copy(update={"announced": (21 * WINDOW_S,) if announced else ()})
     after = series(2, 100, *[now] * 10, learned=before.windows[:20])
     leading = Leading(version=2, since=0.0)
     assert found(before, after, leading=leading).event == event
@@ -73,7 +79,9 @@ def test_a_version_that_is_being_replaced_calls_for_nothing():
 
 
 @pytest.mark.parametrize(
-    "leading", [None, Leading(version=1, since=0.0), Leading(version=2, since=90.0)], ids=["none", "other", "since"]
+    "leading",
+    [None, Leading(version=1, since=0.0), Leading(version=2, since=90 * WINDOW_S)],
+    ids=["none", "other", "since"],
 )
 def test_retraining_waits_for_most_servers(leading: Leading | None):
     finding = found(series(2, 0, *[2.4] * 30, *[1.7] * 10), leading=leading)
@@ -81,3 +89,25 @@ def test_retraining_waits_for_most_servers(leading: Leading | None):
     assert (finding.event, finding.due) == (None, None)
     assert finding.held
     assert found(series(2, 0, *[2.4] * 30, *[1.7] * 10), leading=Leading(version=2, since=1.0)).event == "drifted"
+
+
+def test_a_swing_of_the_day_is_no_fall_that_lasts():
+    """Six hours of every day lie 17 % below the benchmark, the others 2 % above."""
+    day = [2.45] * 18 + [2.0] * 6
+    swinging = series(2, 0, *day * 6, each_s=HOUR_S)
+    leading = Leading(version=2, since=0.0)
+    finding = found(swinging, leading=leading)
+    assert finding.verdict.alarms, "the test of windows must have been alarmed, or this proves nothing"
+    assert finding.event is None
+    assert finding.held.startswith("over the last day it accepts 2.34, not 5% less than the benchmark's 2.4")
+    fallen = series(2, 0, *day * 6, *[2.0] * 24, each_s=HOUR_S)
+    assert found(fallen, leading=leading).event == "drifted"
+
+
+def test_a_version_is_not_retrained_before_a_day_was_seen():
+    young = series(2, 0, *[2.4] * 30, *[1.7] * 10, each_s=HOUR_S / 2)
+    finding = found(young, leading=Leading(version=2, since=0.0))
+    assert finding.verdict.alarms
+    assert (finding.event, finding.held[:30]) == (None, "it serves for less than a day:")
+    # A version whose first windows are not kept any more has served for long.
+    assert found(young.model_copy(update={"dropped": 500}), leading=Leading(version=2, since=0.0)).event == "drifted"
