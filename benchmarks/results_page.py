@@ -176,6 +176,30 @@ def follower(result: Json) -> Iterable[tuple[str, str]]:
     yield "requests that were lost meanwhile", f"{result['lost']} of {result['sent']:,}, {result['retried']} sent again"
 
 
+def quarter(result: Json) -> Iterable[tuple[str, str]]:
+    told = result["totals"]
+    yield (
+        f"wrong promotions in {told['quarters']} simulated quarters of a draft; most needless retrainings in one of them",
+        f"{told['wrong_promotions']} of {told['promoted']}; {told['needless_most_per_draft']}",
+    )
+    yield (
+        "changes of traffic or target that a promoted draft answered",
+        f"{told['changes_answered_by_a_promotion']} of {told['changes']}",
+    )
+    yield (
+        "decisions that came out otherwise from their stored evidence; days on which the overview was wrong",
+        f"{told['decisions_not_replayed']}; {told['wrong_days_of_the_overview']}",
+    )
+
+
+def learning_curve(result: Json) -> Iterable[tuple[str, str]]:
+    short, long = result["samples"]
+    yield (
+        f"drafts of the tiny target whose gain from {short} to {long:,} samples lay in the band told before (90 %)",
+        f"{result['inside']} of {len(result['seeds'])}",
+    )
+
+
 def rollout(result: Json) -> Iterable[tuple[str, str]]:
     for gain, one in result["served_decides"].items():
         yield (
@@ -252,6 +276,7 @@ SECTIONS = (
             ("suffix", "suffix.py", suffix),
             ("mtp", "mtp.py", mtp),
             ("optimizers", "optimizers.py", optimizers),
+            ("learning_curve", "learning_curve.py", learning_curve),
             ("agreement-tiny-eagle3", "agreement.py", agreement),
             ("agreement-tiny-dflash", "agreement.py", agreement),
             ("agreement-quickstart-eagle3", "agreement.py", agreement),
@@ -290,6 +315,7 @@ SECTIONS = (
             ("year", "year.py", year),
             ("rollout", "rollout.py", rollout),
             ("follower", "follower.py", follower),
+            ("quarter", "quarter.py", quarter),
         ),
     ),
 )

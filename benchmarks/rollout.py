@@ -6,7 +6,7 @@ Requests are drawn from the recorded ones of a real benchmark (tokens and verifi
 needs fewer steps for the same tokens. Four servers are looked at every 15 minutes for 30 days; after some days the
 better version is promoted, and the servers are restarted with it late, one by one, after a canary, or never. Scraped
 records go through the code of the watch: identity, windows, test, decision. Only HTTP is left out, and old windows are
-dropped early, which changes no verdict.
+dropped early, which changes no verdict but whether a fall has lasted for a day: where it matters, a day is kept.
 
 Nothing has fallen in these months, so every retraining is needless and every rollback wrong. `registry_decides` is the
 same with the champion's version in place of the one that a server reports. Two more scenarios show that the watch is
@@ -48,7 +48,8 @@ REQUESTS_A_LOOK = 16
 PROMOTED_DAY = 4
 FALL_DAY = 26
 GAINS = (0.05, 0.10, 0.25)
-KEEP = 10
+KEEP, A_DAY = 10, 110
+"""Windows that are kept: what decides of a rollback, and what decides whether a fall has lasted for a day."""
 SEED = 20261123
 
 Rollout = Literal["late", "one by one", "canary", "never"]
@@ -67,6 +68,7 @@ class Month:
         rollout: how the servers come to run version 2.
         fall: relative fall of what every version accepts from `FALL_DAY` on.
         registry_decides: take every server for the champion's, whatever it reports.
+        keep: windows that are kept.
     """
 
     rows: Mapping[int, Rows]
@@ -75,6 +77,7 @@ class Month:
     seed: int
     fall: float = 0.0
     registry_decides: bool = False
+    keep: int = KEEP
 
 
 @dataclass
@@ -139,7 +142,7 @@ def live(month: Month) -> list[dict[str, Any]]:
         record = record.observe(seen, versions, config.traffic, now, config.window_steps)
         for series in record.live:
             test, draft = tests[series.served.version], drafts[series.served.version - 1]
-            finding = assess(record, series.trimmed(KEEP, test), draft, champion, test, config)
+            finding = assess(record, series.trimmed(month.keep, test), draft, champion, test, config)
             record = record.with_series(finding.series)
             if finding.due:
                 announced = finding.series.with_announced(finding.due)
@@ -201,7 +204,7 @@ def tally(months: Sequence[Sequence[dict[str, Any]]]) -> dict[str, int]:
 
 def true_falls(rows: Rows, seeds: Sequence[int]) -> dict[str, Any]:
     """A fall of 10 % after the rollout: windows from the first fallen one to the alarm, itself counted."""
-    months = [live(promoted_month(rows, 0.10, seed, fall=0.10)) for seed in seeds]
+    months = [live(promoted_month(rows, 0.10, seed, fall=0.10, keep=A_DAY)) for seed in seeds]
     rolled_out = [events for seed, events in zip(seeds, months, strict=True) if ROLLOUTS[seed % 4] != "never"]
     windows = [event["windows_after_fall"] for events in rolled_out for event in events if event["day"] >= FALL_DAY]
     never = [
