@@ -179,7 +179,7 @@ def follower(result: Json) -> Iterable[tuple[str, str]]:
 def quarter(result: Json) -> Iterable[tuple[str, str]]:
     told = result["totals"]
     yield (
-        f"wrong promotions in {told['quarters']} simulated quarters of a draft; most needless retrainings in one of them",
+        f"wrong promotions in {told['quarters']} simulated quarters of a draft; most needless retrainings in one",
         f"{told['wrong_promotions']} of {told['promoted']}; {told['needless_most_per_draft']}",
     )
     yield (
