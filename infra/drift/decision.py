@@ -18,13 +18,12 @@ from typing import Literal
 
 from infra.drift.config import WatchConfig
 from infra.drift.sequential import DriftTest
-from infra.drift.traffic import DriftVerdict, Leading, Series, TrafficRecord, TrafficWindow, judge, mean_length
+from infra.drift.traffic import DAY_S, DriftVerdict, Leading, Series, TrafficRecord, TrafficWindow, judge, mean_length
 from infra.records.acceptance import RegisteredDraft
 from infra.tracking.registry import REPLACES
 
 RECENT = 10
 """Windows that a comparison takes."""
-DAY_S = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -87,21 +86,24 @@ def _not_yet(finding: DriftFinding, alarm: TrafficWindow, leading: Leading | Non
 
 
 def _passing(finding: DriftFinding) -> str:
-    """Why an alarm may be a swing of the day that passes; empty for a fall that has lasted for a day.
+    """Why an alarm calls for no retraining (yet); empty for a fall that has lasted for a day.
 
-    A test of windows takes hours in which everybody asks something hard for a fall.
+    A test of windows takes hours in which everybody asks something hard for a fall. And a fall that was made known
+    before, and that retraining has not mended, is no reason to train again until there is a further one.
     """
-    windows, reference = finding.series.windows, finding.test.reference.length
-    day = [window for window in windows if window.ended > windows[-1].ended - DAY_S]
-    if len(day) == len(windows) and not finding.series.dropped and windows[-1].ended - windows[0].began < DAY_S:
+    series, fall = finding.series, finding.test.fall
+    day, windows = series.last_day(), series.windows
+    if len(day) == len(windows) and not series.dropped and windows[-1].ended - windows[0].began < DAY_S:
         return "it serves for less than a day: retraining waits until a day has been seen"
-    mean = mean_length(day)
-    if mean < (1 - finding.test.fall / 2) * reference:
-        return ""
-    return (
-        f"over the last day it accepts {mean:.2f}, not {finding.test.fall / 2:.0%} less than the benchmark's "
-        f"{reference:.2f}: retraining waits for a fall that lasts"
-    )
+    mean, benchmark = mean_length(day), finding.test.reference.length
+    if series.fallen_to is not None and mean >= (1 - fall / 2) * series.fallen_to:
+        return f"it has not fallen further than to the {series.fallen_to:.2f} of the alarm before"
+    if mean >= (1 - fall / 2) * benchmark:
+        return (
+            f"over the last day it accepts {mean:.2f}, not {fall / 2:.0%} less than the benchmark's {benchmark:.2f}: "
+            "retraining waits for a fall that lasts"
+        )
+    return ""
 
 
 def is_the_versions_fault(finding: DriftFinding, probation_windows: int) -> bool:

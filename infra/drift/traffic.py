@@ -26,6 +26,7 @@ from infra.records.data_path import Record
 KEEP_SERIES = 10
 """The versions that served last keep their series."""
 PRIVATE = 0o600
+DAY_S = 86_400.0
 
 
 class ServedSeries(Record):
@@ -80,6 +81,8 @@ class Series(Record):
     """The test before the first window that is kept, where windows were dropped."""
     announced: tuple[float, ...] = ()
     """Ends of the windows whose alarms were made known."""
+    fallen_to: float | None = None
+    """Acceptance length over the day before the newest of these alarms was made known."""
 
     @property
     def num_windows(self) -> int:
@@ -121,9 +124,14 @@ class Series(Record):
         alarms = [self.windows[index] for index in verdict.alarms]
         return next((window for window in reversed(alarms) if window.ended > after), None)
 
+    def last_day(self) -> tuple[TrafficWindow, ...]:
+        """The windows that ended in the day before the newest one did."""
+        return tuple(window for window in self.windows if window.ended > self.windows[-1].ended - DAY_S)
+
     def with_announced(self, window: TrafficWindow) -> "Series":
         """The series in which the alarm of this window was made known."""
-        return self.model_copy(update={"announced": (*self.announced, window.ended)})
+        fallen_to = mean_length(self.last_day())
+        return self.model_copy(update={"announced": (*self.announced, window.ended), "fallen_to": fallen_to})
 
 
 @dataclass(frozen=True)

@@ -111,3 +111,24 @@ def test_a_version_is_not_retrained_before_a_day_was_seen():
     assert (finding.event, finding.held[:30]) == (None, "it serves for less than a day:")
     # A version whose first windows are not kept any more has served for long.
     assert found(young.model_copy(update={"dropped": 500}), leading=Leading(version=2, since=0.0)).event == "drifted"
+
+
+def test_a_fall_that_was_made_known_is_no_reason_to_train_again():
+    """Whatever became of the retraining, unless there is a further fall."""
+    leading = Leading(version=2, since=0.0)
+    first = found(series(2, 0, *[2.4] * 40, *[2.0] * 40, each_s=HOUR_S), leading=leading)
+    assert first.event == "drifted"
+    assert first.due
+    known = first.series.with_announced(first.due)
+    assert known.fallen_to == pytest.approx(2.0)
+
+    def later(length: float) -> DriftFinding:
+        """Two weeks after it, at this length."""
+        more = series(2, 80, *[length] * 14 * 24, each_s=HOUR_S).windows
+        return found(known.model_copy(update={"windows": (*known.windows, *more)}), leading=leading)
+
+    same = later(1.97)
+    assert same.verdict.alarms[-1] > 80
+    assert (same.event, same.due) == (None, None)
+    assert same.held == "it has not fallen further than to the 2.00 of the alarm before"
+    assert later(1.85).event == "drifted"
