@@ -144,7 +144,9 @@ def test_the_image_installs_what_there_is(tmp_path: Path) -> None:
 
 def test_the_job_of_ray_names_settings_that_there_are() -> None:
     (job,) = (one["spec"] for one in MANIFESTS if one["kind"] == "RayJob")
-    words = shlex.split(shlex.split(job["entrypoint"])[-1])
+    program, *_, command = shlex.split(job["entrypoint"])
+    assert f"/usr/local/bin/{program}" in (KIT / "Containerfile").read_text()
+    words = shlex.split(command)
     recipe, overrides = words[5], words[6:]
     config = load_recipe(ROOT / recipe, overrides)
     assert config.pools.kind == "ray"

@@ -18,6 +18,7 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 from infra.files.atomic import sha256_file
 from infra.records.data_path import SamplesRecord
 from infra.tracking.client import NOTE, connect, experiment_id, pages
+from infra.tracking.retention import OURS
 from infra.tracking.runs import TrackedRun
 
 EXPERIMENT = "draftsmith-datasets"
@@ -79,7 +80,7 @@ def remove_old_datasets(uri: str, private_days: float) -> int:
     others = [str(one.experiment_id) for one in pages(client.search_experiments) if one.name != EXPERIMENT]
     named = {
         str(one.dataset.digest)
-        for run in (pages(client.search_runs, experiment_ids=others) if others else ())
+        for run in (pages(client.search_runs, experiment_ids=others, filter_string=OURS) if others else ())
         for one in (run.inputs.dataset_inputs if run.inputs else ())
     }
     for run in _copies(client, experiment):

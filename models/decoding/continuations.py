@@ -58,15 +58,16 @@ class _Ragged:
     """Prompts of a target whose caches can be taken apart by row; rows leave when their text ends."""
 
     def __init__(self, target: TargetModel, prompts: list[list[int]], sampling: Sampling):
-        self.target, self.sampling = target, sampling
-        self.starts = [start for _, some in groupby(prompts, key=len) for start in self._read(list(some))]
+        self.target, self.prompts, self.sampling = target, prompts, sampling
 
     def run(self, max_new_tokens: int, eos_ids: frozenset[int]) -> list[list[int]]:
-        texts = [[start.token] for start in self.starts]
+        starts = [start for _, some in groupby(self.prompts, key=len) for start in self._read(list(some))]
+        texts = [[start.token] for start in starts]
         rows = [row for row, text in enumerate(texts) if not ended(text, max_new_tokens, eos_ids)]
         if not rows:
             return texts
-        batch = TargetBatch(self.target, [self.starts[row] for row in rows])
+        batch = TargetBatch(self.target, [starts[row] for row in rows])
+        starts.clear()  # the batch has copies
         nothing = Tree(Proposals(torch.empty(0, dtype=torch.long, device=self.target.device), None), ())
         while rows:
             trees = [nothing] * len(rows)
@@ -81,14 +82,14 @@ class _Ragged:
         return texts
 
     def _read(self, prompts: list[list[int]]) -> list[Prefill]:
-        """Read prompts of one length."""
+        """Read prompts of one length; their features, which nobody wants here, are let go."""
         cache = self.target.new_cache()
         states = self.target.forward(torch.tensor(prompts, device=self.target.device), cache)
         tokens = self.sampling.choose(self.target.logits(states.last[:, -1])).tolist()
-        each = enumerate(zip(prompts, tokens, strict=True))
+        nothing = states.last.new_empty(0, 0)
         return [
-            Prefill(tuple(prompt), _row_of(cache, row), states.features[row], token, states.last[row])
-            for row, (prompt, token) in each
+            Prefill(tuple(prompt), _row_of(cache, row), nothing, token, nothing)
+            for row, (prompt, token) in enumerate(zip(prompts, tokens, strict=True))
         ]
 
 
