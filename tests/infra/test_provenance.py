@@ -1,6 +1,7 @@
 """What a run records of its code."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ ASK = "from infra.provenance import git_sha; print(git_sha())"
 def asked(folder: Path) -> str:
     """`git_sha` of the package in a folder, by a process of its own; other packages are this environment's."""
     done = subprocess.run(
-        [sys.executable, "-c", ASK], cwd=folder, env={"PYTHONPATH": str(folder), "PATH": "/usr/bin:/bin"},
+        [sys.executable, "-B", "-c", ASK], cwd=folder, env={"PYTHONPATH": str(folder), "PATH": "/usr/bin:/bin"},
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     return done.stdout.strip()
@@ -26,8 +27,8 @@ def installed(tmp_path: Path) -> Path:
     for package in ("flows", "tasks", "models", "infra"):
         (tmp_path / package).symlink_to(REPOSITORY / package)
     (tmp_path / "infra").unlink()
-    copied = subprocess.run(["cp", "-r", REPOSITORY / "infra", tmp_path / "infra"], timeout=60, check=True)
-    assert copied.returncode == 0
+    # Bytecode is written anew, and would count as changed.
+    shutil.copytree(REPOSITORY / "infra", tmp_path / "infra", ignore=shutil.ignore_patterns("__pycache__"))
     metadata = tmp_path / "draftsmith-0.1.0+gabc1234.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: draftsmith\nVersion: 0.1.0+gabc1234\n")
