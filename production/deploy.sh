@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes the bucket of MLflow's artifacts and brings prefect.yaml into force; recipes that are edited in /work stay.
+# Makes the bucket of MLflow's artifacts and brings prefect.yaml into force; recipes that are edited in /data stay.
 set -eu
 python -c 'import fsspec; fs = fsspec.filesystem("s3"); fs.exists("draftsmith") or fs.mkdir("draftsmith")'
 cp /opt/draftsmith/prefect.yaml .

@@ -162,8 +162,21 @@ def test_a_pod_of_the_pool_has_what_a_deployment_asks_for() -> None:
     kept = {"job_configuration": {"env": "{{ env }}", "working_dir": "{{ working_dir }}"}} | {
         "variables": template["variables"]
     }
-    asked = {"working_dir": "/work/elsewhere", "env": {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}}
+    asked = {"working_dir": "/data/elsewhere", "env": {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}}
     found = asyncio.run(ProcessJobConfiguration.from_template_and_values(kept, asked, client=object()))  # type: ignore[arg-type]
-    assert str(found.working_dir) == "/work/elsewhere"
+    assert str(found.working_dir) == "/data/elsewhere"
     assert found.env["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30"
     assert found.env["RAY_HEAD"] == "draftsmith-head-svc:6379"
+
+
+def test_files_that_are_named_are_there() -> None:
+    texts = [file.read_text() for file in KIT.rglob("*") if file.is_file() and "secrets" not in file.parts]
+    named = {path for text in texts for path in re.findall(r"/opt/draftsmith/([\w./-]+\.(?:sh|json|yaml))", text)}
+    assert len(named) >= 4
+    assert [path for path in named if not (ROOT / path).is_file()] == []
+    table = re.findall(r"^\| (`[^|]+`) \|", (ROOT / "docs" / "production.md").read_text(), re.MULTILINE)
+    files = [
+        name for row in table for name in re.findall(r"`([\w./-]+)`", row) if "." in name or name == "Containerfile"
+    ]
+    assert len(files) >= 9
+    assert [name for name in files if not (KIT / name).is_file()] == []
