@@ -36,7 +36,7 @@ import torch
 from draft_step import cpu_model
 from safetensors.torch import load_file, save_file
 
-from infra.drift.scrape import read_server_info
+from infra.drift.scrape import ask_info, read_server_info
 from infra.files.atomic import sha256_file, write_atomically
 from infra.network.health import trouble
 from infra.network.ports import HOST, reserved_port
@@ -275,9 +275,8 @@ class Campaign:
 
     def _running(self, port: int) -> int | None:
         try:
-            info = (
-                httpx.get(f"http://{HOST}:{port}/server_info", timeout=10.0, trust_env=False).raise_for_status().json()
-            )
+            with httpx.Client(timeout=10.0, trust_env=False) as client:
+                info = ask_info(client, f"http://{HOST}:{port}")
         except (httpx.HTTPError, json.JSONDecodeError):
             return None
         return version_of(read_server_info(info), self.folder / "served", DRAFT)

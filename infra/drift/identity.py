@@ -1,7 +1,8 @@
 """Which registered version a server runs, from what the server reports.
 
-Three sources, the surest first:
+Four sources, the surest first:
 
+0. Weights that the serving follower put into the running server.
 1. The reported folder, where this machine can read it: the hash of its weights is a tag of the version.
 2. The version in the reported path: `.../NAME/3`, `.../NAME-v3`, `.../NAME@3`, or the id of the logged model.
 3. A label that the operator gave the server: `--weight-version NAME@3` or `--served-model-name NAME@3`.
@@ -19,12 +20,8 @@ from infra.drift.scrape import Scrape, ServedDraft
 from infra.drift.traffic import TrafficRecord
 from infra.files.atomic import sha256_file
 from infra.records.acceptance import RegisteredDraft
+from infra.records.drafts import BLOCK, CONFIG, WEIGHTS
 from infra.tracking.registry import RUN, WEIGHTS_SHA256
-
-WEIGHTS = "model.safetensors"
-DESCRIPTION = "config.json"
-BLOCK = "draftsmith"
-"""The part of an export's description that is ours."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +53,14 @@ def identify(draft: ServedDraft, name: str, versions: Sequence[RegisteredDraft])
     """Find the version of `name` that a server runs."""
     if draft.path is None:
         return Identity(None, "it runs no draft model")
+    numbers = {version.version for version in versions}
+    if draft.swapped is not None:
+        version = next((number for number in _numbers(name, draft.swapped) if number in numbers), None)
+        return Identity(version, "" if version else f"{draft.swapped} was put into it while it ran")
     folder = Path(draft.path)
     if (folder / WEIGHTS).is_file():
         version = _by_content(folder, versions)
         return Identity(version, "" if version else f"the weights in {folder} are of no registered version of {name}")
-    numbers = {version.version for version in versions}
     by_model = [one.version for one in versions if one.model_id and one.model_id in folder.parts]
     named = [*by_model, *_numbers(name, draft.path), *(n for label in draft.labels for n in _numbers(name, label))]
     version = next((number for number in named if number in numbers), None)
@@ -86,7 +86,7 @@ def _by_content(folder: Path, versions: Sequence[RegisteredDraft]) -> int | None
 def _run_of(folder: Path) -> str | None:
     """The run that an export says it comes from."""
     try:
-        described = json.loads((folder / DESCRIPTION).read_text())
+        described = json.loads((folder / CONFIG).read_text())
     except (FileNotFoundError, json.JSONDecodeError):
         return None
     return described.get(BLOCK, {}).get("run") if isinstance(described, dict) else None

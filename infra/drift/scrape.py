@@ -5,7 +5,8 @@ first token comes from the prefill, so verification steps emitted the generated 
 and a step that the end of the text cut are included. The gauge of the acceptance length covers the last few steps only.
 
 `/server_info` holds the resolved command line, hence the draft's path, and how long the phases of the server's start
-took. Those durations are measured once per start, which makes them a name of that start.
+took. Those durations are measured once per start, which makes them a name of that start. The weight version in
+`/model_info` changes while the server runs.
 """
 
 import hashlib
@@ -27,6 +28,8 @@ REQUESTS = "sglang:num_requests_total"
 STEPS = "sglang:spec_verify_calls_total"
 LOOKAHEAD = "sglang:spec_num_steps"
 DRAFT_TOKENS = "sglang:spec_num_draft_tokens"
+SWAPPED = "draftsmith:"
+"""Begins the server's weight version after a swap; NAME@VERSION follows."""
 
 
 class Counters(Record):
@@ -58,6 +61,8 @@ class ServedDraft(Record):
     """Hash that differs between two starts of the server."""
     path: str | None
     """Value of --speculative-draft-model-path; None: the server runs no draft model."""
+    swapped: str | None = None
+    """NAME@VERSION of the weights that the serving follower has put into it since its start, if it did."""
     labels: tuple[str, ...] = ()
     """Names that an operator gave the server: --served-model-name and --weight-version."""
 
@@ -119,15 +124,24 @@ def _sums(page: str) -> dict[str, float]:
 
 
 def read_server_info(info: Mapping[str, Any]) -> ServedDraft:
-    """Read the JSON of `/server_info`. It may hold keys and tokens, so only names of draft and target are kept."""
+    """Read what `ask_info` returns. It may hold keys and tokens, so only names of draft and target are kept."""
     started = json.dumps([info.get("startup_time"), info.get("launch_command"), info.get("random_seed")], default=str)
-    names = (info.get("served_model_name"), info.get("weight_version"))
+    weights = str(info.get("weight_version") or "")
+    swapped = weights.removeprefix(SWAPPED) if weights.startswith(SWAPPED) else None
+    names = (info.get("served_model_name"), None if swapped else weights)
     path = info.get("speculative_draft_model_path")
     return ServedDraft(
         start=hashlib.sha256(started.encode()).hexdigest()[:16],
         path=str(path) if path else None,
+        swapped=swapped,
         labels=tuple(str(name) for name in names if name),
     )
+
+
+def ask_info(client: httpx.Client, url: str) -> dict[str, Any]:
+    """A server's `/server_info`, with the weight version that it reports now. Raises httpx.HTTPError."""
+    info = client.get(f"{url}/server_info").raise_for_status().json()
+    return info | {"weight_version": client.get(f"{url}/model_info").raise_for_status().json().get("weight_version")}
 
 
 def scrape(servers: Sequence[str], timeout_s: float) -> Scrape:
@@ -149,12 +163,12 @@ def scrape(servers: Sequence[str], timeout_s: float) -> Scrape:
 def _ask(client: httpx.Client, url: str, shown: str) -> Reading:
     """One server's reading. Its draft is asked for before and after the counters: a restart may fall in between.
 
-    Raises ConnectionResetError for such a restart: counters and draft may not belong together.
+    Raises ConnectionResetError for such a restart, or a swap: counters and draft may not belong together.
     """
-    info = client.get(f"{url}/server_info").raise_for_status().json()
+    info = ask_info(client, url)
     before = read_server_info(info)
     page = client.get(f"{url}/metrics").raise_for_status().text
-    after = read_server_info(client.get(f"{url}/server_info").raise_for_status().json())
+    after = read_server_info(ask_info(client, url))
     if before != after:
-        raise ConnectionResetError("it was restarted while it was read")
+        raise ConnectionResetError("it was restarted, or got another draft, while it was read")
     return read_metrics(page, shown, after).model_copy(update={"target": read_target(info)})

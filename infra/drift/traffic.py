@@ -166,6 +166,8 @@ class ServerState(Record):
     """One server at the last look."""
 
     start: str
+    swapped: str | None = None
+    """As `ServedDraft.swapped`."""
     version: int | None
     """None if its draft is unknown."""
     lookahead: int | None
@@ -200,10 +202,10 @@ class TrafficRecord(Record):
     def version_of(self, server: str, reading: Reading) -> int | None:
         """The version that this start of a server was found to run earlier.
 
-        It is found once per start: a folder whose content is replaced later does not change what was loaded from it.
+        It is found once per start and swap: a folder whose content is replaced later does not change what was loaded.
         """
-        state = self.servers.get(server)
-        return state.version if state and state.start == reading.draft.start else None
+        state, draft = self.servers.get(server), reading.draft
+        return state.version if state and (state.start, state.swapped) == (draft.start, draft.swapped) else None
 
     def observe(
         self, scrape: Scrape, versions: Mapping[str, int | None], traffic: str, now: float, least_steps: int
@@ -242,10 +244,11 @@ class TrafficRecord(Record):
         return ServerState(
             target=known or (reading.target and with_content(reading.target)),
             start=reading.draft.start,
+            swapped=reading.draft.swapped,
             version=version,
             lookahead=reading.lookahead or (before.lookahead if before else None),
             counters=reading.counters,
-            reported=before is not None and before.reported,
+            reported=before is not None and before.reported and before.swapped == reading.draft.swapped,
         )
 
     def _counted(self, url: str, reading: Reading, state: ServerState) -> Counters:
@@ -255,8 +258,8 @@ class TrafficRecord(Record):
             return Counters()
         if before.start != state.start:
             return reading.counters
-        if before.lookahead not in (None, state.lookahead):
-            return Counters()  # some of it at one lookahead, some at another
+        if before.lookahead not in (None, state.lookahead) or before.swapped != state.swapped:
+            return Counters()  # some of it at one lookahead or with one draft, some with another
         return reading.counters.since(before.counters)
 
     def _learned(self, served: ServedSeries) -> tuple[TrafficWindow, ...]:

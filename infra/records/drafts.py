@@ -5,6 +5,11 @@ from typing import Literal
 
 from infra.records.data_path import Record
 
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+"""Files of an exported draft."""
+BLOCK = "draftsmith"
+"""The part of its `config.json` that is ours."""
+
 
 class CapturePrecision(Record):
     """`precision.json`: at which precision hidden states are captured, which is what a draft is trained for."""

@@ -105,6 +105,11 @@ class FollowConfig(StrictConfig):
         description="Use the version's arguments for a changing load (--speculative-adaptive) where it has any, in "
         "place of those for its main load.",
     )
+    swap: bool = Field(
+        default=True,
+        description="Load a version's weights into running servers where that is exact: it differs from the version "
+        "before it in its weights alone. Otherwise, and with false, servers are restarted.",
+    )
     poll_s: Seconds = Field(default=10.0, description="Seconds between two looks at registry and servers.")
     start_timeout_s: Seconds = Field(default=900.0, description="Seconds until a started server must be healthy.")
     drain_s: float = Field(

@@ -39,6 +39,10 @@ class ServerControl(Protocol):
         """Whether what runs was started as the settings and the draft's arguments say now."""
         ...
 
+    def swapped(self, arguments: Sequence[str]) -> None:
+        """It runs as if it had been started with these."""
+        ...
+
     def start(self, arguments: Sequence[str]) -> None:
         """Start it with the draft's arguments; it may take minutes until it is healthy."""
         ...
@@ -80,6 +84,9 @@ class OwnServer:
                 if process.environ().get(COMMAND) != wanted:
                     return False
         return True
+
+    def swapped(self, arguments: Sequence[str]) -> None:
+        """It dies with its processes, and whoever starts it again says what with."""
 
     def start(self, arguments: Sequence[str]) -> None:
         assert not self._processes(), "it runs already"
@@ -163,6 +170,9 @@ class RestartedServer:
     def was_started_with(self, arguments: Sequence[str]) -> bool:
         """By the file; a server that was never restarted from here is as it is."""
         return not self._file.is_file() or self._file.read_text() == _variables(arguments)
+
+    def swapped(self, arguments: Sequence[str]) -> None:
+        write_atomically(self._file, _variables(arguments))
 
     def start(self, arguments: Sequence[str]) -> None:
         if any(" " in argument for argument in arguments):

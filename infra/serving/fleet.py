@@ -1,6 +1,7 @@
 """The servers of a follower as they are: looked at all at once, started, stopped."""
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from infra.serving.config import FollowConfig
 from infra.serving.control import OwnServer, ServerControl, control_of
 from infra.serving.rollout import NO_DRAFT, Condition, RolloutState, SeenServer
 from infra.serving.servers import ServerClient, ServerReport, version_of
+from infra.serving.versions import VersionFolder
 
 BACKOFF_S, MOST_BACKOFF_S = 5.0, 300.0
 """Before a server is started again that failed to start: doubled each time."""
@@ -125,6 +127,13 @@ class Fleet:
             self.controls[url].start(arguments)
         except (CalledProcessError, TimeoutExpired) as error:
             self._say(f"{url}: {error}; see {self._config.folder}/logs")
+
+    def swap(self, url: str, ranks: int, version: VersionFolder, weights: str) -> None:
+        """Load a version's weights into a running server. Raises httpx.HTTPError where it does not take them."""
+        began = time.monotonic()
+        self.clients[url].swap(weights, ranks, f"{self._config.draft}@{version.version}")
+        self.controls[url].swapped(version.arguments)
+        self._say(f"{url} took the weights of version {version.version} in {time.monotonic() - began:.1f} s as it ran")
 
     def stop(self, url: str) -> bool:
         """Let a server finish its requests and end; False where its start replaces it."""

@@ -6,6 +6,7 @@ does one thing. It keeps nothing in memory that it could not do without, so it m
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from infra.serving.rollout import (
     NO_DRAFT,
     RolloutState,
     SeenServer,
+    ServerStep,
     Trial,
     canaries,
     complete,
@@ -37,6 +39,7 @@ from infra.serving.rollout import (
     wanted_versions,
 )
 from infra.serving.servers import ServerReport, expected, trouble_with
+from infra.serving.swap import CannotSwapError, changed_weights
 from infra.serving.versions import BrokenVersionError, VersionFolder, fetch, open_version, remove_others
 from infra.tracking import registry
 from infra.tracking.client import check_answers, connect, find_model
@@ -293,16 +296,20 @@ class Follower:
     def _act(self, looks: Sequence[LookedAt], now: float) -> bool:
         """Start and stop what is next; returns whether all is as the registry wants it."""
         wanted = self._wanted(looks)
-        seen = [self._as_started(look.seen, version) for look, version in zip(looks, wanted, strict=True)]
+        seen = [self._as_started(look.seen, version, look.report) for look, version in zip(looks, wanted, strict=True)]
         for step in next_steps(seen, wanted, self._config.healthy_others):
             if step.kind == "stop":
+                if self._swap(step, looks):
+                    continue
                 self._print(f"{step.url} is replaced, to run {in_words(step.version)}")
                 self._keep(self.state.model_copy(update={"stopped": {**self.state.stopped, step.url: now}}))
                 if self._fleet.stop(step.url):
                     continue
                 stopped = {url: at for url, at in self.state.stopped.items() if url != step.url}
                 self._keep(self.state.model_copy(update={"stopped": stopped}))
-            self._keep(self.state.model_copy(update={"started": {**self.state.started, step.url: step.version}}))
+            started = {**self.state.started, step.url: step.version}
+            swapping = tuple(url for url in self.state.swapping if url != step.url)
+            self._keep(self.state.model_copy(update={"started": started, "swapping": swapping}))
             self._fleet.start(step.url, self._arguments(step.version), step.version)
         done = all(
             one.condition == "healthy" and one.version == version for one, version in zip(seen, wanted, strict=True)
@@ -316,12 +323,50 @@ class Follower:
         remove_others(self._folder, self._config.draft, {self.state.target, *self.state.proven[-2:]})
         return not self.state.taken_back
 
-    def _as_started(self, seen: SeenServer, wanted: int) -> SeenServer:
-        """A server whose command or arguments are not those of the settings any more is replaced like a foreign one."""
-        if seen.condition != "healthy" or seen.version != wanted or wanted == FOREIGN:
+    def _as_started(self, seen: SeenServer, wanted: int, report: ServerReport | None) -> SeenServer:
+        """A server whose command or arguments are not those of the settings any more is replaced like a foreign one.
+
+        So is one whose swap was interrupted.
+        """
+        if seen.condition != "healthy":
             return seen
-        same = self._fleet.controls[seen.url].was_started_with(self._arguments(wanted))
-        return seen if same else replace(seen, version=FOREIGN)
+        if seen.url in self.state.swapping:
+            with suppress(httpx.HTTPError):  # its requests may wait for this, before it can stop
+                self._fleet.clients[seen.url].resume()
+            return replace(seen, version=FOREIGN)
+        if seen.version != wanted or wanted == FOREIGN:
+            return seen
+        return seen if self._is_as_set(seen.url, wanted, report) else replace(seen, version=FOREIGN)
+
+    def _is_as_set(self, url: str, version: int, report: ServerReport | None) -> bool:
+        """Whether a server runs as the settings say. After a swap, its command line names the folder that it loaded."""
+        now, control = self._arguments(version), self._fleet.controls[url]
+        if control.was_started_with(now):
+            return True
+        loaded = report.draft.path if report and report.draft.swapped else None
+        return loaded is not None and control.was_started_with((*now[:1], loaded, *now[2:]))
+
+    def _swap(self, step: ServerStep, looks: Sequence[LookedAt]) -> bool:
+        """Load a version's weights into a running server; False where it is to be restarted."""
+        look = next(look for look in looks if look.seen.url == step.url)
+        url, before, report = step.url, look.seen.version, look.report
+        if report is None or not self._config.swap or url in self.state.swapping or before == step.version:
+            return False
+        if {NO_DRAFT, FOREIGN} & {before, step.version} or not self._is_as_set(url, before, report):
+            return False
+        old, new = self._served(before), self._served(step.version)
+        if old is None or new is None or old.arguments[2:] != new.arguments[2:]:
+            return False
+        try:
+            weights = changed_weights(old.path, new.path)
+            self._keep(self.state.model_copy(update={"swapping": (*self.state.swapping, url)}))
+            self._fleet.swap(url, report.ranks, new, weights)
+        except (CannotSwapError, httpx.HTTPError) as error:
+            self._say("swap", f"{url} is restarted for version {step.version}: {first_line(error)}")
+            return False
+        swapping = tuple(other for other in self.state.swapping if other != url)
+        self._keep(self.state.model_copy(update={"swapping": swapping}))
+        return True
 
     def stop_servers(self) -> None:
         """Let all servers that were started from their command line finish their requests and end."""

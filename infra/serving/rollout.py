@@ -80,6 +80,8 @@ class RolloutState(Record):
     """When a server was told to stop, by address."""
     started: Mapping[str, int] = {}
     """The version that a server was started with and is not healthy with yet, by address."""
+    swapping: tuple[str, ...] = ()
+    """Addresses of servers whose weights may be half swapped: they are restarted."""
 
 
 @dataclass(frozen=True)

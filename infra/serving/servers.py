@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from infra.drift.scrape import Counters, ServedDraft, read_metrics, read_server_info
+from infra.drift.scrape import SWAPPED, Counters, ServedDraft, ask_info, read_metrics, read_server_info
 from infra.network.health import public
 from infra.records.acceptance import RequestCounts
 from infra.serving.comparison import StepGroup, compare_paired
@@ -31,6 +31,8 @@ class ServerReport:
     lookahead: int | None
     """None: it drafts nothing, trees, or changes its lookahead."""
     counters: Counters
+    ranks: int = 1
+    """Of tensor parallelism; each loads the weights of a swap for itself."""
 
 
 class ServerClient:
@@ -58,11 +60,11 @@ class ServerClient:
     def report(self) -> ServerReport:
         """What it runs and has counted; it is healthy if this returns. Raises Refusal for one without metrics."""
         self._http.get(f"{self.url}/health").raise_for_status()
-        info = self._http.get(f"{self.url}/server_info").raise_for_status().json()
+        info = ask_info(self._http, self.url)
         page = self._http.get(f"{self.url}/metrics").raise_for_status().text
         draft = read_server_info(info)
         reading = read_metrics(page, public(self.url), draft)
-        return ServerReport(draft, _lookahead(info), reading.counters)
+        return ServerReport(draft, _lookahead(info), reading.counters, int(info.get("tp_size") or 1))
 
     def probe(self, report: ServerReport, prompts: Sequence[Sequence[int]], new_tokens: int) -> ServerProbe:
         """Greedy answers to prompts, one after the other."""
@@ -77,6 +79,30 @@ class ServerClient:
             answers.append(ProbeAnswer(tokens=tokens, group=StepGroup(tokens=max(0, len(tokens) - 1), steps=steps)))
         return ServerProbe(lookahead=report.lookahead, answers=tuple(answers))
 
+    def swap(self, weights: str, ranks: int, name: str) -> None:
+        """Load a draft's weights into the running server; from then on it reports `name` as `ServedDraft.swapped`.
+
+        Requests wait meanwhile and are read again after it, so that no state of the old weights is left.
+        """
+        self._post("pause_generation", {"mode": "retract"})
+        try:
+            self._post("begin_weight_update", {"selector": "draft"})
+            body = {"serialized_named_tensors": [weights] * ranks, "weight_version": SWAPPED + name}
+            self._post("update_weights_from_tensor", body | {"selector": "draft"})
+            self._post("end_weight_update", {})
+        finally:
+            self.resume()
+
+    def resume(self) -> None:
+        """Go on after an interrupted swap."""
+        self._post("continue_generation", {"torch_empty_cache": False})
+
+    def _post(self, path: str, body: dict[str, Any]) -> None:
+        answer = self._http.post(f"{self.url}/{path}", json=body, timeout=REQUEST_S)
+        if answer.is_error:  # the reason is in the text
+            message = f"{path}: {answer.status_code} {answer.text[:300]}"
+            raise httpx.HTTPStatusError(message, request=answer.request, response=answer)
+
 
 def _lookahead(info: dict[str, Any]) -> int | None:
     tokens, topk = info.get("speculative_num_draft_tokens"), info.get("speculative_eagle_topk")
@@ -86,9 +112,12 @@ def _lookahead(info: dict[str, Any]) -> int | None:
 
 
 def version_of(draft: ServedDraft, folder: Path, name: str) -> int:
-    """The version that a server runs, by the folder it loaded."""
+    """The version that a server runs, by what was put into it while it ran, or by the folder it loaded."""
     if draft.path is None:
         return NO_DRAFT
+    if draft.swapped is not None:
+        own, _, number = draft.swapped.rpartition("@")
+        return int(number) if own == name and number.isdigit() else FOREIGN
     place = Path(draft.path)
     return int(place.name) if place.parent == folder / name and place.name.isdigit() else FOREIGN
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from infra.files.atomic import sha256_file, write_atomically
 from infra.records.acceptance import RequestCounts
+from infra.records.drafts import WEIGHTS
 from infra.refusal import Refusal
 from infra.serving.rollout import NO_DRAFT
 from infra.tracking import registry
 
-WEIGHTS = "model.safetensors"
 SETTINGS = Path("serving", "sglang.json")
 ADAPTIVE = Path("serving", "sglang_adaptive.json")
 COUNTS = "request_counts.json"

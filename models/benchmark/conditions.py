@@ -11,6 +11,7 @@ from infra.files.atomic import sha256_file
 from infra.provenance import hardware, versions
 from infra.records.acceptance import Conditions
 from infra.records.data_path import TargetRecord
+from infra.records.drafts import WEIGHTS
 from infra.settings import leased_gpus
 from infra.sglang.command import sglang_version
 from models.config.benchmark import BenchmarkConfig
@@ -79,7 +80,7 @@ def conditions(
         target=Path(target.name).name if Path(target.name).is_dir() else target.name,
         target_revision=target.revision,
         draft="/".join(draft.absolute().parts[-2:]) if draft else "none",
-        draft_revision=sha256_file(draft / "model.safetensors") if draft else "none",
+        draft_revision=sha256_file(draft / WEIGHTS) if draft else "none",
         dataset_hash=dataset_hash,
         template_hash=template_hash,
         thinking=_thinks(Path(target.path), texts),

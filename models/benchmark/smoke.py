@@ -12,6 +12,7 @@ from pathlib import Path
 from infra.files.atomic import sha256_file, write_atomically
 from infra.processes.exit import run_main
 from infra.records.acceptance import RequestCounts, SmokeResult
+from infra.records.drafts import WEIGHTS
 from infra.refusal import Refusal
 from models.benchmark.contestants import load_contestants
 from models.benchmark.counter import why_engine_counts
@@ -31,7 +32,7 @@ DECODED = 2
 
 def smoke_test(run: PreparedRun, export: Path, benchmarked: RequestCounts) -> SmokeResult:
     """Decode again, and compare. Raises Refusal for an export that cannot be loaded."""
-    found = sha256_file(export / "model.safetensors")
+    found = sha256_file(export / WEIGHTS)
     if found != benchmarked.conditions.draft_revision:
         raise Refusal(
             f"the registry's weights (SHA-256 {found[:12]}) are not those that were benchmarked "

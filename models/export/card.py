@@ -12,10 +12,10 @@ from infra.provenance import git_sha
 from infra.records.acceptance import BenchmarkResult
 from infra.records.benchmark_text import acceptance_tables, findings, text_of
 from infra.records.data_path import TargetRecord
-from infra.records.drafts import CapturePrecision
+from infra.records.drafts import BLOCK, CONFIG, CapturePrecision
 from infra.templates import render
 from models.config.recipe import RunConfig
-from models.export.description import BLOCK, CONFIG, UNQUANTIZED_DRAFT, vllm_method
+from models.export.description import UNQUANTIZED_DRAFT, vllm_method
 from models.export.serving_settings import SERVING
 from models.run import PreparedRun
 

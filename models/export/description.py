@@ -11,15 +11,13 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from infra.records.drafts import CapturePrecision, StartRecord
+from infra.records.drafts import BLOCK, CONFIG, CapturePrecision, StartRecord
 from infra.refusal import Refusal
 from models.config.draft import DraftConfig, parse_draft_config
 from models.drafts.base import Draft
 from models.export.served_target import ServedTarget
 from models.run import RunWithTarget
 
-CONFIG = "config.json"
-BLOCK = "draftsmith"
 SGLANG: Literal["sglang"] = "sglang"
 SPECULATORS: Literal["speculators"] = "speculators"
 UNQUANTIZED_DRAFT = ("--speculative-draft-model-quantization", "unquant")

@@ -21,6 +21,7 @@ from torch import Tensor
 from infra.files.run_folder import RunFolder
 from infra.processes.exit import run_main
 from infra.records.data_path import TargetRecord
+from infra.records.drafts import BLOCK, CONFIG
 from infra.refusal import Refusal
 from models.config.draft import DraftConfig, parse_draft_config
 from models.config.recipe import RunConfig, read_config
@@ -28,7 +29,6 @@ from models.data.hub import model_folder
 from models.drafts.base import Draft
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
-from models.export.description import BLOCK, CONFIG
 from models.export.published_settings import PublishedDraft, first_error, read_published
 from models.export.served_target import read_served_target
 from models.export.sglang import MAPS, current_name, fill, write_export

@@ -20,7 +20,7 @@ from torch import Tensor
 from infra.files.atomic import sha256_file, write_atomically
 from infra.processes.exit import run_main
 from infra.records.data_path import TrainingResult
-from infra.records.drafts import CapturePrecision, ExportRecord
+from infra.records.drafts import BLOCK, CONFIG, WEIGHTS, CapturePrecision, ExportRecord
 from infra.refusal import Refusal
 from models.checkpoint import AVERAGED, DRAFT, VOCABULARY, DraftDescription
 from models.config.draft import parse_draft_config
@@ -31,8 +31,6 @@ from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.card import CHAT_TEMPLATE, write_card
 from models.export.description import (
-    BLOCK,
-    CONFIG,
     SGLANG,
     SPECULATORS,
     ExportDescription,
@@ -47,7 +45,6 @@ from models.run import PreparedRun
 from models.targets.own_layer import OwnLayer
 from models.targets.weights import read_target_head, tensor_files
 
-WEIGHTS = "model.safetensors"
 MAPS = ("d2t", "t2d")
 NOT_THE_LAYERS = ("quantization_config", "auto_map")
 """What a target's `config.json` says of other tensors, and of code that is not in the export's folder."""

@@ -44,6 +44,12 @@ def test_a_folder_that_cannot_be_read_is_known_by_name(path: str | None, labels:
     assert bool(identity.reason) is (expected is None)
 
 
+@pytest.mark.parametrize(("swapped", "expected"), [("draft-tiny@12", 12), ("draft-tiny@7", None), ("other@2", None)])
+def test_swapped_weights_come_before_the_folder(swapped: str, expected: int | None):
+    draft = served("/drafts/draft-tiny/2").model_copy(update={"swapped": swapped})
+    assert identify(draft, "draft-tiny", VERSIONS).version == expected
+
+
 def test_a_folder_that_can_be_read_is_known_by_its_weights(tmp_path: Path):
     """Whatever its name says."""
     folder = tmp_path / "draft-tiny" / "1"

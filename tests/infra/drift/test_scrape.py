@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.drift.scrape import Counters, Reading, read_metrics, read_server_info, scrape
+from infra.drift.scrape import SWAPPED, Counters, Reading, read_metrics, read_server_info, scrape
 from infra.refusal import Refusal
 
 TEXT = (Path(__file__).parent / "sglang_metrics.txt").read_text()
@@ -44,7 +44,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(200, TEXT)
         if server.key and self.headers.get("Authorization") != f"Bearer {server.key}":
             return self.answer(401, "Unauthorized")
-        return self.answer(200, json.dumps(server.info)) if self.path == "/server_info" else self.answer(404, "")
+        pages = {"/server_info": server.info, "/model_info": {"weight_version": server.info["weight_version"]}}
+        return self.answer(200, json.dumps(pages[self.path])) if self.path in pages else self.answer(404, "")
 
     def answer(self, status: int, text: str) -> None:
         self.send_response(status)
@@ -95,9 +96,18 @@ def test_the_server_says_which_draft_it_runs(server: Server):
     assert after.start != first.draft.start
 
 
+def test_a_swap_is_the_same_start_with_another_draft(server: Server):
+    before = scrape([server.url], ANSWER_S).readings[server.url].draft
+    server.info = server.info | {"weight_version": f"{SWAPPED}draft-tiny@4"}
+    after = scrape([server.url], ANSWER_S).readings[server.url].draft
+    assert (before.swapped, after.swapped) == (None, "draft-tiny@4")
+    assert (before.start, before.path) == (after.start, after.path)
+    assert not any("draft-tiny@4" in label for label in after.labels)
+
+
 def test_counters_and_draft_of_one_reading_are_of_one_start(server: Server):
     server.restart_between = True
-    with pytest.raises(ConnectionError, match="restarted while it was read"):
+    with pytest.raises(ConnectionError, match="restarted, or got another draft"):
         scrape([server.url], ANSWER_S)
 
 

@@ -21,11 +21,17 @@ class Fleet:
         self.record, self.hour, self.least = TrafficRecord(draft="d"), 0, least
         self.total: dict[str, Counters] = {}
         self.runs: dict[str, tuple[str, int | None]] = {}
+        self.swapped: dict[str, str] = {}
 
     def start(self, url: str, version: int | None) -> None:
         """Start a server, or restart it with this version."""
         self.total[url] = Counters()
         self.runs[url] = (f"{url} {self.hour} {version}", version)
+
+    def swap(self, url: str, version: int) -> None:
+        """Give a running server another version's weights."""
+        self.runs[url] = (self.runs[url][0], version)
+        self.swapped[url] = f"d@{version}"
 
     def serve(self, url: str, requests: int, length: float = 2.4) -> None:
         self.total[url] = self.total[url].plus(counted(requests, length))
@@ -36,7 +42,7 @@ class Fleet:
                 counters=self.total[url],
                 lookahead=lookahead,
                 draft_tokens=lookahead and lookahead + 1,
-                draft=ServedDraft(start=start, path="p"),
+                draft=ServedDraft(start=start, path="p", swapped=self.swapped.get(url)),
             )
             for url, (start, _) in self.runs.items()
             if url not in silent
@@ -94,6 +100,20 @@ def test_a_restarted_server_counts_from_zero_even_where_it_has_counted_more():
     fleet.serve(A, 30)
     fleet.look()
     assert fleet.requests(1) == 50
+
+
+def test_what_was_counted_around_a_swap_is_of_no_version():
+    fleet = Fleet()
+    fleet.start(A, 1)
+    fleet.look()
+    fleet.serve(A, 20)
+    fleet.look()
+    fleet.swap(A, 2)
+    fleet.serve(A, 30)
+    fleet.look()
+    fleet.serve(A, 40)
+    fleet.look()
+    assert (fleet.requests(1), fleet.requests(2)) == (20, 40)
 
 
 def test_servers_come_and_go():

@@ -14,6 +14,8 @@ from typing import Any
 
 import httpx
 import psutil
+import torch
+from safetensors.torch import save_file
 
 from infra.files.atomic import sha256_file, write_atomically
 from infra.network.ports import reserved_port
@@ -49,7 +51,11 @@ def benchmarked(length: float) -> RequestCounts:
 def stand_in_draft(export: Path, number: int, worth: dict[str, Any]) -> Path:
     """What a stand-in loads, with arguments for SGLang."""
     (export / "serving").mkdir(parents=True)
-    (export / "model.safetensors").write_text(f"weights {number}")
+    if worth.get("in_weights"):
+        save_file({"length": torch.tensor([worth.pop("length")])}, export / "model.safetensors")
+        worth["architectures"] = ["LlamaForCausalLMEagle3"]
+    else:
+        (export / "model.safetensors").write_text(f"weights {number}")
     (export / "config.json").write_text(json.dumps(worth))
     (export / "serving" / "sglang.json").write_text(json.dumps({"arguments": ARGUMENTS}))
     return export

@@ -3,14 +3,18 @@
     python stand_in_sglang.py --port PORT [--speculative-draft-model-path FOLDER] [...]
 
 The draft's config.json says what it is worth: {"length": acceptance length}, and {"broken": true} for one that cannot
-be loaded. The text is the target's, whatever the draft. Like SGLang it drains after SIGTERM: its health is 503, and it
-ends when no request is left.
+be loaded, {"frozen": true} for one whose server takes no other weights. With {"in_weights": true} the length is the
+number in the tensor `length`, so that a swap changes it. The text is the target's, whatever the draft. Like SGLang it
+drains after SIGTERM: its health is 503, and it ends when no request is left.
 """
 
 import argparse
+import base64
 import json
+import pickle
 import random
 import signal
+import struct
 import threading
 import time
 import uuid
@@ -42,8 +46,11 @@ class StandIn(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, port: int, draft: str | None, length: float) -> None:
-        self.draft, self.length, self.started = draft, length, str(uuid.uuid4())
+    def __init__(self, port: int, draft: str | None, worth: dict[str, Any]) -> None:
+        self.draft, self.length, self.started = draft, worth["length"], str(uuid.uuid4())
+        self.frozen, self.weight_version = worth.get("frozen", False), "default"
+        self.going, self.session = threading.Event(), False
+        self.going.set()
         self.generated = self.requests = self.steps = self.busy = 0
         self.draining = False
         self.lock = threading.Lock()
@@ -66,11 +73,32 @@ class StandIn(ThreadingHTTPServer):
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         prompt = body["input_ids"]
         time.sleep(0.02)
+        self.going.wait()
         tokens, steps = target_text(prompt), count_steps(prompt, self.length) if self.draft else 0
         with self.lock:
             self.generated, self.requests = self.generated + len(tokens), self.requests + 1
             self.steps += steps
         return {"output_ids": tokens, "meta_info": {"spec_verify_ct": steps}}
+
+    def control(self, path: str, body: dict[str, Any]) -> int:
+        """A step of a swap; the status."""
+        if path == "/pause_generation":
+            assert body == {"mode": "retract"}
+            self.going.clear()
+        elif path == "/continue_generation":
+            self.going.set()
+        elif path in ("/begin_weight_update", "/end_weight_update"):
+            self.session = path.startswith("/begin")
+        else:
+            assert self.session
+            assert not self.going.is_set()
+            assert body["selector"] == "draft"
+            if self.frozen:
+                return 400
+            (rank,) = body["serialized_named_tensors"]
+            self.length = round(float(dict(pickle.loads(base64.b64decode(rank)))["length"]), 3)  # noqa: S301
+            self.weight_version = body["weight_version"]
+        return 200
 
     def drain(self) -> None:
         self.draining = True
@@ -86,11 +114,18 @@ class Answers(BaseHTTPRequestHandler):
         if self.path == "/health":
             self.answer(503 if self.server.draining else 200, "")
         else:
-            pages = {"/server_info": lambda: json.dumps(self.server.info()), "/metrics": self.server.metrics}
+            pages = {
+                "/server_info": lambda: json.dumps(self.server.info()),
+                "/model_info": lambda: json.dumps({"weight_version": self.server.weight_version}),
+                "/metrics": self.server.metrics,
+            }
             self.answer(200, pages[self.path]())
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path != "/generate":
+            self.answer(self.server.control(self.path, body), "")
+            return
         with self.server.lock:
             self.server.busy += 1
         try:
@@ -109,17 +144,27 @@ class Answers(BaseHTTPRequestHandler):
         """Nobody reads it."""
 
 
+def read_length(file: Path) -> float:
+    """The only number in a safetensors file, without importing torch."""
+    content = file.read_bytes()
+    begin = 8 + struct.unpack("<Q", content[:8])[0]
+    return struct.unpack("<f", content[begin : begin + 4])[0]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--speculative-draft-model-path")
     options, _ = parser.parse_known_args()
-    worth = {"length": 1.0}
+    worth: dict[str, Any] = {"length": 1.0}
     if options.speculative_draft_model_path:
-        worth = json.loads((Path(options.speculative_draft_model_path) / "config.json").read_text())
+        draft = Path(options.speculative_draft_model_path)
+        worth |= json.loads((draft / "config.json").read_text())
+        if worth.get("in_weights"):
+            worth["length"] = round(read_length(draft / "model.safetensors"), 3)
     if worth.get("broken"):
         raise SystemExit("RuntimeError: the draft's tensors do not fit")
-    server = StandIn(options.port, options.speculative_draft_model_path, worth["length"])
+    server = StandIn(options.port, options.speculative_draft_model_path, worth)
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.drain).start())
     server.serve_forever(poll_interval=0.02)
 

@@ -1,11 +1,13 @@
 """The follower over real SGLang servers, with drafts that nobody trained: starts, drains, reports, answers."""
 
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from infra.serving.config import CanaryConfig, ServerConfig
 from infra.sglang.command import ServerSpec, serving_command
@@ -28,6 +30,15 @@ def world(path_in_memory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ser
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with serving_world(path_in_memory, f"sqlite:///{path_in_memory / 'mlflow.db'}", 2) as world:
         yield world
+
+
+def with_other_weights(export: Path, place: Path) -> Path:
+    """A version that differs from another in its weights alone."""
+    shutil.copytree(export, place)
+    tensors = load_file(place / "model.safetensors")
+    tensors["fc.weight"].mul_(1.01)
+    save_file(tensors, place / "model.safetensors")
+    return place
 
 
 @pytest.mark.slow
@@ -57,5 +68,11 @@ def test_two_real_servers_follow_a_promotion_and_a_withdrawal(world: ServingWorl
         world.settle(follower, timeout_s=300.0)
     assert world.running() == [version] * 2
     assert clients.lost == []
+    before = len(world.said)
+    world.promote(other := world.register(export=with_other_weights(tmp_path / "export", tmp_path / "other")))
+    world.settle(follower, timeout_s=300.0)
+    assert world.running() == [other] * 2
+    said = "\n".join(world.said[before:])
+    assert (said.count("took the weights"), said.count("starts with")) == (2, 0), said
     follower.stop_servers()
     assert world.servers() == []

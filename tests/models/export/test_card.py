@@ -9,11 +9,11 @@ import yaml
 from infra.files.atomic import sha256_file, write_atomically
 from infra.files.run_folder import RunFolder
 from infra.records.data_path import SamplesRecord, TargetRecord
-from infra.records.drafts import CapturePrecision
+from infra.records.drafts import BLOCK, CapturePrecision
 from models.config.recipe import RunConfig, load_recipe
 from models.data.chat_template import read_template_file
 from models.export.card import write_card
-from models.export.description import BLOCK, block_of, vllm_method
+from models.export.description import block_of, vllm_method
 from models.run import PreparedRun
 
 RECIPES = Path(__file__).parents[3] / "recipes"

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from infra.records.drafts import BLOCK
 from models.config.draft import parse_draft_config
-from models.export.description import BLOCK, FLOATS, block_of, check_precision, read_description
+from models.export.description import FLOATS, block_of, check_precision, read_description
 
 DRAFT = {"method": "eagle3", "vocab_size": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 DRAFT |= {"intermediate_size": 20}

@@ -9,12 +9,12 @@ from torch.nn.functional import normalize
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from infra.records.data_path import TargetRecord
+from infra.records.drafts import BLOCK, CONFIG
 from infra.refusal import Refusal
 from models.config.draft import parse_draft_config
 from models.drafts.base import Draft
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
-from models.export.description import BLOCK, CONFIG
 from models.export.published import load_published
 from models.export.served_target import read_served_target
 from models.export.sglang import write_export

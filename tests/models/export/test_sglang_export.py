@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from infra.files.atomic import write_atomically
 from infra.records.data_path import SamplesRecord
+from infra.refusal import Refusal
+from infra.serving.servers import ServerClient
 from models.benchmark.harness_result import page
 from models.benchmark.served import counts_of, setup_of, watch
 from models.benchmark.standalone import bench
@@ -21,9 +23,11 @@ from models.config.bench_arguments import bench_parser
 from models.config.benchmark import PromotionConfig
 from models.data.sample_set import read_manifest, write_sample_set
 from models.data.samples import EncodedSample, Splits
+from models.decoding.acceptance import AcceptedCounts
 from models.decoding.plain import continue_greedily
 from models.decoding.speculative import speculate
 from models.export.sglang import MAPS, load_draft
+from models.export.swap import changed_tensors, serialized
 from models.run import PreparedRun
 from models.targets.model import TargetModel
 
@@ -116,6 +120,7 @@ def test_an_overfit_draft_is_accepted_nearly_always_and_its_export_is_complete(o
     monkeypatch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")
     check_decoded(run, target, text)
     check_served(run, text)
+    check_swap(run, text, tmp_path, monkeypatch)
     check_bench(run, tmp_path, monkeypatch)
     check_layout(run.folder.export, run)
     check_refusals(run.folder.export, Path(run.target.path), tmp_path)
@@ -123,11 +128,16 @@ def test_an_overfit_draft_is_accepted_nearly_always_and_its_export_is_complete(o
 
 @pytest.mark.long
 @pytest.mark.parametrize("draft", [DFLASH, DFLASH2, DOMINO, DSPARK], ids=["dflash", "dflash2", "domino", "dspark"])
-def test_an_overfit_block_draft_is_accepted_nearly_always(overfit, monkeypatch, draft):
+def test_an_overfit_block_draft_is_accepted_nearly_always(overfit, tmp_path, monkeypatch, draft):
     run, target, text = overfit(draft, "training.samples_per_step=2", f"benchmark.lookahead={LOOKAHEAD}")
     monkeypatch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")
     check_decoded(run, target, text)
     check_served(run, text)
+    if draft in (DFLASH, DFLASH2):
+        check_swap(run, text, tmp_path, monkeypatch)
+    else:
+        with pytest.raises(Refusal, match="not known to be exact"):
+            changed_tensors(run.folder.export, run.folder.export)
     if draft == DSPARK:
         check_wrong_layout(run, text)
 
@@ -153,6 +163,33 @@ def check_served(run: PreparedRun, text: list[int]) -> None:
         answer = watch(client, prompt, sampling)
     assert answer.tokens == list(ours.tokens) == text[PROMPT_TOKENS:]
     assert counts_of(answer, LOOKAHEAD) == ours.counts
+
+
+def check_swap(run: PreparedRun, text: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that started with worse weights accepts after a swap what the reference decoder does; and back."""
+    place, export, dtype, prompt = Path(run.target.path), run.folder.export, torch.bfloat16, text[:PROMPT_TOKENS]
+    worse = Path(shutil.copytree(export, folder / "worse"))
+    tensors, noise = load_file(export / "model.safetensors"), torch.Generator().manual_seed(0)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.ndim == 2 and "embed" not in name:
+            tensor.add_(tensor.float().std() * torch.randn(tensor.shape, generator=noise))
+    save_file(tensors, worse / "model.safetensors")
+    target = TargetModel.load(place, run.config.target.aux_layer_ids, dtype)
+    sampling = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    monkeypatch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")
+    counts: list[AcceptedCounts] = []
+    with replace(setup_of(run), dtype="auto").serving(worse, LOOKAHEAD) as client:
+        control = ServerClient(client.server.address)
+        for old, new in [(worse, worse), (worse, export), (export, worse)]:
+            if new != old:
+                control.swap(serialized(changed_tensors(old, new)), 1, f"draft@{len(counts)}")
+            answer = watch(client, prompt, sampling)
+            assert answer.tokens == text[PROMPT_TOKENS:]
+            counts.append(counts_of(answer, LOOKAHEAD))
+    ours = speculate(target, load_draft(export, place, dtype), prompt, LOOKAHEAD, NEW_TOKENS, frozenset())
+    assert counts[1] == ours.counts
+    assert counts[2] == counts[0]
+    assert counts[0].steps > counts[1].steps
 
 
 def check_wrong_layout(run: PreparedRun, text: list[int]) -> None:

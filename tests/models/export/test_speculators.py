@@ -12,6 +12,7 @@ from speculators.losses import resolve_loss_config
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from infra.records.drafts import WEIGHTS
 from models.config.draft import parse_draft_config
 from models.drafts.base import Draft
 from models.drafts.blocks.layers import Blocks
@@ -21,7 +22,7 @@ from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.description import speculators_settings
 from models.export.served_target import read_served_target
-from models.export.sglang import WEIGHTS, write_export
+from models.export.sglang import write_export
 from models.targets.weights import read_target_head
 
 HIDDEN, VOCABULARY, LENGTH, STEPS, LAYERS = 24, 60, 19, 3, 5

@@ -1,0 +1,116 @@
+"""Weights that a follower loads into running servers, over stand-ins."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from infra.serving.config import ServerConfig
+from infra.serving.rollout import RolloutState
+from infra.tracking.registry import history
+from tests.infra.serving.serving_world import DRAFT, Clients, ServingWorld, serving_world
+from tests.infra.serving.test_follower import TRAFFIC
+
+
+@pytest.fixture
+def world(path_in_memory: Path) -> Iterator[ServingWorld]:
+    with serving_world(path_in_memory, f"sqlite:///{path_in_memory / 'mlflow.db'}", 3) as world:
+        yield world
+
+
+def starts(world: ServingWorld) -> int:
+    """Servers started so far."""
+    return sum("starts with" in line for line in world.said)
+
+
+def test_a_version_with_other_weights_is_loaded_without_a_restart(world: ServingWorld) -> None:
+    first, second = world.register(2.0, in_weights=True), world.register(2.5, in_weights=True)
+    world.promote(first)
+    world.settle(world.follower())
+    before, processes = starts(world), {process.pid for process in world.servers()}
+    with Clients(world.ports) as clients:
+        world.promote(second)
+        world.settle(world.follower(canary=TRAFFIC))
+    assert world.running() == [second] * 3
+    assert (starts(world), {process.pid for process in world.servers()}) == (before, processes)
+    assert (clients.lost, clients.retried, clients.least_healthy) == ([], 0, 3)
+    world.settle(world.follower())  # another follower finds them as they are
+    assert starts(world) == before
+
+
+def test_a_version_that_accepts_less_leaves_as_it_came(world: ServingWorld) -> None:
+    good, bad = world.register(2.5, in_weights=True), world.register(1.75, promised=2.5, in_weights=True)
+    world.promote(good)
+    world.settle(world.follower())
+    before = starts(world)
+    world.promote(bad)
+    world.settle(world.follower())
+    assert (world.running(), world.champion(), starts(world)) == ([good] * 3, good, before)
+    assert "when it was benchmarked" in history(world.uri, DRAFT)[-1].reason
+
+
+def test_a_server_that_dies_after_a_swap_returns_with_its_version(world: ServingWorld) -> None:
+    first, second = world.register(2.0, in_weights=True), world.register(2.5, in_weights=True)
+    follower = world.follower()
+    for version in (first, second):
+        world.promote(version)
+        world.settle(follower)
+    (victim,) = (process for process in world.servers() if str(world.ports[1]) in process.cmdline())
+    victim.kill()
+    victim.wait(10)
+    world.settle(follower)
+    assert world.running() == [second] * 3
+    assert f"http://127.0.0.1:{world.ports[1]} starts with version {second}" in world.said
+
+
+def test_a_server_whose_swap_was_interrupted_is_restarted(world: ServingWorld) -> None:
+    """The follower was killed after it had told the server to pause: its weights may be anything."""
+    first, second = world.register(2.0, in_weights=True), world.register(2.5, in_weights=True)
+    world.promote(first)
+    world.settle(world.follower())
+    world.promote(second)
+    url = f"http://127.0.0.1:{world.ports[0]}"
+    httpx.post(f"{url}/pause_generation", json={"mode": "retract"}).raise_for_status()
+    file = world.folder / "served" / DRAFT / "state.json"
+    file.write_text(RolloutState.read(file).model_copy(update={"swapping": (url,)}).model_dump_json())
+    before = starts(world)
+    world.settle(world.follower())
+    assert world.running() == [second] * 3
+    assert starts(world) == before + 1
+    assert RolloutState.read(file).swapping == ()
+
+
+@pytest.mark.parametrize(
+    ("worth", "changes"),
+    [({"frozen": True}, {}), ({}, {"swap": False}), ({"only_here": 1}, {})],
+    ids=["the server refuses", "switched off", "another description"],
+)
+def test_otherwise_servers_are_restarted(world: ServingWorld, worth: dict[str, Any], changes: dict[str, Any]) -> None:
+    same = {name: value for name, value in worth.items() if name != "only_here"}
+    first, second = world.register(2.0, in_weights=True, **worth), world.register(2.5, in_weights=True, **same)
+    world.promote(first)
+    world.settle(world.follower(**changes))
+    before = starts(world)
+    with Clients(world.ports) as clients:
+        world.promote(second)
+        world.settle(world.follower(**changes))
+    assert world.running() == [second] * 3
+    assert starts(world) == before + 3
+    assert clients.lost == []
+
+
+def test_a_supervisors_next_start_is_with_the_swapped_version(world: ServingWorld) -> None:
+    folder, (port, *_) = world.folder / "served", world.ports
+    file = folder / "servers" / f"127.0.0.1-{port}.env"
+    server = ServerConfig(url=f"http://127.0.0.1:{port}", restart="true")
+    own = world.config().servers[0]
+    first, second = world.register(2.0, in_weights=True), world.register(2.5, in_weights=True)
+    world.promote(first)
+    world.settle(world.follower(servers=(own,)))
+    follower = world.follower(servers=(server,))
+    world.promote(second)
+    world.settle(follower)
+    assert world.running()[0] == second
+    assert f"{DRAFT}/{second} " in file.read_text()
