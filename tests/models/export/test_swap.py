@@ -75,5 +75,5 @@ def test_other_methods_are_restarted(tmp_path: Path) -> None:
 
 def test_the_follower_hears_why(tmp_path: Path) -> None:
     places = [export(tmp_path / name, tensors(), {"architectures": ["SomethingNew"]}) for name in "12"]
-    with pytest.raises(CannotSwapError, match="^swaps of SomethingNew"):
+    with pytest.raises(CannotSwapError, match=r"^swaps of SomethingNew"):
         changed_weights(*places)
