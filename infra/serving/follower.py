@@ -358,7 +358,7 @@ class Follower:
         if old is None or new is None or old.arguments[2:] != new.arguments[2:]:
             return False
         try:
-            weights = changed_weights(old.path, new.path)
+            weights = changed_weights(old.path, new.path, report.ranks)
             self._keep(self.state.model_copy(update={"swapping": (*self.state.swapping, url)}))
             self._fleet.swap(url, report.ranks, new, weights)
         except (CannotSwapError, httpx.HTTPError) as error:

@@ -76,4 +76,13 @@ def test_other_methods_are_restarted(tmp_path: Path) -> None:
 def test_the_follower_hears_why(tmp_path: Path) -> None:
     places = [export(tmp_path / name, tensors(), {"architectures": ["SomethingNew"]}) for name in "12"]
     with pytest.raises(CannotSwapError, match=r"^swaps of SomethingNew"):
-        changed_weights(*places)
+        changed_weights(*places, ranks=1)
+
+
+def test_too_much_for_one_request_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = export(tmp_path / "1", tensors())
+    new = export(tmp_path / "2", tensors() | {"fc.weight": torch.zeros(4, 4)})
+    monkeypatch.setattr("infra.serving.swap.MOST_BYTES", 3 * len(changed_weights(old, new, ranks=1)))
+    changed_weights(old, new, ranks=3)
+    with pytest.raises(CannotSwapError, match="to 4 ranks"):
+        changed_weights(old, new, ranks=4)
