@@ -2,10 +2,10 @@
 
 Four sources, the surest first:
 
-0. Weights that the serving follower put into the running server.
-1. The reported folder, where this machine can read it: the hash of its weights is a tag of the version.
-2. The version in the reported path: `.../NAME/3`, `.../NAME-v3`, `.../NAME@3`, or the id of the logged model.
-3. A label that the operator gave the server: `--weight-version NAME@3` or `--served-model-name NAME@3`.
+1. Weights that the serving follower put into the running server.
+2. The reported folder, where this machine can read it: the hash of its weights is a tag of the version.
+3. The version in the reported path: `.../NAME/3`, `.../NAME-v3`, `.../NAME@3`, or the id of the logged model.
+4. A label that the operator gave the server: `--weight-version NAME@3` or `--served-model-name NAME@3`.
 
 A folder that can be read and holds other weights is unknown, whatever its name says.
 """

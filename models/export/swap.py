@@ -27,7 +27,7 @@ from infra.refusal import Refusal
 
 EXACT = frozenset({"LlamaForCausalLMEagle3", "DFlashDraftModel", "DFlash2DraftModel"})
 """Architectures whose servers accepted after a swap exactly as after a restart, in a test with SGLang 0.5.23. Not among
-them: Qwen3DSparkModel, which accepted otherwise, and Domino (a DFlashDraftModel with a projector), whose server died.
+them: Qwen3DSparkModel, which accepted differently, and Domino (a DFlashDraftModel with a projector), whose server died.
 """
 
 

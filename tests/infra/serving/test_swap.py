@@ -95,6 +95,7 @@ def test_otherwise_servers_are_restarted(world: ServingWorld, worth: dict[str, A
         world.settle(world.follower(**changes))
     assert world.running() == [second] * 3
     assert starts(world) == before + 3
+    assert any("update_weights_from_tensor: 400" in line for line in world.said) is bool(worth), "it was asked"
     assert clients.lost == []
 
 
