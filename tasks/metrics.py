@@ -23,6 +23,7 @@ GAUGES: dict[str, tuple[str, Callable[[DraftRow], float | None]]] = {
     "served_acceptance_length": ("Of the champion, over the last windows of traffic", lambda row: row.recent_length),
     "drift_alarms": ("Alarms about the champion", lambda row: row.alarms),
     "gpu_hours": ("Taken by the runs of all its versions", lambda row: row.gpu_hours),
+    "gpu_busy_ratio": ("Share of these GPU-hours in which a kernel ran, where measured", lambda row: row.gpu_busy),
     "cost_dollars": ("Of these GPU-hours, where plan.price_per_hour is set", lambda row: row.cost),
     "needs_person": ("Things that wait for a person", lambda row: len(row.wanted)),
     "last_retraining_timestamp_seconds": ("When the last retraining started", lambda row: row.retrained_at),

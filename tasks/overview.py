@@ -23,6 +23,7 @@ from infra.tracking.registry import (
     CHAMPION,
     COST,
     GOODPUT,
+    GPU_BUSY,
     GPU_HOURS,
     PromotionDecision,
     history,
@@ -66,6 +67,8 @@ class DraftRow:
     champion: int | None = None
     gpu_hours: float = 0.0
     """What its versions have taken together, like `cost`, in dollars."""
+    gpu_busy: float | None = None
+    """The share of these hours in which a kernel ran, over the versions for which it was measured."""
     cost: float = 0.0
     servers: Mapping[str, int] = field(default_factory=dict)
     """How many servers run each version, or `unknown`, when they were looked at last."""
@@ -79,7 +82,8 @@ class DraftRow:
         """What its versions have taken together."""
         if not self.gpu_hours:
             return "no GPU"
-        return f"{self.gpu_hours:.1f} GPU-hours" + (f", ${self.cost:,.2f}" if self.cost else "")
+        busy = "" if self.gpu_busy is None else f", {self.gpu_busy:.0%} busy"
+        return f"{self.gpu_hours:.1f} GPU-hours{busy}" + (f", ${self.cost:,.2f}" if self.cost else "")
 
     @property
     def recent_length(self) -> float | None:
@@ -149,6 +153,7 @@ def row_of(
         wanted=[*_versions_wanted(versions, decisions), *_servers_wanted(traffic, champion), *_runs_wanted(runs or {})],
         champion=champion.version if champion else None,
         gpu_hours=sum(float(one.tags.get(GPU_HOURS, 0)) for one in versions),
+        gpu_busy=_busy(versions),
         cost=sum(float(one.tags.get(COST, 0)) for one in versions),
         servers=Counter(str(state.version or "unknown") for state in traffic.servers.values()),
         alarms=sum(len(series.announced) for series in own),
@@ -162,6 +167,12 @@ def _serves(champion: RegisteredDraft | None, decisions: Sequence[PromotionDecis
     since = [one.at for one in decisions if one.champion_after == champion.version]
     age = f", for {_about(now - since[-1])}" if since else ""
     return f"version {champion.version}{age}"
+
+
+def _busy(versions: Sequence[RegisteredDraft]) -> float | None:
+    measured = [(float(one.tags[GPU_HOURS]), float(one.tags[GPU_BUSY])) for one in versions if GPU_BUSY in one.tags]
+    hours = sum(held for held, _ in measured)
+    return sum(held * share for held, share in measured) / hours if hours else None
 
 
 def _about(seconds: float) -> str:

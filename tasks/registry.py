@@ -60,13 +60,14 @@ def register_draft(
     result: BenchmarkResult,
 ) -> RegisteredDraft:
     """Log export and benchmark, and register them as the challenger; a resumed run completes what it registered."""
-    used = device_time(run.folder.devices, run.config.plan.price_per_hour)
+    used = device_time(run.folder, run.config.plan.price_per_hour)
     registered = registry.version_of_run(tracking.uri, run.draft_name, run.folder.name)
     if registered:
         model_id = registered.model_id
     else:
         model_id = _log_draft(run, tracking, trained, export, result)
-        log_figures(tracking, model_id, {f"gpu_hours/{role}": hours for role, hours in used.hours.items()})
+        hours = {f"gpu_hours/{role}": hours for role, hours in used.hours.items()}
+        log_figures(tracking, model_id, hours | {f"gpu_busy/{role}": share for role, share in used.busy.items()})
     champion = RegisteredDraft.read(run.folder.champion) if run.folder.champion.exists() else None
     unwatchable = why_unwatchable(RequestCounts.read(run.folder.request_counts))
     tags = {
@@ -144,7 +145,8 @@ def _goodput(result: BenchmarkResult) -> dict[str, str]:
 def _used(devices: DeviceTime) -> dict[str, str]:
     """Tags of what the run has taken."""
     cost = {} if devices.cost is None else {registry.COST: f"{devices.cost:.2f}"}
-    return {registry.GPU_HOURS: f"{devices.total:.4f}", **cost}
+    busy = {} if devices.mean_busy is None else {registry.GPU_BUSY: f"{devices.mean_busy:.4f}"}
+    return {registry.GPU_HOURS: f"{devices.total:.4f}", **busy, **cost}
 
 
 def _lineage(export: ExportRecord) -> dict[str, str]:

@@ -55,6 +55,8 @@ class RunFolder:
     """One JSON object each time that generators came or went."""
     devices = _Place("devices.jsonl")
     """One JSON object each time that a lease of GPUs began or ended."""
+    gpu_use = _Place("gpu_use")
+    """How busy these were: a file for each process."""
     store = _Place("store.json")
     """The record of the run's Mooncake store."""
     meetings = _Place("meetings")

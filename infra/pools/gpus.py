@@ -124,6 +124,15 @@ def pci_addresses(names: Sequence[str]) -> list[str]:
         return [_pci(device) for device in devices]
 
 
+def busy_shares(names: Sequence[str]) -> list[float]:
+    """The share of the last moments in which a kernel ran on each GPU, named as in $CUDA_VISIBLE_DEVICES.
+
+    Raises pynvml.NVMLError for what the driver does not count, such as a MIG slice.
+    """
+    with _nvml() as handles:
+        return [pynvml.nvmlDeviceGetUtilizationRates(device).gpu / 100 for device in _resolve(names, handles)]
+
+
 def _resolve(names: Sequence[str], handles: Sequence[Any]) -> list[Any]:
     """The devices of a list such as $CUDA_VISIBLE_DEVICES, up to the first name that is not one, as CUDA reads it.
 

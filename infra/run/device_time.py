@@ -1,4 +1,4 @@
-"""How long a run held GPUs, by role, and what that cost.
+"""How long a run held GPUs, by role, how busy they were, and what that cost.
 
 `devices.jsonl` has a line whenever a lease begins or ends: who holds how many GPUs of which role from then on. A run
 that is killed ends no lease; when it is resumed, its last sign of life ends it.
@@ -8,11 +8,11 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
 from infra.files.lines import as_line, read_objects, write_objects
 from infra.files.run_folder import RunFolder
+from infra.run.gpu_use import gpu_use
 
 HOUR_S = 3600.0
 
@@ -24,6 +24,8 @@ class DeviceTime:
     hours: Mapping[str, float]
     price_per_hour: float | None = None
     """Of one GPU, in dollars, if the recipe states it."""
+    busy: Mapping[str, float] = field(default_factory=dict)
+    """The share of time in which a kernel ran on the GPUs of a role, where it was measured (see `gpu_use`)."""
 
     @property
     def total(self) -> float:
@@ -35,16 +37,28 @@ class DeviceTime:
         return None if self.price_per_hour is None else self.total * self.price_per_hour
 
     def in_words(self, gain: float | None = None) -> str:
-        """`3.20 GPU-hours (inference 1.10, training 2.10), $9.60`; empty for a run that held no GPU.
+        """`3.20 GPU-hours (inference 1.10, 64% busy; training 2.10), $9.60`; empty for a run that held no GPU.
 
         `gain`: the relative gain over what the gate compared it with; what one per cent of it cost is told too.
         """
         if not self.total:
             return ""
-        parts = ", ".join(f"{role} {hours:.2f}" for role, hours in sorted(self.hours.items()))
+        parts = ("; " if self.busy else ", ").join(
+            f"{role} {hours:.2f}{self._how_busy(role)}" for role, hours in sorted(self.hours.items())
+        )
         cost = "" if self.cost is None else f", ${self.cost:,.2f}"
         each = f", ${self.cost / (100 * gain):,.2f} for each per cent of the gain" if self.cost and gain else ""
         return f"{self.total:.2f} GPU-hours ({parts}){cost}{each if gain and gain > 0 else ''}"
+
+    @property
+    def mean_busy(self) -> float | None:
+        """Over all roles whose use was measured; None without one."""
+        measured = {role: hours for role, hours in self.hours.items() if role in self.busy}
+        hours = sum(measured.values())
+        return sum(self.busy[role] * of for role, of in measured.items()) / hours if hours else None
+
+    def _how_busy(self, role: str) -> str:
+        return f", {self.busy[role]:.0%} busy" if role in self.busy else ""
 
 
 @contextmanager
@@ -74,16 +88,17 @@ def end_leases(folder: RunFolder) -> None:
     write_objects(folder.devices, lines + [{"at": at, "owner": owner, "gpus": {}} for owner in held if held[owner]])
 
 
-def device_time(path: Path, price_per_hour: float | None = None, now: float | None = None) -> DeviceTime:
-    """What a run has held until `now`, from its `devices.jsonl`."""
+def device_time(folder: RunFolder, price_per_hour: float | None = None, now: float | None = None) -> DeviceTime:
+    """What a run has held until `now`, from its `devices.jsonl`, and how busy that was."""
     hours: dict[str, float] = defaultdict(float)
     open_since: dict[str, tuple[float, Mapping[str, int]]] = {}
     ends = [{"at": time.time() if now is None else now, "owner": None, "gpus": {}}]
-    for line in [*read_objects(path), *ends]:
+    for line in [*read_objects(folder.devices), *ends]:
         # The last line ends every lease that still runs.
         for owner in [line["owner"]] if line["owner"] else list(open_since):
             since, gpus = open_since.pop(owner, (line["at"], {}))
             for role, count in gpus.items():
                 hours[role] += count * max(0.0, line["at"] - since) / HOUR_S
         open_since[line["owner"]] = (line["at"], line["gpus"])
-    return DeviceTime({role: time_held for role, time_held in hours.items() if time_held}, price_per_hour)
+    held = {role: time_held for role, time_held in hours.items() if time_held}
+    return DeviceTime(held, price_per_hour, gpu_use(folder))

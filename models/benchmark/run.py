@@ -18,6 +18,7 @@ from infra.records.acceptance import BenchmarkResult, GateEvidence, Ground, Requ
 from infra.records.benchmark_text import acceptance_tables, findings, goodput_rows, suite_findings
 from infra.records.data_path import TrainingResult
 from infra.records.goodput import MeasuredGoodput
+from infra.run.gpu_use import measured_use
 from models.benchmark.best_trees import with_trees
 from models.benchmark.categories import suite_result
 from models.benchmark.conditions import Counter, conditions
@@ -187,7 +188,10 @@ def main() -> None:
     parser.add_argument("--champion", type=Path, help="exported folder of the draft in service")
     parser.add_argument("--champion-label", default="champion", help='what the gate calls it, for instance "version 3"')
     options = parser.parse_args()
-    show(benchmark_run(PreparedRun.open(options.run), options.champion, options.champion_label))
+    run = PreparedRun.open(options.run)
+    with measured_use(run.folder, "inference"):
+        result = benchmark_run(run, options.champion, options.champion_label)
+    show(result)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from infra.ledger.generators import Publication
 from infra.processes.exit import run_main
 from infra.records.data_path import Lease
 from infra.refusal import Refusal
+from infra.run.gpu_use import measured_use
 from infra.transport.choice import sweep
 from models.capture.engine import Captured, CaptureEngine, EngineError, StoredEngine
 from models.capture.heldout import make_heldout
@@ -165,7 +166,7 @@ def main() -> None:
     if run.config.generator.threads:
         torch.set_num_threads(run.config.generator.threads)
     started = time.monotonic()
-    with closing(start_engine(run, arguments.index)) as engine:
+    with measured_use(run.folder, "inference"), closing(start_engine(run, arguments.index)) as engine:
         generator = Generator(run, engine, f"generator-{arguments.index}")
         generator.take_over()
         generator.check_canaries()

@@ -22,6 +22,7 @@ from infra.files.run_folder import RunFolder
 from infra.processes.exit import run_main
 from infra.records.data_path import RegeneratedRecord, TargetRecord
 from infra.refusal import Refusal
+from infra.run.gpu_use import measured_use
 from infra.settings import cache_folder
 from models.config.recipe import read_config
 from models.data.chat_template import NONE, open_chat_template
@@ -159,7 +160,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     folder = RunFolder(parser.parse_args().run.absolute())
-    record = regenerate(RunWithTarget(folder, read_config(folder.config), TargetRecord.read(folder.target)))
+    with measured_use(folder, "inference"):
+        record = regenerate(RunWithTarget(folder, read_config(folder.config), TargetRecord.read(folder.target)))
     write_atomically(folder.regenerated, record)
     print(record.summary, flush=True)
 

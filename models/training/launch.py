@@ -18,8 +18,10 @@ from pathlib import Path
 from types import FrameType
 
 from infra.data_plane.meeting import ALONE, TrainerMachine, meet
+from infra.files.run_folder import RunFolder
 from infra.pools.binding import near_cores
 from infra.processes.exit import run_main
+from infra.run.gpu_use import measured_use
 from infra.settings import leased_gpus, meeting_environment, rank_environment
 
 GRACE_S = 5.0
@@ -105,7 +107,9 @@ def main() -> None:
         index, machines, meeting, address = options.machine
         machine = meet(Path(meeting), address, int(index), int(machines))
     trainer = [sys.executable, "-m", "models.training.trainer", str(options.run), "--parent", str(os.getpid())]
-    raise SystemExit(run_ranks(trainer, options.ranks, machine))
+    with measured_use(RunFolder(options.run), "training"):
+        status = run_ranks(trainer, options.ranks, machine)
+    raise SystemExit(status)
 
 
 if __name__ == "__main__":

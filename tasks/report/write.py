@@ -44,7 +44,7 @@ def write_report(
         trained=trained, result=result, draft=draft, progress=progress, quarantined=quarantined,
         written=datetime.now().astimezone(), links=tuple(links(run)), git_sha=git_sha(),
         generators=generators_changes(run.folder.generators), plan=read_plan(run.folder.plan),
-        devices=device_time(run.folder.devices, run.config.plan.price_per_hour),
+        devices=device_time(run.folder, run.config.plan.price_per_hour),
     )  # fmt: skip
     write_files(run, facts)
     tracking = TrackedRun.read(run.tracking_record)
@@ -79,6 +79,7 @@ def write_files(run: OpenRun, facts: RunFacts) -> None:
         "generators": [change.model_dump() for change in facts.generators],
         "plan": facts.planned,
         "gpu_hours": dict(facts.devices.hours),
+        "gpu_busy": dict(facts.devices.busy),
         "cost": facts.devices.cost,
         **benchmark_report(facts.result),
         "draft": {

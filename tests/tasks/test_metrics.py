@@ -19,7 +19,7 @@ DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana-drafts.json"
 
 @pytest.fixture
 def rows() -> list[DraftRow]:
-    used = version(1, "champion", gpu_hours="1.5", cost="3.00")
+    used = version(1, "champion", gpu_hours="1.5", gpu_busy="0.75", cost="3.00")
     first = row(versions=[used], traffic=traffic([1.9, 2.1], announced=(NOW,)))
     return [first, replace(row(versions=[version(2)], decisions=[]), draft="draft-y")]
 
@@ -40,6 +40,7 @@ def test_prometheus_reads_every_figure(rows: list[DraftRow]) -> None:
         assert found[f"{PREFIX}benchmarked_acceptance_length"] == {champion: 2.0}
         assert found[f"{PREFIX}drift_alarms"][champion] == 1
         assert found[f"{PREFIX}gpu_hours"] == {champion: 1.5, ("draft-y", "T"): 0.0}
+        assert found[f"{PREFIX}gpu_busy_ratio"] == {champion: 0.75}
         assert found[f"{PREFIX}cost_dollars"][champion] == 3.0
         assert found[f"{PREFIX}servers"][("draft-x", "T", "1")] == 1
         page = httpx.get(address, trust_env=False)
