@@ -3,10 +3,11 @@
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ from models.targets.layout import SampleError
 from models.targets.model import TargetModel, eos_ids
 from models.targets.weights import TargetHead, read_target_head, weight_bytes
 
+PREFILL = MappingProxyType({"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True})
+"""Sampling parameters of a request whose answer is of no use."""
 FAULTS = {"sample": SampleError, "engine": EngineError, "setting": Refusal}
 """Exception for each kind of fault in a plugin's reply."""
 KERNELS = (
@@ -101,13 +104,15 @@ class SGLangEngine:
         )
 
     def capture(self, key: str, tokens: Tensor, images: Sequence[Path] = ()) -> Captured:
-        return self._ask(key, tokens, images)[0]
+        return self.answer(key, tokens, images, PREFILL)[0]
 
-    def _ask(self, key: str, tokens: Tensor, images: Sequence[Path]) -> tuple[Captured, int]:
-        """Prefill one prompt. Returns its hidden states in the transport, and the engine's own next token."""
-        sampling = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True, "custom_params": {NAME: key}}
+    def answer(
+        self, key: str, tokens: Tensor, images: Sequence[Path], sampling: Mapping[str, Any]
+    ) -> tuple[Captured, list[int]]:
+        """Answer one prompt. Returns the hidden states of all that was read in the transport, and the answer."""
+        asked = {**sampling, "custom_params": {NAME: key}}
         try:
-            answer = self._client.generate(self._collapsed(tokens, images), sampling, **_shown(images))
+            answer = self._client.generate(self._collapsed(tokens, images), asked, **_shown(images))
         except PromptRefusedError as error:
             raise SampleError(str(error)) from error
         except ServerError as error:
@@ -121,7 +126,7 @@ class SGLangEngine:
         reply = CaptureReply.model_validate(replies[0])
         if reply.record is None:
             raise FAULTS[reply.fault](f"capture in SGLang failed: {reply.error}")
-        return Captured(reply.record, reply.put_s), answer.tokens[0]
+        return Captured(reply.record, reply.put_s), answer.tokens
 
     def _collapsed(self, tokens: Tensor, images: Sequence[Path]) -> list[int]:
         """The tokens with one placeholder for every image: SGLang expands it by its own processor."""
@@ -135,12 +140,12 @@ class SGLangEngine:
         """Capture the prompt twice, which fails with a prefix cache, and compare every captured state."""
         for attempt in (1, 2):
             try:
-                hidden, next_token = self._take_back(str(attempt), tokens, images)
+                hidden, emitted = self._take_back(str(attempt), tokens, images, PREFILL)
             except SampleError as error:
                 raise Refusal(f"canary: {error}") from error
             path, dtype = Path(self.run.target.path), DTYPES[self.run.config.capture_dtype]
             head = read_target_head(path, dtype)
-            check_next_tokens(head, hidden.last[-1:], torch.tensor([next_token]), self.layout.dtype)
+            check_next_tokens(head, hidden.last[-1:], torch.tensor(emitted), self.layout.dtype)
             if hidden.top is not None:
                 check_next_tokens(head, hidden.last, hidden.top, self.layout.dtype)
         obstacle = self._compare_seen(hidden, tokens, images) if images else self._compare(hidden, tokens, head)
@@ -195,35 +200,33 @@ class SGLangEngine:
             shutil.rmtree(room, ignore_errors=True)
         return None
 
-    def _take_back(self, name: str, tokens: Tensor, images: Sequence[Path]) -> tuple[HiddenStates, int]:
-        """One prompt's hidden states, deleted from the transport, and the engine's own next token."""
+    def _take_back(
+        self, name: str, tokens: Tensor, images: Sequence[Path], sampling: Mapping[str, Any]
+    ) -> tuple[HiddenStates, list[int]]:
+        """The hidden states of all that was read, deleted from the transport, and the answer."""
         key = f"{self._canary}/{name}-{next(self._serial)}"
         try:
-            captured, next_token = self._ask(key, tokens, images)
-            hidden = self.layout.empty(len(tokens))
+            captured, answer = self.answer(key, tokens, images, sampling)
+            hidden = self.layout.empty(len(tokens) + len(answer) - 1)
             self.transport.get(captured.record, self.layout.views(hidden))
         finally:
             self.transport.delete(key)
         hidden = self.layout.restored(hidden)
-        self.layout.check(hidden, len(tokens))
-        return hidden, next_token
+        self.layout.check(hidden, len(hidden.last))
+        return hidden, answer
 
     def continue_greedily(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Continued]:
-        """Generate on the server, then prefill the texts like samples for their features."""
+        """Generate on the server, and capture on the way."""
         ends = eos_ids(Path(self.run.target.path))
         sampling = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "stop_token_ids": sorted(ends)}
 
         def one(index: int) -> Continued:
             prompt = prompts[index]
-            asked = self._collapsed(torch.tensor(prompt.tokens), prompt.images)
-            try:
-                answer = self._client.generate(asked, sampling, **_shown(prompt.images))
-            except ServerError as error:
-                raise EngineError(str(error)) from error
-            text = tuple(end_of(answer.tokens, ends))
-            read = torch.tensor([*prompt.tokens, *text][:-1])
-            hidden, _ = self._take_back(f"heldout-{index}", read, prompt.images)
-            return Continued(prompt.tokens, text, hidden.features, bool(prompt.images))
+            asked = torch.tensor(prompt.tokens)
+            hidden, answer = self._take_back(f"heldout-{index}", asked, prompt.images, sampling)
+            text = tuple(end_of(answer, ends))
+            features = hidden.features[: len(prompt.tokens) + len(text) - 1]
+            return Continued(prompt.tokens, text, features, bool(prompt.images))
 
         with ThreadPoolExecutor(self.in_flight) as threads:
             return list(threads.map(one, range(len(prompts))))

@@ -1,13 +1,16 @@
 """SGLang plugin that writes the hidden states of Draftsmith's requests to the transport, in the scheduler processes.
 
 Entry point group `sglang.srt.plugins`. With `--enable-return-aux-hidden-states` the engine keeps for every row of a
-prefill
+batch, which are those of prompts in a prefill and one for each request in a step of decoding,
 
     logits_output.hidden_states       [rows, K*H]   outputs of the chosen layers
     logits_output.last_hidden_states  [rows, H]     after the final norm
 
 A request is captured if `sampling_params.custom_params` has an object's key under "draftsmith"; the answer's
-`meta_info` then has a `CaptureReply` under the same name. Other requests are not touched. The engine does not wait:
+`meta_info` then has a `CaptureReply` under the same name. Other requests are not touched. The object has a row for
+every token that was read: for `max_new_tokens=1` those of the prompt, else also those of the answer without its last
+one, which nothing read. A request that is retracted (the engine's memory was full) is computed again from its first
+token, and captured again. The engine does not wait:
 
     scheduler  after run_batch: finite flags on the device, copies behind an event       host_copies
                stream_output: a finished request's message is made and held             outbox
@@ -20,7 +23,8 @@ the captured tensor in place (sgl-project/sglang#39286). Llama and Qwen add befo
 same features in training and in service, so the patch applies to every engine that captures, also for its own draft.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -33,7 +37,7 @@ from infra.settings import capture_spec
 from models.capture.sglang.host_copies import HostCopies, HostCopy
 from models.capture.sglang.outbox import NAME, Outbox, PendingReply, is_pending, open_sender
 from models.capture.sglang.top_tokens import top_tokens
-from models.capture.sglang.writer import CapturedPrefill, PromptRows, Writer
+from models.capture.sglang.writer import CapturedBatch, FinishedAnswer, RequestRows, Writer
 from models.dtypes import DTYPES
 from models.targets.hidden_states import HiddenStates
 from models.targets.layout import HiddenStateLayout
@@ -53,10 +57,10 @@ class Capture:
         self._layout = HiddenStateLayout(spec.aux_count, spec.hidden_size, DTYPES[spec.dtype], spec.top_token)
         self._copies = HostCopies(self._layout)
         self._writer = Writer(spec, self._layout, self._copies)
-        self._unfinished: dict[str, Any] = {}
+        self._unfinished: dict[str, _Followed] = {}
 
     def copy(self, scheduler: Any, output: Any) -> HostCopy | None:
-        """Begin to copy what a prefill computed to the host; None on ranks that write nothing."""
+        """Begin to copy what a batch computed to the host; None on ranks that write nothing."""
         if output.hidden_states is None or output.last_hidden_states is None:
             raise Refusal("the engine kept no hidden states: start it with --enable-return-aux-hidden-states")
         parallel, top = _parallel(), None
@@ -71,33 +75,63 @@ class Capture:
         return self._copies.start(HiddenStates(aux, output.last_hidden_states, top), scheduler)
 
     def submit(self, batch: Any, copy: HostCopy | Exception) -> list[PendingReply | None]:
-        """Have a prefill written. Returns one reply per request, None if it is not captured or not complete yet."""
-        ended = tuple(rid for rid, request in self._unfinished.items() if request.finished())
+        """Have a batch written. Returns one reply per request, None if it is not captured or not complete yet."""
+        ended = tuple(rid for rid, one in self._unfinished.items() if one.request.finished())
         parts, replies, offset = [], [], 0
-        for request, count, start in zip(batch.reqs, batch.extend_lens, batch.prefix_lens, strict=True):
+        for request, (start, count) in zip(batch.reqs, self._new_rows(batch), strict=True):
             rows, total = slice(offset, offset + count), len(request.origin_input_ids)
             offset += count
-            key, reply = _key(request), PendingReply() if start + count == total else None
-            # A retracted request returns with answer tokens after its prompt: it was already captured.
-            if key is None or request.output_ids:
+            key = _key(request)
+            if key is None:
                 replies.append(None)
                 continue
-            self._unfinished[request.rid] = request
-            parts.append(PromptRows(request.rid, key, total, start, rows, reply))
-            replies.append(reply)
+            answers, reached = _answers(request), start + count
+            self._unfinished[request.rid] = _Followed(request, reached)
+            replies.append(PendingReply() if reached == total and not answers else None)
+            parts.append(RequestRows(request.rid, key, None if answers else total, start, rows, replies[-1]))
         for rid in (*ended, *(part.request for part in parts if part.reply)):
             self._unfinished.pop(rid, None)
-        self._writer.put(CapturedPrefill(tuple(parts), copy, ended))
+        self._writer.put(CapturedBatch(tuple(parts), copy, ended))
         return replies
+
+    def _new_rows(self, batch: Any) -> Iterator[tuple[int, int]]:
+        """Position of each request's first row of a batch, and the number of its rows."""
+        if batch.forward_mode.is_extend():
+            yield from zip(batch.prefix_lens, batch.extend_lens, strict=True)
+            return
+        for request in batch.reqs:
+            followed = self._unfinished.get(request.rid)
+            # The tokens of a request do not tell: with overlapped batches the newest ones are not there yet.
+            yield (0 if followed is None else followed.reached), 1
+
+    def finish(self, request: Any) -> PendingReply | None:
+        """Have a request written that was captured with its answer, and has ended; None for any other."""
+        if request.rid not in self._unfinished or not _answers(request) or not request.finished():
+            return None
+        if request.finished_reason.to_json()["type"] == "abort":
+            return None  # it is dropped with the next batch
+        del self._unfinished[request.rid]
+        reply, key = PendingReply(), _key(request)
+        assert key is not None
+        read = len(request.origin_input_ids) + len(request.output_ids) - 1
+        self._writer.put(FinishedAnswer(request.rid, key, read, reply))
+        return reply
+
+
+@dataclass(frozen=True)
+class _Followed:
+    request: Any
+    reached: int
+    """Rows that the engine has computed, or been told to."""
 
 
 def after_run_batch(result: Any, scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
-    """The hook: handles extend batches of generation; one rank of each tensor-parallel group writes.
+    """The hook: handles prefills and steps of decoding; one rank of each tensor-parallel group writes.
 
-    It waits for neither the forward nor the copy. An error fails the requests of this prefill, never the engine.
+    It waits for neither the forward nor the copy. An error fails the requests of this batch, never the engine.
     """
-    output = getattr(result, "logits_output", None)
-    if output is None or not batch.forward_mode.is_extend() or not any(map(_key, batch.reqs)):
+    output, mode = getattr(result, "logits_output", None), batch.forward_mode
+    if output is None or not (mode.is_extend() or mode.is_decode()) or not any(map(_key, batch.reqs)):
         return
     try:
         copy = _capture().copy(scheduler, output)
@@ -105,13 +139,17 @@ def after_run_batch(result: Any, scheduler: Any, batch: Any, *_: Any, **__: Any)
         copy = error if _writes(_parallel()) else None
     if copy is not None:
         replies = _capture().submit(batch, copy)
-        output.customized_info = (output.customized_info or {}) | {NAME: replies}
+        if any(replies):
+            output.customized_info = (output.customized_info or {}) | {NAME: replies}
 
 
 def hold_replies(
     original: Callable[..., None], streamer: Any, requests: list[Any], *arguments: Any, **named: Any
 ) -> None:
     """The hook around the engine's answers: those of captured requests leave when their objects are written."""
+    for request in requests:
+        if _key(request) is not None and (reply := _capture().finish(request)) is not None:
+            request.customized_info = (request.customized_info or {}) | {NAME: [reply]}
     original(streamer, [one for one in requests if not is_pending(one)], *arguments, **named)
     for request in filter(is_pending, requests):
         _outbox(streamer.send_to_detokenizer).hold(original, streamer, request, *arguments, **named)
@@ -120,6 +158,11 @@ def hold_replies(
 def _key(request: Any) -> str | None:
     """Key of the object to write for a request; None for requests of others."""
     return (request.sampling_params.custom_params or {}).get(NAME)
+
+
+def _answers(request: Any) -> bool:
+    """Whether a request is captured with its answer."""
+    return request.sampling_params.max_new_tokens > 1
 
 
 def _writes(parallel: Any) -> bool:

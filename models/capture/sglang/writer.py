@@ -1,11 +1,13 @@
-"""The thread that writes captured prompts to the transport while the engine goes on with its next prefill."""
+"""The thread that writes captured texts to the transport while the engine goes on with its next batch."""
 
 import os
 import signal
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 
 from infra.files.run_folder import RunFolder
@@ -16,38 +18,50 @@ from infra.transport.choice import open_transport
 from models.capture.sglang.assembly import Assembly
 from models.capture.sglang.host_copies import HostCopies, HostCopy
 from models.capture.sglang.outbox import PendingReply
+from models.targets.hidden_states import HiddenStates
 from models.targets.layout import HiddenStateLayout, SampleError, check_finite
 
 
 @dataclass(frozen=True)
-class PromptRows:
-    """One request's rows of a prefill."""
+class RequestRows:
+    """One request's rows of a batch."""
 
     request: str
     """Its id."""
     key: str
-    total: int
-    """Tokens of its prompt."""
+    total: int | None
+    """Tokens of its prompt; None where its answer is captured too: see `FinishedAnswer`."""
     start: int
-    """Position of its first row in the prompt."""
+    """Position of its first row in the text."""
     rows: slice
     reply: PendingReply | None
-    """None before the last chunk of a prompt: the engine does not reply yet."""
+    """None before the last piece: the engine does not reply yet."""
 
 
 @dataclass(frozen=True)
-class CapturedPrefill:
-    """What one prefill computed for captured requests."""
+class CapturedBatch:
+    """What a prefill, or one step of decoding, computed for captured requests."""
 
-    parts: tuple[PromptRows, ...]
+    parts: tuple[RequestRows, ...]
     copy: HostCopy | Exception
     """Or why there is none: every part fails."""
     ended: tuple[str, ...]
-    """Requests that ended before their last chunk."""
+    """Requests that ended before they were complete."""
+
+
+@dataclass(frozen=True)
+class FinishedAnswer:
+    """A request that was captured with its answer, at its end."""
+
+    request: str
+    key: str
+    total: int
+    """Tokens that were read: its prompt and its answer, without the last token."""
+    reply: PendingReply
 
 
 class Writer:
-    """Writes prefills in their order. An error fails the reply of its request alone.
+    """Writes batches in their order. An error fails the reply of its request alone.
 
     The thread itself runs as long as the process: if it fails nevertheless, the whole server ends, because requests
     would wait for ever.
@@ -57,55 +71,63 @@ class Writer:
         self._spec, self._layout, self._copies = spec, layout, copies
         self._transport: Transport | None = None
         self.assembly = Assembly()
-        self._prefills: SimpleQueue[CapturedPrefill] = SimpleQueue()
+        self._batches: SimpleQueue[CapturedBatch | FinishedAnswer] = SimpleQueue()
         threading.Thread(target=self._run, name="capture writer", daemon=True).start()
 
-    def put(self, prefill: CapturedPrefill) -> None:
-        """Write this prefill after the earlier ones. The ring of copies bounds how many wait."""
-        self._prefills.put(prefill)
+    def put(self, batch: CapturedBatch | FinishedAnswer) -> None:
+        """Write this batch after the earlier ones. The ring of copies bounds how many wait."""
+        self._batches.put(batch)
 
     def _run(self) -> None:
         try:
             while True:
-                self.write(self._prefills.get())
+                self.write(self._batches.get())
         finally:
             # First the reason: the server's processes may be gone before the thread would print it.
             traceback.print_exc()
             # What SGLang's own processes do: the server's main process then ends them all.
             os.kill(os.getppid(), signal.SIGQUIT)
 
-    def write(self, prefill: CapturedPrefill) -> None:
-        """Write the prompts that this prefill completed, and give their replies."""
-        self.assembly.drop(prefill.ended)
-        if isinstance(prefill.copy, HostCopy):
-            prefill.copy.wait()
-        for part in prefill.parts:
-            reply = self._write(part, prefill.copy)
+    def write(self, batch: CapturedBatch | FinishedAnswer) -> None:
+        """Write the texts that this batch completed, and give their replies."""
+        if isinstance(batch, FinishedAnswer):
+            batch.reply.give(self._reply(batch, lambda: self.assembly.take(batch.request, batch.total)))
+            return
+        self.assembly.drop(batch.ended)
+        if isinstance(batch.copy, HostCopy):
+            batch.copy.wait()
+        for part in batch.parts:
+            reply = self._reply(part, partial(self._add, part, batch.copy))
             if part.reply is not None:
                 part.reply.give(reply)
-        if isinstance(prefill.copy, HostCopy):
-            self._copies.release(prefill.copy)
+        if isinstance(batch.copy, HostCopy):
+            self._copies.release(batch.copy)
 
-    def _write(self, part: PromptRows, copy: HostCopy | Exception) -> CaptureReply:
+    def _add(self, part: RequestRows, copy: HostCopy | Exception) -> HiddenStates | None:
+        if isinstance(copy, Exception):
+            raise copy
+        check_finite(copy.finite[:, part.rows])
+        return self.assembly.add(part.request, part.total, part.start, copy.hidden.rows(part.rows))
+
+    def _reply(self, part: RequestRows | FinishedAnswer, rows: Callable[[], HiddenStates | None]) -> CaptureReply:
+        """Write the rows of a text that is whole. The reply says what became of it."""
         try:
-            if isinstance(copy, Exception):
-                raise copy
-            check_finite(copy.finite[:, part.rows])
-            whole = self.assembly.add(part.request, part.total, part.start, copy.hidden.rows(part.rows))
-            if whole is None:
-                return CaptureReply()
-            self._layout.check_shapes(whole, part.total)
-            # Opened here, because the engine should not wait for it.
-            self._transport = self._transport or open_transport(self._spec.transport, RunFolder(self._spec.run))
-            begun = time.perf_counter()
-            record = self._transport.put(part.key, self._layout.pack(whole))
-            return CaptureReply(record=record, put_s=time.perf_counter() - begun)
+            whole = rows()
+            return CaptureReply() if whole is None else self._put(part.key, whole)
         except Exception as error:  # noqa: BLE001 (the reply carries it; other requests are not affected)
             if part.reply is None:
                 self.assembly.fail(part.request, error)
             else:
                 self.assembly.drop([part.request])
             return failure(error)
+
+    def _put(self, key: str, whole: HiddenStates) -> CaptureReply:
+        self._layout.check_shapes(whole, len(whole.last))
+        # Opened here, because the engine should not wait for it.
+        self._transport = self._transport or open_transport(self._spec.transport, RunFolder(self._spec.run))
+        begun = time.perf_counter()
+        record = self._transport.put(key, self._layout.pack(whole))
+        return CaptureReply(record=record, put_s=time.perf_counter() - begun)
 
 
 def failure(error: Exception) -> CaptureReply:

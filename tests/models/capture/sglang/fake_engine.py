@@ -1,4 +1,4 @@
-"""SGLang's scheduler as the capture plugin sees it: prefills of requests, streams, events that a test lets happen."""
+"""SGLang's scheduler as the capture plugin sees it: batches of requests, streams, events that a test lets happen."""
 
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -70,7 +70,9 @@ class FakeRequest:
     key: str | None = ""
     """Empty: named after the request; None: not captured."""
     output_ids: list[int] = field(default_factory=list)
+    max_new_tokens: int = 1
     ended: bool = False
+    aborted: bool = False
     customized_info: dict[str, list[Any]] | None = None
     finished_output: bool = False
 
@@ -81,8 +83,13 @@ class FakeRequest:
     @property
     def sampling_params(self) -> Any:
         return SimpleNamespace(
-            custom_params=None if self.key is None else {"draftsmith": self.key or f"run/0/{self.rid}/1"}
+            custom_params=None if self.key is None else {"draftsmith": self.key or f"run/0/{self.rid}/1"},
+            max_new_tokens=self.max_new_tokens,
         )
+
+    @property
+    def finished_reason(self) -> Any:
+        return SimpleNamespace(to_json=lambda: {"type": "abort" if self.aborted else "length"})
 
     def finished(self) -> bool:
         return self.ended
@@ -101,8 +108,16 @@ def prefill(*chunks: tuple[FakeRequest, int, int]) -> tuple[Any, HiddenStates]:
         reqs=[request for request, *_ in chunks],
         prefix_lens=[start for _, start, _ in chunks],
         extend_lens=[count for *_, count in chunks],
+        forward_mode=SimpleNamespace(is_extend=lambda: True, is_decode=lambda: False),
     )
     return batch, HiddenStates(**hidden)
+
+
+def decode(*rows: tuple[FakeRequest, int]) -> tuple[Any, HiddenStates]:
+    """A step of decoding: a row for each request, at the given position."""
+    batch, hidden = prefill(*((request, position, 1) for request, position in rows))
+    mode = SimpleNamespace(is_extend=lambda: False, is_decode=lambda: True)
+    return SimpleNamespace(reqs=batch.reqs, forward_mode=mode), hidden
 
 
 class FakeStreamer:

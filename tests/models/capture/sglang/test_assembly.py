@@ -76,7 +76,7 @@ def test_a_prompt_in_one_piece_is_not_copied() -> None:
 
 def test_rows_from_a_cache_are_named() -> None:
     assembly, request = Assembly(), Request("1", 6)
-    with pytest.raises(Refusal, match=r"rows 0\.\.3 of the prompt were not computed"):
+    with pytest.raises(Refusal, match=r"rows 0\.\.3 of the text were not computed"):
         assembly.add(request.rid, 6, 4, rows(request, 4, 2))
     assert len(assembly) == 0
 

@@ -12,7 +12,7 @@ from tempfile import mkdtemp
 import pytest
 import torch
 from emulated_device import DEVICE, emulated_device
-from fake_engine import FakeRequest, fake_scheduler, prefill
+from fake_engine import FakeRequest, decode, fake_scheduler, prefill
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -50,15 +50,27 @@ class Engine:
                 self.replies[request.rid] = Queue()
                 reply.when_known(self.replies[request.rid].put)
 
+    def decode(self, *rows: tuple[FakeRequest, int]) -> None:
+        batch, hidden = decode(*rows)
+        self.submit(batch, self.capture._copies.start(hidden, self.scheduler))
+
+    def finish(self, request: FakeRequest) -> None:
+        """What the plugin does when the engine hands an answer over."""
+        reply = self.capture.finish(request)
+        if reply is not None:
+            self.replies[request.rid] = Queue()
+            reply.when_known(self.replies[request.rid].put)
+
     def reply(self, request: FakeRequest) -> CaptureReply:
         return self.replies[request.rid].get(timeout=300)
 
     def assert_written(self, *requests: FakeRequest) -> None:
         for request in requests:
-            reply, back = self.reply(request), LAYOUT.empty(request.length)
+            read = request.length + max(0, len(request.output_ids) - 1)
+            reply, back = self.reply(request), LAYOUT.empty(read)
             assert reply.record is not None, reply.error
             self.transport.get(reply.record, LAYOUT.views(back))
-            expected = request.rows(0, request.length)
+            expected = request.rows(0, read)
             assert torch.equal(back.aux, expected.aux)
             assert torch.equal(back.last, expected.last)
 
@@ -118,6 +130,107 @@ def test_what_was_prefilled_is_written(tmp_path: Path, history: list[list[tuple[
     engine.run((last, 0, 3))
     engine.assert_written(last)
     assert len(engine.capture._unfinished) <= len(requests)
+
+
+class Answering:
+    """The engine's life of requests that are answered, with the next batch launched before the last one is read."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.waiting: dict[str, tuple[FakeRequest, int]] = {}
+        """Requests with the rows of theirs that are computed."""
+        self.running: dict[str, tuple[FakeRequest, int]] = {}
+        self._unread: list[FakeRequest] = []
+        """Of the last batch, those that it gave a token."""
+        self.done: list[FakeRequest] = []
+
+    def prefill(self, chunk: int) -> None:
+        chunks, emitting = [], []
+        for rid, (request, reached) in [*self.waiting.items()]:
+            whole = request.length + len(request.output_ids)
+            count = min(chunk, whole - reached)
+            chunks.append((request, reached, count))
+            self.waiting[rid] = (request, reached + count)
+            if reached + count == whole:
+                emitting.append(request)
+                self.running[rid] = self.waiting.pop(rid)
+        if chunks:
+            self.engine.run(*chunks)
+        self._read(emitting)
+
+    def decode(self) -> None:
+        rows = [*self.running.values()]
+        if rows:
+            self.engine.decode(*rows)
+        self.running = {request.rid: (request, reached + 1) for request, reached in rows}
+        self._read([request for request, _ in rows])
+
+    def _read(self, emitting: list[FakeRequest]) -> None:
+        """Read what the batch before gave."""
+        last, self._unread = self._unread, emitting
+        for request in last:
+            if request.finished() or request.rid in self.waiting:
+                continue  # computed ahead, or retracted meanwhile
+            request.output_ids.append(1)
+            if len(request.output_ids) == request.max_new_tokens:
+                self._end(request)
+                self.done.append(request)
+
+    def _end(self, request: FakeRequest) -> None:
+        request.ended = True
+        del self.running[request.rid]
+        self.engine.finish(request)
+
+    def retract(self, rid: str) -> None:
+        request, _ = self.running.pop(rid)
+        self.waiting[rid] = (request, 0)
+
+    def abort(self, rid: str) -> None:
+        request, _ = self.running[rid]
+        request.aborted = True
+        self._end(request)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_answers_are_written_with_their_prompts(tmp_path: Path, data: st.DataObject) -> None:
+    """Prompts in chunks, answers of any length, retracted and aborted between any two steps."""
+    life, serial = Answering(Engine(Path(mkdtemp(dir=tmp_path)))), 0
+    for move in data.draw(st.lists(st.sampled_from(["come", "prefill", "decode", "decode", "retract", "abort"]))):
+        if move == "come":
+            serial += 1
+            length, answer = data.draw(st.integers(1, 6)), data.draw(st.integers(2, 5))
+            life.waiting[str(serial)] = (FakeRequest(str(serial), length, max_new_tokens=answer), 0)
+        elif move == "prefill":
+            life.prefill(data.draw(st.integers(1, 4)))
+        elif move == "decode":
+            life.decode()
+        elif life.running:
+            (life.retract if move == "retract" else life.abort)(data.draw(st.sampled_from([*life.running])))
+    while life.waiting or life.running:
+        life.prefill(100)
+        life.decode()
+    life.engine.assert_written(*life.done)
+    assert life.engine.replies.keys() == {request.rid for request in life.done}
+    last = FakeRequest(str(serial + 1), 3)
+    life.engine.run((last, 0, 3))
+    life.engine.assert_written(last)
+    assert not life.engine.capture._unfinished
+    assert not len(life.engine.capture._writer.assembly)
+
+
+def test_a_row_that_is_not_finite_fails_its_answer(engine: Engine) -> None:
+    bad, good = (FakeRequest(str(rid), 2, max_new_tokens=3) for rid in (1, 2))
+    engine.run((bad, 0, 2), (good, 0, 2))
+    for position, damage in ((2, torch.nan), (3, 0.0)):
+        batch, hidden = decode((bad, position), (good, position))
+        hidden.last[0] += damage
+        engine.submit(batch, engine.capture._copies.start(hidden, engine.scheduler))
+    for request in (bad, good):
+        request.output_ids, request.ended = [1, 1, 1], True
+        engine.finish(request)
+    assert engine.reply(bad).fault == "sample"
+    engine.assert_written(good)
 
 
 def test_prefills_are_written_in_order_when_their_copies_are_there(engine: Engine, on_device: str) -> None:
