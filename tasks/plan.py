@@ -128,7 +128,7 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
         link_bytes_per_s=plan.link_gbit * 1e9 / 8 if crossing else None,
         memory_bytes=device.memory_bytes or own_memory,
         host_bytes=own_memory if device.is_gpu and plan.device is None and LocalPools().gpus else 0,
-        answers=None if samples else _answers(config, device, inference, per_generator, mean, assumed),
+        answers=_answers(config, device, inference, per_generator, mean, assumed, prepared=samples is not None),
         assumptions=tuple(assumed),
         learned=_learned(config),
     )
@@ -149,14 +149,23 @@ def _learned(config: RunConfig) -> str:
 
 
 def _answers(
-    config: RunConfig, device: Device, inference: int, per_generator: int, mean_tokens: int, assumed: list[str]
+    config: RunConfig,
+    device: Device,
+    inference: int,
+    per_generator: int,
+    mean_tokens: int,
+    assumed: list[str],
+    *,
+    prepared: bool,
 ) -> Answers | None:
-    """What regeneration asks of the target; None without it."""
+    """What regeneration asks of the target; None without it, and where it is done (`prepared`)."""
     settings, generator, plan = config.data.regeneration, config.generator, config.plan
-    if settings is None:
+    if settings is None or (prepared and not settings.capture):
         return None
     serves, requests = generator.engine == "sglang", PLAIN_BATCH
-    if serves:
+    if serves and settings.capture:
+        requests = generator.sglang.requests_in_flight
+    elif serves:
         requests = decoding_requests(device.memory_bytes) if device.is_gpu else generator.sglang.requests_in_flight
     # Elsewhere than on this machine only one generator's devices are used, and transformers uses one GPU.
     usable = inference if serves and config.pools.kind == "local" else per_generator
@@ -173,6 +182,7 @@ def _answers(
         devices_per_copy=group,
         most_requests=requests,
         bandwidth_share=plan.decode_share,
+        before=0.0 if prepared else config.data.answered_before,
     )
 
 

@@ -11,8 +11,8 @@ holds after every transaction:
 * Lease takes the lowest pending row and never skips. Is that row a hole, its size moves from one term of I to the
   other, so **a hole always fits**. Is it none, there are no holes (they would be lower), I's left side is the bytes
   held, and the lease is made only if they and the new row fit.
-* Fail, expiry and give-back turn a holder into at most a hole; publish changes nothing; plan, release, commit and
-  quarantine only make terms vanish.
+* Fail, expiry and give-back turn a holder into at most a hole; publish changes nothing, or lowers a term to what an
+  answer really takes; plan, release, commit and quarantine only make terms vanish.
 * Resume can break I: rows trained after the surviving checkpoint come back as holes whose bytes were given away long
   ago. It therefore evicts holders from the top until I holds again (`evict`), or those rows would wait for
   ever for bytes that later rows hold, and the later rows for the trainer.
@@ -35,6 +35,7 @@ In `any` order the trainer waits only while fewer than n rows are ready. If no l
 row and those ready ones are at most n rows, which fit; so it is leased. I is not needed.
 """
 
+import json
 from typing import NamedTuple
 
 import sqlalchemy as sa
@@ -54,6 +55,8 @@ class Publication(NamedTuple):
     prefill_s: float = 0.0
     put_s: float = 0.0
     """Seconds of the write."""
+    answer: tuple[int, ...] | None = None
+    """What the target answered while the sample was captured: the tokens that follow its prompt."""
 
 
 def lease(rows: Rows, run: sa.Row, owner: str, limit: int, has_others: bool) -> list[Lease]:
@@ -71,7 +74,8 @@ def lease(rows: Rows, run: sa.Row, owner: str, limit: int, has_others: bool) -> 
             break
         free -= nbytes
         place = {"epoch": row.epoch, "ordinal": row.ordinal, "sample": row.sample, "tokens": row.tokens}
-        leases.append(Lease(**place, attempt=row.attempt + 1, nbytes=nbytes))
+        answer = answer_of(row)
+        leases.append(Lease(**place, attempt=row.attempt + 1, nbytes=nbytes, answer=answer))
     if leases:
         rows.update(
             samples.c.state == PENDING,
@@ -86,10 +90,19 @@ def lease(rows: Rows, run: sa.Row, owner: str, limit: int, has_others: bool) -> 
     return leases
 
 
-def publish(rows: Rows, publication: Publication) -> bool:
-    """Make a leased sample ready; False if its lease was lost."""
+def publish(rows: Rows, run: sa.Row, publication: Publication) -> bool:
+    """Make a leased sample ready; False if its lease was lost.
+
+    An answer is kept for as long as the row: whoever captures the sample again captures the same text.
+    """
+    answered = {}
+    if publication.answer is not None:
+        nbytes = publication.record.nbytes
+        tokens = nbytes // run.bytes_per_token
+        answered = {"answer": json.dumps(publication.answer), "tokens": tokens, "bytes_held": nbytes}
     changed = rows.update(
         *held_by(publication.lease),
+        **answered,
         state=READY,
         object=publication.record.model_dump_json(),
         lease_expires=None,
@@ -98,6 +111,11 @@ def publish(rows: Rows, publication: Publication) -> bool:
         published=database_now(),
     )
     return changed == 1
+
+
+def answer_of(row: sa.Row) -> tuple[int, ...] | None:
+    """The answer that a row keeps."""
+    return None if row.answer is None else tuple(json.loads(row.answer))
 
 
 def evict(rows: Rows, run: sa.Row) -> int:

@@ -159,7 +159,8 @@ class Ledger:
         """Enter one row per sample; those already there stay as they are.
 
         A trainer names its incarnation; None is for whoever opens the first epoch before any trainer. A sample
-        that was quarantined in another epoch is quarantined in this one too. Raises Refusal for a sample larger than
+        that was quarantined in another epoch is quarantined in this one too, and one that was answered there keeps its
+        answer. Raises Refusal for a sample larger than
         the budget, for slots that differ from the rows that are there, and for an epoch before one already open.
         """
         with self.write(incarnation) as (rows, run):
@@ -167,13 +168,17 @@ class Ledger:
             missing = _missing(rows, epoch, slots)
             quarantined = rows.select(samples.c.sample, samples.c.error).where(samples.c.state == QUARANTINED)
             errors = {row.sample: row.error for row in rows.all(quarantined)}
+            answered = rows.select(samples.c.sample, samples.c.answer, samples.c.tokens)
+            answers = {row.sample: row for row in rows.all(answered.where(samples.c.answer.is_not(None)))}
             rows.insert(
                 {
                     "epoch": epoch,
                     "attempt": run.attempt_floor,
                     "state": QUARANTINED if slot.sample in errors else PENDING,
                     "error": errors.get(slot.sample),
+                    "answer": None,
                     **slot.model_dump(),
+                    **(answers[slot.sample]._asdict() if slot.sample in answers else {}),
                 }
                 for slot in missing
             )
@@ -211,8 +216,8 @@ class Ledger:
                     f"object {record.key} of {record.nbytes} bytes does not belong to the lease of {self.key(lease)}, "
                     f"{lease.nbytes} bytes: a sample's object is tokens x bytes_per_token under the lease's own key"
                 )
-        with self.write() as (rows, _):
-            return [one for one in publications if not generators.publish(rows, one)]
+        with self.write() as (rows, run):
+            return [one for one in publications if not generators.publish(rows, run, one)]
 
     def fail(self, lease: Lease, error: str) -> None:
         """Record that a sound engine could not capture a sample: it is pending again, or quarantined after
@@ -374,10 +379,11 @@ class Ledger:
 
 def _missing(rows: Rows, epoch: int, slots: Sequence[SampleSlot]) -> list[SampleSlot]:
     """The slots of an epoch that have no row yet. Raises Refusal for slots that cannot be added to those rows."""
-    query = rows.select(samples.c.ordinal, samples.c.sample, samples.c.tokens).where(samples.c.epoch == epoch)
-    there = {row.ordinal: SampleSlot(**row._asdict()) for row in rows.all(query)}
+    answered = samples.c.answer.is_not(None).label("answered")
+    query = rows.select(samples.c.ordinal, samples.c.sample, samples.c.tokens, answered)
+    there = {row.ordinal: row for row in rows.all(query.where(samples.c.epoch == epoch))}
     wanted = {slot.ordinal: slot for slot in slots}
-    if len(wanted) != len(slots) or any(wanted.get(ordinal) != slot for ordinal, slot in there.items()):
+    if len(wanted) != len(slots) or any(not _is_of(row, wanted.get(ordinal)) for ordinal, row in there.items()):
         raise Refusal(
             f"epoch {epoch} of run {rows.run!r} is in the ledger with other samples: the sample set or its "
             "order has changed; resume with the run's own recipe and data, or start a run of another name"
@@ -387,3 +393,10 @@ def _missing(rows: Rows, epoch: int, slots: Sequence[SampleSlot]) -> list[Sample
     if missing and rows.all(later.limit(1)):
         raise Refusal(f"epoch {epoch} of run {rows.run!r} cannot be opened after a later one: open them in turn")
     return missing
+
+
+def _is_of(row: sa.Row[Any], slot: SampleSlot | None) -> bool:
+    """Whether a row is a slot's. An answer takes no more than was kept for it."""
+    if slot is None or row.sample != slot.sample:
+        return False
+    return row.tokens <= slot.tokens if row.answered else row.tokens == slot.tokens

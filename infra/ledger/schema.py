@@ -1,7 +1,8 @@
 """The ledger's tables, its database's clock, and one run's rows.
 
 `runs` holds one row per run: its fixed values, the trainer's incarnation, and the row that every write locks.
-`samples` holds one row per (run, epoch, ordinal); `checkpoints` one row per committed checkpoint.
+`samples` holds one row per (run, epoch, ordinal); `checkpoints` one row per committed checkpoint. `samples.tokens` of a
+prompt that is answered while it is captured is the most that the sample may have, until its `answer` (JSON) is there.
 """
 
 from collections.abc import Iterable, Mapping
@@ -57,6 +58,7 @@ samples = sa.Table(
     sa.Column("owner", sa.String(200)),
     sa.Column("lease_expires", sa.Double),
     sa.Column("object", sa.Text),
+    sa.Column("answer", sa.Text),
     sa.Column("prefill_s", sa.Double, nullable=False, default=0.0),
     sa.Column("put_s", sa.Double, nullable=False, default=0.0),
     sa.Column("published", sa.Double),

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import sqlalchemy as sa
 
-from infra.ledger.generators import evict
+from infra.ledger.generators import answer_of, evict
 from infra.ledger.ledger import Ledger
 from infra.ledger.planning import balance
 from infra.ledger.schema import (
@@ -126,6 +126,7 @@ def _take(rows: Rows, chosen: Sequence[sa.Row[Any]], epoch: int, step: int, rank
             rank=rank,
             micro_batch=micro_batch,
             object=ObjectRecord.model_validate_json(row.object),
+            answer=answer_of(row),
         )
         for row, (rank, micro_batch) in zip(chosen, places, strict=True)
     )

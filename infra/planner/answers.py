@@ -26,6 +26,8 @@ class Answers(Record):
     """At a time, on each copy."""
     bandwidth_share: float
     """Share of the memory bandwidth that decoding reaches."""
+    before: float = 1.0
+    """Share of the answers that are generated before the training; the others while they are captured."""
 
     def requests(self, target: TargetShape, precision: Precision, device: Device) -> int:
         """Those whose KV cache fits beside the weights of a copy."""

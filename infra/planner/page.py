@@ -47,11 +47,12 @@ def verdicts(plan: Plan) -> dict[str, str]:
 
 def _regeneration(plan: Plan) -> dict[str, str]:
     answers, job = plan.job.answers, plan.job
-    if answers is None or plan.regenerated_per_s is None:
+    if answers is None or plan.regenerated_per_s is None or not answers.before:
         return {}
     requests = answers.requests(job.target, job.inference_precision, job.device)
+    count = round(answers.before * job.samples)
     return {
-        "Regeneration": f"{duration(plan.regeneration_s)} of the time below for {job.samples:,} answers of "
+        "Regeneration": f"{duration(plan.regeneration_s)} of the time below for {count:,} answers of "
         f"{plural(answers.answer_tokens, 'token')}, {figure(plan.regenerated_per_s)} tokens/s; "
         f"copies of the target: {answers.copies}, each with {plural(requests, 'request')} at a time"
     }

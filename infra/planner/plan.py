@@ -174,7 +174,7 @@ class Plan(Record):
     def regeneration_s(self) -> float:
         """Duration of regeneration, before capture and training."""
         rate, answers = self.regenerated_per_s, self.job.answers
-        return self.job.samples * answers.answer_tokens / rate if rate and answers else 0.0
+        return answers.before * self.job.samples * answers.answer_tokens / rate if rate and answers else 0.0
 
     @property
     def device_hours(self) -> float:
@@ -195,8 +195,9 @@ def make_plan(job: Job) -> Plan:
         draft += muon_flops(job.draft, job.target) * job.ranks / job.samples_per_step
     sample_bytes = job.bytes_per_token * job.mean_tokens
     peak, training_peak = job.device.peak[job.inference_precision], job.device.peak[job.setting.precision]
+    prefilled = peak * job.inference_share * job.devices_per_generator / prefill
     sides = Sides(
-        per_generator=peak * job.inference_share * job.devices_per_generator / prefill,
+        per_generator=min(prefilled, _answered(job)) if job.answers and job.answers.before < 1 else prefilled,
         per_rank=training_peak * job.training_share * job.devices_per_rank / draft,
         samples_per_step=job.samples_per_step,
         devices_per_generator=job.devices_per_generator,
@@ -205,6 +206,14 @@ def make_plan(job: Job) -> Plan:
         transport=job.link_bytes_per_s / sample_bytes if job.link_bytes_per_s else None,
     )
     return _with_sides(job, sides, prefill, draft)
+
+
+def _answered(job: Job) -> float:
+    """Samples per second of a generator whose target answers them first."""
+    answers, generators = job.answers, max(1, job.inference_devices // job.devices_per_generator)
+    assert answers is not None
+    rate = answers.tokens_per_s(job.target, job.inference_precision, job.device, job.inference_share)
+    return rate / answers.answer_tokens / generators
 
 
 def _with_sides(job: Job, sides: Sides, prefill: float, draft: float) -> Plan:

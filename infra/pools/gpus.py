@@ -130,7 +130,7 @@ def busy_shares(names: Sequence[str]) -> list[float]:
     Raises pynvml.NVMLError for what the driver does not count, such as a MIG slice.
     """
     with _nvml() as handles:
-        return [pynvml.nvmlDeviceGetUtilizationRates(device).gpu / 100 for device in _resolve(names, handles)]
+        return [int(pynvml.nvmlDeviceGetUtilizationRates(device).gpu) / 100 for device in _resolve(names, handles)]
 
 
 def _resolve(names: Sequence[str], handles: Sequence[Any]) -> list[Any]:

@@ -102,6 +102,9 @@ class SamplesRecord(Record):
     """Training samples of conversations with reasoning in them."""
     with_images: int = 0
     """Training samples with images in them."""
+    unanswered: int = 0
+    """Training samples that are prompts, answered while they are captured; their tokens count as the most they may
+    have."""
     source_hash: str = ""
     """Hash of the source's files."""
     source_revision: str | None = None
@@ -135,6 +138,8 @@ class RegeneratedRecord(Record):
     engine: str
     settings: Mapping[str, float | int | str]
     wall_s: float
+    unanswered: int = 0
+    """Prompts that are answered while they are captured."""
     source_revision: str | None = None
     """The commit, where the prompts came from a dataset of the Hub."""
 
@@ -145,6 +150,7 @@ class RegeneratedRecord(Record):
         return (
             f"regenerated: {self.documents} documents, {self.tokens} tokens by {self.engine} in {self.wall_s:.0f} s, "
             f"{self.cut} cut at the limit, {self.duplicates} duplicates left out, {self.refused} refused ({shown})"
+            + (f"; {self.unanswered} prompts are answered while they are captured" if self.unanswered else "")
             + "".join(f"\n  left out: {refusal}" for refusal in self.refusals)
         )
 
@@ -227,6 +233,7 @@ class SampleSlot(Record):
     sample: int
     """Index into the sample set."""
     tokens: int
+    """Of a prompt that is answered while it is captured: the most that it may have."""
 
 
 class Lease(Record):
@@ -239,6 +246,8 @@ class Lease(Record):
     attempt: int
     nbytes: int
     """Bytes reserved in the budget: tokens x bytes per token."""
+    answer: tuple[int, ...] | None = None
+    """Of a prompt that the target answered before, the tokens that follow it in the sample."""
 
 
 class PlannedSample(Record):
@@ -252,6 +261,8 @@ class PlannedSample(Record):
     """Or group of ranks, where several share a sample."""
     micro_batch: int
     object: ObjectRecord
+    answer: tuple[int, ...] | None = None
+    """See `Lease.answer`."""
 
 
 class StepPlan(Record):

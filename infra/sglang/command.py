@@ -50,10 +50,13 @@ class ServerSpec:
     """0 runs on the CPU."""
 
 
-def capture_command(spec: ServerSpec, config: SGLangConfig, aux_layer_ids: Sequence[int], port: int) -> list[str]:
-    """A server that captures `aux_layer_ids` and the output after the final norm of every prefill.
+def capture_command(
+    spec: ServerSpec, config: SGLangConfig, aux_layer_ids: Sequence[int], port: int, answers: bool = False
+) -> list[str]:
+    """A server that captures `aux_layer_ids` and the output after the final norm of all that it computes.
 
-    SGLang keeps the latter only beside a layer's: of no layers the first one is named, and the plugin leaves it out.
+    `answers`: it also writes answers, and does not only prefill. SGLang keeps the output after the final norm only
+    beside a layer's: of no layers the first one is named, and the plugin leaves it out.
     """
     return [
         *_server(spec, config, port),
@@ -64,8 +67,9 @@ def capture_command(spec: ServerSpec, config: SGLangConfig, aux_layer_ids: Seque
         *("--return-aux-hidden-state-layer-ids", *map(str, aux_layer_ids or (0,))),
         # A prefix that comes from the cache is not computed, so it has no hidden states.
         "--disable-radix-cache",
-        # A replayed graph writes to buffers of its own.
-        *("--disable-prefill-cuda-graph", "--disable-decode-cuda-graph"),
+        # A replayed graph writes to buffers of its own; steps of answers, which it speeds up, are copied before.
+        "--disable-prefill-cuda-graph",
+        *(() if answers else ("--disable-decode-cuda-graph",)),
         # An idle scheduler would otherwise spin, and keep Python's lock from the thread that writes.
         "--sleep-on-idle",
         *config.arguments,

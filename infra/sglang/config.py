@@ -6,6 +6,8 @@ from infra.config import Count, Seconds, StrictConfig, Tokens
 from infra.refusal import Refusal
 
 LARGE_GPU_BYTES = 64 * 2**30
+SLOWEST_TOKEN_S = 0.25
+"""An answer arrives whole, so that a request waits for all of its tokens, beside those of all other requests."""
 
 
 def decoding_requests(memory_bytes: int) -> int:

@@ -41,6 +41,8 @@ class Captured:
     record: ObjectRecord
     put_s: float
     """Seconds of the write."""
+    answer: tuple[int, ...] | None = None
+    """Of a prompt that was answered on the way: the tokens of the answer that belong to the sample."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,13 @@ class CaptureEngine(Protocol):
 
         Raises SampleError if this sample cannot be captured. Any other exception is a fault of the engine or the
         machine and ends the generator: EngineError, a full disk, a lost device, an error of a library.
+        """
+        ...
+
+    def answer(self, key: str, prompt: Tensor, max_new_tokens: int) -> Captured:
+        """Answer `prompt` `[P]` as the recipe's regeneration does, and write the hidden states of both under `key`.
+
+        The answer's last token was never read, so it has no hidden state and is left out. Raises as `capture` does.
         """
         ...
 
@@ -130,6 +139,9 @@ class StoredEngine:
         captured = self._inner.capture(name, tokens, images) if record is None else Captured(record, 0.0)
         return Captured(captured.record.model_copy(update={"key": key}), captured.put_s)
 
+    def answer(self, key: str, prompt: Tensor, max_new_tokens: int) -> Captured:
+        raise AssertionError("recipes with data.regeneration.capture and stored objects are refused")
+
     def continue_greedily(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Continued]:
         return self._inner.continue_greedily(prompts, max_new_tokens)
 
@@ -176,6 +188,17 @@ def check_capture(
         check_next_tokens(target.head, captured.last, captured.top, layout.dtype)
 
 
+def check_same(written: HiddenStates, read: HiddenStates, layout: HiddenStateLayout, computed: torch.dtype) -> None:
+    """Raise Refusal where states of decoding, `written`, differ from those of a prefill of the same text, `read`.
+
+    `computed`: data type of the target's arithmetic.
+    """
+    tolerance = RELATIVE_TOLERANCE[computed] + ROUNDING[layout.dtype]
+    for mine, theirs in zip(layout.by_layer(written.aux), layout.by_layer(read.aux), strict=True):
+        _compare("a layer of an answer", mine, theirs, tolerance, "its prefill")
+    _compare("the output after the final norm of an answer", written.last, read.last, tolerance, "its prefill")
+
+
 def check_next_tokens(head: TargetHead, last: Tensor, tokens: Tensor, stored: torch.dtype) -> None:
     """Raise Refusal unless `tokens` `[N]`, an engine's greedy choices, are also the head's for its `last` `[N, H]`.
 
@@ -195,7 +218,7 @@ def check_next_tokens(head: TargetHead, last: Tensor, tokens: Tensor, stored: to
         )
 
 
-def _compare(what: str, captured: Tensor, reference: Tensor, tolerance: float) -> None:
+def _compare(what: str, captured: Tensor, reference: Tensor, tolerance: float, whose: str = "a plain forward") -> None:
     error = (captured.float() - reference.float()).norm() / reference.float().norm()
     if error > tolerance:
-        raise Refusal(f"canary: {what} differs from a plain forward by {error:.2g} (relative), allowed {tolerance:g}")
+        raise Refusal(f"canary: {what} differs from {whose} by {error:.2g} (relative), allowed {tolerance:g}")

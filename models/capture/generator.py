@@ -1,4 +1,8 @@
-"""`python -m models.capture.generator RUN --index I`: leases and captures samples until the run is finished."""
+"""`python -m models.capture.generator RUN --index I`: leases and captures samples until the run is finished.
+
+With data.regeneration.capture most samples are prompts: the target answers them while they are captured. The ledger
+keeps the answer, and whoever captures such a sample again prefills the same text.
+"""
 
 import argparse
 import signal
@@ -76,11 +80,14 @@ class Generator:
 
     def _capture(self, lease: Lease) -> Captured:
         """Capture one sample. Raises SampleError only if the engine still passes its canary."""
-        sample = self.samples[lease.sample]
+        sample, key = self.samples.answered(lease.sample, lease.answer), self.ledger.key(lease)
+        prompt = self.samples.prompt(lease.sample) if lease.answer is None else None
         try:
             if len(sample.tokens) != lease.tokens:
                 raise SampleError(f"it has {len(sample.tokens)} tokens, and the ledger says {lease.tokens}")
-            return self.engine.capture(self.ledger.key(lease), sample.tokens, sample.images)
+            if prompt is not None:
+                return self.engine.answer(key, prompt, lease.tokens - len(prompt))
+            return self.engine.capture(key, sample.tokens, sample.images)
         except SampleError as error:
             try:
                 self.check_canaries()
@@ -119,7 +126,10 @@ class Generator:
         busy_s = now - max(self._last_done, min(begun for _, begun, _ in captures))
         prefill_s = max(0.0, busy_s - sum(captured.put_s for *_, captured in captures)) / len(captures)
         self._last_done = now
-        offered = [Publication(lease, captured.record, prefill_s, captured.put_s) for lease, _, captured in captures]
+        offered = [
+            Publication(lease, captured.record, prefill_s, captured.put_s, captured.answer)
+            for lease, _, captured in captures
+        ]
         lost = self.ledger.publish(*offered)
         for publication in lost:
             self.transport.delete(publication.record.key)

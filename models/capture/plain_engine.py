@@ -1,5 +1,6 @@
 """The plain engine: the target in transformers, one sample per forward, in the generator's process."""
 
+import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from models.data.images import ImageProcessor
 from models.decoding.continuations import continue_batch
 from models.decoding.plain import end_of
 from models.devices import compute_device
+from models.drafts.sampling import Sampling
 from models.dtypes import DTYPES
 from models.run import PreparedRun
 from models.targets.hidden_states import HiddenStates
@@ -33,6 +35,7 @@ class PlainEngine:
         dtype = DTYPES[run.config.capture_dtype]
         self._folder = Path(run.target.path)
         self._eos_ids = eos_ids(self._folder)
+        self._sampling, self._seed = run.config.data.regeneration, run.config.seed
         layers, sees = run.config.target.aux_layer_ids, run.config.data.images is not None
         self.target = TargetModel.load(self._folder, layers, dtype, compute_device(), sees=sees)
 
@@ -71,6 +74,16 @@ class PlainEngine:
         begun = time.perf_counter()
         record = self.transport.put(key, self.layout.pack(hidden))
         return Captured(record, time.perf_counter() - begun)
+
+    def answer(self, key: str, prompt: Tensor, max_new_tokens: int) -> Captured:
+        """Answer, then prefill; a prompt has the same answer whenever it is asked."""
+        assert self._sampling is not None, "no sample is a prompt without data.regeneration"
+        seed = int.from_bytes(hashlib.sha256(prompt.numpy().tobytes()).digest()[:7]) ^ self._seed
+        random = torch.Generator(self.target.device).manual_seed(seed)
+        sampling = Sampling(self._sampling.temperature, self._sampling.top_p, random)
+        (text,) = continue_batch(self.target, [prompt.tolist()], max_new_tokens, self._eos_ids, sampling)
+        kept = tuple(text[:-1])
+        return replace(self.capture(key, torch.tensor([*prompt.tolist(), *kept])), answer=kept)
 
     def continue_greedily(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Continued]:
         plain = iter(

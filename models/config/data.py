@@ -22,6 +22,12 @@ class RegenerationConfig(StrictConfig):
     top_p: float = Field(default=1.0, gt=0, le=1, description="Top-p, applied after temperature; 1 is off.")
     max_new_tokens: int = Field(default=1024, ge=1, le=2**20, description="Longest answer, in tokens.")
     prompt_tokens: Tokens = Field(default=32, description="Tokens of plain text that are kept as the prompt.")
+    capture: bool = Field(
+        default=False,
+        description="Answer and capture in one pass, while the draft trains: hidden states are taken as the target "
+        "writes. Twice the held-out share is answered before, for the held-out part and the draft's vocabulary. Of a "
+        "conversation the last answer is generated, after the given ones.",
+    )
 
 
 class DataConfig(StrictConfig):
@@ -99,6 +105,11 @@ class DataConfig(StrictConfig):
                 "data.images: only a chat template knows where images stand: leave data.chat_template or data.images "
                 "out"
             )
+        if self.regeneration is not None and self.regeneration.capture and self.thinking != "keep":
+            raise Refusal(
+                f"data.regeneration.capture learns what the target writes as it writes it, and data.thinking is "
+                f"{self.thinking}: set it to keep, or leave capture out"
+            )
         if self.regeneration is not None and self.thinking == "strip":
             raise Refusal(
                 "data.thinking=strip would change what the target generated (data.regeneration): set it to mask, or "
@@ -106,3 +117,9 @@ class DataConfig(StrictConfig):
                 "false}"
             )
         return self
+
+    @property
+    def answered_before(self) -> float:
+        """Share of the prompts that the target answers before the training (see `RegenerationConfig.capture`)."""
+        one_pass = self.regeneration is not None and self.regeneration.capture
+        return min(1.0, 2 * self.heldout_share) if one_pass else 1.0

@@ -85,6 +85,7 @@ class RunConfig(StrictConfig):
             )
         self._check_sharing()
         self._check_images()
+        self._check_one_pass()
         if self.training.context_parallel_size > 1:
             self._check_shared_samples()
         if self.generator.engine == "sglang" and self.pools.inference_gpus:
@@ -139,6 +140,13 @@ class RunConfig(StrictConfig):
         self.generator.sglang.check_gpu_dtype(self.capture_dtype, "generator.compute_dtype")
         if self.benchmark.served_concurrency:
             self.generator.sglang.check_gpu_dtype(self.benchmark_dtype, "benchmark.compute_dtype")
+
+    def _check_one_pass(self) -> None:
+        if self.data.answered_before < 1 and self.transport.kind == "stored":
+            raise Refusal(
+                "data.regeneration.capture answers and captures in one pass, and transport.kind=stored finds captures "
+                "by their text: leave one of them out"
+            )
 
     def _check_images(self) -> None:
         if self.data.images is not None and self.draft.reads_embeddings:

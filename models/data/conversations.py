@@ -64,6 +64,8 @@ class Tokens:
     loss_mask: NDArray[np.bool_]
     tokenizer_hash: str | None
     """Hash of the tokenizer that made them, if the record states it."""
+    room: int = 0
+    """Of a prompt that is answered while it is captured: most tokens of the answer."""
 
 
 @dataclass(frozen=True)
@@ -303,7 +305,7 @@ def _generated(place: str, record: Mapping[str, Any]) -> tuple[Tokens, ...]:
     samples = record.get("generated")
     if not isinstance(samples, list) or not all(isinstance(one, dict) and "input_ids" in one for one in samples):
         return ()
-    return tuple(_tokens(place, sample) for sample in samples)
+    return tuple(replace(_tokens(place, sample), room=int(sample.get("room", 0))) for sample in samples)
 
 
 def _tokens(place: str, record: Mapping[str, Any]) -> Tokens:

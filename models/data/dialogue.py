@@ -30,6 +30,8 @@ class Generated:
     ids: list[int]
     mask: list[int]
     """1 where generated."""
+    room: int = 0
+    """Of a prompt that is answered while it is captured: most tokens of the answer."""
 
 
 @dataclass
@@ -129,8 +131,20 @@ class Prompter:
 
     def next(self, dialogue: Dialogue) -> list[int] | None:
         """Token ids of the next prompt; None when the dialogue is over, perhaps by a fault."""
-        if not dialogue.advance():
-            return None
+        return self._checked(dialogue) if dialogue.advance() else None
+
+    def leave_open(self, dialogue: Dialogue) -> None:
+        """Make the dialogue end with the prompt for its last answer, after the given ones; perhaps with a fault."""
+        given = dialogue.document.messages
+        generated = [turn for turn in range(len(given)) if is_generated(given, turn)]
+        opens = dialogue.document.plain or given[-1].role != "assistant" or not generated
+        dialogue.turns = list(given if opens else given[: generated[-1]])
+        prompt = None if dialogue.fault else self._checked(dialogue)
+        if prompt is not None:
+            dialogue.samples = [Generated(prompt, [0] * len(prompt), self._settings.max_new_tokens)]
+
+    def _checked(self, dialogue: Dialogue) -> list[int] | None:
+        """Token ids of the prompt for the next answer; None where it cannot be used, which is the dialogue's fault."""
         try:
             prompt = self.prompt(dialogue.so_far())
         except UnrenderableError as error:

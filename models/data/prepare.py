@@ -31,7 +31,7 @@ from models.data.samples import SHOWN_REFUSALS, SampleEncoder, Splits, divide
 from models.data.tokenizer import read_tokenizer
 from models.progress_bars import counting
 
-FORMAT = 5
+FORMAT = 6
 """Increment when the same input gives other samples."""
 
 BINS = 24
@@ -123,6 +123,7 @@ def _record(splits: Splits, encoder: SampleEncoder, template: str, content: str)
         train_samples=len(train),
         heldout_samples=len(splits.heldout),
         train_tokens=int(lengths.sum()),
+        unanswered=sum(bool(sample.prompt) for sample in train),
         longest=int(lengths.max()),
         supervised_share=int(supervised.sum()) / int(lengths.sum()),
         **{name: value for name, value in vars(encoder.counts).items() if name not in ("documents", "refusals")},
@@ -163,6 +164,8 @@ def summary(record: SamplesRecord) -> str:
         notes += (
             f"; {record.reasoning_dropped} learned without their reasoning, for which the chat template has no place"
         )
+    if record.unanswered:
+        notes += f"; {record.unanswered} of them answered while they are captured, tokens are the most there may be"
     if record.with_images:
         notes += f"; {record.with_images} of them with images"
     has_more = record.broken + record.refused > len(record.refusals)

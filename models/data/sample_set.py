@@ -3,7 +3,9 @@
 A folder contains `train.safetensors`, `heldout.safetensors` and `samples.json`, which is written last and contains the
 hashes of both. A file contains `tokens` int32 and `loss_mask` uint8 of all samples, concatenated, `offsets` int64
 `[N + 1]` and `ids` uint8 `[N, 16]` (content hashes), and of its images `images` uint8 `[M, 32]` (hashes, which are the
-names of the files in the folder `images`) and `image_offsets` int64 `[N + 1]`.
+names of the files in the folder `images`) and `image_offsets` int64 `[N + 1]`. `prompts` int64 `[N]` has the number of
+a prompt's tokens where the target answers while it is captured, and 0 elsewhere; such a sample's other tokens only keep
+place for the answer, which the ledger holds once it is there.
 """
 
 from collections.abc import Sequence
@@ -54,6 +56,7 @@ class SampleSet:
     ids: Tensor
     images: Tensor
     image_offsets: Tensor
+    prompts: Tensor
     folder: Path
 
     @classmethod
@@ -78,6 +81,26 @@ class SampleSet:
             id=bytes(self.ids[index].tolist()).hex(),
             images=tuple(self.folder / bytes(name).hex() for name in self.images[first:last].tolist()),
         )
+
+    def prompt(self, index: int) -> Tensor | None:
+        """The tokens `[P]` int64 of a prompt that is answered while it is captured; None for any other sample."""
+        length = int(self.prompts[index])
+        return self[index].tokens[:length] if length else None
+
+    def answered(self, index: int, answer: Sequence[int] | None) -> Sample:
+        """A sample, with the answer that the ledger keeps for it, if it keeps one."""
+        sample, prompt = self[index], self.prompt(index)
+        if answer is None or prompt is None:
+            return sample
+        length = len(prompt) + len(answer)
+        mask = torch.arange(length) >= len(prompt)
+        return replace(sample, tokens=torch.cat([prompt, torch.tensor(answer, dtype=torch.long)]), loss_mask=mask)
+
+    @property
+    def supervised(self) -> Tensor:
+        """`[S]` int64: all supervised tokens that are known."""
+        known = (self.prompts == 0).repeat_interleave(self.lengths)
+        return self.tokens[self.loss_mask.bool() & known].long()
 
     def canaries(self, tokens: int) -> list[Sample]:
         """What shows whether an engine captures rightly: the first `tokens` of the first sample, which are text, and
@@ -124,4 +147,5 @@ def _tensors(samples: Sequence[EncodedSample]) -> dict[str, Tensor]:
         "ids": torch.from_numpy(ids.reshape(-1, 16).copy()),
         "images": torch.from_numpy(names.reshape(-1, 32).copy()),
         "image_offsets": torch.from_numpy(np.concatenate([[0], np.cumsum(shown)]).astype(np.int64)),
+        "prompts": torch.tensor([sample.prompt for sample in samples], dtype=torch.int64),
     }

@@ -14,7 +14,7 @@ from infra.refusal import Refusal
 from models.config.data import DataConfig
 from models.data.benchmark_prompts import BenchmarkPrompts
 from models.data.chat_template import UnrenderableError, open_chat_template
-from models.data.conversations import Document
+from models.data.conversations import Document, Tokens
 from models.data.images import ImageShelf
 from models.data.loss_mask import MaskedTokens, mask_generated, runs_of, tokenize_conversation
 from models.data.thinking import without_thinking
@@ -43,6 +43,8 @@ class EncodedSample:
     """Whether these answers show reasoning, in the mask or not."""
     images: tuple[str, ...] = ()
     """Names of the images that stand in it, in order."""
+    prompt: int = 0
+    """Of a prompt that is answered while it is captured, its tokens; the others are the answer's place. Else 0."""
 
     @property
     def id(self) -> str:
@@ -187,6 +189,9 @@ class SampleEncoder:
                 f"{place}: data.thinking=strip would change what the target generated: set it to keep or mask"
             )
         for tokens in document.tokens if self.config.turns == "all" else document.tokens[-1:]:
+            if tokens.room:
+                yield self._unanswered(document, tokens)
+                continue
             if len(tokens.ids) and int(tokens.ids.max()) >= known:
                 raise Refusal(
                     f"{place}: token {int(tokens.ids.max())}, but the target knows {known}: another tokenizer made "
@@ -203,6 +208,18 @@ class SampleEncoder:
                 mask_thinking = self.config.thinking == "mask"
                 masked = mask_generated(self.tokenizer, masked, document, mask_thinking=mask_thinking)
             yield from self._limited(document, [], masked)
+
+    def _unanswered(self, document: Document, tokens: Tokens) -> EncodedSample:
+        """A prompt, with a place for the answer."""
+        prompt, room = len(tokens.ids), min(tokens.room, self.config.max_tokens - len(tokens.ids))
+        assert room > 0, "regeneration leaves prompts out that leave no room"
+        return EncodedSample(
+            np.pad(tokens.ids, (0, room)),
+            np.pad(tokens.loss_mask, (0, room), constant_values=True),
+            document.content_hash,
+            turns=1,
+            prompt=prompt,
+        )
 
     def _conversation(self, document: Document) -> Iterator[EncodedSample]:
         if document.plain:
@@ -314,14 +331,15 @@ def heldout_documents(documents: Iterable[str], share: float) -> set[str]:
 
 
 def divide(samples: Iterable[EncodedSample], config: DataConfig, counts: PreparationCounts) -> Splits:
-    """Hold out whole documents, and keep each sample once.
+    """Hold out whole documents, of those that are answered, and keep each sample once.
 
     Raises Refusal: no sample is left, or too few documents to hold one out.
     """
     samples = list(samples)
     if not samples:
         _refuse(config, counts)
-    held = heldout_documents((sample.document for sample in samples), config.heldout_share)
+    there, answered = ({one.document for one in samples if not (closed and one.prompt)} for closed in (False, True))
+    held = heldout_documents(answered, config.heldout_share * len(there) / max(1, len(answered)))
     if not held:
         raise Refusal("only one document is usable: data.source needs at least two, one of them to be held out")
     heldout = {sample.id: sample for sample in samples if sample.document in held}

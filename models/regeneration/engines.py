@@ -16,7 +16,7 @@ from infra.processes.process import Owner
 from infra.refusal import Refusal
 from infra.sglang.client import SGLangClient
 from infra.sglang.command import ServerSpec, server_environment, serving_command
-from infra.sglang.config import SGLangConfig, decoding_requests
+from infra.sglang.config import SLOWEST_TOKEN_S, SGLangConfig, decoding_requests
 from infra.sglang.server import SGLangServer
 from models.config.data import PLAIN_BATCH, RegenerationConfig
 from models.config.recipe import RunConfig
@@ -29,9 +29,6 @@ from models.drafts.sampling import Sampling
 from models.dtypes import DTYPES
 from models.run import RunWithTarget
 from models.targets.model import TargetModel
-
-SLOWEST_TOKEN_S = 0.25
-"""An answer arrives whole, so that a request waits for all of its tokens, beside those of all other requests."""
 
 
 class TextEngine(Protocol):

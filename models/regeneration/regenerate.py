@@ -8,10 +8,13 @@ resume after a crash.
 import argparse
 import hashlib
 import json
+import math
 import os
 import time
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -32,14 +35,16 @@ from models.data.prepare import tokenizer_hash
 from models.data.samples import SHOWN_REFUSALS, check_refused
 from models.data.tokenizer import read_tokenizer
 from models.progress_bars import bars
-from models.regeneration.engines import regeneration_settings, start_text_engine
+from models.regeneration.engines import recipe_prompter, regeneration_settings, start_text_engine
 from models.run import RunWithTarget
 
-FORMAT = 4
+FORMAT = 5
 """Increment when the same input gives other prompts."""
 REFUSED = ".refused.jsonl"
 """Suffix of the list of dialogues that ended early or before their first answer, with the reasons."""
 LOCK_WAIT_S = 24 * 3600.0  # another run may be regenerating the same text
+LEAST_BEFORE = 32
+"""Fewest dialogues that are answered before the training, with data.regeneration.capture."""
 SYNC_S = 1.0
 """Seconds of answers that a power failure may cost; a killed process loses none that is finished."""
 
@@ -69,14 +74,15 @@ def regenerate(run: RunWithTarget) -> RegeneratedRecord:
     check_refused(refusals, len(dialogues), run.config.data)
     return RegeneratedRecord(
         path=str(file),
-        documents=len(lines),
+        documents=sum(not _is_open(line) for line in lines),
+        unanswered=sum(map(_is_open, lines)),
         duplicates=sum(1 for _ in training_documents(run.config.data)) - len(dialogues),
         tokens=sum(line["tokens"] for line in lines),
         cut=sum(line["cut"] for line in lines),
         refused=len(refusals),
         refusals=tuple(refusals[:SHOWN_REFUSALS]),
         engine=run.config.generator.engine,
-        settings=regeneration_settings(run).model_dump(mode="json"),
+        settings=regeneration_settings(run).model_dump(mode="json", exclude={"capture"}),
         wall_s=time.monotonic() - begun,
         source_revision=source_revision(run.config.data.source),
     )
@@ -99,6 +105,7 @@ def _key(run: RunWithTarget) -> str:
         config.generator.engine,
         config.capture_dtype,
         config.seed,
+        config.data.answered_before,
     ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -120,9 +127,10 @@ def _answer_all(run: RunWithTarget, dialogues: list[Dialogue], file: Path) -> No
     answered = read_objects(part)
     write_objects(part, answered)
     done = {one["asked"]: as_line(one) for one in answered}
-    unanswered = [dialogue for dialogue in dialogues if dialogue.asked not in done]
+    before, later = _divided(run, dialogues)
+    unanswered = [dialogue for dialogue in before if dialogue.asked not in done]
     if done:
-        print(f"{len(done)} of {len(dialogues)} documents were regenerated before", flush=True)
+        print(f"{len(done)} of {len(before)} documents were regenerated before", flush=True)
     with closing(start_text_engine(run)) as engine, part.open("a") as written, bars() as bar:
         advance, synced = bar("regenerated documents", len(unanswered)), time.monotonic()
         for dialogue in engine.finished(iter(unanswered)):
@@ -133,6 +141,10 @@ def _answer_all(run: RunWithTarget, dialogues: list[Dialogue], file: Path) -> No
                 os.fsync(written.fileno())
                 synced = time.monotonic()
             advance(1)
+    prompter = recipe_prompter(run)
+    for dialogue in later:
+        prompter.leave_open(dialogue)
+        done[dialogue.asked] = as_line(_as_record(dialogue))
     lines = [done[dialogue.asked] for dialogue in dialogues]
     records = [json.loads(line) for line in lines]
     faults = (as_line({"fault": record["fault"]}) for record in records if record["fault"])
@@ -143,6 +155,17 @@ def _answer_all(run: RunWithTarget, dialogues: list[Dialogue], file: Path) -> No
     sync_folder(file.parent)
 
 
+def _divided(run: RunWithTarget, dialogues: list[Dialogue]) -> tuple[list[Dialogue], list[Dialogue]]:
+    """The dialogues that are answered now, which do not depend on the source's order, and those left for later."""
+    count = max(LEAST_BEFORE, math.ceil(run.config.data.answered_before * len(dialogues)))
+    now = set(sorted(dialogue.asked for dialogue in dialogues)[:count])
+    return [one for one in dialogues if one.asked in now], [one for one in dialogues if one.asked not in now]
+
+
+def _is_open(line: Mapping[str, Any]) -> bool:
+    return any(sample.get("room") for sample in line["generated"])
+
+
 def _as_record(dialogue: Dialogue) -> dict[str, object]:
     """The record from which `read_documents` reads the document with its tokens."""
     document = dialogue.so_far()
@@ -151,7 +174,10 @@ def _as_record(dialogue: Dialogue) -> dict[str, object]:
     else:
         tools = {"tools": [dict(tool) for tool in document.tools]} if document.tools else {}
         record = {"messages": [message.as_dict() for message in document.messages], **tools}
-    generated = [{"input_ids": sample.ids, "loss_mask": sample.mask} for sample in dialogue.samples]
+    generated = [
+        {"input_ids": sample.ids, "loss_mask": sample.mask} | ({"room": sample.room} if sample.room else {})
+        for sample in dialogue.samples
+    ]
     counts = {"asked": dialogue.asked, "tokens": dialogue.tokens, "cut": dialogue.cut, "fault": dialogue.fault}
     return counts | record | {"generated": generated}
 

@@ -179,7 +179,7 @@ class Fetcher:
             for p in planned:
                 self._transport.delete(p.object.key)
             self._ledger.release(self._incarnation, plan.epoch, *(p.ordinal for p in planned))
-        texts = [self.samples[p.sample] for p in planned]
+        texts = [self.samples.answered(p.sample, p.answer) for p in planned]
         return PackedSamples(
             tokens=torch.cat([t.tokens for t in texts]),
             loss_mask=torch.cat([t.loss_mask for t in texts]),

@@ -45,8 +45,7 @@ def first_draft(run: PreparedRun, head: TargetHead) -> tuple[Draft, float]:
     """The draft before its first step, and the share of supervised tokens that its vocabulary covers."""
     torch.manual_seed(run.config.seed)
     samples, config = run.open_samples(), run.config.draft
-    supervised = samples.tokens[samples.loss_mask.bool()].long()
-    counts = torch.bincount(supervised, minlength=len(head.embedding))
+    counts = torch.bincount(samples.supervised, minlength=len(head.embedding))
     if len(counts) > len(head.embedding):
         raise Refusal(
             f"the samples hold token {len(counts) - 1}, the target knows {len(head.embedding)}: they were made for "

@@ -131,7 +131,8 @@ class StepStream:
         if plan is None:
             return None
         self.step = plan.step + 1
-        masks = [self.fetcher.samples[planned.sample].loss_mask for planned in plan.samples]
+        samples = self.fetcher.samples
+        masks = [samples.answered(planned.sample, planned.answer).loss_mask for planned in plan.samples]
         total = sum(len(supervised_positions(mask, (len(mask),))) for mask in masks)
         return [
             MicroBatch(

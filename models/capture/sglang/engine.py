@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
@@ -21,10 +22,18 @@ from infra.refusal import Refusal
 from infra.settings import CAPTURE, sglang_environment
 from infra.sglang.client import PromptRefusedError, ServerError, SGLangClient
 from infra.sglang.command import ServerSpec, capture_command, server_environment
-from infra.sglang.config import SGLangConfig
+from infra.sglang.config import SLOWEST_TOKEN_S, SGLangConfig
 from infra.sglang.server import SGLangServer
 from infra.transport.base import CANARY
-from models.capture.engine import Captured, Continued, EngineError, Prompt, check_capture, check_next_tokens
+from models.capture.engine import (
+    Captured,
+    Continued,
+    EngineError,
+    Prompt,
+    check_capture,
+    check_next_tokens,
+    check_same,
+)
 from models.capture.ranking import check_ranking
 from models.capture.sglang.model_class import CAPTURED_AS
 from models.capture.sglang.plugin import NAME
@@ -48,6 +57,7 @@ KERNELS = (
     *("fp8_gemm_runner_backend", "fp4_gemm_runner_backend"),
 )
 """Settings of SGLang that decide how hidden states are rounded."""
+CANARY_ANSWER = 8
 LOADED_BYTES = 4 * 2**30
 """Targets with at most this size of weights are loaded to be compared; larger ones are read weight by weight."""
 DEQUANTIZED = 4
@@ -67,7 +77,10 @@ class SGLangEngine:
         self.server = SGLangServer(
             self._command, f"sglang-{index}", owner, self._environment(), self.settings.start_timeout_s
         )
-        self._client = SGLangClient(self.server, self.settings.request_timeout_s)
+        longest_s = self.settings.request_timeout_s
+        if run.samples.unanswered:
+            longest_s += run.samples.longest * SLOWEST_TOKEN_S
+        self._client = SGLangClient(self.server, longest_s)
 
     def _command(self, port: int) -> list[str]:
         config = self.run.config
@@ -76,7 +89,7 @@ class SGLangEngine:
         settings = within_share(self.settings, self.run.sharing)
         if not config.draft.reads_layers:
             settings = _as_captured(settings, spec.target)
-        return capture_command(spec, settings, config.target.aux_layer_ids, port)
+        return capture_command(spec, settings, config.target.aux_layer_ids, port, self.run.samples.unanswered > 0)
 
     def _environment(self) -> dict[str, str]:
         """Environment of the server, with the plugin's capture specification."""
@@ -104,9 +117,17 @@ class SGLangEngine:
         )
 
     def capture(self, key: str, tokens: Tensor, images: Sequence[Path] = ()) -> Captured:
-        return self.answer(key, tokens, images, PREFILL)[0]
+        return self.request(key, tokens, images, PREFILL)[0]
 
-    def answer(
+    def answer(self, key: str, prompt: Tensor, max_new_tokens: int) -> Captured:
+        settings = self.run.config.data.regeneration
+        assert settings is not None, "no sample is a prompt without data.regeneration"
+        ends = sorted(eos_ids(Path(self.run.target.path)))
+        sampling = {"temperature": settings.temperature, "top_p": settings.top_p, "stop_token_ids": ends}
+        captured, tokens = self.request(key, prompt, (), sampling | {"max_new_tokens": max_new_tokens})
+        return replace(captured, answer=tuple(tokens[:-1]))
+
+    def request(
         self, key: str, tokens: Tensor, images: Sequence[Path], sampling: Mapping[str, Any]
     ) -> tuple[Captured, list[int]]:
         """Answer one prompt. Returns the hidden states of all that was read in the transport, and the answer."""
@@ -148,9 +169,18 @@ class SGLangEngine:
             check_next_tokens(head, hidden.last[-1:], torch.tensor(emitted), self.layout.dtype)
             if hidden.top is not None:
                 check_next_tokens(head, hidden.last, hidden.top, self.layout.dtype)
+        if self.run.samples.unanswered:
+            self._check_answer(tokens)
         obstacle = self._compare_seen(hidden, tokens, images) if images else self._compare(hidden, tokens, head)
         if obstacle is not None:
             print(f"canary: compared the final states only, not the chosen layers: {obstacle}", flush=True)
+
+    def _check_answer(self, tokens: Tensor) -> None:
+        """Compare what is captured while the target answers with a prefill of the same text. Raises Refusal."""
+        sampling = {"temperature": 0.0, "max_new_tokens": CANARY_ANSWER, "ignore_eos": True}
+        written, answer = self._take_back("answer", tokens, (), sampling)
+        read, _ = self._take_back("read", torch.tensor([*tokens.tolist(), *answer[:-1]]), (), PREFILL)
+        check_same(written, read, self.layout, DTYPES[self.run.config.capture_dtype])
 
     def _compare_seen(self, hidden: HiddenStates, tokens: Tensor, images: Sequence[Path]) -> str | None:
         """Compare the capture of a sample with images; returns why it cannot be compared."""
@@ -206,7 +236,7 @@ class SGLangEngine:
         """The hidden states of all that was read, deleted from the transport, and the answer."""
         key = f"{self._canary}/{name}-{next(self._serial)}"
         try:
-            captured, answer = self.answer(key, tokens, images, sampling)
+            captured, answer = self.request(key, tokens, images, sampling)
             hidden = self.layout.empty(len(tokens) + len(answer) - 1)
             self.transport.get(captured.record, self.layout.views(hidden))
         finally:

@@ -1,8 +1,8 @@
-"""Copies of a prefill's hidden states in host memory, for which the engine does not wait."""
+"""Copies of a batch's hidden states in host memory, for which the engine does not wait."""
 
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from queue import Empty, Queue
 from typing import Any
@@ -55,8 +55,7 @@ class HostCopies:
     """Makes copies in a ring of buffers, on a stream of its own. A full ring holds the engine back.
 
     Buffers grow to the largest prefill; page-locked memory is slow to allocate, so they are kept. On a CPU nothing is
-    copied: the engine allocates new tensors for every prefill, which live as long as they are referred to. This holds
-    without graphs, whose replay writes to the same memory again.
+    copied: the engine allocates new tensors for every batch, which live as long as they are referred to.
     """
 
     def __init__(self, layout: HiddenStateLayout):
@@ -65,8 +64,12 @@ class HostCopies:
         for _ in range(BUFFERS):
             self._free.put(torch.empty(0, dtype=torch.uint8))
 
-    def start(self, hidden: HiddenStates, scheduler: Any) -> HostCopy:
-        """Begin to copy the rows that SGLang's `scheduler` has just launched. Raises TimeoutError for a full ring."""
+    def start(self, hidden: HiddenStates, scheduler: Any, replayed: bool = False) -> HostCopy:
+        """Begin to copy the rows that SGLang's `scheduler` has just launched. Raises TimeoutError for a full ring.
+
+        `replayed`: whether they may stand in the buffers of a graph, which its next replay overwrites. They are then
+        copied on the device first, before the engine can launch that.
+        """
         try:
             buffer = self._free.get(timeout=BUFFER_S)
         except Empty:
@@ -74,6 +77,9 @@ class HostCopies:
         with ExitStack() as undo:
             undo.callback(self._free.put, buffer)
             on_host = hidden.last.device.type == "cpu"
+            if replayed and not on_host:
+                with scheduler.forward_stream_ctx if scheduler.enable_overlap else nullcontext():
+                    hidden = HiddenStates(**{name: rows.clone() for name, rows in hidden.named().items()})
             copy = HostCopy(hidden, finite_rows(hidden), buffer) if on_host else self._copy(hidden, scheduler, buffer)
             undo.pop_all()
         return copy

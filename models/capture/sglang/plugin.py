@@ -59,8 +59,11 @@ class Capture:
         self._writer = Writer(spec, self._layout, self._copies)
         self._unfinished: dict[str, _Followed] = {}
 
-    def copy(self, scheduler: Any, output: Any) -> HostCopy | None:
-        """Begin to copy what a batch computed to the host; None on ranks that write nothing."""
+    def copy(self, scheduler: Any, output: Any, replayed: bool) -> HostCopy | None:
+        """Begin to copy what a batch computed to the host; None on ranks that write nothing.
+
+        `replayed`: whether it may stand in the buffers of a graph.
+        """
         if output.hidden_states is None or output.last_hidden_states is None:
             raise Refusal("the engine kept no hidden states: start it with --enable-return-aux-hidden-states")
         parallel, top = _parallel(), None
@@ -72,7 +75,7 @@ class Capture:
         aux = output.hidden_states
         if not self._layout.aux_count:
             aux = aux.new_empty(len(aux), 0)  # of the one layer that the engine had to name
-        return self._copies.start(HiddenStates(aux, output.last_hidden_states, top), scheduler)
+        return self._copies.start(HiddenStates(aux, output.last_hidden_states, top), scheduler, replayed)
 
     def submit(self, batch: Any, copy: HostCopy | Exception) -> list[PendingReply | None]:
         """Have a batch written. Returns one reply per request, None if it is not captured or not complete yet."""
@@ -134,7 +137,7 @@ def after_run_batch(result: Any, scheduler: Any, batch: Any, *_: Any, **__: Any)
     if output is None or not (mode.is_extend() or mode.is_decode()) or not any(map(_key, batch.reqs)):
         return
     try:
-        copy = _capture().copy(scheduler, output)
+        copy = _capture().copy(scheduler, output, mode.is_decode())
     except Exception as error:  # noqa: BLE001 (an exception here would end the engine; the replies carry it)
         copy = error if _writes(_parallel()) else None
     if copy is not None:

@@ -16,15 +16,15 @@ from models.config.recipe import load_recipe
 from models.decoding.plain import continue_greedily
 from models.run import PreparedRun
 from models.targets.hidden_states import HiddenStates
-from models.targets.model import TargetModel
+from models.targets.model import TargetModel, eos_ids
 from models.targets.prepare import prepare_target
 
 RECIPES = Path(__file__).parents[4] / "recipes"
 LENGTHS = (1, 3, 17, 40, 64, 65, 100, 130)
 CHUNK = 64
-POOL = 600
+POOL = 560
 """Tokens in the server's memory: fewer than all requests of a test come to."""
-ANSWER = 48
+ANSWER = 64
 SETTINGS = (
     f"generator.sglang.chunked_prefill_tokens={CHUNK}",
     f"generator.sglang.requests_in_flight={len(LENGTHS)}",
@@ -43,6 +43,10 @@ class Served:
     run: PreparedRun
     engine: SGLangEngine
     reference: TargetModel
+
+    @property
+    def ends(self) -> frozenset[int]:
+        return eos_ids(Path(self.run.target.path))
 
     def answer(self, prompt: torch.Tensor, **sampling: Any) -> tuple[HiddenStates, list[int]]:
         return self.engine._take_back("test", prompt, (), {"temperature": 0.0, "max_new_tokens": ANSWER, **sampling})
@@ -81,11 +85,11 @@ def prompts() -> list[torch.Tensor]:
 def test_answers_that_are_taken_back_and_begun_again(served: Served) -> None:
     """All at once; more than the engine's memory holds. The text is the target's own."""
     with ThreadPoolExecutor(len(LENGTHS)) as threads:
-        found = list(threads.map(lambda prompt: served.answer(prompt, ignore_eos=True), prompts()))
+        found = list(threads.map(served.answer, prompts()))
     log = served.engine.server.process.log.read_text()
     assert TAKEN_BACK in log
     for prompt, (hidden, answer) in zip(prompts(), found, strict=True):
-        assert answer == continue_greedily(served.reference, prompt.tolist(), ANSWER, frozenset())
+        assert answer == continue_greedily(served.reference, prompt.tolist(), ANSWER, served.ends)
         served.assert_as_prefilled(prompt, hidden, answer)
     assert not list(served.run.open_transport().keys())
 
