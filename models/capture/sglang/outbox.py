@@ -65,6 +65,11 @@ class Outbox:
             self._send(message, {NAME: [[reply.model_dump(mode="json")]]})
 
 
+def note(request: Any, reply: PendingReply) -> None:
+    """Note a pending reply for a request. The engine passes on what it finds there, with every part of an answer."""
+    request.customized_info = (request.customized_info or {}) | {NAME: [reply]}
+
+
 def is_pending(request: Any) -> bool:
     """Whether the engine has noted a pending reply for a request, and not handed its answer over yet."""
     return isinstance(((request.customized_info or {}).get(NAME) or [None])[0], PendingReply)

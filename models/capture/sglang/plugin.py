@@ -35,7 +35,7 @@ from infra.records.data_path import CaptureSpec
 from infra.refusal import Refusal
 from infra.settings import capture_spec
 from models.capture.sglang.host_copies import HostCopies, HostCopy
-from models.capture.sglang.outbox import NAME, Outbox, PendingReply, is_pending, open_sender
+from models.capture.sglang.outbox import NAME, Outbox, PendingReply, is_pending, note, open_sender
 from models.capture.sglang.top_tokens import top_tokens
 from models.capture.sglang.writer import CapturedBatch, FinishedAnswer, RequestRows, Writer
 from models.dtypes import DTYPES
@@ -141,9 +141,9 @@ def after_run_batch(result: Any, scheduler: Any, batch: Any, *_: Any, **__: Any)
     except Exception as error:  # noqa: BLE001 (an exception here would end the engine; the replies carry it)
         copy = error if _writes(_parallel()) else None
     if copy is not None:
-        replies = _capture().submit(batch, copy)
-        if any(replies):
-            output.customized_info = (output.customized_info or {}) | {NAME: replies}
+        for request, reply in zip(batch.reqs, _capture().submit(batch, copy), strict=True):
+            if reply is not None:
+                note(request, reply)
 
 
 def hold_replies(
@@ -152,7 +152,7 @@ def hold_replies(
     """The hook around the engine's answers: those of captured requests leave when their objects are written."""
     for request in requests:
         if _key(request) is not None and (reply := _capture().finish(request)) is not None:
-            request.customized_info = (request.customized_info or {}) | {NAME: [reply]}
+            note(request, reply)
     original(streamer, [one for one in requests if not is_pending(one)], *arguments, **named)
     for request in filter(is_pending, requests):
         _outbox(streamer.send_to_detokenizer).hold(original, streamer, request, *arguments, **named)

@@ -109,3 +109,23 @@ def test_sampled_answers(served: Served) -> None:
     for prompt in prompts()[:4]:
         hidden, answer = served.answer(prompt, temperature=1.0, top_p=0.9)
         served.assert_as_prefilled(prompt, hidden, answer)
+
+
+def test_answers_beside_prefills(served: Served) -> None:
+    """In the same batches; the answers are longer than what the engine hands on of an answer at a time."""
+    key = f"{served.run.folder.name}/0/{{}}/1"
+
+    def ask(index: int) -> tuple[HiddenStates, list[int]] | None:
+        prompt = prompts()[index // 2]
+        if index % 2:
+            return served.answer(prompt)
+        captured = served.engine.capture(key.format(index), prompt)
+        served.run.open_transport().delete(captured.record.key)
+        assert captured.record.nbytes == len(prompt) * served.run.layout.bytes_per_token
+        return None
+
+    with ThreadPoolExecutor(2 * len(LENGTHS)) as threads:
+        found = list(threads.map(ask, range(2 * len(LENGTHS))))
+    for prompt, answered in zip(prompts(), found[1::2], strict=True):
+        assert answered is not None
+        served.assert_as_prefilled(prompt, *answered)
