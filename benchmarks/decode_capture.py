@@ -68,7 +68,7 @@ class Passes:
         return timed(answer, len(self.prompts)), timed(lambda index: self._capture(texts[index], PREFILL), len(texts))
 
     def _capture(self, tokens: torch.Tensor, sampling: Any) -> None:
-        captured, _ = self.engine.answer(f"passes/0/{next(self._serial)}/1", tokens, (), sampling)
+        captured, _ = self.engine.request(f"passes/0/{next(self._serial)}/1", tokens, (), sampling)
         self.engine.transport.delete(captured.record.key)
 
 

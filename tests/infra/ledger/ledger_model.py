@@ -22,6 +22,8 @@ class Row:
     owner: str | None = None
     expired: bool = False
     object: ObjectRecord | None = None
+    answer: tuple[int, ...] | None = None
+    """Kept whatever becomes of the row."""
 
     def to(self, state: str) -> None:
         self.state, self.held, self.step, self.owner, self.expired, self.object = state, 0, None, None, False, None

@@ -51,6 +51,8 @@ class World:
         self.incarnations: list[int] = []
         self.serial = count()
         self.forgotten: set[Place] = set()
+        self.answers: dict[int, tuple[int, ...]] = {}
+        self.rebuilt = False
         self.history: dict[tuple[int, int, frozenset[Place]], list[Place]] = {}
 
     def open_ledger(self, name: str) -> None:
@@ -70,9 +72,12 @@ class World:
     def open_epoch(self, incarnation: int | None, epoch: int) -> None:
         self.ledger.open_epoch(incarnation, epoch, self.slots)
         bad = {self.model.rows[place].sample for place in self.model.of("quarantined")}
+        answered = {row.sample: row for row in self.model.rows.values() if row.answer is not None}
         for slot in self.slots:
             state = "quarantined" if slot.sample in bad else "pending"
             row = Row(sample=slot.sample, size=slot.tokens * BYTES_PER_TOKEN, state=state)
+            if slot.sample in answered:
+                row.size, row.answer = answered[slot.sample].size, answered[slot.sample].answer
             self.model.rows.setdefault((epoch, slot.ordinal), row)
 
     def lease(self, owner: str, limit: int) -> list[Lease]:
@@ -80,7 +85,7 @@ class World:
         assert [(lease.epoch, lease.ordinal) for lease in leases] == self.model.lease(limit)
         for lease in leases:
             row = self.model.rows[lease.epoch, lease.ordinal]
-            assert (lease.sample, lease.nbytes) == (row.sample, row.size)
+            assert (lease.sample, lease.nbytes, lease.answer) == (row.sample, row.size, row.answer)
             assert self.ledger.key(lease) not in self.keys, "an object's key was given out twice"
             self.keys.add(self.ledger.key(lease))
             row.state, row.held, row.attempt, row.owner = "leased", row.size, lease.attempt, owner
@@ -96,22 +101,29 @@ class World:
         return leases
 
     def write_object(self, lease: Lease) -> ObjectRecord:
-        buffer = BufferRecord(name="aux", nbytes=lease.nbytes, xxh3=f"{lease.sample:016x}")
+        nbytes = lease.nbytes if self.answer(lease) is None else max(1, lease.tokens - 1) * BYTES_PER_TOKEN
+        buffer = BufferRecord(name="aux", nbytes=nbytes, xxh3=f"{lease.sample:016x}")
         record = ObjectRecord(key=self.ledger.key(lease), location="memory", buffers=(buffer,))
         self.store[record.key] = record
         return record
 
+    def answer(self, lease: Lease) -> tuple[int, ...] | None:
+        """Samples of even numbers are prompts: what the target answers, another text at every attempt."""
+        return (lease.epoch, lease.attempt) if lease.sample % 2 == 0 and lease.answer is None else None
+
     def publish(self, *leases: Lease) -> None:
         """Any lease ever given out may be published, however late, and beside others that are still held or not."""
         rows = [self.leased_row(lease) for lease in leases]
-        publications = [Publication(lease, self.write_object(lease)) for lease in leases]
+        publications = [Publication(one, self.write_object(one), answer=self.answer(one)) for one in leases]
         lost = self.ledger.publish(*publications)
         assert lost == [one for one, row in zip(publications, rows, strict=True) if row is None]
-        for (_, record, *_), row in zip(publications, rows, strict=True):
+        for (_, record, *_, answer), row in zip(publications, rows, strict=True):
             if row is None:
                 del self.store[record.key]
             else:
                 row.state, row.object, row.expired = "ready", record, False
+                if answer is not None:
+                    row.answer, row.size, row.held = answer, record.nbytes, record.nbytes
 
     def fail(self, lease: Lease) -> None:
         row = self.leased_row(lease)
@@ -193,7 +205,11 @@ class World:
         trainer.planned = plan.step
         for sample, place in zip(plan.samples, places, strict=True):
             row = self.model.rows[place]
-            assert (sample.sample, sample.object) == (row.sample, row.object)
+            assert (sample.sample, sample.object, sample.answer) == (row.sample, row.object, row.answer)
+            assert sample.tokens * BYTES_PER_TOKEN == row.size
+            if sample.answer is not None:
+                # Whatever died in between, and in every epoch.
+                assert self.answers.setdefault(sample.sample, sample.answer) == sample.answer
             row.state, row.step = "taken", plan.step
         if self.model.strict:
             # One that is quarantined later shortens the step that it was in.
@@ -268,6 +284,10 @@ class World:
         self.incarnations.append(resume.incarnation)
         if survivor is None and self.forgotten:
             self.history.clear()
+        if self.rebuilt:
+            # A rebuilt ledger has the answers of one epoch alone, and loses them when training goes back behind it.
+            there = {row.sample for row in self.model.rows.values() if row.answer is not None}
+            self.answers = {sample: answer for sample, answer in self.answers.items() if sample in there}
         self.trainer = Trainer(resume.incarnation, resume.epoch, step, Counter(weights), planned=step, saved=step)
         self.open_epoch(resume.incarnation, resume.epoch)
         assert set(self.model.of("consumed")) <= set(weights)
@@ -278,6 +298,8 @@ class World:
         saved = [self.files[record.path] for record in self.model.committed if record.path in self.files][-1]
         self.forgotten.update(self.model.of("quarantined"))
         self.history.clear()
+        self.answers.clear()
+        self.rebuilt = True
         self.ledger.close()
         self.model = Model(self.model.strict, self.model.budget, committed=[saved.record])
         self.open_ledger(f"rebuilt-{len(self.incarnations)}-{next(self.serial)}")

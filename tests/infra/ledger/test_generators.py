@@ -7,7 +7,7 @@ from infra.ledger.generators import Publication
 from infra.ledger.ledger import Ledger
 from infra.ledger.schema import samples
 from infra.ledger.trainers import resume_run
-from infra.records.data_path import Lease, ObjectRecord, SampleSlot
+from infra.records.data_path import BufferRecord, Lease, ObjectRecord, SampleSlot
 
 Slots = Callable[..., list[SampleSlot]]
 Captured = Callable[[Ledger, Lease], ObjectRecord]
@@ -181,3 +181,27 @@ def test_a_finished_run_leases_nothing(ledger: Ledger, slots: Slots) -> None:
     ledger.finish(incarnation)
     assert ledger.finished()
     assert ledger.lease("g", 1) == []
+
+
+def test_an_answer_stays_with_its_sample(ledger: Ledger, slots: Slots) -> None:
+    """It takes what it really has, is captured again with the same text, and later epochs know it."""
+    ledger.open_epoch(None, 0, slots(5, 5, 5))
+    first, second = ledger.lease("g", 9)
+    assert (first.answer, first.nbytes) == (None, 50)
+    buffer = BufferRecord(name="aux", nbytes=30, xxh3="0")
+    record = ObjectRecord(key=ledger.key(first), location="memory", buffers=(buffer,))
+    assert not ledger.publish(Publication(first, record, answer=(7, 8)))
+    assert ledger.progress().bytes_held == 30 + 50
+    late = ObjectRecord(key=ledger.key(second), location="memory", buffers=(buffer,))
+    ledger.give_back("g")
+    assert ledger.publish(Publication(second, late, answer=(9,))), "a lease that is lost answers nothing"
+    resume_run(ledger, lambda _: True, lambda _: False)
+    again, second, *_ = ledger.lease("g", 9)
+    assert (again.answer, again.tokens, again.nbytes, second.answer) == ((7, 8), 3, 30, None)
+    ledger.open_epoch(None, 0, slots(5, 5, 5))
+    with pytest.raises(ValueError, match="other samples"):
+        ledger.open_epoch(None, 0, slots(2, 5, 5))
+    ledger.open_epoch(None, 1, slots(5, 5, 5))
+    with ledger.read() as rows:
+        later = rows.all(rows.select(samples.c.tokens, samples.c.answer).where(samples.c.epoch == 1))
+    assert [tuple(row) for row in later] == [(3, "[7, 8]"), (5, None), (5, None)]

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ledger_model import Model, Place, Trainer
 from ledger_world import BYTES_PER_TOKEN, EPOCHS, MAX_ATTEMPTS, World
 
+from infra.ledger.generators import answer_of
 from infra.ledger.ledger import StaleIncarnation
 from infra.ledger.schema import samples
 from infra.ledger.trainers import plan_step
@@ -132,11 +133,11 @@ class LedgerMachine(World, RuleBasedStateMachine):
 
     @invariant()
     def the_ledger_is_the_model(self) -> None:
-        columns = (samples.c.state, samples.c.failures, samples.c.bytes_held, samples.c.step)
+        columns = (samples.c.state, samples.c.failures, samples.c.bytes_held, samples.c.step, samples.c.answer)
         with self.ledger.read() as rows:
             table = rows.all(rows.select(samples.c.epoch, samples.c.ordinal, *columns))
-            there = {(row.epoch, row.ordinal): tuple(row)[2:] for row in table}
-        assert there == {p: (r.state, r.failures, r.held, r.step) for p, r in self.model.rows.items()}
+            there = {(row.epoch, row.ordinal): (*tuple(row)[2:-1], answer_of(row)) for row in table}
+        assert there == {p: (r.state, r.failures, r.held, r.step, r.answer) for p, r in self.model.rows.items()}
         assert self.ledger.checkpoints() == sorted(self.model.committed, key=lambda record: record.step)
         held = {(place, row.attempt) for place, row in self.model.rows.items() if row.held}
         assert self.ledger.held_keys() == {f"run/{epoch}/{ordinal}/{attempt}" for (epoch, ordinal), attempt in held}
