@@ -1,6 +1,6 @@
 """Texts that SGLang computes in several pieces: chunks of a prompt, and the steps of an answer."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +11,8 @@ from models.targets.hidden_states import HiddenStates
 
 @dataclass
 class _UnfinishedText:
-    chunks: list[HiddenStates] = field(default_factory=list)
+    pieces: list[tuple[HiddenStates, slice]] = field(default_factory=list)
+    """Rows of batches."""
     rows: int = 0
     error: Exception | None = None
 
@@ -45,9 +46,18 @@ class Assembly:
                 "server with --disable-radix-cache"
             )
         # The memory of the rows is used again for a later batch.
-        part.chunks.append(HiddenStates(**{name: tensor.clone() for name, tensor in rows.named().items()}))
+        kept = HiddenStates(**{name: tensor.clone() for name, tensor in rows.named().items()})
+        part.pieces.append((kept, slice(None)))
         part.rows += count
         return _joined(part, part.rows) if part.rows == total else None
+
+    def append(self, rows: Mapping[str, int], step: HiddenStates) -> None:
+        """Add the next row of several texts, whose numbers in `step` are given. `step` lives as long as they do."""
+        for request, row in rows.items():
+            part = self._parts.get(request)
+            if part is not None:  # it ended otherwise, and the engine has computed ahead
+                part.pieces.append((step, slice(row, row + 1)))
+                part.rows += 1
 
     def take(self, request: str, total: int) -> HiddenStates:
         """The first `total` rows of a text that has ended; rows that the engine computed ahead are left out.
@@ -73,6 +83,7 @@ class Assembly:
         return len(self._parts)
 
 
-def _joined(part: _UnfinishedText, total: int) -> HiddenStates:
-    named = [chunk.named() for chunk in part.chunks]
-    return HiddenStates(**{name: torch.cat([chunk[name] for chunk in named])[:total] for name in named[0]})
+def _joined(text: _UnfinishedText, total: int) -> HiddenStates:
+    names = text.pieces[0][0].named()
+    rows = {name: [getattr(batch, name)[rows] for batch, rows in text.pieces] for name in names}
+    return HiddenStates(**{name: torch.cat(parts)[:total] for name, parts in rows.items()})

@@ -50,6 +50,12 @@ class HostCopy:
                 time.sleep(POLL_S)
             self.sources = ()
 
+    def kept(self) -> HiddenStates:
+        """The rows, to be kept after the buffer is used again."""
+        if self.copied is None:
+            return self.hidden
+        return HiddenStates(**{name: rows.clone() for name, rows in self.hidden.named().items()})
+
 
 class HostCopies:
     """Makes copies in a ring of buffers, on a stream of its own. A full ring holds the engine back.

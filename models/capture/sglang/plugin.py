@@ -23,8 +23,7 @@ the captured tensor in place (sgl-project/sglang#39286). Llama and Qwen add befo
 same features in training and in service, so the patch applies to every engine that captures, also for its own draft.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -37,7 +36,7 @@ from infra.settings import capture_spec
 from models.capture.sglang.host_copies import HostCopies, HostCopy
 from models.capture.sglang.outbox import NAME, Outbox, PendingReply, is_pending, note, open_sender
 from models.capture.sglang.top_tokens import top_tokens
-from models.capture.sglang.writer import CapturedBatch, FinishedAnswer, RequestRows, Writer
+from models.capture.sglang.writer import CapturedPrefill, CapturedStep, FinishedAnswer, RequestRows, Writer
 from models.dtypes import DTYPES
 from models.targets.hidden_states import HiddenStates
 from models.targets.layout import HiddenStateLayout
@@ -57,7 +56,7 @@ class Capture:
         self._layout = HiddenStateLayout(spec.aux_count, spec.hidden_size, DTYPES[spec.dtype], spec.top_token)
         self._copies = HostCopies(self._layout)
         self._writer = Writer(spec, self._layout, self._copies)
-        self._unfinished: dict[str, _Followed] = {}
+        self._unfinished: dict[str, Any] = {}
 
     def copy(self, scheduler: Any, output: Any, replayed: bool) -> HostCopy | None:
         """Begin to copy what a batch computed to the host; None on ranks that write nothing.
@@ -78,34 +77,29 @@ class Capture:
         return self._copies.start(HiddenStates(aux, output.last_hidden_states, top), scheduler, replayed)
 
     def submit(self, batch: Any, copy: HostCopy | Exception) -> list[PendingReply | None]:
-        """Have a batch written. Returns one reply per request, None if it is not captured or not complete yet."""
-        ended = tuple(rid for rid, one in self._unfinished.items() if one.request.finished())
+        """Have a prefill written. Returns one reply per request, None if it is not captured or not complete yet."""
+        ended = tuple(rid for rid, request in self._unfinished.items() if request.finished())
         parts, replies, offset = [], [], 0
-        for request, (start, count) in zip(batch.reqs, self._new_rows(batch), strict=True):
+        for request, count, start in zip(batch.reqs, batch.extend_lens, batch.prefix_lens, strict=True):
             rows, total = slice(offset, offset + count), len(request.origin_input_ids)
             offset += count
             key = _key(request)
             if key is None:
                 replies.append(None)
                 continue
-            answers, reached = _answers(request), start + count
-            self._unfinished[request.rid] = _Followed(request, reached)
-            replies.append(PendingReply() if reached == total and not answers else None)
+            answers = _answers(request)
+            self._unfinished[request.rid] = request
+            replies.append(PendingReply() if start + count == total and not answers else None)
             parts.append(RequestRows(request.rid, key, None if answers else total, start, rows, replies[-1]))
         for rid in (*ended, *(part.request for part in parts if part.reply)):
             self._unfinished.pop(rid, None)
-        self._writer.put(CapturedBatch(tuple(parts), copy, ended))
+        self._writer.put(CapturedPrefill(tuple(parts), copy, ended))
         return replies
 
-    def _new_rows(self, batch: Any) -> Iterator[tuple[int, int]]:
-        """Position of each request's first row of a batch, and the number of its rows."""
-        if batch.forward_mode.is_extend():
-            yield from zip(batch.prefix_lens, batch.extend_lens, strict=True)
-            return
-        for request in batch.reqs:
-            followed = self._unfinished.get(request.rid)
-            # The tokens of a request do not tell: with overlapped batches the newest ones are not there yet.
-            yield (0 if followed is None else followed.reached), 1
+    def step(self, batch: Any, copy: HostCopy | Exception) -> None:
+        """Have a step of decoding written: the next row of every request."""
+        rows = {request.rid: row for row, request in enumerate(batch.reqs) if request.rid in self._unfinished}
+        self._writer.put(CapturedStep(rows, copy))
 
     def finish(self, request: Any) -> PendingReply | None:
         """Have a request written that was captured with its answer, and has ended; None for any other."""
@@ -121,13 +115,6 @@ class Capture:
         return reply
 
 
-@dataclass(frozen=True)
-class _Followed:
-    request: Any
-    reached: int
-    """Rows that the engine has computed, or been told to."""
-
-
 def after_run_batch(result: Any, scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
     """The hook: handles prefills and steps of decoding; one rank of each tensor-parallel group writes.
 
@@ -140,7 +127,9 @@ def after_run_batch(result: Any, scheduler: Any, batch: Any, *_: Any, **__: Any)
         copy = _capture().copy(scheduler, output, mode.is_decode())
     except Exception as error:  # noqa: BLE001 (an exception here would end the engine; the replies carry it)
         copy = error if _writes(_parallel()) else None
-    if copy is not None:
+    if copy is not None and mode.is_decode():
+        _capture().step(batch, copy)
+    elif copy is not None:
         for request, reply in zip(batch.reqs, _capture().submit(batch, copy), strict=True):
             if reply is not None:
                 note(request, reply)

@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -24,7 +24,7 @@ from models.targets.layout import HiddenStateLayout, SampleError, check_finite
 
 @dataclass(frozen=True)
 class RequestRows:
-    """One request's rows of a batch."""
+    """One request's rows of a prefill."""
 
     request: str
     """Its id."""
@@ -39,14 +39,23 @@ class RequestRows:
 
 
 @dataclass(frozen=True)
-class CapturedBatch:
-    """What a prefill, or one step of decoding, computed for captured requests."""
+class CapturedPrefill:
+    """What a prefill computed for captured requests."""
 
     parts: tuple[RequestRows, ...]
     copy: HostCopy | Exception
     """Or why there is none: every part fails."""
     ended: tuple[str, ...]
     """Requests that ended before they were complete."""
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """What a step of decoding computed."""
+
+    rows: Mapping[str, int]
+    """The row of each captured request."""
+    copy: HostCopy | Exception
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,9 @@ class FinishedAnswer:
     reply: PendingReply
 
 
+Captured = CapturedPrefill | CapturedStep | FinishedAnswer
+
+
 class Writer:
     """Writes batches in their order. An error fails the reply of its request alone.
 
@@ -71,10 +83,10 @@ class Writer:
         self._spec, self._layout, self._copies = spec, layout, copies
         self._transport: Transport | None = None
         self.assembly = Assembly()
-        self._batches: SimpleQueue[CapturedBatch | FinishedAnswer] = SimpleQueue()
+        self._batches: SimpleQueue[Captured] = SimpleQueue()
         threading.Thread(target=self._run, name="capture writer", daemon=True).start()
 
-    def put(self, batch: CapturedBatch | FinishedAnswer) -> None:
+    def put(self, batch: Captured) -> None:
         """Write this batch after the earlier ones. The ring of copies bounds how many wait."""
         self._batches.put(batch)
 
@@ -88,20 +100,36 @@ class Writer:
             # What SGLang's own processes do: the server's main process then ends them all.
             os.kill(os.getppid(), signal.SIGQUIT)
 
-    def write(self, batch: CapturedBatch | FinishedAnswer) -> None:
+    def write(self, batch: Captured) -> None:
         """Write the texts that this batch completed, and give their replies."""
         if isinstance(batch, FinishedAnswer):
             batch.reply.give(self._reply(batch, lambda: self.assembly.take(batch.request, batch.total)))
             return
-        self.assembly.drop(batch.ended)
         if isinstance(batch.copy, HostCopy):
             batch.copy.wait()
-        for part in batch.parts:
-            reply = self._reply(part, partial(self._add, part, batch.copy))
-            if part.reply is not None:
-                part.reply.give(reply)
+        if isinstance(batch, CapturedStep):
+            self._keep(batch)
+        else:
+            self.assembly.drop(batch.ended)
+            for part in batch.parts:
+                reply = self._reply(part, partial(self._add, part, batch.copy))
+                if part.reply is not None:
+                    part.reply.give(reply)
         if isinstance(batch.copy, HostCopy):
             self._copies.release(batch.copy)
+
+    def _keep(self, step: CapturedStep) -> None:
+        """Keep a step's rows: few, but there are many steps, so little is done for each."""
+        if isinstance(step.copy, Exception):
+            for request in step.rows:
+                self.assembly.fail(request, step.copy)
+            return
+        self.assembly.append(step.rows, step.copy.kept())
+        for request, row in {} if step.copy.finite.all() else step.rows.items():
+            try:
+                check_finite(step.copy.finite[:, row : row + 1])
+            except SampleError as error:
+                self.assembly.fail(request, error)
 
     def _add(self, part: RequestRows, copy: HostCopy | Exception) -> HiddenStates | None:
         if isinstance(copy, Exception):

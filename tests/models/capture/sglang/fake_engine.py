@@ -58,7 +58,10 @@ class FakeDevice:
 
 
 def fake_scheduler(overlap: bool = True) -> Any:
-    return SimpleNamespace(device_module=FakeDevice(), forward_stream=Stream(), enable_overlap=overlap)
+    device, forward = FakeDevice(), Stream()
+    return SimpleNamespace(
+        device_module=device, forward_stream=forward, enable_overlap=overlap, forward_stream_ctx=device.stream(forward)
+    )
 
 
 @dataclass

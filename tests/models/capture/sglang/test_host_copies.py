@@ -54,6 +54,22 @@ def test_copies_follow_the_forward_and_the_engine_waits_for_none(traffic: Traffi
     assert copy.finite.all()
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_a_graph_wrote_is_copied_before_its_next_replay(traffic: Traffic, overlap: bool) -> None:
+    """On the stream of the forward: the copy to the host reads nothing that the replay overwrites."""
+    scheduler, hidden = fake_scheduler(overlap), computed(5)
+    copy = HostCopies(LAYOUT).start(hidden, scheduler, replayed=True)
+    device = scheduler.device_module
+    assert device.entered[:-1] == ([scheduler.forward_stream] if overlap else [])
+    buffers = [*hidden.named().values()]
+    assert not any(source is buffer for source in copy.sources for buffer in buffers)
+    device.events[0].happened.set()
+    copy.wait()
+    kept = copy.kept()
+    copy.hidden.last.zero_()
+    assert torch.equal(kept.last, computed(5, "cpu").last.bfloat16()), "rows of a step outlive the ring's buffer"
+
+
 def test_float8_is_encoded_on_the_device_and_crosses_in_half_the_bytes(traffic: Traffic) -> None:
     layout = HiddenStateLayout(3, HIDDEN, FLOAT8, top_token=True)
     hidden, copies = computed(5), HostCopies(layout)

@@ -52,7 +52,7 @@ class Engine:
 
     def decode(self, *rows: tuple[FakeRequest, int]) -> None:
         batch, hidden = decode(*rows)
-        self.submit(batch, self.capture._copies.start(hidden, self.scheduler))
+        self.capture.step(batch, self.capture._copies.start(hidden, self.scheduler))
 
     def finish(self, request: FakeRequest) -> None:
         """What the plugin does when the engine hands an answer over."""
@@ -225,7 +225,7 @@ def test_a_row_that_is_not_finite_fails_its_answer(engine: Engine) -> None:
     for position, damage in ((2, torch.nan), (3, 0.0)):
         batch, hidden = decode((bad, position), (good, position))
         hidden.last[0] += damage
-        engine.submit(batch, engine.capture._copies.start(hidden, engine.scheduler))
+        engine.capture.step(batch, engine.capture._copies.start(hidden, engine.scheduler))
     for request in (bad, good):
         request.output_ids, request.ended = [1, 1, 1], True
         engine.finish(request)
