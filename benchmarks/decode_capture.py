@@ -81,7 +81,7 @@ def compare(engine: SGLangEngine, prompts: Sequence[torch.Tensor], new_tokens: i
         prefilled, _ = engine._take_back("prefilled", torch.tensor([*prompt.tolist(), *answer[:-1]]), (), PREFILL)
         answered = slice(len(prompt), None)
         pairs.append((decoded.rows(answered), prefilled.rows(answered)))
-    found = {}
+    found: dict[str, float] = {}
     for name in ("aux", "last"):
         mine, theirs = (torch.cat([getattr(pair[side], name).float() for pair in pairs]) for side in (0, 1))
         found[f"{name}_relative_distance"] = float(f"{((mine - theirs).norm() / theirs.norm()).item():.3g}")
@@ -108,7 +108,8 @@ def measure(run: PreparedRun, options: argparse.Namespace, dtype: str) -> dict[s
         found: dict[str, Any] = {"states": compare(engine, prompts[:8], options.new_tokens)}
         if dtype == "float32":
             passes, rounds = Passes(engine, prompts, options.new_tokens), []
-            passes.one(), passes.two()
+            for warm in (passes.one, passes.two):
+                warm()
             for _ in range(options.rounds):
                 answered, prefilled = passes.two()
                 rounds.append((passes.one(), answered, prefilled))

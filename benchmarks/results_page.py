@@ -16,6 +16,7 @@ from speed_facts import (
     capture,
     context_parallel,
     data_wait,
+    decode_capture,
     ledger,
     overhead,
     packing,
@@ -295,6 +296,7 @@ SECTIONS = (
         (
             ("block_step", "block_step.py", block_step),
             ("capture_cost", "capture_cost.py", capture),
+            ("decode_capture", "decode_capture.py", decode_capture),
             ("data_wait", "data_wait.py", data_wait),
             ("transport", "transport.py", transport),
             ("ledger", "ledger.py", ledger),

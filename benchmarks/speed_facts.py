@@ -19,6 +19,25 @@ def capture(result: Json) -> Iterable[tuple[str, str]]:
     )
 
 
+def decode_capture(result: Json) -> Iterable[tuple[str, str]]:
+    for target in ("tiny", "gemma3-270m"):
+        found, how = result[target], f"{target}, answers of {result['new_tokens']} tokens"
+        rounds = found["float32"]["rounds_s"]
+        prefilled = sum(prefill for *_, prefill in rounds) / sum(answer + prefill for _, answer, prefill in rounds)
+        yield (
+            f"time of capturing while SGLang answers, of that of answering and then prefilling ({how}; the prefill is "
+            f"{prefilled:.0%} of two passes)",
+            f"{found['float32']['one_pass_to_two']:.2f}",
+        )
+        for dtype in ("float32", "bfloat16"):
+            states = found[dtype]["states"]
+            yield (
+                f"relative distance of states captured while answering from those of a prefill, {dtype}: layers / "
+                f"after the final norm ({how})",
+                f"{states['aux_relative_distance']:.1e} / {states['last_relative_distance']:.1e}",
+            )
+
+
 def ledger(result: Json) -> Iterable[tuple[str, str]]:
     for database, rates in result["samples_per_s_by_generators"].items():
         yield (

@@ -21,7 +21,7 @@ from infra.files.atomic import write_atomically
 from infra.network.health import public
 from infra.processes.process import Owner, module, start
 from infra.records.acceptance import RegisteredDraft
-from infra.records.data_path import PromptsRecord
+from infra.records.prompts import PromptsRecord
 from infra.refusal import Refusal
 from infra.settings import runs_folder, tracking_uri
 from infra.templates import render

@@ -118,6 +118,14 @@ def answer_of(row: sa.Row) -> tuple[int, ...] | None:
     return None if row.answer is None else tuple(json.loads(row.answer))
 
 
+def answers_before(rows: Rows, epoch: int) -> dict[int, dict[str, object]]:
+    """By sample, the answers of the epoch before this one, which has those of all earlier ones, and their tokens."""
+    before = rows.scalar(rows.select(sa.func.max(samples.c.epoch)).where(samples.c.epoch < epoch))
+    query = rows.select(samples.c.sample, samples.c.answer, samples.c.tokens)
+    found = rows.all(query.where(samples.c.epoch == before, samples.c.answer.is_not(None)))
+    return {row.sample: {"answer": row.answer, "tokens": row.tokens} for row in found}
+
+
 def evict(rows: Rows, run: sa.Row) -> int:
     """Make invariant I true again; the number of rows evicted.
 

@@ -159,17 +159,16 @@ class Ledger:
         """Enter one row per sample; those already there stay as they are.
 
         A trainer names its incarnation; None is for whoever opens the first epoch before any trainer. A sample
-        that was quarantined in another epoch is quarantined in this one too, and one that was answered there keeps its
-        answer. Raises Refusal for a sample larger than
-        the budget, for slots that differ from the rows that are there, and for an epoch before one already open.
+        that was quarantined in another epoch is quarantined in this one too, and one that was answered keeps its
+        answer. Raises Refusal for a sample larger than the budget, for slots that differ from the rows that are there,
+        and for an epoch before one already open.
         """
         with self.write(incarnation) as (rows, run):
             check_slots(slots, run.budget_bytes, run.bytes_per_token)
             missing = _missing(rows, epoch, slots)
             quarantined = rows.select(samples.c.sample, samples.c.error).where(samples.c.state == QUARANTINED)
             errors = {row.sample: row.error for row in rows.all(quarantined)}
-            answered = rows.select(samples.c.sample, samples.c.answer, samples.c.tokens)
-            answers = {row.sample: row for row in rows.all(answered.where(samples.c.answer.is_not(None)))}
+            answers = generators.answers_before(rows, epoch)
             rows.insert(
                 {
                     "epoch": epoch,
@@ -178,7 +177,7 @@ class Ledger:
                     "error": errors.get(slot.sample),
                     "answer": None,
                     **slot.model_dump(),
-                    **(answers[slot.sample]._asdict() if slot.sample in answers else {}),
+                    **answers.get(slot.sample, {}),
                 }
                 for slot in missing
             )
@@ -383,7 +382,8 @@ def _missing(rows: Rows, epoch: int, slots: Sequence[SampleSlot]) -> list[Sample
     query = rows.select(samples.c.ordinal, samples.c.sample, samples.c.tokens, answered)
     there = {row.ordinal: row for row in rows.all(query.where(samples.c.epoch == epoch))}
     wanted = {slot.ordinal: slot for slot in slots}
-    if len(wanted) != len(slots) or any(not _is_of(row, wanted.get(ordinal)) for ordinal, row in there.items()):
+    same = all(ordinal in wanted and _is_of(row, wanted[ordinal]) for ordinal, row in there.items())
+    if len(wanted) != len(slots) or not same:
         raise Refusal(
             f"epoch {epoch} of run {rows.run!r} is in the ledger with other samples: the sample set or its "
             "order has changed; resume with the run's own recipe and data, or start a run of another name"
@@ -395,8 +395,6 @@ def _missing(rows: Rows, epoch: int, slots: Sequence[SampleSlot]) -> list[Sample
     return missing
 
 
-def _is_of(row: sa.Row[Any], slot: SampleSlot | None) -> bool:
+def _is_of(row: sa.Row[Any], slot: SampleSlot) -> bool:
     """Whether a row is a slot's. An answer takes no more than was kept for it."""
-    if slot is None or row.sample != slot.sample:
-        return False
-    return row.tokens <= slot.tokens if row.answered else row.tokens == slot.tokens
+    return row.sample == slot.sample and row.tokens in (range(1, slot.tokens + 1) if row.answered else [slot.tokens])

@@ -21,11 +21,14 @@ class CapturePrecision(Record):
     """With its version."""
     kernels: Mapping[str, str] = {}
     """The engine's choices of kernels that decide how it rounds, by SGLang's names of the settings."""
+    answering: bool = False
+    """Whether most samples were captured while the target answered, so by the kernels of decoding."""
 
     @property
     def how(self) -> str:
-        """Engine, data type and kernels, as text."""
-        return ", ".join([self.engine, self.dtype, *(f"{name} {kernel}" for name, kernel in self.kernels.items())])
+        """Engine, data type, kernels and occasion, as text."""
+        kernels = (f"{name} {kernel}" for name, kernel in self.kernels.items())
+        return ", ".join([self.engine, self.dtype, *kernels, *(["while answering"] if self.answering else [])])
 
 
 class StartRecord(Record):

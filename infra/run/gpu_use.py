@@ -67,7 +67,7 @@ class _Meter:
     def _write(self, shares: Sequence[float], begun: float) -> None:
         gpu_s, busy = len(self._gpus) * (time.monotonic() - begun), sum(shares) / len(shares)
         with self._path.open("a") as file:
-            file.write(as_line({"role": self._role, "gpu_s": round(gpu_s, 1), "busy": round(busy, 4)}))
+            file.write(as_line({"role": self._role, "gpu_s": gpu_s, "busy": busy}))
 
 
 def gpu_use(folder: RunFolder) -> Mapping[str, float]:

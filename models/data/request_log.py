@@ -29,7 +29,7 @@ import fsspec
 from infra.drift.config import RequestLogConfig
 from infra.files.atomic import write_atomically
 from infra.processes.exit import run_main
-from infra.records.data_path import PromptsRecord
+from infra.records.prompts import PromptsRecord
 from infra.refusal import Refusal
 
 SUFFIXES = (".jsonl", ".jsonl.gz")

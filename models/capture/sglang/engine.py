@@ -114,6 +114,7 @@ class SGLangEngine:
             dtype=self.run.config.capture_dtype,
             engine=f"sglang {resolved['version']}",
             kernels={name: str(resolved[name]) for name in KERNELS if resolved.get(name) not in (None, "auto")},
+            answering=self.run.samples.unanswered > 0,
         )
 
     def capture(self, key: str, tokens: Tensor, images: Sequence[Path] = ()) -> Captured:

@@ -71,3 +71,20 @@ def test_time_and_cost_include_regeneration() -> None:
     shorter = plan_recipe(load_recipe(recipe, ["plan.answer_tokens=512"])).job.answers
     assert shorter
     assert (shorter.prompt_tokens, shorter.answer_tokens) == (1536, 512)
+
+
+def test_answering_while_capturing_slows_capture_and_leaves_little_before() -> None:
+    """Twice the held-out share is answered before; a generator gives no more than its target answers."""
+    recipe = RECIPES / "qwen3-8b.yaml"
+    two = plan_recipe(load_recipe(recipe))
+    settings = ["generator.engine=sglang", "data.regeneration={capture: true, max_new_tokens: 2048}"]
+    one = plan_recipe(load_recipe(recipe, settings))
+    answers = one.job.answers
+    assert answers
+    assert answers.before == 2 * 0.1
+    assert one.regeneration_s == pytest.approx(0.2 * 100_000 * 2048 / (one.regenerated_per_s or 0))
+    assert "20,000 answers of 2,048 tokens" in verdicts(one)["Regeneration"]
+    generators = one.job.inference_devices // one.job.devices_per_generator
+    assert one.present.inference == pytest.approx((one.regenerated_per_s or 0) / 2048)
+    assert one.sides.per_generator * generators == pytest.approx(one.present.inference)
+    assert one.present.inference < two.present.inference

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from infra.drift.config import RequestLogConfig
 from infra.files.atomic import write_atomically
-from infra.records.data_path import PromptsRecord
+from infra.records.prompts import PromptsRecord
 from models.data.conversations import read_documents
 from models.data.private_data import find_private_data
 from models.data.request_log import RECORD, PromptSample, Request, logged_texts, parse, sample_prompts, texts
