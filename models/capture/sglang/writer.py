@@ -69,7 +69,7 @@ class FinishedAnswer:
     reply: PendingReply
 
 
-Captured = CapturedPrefill | CapturedStep | FinishedAnswer
+Work = CapturedPrefill | CapturedStep | FinishedAnswer
 
 
 class Writer:
@@ -83,10 +83,10 @@ class Writer:
         self._spec, self._layout, self._copies = spec, layout, copies
         self._transport: Transport | None = None
         self.assembly = Assembly()
-        self._batches: SimpleQueue[Captured] = SimpleQueue()
+        self._batches: SimpleQueue[Work] = SimpleQueue()
         threading.Thread(target=self._run, name="capture writer", daemon=True).start()
 
-    def put(self, batch: Captured) -> None:
+    def put(self, batch: Work) -> None:
         """Write this batch after the earlier ones. The ring of copies bounds how many wait."""
         self._batches.put(batch)
 
@@ -100,7 +100,7 @@ class Writer:
             # What SGLang's own processes do: the server's main process then ends them all.
             os.kill(os.getppid(), signal.SIGQUIT)
 
-    def write(self, batch: Captured) -> None:
+    def write(self, batch: Work) -> None:
         """Write the texts that this batch completed, and give their replies."""
         if isinstance(batch, FinishedAnswer):
             batch.reply.give(self._reply(batch, lambda: self.assembly.take(batch.request, batch.total)))
