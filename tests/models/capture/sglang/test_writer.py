@@ -169,8 +169,8 @@ class Answering:
         """Read what the batch before gave."""
         last, self._unread = self._unread, emitting
         for request in last:
-            if request.finished() or request.rid in self.waiting:
-                continue  # computed ahead, or retracted meanwhile
+            if request.finished():
+                continue  # computed ahead
             request.output_ids.append(1)
             if len(request.output_ids) == request.max_new_tokens:
                 self._end(request)
@@ -182,8 +182,10 @@ class Answering:
         self.engine.finish(request)
 
     def retract(self, rid: str) -> None:
+        """The engine never reads what a batch gave a request that it has taken back since."""
         request, _ = self.running.pop(rid)
         self.waiting[rid] = (request, 0)
+        self._unread = [one for one in self._unread if one is not request]
 
     def abort(self, rid: str) -> None:
         request, _ = self.running[rid]
