@@ -61,7 +61,7 @@ class Served:
             assert torch.equal(hidden.top, self.reference.top_tokens(expected.last[0]))
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma3"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", pytest.param("gemma3", marks=pytest.mark.long)])
 def served(
     request: pytest.FixtureRequest,
     sglang_run: Callable[..., PreparedRun],
