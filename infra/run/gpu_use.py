@@ -24,6 +24,8 @@ from infra.settings import leased_gpus
 
 LOOK_S = 5.0
 LINE_S = 60.0
+STOP_S = 10.0
+"""A driver that has lost a GPU may never answer, and must not keep the process from ending."""
 
 
 @contextmanager
@@ -41,7 +43,7 @@ def measured_use(folder: RunFolder, role: Role, look_s: float = LOOK_S, line_s: 
         yield
     finally:
         meter.stop.set()
-        thread.join()
+        thread.join(STOP_S)
 
 
 class _Meter:

@@ -44,7 +44,8 @@ class EncodedSample:
     images: tuple[str, ...] = ()
     """Names of the images that stand in it, in order."""
     prompt: int = 0
-    """Of a prompt that is answered while it is captured, its tokens; the others are the answer's place. Else 0."""
+    """Prompt tokens, if the target answers while it is captured: the tokens after them keep place for the answer. 0 for
+    any other sample."""
 
     @property
     def id(self) -> str:

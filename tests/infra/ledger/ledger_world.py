@@ -285,7 +285,7 @@ class World:
         if survivor is None and self.forgotten:
             self.history.clear()
         if self.rebuilt:
-            # A rebuilt ledger has the answers of one epoch alone, and loses them when training goes back behind it.
+            # A rebuilt ledger knows one epoch's answers only. They are gone if training restarts before that epoch.
             there = {row.sample for row in self.model.rows.values() if row.answer is not None}
             self.answers = {sample: answer for sample, answer in self.answers.items() if sample in there}
         self.trainer = Trainer(resume.incarnation, resume.epoch, step, Counter(weights), planned=step, saved=step)
