@@ -25,8 +25,8 @@ class RegenerationConfig(StrictConfig):
     capture: bool = Field(
         default=False,
         description="Answer and capture in one pass, while the draft trains: hidden states are taken as the target "
-        "writes. Twice the held-out share, 32 at least, is answered before, for the held-out part and the draft's vocabulary. Of a "
-        "conversation the last answer is generated, after the given ones.",
+        "writes. Twice the held-out share, 32 at least, is answered before, for the held-out part and the draft's "
+        "vocabulary. Of a conversation the last answer is generated, after the given ones.",
     )
 
 
