@@ -9,7 +9,16 @@ from models.config.recipe import RunConfig
 from tasks.benchmark import benchmark_draft, benchmark_served
 from tasks.events import tell_failure
 from tasks.pools import lease, only_training_of_its_draft
-from tasks.prepare import check_data, fetch_start, plan_run, preflight, prepare_samples, prepare_target, regenerate_text
+from tasks.prepare import (
+    check_data,
+    collect_requests,
+    fetch_start,
+    plan_run,
+    preflight,
+    prepare_samples,
+    prepare_target,
+    regenerate_text,
+)
 from tasks.promotion import promote_or_refuse
 from tasks.registry import register_draft, track_samples, track_training, tracked
 from tasks.report.write import write_report
@@ -36,6 +45,8 @@ def retrain(config: RunConfig, run: str | None = None) -> str:
         if config.data.regeneration:
             with lease(opened, "inference") as (inference,):
                 regenerate_text(opened, inference)
+        if config.generator.live:
+            collect_requests(opened)
         samples = prepare_samples(opened, target)
         track_samples(opened, tracking, samples)
         plan_run(opened, target, samples)

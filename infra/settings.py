@@ -103,6 +103,12 @@ def capture_spec() -> CaptureSpec | None:
     return None if text is None else CaptureSpec.model_validate_json(text)
 
 
+def live_socket() -> Path | None:
+    """Where an engine that serves users listens for runs that learn from it: $DRAFTSMITH_LIVE; None: they may not."""
+    text = os.environ.get("DRAFTSMITH_LIVE")
+    return Path(text) if text else None
+
+
 def sglang_environment() -> Path:
     """SGLang's virtual environment: $DRAFTSMITH_SGLANG, or .venv-sglang beside this one."""
     return Path(os.environ.get("DRAFTSMITH_SGLANG", Path(sys.prefix).parent / ".venv-sglang")).expanduser()

@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from threading import Event
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -21,7 +22,9 @@ from infra.refusal import Refusal
 from infra.sglang.command import sglang_version
 from infra.transport.mooncake.environment import check_mooncake, choose_protocol
 from models.benchmark.counter import why_engine_counts
+from models.capture.live_texts import private_data_finder
 from models.capture.sglang.model_class import CAPTURED_AS, ask_sglang
+from models.capture.sglang.tap import open_tap, wanted_of
 from models.config.blocks import BlockConfig
 from models.config.recipe import RunConfig, read_config
 from models.data.benchmark_prompts import BenchmarkPrompts, read_excluded_prompts
@@ -218,12 +221,26 @@ def check_prompts(run: RunWithTarget) -> None:
         raise Refusal(f"data.source {data.source} holds {documents} documents: give at least two, one is held out")
 
 
+def check_live(run: RunWithTarget) -> None:
+    """Raise Refusal unless every server of the recipe can be learned from now, and private data can be searched for."""
+    live = run.config.generator.live
+    assert live is not None, "called for runs that learn from servers"
+    private_data_finder()
+    for server in live.servers:
+        tap = open_tap(server, wanted_of(run), Event(), timeout_s=0.0)
+        assert tap is not None, "nobody stops this wait"
+        tap.close()
+    print(f"learning from users of {len(live.servers)} servers: {live.consent}", flush=True)
+
+
 def main() -> None:
     folder = RunFolder(Path(sys.argv[1]).absolute())
     run = RunWithTarget(folder, read_config(folder.config), TargetRecord.read(folder.target))
     check_settings(run)
     if run.config.data.regeneration is not None:
         check_prompts(run)
+    if run.config.generator.live is not None:
+        check_live(run)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,13 @@ class RunWithTarget:
     config: RunConfig
     target: TargetRecord
 
+    @property
+    def layout(self) -> HiddenStateLayout:
+        """Shapes and data type of the hidden states."""
+        dtype = DTYPES[self.config.generator.stored_dtype]
+        top_token = self.config.top_token(self.target.vocab_size)
+        return HiddenStateLayout(len(self.config.target.aux_layer_ids), self.target.hidden_size, dtype, top_token)
+
 
 @dataclass(frozen=True)
 class PreparedRun(RunWithTarget):
@@ -42,13 +49,6 @@ class PreparedRun(RunWithTarget):
                 raise Refusal(f"{file} is missing: prepare the run with `draftsmith retrain`")
         records = TargetRecord.read(folder.target), SamplesRecord.read(folder.samples)
         return cls(folder, read_config(folder.config), *records)
-
-    @property
-    def layout(self) -> HiddenStateLayout:
-        """Shapes and data type of the hidden states."""
-        dtype = DTYPES[self.config.generator.stored_dtype]
-        top_token = self.config.top_token(self.target.vocab_size)
-        return HiddenStateLayout(len(self.config.target.aux_layer_ids), self.target.hidden_size, dtype, top_token)
 
     @property
     def sharing(self) -> Sharing:

@@ -27,7 +27,7 @@ from infra.refusal import Refusal
 from infra.settings import runs_folder
 from infra.sglang.config import decoding_requests
 from infra.transport.choice import round_bytes
-from models.config.data import PLAIN_BATCH
+from models.config.data import LIVE, PLAIN_BATCH
 from models.config.recipe import RunConfig, check_layers
 from models.config.target_settings import read_shape
 
@@ -287,7 +287,11 @@ def _lengths(config: RunConfig, record: SamplesRecord | None, assumed: list[str]
     samples = plan.samples or data.max_samples or (lines and max(1, int(lines * (1 - data.heldout_share)))) or SAMPLES
     likely = data.max_tokens if data.overlong == "split" else tokens or data.max_tokens // 2
     mean = min(plan.mean_tokens or likely, data.max_tokens)
-    if data.source != PYTHON_DOCS and "://" not in data.source and not Path(data.source).expanduser().exists():
+    if (
+        data.source not in (PYTHON_DOCS, LIVE)
+        and "://" not in data.source
+        and not Path(data.source).expanduser().exists()
+    ):
         assumed.append(f"data.source {data.source} is not here (looked in {Path.cwd()}): a run needs it")
     if not plan.samples and not data.max_samples:
         assumed.append(

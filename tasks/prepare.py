@@ -84,6 +84,12 @@ def regenerate_text(run: OpenRun, pool: Pool) -> RegeneratedRecord:
     return RegeneratedRecord.read(run.folder.regenerated)
 
 
+@side_effect("collect requests", retries=1)
+def collect_requests(run: OpenRun) -> None:
+    """The first requests of the servers' users, for runs that learn from them; there is no saying how long it takes."""
+    run_main(run, on_cpu(run), "collect", "models.capture.collect", timeout_s=REGENERATION_TIMEOUT_S)
+
+
 @side_effect("prepare samples", retries=1)
 def prepare_samples(run: OpenRun, target: TargetRecord) -> SamplesRecord:
     """Tokenize the prompts with the target's tokenizer and set the held-out part aside."""

@@ -268,7 +268,7 @@ def _user() -> str:
 def track_samples(run: OpenRun, tracking: TrackedRun, samples: SamplesRecord) -> None:
     """Note the sample set, and keep a copy of it where MLflow's artifacts are."""
     source = run.config.data.source
-    private = Path(source).is_relative_to(runs_folder() / REQUESTS)
+    private = run.config.generator.live is not None or Path(source).is_relative_to(runs_folder() / REQUESTS)
     log_samples(tracking, source, samples, most_mib=run.config.tracking.dataset_mib, private=private)
 
 

@@ -48,7 +48,7 @@ def follow_trainer(run: OpenRun, pool: Pool, generators: Generators, store: Sequ
     trainer = start_trainer(pool, run.folder, settings.ranks, settings.threads, machines, address)
     with closing(trainer), run.open_ledger() as ledger:
         max_quarantined, shown = run.config.ledger.max_quarantined, _Shown(run)
-        checks = [RunWatch(ledger, 2 * settings.stall_s, max_quarantined).check, shown.catch_up]
+        checks = [RunWatch(ledger, 2 * run.config.stall_s, max_quarantined).check, shown.catch_up]
         follow(trainer, generators, logger.info, logger.warning, checks, store)
         check_quarantined(ledger, max_quarantined)  # a short run ends before anybody has looked
         shown.catch_up(at_once=True)

@@ -12,7 +12,7 @@ from infra.settings import tracking_uri
 from infra.tracking import registry
 from models.config.recipe import RunConfig
 from tasks.pools import lease
-from tasks.prepare import prepare_samples, prepare_target, regenerate_text
+from tasks.prepare import collect_requests, prepare_samples, prepare_target, regenerate_text
 from tasks.run import OpenRun
 from tasks.side_effects import side_effect
 
@@ -59,6 +59,8 @@ def prepare_version(run: OpenRun, draft: RegisteredDraft) -> TargetRecord:
     if run.config.data.regeneration:
         with lease(run, "inference") as (inference,):
             regenerate_text(run, inference)
+    if run.config.generator.live:
+        collect_requests(run)  # of today's traffic
     prepare_samples(run, target)
     fetch_export(run, draft)
     return target

@@ -37,6 +37,8 @@ class RunFolder:
     """At which precision the target's hidden states are captured."""
     regenerated = _Place("regenerated.json")
     """The target's own answers, where the recipe asks for them."""
+    live = _Place("live.jsonl")
+    """The first requests of the servers' users, where a run learns from them."""
     samples = _Place("samples.json")
     plan = _Place("plan.json")
     """What the run was expected to take, before it took any device."""

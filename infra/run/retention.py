@@ -21,12 +21,17 @@ COPY_BYTES = 2**20
 
 
 def old_runs(runs: Path, keep: int, unfinished_days: float) -> list[RunFolder]:
-    """Finished runs except the newest `keep` of each recipe, and unfinished ones unchanged for `unfinished_days`."""
+    """Finished runs except the newest `keep` of each recipe, unfinished ones unchanged for `unfinished_days`, and those
+    that learned from users longer ago than their recipes' `generator.live.retention_days`."""
     finished: dict[str, list[RunFolder]] = defaultdict(list)
     old: list[RunFolder] = []
     for folder in newest_runs(runs):
-        if is_finished(folder):
-            finished[str(json.loads(folder.config.read_text()).get("name"))].append(folder)
+        recipe = json.loads(folder.config.read_text())
+        live = recipe.get("generator", {}).get("live")
+        if live and _is_older(folder.config, live["retention_days"]):
+            old.append(folder)
+        elif is_finished(folder):
+            finished[str(recipe.get("name"))].append(folder)
         elif time.time() - _touched(folder) > unfinished_days * DAY_S:
             old.append(folder)
     for of_recipe in finished.values():

@@ -4,13 +4,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
 from infra.processes.process import ProcessFailedError
 from infra.refusal import Refusal
-from infra.sglang.server import SGLangServer
+from infra.settings import sglang_api_key
 
 CONNECT_S = 10.0
 REFUSAL_CHARACTERS = 500
@@ -23,6 +23,25 @@ class ServerError(Exception):
 
 class PromptRefusedError(Refusal):
     """The server refuses this prompt or these settings (HTTP 4xx), for instance a prompt that is too long."""
+
+
+class AskedServer(Protocol):
+    """What a client has to know of its server."""
+
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def log(self) -> object:
+        """Where it is read."""
+        ...
+
+    def check(self) -> None:
+        """Raises ProcessFailedError when it has ended."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -40,12 +59,13 @@ class Answer:
 class SGLangClient:
     """Token ids in, token ids out."""
 
-    def __init__(self, server: SGLangServer, request_timeout_s: float):
-        self.server, self._timeout_s = server, request_timeout_s
+    def __init__(self, server: AskedServer, request_timeout_s: float):
+        self.server, self._timeout_s, key = server, request_timeout_s, sglang_api_key()
         # A connection for every request: one that idled may be closed by the server just as the next request leaves.
         # No proxy of the environment stands between us and loopback.
         self._http = httpx.Client(
             base_url=server.address,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(request_timeout_s, connect=CONNECT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             trust_env=False,
@@ -81,28 +101,28 @@ class SGLangClient:
         try:
             answer = self._http.get("/server_info").raise_for_status()
         except httpx.HTTPError as error:
-            raise ServerError(f"{self.server.process.role} does not tell its settings ({error})") from error
+            raise ServerError(f"{self.server.name} does not tell its settings ({error})") from error
         return answer.json()
 
     def _error(self, answer: httpx.Response, tokens: int) -> PromptRefusedError | ServerError:
         reason = f"{answer.status_code} {answer.text[:REFUSAL_CHARACTERS]}"
         if answer.is_client_error:
             return PromptRefusedError(f"SGLang refused the prompt of {tokens} tokens: {reason}")
-        process = self.server.process
-        return ServerError(f"{process.role} failed at a prompt of {tokens} tokens: {reason}; its log is {process.log}")
+        server = self.server
+        return ServerError(f"{server.name} failed at a prompt of {tokens} tokens: {reason}; its log is {server.log}")
 
     def _reason(self, error: httpx.TransportError, tokens: int) -> str:
-        process = self.server.process
+        server = self.server
         try:
-            self.server.check()
+            server.check()
         except ProcessFailedError as failure:
             return str(failure)
         if isinstance(error, httpx.TimeoutException):
             return (
-                f"{process.role} did not answer a prompt of {tokens} tokens within {self._timeout_s:g} s "
-                f"(generator.sglang.request_timeout_s); its log is {process.log}"
+                f"{server.name} did not answer a prompt of {tokens} tokens within {self._timeout_s:g} s "
+                f"(generator.sglang.request_timeout_s); its log is {server.log}"
             )
-        return f"{process.role} broke a connection off ({error}); its log is {process.log}"
+        return f"{server.name} broke a connection off ({error}); its log is {server.log}"
 
     def close(self) -> None:
         self._http.close()

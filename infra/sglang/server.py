@@ -69,6 +69,14 @@ class SGLangServer:
             self._wait_until_ready(port, start_timeout_s)
             self._stack = stack.pop_all()
 
+    @property
+    def name(self) -> str:
+        return self.process.role
+
+    @property
+    def log(self) -> Path:
+        return self.process.log
+
     def _own_folder(self) -> dict[str, str]:
         """A folder for its sockets; compiled kernels stay in their shared cache."""
         compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"

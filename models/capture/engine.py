@@ -71,6 +71,8 @@ class CaptureEngine(Protocol):
 
     in_flight: int
     """Samples that it captures at the same time, each called from its own thread."""
+    waits: bool
+    """Whether `answer` may last for ever, until `close`: it waits for users."""
 
     def precision(self) -> CapturePrecision:
         """At which precision it computes. May raise EngineError."""
@@ -108,7 +110,7 @@ class StoredEngine:
     """For transport.kind=stored, which captures each text once: delegates samples that are not stored yet."""
 
     def __init__(self, run: PreparedRun, inner: CaptureEngine):
-        self._inner, self.in_flight = inner, inner.in_flight
+        self._inner, self.in_flight, self.waits = inner, inner.in_flight, inner.waits
         transport = run.open_transport()
         assert isinstance(transport, StoredTransport)
         self._transport = transport

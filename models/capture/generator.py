@@ -62,7 +62,7 @@ class Generator:
                 while not self.stopping and not self.ledger.finished():
                     self._fill(threads)
                     published += self._collect()
-                while self._flying and self.stopping:
+                while self._flying and self.stopping and not self.engine.waits:
                     published += self._collect()
         finally:
             self.ledger.give_back(self.owner)
@@ -159,6 +159,10 @@ def start_engine(run: PreparedRun, index: int) -> CaptureEngine:
         from models.capture.sglang.engine import SGLangEngine
 
         engine: CaptureEngine = SGLangEngine(run, index)
+    elif run.config.generator.engine == "serving":
+        from models.capture.sglang.serving import ServingEngine
+
+        engine = ServingEngine(run, index)
     else:
         from models.capture.plain_engine import PlainEngine
 

@@ -29,6 +29,7 @@ class PlainEngine:
     """Captures without batches, so values depend on nothing but the sample."""
 
     in_flight = 1
+    waits = False
 
     def __init__(self, run: PreparedRun):
         self.layout, self.transport = run.layout, run.open_transport()

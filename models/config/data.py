@@ -7,6 +7,8 @@ from pydantic import ConfigDict, Field, model_validator
 from infra.config import Address, AtLeastOne, Share, StrictConfig, Tokens
 from infra.refusal import Refusal
 
+LIVE = "live"
+"""`data.source` of a run that learns from servers' users."""
 PLAIN_BATCH = 16
 """Dialogues that transformers answers together."""
 TemplateArgument = bool | int | float | str | tuple[str, ...]
@@ -39,7 +41,8 @@ class DataConfig(StrictConfig):
         "`text`, or of `input_ids` with `loss_mask`; a `.txt` file with blank lines between documents; a folder of "
         "such files. It is local or at an address like s3://bucket/prompts/. "
         "hf://datasets/OWNER/NAME[@REVISION]?config=C&split=S: a dataset of the Hugging Face Hub. `python-docs`: the "
-        "documentation that comes with Python.",
+        "documentation that comes with Python. `live`: what users ask the servers of generator.live from now on, with "
+        "what they are answered; a run learns `max_samples` of it.",
     )
     exclude: tuple[Address, ...] = Field(
         default=(),
@@ -105,6 +108,8 @@ class DataConfig(StrictConfig):
                 "data.images: only a chat template knows where images stand: leave data.chat_template or data.images "
                 "out"
             )
+        if self.source == LIVE and (obstacle := self._obstacle_to_live()):
+            raise Refusal(f"data.source=live learns what the servers read and write as it is: {obstacle}")
         if self.regeneration is not None and self.regeneration.capture and self.thinking != "keep":
             raise Refusal(
                 f"data.regeneration.capture learns what the target writes as it writes it, and data.thinking is "
@@ -118,8 +123,17 @@ class DataConfig(StrictConfig):
             )
         return self
 
+    def _obstacle_to_live(self) -> str:
+        if self.max_samples is None:
+            return "set data.max_samples to the number of requests that a run learns from"
+        if self.regeneration is not None or self.images is not None:
+            return "leave data.regeneration and data.images out"
+        if self.thinking != "keep" or self.turns != "all" or self.overlong != "truncate":
+            return "leave data.thinking, data.turns and data.overlong out"
+        return ""
+
     @property
     def answered_before(self) -> float:
-        """Share of the prompts that the target answers before the training (see `RegenerationConfig.capture`)."""
-        one_pass = self.regeneration is not None and self.regeneration.capture
+        """Share of the texts that are there before the training (see `RegenerationConfig.capture`)."""
+        one_pass = self.source == LIVE or (self.regeneration is not None and self.regeneration.capture)
         return min(1.0, 2 * self.heldout_share) if one_pass else 1.0

@@ -8,14 +8,18 @@ from infra.config import Count, Seconds, StrictConfig
 from infra.planner.traffic import StoredPrecision
 from infra.refusal import Refusal
 from infra.sglang.config import SGLangConfig
+from models.config.live import LiveConfig
 
 
 class GeneratorConfig(StrictConfig):
     """Target prefill and capture."""
 
-    engine: Literal["transformers", "sglang"] = Field(
-        default="transformers", description="What runs the target; `sglang`: one server per generator."
+    engine: Literal["transformers", "sglang", "serving"] = Field(
+        default="transformers",
+        description="What runs the target; `sglang`: one server per generator; `serving`: the servers of "
+        "generator.live, which serve users and hand over a share of what they were asked.",
     )
+    live: LiveConfig | None = Field(default=None, description="Settings of engine=serving.")
     count: Count = Field(default=1, description="Generator processes per run.")
     max_count: Count | None = Field(
         default=None,
@@ -43,7 +47,7 @@ class GeneratorConfig(StrictConfig):
     @property
     def in_flight(self) -> int:
         """Samples that one generator captures at the same time."""
-        return self.sglang.requests_in_flight if self.engine == "sglang" else 1
+        return self.sglang.requests_in_flight if self.engine == "sglang" else 1  # users come first
 
     @property
     def slots(self) -> int:
@@ -54,6 +58,20 @@ class GeneratorConfig(StrictConfig):
     def most(self) -> int:
         """Largest number of generators."""
         return self.max_count or self.count
+
+    @model_validator(mode="after")
+    def _one_for_each_server(self) -> Self:
+        if (self.live is None) == (self.engine == "serving"):
+            raise Refusal(
+                f"generator.engine is {self.engine}, and generator.live is {'not ' if self.live is None else ''}set: "
+                "to learn from servers that have users, set engine=serving and live; otherwise neither"
+            )
+        if self.live is not None and not self.count == self.most == len(self.live.servers):
+            raise Refusal(
+                f"generator.live names {len(self.live.servers)} servers, and each has one generator: set "
+                f"generator.count to {len(self.live.servers)}, and leave generator.max_count out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _room_for_all(self) -> Self:

@@ -17,7 +17,7 @@ from infra.planner.shapes import Precision
 from infra.redaction import redacted
 from infra.refusal import Refusal
 from models.config.benchmark import BenchmarkConfig, PromotionConfig
-from models.config.data import DataConfig
+from models.config.data import LIVE, DataConfig
 from models.config.draft import METHODS, DraftConfig
 from models.config.generator import GeneratorConfig
 from models.config.machine import with_fast_arithmetic
@@ -25,6 +25,7 @@ from models.config.target import TargetConfig
 from models.config.target_settings import completed
 from models.config.training import TrainingConfig
 
+SILENCE_S = 30 * 86_400.0
 LISTED = 20
 """Most problems of a recipe in one message."""
 LARGEST_RECIPE_BYTES = 2**20
@@ -126,9 +127,14 @@ class RunConfig(StrictConfig):
         """Data type of target and draft in the benchmark."""
         return self.benchmark.compute_dtype or (self.capture_dtype if self.pools.inference_gpus else "float32")
 
+    @property
+    def stall_s(self) -> float:
+        """Seconds without a sample after which a run gives up. Users may be silent for longer."""
+        return SILENCE_S if self.generator.engine == "serving" else self.training.stall_s
+
     def served_quantization(self, checkpoint: str | None) -> str | None:
         """How the target is quantized in service: as its checkpoint is, else as SGLang does when it loads it."""
-        return checkpoint or (self.generator.sglang.quantization if self.generator.engine == "sglang" else None)
+        return checkpoint or (self.generator.sglang.quantization if self.generator.engine != "transformers" else None)
 
     @property
     def gpus_per_copy(self) -> int:
@@ -142,11 +148,33 @@ class RunConfig(StrictConfig):
             self.generator.sglang.check_gpu_dtype(self.benchmark_dtype, "benchmark.compute_dtype")
 
     def _check_one_pass(self) -> None:
+        if (self.data.source == LIVE) != (self.generator.engine == "serving"):
+            raise Refusal(
+                f"data.source is {self.data.source}, and generator.engine is {self.generator.engine}: to learn from "
+                "servers that have users, set data.source=live and generator.engine=serving; otherwise neither"
+            )
+        if self.data.source == LIVE and (obstacle := self._obstacle_to_live()):
+            raise Refusal(f"data.source=live: {obstacle}")
         if self.data.answered_before < 1 and self.transport.kind == "stored":
             raise Refusal(
                 "data.regeneration.capture answers and captures in one pass, and transport.kind=stored finds captures "
                 "by their text: leave one of them out"
             )
+
+    def _obstacle_to_live(self) -> str:
+        if self.transport.kind == "stored":
+            return "transport.kind=stored would keep what users were answered: leave it out"
+        if self.training.epochs != 1:
+            return (
+                f"training.epochs={self.training.epochs} would have the servers read everything again: set it to 1, "
+                "and raise data.max_samples"
+            )
+        if self.pools.inference_gpus or self.pools.kind != "local" or self.pools.sharing not in ("auto", "apart"):
+            return (
+                "generators stand beside the servers, and need no GPU: set pools.inference_gpus=0 and "
+                "pools.kind=local, and leave pools.sharing out"
+            )
+        return ""
 
     def _check_images(self) -> None:
         if self.data.images is not None and self.draft.reads_embeddings:
@@ -171,6 +199,8 @@ class RunConfig(StrictConfig):
     def top_token(self, target_vocab_size: int) -> bool:
         """Whether generators send the target's top tokens, by which the trainer knows what a draft can express."""
         pruned = self.draft.vocabulary_size(target_vocab_size) < target_vocab_size
+        # A serving engine is spared the product over the whole vocabulary.
+        pruned = pruned and self.generator.engine != "serving"
         return pruned and self.training.out_of_vocabulary == "argmax"
 
     def whole_head(self, target_vocab_size: int) -> bool:

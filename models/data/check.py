@@ -13,7 +13,7 @@ from infra.files.run_folder import RunFolder
 from infra.processes.exit import run_main
 from infra.quantities import plural
 from infra.refusal import Refusal
-from models.config.data import DataConfig
+from models.config.data import LIVE, DataConfig
 from models.config.recipe import read_config
 from models.data.conversations import PYTHON_DOCS, Document, training_documents
 from models.progress_bars import counting
@@ -87,7 +87,7 @@ def _warnings(config: DataConfig, kinds: Counter[str], silent: int) -> Iterator[
 
 def main() -> None:
     config = read_config(RunFolder(Path(sys.argv[1]).absolute()).config).data
-    if config.source == PYTHON_DOCS:
+    if config.source in (PYTHON_DOCS, LIVE):
         return
     for line in check_data(config).lines():
         print(line, flush=True)

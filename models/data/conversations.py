@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infra.refusal import Refusal
-from models.config.data import DataConfig
+from models.config.data import LIVE, DataConfig
 from models.data import python_docs
 from models.data.media import IMAGE, Image, media_in, medium, seen_turns
 from models.data.reading import Row, converted, read_rows
@@ -126,7 +126,7 @@ def source_hash(source: str) -> str:
 
 def source_revision(source: str) -> str | None:
     """The commit of a dataset of the Hub; None for any other source."""
-    return None if source == PYTHON_DOCS else find_source(source).revision
+    return None if source in (PYTHON_DOCS, LIVE) else find_source(source).revision
 
 
 def read_records(source: str) -> Iterator[Row]:

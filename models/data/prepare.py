@@ -6,6 +6,7 @@ A sample set with the same content is taken from the cache.
 import hashlib
 import json
 import sys
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from infra.files.run_folder import RunFolder
 from infra.processes.exit import run_main
 from infra.records.data_path import Histogram, RegeneratedRecord, SamplesRecord, TargetRecord
 from infra.settings import cache_folder
-from models.config.data import DataConfig
+from models.config.data import LIVE, DataConfig
 from models.config.recipe import RunConfig, read_config
 from models.data.benchmark_prompts import BenchmarkPrompts, read_excluded_prompts
 from models.data.chat_template import NONE, open_chat_template
@@ -27,7 +28,7 @@ from models.data.conversations import source_hash, source_revision, training_doc
 from models.data.images import FOLDER, ImageProcessor, ImageShelf, images_hash
 from models.data.prompts import heldout_prompts, suite_address
 from models.data.sample_set import SampleSet, read_manifest, write_sample_set
-from models.data.samples import SHOWN_REFUSALS, SampleEncoder, Splits, divide
+from models.data.samples import SHOWN_REFUSALS, EncodedSample, SampleEncoder, Splits, divide
 from models.data.tokenizer import read_tokenizer
 from models.progress_bars import counting
 
@@ -89,6 +90,32 @@ def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> 
         write_sample_set(aside, splits, record)
 
     build_once(folder, build)
+    return read_manifest(folder).samples
+
+
+def prepare_live(run: RunFolder, config: DataConfig, target: TargetRecord, add_bos: bool) -> SamplesRecord:
+    """The requests that were collected before the training: half are held out, half learned; and places for the others.
+
+    They stay in the run's folder: the cache would keep what users wrote.
+    """
+    folder, texts = run.path / "samples", []
+    for line in run.live.read_text().splitlines():
+        text = json.loads(line)
+        tokens = np.array(text["input_ids"], dtype=np.int32)
+        one = EncodedSample(tokens, np.arange(len(tokens)) >= text["prompt"], "", turns=1)
+        texts.append(replace(one, document=one.id))
+    half, most = len(texts) // 2, config.max_samples
+    assert most is not None, "recipes with data.source=live say how many samples they learn"
+    # A number in the first token tells the places apart; nobody reads it.
+    numbered = (np.pad(np.array([at], dtype=np.int32), (0, config.max_tokens - 1)) for at in range(most - half))
+    whole = np.ones(config.max_tokens, dtype=bool)
+    places = [EncodedSample(tokens, whole, "", turns=1, prompt=-1) for tokens in numbered]
+    splits = Splits(train=sorted((*texts[:half], *places), key=lambda one: one.id), heldout=texts[half:])
+    tokenizer: PreTrainedTokenizerBase = read_tokenizer(target.path)
+    encoder = SampleEncoder(tokenizer, config, add_bos, tokenizer_hash=tokenizer_hash(Path(target.path)))
+    template = NONE if encoder.template is None else encoder.template.hash
+    folder.mkdir(mode=0o700, exist_ok=True)
+    write_sample_set(folder, splits, _record(splits, encoder, template, sha256_file(run.live)))
     return read_manifest(folder).samples
 
 
@@ -181,12 +208,15 @@ def summary(record: SamplesRecord) -> str:
 def main() -> None:
     folder = RunFolder(Path(sys.argv[1]).absolute())
     config = read_config(folder.config)
-    data, revision = recipe_data(config), {}
+    data, revision, target = recipe_data(config), {}, TargetRecord.read(folder.target)
     if data.regeneration is not None:
         regenerated: RegeneratedRecord = RegeneratedRecord.read(folder.regenerated)
         data = data.model_copy(update={"source": regenerated.path})
         revision = {"source_revision": regenerated.source_revision}
-    record = prepare_samples(data, TargetRecord.read(folder.target), config.target.add_bos).model_copy(update=revision)
+    if data.source == LIVE:
+        record = prepare_live(folder, data, target, config.target.add_bos)
+    else:
+        record = prepare_samples(data, target, config.target.add_bos).model_copy(update=revision)
     heldout_prompts(SampleSet.open(Path(record.path), "heldout"), config.benchmark)  # refuses now, not after training
     write_atomically(folder.samples, record)
     print(summary(record))

@@ -5,7 +5,8 @@ hashes of both. A file contains `tokens` int32 and `loss_mask` uint8 of all samp
 `[N + 1]` and `ids` uint8 `[N, 16]` (content hashes), and of its images `images` uint8 `[M, 32]` (hashes, which are the
 names of the files in the folder `images`) and `image_offsets` int64 `[N + 1]`. `prompts` int64 `[N]` has the number of
 a prompt's tokens where the target answers while it is captured, and 0 elsewhere; such a sample's other tokens only keep
-place for the answer, which the ledger holds once it is there.
+place for the answer, which the ledger holds once it is there. -1: a place for a request of a server's user, and its
+answer.
 """
 
 from collections.abc import Sequence
@@ -83,18 +84,22 @@ class SampleSet:
         )
 
     def prompt(self, index: int) -> Tensor | None:
-        """The tokens `[P]` int64 of a prompt that is answered while it is captured; None for any other sample."""
+        """The tokens `[P]` int64 of a prompt that is answered while it is captured, none of what a user will ask; None
+        for any other sample."""
         length = int(self.prompts[index])
-        return self[index].tokens[:length] if length else None
+        return self[index].tokens[: max(0, length)] if length else None
 
     def answered(self, index: int, answer: Sequence[int] | None) -> Sample:
-        """A sample, with the answer that the ledger keeps for it, if it keeps one."""
+        """A sample, with the answer that the ledger keeps for it, if it keeps one.
+
+        Tokens that are not learned are kept as -1 - id, so they are negative.
+        """
         sample, prompt = self[index], self.prompt(index)
         if answer is None or prompt is None:
             return sample
-        length = len(prompt) + len(answer)
-        mask = torch.arange(length) >= len(prompt)
-        return replace(sample, tokens=torch.cat([prompt, torch.tensor(answer, dtype=torch.long)]), loss_mask=mask)
+        kept = torch.cat([-1 - prompt, torch.tensor(answer, dtype=torch.long)])
+        learned = kept >= 0
+        return replace(sample, tokens=torch.where(learned, kept, -1 - kept), loss_mask=learned)
 
     @property
     def supervised(self) -> Tensor:
@@ -105,7 +110,8 @@ class SampleSet:
     def canaries(self, tokens: int) -> list[Sample]:
         """What shows whether an engine captures rightly: the first `tokens` of the first sample, which are text, and
         the first sample with images, whole."""
-        first = self[0]
+        # Places for answers hold no text.
+        first = self[int((self.prompts == 0).int().argmax())]
         shown = self.image_offsets.diff().nonzero().flatten().tolist()[:1]
         start = replace(first, tokens=first.tokens[:tokens], loss_mask=first.loss_mask[:tokens])
         return [start] * (not first.images) + [self[index] for index in shown]

@@ -45,7 +45,7 @@ class EncodedSample:
     """Names of the images that stand in it, in order."""
     prompt: int = 0
     """Prompt tokens, if the target answers while it is captured: the tokens after them keep place for the answer. 0 for
-    any other sample."""
+    any other sample, -1 where all tokens keep place for what a server's user asks and is answered."""
 
     @property
     def id(self) -> str:

@@ -122,7 +122,7 @@ class StepStream:
     def _wait_for(self, future: Future[list[MicroBatch] | None]) -> list[MicroBatch] | None:
         started = time.monotonic()
         # The worker gives up after stall_s and says why; this bound is for a worker that hangs.
-        batches = future.result(timeout=2 * self.settings.stall_s)
+        batches = future.result(timeout=2 * self.run.config.stall_s)
         self.times.waited_s += time.monotonic() - started
         return batches
 
@@ -149,7 +149,7 @@ class StepStream:
 
     def _plan(self) -> StepPlan | None:
         """The next step's plan, opening epochs as needed; None at the end of the run, or of the trainer's turn."""
-        settings, deadline = self.settings, time.monotonic() + self.settings.stall_s
+        settings, deadline = self.settings, time.monotonic() + self.run.config.stall_s
         while not self._stop.is_set():
             if self.epoch >= settings.epochs or (settings.max_steps is not None and self.step > settings.max_steps):
                 self.finished = True
@@ -175,7 +175,7 @@ class StepStream:
                 break
             elif time.monotonic() > deadline:
                 needs = f"step {answer.step} needs {answer.needed} samples and has {answer.ready}"
-                raise StallError(f"no progress for {settings.stall_s:g} s: {needs}; {blame(self.ledger)}")
+                raise StallError(f"no progress for {self.run.config.stall_s:g} s: {needs}; {blame(self.ledger)}")
             else:
                 time.sleep(POLL_S)
         return None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from infra.processes.process import Owner
-from infra.records.data_path import CaptureReply, CaptureSpec
+from infra.records.data_path import CaptureReply
 from infra.records.drafts import CapturePrecision
 from infra.records.sharing import Sharing
 from infra.refusal import Refusal
@@ -37,6 +37,7 @@ from models.capture.engine import (
 from models.capture.ranking import check_ranking
 from models.capture.sglang.model_class import CAPTURED_AS
 from models.capture.sglang.plugin import NAME
+from models.capture.sglang.tap import capture_spec_of
 from models.data.images import ImageProcessor
 from models.decoding.plain import end_of
 from models.dtypes import DTYPES
@@ -67,41 +68,38 @@ DEQUANTIZED = 4
 class SGLangEngine:
     """Starts a server, and requests one token for every sample."""
 
+    waits = False
+
     def __init__(self, run: PreparedRun, index: int):
         self.run, self.layout, self.transport = run, run.layout, run.open_transport()
-        self.settings = run.config.generator.sglang
-        self.in_flight = self.settings.requests_in_flight
+        self.settings, self.target = run.config.generator.sglang, Path(run.target.path)
+        self.in_flight = run.config.generator.in_flight
         self._serial, self._index, self._streamed = count(), index, False
+        self._answers = run.samples.unanswered > 0 and not self.waits
         self._canary = f"{run.folder.name}{CANARY}{index}-{os.getpid()}"
-        owner = Owner(run.folder.name, run.folder.logs)
-        self.server = SGLangServer(
-            self._command, f"sglang-{index}", owner, self._environment(), self.settings.start_timeout_s
-        )
+        self._client = self._connect()
+
+    def _connect(self) -> SGLangClient:
+        run, name = self.run, f"sglang-{self._index}"
+        owner, timeout_s = Owner(run.folder.name, run.folder.logs), self.settings.start_timeout_s
+        self.server = SGLangServer(self._command, name, owner, self._environment(), timeout_s)
         longest_s = self.settings.request_timeout_s
-        if run.samples.unanswered:
+        if self._answers:
             longest_s += run.samples.longest * SLOWEST_TOKEN_S
-        self._client = SGLangClient(self.server, longest_s)
+        return SGLangClient(self.server, longest_s)
 
     def _command(self, port: int) -> list[str]:
         config = self.run.config
         longest = self.run.samples.longest + 1
-        spec = ServerSpec(Path(self.run.target.path), config.capture_dtype, longest, self.in_flight)
+        spec = ServerSpec(self.target, config.capture_dtype, longest, self.in_flight)
         settings = within_share(self.settings, self.run.sharing)
         if not config.draft.reads_layers:
             settings = _as_captured(settings, spec.target)
-        return capture_command(spec, settings, config.target.aux_layer_ids, port, self.run.samples.unanswered > 0)
+        return capture_command(spec, settings, config.target.aux_layer_ids, port, self._answers)
 
     def _environment(self) -> dict[str, str]:
         """Environment of the server, with the plugin's capture specification."""
-        config = self.run.config.generator
-        spec = CaptureSpec(
-            transport=self.run.config.transport,
-            run=self.run.folder.path,
-            aux_count=self.layout.aux_count,
-            hidden_size=self.layout.hidden_size,
-            dtype=config.stored_dtype,
-            top_token=self.layout.top_token,
-        )
+        config, spec = self.run.config.generator, capture_spec_of(self.run)
         return server_environment(self.settings, config.threads, config.count) | {CAPTURE: spec.model_dump_json()}
 
     def precision(self) -> CapturePrecision:
@@ -114,7 +112,7 @@ class SGLangEngine:
             dtype=self.run.config.capture_dtype,
             engine=f"sglang {resolved['version']}",
             kernels={name: str(resolved[name]) for name in KERNELS if resolved.get(name) not in (None, "auto")},
-            answering=self.run.samples.unanswered > 0,
+            answering=self._answers,
         )
 
     def capture(self, key: str, tokens: Tensor, images: Sequence[Path] = ()) -> Captured:
@@ -123,7 +121,7 @@ class SGLangEngine:
     def answer(self, key: str, prompt: Tensor, max_new_tokens: int) -> Captured:
         settings = self.run.config.data.regeneration
         assert settings is not None, "no sample is a prompt without data.regeneration"
-        ends = sorted(eos_ids(Path(self.run.target.path)))
+        ends = sorted(eos_ids(self.target))
         sampling = {"temperature": settings.temperature, "top_p": settings.top_p, "stop_token_ids": ends}
         captured, tokens = self.request(key, prompt, (), sampling | {"max_new_tokens": max_new_tokens})
         return replace(captured, answer=tuple(tokens[:-1]))
@@ -132,9 +130,10 @@ class SGLangEngine:
         self, key: str, tokens: Tensor, images: Sequence[Path], sampling: Mapping[str, Any]
     ) -> tuple[Captured, list[int]]:
         """Answer one prompt. Returns the hidden states of all that was read in the transport, and the answer."""
-        asked = {**sampling, "custom_params": {NAME: key}}
+        asked = {**sampling, "custom_params": self._marks(key)}
         try:
-            answer = self._client.generate(self._collapsed(tokens, images), asked, **_shown(images))
+            collapsed = self._collapsed(tokens, images)
+            answer = self._client.generate(collapsed, asked, **_shown(images), **self._settings())
         except PromptRefusedError as error:
             raise SampleError(str(error)) from error
         except ServerError as error:
@@ -143,12 +142,20 @@ class SGLangEngine:
         if not replies:
             raise Refusal(
                 "SGLang answered without hidden states: the capture plugin did not attach (no entry point draftsmith "
-                f"in {sglang_environment()}, or $SGLANG_PLUGINS leaves it out); its log is {self.server.process.log}"
+                f"in {sglang_environment()}, or $SGLANG_PLUGINS leaves it out); its log is {self._client.server.log}"
             )
         reply = CaptureReply.model_validate(replies[0])
         if reply.record is None:
             raise FAULTS[reply.fault](f"capture in SGLang failed: {reply.error}")
         return Captured(reply.record, reply.put_s), answer.tokens
+
+    def _marks(self, key: str) -> dict[str, Any]:
+        """By what the plugin tells a request that is captured."""
+        return {NAME: key}
+
+    def _settings(self) -> dict[str, Any]:
+        """Further settings of every such request."""
+        return {}
 
     def _collapsed(self, tokens: Tensor, images: Sequence[Path]) -> list[int]:
         """The tokens with one placeholder for every image: SGLang expands it by its own processor."""
@@ -165,12 +172,12 @@ class SGLangEngine:
                 hidden, emitted = self._take_back(str(attempt), tokens, images, PREFILL)
             except SampleError as error:
                 raise Refusal(f"canary: {error}") from error
-            path, dtype = Path(self.run.target.path), DTYPES[self.run.config.capture_dtype]
+            path, dtype = self.target, DTYPES[self.run.config.capture_dtype]
             head = read_target_head(path, dtype)
             check_next_tokens(head, hidden.last[-1:], torch.tensor(emitted), self.layout.dtype)
             if hidden.top is not None:
                 check_next_tokens(head, hidden.last, hidden.top, self.layout.dtype)
-        if self.run.samples.unanswered:
+        if self._answers:
             self._check_answer(tokens)
         obstacle = self._compare_seen(hidden, tokens, images) if images else self._compare(hidden, tokens, head)
         if obstacle is not None:
@@ -185,7 +192,7 @@ class SGLangEngine:
 
     def _compare_seen(self, hidden: HiddenStates, tokens: Tensor, images: Sequence[Path]) -> str | None:
         """Compare the capture of a sample with images; returns why it cannot be compared."""
-        path, dtype = Path(self.run.target.path), DTYPES[self.run.config.capture_dtype]
+        path, dtype = self.target, DTYPES[self.run.config.capture_dtype]
         quantized = self.run.config.served_quantization(self.run.target.quantization) is not None
         if quantized or weight_bytes(path, dtype) > LOADED_BYTES:
             return "the target is too large, or quantized, to be compared with an image"
@@ -196,7 +203,7 @@ class SGLangEngine:
 
     def _compare(self, hidden: HiddenStates, tokens: Tensor, head: TargetHead) -> str | None:
         """Compare a capture with a forward in transformers on the CPU; returns why its layers cannot be compared."""
-        path, dtype = Path(self.run.target.path), DTYPES[self.run.config.capture_dtype]
+        path, dtype = self.target, DTYPES[self.run.config.capture_dtype]
         layers, nbytes = self.run.config.target.aux_layer_ids, weight_bytes(path, dtype)
         quantized = self.run.config.served_quantization(self.run.target.quantization) is not None
         large = nbytes > (LOADED_BYTES // DEQUANTIZED if quantized else LOADED_BYTES)
@@ -218,7 +225,7 @@ class SGLangEngine:
         return None
 
     def _compare_streamed(self, hidden: HiddenStates, tokens: Tensor, head: TargetHead, nbytes: int) -> str | None:
-        path, layers = Path(self.run.target.path), self.run.config.target.aux_layer_ids
+        path, layers = self.target, self.run.config.target.aux_layer_ids
         room = self.run.folder.path / f"canary-{self._index}"
         shutil.rmtree(room, ignore_errors=True)  # of a generator that was killed
         if has_experts(read_model_config(path)) and shutil.disk_usage(room.parent).free < nbytes:
@@ -248,7 +255,7 @@ class SGLangEngine:
 
     def continue_greedily(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Continued]:
         """Generate on the server, and capture on the way."""
-        ends = eos_ids(Path(self.run.target.path))
+        ends = eos_ids(self.target)
         sampling = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "stop_token_ids": sorted(ends)}
 
         def one(index: int) -> Continued:
@@ -263,7 +270,8 @@ class SGLangEngine:
             return list(threads.map(one, range(len(prompts))))
 
     def close(self) -> None:
-        self.server.stop()
+        if not self.waits:
+            self.server.stop()
         self._client.close()
 
 

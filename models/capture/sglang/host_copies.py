@@ -58,14 +58,14 @@ class HostCopy:
 
 
 class HostCopies:
-    """Makes copies in a ring of buffers, on a stream of its own. A full ring holds the engine back.
+    """Makes copies in a ring of buffers, on a stream of its own. A full ring holds the engine back, if it `waits`.
 
     Buffers grow to the largest prefill; page-locked memory is slow to allocate, so they are kept. On a CPU nothing is
     copied: the engine allocates new tensors for every batch, which live as long as they are referred to.
     """
 
-    def __init__(self, layout: HiddenStateLayout):
-        self._layout, self._stream = layout, None
+    def __init__(self, layout: HiddenStateLayout, waits: bool = True):
+        self._layout, self._stream, self._waits = layout, None, waits
         self._free: Queue[Tensor] = Queue()
         for _ in range(BUFFERS):
             self._free.put(torch.empty(0, dtype=torch.uint8))
@@ -77,9 +77,10 @@ class HostCopies:
         copied on the device first, before the engine can launch that.
         """
         try:
-            buffer = self._free.get(timeout=BUFFER_S)
+            buffer = self._free.get(block=self._waits, timeout=BUFFER_S)
         except Empty:
-            raise TimeoutError(f"no earlier prefill was written to the transport within {BUFFER_S:g} s") from None
+            within = f"within {BUFFER_S:g} s" if self._waits else "yet"
+            raise TimeoutError(f"no earlier prefill was written to the transport {within}") from None
         with ExitStack() as undo:
             undo.callback(self._free.put, buffer)
             on_host = hidden.last.device.type == "cpu"

@@ -24,7 +24,7 @@ same features in training and in service, so the patch applies to every engine t
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -32,8 +32,9 @@ from torch import Tensor
 
 from infra.records.data_path import CaptureSpec
 from infra.refusal import Refusal
-from infra.settings import capture_spec
+from infra.settings import capture_spec, live_socket
 from models.capture.sglang.host_copies import HostCopies, HostCopy
+from models.capture.sglang.live import KeyOf, Live
 from models.capture.sglang.outbox import NAME, Outbox, PendingReply, is_pending, note, open_sender
 from models.capture.sglang.top_tokens import top_tokens
 from models.capture.sglang.writer import CapturedPrefill, CapturedStep, FinishedAnswer, RequestRows, Writer
@@ -41,6 +42,8 @@ from models.dtypes import DTYPES
 from models.targets.hidden_states import HiddenStates
 from models.targets.layout import HiddenStateLayout
 
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.__init__"
+LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor.__init__"
 RUN_BATCH = "sglang.srt.managers.scheduler.Scheduler.run_batch"
 STREAM_OUTPUT = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output"
 GEMMA3 = "sglang.srt.models.gemma3_causal."
@@ -49,22 +52,34 @@ GEMMA3_CAPTURE = GEMMA3 + "Gemma3ForCausalLM.set_eagle3_layers_to_capture"
 MARK = "hands_over_its_whole_output"
 
 
-class Capture:
-    """Captures the requests of one scheduler process."""
+def named_key(request: Any) -> str | None:
+    """Key of the object to write for a request of an engine of Draftsmith's own; None for requests of others."""
+    return (request.sampling_params.custom_params or {}).get(NAME)
 
-    def __init__(self, spec: CaptureSpec):
+
+class Capture:
+    """Captures the requests of one scheduler process.
+
+    Args:
+        spec: what the run wants.
+        key: tells the run's requests.
+        serves: whether the engine serves users too: it then waits for nothing, and outlives a broken writer.
+    """
+
+    def __init__(self, spec: CaptureSpec, key: KeyOf = named_key, serves: bool = False):
+        self.key, self.serves = key, serves
         self._layout = HiddenStateLayout(spec.aux_count, spec.hidden_size, DTYPES[spec.dtype], spec.top_token)
-        self._copies = HostCopies(self._layout)
-        self._writer = Writer(spec, self._layout, self._copies)
+        self._copies = HostCopies(self._layout, waits=not serves)
+        self._writer = Writer(spec, self._layout, self._copies, ends_server=not serves)
         self._unfinished: dict[str, Any] = {}
 
-    def copy(self, scheduler: Any, output: Any, replayed: bool) -> HostCopy | None:
-        """Begin to copy what a batch computed to the host; None on ranks that write nothing.
-
-        `replayed`: whether it may stand in the buffers of a graph.
-        """
+    def copy(self, scheduler: Any, output: Any, decodes: bool) -> HostCopy | None:
+        """Begin to copy what a batch computed to the host; None on ranks that write nothing."""
         if output.hidden_states is None or output.last_hidden_states is None:
-            raise Refusal("the engine kept no hidden states: start it with --enable-return-aux-hidden-states")
+            raise Refusal(
+                "the engine kept no hidden states: start it with --enable-return-aux-hidden-states, or with a draft "
+                "that reads the layers of target.aux_layer_ids"
+            )
         parallel, top = _parallel(), None
         if self._layout.top_token:
             # On all ranks: they divide the head.
@@ -74,7 +89,10 @@ class Capture:
         aux = output.hidden_states
         if not self._layout.aux_count:
             aux = aux.new_empty(len(aux), 0)  # of the one layer that the engine had to name
-        return self._copies.start(HiddenStates(aux, output.last_hidden_states, top), scheduler, replayed)
+        # Engines of Draftsmith's own have no graphs but those of decoding.
+        return self._copies.start(
+            HiddenStates(aux, output.last_hidden_states, top), scheduler, replayed=decodes or self.serves
+        )
 
     def submit(self, batch: Any, copy: HostCopy | Exception) -> list[PendingReply | None]:
         """Have a prefill written. Returns one reply per request, None if it is not captured or not complete yet."""
@@ -83,7 +101,7 @@ class Capture:
         for request, count, start in zip(batch.reqs, batch.extend_lens, batch.prefix_lens, strict=True):
             rows, total = slice(offset, offset + count), len(request.origin_input_ids)
             offset += count
-            key = _key(request)
+            key = self.key(request)
             if key is None:
                 replies.append(None)
                 continue
@@ -108,11 +126,15 @@ class Capture:
         if request.finished_reason.to_json()["type"] == "abort":
             return None  # it is dropped with the next batch
         del self._unfinished[request.rid]
-        reply, key = PendingReply(), _key(request)
+        reply, key = PendingReply(), self.key(request)
         assert key is not None
         read = len(request.origin_input_ids) + len(request.output_ids) - 1
         self._writer.put(FinishedAnswer(request.rid, key, read, reply))
         return reply
+
+    def close(self) -> None:
+        """Write what was submitted, and end."""
+        self._writer.close()
 
 
 def after_run_batch(result: Any, scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
@@ -120,17 +142,19 @@ def after_run_batch(result: Any, scheduler: Any, batch: Any, *_: Any, **__: Any)
 
     It waits for neither the forward nor the copy. An error fails the requests of this batch, never the engine.
     """
-    output, mode = getattr(result, "logits_output", None), batch.forward_mode
-    if output is None or not (mode.is_extend() or mode.is_decode()) or not any(map(_key, batch.reqs)):
+    output, mode, capture = getattr(result, "logits_output", None), batch.forward_mode, _capture()
+    if output is None or capture is None or not (mode.is_extend() or (mode.is_decode() and not capture.serves)):
+        return
+    if not any(map(capture.key, batch.reqs)):
         return
     try:
-        copy = _capture().copy(scheduler, output, mode.is_decode())
+        copy = capture.copy(scheduler, output, mode.is_decode())
     except Exception as error:  # noqa: BLE001 (an exception here would end the engine; the replies carry it)
         copy = error if _writes(_parallel()) else None
     if copy is not None and mode.is_decode():
-        _capture().step(batch, copy)
+        capture.step(batch, copy)
     elif copy is not None:
-        for request, reply in zip(batch.reqs, _capture().submit(batch, copy), strict=True):
+        for request, reply in zip(batch.reqs, capture.submit(batch, copy), strict=True):
             if reply is not None:
                 note(request, reply)
 
@@ -139,17 +163,15 @@ def hold_replies(
     original: Callable[..., None], streamer: Any, requests: list[Any], *arguments: Any, **named: Any
 ) -> None:
     """The hook around the engine's answers: those of captured requests leave when their objects are written."""
+    capture = _capture()
     for request in requests:
-        if _key(request) is not None and (reply := _capture().finish(request)) is not None:
+        for live in _LIVE:
+            live.offer(request)
+        if capture is not None and (reply := capture.finish(request)) is not None:
             note(request, reply)
     original(streamer, [one for one in requests if not is_pending(one)], *arguments, **named)
     for request in filter(is_pending, requests):
         _outbox(streamer.send_to_detokenizer).hold(original, streamer, request, *arguments, **named)
-
-
-def _key(request: Any) -> str | None:
-    """Key of the object to write for a request; None for requests of others."""
-    return (request.sampling_params.custom_params or {}).get(NAME)
 
 
 def _answers(request: Any) -> bool:
@@ -162,12 +184,49 @@ def _writes(parallel: Any) -> bool:
     return parallel.attn_tp_rank == 0
 
 
+_LIVE: list[Live[Capture]] = []
+"""The listener of a scheduler that serves users, at most one."""
+
+
+def _capture() -> Capture | None:
+    """What captures for the run that has this engine, or that learns from it; None where none does."""
+    if live_socket() is None:
+        return _own_capture()
+    attachment = _LIVE[0].attachment if _LIVE else None
+    return None if attachment is None else attachment.capture
+
+
 @cache
-def _capture() -> Capture:
+def _own_capture() -> Capture:
     """Created at the first request, because plugins are also loaded in processes that never capture."""
     spec = capture_spec()
     assert spec is not None, "registered without a capture specification"
     return Capture(spec)
+
+
+def listen_for_runs(*_: Any, **__: Any) -> None:
+    """Hook after a scheduler is made: on the rank that writes, runs may begin to learn from it."""
+    path, parallel = live_socket(), _parallel()
+    if path is None or not _writes(parallel) or parallel.attn_dp_rank:
+        return
+    obstacle = ""
+    if parallel.attn_dp_size > 1 or parallel.dp_size > 1:
+        obstacle = "it has data-parallel copies, and each would have to be asked: start one server for each"
+    elif parallel.pp_size > 1:
+        obstacle = "its layers are divided among pipeline ranks, and hidden states are those of one rank"
+    try:
+        _LIVE.append(Live(path, partial(Capture, serves=True), obstacle))
+    except Refusal as refusal:
+        # Users are served all the same.
+        print(f"draftsmith: nothing is learned from this server: {refusal}", flush=True)
+
+
+def keep_last(_result: None, processor: Any, *_: Any, **__: Any) -> None:
+    """Hook after a logits processor is made: an engine with a draft keeps the output after the final norm too.
+
+    It has computed it, and holds it no longer than the draft's layers, which it keeps for the draft.
+    """
+    processor.keep_last_hidden_states = True
 
 
 @cache
@@ -207,11 +266,14 @@ def whole_output(
 
 
 def register() -> None:
-    """Entry point. Without a capture specification only Gemma 3 is patched, for SGLang's own drafts."""
+    """Entry point. In engines from which no run learns only Gemma 3 is patched, for SGLang's own drafts."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
 
     HookRegistry.register(GEMMA3_CAPTURE, mark_layers, HookType.AFTER)
     HookRegistry.register(GEMMA3_LAYER, whole_output, HookType.AROUND)
-    if capture_spec() is not None:
+    if live_socket() is not None:
+        HookRegistry.register(SCHEDULER, listen_for_runs, HookType.AFTER)
+        HookRegistry.register(LOGITS, keep_last, HookType.AFTER)
+    if capture_spec() is not None or live_socket() is not None:
         HookRegistry.register(RUN_BATCH, after_run_batch, HookType.AFTER)
         HookRegistry.register(STREAM_OUTPUT, hold_replies, HookType.AROUND)

@@ -75,30 +75,40 @@ Work = CapturedPrefill | CapturedStep | FinishedAnswer
 class Writer:
     """Writes batches in their order. An error fails the reply of its request alone.
 
-    The thread itself runs as long as the process: if it fails nevertheless, the whole server ends, because requests
-    would wait for ever.
+    If the thread itself fails nevertheless, the whole server ends (`ends_server`), because requests would wait for
+    ever. A server that has users goes on.
     """
 
-    def __init__(self, spec: CaptureSpec, layout: HiddenStateLayout, copies: HostCopies):
-        self._spec, self._layout, self._copies = spec, layout, copies
+    def __init__(self, spec: CaptureSpec, layout: HiddenStateLayout, copies: HostCopies, ends_server: bool = True):
+        self._spec, self._layout, self._copies, self._ends_server = spec, layout, copies, ends_server
         self._transport: Transport | None = None
         self.assembly = Assembly()
-        self._batches: SimpleQueue[Work] = SimpleQueue()
+        self._batches: SimpleQueue[Work | None] = SimpleQueue()
         threading.Thread(target=self._run, name="capture writer", daemon=True).start()
 
     def put(self, batch: Work) -> None:
         """Write this batch after the earlier ones. The ring of copies bounds how many wait."""
         self._batches.put(batch)
 
+    def close(self) -> None:
+        """End after what was put."""
+        self._batches.put(None)
+
     def _run(self) -> None:
+        failed = True
         try:
-            while True:
-                self.write(self._batches.get())
+            while (batch := self._batches.get()) is not None:
+                self.write(batch)
+            failed = False
         finally:
-            # First the reason: the server's processes may be gone before the thread would print it.
-            traceback.print_exc()
-            # What SGLang's own processes do: the server's main process then ends them all.
-            os.kill(os.getppid(), signal.SIGQUIT)
+            if self._transport is not None:
+                self._transport.close()
+            if failed:
+                # First the reason: the server's processes may be gone before the thread would print it.
+                traceback.print_exc()
+            if failed and self._ends_server:
+                # What SGLang's own processes do: the server's main process then ends them all.
+                os.kill(os.getppid(), signal.SIGQUIT)
 
     def write(self, batch: Work) -> None:
         """Write the texts that this batch completed, and give their replies."""

@@ -78,6 +78,13 @@ class FakeRequest:
     aborted: bool = False
     customized_info: dict[str, list[Any]] | None = None
     finished_output: bool = False
+    custom: dict[str, str] = field(default_factory=dict)
+    """Further parameters."""
+    routing_key: str | None = None
+    spec_verify_ct: int = 0
+    lora_id: str | None = None
+    multimodal_inputs: Any = None
+    input_embeds: Any = None
 
     @property
     def origin_input_ids(self) -> list[int]:
@@ -86,7 +93,9 @@ class FakeRequest:
     @property
     def sampling_params(self) -> Any:
         return SimpleNamespace(
-            custom_params=None if self.key is None else {"draftsmith": self.key or f"run/0/{self.rid}/1"},
+            custom_params={"draftsmith": self.key or f"run/0/{self.rid}/1", **self.custom}
+            if self.key is not None
+            else self.custom or None,
             max_new_tokens=self.max_new_tokens,
         )
 

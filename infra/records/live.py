@@ -1,0 +1,46 @@
+"""What a generator and the plugin of a serving engine say to each other, a line of JSON each."""
+
+from infra.records.data_path import CaptureSpec, Record
+
+
+class LiveRule(Record):
+    """Which finished requests a run wants."""
+
+    share: float
+    tenants: tuple[str, ...] = ()
+    """Empty: of everybody."""
+    acceptance_at_most: float | None = None
+    """Tokens per verification step."""
+    longest: int
+    """Tokens that are kept of a text; a prompt must leave room for two of its answer."""
+
+
+class Attach(Record):
+    """The first line: a run begins to learn from a server."""
+
+    spec: CaptureSpec
+    rule: LiveRule
+
+
+class Attached(Record):
+    """The reply: the password of the run's own requests, or why there is none."""
+
+    password: str = ""
+    refused: str = ""
+
+
+class LiveText(Record):
+    """One finished request, cut to the rule's longest."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+class Taken(Record):
+    """The reply to each further line, `{}`: the next text; None when none came in a while."""
+
+    text: LiveText | None = None
+    finished: int = 0
+    """Requests that have finished since the run was attached."""
+    passed_over: int = 0
+    """Texts that the rule wanted and nobody fetched in time."""

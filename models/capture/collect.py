@@ -1,0 +1,67 @@
+"""`python -m models.capture.collect RUN`: the first requests of a run that learns from users, before its training.
+
+Half of them are held out; the other half shows which tokens a new draft should know. Writes RUN/live.jsonl.
+"""
+
+import argparse
+import json
+import math
+from contextlib import ExitStack, closing
+from itertools import cycle
+from pathlib import Path
+from threading import Event
+
+from infra.files.atomic import write_atomically
+from infra.files.run_folder import RunFolder
+from infra.processes.exit import run_main
+from infra.records.data_path import TargetRecord
+from models.capture.live_texts import Learned, LiveFilter, private_data_finder
+from models.capture.sglang.tap import open_tap, wanted_of
+from models.config.data import DataConfig
+from models.config.recipe import read_config
+from models.progress_bars import bars
+from models.run import RunWithTarget
+
+LEAST, MOST = 32, 512
+
+
+def wanted_texts(data: DataConfig) -> int:
+    """How many requests are collected before the training."""
+    assert data.max_samples is not None, "recipes with data.source=live say how many samples they learn"
+    return min(max(LEAST, math.ceil(data.answered_before * data.max_samples)), MOST)
+
+
+def collect(run: RunWithTarget) -> list[Learned]:
+    """Wait for so many requests of the servers' users that may be learned from."""
+    live, left_out = run.config.generator.live, LiveFilter(run, private_data_finder())
+    assert live is not None, "data.source=live has generator.live"
+    count, texts = wanted_texts(run.config.data), list[Learned]()
+    with ExitStack() as stack, bars() as bar:
+        advance = bar("collected requests", count)
+        timeout_s = run.config.generator.sglang.start_timeout_s
+        taps = [open_tap(server, wanted_of(run), Event(), timeout_s) for server in live.servers]
+        for tap in cycle([stack.enter_context(closing(tap)) for tap in taps if tap is not None]):
+            if len(texts) == count:
+                break
+            taken = tap.take()
+            learned = None if taken.text is None else left_out.learned(taken.text)
+            if learned is not None:
+                texts.append(learned)
+                advance(1)
+                print(left_out.summary(len(texts), taken), flush=True)
+    return texts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    folder = RunFolder(parser.parse_args().run.absolute())
+    if folder.live.is_file():
+        return  # of the same run, before it was interrupted
+    run = RunWithTarget(folder, read_config(folder.config), TargetRecord.read(folder.target))
+    lines = (json.dumps({"input_ids": text.tokens, "prompt": text.prompt}) for text in collect(run))
+    write_atomically(folder.live, "".join(f"{line}\n" for line in lines), mode=0o600)
+
+
+if __name__ == "__main__":
+    run_main(main)

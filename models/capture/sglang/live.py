@@ -1,0 +1,168 @@
+"""The plugin in an engine that serves users: one run at a time learns from a share of the finished requests.
+
+$DRAFTSMITH_LIVE names a Unix socket that only the server's own user may open. While a generator is connected to it
+
+    scheduler  stream_output: a finished request that the run's rule wants is kept, token ids alone, in memory
+    listener   hands such a text to the generator, which asks for the next one
+    generator  searches it for private data, and has it captured: a request of its own, which prefills the text
+    scheduler  captures that request as any engine of Draftsmith does, see models.capture.sglang.plugin
+
+Users' requests are read when they are over and never wait: nothing is copied for them, and what nobody fetches in time
+is forgotten. Their own rows are not used: with a prefix cache they begin somewhere in the text, with speculation they
+hold what was rejected, and keeping them would burden every step of every request. To read one text in twenty again
+costs a prefill of that text alone (docs/live.md has both costs). The generator's requests have a cache of their own
+(`extra_key`), so that all of their rows are computed, and a password that was agreed on over the connection: no user
+can have anything captured.
+
+When the connection ends, however it does, everything is forgotten.
+"""
+
+import hashlib
+import secrets
+import socket
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from infra.files.sockets import listen
+from infra.records.data_path import CaptureSpec
+from infra.records.live import Attach, Attached, LiveRule, LiveText, Taken
+from models.capture.sglang.outbox import NAME
+
+PASSWORD = "draftsmith_password"
+"""Name of the request parameter beside the object's key."""
+QUEUED = 16
+"""Texts that wait for the generator; the oldest is forgotten for a newer one."""
+WAIT_S = 1.0
+"""Longest time until the generator hears that there is no text."""
+HEALTH = "HEALTH_CHECK"
+"""How the ids of SGLang's own requests begin."""
+
+
+class Capturing(Protocol):
+    """What captures the requests of one run."""
+
+    def close(self) -> None:
+        """End after what was begun."""
+        ...
+
+
+Captures = TypeVar("Captures", bound=Capturing)
+KeyOf = Callable[[Any], str | None]
+"""Key of the object to write for a request; None for requests of others."""
+
+
+class Attachment(Generic[Captures]):
+    """A run that learns from this server now."""
+
+    def __init__(self, wanted: Attach, make: Callable[[CaptureSpec, KeyOf], Captures]):
+        self.password = secrets.token_hex(16)
+        self.capture, self._rule = make(wanted.spec, self.key), wanted.rule
+        self._texts: deque[LiveText] = deque(maxlen=QUEUED)
+        self._changed = threading.Condition()
+        self._finished = self._passed_over = 0
+
+    def key(self, request: Any) -> str | None:
+        custom = request.sampling_params.custom_params or {}
+        return custom.get(NAME) if secrets.compare_digest(str(custom.get(PASSWORD)), self.password) else None
+
+    def offer(self, request: Any) -> None:
+        """Keep a request that has finished, if the rule wants it."""
+        self._finished += 1
+        if not wants(self._rule, request):
+            return
+        prompt, longest = tuple(request.origin_input_ids), self._rule.longest
+        text = LiveText(prompt=prompt, answer=tuple(request.output_ids)[: longest - len(prompt)])
+        with self._changed:
+            self._passed_over += len(self._texts) == QUEUED
+            self._texts.append(text)
+            self._changed.notify()
+
+    def take(self) -> Taken:
+        """The oldest text that waits; None after a while without one."""
+        with self._changed:
+            if not self._texts:
+                self._changed.wait(WAIT_S)
+            text = self._texts.popleft() if self._texts else None
+        return Taken(text=text, finished=self._finished, passed_over=self._passed_over)
+
+
+class Live(Generic[Captures]):
+    """Listens for generators, one at a time.
+
+    Args:
+        path: of the socket. Raises Refusal as `listen` does.
+        make: makes what captures a run's requests.
+        obstacle: why no run can learn from this server; empty: it can.
+    """
+
+    def __init__(self, path: Path, make: Callable[[CaptureSpec, KeyOf], Captures], obstacle: str = ""):
+        self._make, self._obstacle = make, obstacle
+        self.attachment: Attachment[Captures] | None = None
+        self._listener = listen(path)
+        self._thread = threading.Thread(target=self._run, name="live generator", daemon=True)
+        self._thread.start()
+
+    def offer(self, request: Any) -> None:
+        """Called by the scheduler, which must not wait, for every request that it hands on, also again and again."""
+        attachment = self.attachment
+        if attachment is not None and request.finished() and not request.finished_output:
+            attachment.offer(request)
+
+    def close(self) -> None:
+        """Listen no longer."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(WAIT_S)
+        self._listener.close()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            try:
+                with connection:
+                    self._talk(connection)
+            except (OSError, ValueError):
+                # A generator that died, or something else that spoke to this socket: the server goes on.
+                traceback.print_exc()
+            finally:
+                ended, self.attachment = self.attachment, None
+                if ended is not None:
+                    ended.capture.close()
+
+    def _talk(self, connection: socket.socket) -> None:
+        with connection.makefile("rb") as lines:
+            for line in lines:
+                attached = self.attachment
+                reply = self._attach(Attach.model_validate_json(line)) if attached is None else attached.take()
+                connection.sendall(reply.model_dump_json().encode() + b"\n")
+
+    def _attach(self, wanted: Attach) -> Attached:
+        if self._obstacle:
+            return Attached(refused=self._obstacle)
+        self.attachment = attachment = Attachment(wanted, self._make)
+        return Attached(password=attachment.password)
+
+
+def wants(rule: LiveRule, request: Any) -> bool:
+    """Whether a rule wants a request of SGLang's that has finished.
+
+    Left out are requests with more than text, those of adapters, aborted ones, the server's own and those of runs.
+    """
+    own = request.rid.startswith(HEALTH) or PASSWORD in (request.sampling_params.custom_params or {})
+    aborted = request.finished_reason.to_json()["type"] == "abort"
+    more = request.multimodal_inputs is not None or request.input_embeds is not None or request.lora_id is not None
+    if own or aborted or more or (rule.tenants and request.routing_key not in rule.tenants):
+        return False
+    asked, answered, steps = len(request.origin_input_ids), len(request.output_ids), request.spec_verify_ct
+    if answered < 2 or asked + 2 > rule.longest:
+        return False
+    if rule.acceptance_at_most is not None and steps and answered / steps > rule.acceptance_at_most:
+        return False
+    place = int.from_bytes(hashlib.blake2b(request.rid.encode(), digest_size=8).digest())
+    return place < rule.share * 2**64

@@ -1,0 +1,46 @@
+"""How a run learns from servers that have users."""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from infra.config import Address, Share, StrictConfig
+
+
+class LiveServerConfig(StrictConfig):
+    """An SGLang server that was started with $DRAFTSMITH_LIVE."""
+
+    address: Address = Field(description="Its HTTP address, like http://127.0.0.1:30000.")
+    socket: Path = Field(description="Its $DRAFTSMITH_LIVE: the socket at which it listens for generators.")
+
+
+class LiveConfig(StrictConfig):
+    """Learning from users' requests (`generator.engine=serving`)."""
+
+    servers: tuple[LiveServerConfig, ...] = Field(
+        min_length=1,
+        description="Servers of the target on this machine; each has a generator of its own (generator.count).",
+    )
+    consent: str = Field(
+        min_length=10,
+        max_length=1000,
+        description="On what ground users' requests may be learned from, and who decided it: a sentence for whoever "
+        "asks later. It is kept with the run.",
+    )
+    retention_days: float = Field(
+        gt=0,
+        le=3650,
+        description="The run's folder and its rows in a shared ledger, which hold users' text, are removed so many "
+        "days after it began (by `clean-up`), whatever became of it.",
+    )
+    share: Share = Field(default=0.05, description="Share of the finished requests that is learned from.")
+    tenants: tuple[str, ...] = Field(
+        default=(),
+        description="Only requests with one of these values of the header X-SMG-Routing-Key; default: of everybody.",
+    )
+    acceptance_at_most: float | None = Field(
+        default=None,
+        ge=1,
+        description="Only requests whose verification steps brought at most so many tokens on average: what the served "
+        "draft does badly. Default: all.",
+    )

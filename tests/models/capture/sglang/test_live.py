@@ -1,0 +1,200 @@
+"""How a serving engine's plugin and a generator speak, and which requests a rule wants."""
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.config import TransportConfig
+from infra.files.sockets import connect, listen
+from infra.records.data_path import CaptureSpec
+from infra.records.live import Attach, LiveRule
+from infra.refusal import Refusal
+from models.capture.sglang.live import PASSWORD, QUEUED, Live, wants
+from models.capture.sglang.tap import Tap, open_tap
+from models.config.live import LiveServerConfig
+from tests.models.capture.sglang.fake_engine import FakeRequest
+
+LONGEST = 64
+
+
+class Recorder:
+    """What captures, as far as the listener knows."""
+
+    def __init__(self, spec: CaptureSpec, key: Callable[[Any], str | None]):
+        self.spec, self.key, self.closed = spec, key, threading.Event()
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def wanted(**rule: Any) -> Attach:
+    spec = CaptureSpec(
+        transport=TransportConfig(), run=Path("runs/some"), aux_count=3, hidden_size=4, dtype="float32", top_token=False
+    )
+    return Attach(spec=spec, rule=LiveRule(**{"share": 1.0, "longest": LONGEST} | rule))
+
+
+def user_request(rid: str = "a", prompt: int = 10, **changes: Any) -> FakeRequest:
+    return FakeRequest(rid, prompt, None, **{"output_ids": [7, 8, 9], "ended": True} | changes)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> LiveServerConfig:
+    return LiveServerConfig(address="http://127.0.0.1:1", socket=tmp_path / "live.sock")
+
+
+@pytest.fixture
+def live(place: LiveServerConfig) -> Iterator[Live[Recorder]]:
+    live = Live(place.socket, Recorder)
+    yield live
+    live.close()
+
+
+def test_finished_requests_reach_the_generator_once(live: Live[Recorder], place: LiveServerConfig) -> None:
+    live.offer(user_request("before anybody listens"))
+    tap = Tap(place, wanted())
+    running = user_request("b", ended=False)
+    for request in (running, user_request("c", 12), user_request("d", 3, finished_output=True)):
+        live.offer(request)
+    taken = tap.take()
+    assert taken.text is not None
+    assert (taken.text.prompt, taken.text.answer) == ((0,) * 12, (7, 8, 9))
+    assert taken.finished == 1
+    assert tap.take().text is None
+    tap.close()
+
+
+def test_texts_are_cut_and_the_oldest_forgotten(live: Live[Recorder], place: LiveServerConfig) -> None:
+    tap = Tap(place, wanted())
+    for index in range(QUEUED + 3):
+        live.offer(user_request(str(index), LONGEST - 2, output_ids=[index, 1, 2, 3]))
+    taken = tap.take()
+    assert taken.text is not None
+    assert taken.text.answer == (3, 1)
+    assert taken.passed_over == 3
+    tap.close()
+
+
+def test_only_the_run_has_its_requests_captured(live: Live[Recorder], place: LiveServerConfig) -> None:
+    tap = Tap(place, wanted())
+    assert live.attachment is not None
+    key = live.attachment.capture.key
+    assert key(FakeRequest("1", 5, custom={PASSWORD: tap.password})) == "run/0/1/1"
+    for custom in ({}, {PASSWORD: ""}, {PASSWORD: "guess"}):
+        assert key(FakeRequest("1", 5, custom=custom)) is None
+    tap.close()
+
+
+def test_everything_is_forgotten_when_the_generator_goes(live: Live[Recorder], place: LiveServerConfig) -> None:
+    first = Tap(place, wanted())
+    assert live.attachment is not None
+    recorder, password = live.attachment.capture, first.password
+    live.offer(user_request())
+    first.close()
+    assert recorder.closed.wait(10)
+    second = Tap(place, wanted())
+    assert second.password != password
+    assert second.take().text is None
+    second.close()
+
+
+def test_a_second_run_is_told_to_wait(live: Live[Recorder], place: LiveServerConfig, monkeypatch: Any) -> None:
+    monkeypatch.setattr("models.capture.sglang.tap.REPLY_S", 0.2)
+    first = Tap(place, wanted())
+    with pytest.raises(Refusal, match="another run learns from it"):
+        open_tap(place, wanted(), threading.Event(), 0.0)
+    first.close()
+
+
+def test_a_server_that_cannot_be_learned_from_says_why(place: LiveServerConfig) -> None:
+    live = Live(place.socket, Recorder, "it has data-parallel copies")
+    with pytest.raises(Refusal, match=r"127\.0\.0\.1:1: it has data-parallel copies"):
+        Tap(place, wanted())
+    live.close()
+
+
+def test_nonsense_does_not_stop_the_listener(live: Live[Recorder], place: LiveServerConfig) -> None:
+    for line in (b"\n", b"{}\n", b"\xff\xfe\n", json.dumps([1]).encode() + b"\n"):
+        with connect(place.socket, 10.0) as connection:
+            connection.sendall(line)
+            assert connection.recv(10) == b""
+    tap = Tap(place, wanted())
+    tap.close()
+
+
+def test_nobody_listening_is_a_refusal_with_the_remedy(place: LiveServerConfig) -> None:
+    with pytest.raises(Refusal, match="DRAFTSMITH_LIVE="):
+        open_tap(place, wanted(), threading.Event(), 0.0)
+    stopped = threading.Event()
+    stopped.set()
+    assert open_tap(place, wanted(), stopped, 60.0) is None
+
+
+def test_another_program_at_the_socket(place: LiveServerConfig) -> None:
+    listener = listen(place.socket)
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(10_000)
+            connection.sendall(b"HTTP/1.1 400\n")
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with pytest.raises(Refusal, match="no server of this version"):
+        Tap(place, wanted())
+    thread.join()
+    listener.close()
+
+
+def test_sockets_belong_to_their_owner(tmp_path: Path) -> None:
+    path = tmp_path / "live.sock"
+    listener = listen(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(Refusal, match="another process listens"):
+        listen(path)
+    listener.close()
+    listen(path).close()  # of a dead process
+    with pytest.raises(Refusal, match="in a folder of this user"):
+        listen(tmp_path / "missing" / "live.sock")
+    with pytest.raises(Refusal, match="too long"):
+        listen(tmp_path / ("x" * 100))
+    assert isinstance(listener, socket.socket)
+
+
+@pytest.mark.parametrize(
+    ("rule", "request_of_user", "expected"),
+    [
+        ({}, user_request(), True),
+        ({}, user_request(aborted=True), False),
+        ({}, user_request("HEALTH_CHECK_1"), False),
+        ({}, user_request(custom={PASSWORD: "of a run"}), False),
+        ({}, user_request(multimodal_inputs=object()), False),
+        ({}, user_request(lora_id="adapter"), False),
+        ({}, user_request(input_embeds=[0.0]), False),
+        ({}, user_request(output_ids=[7]), False),
+        ({}, user_request(prompt=LONGEST - 1), False),
+        ({"tenants": ("one", "two")}, user_request(routing_key="two"), True),
+        ({"tenants": ("one", "two")}, user_request(), False),
+        ({"acceptance_at_most": 2.0}, user_request(spec_verify_ct=1), False),
+        ({"acceptance_at_most": 2.0}, user_request(spec_verify_ct=2), True),
+        ({"acceptance_at_most": 2.0}, user_request(), True),
+        ({"share": 0.0}, user_request(), False),
+    ],
+)
+def test_what_a_rule_wants(rule: dict[str, Any], request_of_user: FakeRequest, expected: bool) -> None:
+    assert wants(wanted(**rule).rule, request_of_user) is expected
+
+
+def test_a_share_is_a_share_and_always_the_same_requests() -> None:
+    rules = [wanted(share=share).rule for share in (0.05, 0.2)]
+    chosen = [{rid for rid in range(20_000) if wants(rule, user_request(f"request {rid}"))} for rule in rules]
+    assert chosen[0] < chosen[1]
+    for rule, those in zip(rules, chosen, strict=True):
+        # Six standard errors.
+        assert abs(len(those) / 20_000 - rule.share) < 6 * (rule.share * (1 - rule.share) / 20_000) ** 0.5

@@ -1,0 +1,137 @@
+"""What a run may learn of users' requests."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from infra.files.run_folder import RunFolder
+from infra.records.data_path import TargetRecord
+from infra.records.live import LiveText
+from infra.refusal import Refusal
+from models.capture.live_texts import LiveFilter
+from models.config.recipe import load_recipe
+from models.data.private_data import find_private_data
+from models.data.sample_set import SampleSet
+from models.data.tokenizer import read_tokenizer
+from models.run import RunWithTarget
+
+TINY = Path(__file__).parents[3] / "recipes" / "tiny.yaml"
+LIVE = "{servers: [{address: 'http://127.0.0.1:1', socket: /run/a}], consent: users agreed, retention_days: 1}"
+SETTINGS = (
+    "generator.engine=serving",
+    f"generator.live={LIVE}",
+    "data.source=live",
+    "data.max_samples=64",
+    "data.max_tokens=64",
+    "data.overlong=truncate",
+)
+
+
+@pytest.fixture
+def make_filter(tiny_target: TargetRecord, tmp_path: Path) -> Callable[..., LiveFilter]:
+    def make(*overrides: str, known: Sequence[str] = ()) -> LiveFilter:
+        run = RunWithTarget(RunFolder(tmp_path), load_recipe(TINY, [*SETTINGS, *overrides]), tiny_target)
+        return LiveFilter(run, find_private_data, known)
+
+    return make
+
+
+@pytest.fixture
+def as_text(tiny_target: TargetRecord) -> Callable[[str, str], LiveText]:
+    tokenizer: PreTrainedTokenizerBase = read_tokenizer(tiny_target.path)
+
+    def tokens(text: str) -> tuple[int, ...]:
+        ids: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tuple(ids)
+
+    return lambda asked, answered: LiveText(prompt=tokens(asked), answer=tokens(answered))
+
+
+def test_what_is_kept(make_filter: Callable[..., LiveFilter], as_text: Callable[[str, str], LiveText]) -> None:
+    text = as_text("How do I sort a list of names?", "Use the sorted function of Python.")
+    learned = make_filter().learned(text)
+    assert learned is not None
+    assert learned.tokens == (*text.prompt, *text.answer)
+    sample = learned.encoded()
+    assert sample.loss_mask.tolist() == [False] * len(text.prompt) + [True] * len(text.answer)
+    assert learned.marked == (*(-1 - token for token in text.prompt), *text.answer)
+
+
+@pytest.mark.parametrize(
+    ("asked", "answered", "kind"),
+    [
+        ("Write to jane.doe@example.com for me", "It is done, all of it.", "EMAIL_ADDRESS"),
+        ("What is my key?", "It is password = hunter2hunter2 as you said.", "SECRET"),
+        ("Is sk-abcdefghij", "klmnopqrstuvwxyz0123 a key?", "SECRET"),
+        ("Name the first letter", "a", "too short"),
+    ],
+)
+def test_what_is_left_out(
+    make_filter: Callable[..., LiveFilter],
+    as_text: Callable[[str, str], LiveText],
+    asked: str,
+    answered: str,
+    kind: str,
+) -> None:
+    left_out = make_filter("data.min_tokens=16")
+    assert left_out.learned(as_text(asked, answered)) is None
+    assert left_out.left_out[kind] == 1
+
+
+def test_nothing_is_learned_twice(
+    make_filter: Callable[..., LiveFilter], as_text: Callable[[str, str], LiveText]
+) -> None:
+    text = as_text("How do I sort a list of names?", "Use the sorted function.")
+    first = make_filter()
+    learned = first.learned(text)
+    assert learned is not None
+    assert first.learned(text) is None
+    assert make_filter(known=[learned.encoded().id]).learned(text) is None
+
+
+def test_benchmark_prompts_are_left_out(
+    make_filter: Callable[..., LiveFilter], as_text: Callable[[str, str], LiveText], tmp_path: Path
+) -> None:
+    question = "Natalia sold clips to forty eight of her friends in April and half as many in May, how many in all?"
+    (tmp_path / "prompts.jsonl").write_text(f'{{"question": "{question}"}}\n')
+    left_out = make_filter(f'data.exclude=["{tmp_path}/prompts.jsonl"]')
+    assert left_out.learned(as_text(question, "Seventy two clips")) is None
+    assert left_out.left_out["benchmark's prompt"] == 1
+
+
+def test_the_ledger_keeps_which_tokens_are_learned(
+    make_filter: Callable[..., LiveFilter], as_text: Callable[[str, str], LiveText], tiny_samples: Any
+) -> None:
+    learned = make_filter().learned(as_text("How do I sort names?", "Use the sorted function."))
+    assert learned is not None
+    samples = SampleSet.open(Path(tiny_samples.path), "train")
+    samples.prompts[0] = -1
+    sample = samples.answered(0, learned.marked)
+    assert sample.tokens.tolist() == list(learned.tokens)
+    assert sample.loss_mask.tolist() == learned.encoded().loss_mask.tolist()
+    assert not len(samples.prompt(0))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("generator.live=null", "live is not set"),
+        ("generator.engine=transformers", "live is set"),
+        ("generator.count=2", "generator.live names 1 servers"),
+        ("data.source=python-docs", "set data.source=live and generator.engine=serving"),
+        ("data.max_samples=null", "set data.max_samples"),
+        ("data.regeneration={}", "leave data.regeneration"),
+        ("data.overlong=drop", "data.overlong"),
+        ("training.epochs=2", "set it to 1"),
+        ("transport={kind: stored, folder: objects}", "leave it out"),
+        ("pools.sharing=alternate", "leave pools.sharing out"),
+        (f"generator.live={LIVE.replace('users agreed', 'yes')}", "consent"),
+        (f"generator.live={LIVE.replace(', retention_days: 1', '')}", "retention_days"),
+    ],
+)
+def test_recipes_that_cannot_learn_from_users_are_refused(override: str, message: str) -> None:
+    with pytest.raises(Refusal, match=message):
+        load_recipe(TINY, [*SETTINGS, override])
