@@ -3,7 +3,7 @@
 $DRAFTSMITH_LIVE names a Unix socket that only the server's own user may open. While a generator is connected to it
 
     scheduler  stream_output: a finished request that the run's rule wants is kept, token ids alone, in memory
-    listener   hands such a text to the generator, which asks for the next one
+    listener   hands such a text to the generator when the server has nothing to do, or the text has waited for long
     generator  searches it for private data, and has it captured: a request of its own, which prefills the text
     scheduler  captures that request as any engine of Draftsmith does, see models.capture.sglang.plugin
 
@@ -21,6 +21,7 @@ import hashlib
 import secrets
 import socket
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -38,6 +39,9 @@ QUEUED = 16
 """Texts that wait for the generator; the oldest is forgotten for a newer one."""
 WAIT_S = 1.0
 """Longest time until the generator hears that there is no text."""
+PATIENCE_S = 3.0
+"""A text waits so long for a moment in which its prefill delays nobody."""
+POLL_S = 0.01
 HEALTH = "HEALTH_CHECK"
 """How the ids of SGLang's own requests begin."""
 
@@ -58,10 +62,10 @@ KeyOf = Callable[[Any], str | None]
 class Attachment(Generic[Captures]):
     """A run that learns from this server now."""
 
-    def __init__(self, wanted: Attach, make: Callable[[CaptureSpec, KeyOf], Captures]):
-        self.password = secrets.token_hex(16)
+    def __init__(self, wanted: Attach, make: Callable[[CaptureSpec, KeyOf], Captures], idle: Callable[[], bool]):
+        self._idle, self.password = idle, secrets.token_hex(16)
         self.capture, self._rule = make(wanted.spec, self.key), wanted.rule
-        self._texts: deque[LiveText] = deque(maxlen=QUEUED)
+        self._texts: deque[tuple[float, LiveText]] = deque(maxlen=QUEUED)
         self._changed = threading.Condition()
         self._finished = self._passed_over = 0
 
@@ -78,16 +82,23 @@ class Attachment(Generic[Captures]):
         text = LiveText(prompt=prompt, answer=tuple(request.output_ids)[: longest - len(prompt)])
         with self._changed:
             self._passed_over += len(self._texts) == QUEUED
-            self._texts.append(text)
+            self._texts.append((time.monotonic(), text))
             self._changed.notify()
 
     def take(self) -> Taken:
-        """The oldest text that waits; None after a while without one."""
-        with self._changed:
-            if not self._texts:
-                self._changed.wait(WAIT_S)
-            text = self._texts.popleft() if self._texts else None
+        """The oldest text that waits; None after a while without one, or without a moment for it."""
+        deadline = time.monotonic() + WAIT_S
+        while (text := self._due()) is None and time.monotonic() < deadline:
+            with self._changed:
+                # Nobody tells when the server has nothing to do.
+                self._changed.wait(POLL_S if self._texts else WAIT_S)
         return Taken(text=text, finished=self._finished, passed_over=self._passed_over)
+
+    def _due(self) -> LiveText | None:
+        with self._changed:
+            if self._texts and (self._idle() or time.monotonic() - self._texts[0][0] > PATIENCE_S):
+                return self._texts.popleft()[1]
+        return None
 
 
 class Live(Generic[Captures]):
@@ -96,11 +107,18 @@ class Live(Generic[Captures]):
     Args:
         path: of the socket. Raises Refusal as `listen` does.
         make: makes what captures a run's requests.
+        idle: whether the server has nothing to do at the moment.
         obstacle: why no run can learn from this server; empty: it can.
     """
 
-    def __init__(self, path: Path, make: Callable[[CaptureSpec, KeyOf], Captures], obstacle: str = ""):
-        self._make, self._obstacle = make, obstacle
+    def __init__(
+        self,
+        path: Path,
+        make: Callable[[CaptureSpec, KeyOf], Captures],
+        idle: Callable[[], bool] = lambda: True,
+        obstacle: str = "",
+    ):
+        self._make, self._idle, self._obstacle = make, idle, obstacle
         self.attachment: Attachment[Captures] | None = None
         self._listener = listen(path)
         self._thread = threading.Thread(target=self._run, name="live generator", daemon=True)
@@ -145,7 +163,7 @@ class Live(Generic[Captures]):
     def _attach(self, wanted: Attach) -> Attached:
         if self._obstacle:
             return Attached(refused=self._obstacle)
-        self.attachment = attachment = Attachment(wanted, self._make)
+        self.attachment = attachment = Attachment(wanted, self._make, self._idle)
         return Attached(password=attachment.password)
 
 

@@ -204,7 +204,7 @@ def _own_capture() -> Capture:
     return Capture(spec)
 
 
-def listen_for_runs(*_: Any, **__: Any) -> None:
+def listen_for_runs(_result: None, scheduler: Any, *_: Any, **__: Any) -> None:
     """Hook after a scheduler is made: on the rank that writes, runs may begin to learn from it."""
     path, parallel = live_socket(), _parallel()
     if path is None or not _writes(parallel) or parallel.attn_dp_rank:
@@ -214,8 +214,12 @@ def listen_for_runs(*_: Any, **__: Any) -> None:
         obstacle = "it has data-parallel copies, and each would have to be asked: start one server for each"
     elif parallel.pp_size > 1:
         obstacle = "its layers are divided among pipeline ranks, and hidden states are those of one rank"
+
+    def idle() -> bool:
+        return not scheduler.waiting_queue and scheduler.running_batch.is_empty()
+
     try:
-        _LIVE.append(Live(path, partial(Capture, serves=True), obstacle))
+        _LIVE.append(Live(path, partial(Capture, serves=True), idle, obstacle))
     except Refusal as refusal:
         # Users are served all the same.
         print(f"draftsmith: nothing is learned from this server: {refusal}", flush=True)

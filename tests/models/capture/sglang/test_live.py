@@ -80,6 +80,23 @@ def test_texts_are_cut_and_the_oldest_forgotten(live: Live[Recorder], place: Liv
     tap.close()
 
 
+def test_texts_wait_for_a_moment_in_which_nobody_is_served(place: LiveServerConfig, monkeypatch: Any) -> None:
+    busy = threading.Event()
+    busy.set()
+    live = Live(place.socket, Recorder, lambda: not busy.is_set())
+    tap = Tap(place, wanted())
+    live.offer(user_request("a", 10))
+    assert tap.take().text is None
+    busy.clear()
+    assert tap.take().text is not None
+    busy.set()
+    monkeypatch.setattr("models.capture.sglang.live.PATIENCE_S", 0.0)
+    live.offer(user_request("b", 11))
+    assert tap.take().text is not None
+    tap.close()
+    live.close()
+
+
 def test_only_the_run_has_its_requests_captured(live: Live[Recorder], place: LiveServerConfig) -> None:
     tap = Tap(place, wanted())
     assert live.attachment is not None
@@ -112,7 +129,7 @@ def test_a_second_run_is_told_to_wait(live: Live[Recorder], place: LiveServerCon
 
 
 def test_a_server_that_cannot_be_learned_from_says_why(place: LiveServerConfig) -> None:
-    live = Live(place.socket, Recorder, "it has data-parallel copies")
+    live = Live(place.socket, Recorder, obstacle="it has data-parallel copies")
     with pytest.raises(Refusal, match=r"127\.0\.0\.1:1: it has data-parallel copies"):
         Tap(place, wanted())
     live.close()
