@@ -188,6 +188,7 @@ def measure(target: str, options: argparse.Namespace) -> dict[str, Any]:
             }
             overrides = ["generator.engine=serving", f"generator.live={json.dumps(live)}", "data.source=live"]
             overrides += ["data.max_samples=100", f"data.max_tokens={LONGEST}", "data.overlong=truncate"]
+            overrides += ["training.start_from=champion"]
             if name == "full":
                 overrides += ["transport.kind=files", f"transport.folder={small}"]
             runs[name] = plain_with(plain, folder / f"{name}-run", recipe, overrides)

@@ -20,9 +20,10 @@ from infra.files.locks import Lock, LockHeldError, hold
 from infra.records.data_path import Record
 from infra.refusal import Refusal
 from infra.servers.stack import WORK_POOLS
+from models.config.data import LIVE
 from models.config.recipe import RunConfig
 from tasks.deployments import all_pages, deploy
-from tasks.events import DRIFTED, EVERY
+from tasks.events import DRIFTED, EVERY, PROMOTED
 from tasks.side_effects import draft_tag
 
 FILE, OPTIONS = "prefect.yaml", "options.json"
@@ -130,7 +131,8 @@ def described(config: RunConfig, options: DeployOptions) -> Iterable[dict[str, A
     retrain = _deployment("retrain_draft.retrain", config, options, {"config": tree}, resumable=True, limit=ONE)
     if options.cron:
         retrain["schedules"] = [_schedule("retrain", options.cron, options)]
-    yield retrain | {"triggers": [_on_drift(draft, tree)]}
+    again = [_when_promoted(draft, tree)] if config.data.source == LIVE else []
+    yield retrain | {"triggers": [_on_drift(draft, tree), *again]}
     if config.data.regeneration is not None:
         yield _deployment("regenerate_text.regenerate", config, options, {"config": tree}, resumable=True, limit=ONE)
     named = {"draft": draft}
@@ -179,7 +181,9 @@ def _schedule(slug: str, cron: str, options: DeployOptions) -> dict[str, Any]:
 def _on_drift(draft: str, tree: dict[str, Any]) -> dict[str, Any]:
     """Retrain on fresh prompts, starting from the champion, when traffic has drifted."""
     data, training = tree.get("data", {}), tree.get("training", {})
-    source = {"__prefect_kind": "jinja", "template": _fresh_or(data.get("source", "python-docs"))}
+    source: Any = {"__prefect_kind": "jinja", "template": _fresh_or(data.get("source", "python-docs"))}
+    if data.get("source") == LIVE:
+        source = LIVE
     config = tree | {"data": data | {"source": source}, "training": training | {"start_from": "champion"}}
     return {
         "type": "event",
@@ -187,6 +191,18 @@ def _on_drift(draft: str, tree: dict[str, Any]) -> dict[str, Any]:
         "expect": [DRIFTED],
         "match": {"prefect.resource.id": draft},
         "parameters": {"config": config},
+    }
+
+
+def _when_promoted(draft: str, tree: dict[str, Any]) -> dict[str, Any]:
+    """Learn from users again once a draft that learned from them is in service: the loop ends with the first that the
+    gate does not let pass."""
+    return {
+        "type": "event",
+        "name": f"retrain/{tree['name']} again when {draft} is promoted",
+        "expect": [PROMOTED],
+        "match": {"prefect.resource.id": draft},
+        "parameters": {"config": tree},
     }
 
 

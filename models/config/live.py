@@ -41,6 +41,7 @@ class LiveConfig(StrictConfig):
     acceptance_at_most: float | None = Field(
         default=None,
         ge=1,
+        le=1000,
         description="Only requests whose verification steps brought at most so many tokens on average: what the served "
         "draft does badly. Default: all.",
     )

@@ -164,6 +164,11 @@ class RunConfig(StrictConfig):
     def _obstacle_to_live(self) -> str:
         if self.transport.kind == "stored":
             return "transport.kind=stored would keep what users were answered: leave it out"
+        if self.training.start_from is None:
+            return (
+                "set training.start_from=champion: a run continues with the draft that the servers run, and with its "
+                "vocabulary"
+            )
         if self.training.epochs != 1:
             return (
                 f"training.epochs={self.training.epochs} would have the servers read everything again: set it to 1, "

@@ -66,7 +66,7 @@ class TrainingConfig(StrictConfig):
         default="argmax",
         description="How positions outside the draft vocabulary are recognized, to leave them out of the loss: by the "
         "target's argmax over its whole vocabulary, which generators send with each sample (4 bytes per token), or by "
-        "the text's next token (equal on regenerated text).",
+        "the text's next token (equal on regenerated text; always so with generator.engine=serving).",
     )
     recompute: bool = Field(
         default=False,

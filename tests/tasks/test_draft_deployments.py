@@ -8,6 +8,7 @@ import yaml
 from infra.drift.config import WatchConfig
 from models.config.recipe import as_recipe, load_recipe
 from tasks.draft_deployments import DeployOptions, described
+from tasks.events import PROMOTED
 from tasks.side_effects import artifact_key
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -58,3 +59,16 @@ def test_two_drafts_share_no_key() -> None:
     names = ["qwen-3", "Qwen-3", "qwen_3", "qwen.3", "qwen3", "qwen-3-"]
     assert len({artifact_key("report", name) for name in names}) == len(names)
     assert artifact_key("report", "draft-quickstart") == "report-draft-quickstart"
+
+
+def test_a_run_that_learned_from_users_is_followed_by_another_until_one_gains_nothing() -> None:
+    live = "{servers: [{address: 'http://127.0.0.1:1', socket: /run/a}], consent: users agreed, retention_days: 1}"
+    settings = ["generator.engine=serving", f"generator.live={live}", "data.source=live", "data.max_samples=64"]
+    settings += ["data.overlong=truncate", "training.start_from=champion"]
+    drifted, promoted = by_flow("tiny", settings)["retrain"]["triggers"]
+    for trigger in (drifted, promoted):
+        assert trigger["match"] == {"prefect.resource.id": "draft-tiny"}
+        config = as_recipe(trigger["parameters"]["config"], "here")
+        # Whatever prompts came with the alarm.
+        assert config == load_recipe(RECIPES / "tiny.yaml", settings)
+    assert promoted["expect"] == [PROMOTED]

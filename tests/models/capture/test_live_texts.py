@@ -27,6 +27,7 @@ SETTINGS = (
     "data.max_samples=64",
     "data.max_tokens=64",
     "data.overlong=truncate",
+    "training.start_from=champion",
 )
 
 
@@ -126,6 +127,7 @@ def test_the_ledger_keeps_which_tokens_are_learned(
         ("data.regeneration={}", "leave data.regeneration"),
         ("data.overlong=drop", "data.overlong"),
         ("training.epochs=2", "set it to 1"),
+        ("training.start_from=null", "set training.start_from=champion"),
         ("transport={kind: stored, folder: objects}", "leave it out"),
         ("pools.sharing=alternate", "leave pools.sharing out"),
         (f"generator.live={LIVE.replace('users agreed', 'yes')}", "consent"),

@@ -44,7 +44,8 @@ class Operated:
         named = {"servers": [{"address": self.server.address, "socket": str(self.socket)}]}
         settings = {"consent": "users of a test agreed", "retention_days": 1, "share": 1.0} | named | live
         data = ("data.source=live", f"data.max_samples={samples}", f"data.max_tokens={LONGEST}")
-        return ["generator.engine=serving", f"generator.live={json.dumps(settings)}", *data, "data.overlong=truncate"]
+        learning = ("training.start_from=champion", "data.overlong=truncate", f"generator.live={json.dumps(settings)}")
+        return ["generator.engine=serving", *data, *learning]
 
 
 def write_untrained(plain: PreparedRun, place: Path) -> None:
