@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -120,9 +120,9 @@ def learn(path: Path) -> None:
     """What `learning` starts: throws away what it captures."""
     run = PreparedRun.open(path)
     engine, serial = ServingEngine(run, 0), count()
-    signal.signal(signal.SIGTERM, lambda *_: engine.close())
+    signal.signal(signal.SIGTERM, lambda *_: engine.interrupt())
     print("attached", flush=True)
-    with suppress(EngineError):
+    with closing(engine), suppress(EngineError):
         while True:
             captured = engine.answer(f"{run.folder.name}/0/{next(serial)}/1", torch.empty(0), LONGEST)
             engine.transport.delete(captured.record.key)

@@ -8,7 +8,7 @@ from infra.records.sharing import alternates
 from models.config.recipe import RunConfig
 from tasks.benchmark import benchmark_draft, benchmark_served
 from tasks.events import tell_failure
-from tasks.pools import lease, only_training_of_its_draft
+from tasks.pools import lease, lease_both, only_training_of_its_draft
 from tasks.prepare import (
     check_data,
     collect_requests,
@@ -50,7 +50,7 @@ def retrain(config: RunConfig, run: str | None = None) -> str:
         samples = prepare_samples(opened, target)
         track_samples(opened, tracking, samples)
         plan_run(opened, target, samples)
-        with lease(opened, "inference", "training") as (inference, training), storing(opened, training) as store:
+        with lease_both(opened) as (inference, training), storing(opened, training) as store:
             if alternates(opened.folder):
                 while (trained := train_round(opened, training, store)) is None:
                     capture_round(opened, inference, store)

@@ -63,7 +63,7 @@ def check_settings(run: RunWithTarget) -> None:
         OwnLayer.find(place, own)
     _check_disk(run, sum(parameter.numel() for parameter in draft.parameters()))
     _check_precision(run)
-    served = config.generator.engine == "sglang" and config.benchmark.served_concurrency
+    served = config.own_engine == "sglang" and config.benchmark.served_concurrency
     why = why_engine_counts(run, _inference_gpus(config))
     if why and draft.engine_config() is None:
         raise Refusal(
@@ -81,7 +81,7 @@ def check_settings(run: RunWithTarget) -> None:
             "reference decoder",
             flush=True,
         )
-    if config.generator.engine == "sglang":
+    if config.own_engine == "sglang":
         check_engine(run, speculates)
     if run.folder.start.is_dir():
         load_start(run)

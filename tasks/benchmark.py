@@ -46,7 +46,7 @@ def benchmark_draft(run: OpenRun, pool: Pool, target: TargetRecord) -> Benchmark
 @side_effect("serving benchmark", retries=1)
 def benchmark_served(run: OpenRun, pool: Pool) -> None:
     """Measure the exported draft in the serving engine, if the run uses one; the benchmark includes the figures."""
-    if run.config.generator.engine == "sglang" and run.config.benchmark.served_concurrency:
+    if run.config.own_engine == "sglang" and run.config.benchmark.served_concurrency:
         run_main(run, pool, "serving-benchmark", "models.benchmark.served", timeout_s=TIMEOUT_S)
 
 

@@ -293,6 +293,8 @@ def _lengths(config: RunConfig, record: SamplesRecord | None, assumed: list[str]
         and not Path(data.source).expanduser().exists()
     ):
         assumed.append(f"data.source {data.source} is not here (looked in {Path.cwd()}): a run needs it")
+    if data.source == LIVE:
+        assumed.append("users ask as fast as samples are captured: in truth a run lasts as long as they take")
     if not plan.samples and not data.max_samples:
         assumed.append(
             f"{samples:,} samples: " + (f"the lines of {data.source}" if lines else "assumed (plan.samples)")

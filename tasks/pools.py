@@ -50,6 +50,17 @@ def lease(run: OpenRun, *roles: Role) -> Iterator[Sequence[Pool]]:
             provider.release(run.owner.name)
 
 
+@contextmanager
+def lease_both(run: OpenRun) -> Iterator[tuple[Pool, Pool]]:
+    """The pools of generators and trainer. Generators beside servers that have users need no GPU."""
+    if run.config.generator.live is None:
+        with lease(run, "inference", "training") as (inference, training):
+            yield inference, training
+    else:
+        with lease(run, "training") as (training,):
+            yield on_cpu(run), training
+
+
 def leased_specs(run: OpenRun, roles: Sequence[Role]) -> list[PoolSpec]:
     """What is leased for these roles: one for all of them, the largest, where they share devices."""
     specs = [spec for spec in pool_specs(run.config.pools, run.config.generator.count) if spec.role in roles]

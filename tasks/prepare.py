@@ -145,7 +145,9 @@ def plan_run(run: OpenRun, target: TargetRecord, samples: SamplesRecord) -> None
 
 def decide_sharing(config: RunConfig, folder: RunFolder, plan: Plan | None, epoch_bytes: int) -> Sharing:
     """How the run's processes share the devices. A resumed run keeps the budget that its ledger knows."""
-    if plan is None:
+    if config.generator.live:
+        mode, why = "apart", "generators stand beside servers that have users"
+    elif plan is None:
         mode, why = choose_sharing(config.pools, config.plan.gpus or 0, None)
     else:
         mode, why = plan.job.sharing, plan.job.sharing_why

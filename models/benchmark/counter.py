@@ -22,9 +22,12 @@ def why_engine_counts(run: RunWithTarget, gpus: Sequence[int]) -> str | None:
     Refusal, with the remedy, where neither can.
     """
     why = _why(run, gpus)
-    if why is None or run.config.generator.engine == "sglang":
+    if why is None or run.config.own_engine == "sglang":
         return why
-    raise Refusal(f"{why}: only SGLang can count its acceptance; set generator.engine=sglang")
+    remedy = (
+        "set generator.engine=sglang" if run.config.generator.live is None else "give it GPUs (pools.inference_gpus)"
+    )
+    raise Refusal(f"{why}: only SGLang can count its acceptance; {remedy}")
 
 
 def _why(run: RunWithTarget, gpus: Sequence[int]) -> str | None:

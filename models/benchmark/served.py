@@ -202,7 +202,7 @@ def serve(run: PreparedRun) -> ServedResult:
 def served_answers(run: PreparedRun, draft: Path, prompts: Sequence[Sequence[int]]) -> list[Answer] | None:
     """Answers of the serving engine with a draft; None if the run uses no serving engine or it cannot run here."""
     config = run.config.benchmark
-    if run.config.generator.engine != "sglang" or not config.served_concurrency:
+    if run.config.own_engine != "sglang" or not config.served_concurrency:
         return None
     if whats_missing(draft, config.served_concurrency):
         return None

@@ -24,6 +24,8 @@ from models.targets.layout import HiddenStateLayout, SampleError
 from models.targets.model import TargetModel
 from models.targets.weights import TargetHead
 
+CANARY_TOKENS = 32
+"""Of a text that shows whether an engine captures rightly."""
 RELATIVE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 """Tolerance by the target's compute data type."""
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 4e-3, torch.float8_e4m3fn: 0.03}

@@ -22,7 +22,7 @@ from infra.records.data_path import Lease
 from infra.refusal import Refusal
 from infra.run.gpu_use import measured_use
 from infra.transport.choice import sweep
-from models.capture.engine import Captured, CaptureEngine, EngineError, StoredEngine
+from models.capture.engine import CANARY_TOKENS, Captured, CaptureEngine, EngineError, StoredEngine
 from models.capture.heldout import make_heldout
 from models.devices import limit_memory
 from models.run import PreparedRun
@@ -31,7 +31,6 @@ from models.targets.layout import SampleError
 IDLE_S = 0.05
 WAIT_S = 1.0
 """Longest wait for a capture before leases are renewed and a stop is noticed."""
-CANARY_TOKENS = 32
 
 
 class Generator:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from reprlib import Repr
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -89,7 +89,7 @@ class RunConfig(StrictConfig):
         self._check_one_pass()
         if self.training.context_parallel_size > 1:
             self._check_shared_samples()
-        if self.generator.engine == "sglang" and self.pools.inference_gpus:
+        if self.own_engine == "sglang" and self.pools.inference_gpus:
             self._check_served_dtypes()
         gpus, ranks = self.pools.training_gpus, self.training.ranks
         if gpus not in (0, ranks):
@@ -126,6 +126,14 @@ class RunConfig(StrictConfig):
     def benchmark_dtype(self) -> Precision:
         """Data type of target and draft in the benchmark."""
         return self.benchmark.compute_dtype or (self.capture_dtype if self.pools.inference_gpus else "float32")
+
+    @property
+    def own_engine(self) -> Literal["transformers", "sglang"]:
+        """What runs the target on the run's own devices, to capture or to benchmark: beside servers that have users
+        SGLang, if there are GPUs for it."""
+        if self.generator.engine == "serving":
+            return "sglang" if self.pools.inference_gpus else "transformers"
+        return self.generator.engine
 
     @property
     def stall_s(self) -> float:
@@ -174,9 +182,9 @@ class RunConfig(StrictConfig):
                 f"training.epochs={self.training.epochs} would have the servers read everything again: set it to 1, "
                 "and raise data.max_samples"
             )
-        if self.pools.inference_gpus or self.pools.kind != "local" or self.pools.sharing not in ("auto", "apart"):
+        if self.pools.kind != "local" or self.pools.sharing not in ("auto", "apart"):
             return (
-                "generators stand beside the servers, and need no GPU: set pools.inference_gpus=0 and "
+                "generators stand beside the servers, on this machine, and share no GPU with the trainer: set "
                 "pools.kind=local, and leave pools.sharing out"
             )
         return ""

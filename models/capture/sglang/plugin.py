@@ -215,11 +215,10 @@ def listen_for_runs(_result: None, scheduler: Any, *_: Any, **__: Any) -> None:
     elif parallel.pp_size > 1:
         obstacle = "its layers are divided among pipeline ranks, and hidden states are those of one rank"
 
-    def idle() -> bool:
-        return not scheduler.waiting_queue and scheduler.running_batch.is_empty()
-
+    elif scheduler.disaggregation_mode.value != "null":
+        obstacle = "it prefills on other servers than it decodes, and neither has a request's whole text"
     try:
-        _LIVE.append(Live(path, partial(Capture, serves=True), idle, obstacle))
+        _LIVE.append(Live(path, partial(Capture, serves=True), scheduler.is_fully_idle, obstacle))
     except Refusal as refusal:
         # Users are served all the same.
         print(f"draftsmith: nothing is learned from this server: {refusal}", flush=True)

@@ -1,5 +1,6 @@
 """The engine of generator.engine=serving: a server that has users, of whose requests a share is learned from."""
 
+import math
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from torch import Tensor
 from infra.records.live import LiveText
 from infra.refusal import Refusal
 from infra.sglang.client import PromptRefusedError, ServerError, SGLangClient
-from models.capture.engine import Captured, Continued, EngineError, Prompt
+from models.capture.engine import CANARY_TOKENS, Captured, Continued, EngineError, Prompt
 from models.capture.live_texts import LiveFilter, private_data_finder
 from models.capture.sglang.engine import PREFILL, SGLangEngine
 from models.capture.sglang.live import PASSWORD
@@ -60,18 +61,19 @@ class ServingEngine(SGLangEngine):
         heldout, train = run.open_samples("heldout"), run.open_samples()
         known = [samples[at].id for samples in (heldout, train) for at in range(len(samples))]
         self._filter = LiveFilter(run, private_data_finder(), known)
-        self._read = self._captured = 0
+        self._read, self._captured, self._restarted = 0, 0, False
         super().__init__(run, index)
 
     def _connect(self) -> SGLangClient:
-        self._attached()
+        self._attached(self.settings.start_timeout_s)
         return SGLangClient(OperatedServer(self._server.address), self.settings.request_timeout_s)
 
-    def _attached(self) -> Tap:
-        """The connection, opened where there is none. Raises EngineError at the end of the run."""
+    def _attached(self, timeout_s: float = math.inf) -> Tap:
+        """The connection, opened where there is none. Raises EngineError at the end of the run, Refusal after so long
+        without a server."""
         with self._attaching:
             if self._tap is None:
-                self._tap = open_tap(self._server, self._wanted, self._stopped, self.settings.start_timeout_s)
+                self._tap = open_tap(self._server, self._wanted, self._stopped, timeout_s)
         if self._tap is None:
             raise EngineError("the generator stops")
         return self._tap
@@ -94,20 +96,27 @@ class ServingEngine(SGLangEngine):
 
         `prompt` is empty: users ask. `Captured.answer` marks what was asked, see `Learned.marked`.
         """
-        while True:
+        while not self._stopped.is_set():
             try:
                 if (text := self._next()) is not None and (captured := self._captured_text(key, text)) is not None:
                     return captured
             except (OSError, ServerError, EngineError) as error:
                 # Restarted by its operator, or by a roll-out.
-                if self._stopped.is_set():
-                    raise EngineError("the generator stops") from error
-                print(f"{self._server.address}: {error}; waiting for it", flush=True)
-                self._detach()
-                self._stopped.wait(1.0)
+                if not self._stopped.is_set():
+                    print(f"{self._server.address}: {error}; waiting for it", flush=True)
+                    self._detach()
+                    self._restarted = True
+                    self._stopped.wait(1.0)
+        raise EngineError("the generator stops")
 
     def _next(self) -> LiveText | None:
-        taken = self._attached().take()
+        tap = self._attached()
+        if self._restarted:
+            # Perhaps with another target, or at another precision. Raises Refusal.
+            for sample in self.run.open_samples().canaries(CANARY_TOKENS):
+                self.check_canary(sample.tokens)
+            self._restarted = False
+        taken = tap.take()
         if taken.text is not None:
             self._read += 1
             if self._read % SHOWN_EVERY == 1:
@@ -144,7 +153,11 @@ class ServingEngine(SGLangEngine):
             continued.append(Continued(prompt.tokens, text, hidden.features))
         return continued
 
-    def close(self) -> None:
+    def interrupt(self) -> None:
+        """Have `answer` return soon; may be called from a signal handler."""
         self._stopped.set()
+
+    def close(self) -> None:
+        self.interrupt()
         self._detach()
         super().close()

@@ -1,6 +1,8 @@
 """A generator's end of the connection to a server that has users."""
 
+import socket
 import time
+from contextlib import suppress
 from threading import Event
 from typing import TypeVar
 
@@ -54,7 +56,9 @@ class Tap:
             ) from error
 
     def close(self) -> None:
-        """Detach. Idempotent."""
+        """Detach. Idempotent; another thread that waits for a text is told so."""
+        with suppress(OSError):  # the server has closed it
+            self._connection.shutdown(socket.SHUT_RDWR)
         self._lines.close()
         self._connection.close()
 

@@ -129,7 +129,7 @@ def test_the_ledger_keeps_which_tokens_are_learned(
         ("training.epochs=2", "set it to 1"),
         ("training.start_from=null", "set training.start_from=champion"),
         ("transport={kind: stored, folder: objects}", "leave it out"),
-        ("pools.sharing=alternate", "leave pools.sharing out"),
+        ("pools={sharing: alternate, inference_gpus: 1, training_gpus: 1}", "leave pools.sharing out"),
         (f"generator.live={LIVE.replace('users agreed', 'yes')}", "consent"),
         (f"generator.live={LIVE.replace(', retention_days: 1', '')}", "retention_days"),
     ],

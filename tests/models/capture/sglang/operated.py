@@ -1,7 +1,7 @@
 """A real SGLang server with users, as its operator starts it, and how a run learns from it."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,19 +29,19 @@ LONGEST, ANSWER = 256, 24
 class Operated:
     """A server that its operator has started."""
 
-    server: SGLangServer
+    address: str
     socket: Path
 
     def ask(self, tokens: list[int], **settings: Any) -> list[int]:
         """As a user does. Raises httpx.HTTPError."""
         sampling = {"max_new_tokens": ANSWER, "temperature": 0.0, "ignore_eos": True} | settings.pop("sampling", {})
         body = {"input_ids": tokens, "sampling_params": sampling, **settings}
-        answer = httpx.post(f"{self.server.address}/generate", json=body, timeout=60.0, trust_env=False)
+        answer = httpx.post(f"{self.address}/generate", json=body, timeout=60.0, trust_env=False)
         return answer.raise_for_status().json()["output_ids"]
 
     def overrides(self, samples: int, **live: Any) -> list[str]:
         """What makes the tiny recipe learn from its users."""
-        named = {"servers": [{"address": self.server.address, "socket": str(self.socket)}]}
+        named = {"servers": [{"address": self.address, "socket": str(self.socket)}]}
         settings = {"consent": "users of a test agreed", "retention_days": 1, "share": 1.0} | named | live
         data = ("data.source=live", f"data.max_samples={samples}", f"data.max_tokens={LONGEST}")
         learning = ("training.start_from=champion", "data.overlong=truncate", f"generator.live={json.dumps(settings)}")
@@ -60,6 +60,18 @@ def write_untrained(plain: PreparedRun, place: Path) -> None:
 @contextmanager
 def operated_server(plain: PreparedRun, folder: Path, with_draft: bool) -> Iterator[Operated]:
     """A server of the run's target in `folder`."""
+    path = folder / "live.sock"
+    server = SGLangServer(*launch(plain, folder, path, with_draft), 300.0)
+    try:
+        yield Operated(server.address, path)
+    finally:
+        server.stop()
+
+
+def launch(
+    plain: PreparedRun, folder: Path, path: Path, with_draft: bool
+) -> tuple[Callable[[int], list[str]], str, Owner, dict[str, str]]:
+    """Command by port, name, owner and environment of a server that listens at `path` for runs."""
     if with_draft:
         write_untrained(plain, folder / "export")
         arguments = [*plain.config.draft.engine_arguments(3), "--speculative-draft-model-path", str(folder / "export")]
@@ -69,11 +81,5 @@ def operated_server(plain: PreparedRun, folder: Path, with_draft: bool) -> Itera
     command = partial(
         serving_command, ServerSpec(Path(plain.target.path), "float32", LONGEST, 8), SGLangConfig(), arguments
     )
-    path = folder / "live.sock"
     environment = {"SGLANG_PLATFORM": "draftsmith_test_cpu", "DRAFTSMITH_LIVE": str(path)}
-    environment |= server_environment(SGLangConfig(), 1)
-    server = SGLangServer(command, "operated", Owner("operated", folder), environment, 300.0)
-    try:
-        yield Operated(server, path)
-    finally:
-        server.stop()
+    return command, "operated", Owner("operated", folder), environment | server_environment(SGLangConfig(), 1)

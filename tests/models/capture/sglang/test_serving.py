@@ -1,5 +1,6 @@
 """Real SGLang servers with users, from which a run learns: with a draft, and without one, both with a prefix cache."""
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -10,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from infra.network.health import trouble
+from infra.network.ports import HOST, reserved_port
+from infra.processes.process import Process, start
 from infra.records.data_path import TargetRecord
 from models.capture.engine import Captured, Prompt
 from models.capture.sglang.serving import ServingEngine
@@ -17,9 +21,10 @@ from models.decoding.plain import continue_greedily
 from models.run import PreparedRun
 from models.targets.hidden_states import HiddenStates
 from models.targets.model import TargetModel, eos_ids
-from tests.models.capture.sglang.operated import LONGEST, Operated, operated_server
+from tests.models.capture.sglang.operated import LONGEST, Operated, launch, operated_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+READY_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Served:
         return engine.layout.restored(hidden)
 
 
-@pytest.fixture(scope="module", params=["draft", "no draft"])
+@pytest.fixture(scope="module", params=["draft", pytest.param("no draft", marks=pytest.mark.long)])
 def served(
     request: pytest.FixtureRequest,
     sglang_run: Callable[..., PreparedRun],
@@ -97,3 +102,33 @@ def test_heldout_texts(served: Served) -> None:
         read = torch.tensor([*text.prompt, *text.continuation[:-1]])
         expected = served.reference.forward(read[None]).features[0]
         torch.testing.assert_close(text.aux, expected.to(text.aux), rtol=0, atol=1e-4)
+
+
+@pytest.mark.long
+def test_a_server_that_is_restarted_is_waited_for(
+    sglang_run: Callable[..., PreparedRun], tmp_path: Path, kill_tree: Callable[[int], None]
+) -> None:
+    """At the same address, as a roll-out does; the generator goes on by itself, after a canary."""
+    plain, path = sglang_run(), tmp_path / "live.sock"
+    command, name, owner, environment = launch(plain, tmp_path, path, with_draft=True)
+    with reserved_port() as (port, _):
+        operated = Operated(f"http://{HOST}:{port}", path)
+
+        def start_server() -> Process:
+            process = start(name, command(port), owner, environment, grace_s=1.0)
+            deadline = time.monotonic() + READY_S
+            while trouble(f"{operated.address}/health", 5.0, direct=True) is not None:
+                assert time.monotonic() < deadline
+                time.sleep(0.3)
+            return process
+
+        first, asked = start_server(), prompts(2, 44)
+        with closing(ServingEngine(sglang_run(*operated.overrides(40)), 0)) as engine, ThreadPoolExecutor(1) as waiting:
+            for process, prompt in ((first, asked[0]), (None, asked[1])):
+                captured = waiting.submit(engine.answer, f"run/0/{prompt[-1]}/1", torch.empty(0), LONGEST)
+                second = process or start_server()
+                operated.ask(prompt)
+                answer = captured.result(timeout=60).answer
+                assert answer is not None
+                assert [-1 - token for token in answer if token < 0] == prompt
+                kill_tree(second.pid)
