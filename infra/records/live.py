@@ -11,6 +11,8 @@ class LiveRule(Record):
     """Empty: of everybody."""
     acceptance_at_most: float | None = None
     """Tokens per verification step."""
+    patience_s: float = 1.0
+    """A text waits so long for a moment in which nobody is served, whose answer its prefill would delay."""
     longest: int
     """Tokens that are kept of a text; a prompt must leave room for two of its answer."""
 

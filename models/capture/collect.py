@@ -15,6 +15,7 @@ from infra.files.atomic import write_atomically
 from infra.files.run_folder import RunFolder
 from infra.processes.exit import run_main
 from infra.records.data_path import TargetRecord
+from infra.records.live import Taken
 from models.capture.live_texts import Learned, LiveFilter, private_data_finder
 from models.capture.sglang.tap import open_tap, wanted_of
 from models.config.data import DataConfig
@@ -35,7 +36,7 @@ def collect(run: RunWithTarget) -> list[Learned]:
     """Wait for so many requests of the servers' users that may be learned from."""
     live, left_out = run.config.generator.live, LiveFilter(run, private_data_finder())
     assert live is not None, "data.source=live has generator.live"
-    count, texts = wanted_texts(run.config.data), list[Learned]()
+    count, texts, taken = wanted_texts(run.config.data), list[Learned](), Taken()
     with ExitStack() as stack, bars() as bar:
         advance = bar("collected requests", count)
         timeout_s = run.config.generator.sglang.start_timeout_s
@@ -48,7 +49,7 @@ def collect(run: RunWithTarget) -> list[Learned]:
             if learned is not None:
                 texts.append(learned)
                 advance(1)
-                print(left_out.summary(len(texts), taken), flush=True)
+        print(left_out.summary(len(texts), taken), flush=True)
     return texts
 
 

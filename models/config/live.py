@@ -34,6 +34,13 @@ class LiveConfig(StrictConfig):
         "days after it began (by `clean-up`), whatever became of it.",
     )
     share: Share = Field(default=0.05, description="Share of the finished requests that is learned from.")
+    patience_s: float = Field(
+        default=1.0,
+        ge=0,
+        le=3600,
+        description="A text waits so many seconds for a moment in which its server serves nobody: of a server that is "
+        "always busy one request in so many seconds is learned.",
+    )
     tenants: tuple[str, ...] = Field(
         default=(),
         description="Only requests with one of these values of the header X-SMG-Routing-Key; default: of everybody.",

@@ -2,8 +2,9 @@
 
 $DRAFTSMITH_LIVE names a Unix socket that only the server's own user may open. While a generator is connected to it
 
-    scheduler  stream_output: a finished request that the run's rule wants is kept, token ids alone, in memory
-    listener   hands such a text to the generator when the server has nothing to do, or the text has waited for long
+    scheduler  stream_output: a request that has finished is noted, and nothing else
+    listener   keeps the token ids of those that the run's rule wants, in memory, and hands such a text to the generator
+               when the server has nothing to do, or has had something to do for long
     generator  searches it for private data, and has it captured: a request of its own, which prefills the text
     scheduler  captures that request as any engine of Draftsmith does, see models.capture.sglang.plugin
 
@@ -35,12 +36,12 @@ from models.capture.sglang.outbox import NAME
 
 PASSWORD = "draftsmith_password"
 """Name of the request parameter beside the object's key."""
+NOTED = 64
+"""Finished requests until the listener looks at them; older ones are forgotten."""
 QUEUED = 16
 """Texts that wait for the generator; the oldest is forgotten for a newer one."""
 WAIT_S = 1.0
 """Longest time until the generator hears that there is no text."""
-PATIENCE_S = 3.0
-"""A text waits so long for a moment in which its prefill delays nobody."""
 POLL_S = 0.01
 HEALTH = "HEALTH_CHECK"
 """How the ids of SGLang's own requests begin."""
@@ -65,40 +66,44 @@ class Attachment(Generic[Captures]):
     def __init__(self, wanted: Attach, make: Callable[[CaptureSpec, KeyOf], Captures], idle: Callable[[], bool]):
         self._idle, self.password = idle, secrets.token_hex(16)
         self.capture, self._rule = make(wanted.spec, self.key), wanted.rule
-        self._texts: deque[tuple[float, LiveText]] = deque(maxlen=QUEUED)
-        self._changed = threading.Condition()
-        self._finished = self._passed_over = 0
+        self.finished: deque[Any] = deque(maxlen=NOTED)
+        """Requests that the listener has not looked at."""
+        self._texts: deque[LiveText] = deque(maxlen=QUEUED)
+        self._since = 0.0
+        """When the first of them came, or the last one before them was handed out."""
+        self._read = self._passed_over = 0
 
     def key(self, request: Any) -> str | None:
         custom = request.sampling_params.custom_params or {}
         return custom.get(NAME) if secrets.compare_digest(str(custom.get(PASSWORD)), self.password) else None
 
-    def offer(self, request: Any) -> None:
-        """Keep a request that has finished, if the rule wants it."""
-        self._finished += 1
-        if not wants(self._rule, request):
-            return
-        prompt, longest = tuple(request.origin_input_ids), self._rule.longest
-        text = LiveText(prompt=prompt, answer=tuple(request.output_ids)[: longest - len(prompt)])
-        with self._changed:
-            self._passed_over += len(self._texts) == QUEUED
-            self._texts.append((time.monotonic(), text))
-            self._changed.notify()
-
     def take(self) -> Taken:
         """The oldest text that waits; None after a while without one, or without a moment for it."""
         deadline = time.monotonic() + WAIT_S
         while (text := self._due()) is None and time.monotonic() < deadline:
-            with self._changed:
-                # Nobody tells when the server has nothing to do.
-                self._changed.wait(POLL_S if self._texts else WAIT_S)
-        return Taken(text=text, finished=self._finished, passed_over=self._passed_over)
+            # Nobody tells when the server has nothing to do, and a scheduler that did would have to hold a lock.
+            time.sleep(POLL_S)
+        return Taken(text=text, finished=self._read, passed_over=self._passed_over)
 
     def _due(self) -> LiveText | None:
-        with self._changed:
-            if self._texts and (self._idle() or time.monotonic() - self._texts[0][0] > PATIENCE_S):
-                return self._texts.popleft()[1]
-        return None
+        while self.finished:
+            self._keep(self.finished.popleft())
+        now = time.monotonic()
+        if not self._texts or not (self._idle() or now - self._since > self._rule.patience_s):
+            return None
+        self._since = now
+        return self._texts.popleft()
+
+    def _keep(self, request: Any) -> None:
+        self._read += 1
+        if not wants(self._rule, request):
+            return
+        prompt, longest = tuple(request.origin_input_ids), self._rule.longest
+        text = LiveText(prompt=prompt, answer=tuple(request.output_ids)[: longest - len(prompt)])
+        if not self._texts:
+            self._since = max(self._since, time.monotonic())
+        self._passed_over += len(self._texts) == QUEUED
+        self._texts.append(text)
 
 
 class Live(Generic[Captures]):
@@ -128,7 +133,7 @@ class Live(Generic[Captures]):
         """Called by the scheduler, which must not wait, for every request that it hands on, also again and again."""
         attachment = self.attachment
         if attachment is not None and request.finished() and not request.finished_output:
-            attachment.offer(request)
+            attachment.finished.append(request)
 
     def close(self) -> None:
         """Listen no longer."""

@@ -88,6 +88,7 @@ def wanted_of(run: RunWithTarget) -> Attach:
     assert isinstance(live, LiveConfig), "only runs of generator.engine=serving attach to servers"
     rule = LiveRule(
         share=live.share,
+        patience_s=live.patience_s,
         tenants=live.tenants,
         acceptance_at_most=live.acceptance_at_most,
         longest=run.config.data.max_tokens,

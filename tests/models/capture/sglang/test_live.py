@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -80,21 +81,39 @@ def test_texts_are_cut_and_the_oldest_forgotten(live: Live[Recorder], place: Liv
     tap.close()
 
 
-def test_texts_wait_for_a_moment_in_which_nobody_is_served(place: LiveServerConfig, monkeypatch: Any) -> None:
+def test_texts_wait_for_a_moment_in_which_nobody_is_served(place: LiveServerConfig) -> None:
     busy = threading.Event()
     busy.set()
     live = Live(place.socket, Recorder, lambda: not busy.is_set())
-    tap = Tap(place, wanted())
+    tap = Tap(place, wanted(patience_s=3600))
     live.offer(user_request("a", 10))
     assert tap.take().text is None
     busy.clear()
     assert tap.take().text is not None
-    busy.set()
-    monkeypatch.setattr("models.capture.sglang.live.PATIENCE_S", 0.0)
-    live.offer(user_request("b", 11))
-    assert tap.take().text is not None
     tap.close()
     live.close()
+
+
+def test_a_server_that_is_always_busy_is_learned_from_too(place: LiveServerConfig) -> None:
+    """Also where requests are forgotten for newer ones before any has waited for long enough."""
+    live, stop = Live(place.socket, Recorder, lambda: False), threading.Event()
+    tap = Tap(place, wanted(patience_s=0.5))
+
+    def serve() -> None:
+        for number in count():
+            live.offer(user_request(f"request {number}"))
+            if stop.wait(0.005):
+                return
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    taken = [tap.take() for _ in range(3)]
+    stop.set()
+    thread.join()
+    tap.close()
+    live.close()
+    assert taken[-1].passed_over > QUEUED
+    assert any(one.text is not None for one in taken)
 
 
 def test_only_the_run_has_its_requests_captured(live: Live[Recorder], place: LiveServerConfig) -> None:
