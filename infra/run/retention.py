@@ -28,7 +28,7 @@ def old_runs(runs: Path, keep: int, unfinished_days: float) -> list[RunFolder]:
     for folder in newest_runs(runs):
         recipe = json.loads(folder.config.read_text())
         live = recipe.get("generator", {}).get("live")
-        if live and _is_older(folder.config, live["retention_days"]):
+        if live and _is_older(folder.live, live["retention_days"]):
             old.append(folder)
         elif is_finished(folder):
             finished[str(recipe.get("name"))].append(folder)

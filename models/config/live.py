@@ -31,7 +31,7 @@ class LiveConfig(StrictConfig):
         gt=0,
         le=3650,
         description="The run's folder and its rows in a shared ledger, which hold users' text, are removed so many "
-        "days after it began (by `clean-up`), whatever became of it.",
+        "days after its first requests were collected (by `clean-up`), whatever became of it.",
     )
     share: Share = Field(default=0.05, description="Share of the finished requests that is learned from.")
     patience_s: float = Field(

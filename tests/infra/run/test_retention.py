@@ -5,6 +5,7 @@ import os
 import sqlite3
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,11 +21,11 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def make(runs: Path, name: str, days: float, *files: str, recipe: str = "tiny") -> RunFolder:
+def make(runs: Path, name: str, days: float, *files: str, recipe: str = "tiny", **config: Any) -> RunFolder:
     """A run whose files were last changed `days` days ago."""
     folder = runs / name
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(f'{{"name": "{recipe}"}}')
+    (folder / "config.json").write_text(json.dumps({"name": recipe, **config}))
     for file in files:
         (folder / file).touch()
     then = time.time() - days * 86_400
@@ -56,6 +57,17 @@ def test_a_run_that_trains_nothing_is_finished_with_what_it_was_made_for(runs: P
     assert is_finished(make(runs, "promote", 0, "smoke.json"))
     assert is_finished(make(runs, "nightly", 0, "benchmark.json"))
     assert not is_finished(make(runs, "begun", 0, "target.json"))
+
+
+def test_what_users_wrote_goes_when_the_recipe_says(runs: Path) -> None:
+    """Whatever became of the run, and however often it was resumed since."""
+    learned = {"generator": {"live": {"retention_days": 7}}}
+    for name, days, files in (("old", 8, ("live.jsonl", "report.json")), ("young", 6, ("live.jsonl", "report.json"))):
+        make(runs, name, days, *files, **learned).config.touch()
+    make(runs, "unfinished", 8, "live.jsonl", "metrics.jsonl", **learned)
+    make(runs, "waiting", 8, "target.json", **learned)
+    make(runs, "other", 8, "report.json", generator={"live": None})
+    assert names(old_runs(runs, 5, 30)) == {"old", "unfinished"}
 
 
 def test_what_somebody_runs_stays_and_an_interrupted_removal_is_finished(runs: Path) -> None:
