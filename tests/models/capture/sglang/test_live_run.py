@@ -134,7 +134,7 @@ def assert_private(
     texts += [heldout[index].tokens for index in range(len(heldout))]
     texts += [torch.tensor([*one.prompt, *one.continuation]) for one in read_heldout(folder.heldout) or ()]
     stored = [str(tokenizer.decode(text.tolist())) for text in texts]
-    assert sum("the" in text for text in stored) > len(stored) / 2, "nothing to search"
+    assert sum("the" in text for text in stored) > len(stored) / 4, "nothing to search"
     files = {file: file.read_bytes() for file in folder.path.rglob("*") if file.is_file()}
     assert folder.heldout in files
     for secret in SECRETS:
