@@ -1,7 +1,8 @@
 """What learning from a server's users costs them: latency and throughput with and without a run that learns.
 
 Real SGLang servers of one target on the CPU. Users ask at random moments (Poisson), for answers of random length; each
-server is asked the same at the same moments, one server after the other, so that a round's figures are paired:
+server is asked the same at the same moments, one server after the other in an order that rotates, so that a round's
+figures are paired:
 
     off    as an operator starts it
     on     started with $DRAFTSMITH_LIVE, and a generator that takes a share of the requests and throws the objects away
@@ -15,22 +16,25 @@ nobody trained; without, `on` and `full` also keep hidden states for whoever ask
 
 import argparse
 import json
+import random
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
+import psutil
 import torch
 from capture_cost import cpu_model
 from prepared import prepared_run
@@ -57,34 +61,69 @@ RESULT = Path(__file__).parent / "results" / "live.json"
 RECIPES = {"tiny": "tiny", "gemma3-270m": "quickstart"}
 PROMPT, LONGEST, THREADS = 64, 200, 64
 ANSWERS = (16, 112)
+RESAMPLES = 2000
 SHIFTS = 20
 """Prompts from one text: no two are the same, and a prefix cache is of no use."""
 SMALL = 'mount -t tmpfs -o size={} none "$0" && exec "$@"'
 
 
-@dataclass
-class Load:
-    """What users saw."""
+@dataclass(frozen=True)
+class Round:
+    """What users saw in one round, and what it cost the server."""
 
-    seconds: list[float] = field(default_factory=list)
-    rounds: list[tuple[float, float, float]] = field(default_factory=list)
-    """Of each round: requests a second, and the latencies' 50th and 99th percentile."""
+    seconds: list[float]
+    """Of every request."""
+    wall_s: float
+    cpu_s: float
+    """Of the server's processes."""
 
-    def add(self, seconds: list[float], wall_s: float) -> None:
-        self.seconds += seconds
-        self.rounds.append((len(seconds) / wall_s, percentile(seconds, 50), percentile(seconds, 99)))
+    @property
+    def told(self) -> dict[str, float]:
+        figures = figures_of([self])
+        return {name: round(value, 4) for name, value in figures.items()}
 
 
-def percentile(values: list[float], share: int) -> float:
-    return statistics.quantiles(values, n=100, method="inclusive")[share - 1]
+def figures_of(rounds: Sequence[Round]) -> dict[str, float]:
+    """What is compared, over these rounds together."""
+    seconds = [value for one in rounds for value in one.seconds]
+    cuts = statistics.quantiles(seconds, n=100, method="inclusive")
+    return {
+        "requests_per_s": len(seconds) / sum(one.wall_s for one in rounds),
+        "p50_s": cuts[49],
+        "p99_s": cuts[98],
+        "mean_s": statistics.fmean(seconds),
+        "cpu_s_per_request": sum(one.cpu_s for one in rounds) / len(seconds),
+    }
+
+
+def ratios(mine: Sequence[Round], theirs: Sequence[Round]) -> dict[str, list[float]]:
+    """Of every figure: mine by theirs, and the 95 % interval by bootstrap over rounds, which are paired."""
+    drawn = random.Random(0)
+    whole = {name: value / figures_of(theirs)[name] for name, value in figures_of(mine).items()}
+    many: dict[str, list[float]] = {name: [] for name in whole}
+    for _ in range(RESAMPLES):
+        chosen = drawn.choices(range(len(mine)), k=len(mine))
+        other = figures_of([theirs[at] for at in chosen])
+        for name, value in figures_of([mine[at] for at in chosen]).items():
+            many[name].append(value / other[name])
+    return {
+        name: [round(value, 4) for value in (whole[name], *np.quantile(values, (0.025, 0.975)).tolist())]
+        for name, values in many.items()
+    }
+
+
+def cpu_s(server: SGLangServer) -> float:
+    """Processor seconds of all of a server's processes."""
+    root = psutil.Process(server.process.pid)
+    return sum(sum(one.cpu_times()[:2]) for one in (root, *root.children(recursive=True)))
 
 
 def use(address: str, prompts: list[list[int]], seed: int, options: argparse.Namespace) -> tuple[list[float], float]:
     """Seconds of every request of a round, and until the last was answered. A seed's requests are always the same."""
-    random = torch.Generator().manual_seed(seed)
-    gaps = torch.empty(10_000).exponential_(options.rate, generator=random)
+    drawn = torch.Generator().manual_seed(seed)
+    gaps = torch.empty(10_000).exponential_(options.rate, generator=drawn)
     starts = [at for at in gaps.cumsum(0).tolist() if at < options.round_s]
-    answers = torch.randint(ANSWERS[0], ANSWERS[1] + 1, (len(starts),), generator=random).tolist()
+    answers = torch.randint(ANSWERS[0], ANSWERS[1] + 1, (len(starts),), generator=drawn).tolist()
     begun, client = time.perf_counter(), httpx.Client(base_url=address, timeout=300.0, trust_env=False)
 
     def one(index: int) -> float:
@@ -202,34 +241,27 @@ def rounds(
     options: argparse.Namespace,
 ) -> dict[str, Any]:
     """What users of each server saw, and the ratios to `off`."""
-    loads: dict[str, Load] = {name: Load() for name in servers}
+    done: dict[str, list[Round]] = {name: [] for name in servers}
     counts: dict[str, list[int]] = {name: [] for name in servers}
     for server in servers.values():
         use(server.address, prompts, 10**6, argparse.Namespace(rate=options.rate, round_s=10.0))  # warm
+    names = list(servers)
     for number in range(options.rounds):
-        for name, server in servers.items():
+        # Nobody is always first.
+        for name in names[number % len(names) :] + names[: number % len(names)]:
             with learning(runs[name], counts[name]) if name in runs else nullcontext():
-                loads[name].add(*use(server.address, prompts, number, options))
-            rate, middle, late = loads[name].rounds[-1]
-            print(f"round {number} {name}: {rate:.2f} requests/s, p50 {middle:.3f} s, p99 {late:.3f} s, "
-                  f"{sum(counts[name][-1:])} captured", flush=True)  # fmt: skip
-    found: dict[str, Any] = {}
-    for name, load in loads.items():
-        found[name] = {
-            "requests": len(load.seconds),
-            "captured": sum(counts[name]),
-            "p50_s": round(percentile(load.seconds, 50), 4),
-            "p99_s": round(percentile(load.seconds, 99), 4),
-            "rounds": [[round(value, 4) for value in one] for one in load.rounds],
-        }
+                before = cpu_s(servers[name])
+                seconds, wall_s = use(servers[name].address, prompts, number, options)
+                done[name].append(Round(seconds, wall_s, cpu_s(servers[name]) - before))
+            print(f"round {number} {name}: {done[name][-1].told}, {sum(counts[name][-1:])} captured", flush=True)
+    found: dict[str, Any] = {
+        name: {"requests": sum(len(one.seconds) for one in rounds), "captured": sum(counts[name])}
+        | {part: round(value, 4) for part, value in figures_of(rounds).items()}
+        | {"rounds": [one.told for one in rounds]}
+        for name, rounds in done.items()
+    }
     for name in runs:
-        pairs = list(zip(loads[name].rounds, loads["off"].rounds, strict=True))
-        ratios = {
-            part: round(statistics.median(mine[at] / theirs[at] for mine, theirs in pairs), 4)
-            for at, part in enumerate(("throughput", "p50", "p99"))
-        }
-        whole = {f"whole_{part}": round(found[name][part] / found["off"][part], 4) for part in ("p50_s", "p99_s")}
-        found[name]["to_off"] = ratios | whole
+        found[name]["to_off"] = ratios(done[name], done["off"])
     return found
 
 

@@ -226,6 +226,13 @@ def check_live(run: RunWithTarget) -> None:
     live = run.config.generator.live
     assert live is not None, "called for runs that learn from servers"
     private_data_finder()
+    size, whole = run.config.draft.vocabulary_size(run.target.vocab_size), run.target.vocab_size
+    if size < whole and not run.folder.start.is_dir():
+        raise Refusal(
+            f"{run.config.draft_name} has no champion to start from, and {size:,} of the target's {whole:,} tokens "
+            "would be chosen by the first few requests: train a first draft on other text, or set draft.vocab_size to "
+            f"{whole}"
+        )
     for server in live.servers:
         tap = open_tap(server, wanted_of(run), Event(), timeout_s=0.0)
         assert tap is not None, "nobody stops this wait"

@@ -12,7 +12,7 @@ from infra.files.run_folder import RunFolder
 from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
 from models.config.recipe import load_recipe
-from models.preflight import check_settings
+from models.preflight import check_live, check_settings
 from models.run import RunWithTarget
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
@@ -109,6 +109,30 @@ def test_a_target_without_an_mtp_layer_is_refused_before_anything_is_captured(tm
     run = run_of("LlamaForCausalLM", {}, [*changes, "generator.engine=transformers"], tmp_path)
     with pytest.raises(Refusal, match=r"holds no MTP layer \(no tensor named model.mtp_layers.0.*choose another draft"):
         check_settings(run)
+
+
+LIVE = (
+    "generator.live={servers: [{address: 'http://127.0.0.1:1', socket: /nowhere/live.sock}], consent: users agreed, "
+    "retention_days: 1}"
+)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "has_start", "message"),
+    [
+        (512, False, "no champion to start from, and 512 of the target's"),
+        (512, True, "DRAFTSMITH_LIVE=/nowhere/live.sock"),
+        ("null", False, "DRAFTSMITH_LIVE=/nowhere/live.sock"),
+    ],
+)
+def test_a_run_that_cannot_learn_from_a_server_is_refused(vocabulary, has_start, message, tmp_path):
+    changes = ["generator.engine=serving", LIVE, "data.source=live", "data.max_samples=64", "data.overlong=truncate"]
+    changes += ["training.start_from=champion", f"draft.vocab_size={vocabulary}"]
+    run = run_of("LlamaForCausalLM", {}, changes, tmp_path)
+    if has_start:
+        run.folder.start.mkdir()
+    with pytest.raises(Refusal, match=message):
+        check_live(run)
 
 
 def run_of(architecture: str, settings: dict[str, Any], changes: list[str], folder: Path) -> RunWithTarget:

@@ -1,0 +1,66 @@
+"""What benchmarks/results/ says of learning while serving, for docs/results.md."""
+
+from collections.abc import Iterable
+from typing import Any
+
+Json = dict[str, Any]
+
+
+def live(result: Json) -> Iterable[tuple[str, str]]:
+    """What users notice of a run that learns from their server."""
+    for name, found in result.items():
+        off, on = found["off"], found["on"]
+        how = (
+            f"{name}; {found['rate']:g} requests/s, {found['share']:.0%} learned from, {on['captured']} texts captured "
+            f"among {on['requests']:,} requests"
+        )
+        for arm, what in (("on", "a run learns"), ("full", "its store is full")):
+            for figure, title in (
+                ("cpu_s_per_request", "processor time of the server for each request"),
+                ("p50_s", "median latency"),
+                ("p99_s", "99th percentile of latency"),
+                ("requests_per_s", "requests answered a second"),
+            ):
+                ratio, low, high = found[arm]["to_off"][figure]
+                yield (
+                    f"{title} while {what}, of that without ({how})",
+                    f"{ratio:.3f} ({low:.3f} to {high:.3f})",
+                )
+        yield f"the same without a run ({name}): median / 99th percentile", f"{off['p50_s']:.2f} / {off['p99_s']:.2f} s"
+
+
+def live_loop(result: Json) -> Iterable[tuple[str, str]]:
+    """The way back after users have changed the subject."""
+    for seed, found in result.items():
+        champion, offline, rounds = found["champion"], found["offline"], found["rounds"]
+        last = rounds[-1]
+        yield (
+            f"tokens per step that a champion is served with, before and after users change the subject ({seed})",
+            f"{champion['acceptance_before']:.2f} / {champion['acceptance']:.2f}",
+        )
+        lengths = ", ".join(f"{one['acceptance']:.2f} ({one['requests']:,})" for one in rounds)
+        yield f"after each live round (requests served until then; {seed})", lengths
+        yield (
+            f"of a draft trained offline on as many samples of the new subject ({seed})",
+            f"{offline['acceptance']:.2f}; the loop reached {found['recovered']:.1%} of it",
+        )
+        gained = last["acceptance"] - champion["acceptance"]
+        spent = sum(one["cpu_s"] + one["read_s"] for one in rounds)
+        regained = offline["acceptance"] - champion["acceptance"]
+        if gained > 0 and regained > 0:
+            yield (
+                f"core-seconds for 0.1 tokens per step: live / by regeneration, capture and training ({seed})",
+                f"{spent / gained / 10:.0f} / {offline['cpu_s'] / regained / 10:.0f}",
+            )
+
+
+def one_pass_learned(result: Json) -> Iterable[tuple[str, str]]:
+    """What a draft learns in one pass."""
+    for target, found in result.items():
+        for temperature in ("1", "0"):
+            figures = found[f"temperature {temperature}"]
+            yield (
+                f"acceptance length of drafts learned in one pass, of those learned in two ({target}, temperature "
+                f"{temperature}, mean of three seeds; seeds differ by {figures['spread_of_seeds']:.1%})",
+                f"{figures['one_pass_to_two']:.3f}",
+            )
