@@ -219,6 +219,7 @@ def loop(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
                 "consent": "a benchmark's own text",
                 "retention_days": 1,
                 "share": options.share,
+                "patience_s": 0.2,  # its users never stop
             }
             overrides = [f"generator.live={json.dumps(live)}", "generator.engine=serving", "data.source=live"]
             overrides += [f"data.max_samples={options.samples // options.rounds}", "training.start_from=champion"]
