@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from live_facts import live, live_loop
 from speed_facts import (
     block_step,
     capture,
@@ -297,6 +298,7 @@ SECTIONS = (
             ("block_step", "block_step.py", block_step),
             ("capture_cost", "capture_cost.py", capture),
             ("decode_capture", "decode_capture.py", decode_capture),
+            ("live", "live.py", live),
             ("data_wait", "data_wait.py", data_wait),
             ("transport", "transport.py", transport),
             ("ledger", "ledger.py", ledger),
@@ -318,13 +320,16 @@ SECTIONS = (
             ("rollout", "rollout.py", rollout),
             ("follower", "follower.py", follower),
             ("quarter", "quarter.py", quarter),
+            ("live_loop", "live_loop.py", live_loop),
         ),
     ),
 )
 
 
 def conditions(result: Json) -> str:
-    """Hardware, day and commit."""
+    """Hardware, day and commit; of a file with several runs those of its first."""
+    if not {"hardware", "conditions", "commit"} & set(result):
+        result = next(iter(result.values()))
     hardware = str(result.get("hardware") or result.get("conditions", {}).get("hardware") or "").partition(" (")[0]
     day = str(result.get("date") or result.get("at") or "")[:10]
     commits = result.get("runs_by_commit")
