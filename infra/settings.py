@@ -104,8 +104,11 @@ def capture_spec() -> CaptureSpec | None:
 
 
 def live_socket() -> Path | None:
-    """Where an engine that serves users listens for runs that learn from it: $DRAFTSMITH_LIVE; None: they may not."""
-    text = os.environ.get("DRAFTSMITH_LIVE")
+    """Where an engine that serves users listens for runs that learn from it: $DRAFTSMITH_LIVE; None: they may not.
+
+    A run's own engine has inherited the variable, where somebody has set it for everything.
+    """
+    text = None if CAPTURE in os.environ else os.environ.get("DRAFTSMITH_LIVE")
     return Path(text) if text else None
 
 

@@ -15,6 +15,7 @@ from infra.files.sockets import connect, listen
 from infra.records.data_path import CaptureSpec
 from infra.records.live import Attach, LiveRule
 from infra.refusal import Refusal
+from infra.settings import CAPTURE, live_socket
 from models.capture.sglang.live import PASSWORD, QUEUED, Live, wants
 from models.capture.sglang.tap import Tap, open_tap
 from models.config.live import LiveServerConfig
@@ -234,3 +235,11 @@ def test_a_share_is_a_share_and_always_the_same_requests() -> None:
     for rule, those in zip(rules, chosen, strict=True):
         # Six standard errors.
         assert abs(len(those) / 20_000 - rule.share) < 6 * (rule.share * (1 - rule.share) / 20_000) ** 0.5
+
+
+def test_the_engine_of_a_run_does_not_listen_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where somebody has set the variable for every process."""
+    monkeypatch.setenv("DRAFTSMITH_LIVE", "/run/draftsmith/a.sock")
+    assert live_socket() == Path("/run/draftsmith/a.sock")
+    monkeypatch.setenv(CAPTURE, wanted().spec.model_dump_json())
+    assert live_socket() is None
