@@ -33,7 +33,7 @@ def wanted_texts(data: DataConfig) -> int:
 
 
 def collect(run: RunWithTarget) -> list[Learned]:
-    """Wait for so many requests of the servers' users that may be learned from."""
+    """Wait until enough requests have come that may be learned from."""
     live, left_out = run.config.generator.live, LiveFilter(run, private_data_finder())
     assert live is not None, "data.source=live has generator.live"
     count, texts, taken = wanted_texts(run.config.data), list[Learned](), Taken()

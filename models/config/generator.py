@@ -30,7 +30,8 @@ class GeneratorConfig(StrictConfig):
     compute_dtype: Literal["float32", "bfloat16"] | None = Field(
         default=None,
         description="Data type of the target. Default: bfloat16 with `pools.inference_gpus` and on processors that are "
-        "faster in it (Intel's with AMX, AMD's with AVX-512 BF16), float32 on others.",
+        "faster in it (Intel's with AMX, AMD's with AVX-512 BF16), float32 on others. With engine=serving it is the "
+        "servers', bfloat16 by default.",
     )
     stored_dtype: StoredPrecision = Field(
         default="bfloat16",

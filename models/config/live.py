@@ -30,16 +30,16 @@ class LiveConfig(StrictConfig):
     retention_days: float = Field(
         gt=0,
         le=3650,
-        description="The run's folder and its rows in a shared ledger, which hold users' text, are removed so many "
-        "days after its first requests were collected (by `clean-up`), whatever became of it.",
+        description="The run's folder and its rows in a shared ledger hold users' text. `clean-up` removes them this "
+        "number of days after the first requests were collected, whatever became of the run.",
     )
     share: Share = Field(default=0.05, description="Share of the finished requests that is learned from.")
     patience_s: float = Field(
         default=1.0,
         ge=0,
         le=3600,
-        description="A text waits so many seconds for a moment in which its server serves nobody: of a server that is "
-        "always busy one request in so many seconds is learned.",
+        description="Seconds that a request waits, once it is over, for its server to be idle. A server that is never "
+        "idle hands over one request each time they have passed.",
     )
     tenants: tuple[str, ...] = Field(
         default=(),
@@ -49,6 +49,6 @@ class LiveConfig(StrictConfig):
         default=None,
         ge=1,
         le=1000,
-        description="Only requests whose verification steps brought at most so many tokens on average: what the served "
-        "draft does badly. Default: all.",
+        description="Only requests with at most this number of tokens per verification step, where the served draft "
+        "does badly. Default: all.",
     )

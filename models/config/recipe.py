@@ -114,8 +114,10 @@ class RunConfig(StrictConfig):
 
     @property
     def capture_dtype(self) -> Precision:
-        """Data type of the target that is captured. Many CPUs are slower in bfloat16, up to several times."""
-        return self.generator.compute_dtype or ("bfloat16" if self.pools.inference_gpus else "float32")
+        """Data type of the target that is captured. Many CPUs are slower in bfloat16, up to several times; servers that
+        have users run in it by default."""
+        half = self.pools.inference_gpus or self.generator.engine == "serving"
+        return self.generator.compute_dtype or ("bfloat16" if half else "float32")
 
     @property
     def training_dtype(self) -> Precision:

@@ -69,8 +69,10 @@ class ServingEngine(SGLangEngine):
         return SGLangClient(OperatedServer(self._server.address), self.settings.request_timeout_s)
 
     def _attached(self, timeout_s: float = math.inf) -> Tap:
-        """The connection, opened where there is none. Raises EngineError at the end of the run, Refusal after so long
-        without a server."""
+        """The connection, opened where there is none.
+
+        Raises EngineError at the end of the run, and Refusal where no server comes within `timeout_s`.
+        """
         with self._attaching:
             if self._tap is None:
                 self._tap = open_tap(self._server, self._wanted, self._stopped, timeout_s)

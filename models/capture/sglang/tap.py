@@ -2,7 +2,7 @@
 
 import socket
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from threading import Event
 from typing import TypeVar
 
@@ -29,13 +29,12 @@ class Tap:
         self.server = server
         self._connection = connect(server.socket, REPLY_S)
         self._lines = self._connection.makefile("rb")
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.close)
             attached = self._ask(wanted.model_dump_json(), Attached)
             if attached.refused:
                 raise Refusal(f"nothing can be learned from {server.address}: {attached.refused}")
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
         self.password = attached.password
 
     def take(self) -> Taken:

@@ -116,6 +116,14 @@ def test_the_ledger_keeps_which_tokens_are_learned(
     assert not len(samples.prompt(0))  # pyright: ignore[reportArgumentType]
 
 
+def test_servers_with_users_are_taken_to_compute_in_their_own_default() -> None:
+    """The canary would otherwise hold a bfloat16 server to float32's tolerance, where runs lease no GPU."""
+    config = load_recipe(TINY, list(SETTINGS))
+    assert config.capture_dtype == "float32"
+    unsaid = config.model_copy(update={"generator": config.generator.model_copy(update={"compute_dtype": None})})
+    assert unsaid.capture_dtype == "bfloat16"
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
