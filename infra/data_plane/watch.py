@@ -5,7 +5,7 @@ import time
 from sqlalchemy.exc import DBAPIError
 
 from infra.ledger.ledger import Ledger
-from infra.ledger.schema import LEASED, PENDING
+from infra.ledger.schema import LEASED, PENDING, QUARANTINED
 from infra.refusal import Refusal
 
 LOOK_S = 5.0
@@ -40,7 +40,10 @@ def check_quarantined(ledger: Ledger, max_share: float) -> None:
     One sample is always allowed, or a run of fewer than 100 samples could lose none at the default of 1 %. A limit
     of 0 allows none.
     """
-    count, total = ledger.quarantined_samples()
+    count = ledger.count(QUARANTINED)
+    if count <= (1 if max_share else 0):
+        return
+    total = ledger.count()
     allowed = max(1, int(max_share * total)) if max_share else 0
     if count <= allowed:
         return
@@ -79,13 +82,13 @@ class RunWatch:
         self._looked = now
         try:
             check_quarantined(self._ledger, self._max_quarantined)
-            captured = self._ledger.capture_rates().tokens
-            seen = (self._ledger.progress(), captured)
+            captured_s, seen = self._ledger.since_last_capture(), self._ledger.progress()
         except DBAPIError as error:
             if now - self._since > self._stall_s:
                 raise StallError(f"the ledger has not answered for {now - self._since:.0f} s: {error.orig}") from error
             return
-        if seen != self._seen or not captured:
+        # A sample that was lost and captured again changes no count.
+        if seen != self._seen or captured_s is None or captured_s < now - self._since:
             self._seen, self._since = seen, now
         elif now - self._since > self._stall_s:
             raise StallError(f"no progress for {now - self._since:.0f} s: {blame(self._ledger)}")

@@ -36,7 +36,8 @@ row and those ready ones are at most n rows, which fit; so it is leased. I is no
 """
 
 import json
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Self
 
 import sqlalchemy as sa
 
@@ -59,18 +60,58 @@ class Publication(NamedTuple):
     """What the target answered while the sample was captured: the tokens that follow its prompt."""
 
 
+class Exchange(NamedTuple):
+    """What a generator gets for its captures."""
+
+    lost: list[Publication]
+    """Those whose lease was lost meanwhile: the generator deletes their objects."""
+    leases: list[Lease]
+    finished: bool
+    """The trainer has committed its last checkpoint: the generator may end."""
+
+
+class Room(NamedTuple):
+    """What decides whether a sample can be leased, in one round trip."""
+
+    now: float
+    free: int
+    """Bytes of the budget."""
+    has_ended: bool
+    """A lease has expired, or lasts longer than a new one would: then it is from before the database's clock jumped
+    back, and would outlive its owner by the jump."""
+
+    @classmethod
+    def of(cls, rows: Rows, run: sa.Row) -> Self:
+        now, expires = database_now(), samples.c.lease_expires
+        held = rows.select(sa.func.coalesce(sa.func.sum(samples.c.bytes_held), 0)).where(HOLDS_BYTES)
+        ended = rows.select(sa.literal(True)).where(
+            samples.c.state == LEASED, (expires < now) | (expires > now + run.lease_seconds)
+        )
+        columns = (now, held.scalar_subquery(), ended.exists())
+        ((at, nbytes, has_ended),) = rows.all(sa.select(*columns))
+        return cls(at, run.budget_bytes - int(nbytes), bool(has_ended))
+
+
+def may_lease(rows: Rows, run: sa.Row) -> bool:
+    """Whether `lease` could have something to give, from a snapshot: an idle generator does not queue for the lock."""
+    room = Room.of(rows, run)
+    tokens = rows.scalar(rows.first(PENDING, samples.c.tokens, limit=1))
+    return room.has_ended or (tokens is not None and tokens * run.bytes_per_token <= room.free)
+
+
 def lease(rows: Rows, run: sa.Row, owner: str, limit: int, has_others: bool) -> list[Lease]:
-    """Lease the first pending samples that fit (see `Ledger.lease`)."""
-    now = rows.scalar(sa.select(database_now()))
-    latest = now + run.lease_seconds
-    rows.give_back(samples.c.state == LEASED, samples.c.lease_expires < now)
-    rows.update(samples.c.state == LEASED, samples.c.lease_expires > latest, lease_expires=latest)
-    held = rows.scalar(rows.select(sa.func.sum(samples.c.bytes_held)).where(HOLDS_BYTES))
-    free = run.budget_bytes - int(held or 0)
+    """Lease the first pending samples that fit (see `Ledger.exchange`)."""
+    room = Room.of(rows, run)
+    latest = room.now + run.lease_seconds
+    if room.has_ended:
+        rows.give_back(samples.c.state == LEASED, samples.c.lease_expires < room.now)
+        rows.update(samples.c.state == LEASED, samples.c.lease_expires > latest, lease_expires=latest)
+        room = Room.of(rows, run)
+    free = room.free
     leases: list[Lease] = []
-    for row in rows.all(rows.select(samples).where(samples.c.state == PENDING).order_by(*PLACE).limit(limit)):
+    for row in rows.all(rows.first(PENDING, samples, limit=limit)):
         nbytes = row.tokens * run.bytes_per_token
-        if nbytes > free or (has_others and row.owner == owner and now < row.lease_expires <= latest):
+        if nbytes > free or (has_others and row.owner == owner and room.now < row.lease_expires <= latest):
             break
         free -= nbytes
         place = {"epoch": row.epoch, "ordinal": row.ordinal, "sample": row.sample, "tokens": row.tokens}
@@ -90,27 +131,44 @@ def lease(rows: Rows, run: sa.Row, owner: str, limit: int, has_others: bool) -> 
     return leases
 
 
-def publish(rows: Rows, run: sa.Row, publication: Publication) -> bool:
-    """Make a leased sample ready; False if its lease was lost.
+def publish(rows: Rows, run: sa.Row, publications: Sequence[Publication]) -> list[Publication]:
+    """Make leased samples ready, in two statements; those whose lease was lost.
 
     An answer is kept for as long as the row: whoever captures the sample again captures the same text.
     """
-    answered = {}
-    if publication.answer is not None:
-        nbytes = publication.record.nbytes
-        tokens = nbytes // run.bytes_per_token
-        answered = {"answer": json.dumps(publication.answer), "tokens": tokens, "bytes_held": nbytes}
-    changed = rows.update(
-        *held_by(publication.lease),
-        **answered,
+    if not publications:
+        return []
+    # This transaction holds the run's row, so what is leased now stays so. Epochs and ordinals may pair otherwise.
+    epochs, ordinals = ({getattr(one.lease, name) for one in publications} for name in ("epoch", "ordinal"))
+    query = rows.select(*PLACE, samples.c.attempt).where(samples.c.state == LEASED)
+    leased = set(map(tuple, rows.all(query.where(samples.c.epoch.in_(epochs), samples.c.ordinal.in_(ordinals)))))
+    held = [(one.lease.epoch, one.lease.ordinal, one.lease.attempt) in leased for one in publications]
+    rows.update_each(
+        [_published(one, run) for one, is_held in zip(publications, held, strict=True) if is_held],
         state=READY,
-        object=publication.record.model_dump_json(),
         lease_expires=None,
-        prefill_s=publication.prefill_s,
-        put_s=publication.put_s,
         published=database_now(),
     )
-    return changed == 1
+    return [one for one, is_held in zip(publications, held, strict=True) if not is_held]
+
+
+def _published(publication: Publication, run: sa.Row) -> dict[str, object]:
+    """What a publication says of its sample."""
+    lease, nbytes = publication.lease, publication.lease.nbytes
+    if publication.answer is not None:
+        # It may be shorter than what was kept for it.
+        nbytes = publication.record.nbytes
+    answer = lease.answer if publication.answer is None else publication.answer
+    return {
+        "epoch": lease.epoch,
+        "ordinal": lease.ordinal,
+        "answer": None if answer is None else json.dumps(answer),
+        "tokens": nbytes // run.bytes_per_token,
+        "bytes_held": nbytes,
+        "object": publication.record.model_dump_json(),
+        "prefill_s": publication.prefill_s,
+        "put_s": publication.put_s,
+    }
 
 
 def answer_of(row: sa.Row) -> tuple[int, ...] | None:
@@ -131,7 +189,8 @@ def evict(rows: Rows, run: sa.Row) -> int:
 
     What holds bytes beyond the point at which all remaining samples up to it exceed the budget goes back.
     """
-    upto = sa.func.sum(samples.c.tokens).over(order_by=PLACE).label("upto")
+    # Cast, or PostgreSQL takes the budget for a number of the tokens' type, which ends at 2 GiB.
+    upto = sa.cast(sa.func.sum(samples.c.tokens).over(order_by=PLACE), sa.BigInteger).label("upto")
     remaining = rows.select(*PLACE, upto).where(samples.c.state.in_(REMAINING)).subquery()
     beyond = sa.select(remaining.c.epoch, remaining.c.ordinal).where(
         remaining.c.upto * run.bytes_per_token > run.budget_bytes

@@ -13,10 +13,11 @@ import sqlalchemy as sa
 
 from infra.ledger import generators
 from infra.ledger.database import lock_schema, open_engine
-from infra.ledger.generators import Publication
+from infra.ledger.generators import Exchange, Publication
 from infra.ledger.planning import check_slots
 from infra.ledger.schema import (
     CONSUMED,
+    HAS_FAILED,
     HOLDS_BYTES,
     LEASED,
     NO_STEP,
@@ -94,15 +95,13 @@ class Ledger:
         A trainer names its incarnation; raises StaleIncarnation when another trainer has resumed since.
         """
         with self._engine.begin() as connection:
-            query = sa.select(runs).where(runs.c.name == self.run).with_for_update()
-            row = connection.execute(query).one_or_none()
-            if row is None:
-                raise Refusal(f"the ledger holds no run {self.run!r}: it is made by create_run when the run starts")
+            rows = Rows(connection, self.run)
+            row = rows.run_row(locked=True)
             if incarnation is not None and incarnation != row.incarnation:
                 raise StaleIncarnation(
                     f"run {self.run!r} belongs to trainer incarnation {row.incarnation}; this is {incarnation}"
                 )
-            yield Rows(connection, self.run), row
+            yield rows, row
 
     @contextmanager
     def read(self) -> Iterator[Rows]:
@@ -132,8 +131,8 @@ class Ledger:
             "max_attempts": max_attempts,
             "plan_order": order,
         }
-        if min(budget_bytes, bytes_per_token, lease_seconds, max_attempts) <= 0 or order not in ("strict", "any"):
-            raise Refusal(f"the ledger's values must be positive and order strict or any: {values}")
+        if min(budget_bytes, bytes_per_token, lease_seconds, max_attempts) <= 0:
+            raise Refusal(f"the ledger's values must be positive: {values}")
         with self._engine.begin() as connection:
             lock_schema(connection)
             row = connection.execute(sa.select(runs).where(runs.c.name == self.run)).mappings().one_or_none()
@@ -151,8 +150,8 @@ class Ledger:
         """Remove the run with all its rows, for a run whose folder goes; the number of sample rows. Idempotent."""
         with self._engine.begin() as connection:
             # The run's row last: the others refer to it.
-            columns = (samples.c.run, checkpoints.c.run, runs.c.name)
-            counts = [connection.execute(sa.delete(name.table).where(name == self.run)).rowcount for name in columns]
+            names = (samples.c.run, checkpoints.c.run, runs.c.name)
+            counts = [connection.execute(sa.delete(name.table).where(name == self.run)).rowcount for name in names]
             return counts[0]
 
     def open_epoch(self, incarnation: int | None, epoch: int, slots: Sequence[SampleSlot]) -> None:
@@ -186,28 +185,16 @@ class Ledger:
 
     def key(self, lease: Lease) -> str:
         """Key of the object that this lease may write. No two leases of a run ever have the same one."""
-        return self._key(lease.epoch, lease.ordinal, lease.attempt)
+        return f"{self.run}/{lease.epoch}/{lease.ordinal}/{lease.attempt}"
 
-    def _key(self, epoch: int, ordinal: int, attempt: int) -> str:
-        return f"{self.run}/{epoch}/{ordinal}/{attempt}"
+    def exchange(self, owner: str, publications: Sequence[Publication], limit: int, has_others: bool) -> Exchange:
+        """Offer captured objects to the trainer and lease up to `limit` samples more, in one transaction.
 
-    def lease(self, owner: str, limit: int, has_others: bool = False) -> list[Lease]:
-        """Lease up to `limit` samples, lowest (epoch, ordinal) first, as far as the budget goes.
-
-        Expired leases are given back first, and no lease lasts longer than a new one would: one that was granted
-        before the database's clock jumped back would otherwise outlive its owner by the jump. Empty when nothing is
-        pending, when the next sample does not fit now, or when the run is finished. With `has_others` (other
-        generators may capture for this run) also empty when the next sample failed under this owner less than
-        `lease_seconds` ago: somebody else is to try it. No sample is ever skipped.
-        """
-        with self.write() as (rows, run):
-            return [] if run.finished else generators.lease(rows, run, owner, limit, has_others)
-
-    def publish(self, *publications: Publication) -> list[Publication]:
-        """Offer captured objects to the trainer, in one transaction: all of them, or none if it fails.
-
-        Returns those whose lease was lost meanwhile: the caller deletes their objects. Raises ValueError for an object
-        of another key or larger than its lease.
+        All are published, or none if it fails. Raises ValueError for an object of another key or larger than its lease.
+        Leases are for the lowest (epoch, ordinal) first, as far as the budget goes. Expired leases are given back
+        before. There are none when nothing is pending, when the next sample does not fit now, or when the run is
+        finished. With `has_others` (other generators may capture for this run) also when the next sample failed under
+        this owner less than `lease_seconds` ago: somebody else is to try it. No sample is ever skipped.
         """
         for lease, record, *_ in publications:
             if record.key != self.key(lease) or record.nbytes > lease.nbytes:
@@ -215,8 +202,23 @@ class Ledger:
                     f"object {record.key} of {record.nbytes} bytes does not belong to the lease of {self.key(lease)}, "
                     f"{lease.nbytes} bytes: a sample's object is tokens x bytes_per_token under the lease's own key"
                 )
+        if not publications:
+            with self.read() as rows:
+                run = rows.run_row()
+                if run.finished or not limit or not generators.may_lease(rows, run):
+                    return Exchange([], [], run.finished)
         with self.write() as (rows, run):
-            return [one for one in publications if not generators.publish(rows, run, one)]
+            lost = generators.publish(rows, run, publications)
+            leases = generators.lease(rows, run, owner, limit, has_others) if limit and not run.finished else []
+            return Exchange(lost, leases, run.finished)
+
+    def lease(self, owner: str, limit: int, has_others: bool = False) -> list[Lease]:
+        """An exchange for nothing."""
+        return self.exchange(owner, (), limit, has_others).leases
+
+    def publish(self, *publications: Publication) -> list[Publication]:
+        """An exchange that asks for no leases; those whose lease was lost."""
+        return self.exchange("", publications, 0, has_others=False).lost
 
     def fail(self, lease: Lease, error: str) -> None:
         """Record that a sound engine could not capture a sample: it is pending again, or quarantined after
@@ -260,7 +262,7 @@ class Ledger:
         """
         with self.read() as rows:
             query = rows.select(samples.c.epoch, samples.c.ordinal, samples.c.attempt).where(HOLDS_BYTES)
-            return {self._key(*row) for row in rows.all(query)}
+            return {f"{self.run}/{row.epoch}/{row.ordinal}/{row.attempt}" for row in rows.all(query)}
 
     # What a trainer writes, beside resuming and planning (infra.ledger.trainers) ------------------------------------
 
@@ -326,36 +328,34 @@ class Ledger:
 
     def progress(self, epoch: int | None = None) -> SampleProgress:
         """Samples per state, bytes held and capture failures so far (`attempts`), of one epoch or of all."""
-        sums = [sa.func.sum(column) for column in (samples.c.bytes_held, samples.c.failures)]
+        here = () if epoch is None else (samples.c.epoch == epoch,)
         with self.read() as rows:
-            query = rows.select(samples.c.state, sa.func.count(), *sums).group_by(samples.c.state)
-            if epoch is not None:
-                query = query.where(samples.c.epoch == epoch)
-            found = [tuple(row) for row in rows.all(query)]
-        counts = {state: count for state, count, _, _ in found}
-        held, failures = (sum(int(row[column]) for row in found) for column in (2, 3))
-        return SampleProgress(**counts, bytes_held=held, attempts=failures)
+            query = rows.select(samples.c.state, sa.func.count()).where(*here).group_by(samples.c.state)
+            counts = {row[0]: row[1] for row in rows.all(query)}
+            held, attempts = (
+                int(rows.scalar(rows.select(sa.func.sum(column)).where(condition, *here)) or 0)
+                for column, condition in ((samples.c.bytes_held, HOLDS_BYTES), (samples.c.failures, HAS_FAILED))
+            )
+        return SampleProgress(**counts, bytes_held=held, attempts=attempts)
 
     def quarantined(self) -> list[Quarantined]:
         """Every quarantined sample with its last error, by epoch and ordinal."""
-        columns = (samples.c[name] for name in Quarantined._fields)
         with self.read() as rows:
-            query = rows.select(*columns).where(samples.c.state == QUARANTINED)
-            return [Quarantined(*row) for row in rows.all(query.order_by(*generators.PLACE))]
+            query = rows.select(*(samples.c[name] for name in Quarantined._fields)).order_by(*generators.PLACE)
+            return [Quarantined(*row) for row in rows.all(query.where(samples.c.state == QUARANTINED))]
 
-    def quarantined_samples(self) -> tuple[int, int]:
-        """How many of the run's samples are quarantined, and how many samples it has; each counted once."""
+    def count(self, state: str | None = None) -> int:
+        """Samples that are in `state` in some epoch, each counted once; all of them reads every row."""
+        where = () if state is None else (samples.c.state == state,)
         with self.read() as rows:
-            count = rows.select(sa.func.count(sa.distinct(samples.c.sample)))
-            return rows.scalar(count.where(samples.c.state == QUARANTINED)), rows.scalar(count)
+            return rows.scalar(rows.select(sa.func.count(sa.distinct(samples.c.sample))).where(*where))
 
     def capture_rates(self, window_s: float | None = None) -> CaptureRates:
         """What the generators captured in the last `window_s` seconds, or in the whole run, and how long it took."""
         sums = [sa.func.coalesce(sa.func.sum(samples.c[name]), 0) for name in ("tokens", "prefill_s", "put_s")]
+        captured = (samples.c.prefill_s > 0, samples.c.state.not_in((PENDING, LEASED, QUARANTINED)))
         with self.read() as rows:
-            query = rows.select(*sums, sa.func.count(sa.distinct(samples.c.owner))).where(
-                samples.c.prefill_s > 0, samples.c.state.not_in((PENDING, LEASED, QUARANTINED))
-            )
+            query = rows.select(*sums, sa.func.count(sa.distinct(samples.c.owner))).where(*captured)
             if window_s is not None:
                 query = query.where(samples.c.published > database_now() - window_s)
             ((tokens, prefill_s, put_s, owners),) = rows.all(query)
@@ -363,17 +363,17 @@ class Ledger:
 
     def oldest(self) -> Oldest | None:
         """The first sample that is not trained yet; None at the end of the last open epoch."""
-        held_s = database_now() - (samples.c.lease_expires - runs.c.lease_seconds)
-        columns = (samples.c[name] for name in Oldest._fields if name != "held_s")
         with self.read() as rows:
-            query = rows.select(*columns, held_s).join(runs, runs.c.name == samples.c.run)
-            found = rows.all(query.where(samples.c.state.in_(REMAINING)).order_by(*generators.PLACE).limit(1))
-        return Oldest(*found[0]) if found else None
+            held_s = database_now() - (samples.c.lease_expires - rows.run_row().lease_seconds)
+            columns = [samples.c[name] for name in Oldest._fields if name != "held_s"]
+            found = [row for state in REMAINING for row in rows.all(rows.first(state, *columns, held_s, limit=1))]
+        return min((Oldest(*row) for row in found), default=None)
 
     def since_last_capture(self) -> float | None:
         """Seconds since the last sample was published; None before the first."""
         with self.read() as rows:
-            return rows.scalar(rows.select(database_now() - sa.func.max(samples.c.published)))
+            query = rows.select(database_now() - samples.c.published).where(samples.c.published.is_not(None))
+            return rows.scalar(query.order_by(samples.c.published.desc()).limit(1))
 
 
 def _missing(rows: Rows, epoch: int, slots: Sequence[SampleSlot]) -> list[SampleSlot]:

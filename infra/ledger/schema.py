@@ -5,14 +5,16 @@
 prompt that is answered while it is captured is the most that the sample may have, until its `answer` (JSON) is there.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
+from sqlalchemy import event
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
 from infra.records.data_path import CheckpointRecord
+from infra.refusal import Refusal
 
 PENDING, LEASED, READY = "pending", "leased", "ready"
 TAKEN, CONSUMED, QUARANTINED = "taken", "consumed", "quarantined"
@@ -64,22 +66,32 @@ samples = sa.Table(
     sa.Column("published", sa.Double),
     sa.Column("error", sa.Text),
     sa.Column("step", sa.Integer),
-    sa.Column("rank", sa.Integer),
-    sa.Column("micro_batch", sa.Integer),
     sa.CheckConstraint(f"state IN {STATES}", name="known_state"),
     sa.CheckConstraint("bytes_held >= 0", name="bytes_not_negative"),
 )
 sa.Index("samples_by_state", samples.c.run, samples.c.state, samples.c.epoch, samples.c.ordinal)
-sa.Index("samples_by_step", samples.c.run, samples.c.step)
-sa.Index(
-    "samples_holding_bytes",
-    samples.c.run,
-    samples.c.epoch,
-    samples.c.ordinal,
-    sqlite_where=sa.text("bytes_held > 0"),
-    postgresql_where=sa.text("bytes_held > 0"),
-)
-HOLDS_BYTES = sa.text("bytes_held > 0")
+
+
+def _partial(name: str, condition: str, *columns: sa.Column[Any]) -> None:
+    """An index of the rows for which a condition holds.
+
+    One of all rows would begin with the run like all others, and PostgreSQL would take any of them where it has no
+    statistics.
+    """
+    where = sa.text(condition)
+    sa.Index(name, samples.c.run, *columns, sqlite_where=where, postgresql_where=where)
+
+
+_partial("samples_by_step", "step IS NOT NULL", samples.c.step)
+_partial("samples_by_publication", "published IS NOT NULL", samples.c.published)
+_partial("samples_holding_bytes", "bytes_held > 0", samples.c.epoch, samples.c.ordinal)
+_partial("samples_that_failed", "failures > 0", samples.c.failures)
+for column in (samples.c.state, samples.c.step):
+    # Their values change all the time. With statistics of an hour ago, when all was pending, PostgreSQL reads the whole
+    # table to find the few that still are; without any it always walks along the index.
+    without = sa.DDL(f"ALTER TABLE samples ALTER COLUMN {column.name} SET STATISTICS 0")
+    event.listen(samples, "after_create", without.execute_if(dialect="postgresql"))
+HOLDS_BYTES, HAS_FAILED = sa.text("bytes_held > 0"), sa.text("failures > 0")
 """As literal text, or SQLite does not use the partial index."""
 
 checkpoints = sa.Table(
@@ -92,7 +104,7 @@ checkpoints = sa.Table(
     sa.Column("incarnation", sa.BigInteger, nullable=False),
 )
 
-NOTHING_HELD = dict.fromkeys(("owner", "lease_expires", "object", "step", "rank", "micro_batch")) | {"bytes_held": 0}
+NOTHING_HELD = dict.fromkeys(("owner", "lease_expires", "object", "step")) | {"bytes_held": 0}
 """Values of a row that holds no object and belongs to no step."""
 
 
@@ -122,6 +134,14 @@ class Rows:
     def __init__(self, connection: sa.Connection, run: str) -> None:
         self.connection, self.run = connection, run
 
+    def run_row(self, locked: bool = False) -> sa.Row[Any]:
+        """The run itself; `locked` until the transaction ends. Raises Refusal where there is none."""
+        query = sa.select(runs).where(runs.c.name == self.run)
+        row = self.connection.execute(query.with_for_update() if locked else query).one_or_none()
+        if row is None:
+            raise Refusal(f"the ledger holds no run {self.run!r}: it is made by create_run when the run starts")
+        return row
+
     def select(self, *columns: Any) -> sa.Select[Any]:
         """A query of the run's samples, to be narrowed and passed to `all` or `scalar`."""
         return sa.select(*columns).where(samples.c.run == self.run)
@@ -133,6 +153,11 @@ class Rows:
         """The first column of the first row; None without a row."""
         return self.connection.execute(query).scalar()
 
+    def first(self, state: str, *columns: Any, limit: int) -> sa.Select[Any]:
+        """A query of the first samples in a state: one walk along an index, however many there are."""
+        here = self.select(*columns).where(samples.c.state == state)
+        return here.order_by(samples.c.epoch, samples.c.ordinal).limit(limit)
+
     def insert(self, rows: Iterable[Mapping[str, Any]]) -> None:
         if values := [{"run": self.run, **row} for row in rows]:
             self.connection.execute(sa.insert(samples), values)
@@ -141,6 +166,20 @@ class Rows:
         """Change the samples for which all of `where` hold; their number."""
         change = sa.update(samples).where(samples.c.run == self.run, *where).values(**values)
         return self.connection.execute(change).rowcount
+
+    def update_each(self, changes: Sequence[Mapping[str, Any]], **of_all: Any) -> None:
+        """Change many samples in one round trip: each entry has an epoch, an ordinal and the same columns' values.
+
+        `of_all` are values that all get.
+        """
+        if not changes:
+            return
+        keys = {name: sa.bindparam(f"at_{name}") for name in ("epoch", "ordinal")}
+        values = {name: sa.bindparam(f"to_{name}") for name in changes[0] if name not in keys}
+        where = (samples.c[name] == key for name, key in keys.items())
+        change = sa.update(samples).where(samples.c.run == self.run, *where).values(**values, **of_all)
+        each = [{f"{'at' if name in keys else 'to'}_{name}": row[name] for name in row} for row in changes]
+        self.connection.execute(change, each)
 
     def give_back(self, *where: Condition) -> int:
         """Make these samples pending; their number."""

@@ -93,29 +93,33 @@ def plan_step(
         if current != run.current_step:
             rows.update_run(current_step=current)
         # One index walk per state.
-        found = (row for state in REMAINING for row in _first(rows, epoch, state, samples_per_step))
-        remaining = sorted(found, key=lambda row: row.ordinal)[:samples_per_step]
+        found = ((ordinal, state) for state in REMAINING for ordinal in _first(rows, epoch, state, samples_per_step))
+        remaining = sorted(found)[:samples_per_step]
         if not remaining:
             return EndOfEpoch(epoch=epoch)
-        ready = [row for row in remaining if row.state == READY]
-        if run.plan_order == "any" and len(ready) < len(remaining):
-            ready = _first(rows, epoch, READY, samples_per_step)
-        if len(ready) < len(remaining):
-            missing = next((row.ordinal for row in remaining if row.state != READY), None)
-            first_missing = missing if run.plan_order == "strict" else None
-            return Wait(step=step, needed=len(remaining), ready=len(ready), first_missing=first_missing)
-        return _take(rows, ready, epoch, step, ranks, micro_batches)
+        missing = [ordinal for ordinal, state in remaining if state != READY]
+        ready = len(remaining) - len(missing)
+        if run.plan_order == "any" and missing:
+            ready = min(len(remaining), len(_first(rows, epoch, READY, samples_per_step)))
+        if ready < len(remaining):
+            first_missing = missing[0] if run.plan_order == "strict" else None
+            return Wait(step=step, needed=len(remaining), ready=ready, first_missing=first_missing)
+        return _take(rows, epoch, step, ready, ranks, micro_batches)
 
 
-def _first(rows: Rows, epoch: int, state: str, limit: int) -> list[sa.Row[Any]]:
-    here = rows.select(samples).where(samples.c.state == state, samples.c.epoch == epoch)
-    return rows.all(here.order_by(samples.c.ordinal).limit(limit))
+def _first(rows: Rows, epoch: int, state: str, limit: int) -> list[int]:
+    """The lowest ordinals in a state."""
+    here = rows.first(state, samples.c.ordinal, limit=limit).where(samples.c.epoch == epoch)
+    return [row.ordinal for row in rows.all(here)]
 
 
-def _take(rows: Rows, chosen: Sequence[sa.Row[Any]], epoch: int, step: int, ranks: int, micro_batches: int) -> StepPlan:
-    """Spread samples over ranks and micro-batches, and mark them as taken."""
-    latest = rows.scalar(rows.select(sa.func.max(samples.c.step)))
+def _take(rows: Rows, epoch: int, step: int, count: int, ranks: int, micro_batches: int) -> StepPlan:
+    """Spread the first samples that are ready over ranks and micro-batches, and mark them as taken."""
+    planned_before = rows.select(samples.c.step).where(samples.c.step.is_not(None))
+    latest = rows.scalar(planned_before.order_by(samples.c.step.desc()).limit(1))
     assert latest is None or latest < step, f"step {step} planned after step {latest}"
+    here = (samples.c.state == READY, samples.c.epoch == epoch)
+    chosen = rows.all(rows.first(READY, samples, limit=count).where(samples.c.epoch == epoch))
     places = balance([row.tokens for row in chosen], ranks, micro_batches)
     planned = tuple(
         PlannedSample(
@@ -130,12 +134,9 @@ def _take(rows: Rows, chosen: Sequence[sa.Row[Any]], epoch: int, step: int, rank
         )
         for row, (rank, micro_batch) in zip(chosen, places, strict=True)
     )
-    # Many rows in one round trip.
-    change = sa.update(samples).where(
-        samples.c.run == rows.run, samples.c.epoch == epoch, samples.c.ordinal == sa.bindparam("at")
-    )
-    change = change.values(state=TAKEN, step=step, rank=sa.bindparam("to_rank"), micro_batch=sa.bindparam("to_batch"))
-    rows.connection.execute(change, [{"at": s.ordinal, "to_rank": s.rank, "to_batch": s.micro_batch} for s in planned])
+    # All that are ready up to the last one.
+    taken = rows.update(*here, samples.c.ordinal <= chosen[-1].ordinal, state=TAKEN, step=step)
+    assert taken == len(chosen) == count, f"{taken} of {count} samples of step {step} taken"
     return StepPlan(step=step, epoch=epoch, micro_batches=micro_batches, samples=planned)
 
 
@@ -251,7 +252,7 @@ def _return_taken(rows: Rows, object_is_whole: Callable[[ObjectRecord], bool]) -
     for epoch, ordinal, record in _objects(rows):
         if not object_is_whole(record):
             rows.give_back(samples.c.epoch == epoch, samples.c.ordinal == ordinal)
-    rows.update(samples.c.state == TAKEN, state=READY, step=None, rank=None, micro_batch=None)
+    rows.update(samples.c.state == TAKEN, state=READY, step=None)
 
 
 def rebuild_run(

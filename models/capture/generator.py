@@ -8,6 +8,7 @@ import argparse
 import signal
 import time
 from collections import deque
+from collections.abc import Collection
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from pathlib import Path
@@ -28,9 +29,12 @@ from models.devices import limit_memory
 from models.run import PreparedRun
 from models.targets.layout import SampleError
 
-IDLE_S = 0.05
+IDLE_S = (0.05, 0.4)
+"""Pause between two requests for leases while there are none: it doubles, for every request locks the run."""
 WAIT_S = 1.0
 """Longest wait for a capture before leases are renewed and a stop is noticed."""
+GATHER_S = 0.2
+"""Longest wait of a capture for others that are published with it."""
 
 
 class Generator:
@@ -43,7 +47,8 @@ class Generator:
         self.canaries = self.samples.canaries(CANARY_TOKENS)
         self.has_others = run.config.generator.most > 1
         self.renew_s = run.config.ledger.lease_seconds / 4
-        self.stopping = False
+        self.stopping = self._finished = False
+        self._idle_s = IDLE_S[0]
         self._waiting: deque[Lease] = deque()
         self._flying: dict[Future[Captured], tuple[Lease, float]] = {}
         self._last_done = self._renewed = 0.0
@@ -58,24 +63,49 @@ class Generator:
         try:
             # On an error `closing` runs first: it ends the captures that the threads wait for.
             with ThreadPoolExecutor(self.engine.in_flight) as threads, closing(self.engine):
-                while not self.stopping and not self.ledger.finished():
-                    self._fill(threads)
-                    published += self._collect()
+                self._exchange([])
+                while not self.stopping and not self._finished:
+                    published += self._collect(threads)
                 while self._flying and self.stopping and not self.engine.waits:
-                    published += self._collect()
+                    published += self._collect(threads)
         finally:
             self.ledger.give_back(self.owner)
         return published
 
+    def _collect(self, threads: ThreadPoolExecutor) -> int:
+        """Let the engine work until some captures have ended, publish them, and record the failed ones.
+
+        Returns the number of published samples.
+        """
+        self._fill(threads)
+        if not self._flying:
+            time.sleep(self._idle_s)
+        done, _ = wait(self._flying, WAIT_S, FIRST_COMPLETED)
+        ended, until = self._ended(done), time.perf_counter() + GATHER_S
+        # The engine must not wait for the ledger: leases are asked for as soon as it could take one more.
+        while self._waiting and len(ended) < self.lease_samples and not any(f.exception() for f, *_ in ended):
+            self._fill(threads)
+            done, _ = wait(self._flying, max(0.0, until - time.perf_counter()), FIRST_COMPLETED)
+            if not done or self.stopping:
+                break
+            ended += self._ended(done)
+        self._fill(threads)
+        published = self._exchange([(lease, begun, f.result()) for f, lease, begun in ended if not f.exception()])
+        for future, lease, _ in ended:
+            self._record_failure(future, lease)
+        if time.perf_counter() - self._renewed > self.renew_s:
+            self._renewed = time.perf_counter()
+            self.ledger.renew(self.owner)
+        return published
+
     def _fill(self, threads: ThreadPoolExecutor) -> None:
         """Submit one sample more than the engine captures at a time, so that it never waits for the ledger."""
-        while len(self._flying) <= self.engine.in_flight:
-            if not self._waiting:
-                self._waiting.extend(self.ledger.lease(self.owner, self.lease_samples, self.has_others))
-            if not self._waiting:
-                return
+        while self._waiting and len(self._flying) <= self.engine.in_flight and not self.stopping:
             lease = self._waiting.popleft()
             self._flying[threads.submit(self._capture, lease)] = (lease, time.perf_counter())
+
+    def _ended(self, done: Collection[Future[Captured]]) -> list[tuple[Future[Captured], Lease, float]]:
+        return [(future, *self._flying.pop(future)) for future in done]
 
     def _capture(self, lease: Lease) -> Captured:
         """Capture one sample. Raises SampleError only if the engine still passes its canary."""
@@ -102,36 +132,27 @@ class Generator:
         for sample in self.canaries:
             self.engine.check_canary(sample.tokens, sample.images)
 
-    def _collect(self) -> int:
-        """Publish the captures that have ended, and record the failed ones. Returns the number of published samples."""
-        if not self._flying:
-            time.sleep(IDLE_S)
-        done, _ = wait(self._flying, WAIT_S, FIRST_COMPLETED)
-        ended = [(future, *self._flying.pop(future)) for future in done]
-        published = self._publish([(lease, begun, f.result()) for f, lease, begun in ended if not f.exception()])
-        for future, lease, _ in ended:
-            self._record_failure(future, lease)
-        if time.perf_counter() - self._renewed > self.renew_s:
-            self._renewed = time.perf_counter()
-            self.ledger.renew(self.owner)
-        return published
+    def _exchange(self, captures: list[tuple[Lease, float, Captured]]) -> int:
+        """Publish captures with the times they began, and lease more if the engine could take one.
 
-    def _publish(self, captures: list[tuple[Lease, float, Captured]]) -> int:
-        """Publish captures with the times they began, in one transaction. Returns the number of leases still held."""
-        if not captures:
-            return 0
+        Returns the number of captures whose lease was still held.
+        """
         # Captures overlap: these share the time since the previous ones, so that the sum is the busy time.
-        now = time.perf_counter()
-        busy_s = now - max(self._last_done, min(begun for _, begun, _ in captures))
-        prefill_s = max(0.0, busy_s - sum(captured.put_s for *_, captured in captures)) / len(captures)
-        self._last_done = now
+        now, count = time.perf_counter(), max(1, len(captures))
+        busy_s = now - max(self._last_done, min((begun for _, begun, _ in captures), default=now))
+        prefill_s = max(0.0, busy_s - sum(captured.put_s for *_, captured in captures)) / count
+        self._last_done = now if captures else self._last_done
         offered = [
             Publication(lease, captured.record, prefill_s, captured.put_s, captured.answer)
             for lease, _, captured in captures
         ]
-        lost = self.ledger.publish(*offered)
+        hungry = not self._waiting and not self.stopping and len(self._flying) <= self.engine.in_flight
+        limit = self.lease_samples if hungry else 0
+        lost, leases, self._finished = self.ledger.exchange(self.owner, offered, limit, self.has_others)
         for publication in lost:
             self.transport.delete(publication.record.key)
+        self._waiting.extend(leases)
+        self._idle_s = IDLE_S[0] if leases else min(2 * self._idle_s, IDLE_S[1])
         return len(offered) - len(lost)
 
     def _record_failure(self, future: Future[Captured], lease: Lease) -> None:

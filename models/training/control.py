@@ -74,6 +74,11 @@ class Control:
         if self._sums is not None:
             dist.barrier(group=self._sums)
 
+    def wait_for_plan(self) -> None:
+        """Return when every rank has done its part of the plan. For the thread that calls `decide`."""
+        if self._decisions is not None:
+            dist.barrier(group=self._decisions)
+
     def wait_for_fetched(self) -> None:
         """Return when every rank that shares this one's samples has fetched as many of them. For one thread."""
         if self._fetched is not None:

@@ -140,7 +140,7 @@ def open_receiver(transport: Transport, config: TransportConfig, layout: HiddenS
 
 
 class Fetcher:
-    """A rank's part of a planned step: copied out of the transport into packed samples, and freed there.
+    """A rank's part of a planned step: copied out of the transport into packed samples, and deleted there.
 
     Args:
         run: the run.
@@ -178,7 +178,6 @@ class Fetcher:
         if self._frees and control.context_rank == 0:
             for p in planned:
                 self._transport.delete(p.object.key)
-            self._ledger.release(self._incarnation, plan.epoch, *(p.ordinal for p in planned))
         texts = [self.samples.answered(p.sample, p.answer) for p in planned]
         return PackedSamples(
             tokens=torch.cat([t.tokens for t in texts]),
@@ -190,6 +189,13 @@ class Fetcher:
             lengths=lengths,
             share=share,
         )
+
+    def release(self, plan: StepPlan) -> None:
+        """Free the bytes of a step that all ranks have fetched, in one transaction however many ranks there are."""
+        if self._frees:
+            self._control.wait_for_plan()
+            if self._control.rank == 0:
+                self._ledger.release(self._incarnation, plan.epoch, *(sample.ordinal for sample in plan.samples))
 
     def _whole(self, planned: Sequence[PlannedSample]) -> HiddenStates:
         hidden, start = self._receiver.empty(sum(p.tokens for p in planned)), 0

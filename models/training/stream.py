@@ -134,7 +134,7 @@ class StepStream:
         samples = self.fetcher.samples
         masks = [samples.answered(planned.sample, planned.answer).loss_mask for planned in plan.samples]
         total = sum(len(supervised_positions(mask, (len(mask),))) for mask in masks)
-        return [
+        batches = [
             MicroBatch(
                 step=plan.step,
                 index=index,
@@ -146,6 +146,8 @@ class StepStream:
             )
             for index in range(plan.micro_batches)
         ]
+        self.fetcher.release(plan)
+        return batches
 
     def _plan(self) -> StepPlan | None:
         """The next step's plan, opening epochs as needed; None at the end of the run, or of the trainer's turn."""

@@ -134,18 +134,17 @@ from infra.ledger.generators import Publication
 from infra.ledger.ledger import Ledger
 from infra.records.data_path import BufferRecord, ObjectRecord
 
-def kill_at_the_second_row(_connection, _cursor, statement, *_):
-    published.append(statement)
-    if sum(statement.startswith("UPDATE samples") for statement in published) == 2:
+def kill_before_the_commit(_connection, _cursor, statement, *_):
+    if statement.startswith("UPDATE samples"):
         os.kill(os.getpid(), signal.SIGKILL)
 
-published, publications = [], []
+publications = []
 ledger = Ledger.open(sys.argv[1], "run")
 for lease in ledger.lease("killed", 3):
     buffer = BufferRecord(name="aux", nbytes=lease.nbytes, xxh3="")
     record = ObjectRecord(key=ledger.key(lease), location="", buffers=(buffer,))
     publications.append(Publication(lease, record))
-sa.event.listen(ledger._engine, "after_cursor_execute", kill_at_the_second_row)
+sa.event.listen(ledger._engine, "after_cursor_execute", kill_before_the_commit)
 ledger.publish(*publications)
 """
 

@@ -319,3 +319,23 @@ def test_generators_of_a_resumed_run_outlast_its_last_trainer(ledger: Ledger) ->
     assert not ledger.finished()
     ledger.finish(start(ledger))
     assert ledger.finished()
+
+
+def test_sizes_beyond_32_bits(url: str, captured: Captured) -> None:
+    """Of each sample, of their sum, and of the budget that it is compared with."""
+    nbytes = 3 * 2**30
+    slots = [SampleSlot(ordinal=i, sample=i, tokens=2**16) for i in range(4)]
+    with Ledger.open(url, "run") as ledger:
+        ledger.create_run(
+            budget_bytes=3 * nbytes, bytes_per_token=nbytes // 2**16, lease_seconds=60, max_attempts=2, order="strict"
+        )
+        ledger.open_epoch(None, 0, slots)
+        incarnation = resume_run(ledger, lambda _: True, lambda _: True).incarnation
+        leases = ledger.lease("g", 4)
+        assert [lease.nbytes for lease in leases] == [nbytes] * 3
+        assert not ledger.publish(*(Publication(lease, captured(ledger, lease)) for lease in leases))
+        assert ledger.progress().bytes_held == 3 * nbytes
+        ledger.release(incarnation, 0, *planned(plan(ledger, incarnation, 1, 2)))
+        assert len(ledger.lease("g", 4)) == 1
+        resumed = resume_run(ledger, lambda _: True, lambda _: True)
+        assert resumed.evicted == 1, "the first two come back, and the last had their room"
