@@ -338,7 +338,7 @@ def compare(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=20_000)
-    parser.add_argument("--leased", nargs="+", type=int, default=[LEASED, 32])
+    parser.add_argument("--leased", nargs="*", type=int, default=[LEASED, 32])
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--rows", nargs="*", type=int, default=[100_000, 10_000_000])
     parser.add_argument("--json", type=Path, default=RESULT)

@@ -332,10 +332,8 @@ class Ledger:
         with self.read() as rows:
             query = rows.select(samples.c.state, sa.func.count()).where(*here).group_by(samples.c.state)
             counts = {row[0]: row[1] for row in rows.all(query)}
-            held, attempts = (
-                int(rows.scalar(rows.select(sa.func.sum(column)).where(condition, *here)) or 0)
-                for column, condition in ((samples.c.bytes_held, HOLDS_BYTES), (samples.c.failures, HAS_FAILED))
-            )
+            sums = ((samples.c.bytes_held, HOLDS_BYTES), (samples.c.failures, HAS_FAILED))
+            held, attempts = (int(rows.scalar(rows.select(sa.func.sum(c)).where(has, *here)) or 0) for c, has in sums)
         return SampleProgress(**counts, bytes_held=held, attempts=attempts)
 
     def quarantined(self) -> list[Quarantined]:
@@ -357,7 +355,8 @@ class Ledger:
         with self.read() as rows:
             query = rows.select(*sums, sa.func.count(sa.distinct(samples.c.owner))).where(*captured)
             if window_s is not None:
-                query = query.where(samples.c.published > database_now() - window_s)
+                # As a value: PostgreSQL walks no index up to a clock.
+                query = query.where(samples.c.published > rows.scalar(sa.select(database_now())) - window_s)
             ((tokens, prefill_s, put_s, owners),) = rows.all(query)
         return CaptureRates(tokens=tokens, prefill_s=prefill_s, put_s=put_s, generators=owners)
 
@@ -365,8 +364,8 @@ class Ledger:
         """The first sample that is not trained yet; None at the end of the last open epoch."""
         with self.read() as rows:
             held_s = database_now() - (samples.c.lease_expires - rows.run_row().lease_seconds)
-            columns = [samples.c[name] for name in Oldest._fields if name != "held_s"]
-            found = [row for state in REMAINING for row in rows.all(rows.first(state, *columns, held_s, limit=1))]
+            columns = (*(samples.c[name] for name in Oldest._fields[:-1]), held_s)
+            found = [row for state in REMAINING for row in rows.all(rows.first(state, *columns, limit=1))]
         return min((Oldest(*row) for row in found), default=None)
 
     def since_last_capture(self) -> float | None:

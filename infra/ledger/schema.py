@@ -84,7 +84,7 @@ def _partial(name: str, condition: str, *columns: sa.Column[Any]) -> None:
 
 _partial("samples_by_step", "step IS NOT NULL", samples.c.step)
 _partial("samples_by_publication", "published IS NOT NULL", samples.c.published)
-_partial("samples_holding_bytes", "bytes_held > 0", samples.c.epoch, samples.c.ordinal)
+_partial("samples_holding_bytes", "bytes_held > 0", samples.c.bytes_held)
 _partial("samples_that_failed", "failures > 0", samples.c.failures)
 for column in (samples.c.state, samples.c.step):
     # Their values change all the time. With statistics of an hour ago, when all was pending, PostgreSQL reads the whole

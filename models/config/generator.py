@@ -38,7 +38,7 @@ class GeneratorConfig(StrictConfig):
         description="Data type of hidden states on their way to the trainer. `float8`: e4m3 with a scale for each "
         "token and layer, half the bytes of bfloat16.",
     )
-    lease_samples: Count = Field(default=8, description="Samples leased per ledger transaction.")
+    lease_samples: Count = Field(default=8, description="Samples leased, and published, per ledger transaction.")
     threads: Count | None = Field(
         default=None,
         description="CPU threads per generator. Default: all cores, half of them where training has no GPUs either.",
