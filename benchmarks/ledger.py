@@ -273,7 +273,7 @@ class Growing:
         assert self.timed("commit", lambda: ledger.commit(self.incarnation, record)) == size
         self.timed("renew", lambda: ledger.renew("generator"))
         self.timed("oldest", ledger.oldest)
-        self.timed("since_last_capture", ledger.since_last_capture)
+        self.timed("last_capture", ledger.last_capture)
         self.timed("capture_rates", lambda: ledger.capture_rates(60.0))
 
     def medians(self) -> dict[str, float]:

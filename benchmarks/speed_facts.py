@@ -39,11 +39,20 @@ def decode_capture(result: Json) -> Iterable[tuple[str, str]]:
 
 
 def ledger(result: Json) -> Iterable[tuple[str, str]]:
-    for database, rates in result["samples_per_s_by_generators"].items():
-        yield (
-            f"samples/s through the ledger on {database}, with 1 / 4 / 8 generator processes",
-            " / ".join(f"{rates[count]:.0f}" for count in ("1", "4", "8")),
-        )
+    how = f"{result['ranks']} trainer ranks, {result['order']} order, processes and server on the same cores"
+    for label, rate in result["samples_per_s"].items():
+        yield f"samples/s through the ledger on {label} ({how})", f"{rate:,.0f}"
+    killed = result["killed"]
+    kills = ", ".join(f"{count} times a {what}" for what, count in sorted(killed["kills"].items()))
+    yield f"{killed['samples']:,} samples through PostgreSQL with kills ({kills})", "every sample trained once"
+    for database, by_rows in result["milliseconds_by_rows"].items():
+        few, many = sorted(by_rows, key=int)
+        for names in (("lease", "publish", "plan", "release", "commit"), ("progress",)):
+            yield (
+                f"milliseconds to {' / '.join(names)} {'' if names == ('progress',) else '64 samples '}on {database}, "
+                f"in a run of {int(few):,} samples and of {int(many):,}",
+                "; ".join(" / ".join(f"{by_rows[rows][name]:.1f}" for name in names) for rows in (few, many)),
+            )
 
 
 def transport(result: Json) -> Iterable[tuple[str, str]]:

@@ -245,4 +245,5 @@ def _generators(folder: RunFolder, config: "RunConfig") -> Iterator[tuple[str, s
 def _quiet_s(folder: RunFolder, ledger: "Ledger") -> float:
     """Seconds since a sample was last captured or a step last reported."""
     reported = time.time() - folder.metrics.stat().st_mtime if folder.metrics.is_file() else None
-    return min((since for since in (reported, ledger.since_last_capture()) if since is not None), default=0.0)
+    captured = ledger.last_capture()
+    return min((since for since in (reported, captured and captured.ago_s) if since is not None), default=0.0)

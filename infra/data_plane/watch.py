@@ -82,13 +82,14 @@ class RunWatch:
         self._looked = now
         try:
             check_quarantined(self._ledger, self._max_quarantined)
-            captured_s, seen = self._ledger.since_last_capture(), self._ledger.progress()
+            last = self._ledger.last_capture()
+            # A sample that was lost and captured again changes no count.
+            seen = (self._ledger.progress(), last.at if last else None)
         except DBAPIError as error:
             if now - self._since > self._stall_s:
                 raise StallError(f"the ledger has not answered for {now - self._since:.0f} s: {error.orig}") from error
             return
-        # A sample that was lost and captured again changes no count.
-        if seen != self._seen or captured_s is None or captured_s < now - self._since:
+        if seen != self._seen or last is None:
             self._seen, self._since = seen, now
         elif now - self._since > self._stall_s:
             raise StallError(f"no progress for {now - self._since:.0f} s: {blame(self._ledger)}")

@@ -7,11 +7,12 @@ each write, which raises StaleIncarnation once another trainer has resumed the r
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import sqlalchemy as sa
 
 from infra.ledger import generators
+from infra.ledger.answers import LastCapture, Oldest, Quarantined
 from infra.ledger.database import lock_schema, open_engine
 from infra.ledger.generators import Exchange, Publication
 from infra.ledger.planning import check_slots
@@ -38,27 +39,6 @@ from infra.refusal import Refusal
 
 class StaleIncarnation(Refusal):
     """A newer trainer has resumed this run. The caller must stop and write nothing more."""
-
-
-class Quarantined(NamedTuple):
-    """A sample that could not be captured."""
-
-    epoch: int
-    ordinal: int
-    sample: int
-    error: str
-
-
-class Oldest(NamedTuple):
-    """The first sample that is still to be trained."""
-
-    epoch: int
-    ordinal: int
-    state: str
-    owner: str | None
-    tokens: int
-    held_s: float | None
-    """Seconds since its lease was last renewed."""
 
 
 class Ledger:
@@ -368,11 +348,13 @@ class Ledger:
             found = [row for state in REMAINING for row in rows.all(rows.first(state, *columns, limit=1))]
         return min((Oldest(*row) for row in found), default=None)
 
-    def since_last_capture(self) -> float | None:
-        """Seconds since the last sample was published; None before the first."""
+    def last_capture(self) -> LastCapture | None:
+        """The last sample's publication; None before the first."""
+        published = samples.c.published
         with self.read() as rows:
-            query = rows.select(database_now() - samples.c.published).where(samples.c.published.is_not(None))
-            return rows.scalar(query.order_by(samples.c.published.desc()).limit(1))
+            query = rows.select(published, database_now() - published).where(published.is_not(None))
+            found = rows.all(query.order_by(published.desc()).limit(1))
+        return LastCapture(*found[0]) if found else None
 
 
 def _missing(rows: Rows, epoch: int, slots: Sequence[SampleSlot]) -> list[SampleSlot]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from infra.data_plane.bottleneck import in_words
-from infra.ledger.ledger import Quarantined
+from infra.ledger.answers import Quarantined
 from infra.planner.plan import Plan, comparison
 from infra.quantities import plural, signed
 from infra.records.acceptance import BenchmarkResult, RegisteredDraft

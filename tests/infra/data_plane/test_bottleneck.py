@@ -66,9 +66,9 @@ def test_rates_of_what_was_captured(ledger: Ledger) -> None:
     assert (found.tokens, found.generators) == (10 + 11, 2)
     assert (found.prefill_s, found.put_s) == pytest.approx((3.0, 0.75))
     assert ledger.capture_rates(3600.0) == found
-    age = ledger.since_last_capture()
-    assert age is not None
-    assert 0 <= age < 3600
+    last = ledger.last_capture()
+    assert last is not None
+    assert 0 <= last.ago_s < 3600
 
 
 def test_a_watch_waits_for_the_first_sample_and_then_for_the_next(ledger: Ledger) -> None:

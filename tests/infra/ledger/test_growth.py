@@ -67,7 +67,7 @@ def one_step(ledger: Ledger, incarnation: int, step: int, captured: Captured) ->
     ledger.release(incarnation, 0, *(sample.ordinal for sample in plan.samples))
     record = CheckpointRecord(step=step, path="", manifest_hash="", incarnation=incarnation)
     assert ledger.commit(incarnation, record) == STEP
-    assert ledger.since_last_capture() is not None
+    assert ledger.last_capture() is not None
     assert ledger.capture_rates(60.0).tokens
     assert ledger.count("quarantined") == 0
 

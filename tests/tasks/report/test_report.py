@@ -11,7 +11,7 @@ from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.testing.utilities import prefect_test_harness
 
-from infra.ledger.ledger import Quarantined
+from infra.ledger.answers import Quarantined
 from infra.markdown import escaped, markdown_table
 from infra.quantities import duration, signed
 from infra.records.acceptance import (

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from infra.data_plane.bottleneck import in_words
-from infra.ledger.ledger import Quarantined
+from infra.ledger.answers import Quarantined
 from infra.records.acceptance import BenchmarkResult, DivergenceRecord, LosslessRecord, RegisteredDraft
 from infra.records.data_path import (
     GeneratorsChange,
