@@ -21,102 +21,37 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import Pipe, Process
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TypeVar
 
 import sqlalchemy as sa
 from capture_cost import cpu_model
+from ledger_processes import (
+    BYTES_PER_TOKEN,
+    LEASED,
+    RANKS,
+    RUN,
+    SAMPLES_PER_STEP,
+    TOKENS,
+    WAIT_S,
+    next_plan,
+    publication,
+)
 
 from infra.files.atomic import write_atomically
-from infra.ledger.generators import Publication
 from infra.ledger.ledger import Ledger
 from infra.ledger.schema import samples as table
-from infra.ledger.trainers import Wait, plan_step, resume_run
+from infra.ledger.trainers import resume_run
 from infra.processes.exit import run_main
 from infra.processes.process import Owner
 from infra.provenance import git_sha, hardware
-from infra.records.data_path import BufferRecord, CheckpointRecord, Lease, ObjectRecord, SampleSlot, StepPlan
+from infra.records.data_path import CheckpointRecord, SampleSlot
 from infra.servers.postgres import PostgresServer
 
 RESULT = Path(__file__).parent / "results" / "ledger.json"
-RUN = "benchmark"
-TOKENS = 550
-BYTES_PER_TOKEN = 32 * 2**10
-RANKS, CHECKPOINT_STEPS, LEASED = 8, 25, 8
-SAMPLES_PER_STEP = 8 * RANKS
-T = TypeVar("T")
-IDLE_S, POLL_S, WAIT_S = (0.05, 0.4), 0.02, 600.0
+PROCESSES = Path(__file__).with_name("ledger_processes.py")
 OPERATIONS = 100
-
-
-def publication(ledger: Ledger, lease: Lease) -> Publication:
-    buffers = tuple(BufferRecord(name=name, nbytes=lease.nbytes // 2, xxh3="0" * 16) for name in ("aux", "last"))
-    return Publication(lease, ObjectRecord(key=ledger.key(lease), location="memory", buffers=buffers), 0.1, 0.01)
-
-
-def generate(url: str, owner: str, leased: int) -> None:
-    """One generator whose captures take no time: it asks for as much as the ledger gives."""
-    with Ledger.open(url, RUN) as ledger:
-        ledger.give_back(owner)
-        leases, finished, idle_s = list[Lease](), False, IDLE_S[0]
-        while not finished:
-            captured = [publication(ledger, lease) for lease in leases]
-            _, leases, finished = ledger.exchange(owner, captured, leased, has_others=True)
-            if leases:
-                idle_s = IDLE_S[0]
-            else:
-                time.sleep(idle_s)
-                idle_s = min(2 * idle_s, IDLE_S[1])
-
-
-def rank(orders: Connection) -> None:
-    """A trainer rank other than 0: it hears of a plan, and says that it has copied its samples out."""
-    while text := orders.recv_bytes():
-        plan = StepPlan.model_validate_json(text)
-        orders.send_bytes(str(len(plan.samples)).encode())
-
-
-def train(url: str, folder: Path, samples: int) -> None:
-    """All ranks; a file beside each checkpoint names what its weights have seen."""
-    pipes = [Pipe() for _ in range(RANKS - 1)]
-    others = [Process(target=rank, args=(theirs,), daemon=True) for _, theirs in pipes]
-    for process in others:
-        process.start()
-    with Ledger.open(url, RUN) as ledger:
-        resumed = resume_run(ledger, lambda record: Path(record.path).is_file(), lambda _: True)
-        incarnation, step, seen = resumed.incarnation, 0, list[int]()
-        if resumed.checkpoint:
-            step, seen = resumed.checkpoint.step, json.loads(Path(resumed.checkpoint.path).read_text())
-        while len(seen) < samples:
-            plan = next_plan(ledger, incarnation, step + 1)
-            text = plan.model_dump_json().encode()
-            for mine, _ in pipes:
-                mine.send_bytes(text)
-            assert all(mine.recv_bytes() for mine, _ in pipes)
-            ledger.release(incarnation, 0, *(sample.ordinal for sample in plan.samples))
-            seen += [sample.ordinal for sample in plan.samples]
-            step = plan.step
-            if step % CHECKPOINT_STEPS == 0 or len(seen) == samples:
-                path = folder / f"{incarnation}-{step}.json"
-                write_atomically(path, json.dumps(seen))
-                record = CheckpointRecord(step=step, path=str(path), manifest_hash="", incarnation=incarnation)
-                ledger.commit(incarnation, record)
-        ledger.finish(incarnation)
-    for mine, _ in pipes:
-        mine.send_bytes(b"")
-
-
-def next_plan(ledger: Ledger, incarnation: int, step: int) -> StepPlan:
-    deadline, size = time.monotonic() + WAIT_S, SAMPLES_PER_STEP
-    while isinstance(
-        plan := plan_step(ledger, incarnation, 0, step, ranks=RANKS, micro_batches=1, samples_per_step=size), Wait
-    ):
-        assert time.monotonic() < deadline, plan
-        time.sleep(POLL_S)
-    assert isinstance(plan, StepPlan), plan
-    return plan
+T = TypeVar("T")
 
 
 class Cluster:
@@ -128,11 +63,15 @@ class Cluster:
         self.ledger = Ledger.open(url, RUN)
         create(self.ledger, generators, leased)
         self.ledger.open_epoch(None, 0, [SampleSlot(ordinal=i, sample=i, tokens=TOKENS) for i in range(samples)])
+        self.generators = [self.start("generate", folder / f"generator-{i}", leased) for i in range(generators)]
+        deadline = time.monotonic() + WAIT_S
+        while not all((folder / f"generator-{i}").exists() for i in range(generators)):
+            assert time.monotonic() < deadline, "the generators do not start"
+            time.sleep(0.1)
         self.trainer = self.start("train", folder, samples)
-        self.generators = [self.start("generate", f"generator-{i}", leased) for i in range(generators)]
 
     def start(self, *what: object) -> subprocess.Popen[bytes]:
-        command = [sys.executable, __file__, f"--{what[0]}", self.url, *map(str, what[1:])]
+        command = [sys.executable, str(PROCESSES), str(what[0]), self.url, *map(str, what[1:])]
         with (self.folder / f"{what[0]}.log").open("ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log)
 
@@ -149,7 +88,7 @@ class Cluster:
         else:
             index = choice.randrange(len(self.generators))
             _kill(self.generators[index])
-            self.generators[index] = self.start("generate", f"generator-{index}", self.leased)
+            self.generators[index] = self.start("generate", self.folder / f"generator-{index}", self.leased)
         self.revive()
         return kind
 
@@ -160,7 +99,7 @@ class Cluster:
             self.trainer = self.start("train", self.folder, self.samples)
         for index, process in enumerate(self.generators):
             if process.poll() not in (None, 0):
-                self.generators[index] = self.start("generate", f"generator-{index}", self.leased)
+                self.generators[index] = self.start("generate", self.folder / f"generator-{index}", self.leased)
 
     def close(self) -> None:
         for process in (self.trainer, *self.generators):
@@ -342,17 +281,8 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--rows", nargs="*", type=int, default=[100_000, 10_000_000])
     parser.add_argument("--json", type=Path, default=RESULT)
-    parser.add_argument("--generate", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--train", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.generate:
-        url, owner, leased = options.generate
-        generate(url, owner, int(leased))
-    elif options.train:
-        url, folder, samples = options.train
-        train(url, Path(folder), int(samples))
-    else:
-        compare(options)
+    compare(options)
 
 
 if __name__ == "__main__":

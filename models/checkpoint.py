@@ -19,8 +19,7 @@ from infra.files.atomic import sha256_file, sync_file, sync_folder, write_atomic
 from infra.files.lines import read_objects, write_objects
 from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
-from infra.ledger.planning import pack_ordinals
-from infra.records.data_path import CheckpointRecord, Record
+from infra.records.data_path import CheckpointRecord, Ranges, Record
 
 WEIGHTS, AVERAGED, STATE = "draft.safetensors", "averaged.safetensors", "state.pt"
 DRAFT, MANIFEST = "draft.json", "manifest.json"
@@ -40,8 +39,8 @@ class Manifest(Record):
     incarnation: int
     step: int
     epoch: int
-    consumed: str
-    """Bitmap of the epoch's consumed ordinals (infra.ledger.planning.pack_ordinals)."""
+    consumed: Ranges
+    """Ordinals of the epoch that are consumed."""
     sha256: dict[str, str]
 
 
@@ -111,13 +110,13 @@ class CheckpointSaver:
         write_atomically(aside / DRAFT, description)
         for file in aside.iterdir():
             sync_file(file)
-        epoch, ordinals = self._ledger.consumed_ordinals(step)
+        epoch, consumed = self._ledger.consumed_ranges(step)
         manifest = Manifest(
             run=folder.name,
             incarnation=self._incarnation,
             step=step,
             epoch=epoch,
-            consumed=pack_ordinals(ordinals),
+            consumed=consumed,
             sha256={file.name: sha256_file(file) for file in sorted(aside.iterdir())},
         )
         write_atomically(aside / MANIFEST, manifest)

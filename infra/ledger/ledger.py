@@ -33,7 +33,7 @@ from infra.ledger.schema import (
     runs,
     samples,
 )
-from infra.records.data_path import CaptureRates, CheckpointRecord, Lease, SampleProgress, SampleSlot
+from infra.records.data_path import CaptureRates, CheckpointRecord, Lease, Ranges, SampleProgress, SampleSlot
 from infra.refusal import Refusal
 
 
@@ -266,16 +266,20 @@ class Ledger:
             released = rows.update(*there, bytes_held=0, object=None)
             assert released == len(set(ordinals)), f"release of samples that were not taken: {epoch}, {ordinals}"
 
-    def consumed_ordinals(self, step: int) -> tuple[int, list[int]]:
-        """(epoch, ordinals, ascending) for the manifest of a checkpoint at `step`, before it is committed.
+    def consumed_ranges(self, step: int) -> tuple[int, Ranges]:
+        """(epoch, its consumed ordinals) for the manifest of a checkpoint at `step`, before it is committed.
 
         The epoch is the newest one that the checkpoint's weights have seen (0 when they have seen none).
         """
         seen = (samples.c.state.in_((TAKEN, CONSUMED)), samples.c.step <= step)
         with self.read() as rows:
             epoch = rows.scalar(rows.select(sa.func.max(samples.c.epoch)).where(*seen)) or 0
-            query = rows.select(samples.c.ordinal).where(*seen, samples.c.epoch == epoch).order_by(samples.c.ordinal)
-            return epoch, [row.ordinal for row in rows.all(query)]
+            # Ordinals that follow each other are as far from their rank among the consumed ones.
+            ordinal = samples.c.ordinal
+            distance = ordinal - sa.func.row_number().over(order_by=ordinal)
+            here = rows.select(ordinal, distance.label("distance")).where(*seen, samples.c.epoch == epoch).subquery()
+            ends = sa.select(sa.func.min(here.c.ordinal), sa.func.max(here.c.ordinal)).group_by(here.c.distance)
+            return epoch, tuple(sorted((first, last) for first, last in rows.all(ends)))
 
     def commit(self, incarnation: int, record: CheckpointRecord) -> int:
         """The commit point of a checkpoint whose files are all durable; the number of samples it consumed.

@@ -1,8 +1,7 @@
-"""Pure functions for step plans, byte budgets and bitmaps of ordinals."""
+"""Pure functions for step plans and byte budgets."""
 
-import base64
 import heapq
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from infra.planner.traffic import samples_in_flight
 from infra.records.data_path import SampleSlot
@@ -75,17 +74,3 @@ def check_slots(slots: Sequence[SampleSlot], budget_bytes: int, bytes_per_token:
 
 def _mib(size: int) -> str:
     return f"{size / 2**20:.1f} MiB"
-
-
-def pack_ordinals(ordinals: Collection[int]) -> str:
-    """A manifest's bitmap of consumed ordinals: bit i of the little-endian integer is ordinal i; base64 text."""
-    bits = bytearray(max(ordinals, default=-1) // 8 + 1)
-    for ordinal in ordinals:
-        bits[ordinal // 8] |= 1 << ordinal % 8
-    return base64.b64encode(bits).decode("ascii")
-
-
-def unpack_ordinals(bitmap: str) -> list[int]:
-    """The ordinals of a `pack_ordinals` bitmap, ascending. ValueError when it is not base64."""
-    bits = base64.b64decode(bitmap, validate=True)
-    return [8 * i + bit for i, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1]

@@ -1,6 +1,6 @@
 """The trainer's side of the ledger: how it takes a run over from its predecessor, and how it plans a step."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -23,7 +23,15 @@ from infra.ledger.schema import (
     database_now,
     samples,
 )
-from infra.records.data_path import CheckpointRecord, ObjectRecord, PlannedSample, Record, SampleSlot, StepPlan
+from infra.records.data_path import (
+    CheckpointRecord,
+    ObjectRecord,
+    PlannedSample,
+    Ranges,
+    Record,
+    SampleSlot,
+    StepPlan,
+)
 from infra.refusal import Refusal
 
 MAX_CRASHES = 3
@@ -256,14 +264,14 @@ def _return_taken(rows: Rows, object_is_whole: Callable[[ObjectRecord], bool]) -
 
 
 def rebuild_run(
-    ledger: Ledger, checkpoint: CheckpointRecord, epoch: int, slots: Sequence[SampleSlot], consumed: Collection[int]
+    ledger: Ledger, checkpoint: CheckpointRecord, epoch: int, slots: Sequence[SampleSlot], consumed: Ranges
 ) -> None:
-    """Write a lost ledger anew from a verified checkpoint and its manifest's epoch and ordinals.
+    """Write a lost ledger anew from a verified checkpoint and its manifest's epoch and consumed ordinals.
 
     The run must have been created and hold nothing. Incarnation and attempts continue from the database's clock in
     microseconds, above any number that a process of the lost ledger can hold. Raises Refusal where rows exist.
     """
-    trained = set(consumed)
+    trained = {ordinal for first, last in consumed for ordinal in range(first, last + 1)}
     unknown = trained - {slot.ordinal for slot in slots}
     if unknown:
         raise Refusal(

@@ -4,8 +4,9 @@ from typing import Literal
 
 from infra.records.data_path import Record
 
-LEDGER_TRANSACTIONS = 2.25
-"""Per sample, with eight samples to a lease and to a step: a lease's share, publication, release, plan and commit."""
+LEDGER_TRANSACTIONS = 0.16
+"""Per sample, where a generator publishes and leases eight at a time and a step has 64: a share of that exchange and
+of the step's plan and release."""
 
 CHECKPOINT_BYTES_PER_PARAMETER = 16
 """Weights, averaged weights and AdamW's two moments, in float32."""

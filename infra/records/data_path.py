@@ -17,6 +17,9 @@ HELDOUT_LENGTH = "heldout_acceptance_length"
 HELDOUT_SEEN = "heldout_image_acceptance_length"
 """The same after held-out prompts with images."""
 
+Ranges = tuple[tuple[int, int], ...]
+"""Numbers, as the first and the last of each range, ascending: few where most numbers follow each other."""
+
 
 class Record(BaseModel):
     """A frozen, strict record that is written as JSON."""

@@ -6,7 +6,6 @@ import torch
 from safetensors.torch import load_file
 
 from infra.ledger.ledger import Ledger
-from infra.ledger.planning import unpack_ordinals
 from infra.ledger.trainers import Resume, rebuild_run, resume_run
 from infra.refusal import Refusal
 from infra.transport.choice import sweep
@@ -30,7 +29,7 @@ def take_over(run: PreparedRun, ledger: Ledger) -> Resume:
     folder, transport = run.folder, run.open_transport()
     if not ledger.progress().total and not ledger.checkpoints() and (newest := checkpoints.newest_whole(folder)):
         record, manifest = newest
-        rebuild_run(ledger, record, manifest.epoch, run.epoch_slots(manifest.epoch), unpack_ordinals(manifest.consumed))
+        rebuild_run(ledger, record, manifest.epoch, run.epoch_slots(manifest.epoch), manifest.consumed)
         print(f"the ledger was lost; it is rebuilt from the checkpoint of step {record.step}", flush=True)
     resume = resume_run(ledger, lambda record: checkpoints.is_whole(folder, record), transport.verify)
     for record in resume.dropped:

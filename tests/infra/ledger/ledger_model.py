@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from infra.records.data_path import CheckpointRecord, ObjectRecord, StepPlan
+from infra.records.data_path import CheckpointRecord, ObjectRecord, Ranges, StepPlan
 
 Place = tuple[int, int]
 
@@ -36,7 +36,7 @@ class Saved:
     record: CheckpointRecord
     weights: Counter[Place]
     epoch: int
-    bitmap: str
+    consumed: Ranges
 
 
 @dataclass

@@ -3,7 +3,7 @@
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,6 @@ from ledger_model import Model, Place, Row, Saved, Trainer
 
 from infra.ledger.generators import Publication
 from infra.ledger.ledger import Ledger
-from infra.ledger.planning import pack_ordinals, unpack_ordinals
 from infra.ledger.schema import samples
 from infra.ledger.trainers import EndOfEpoch, RepeatedCrash, Resume, Wait, plan_step, rebuild_run, resume_run
 from infra.records.data_path import (
@@ -21,6 +20,7 @@ from infra.records.data_path import (
     Lease,
     ObjectRecord,
     PlannedSample,
+    Ranges,
     SampleSlot,
     StepPlan,
 )
@@ -30,6 +30,10 @@ MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 EPOCHS = 3
 BYTES_PER_TOKEN = 10
 MAX_ATTEMPTS = 2
+
+
+def ordinals_in(ranges: Ranges) -> set[int]:
+    return {ordinal for first, last in ranges for ordinal in range(first, last + 1)}
 
 
 class World:
@@ -250,9 +254,10 @@ class World:
         """Write the files of a checkpoint; training may go on before it is committed."""
         step, path = trainer.trained, f"{trainer.incarnation}-{trainer.trained}"
         record = CheckpointRecord(step=step, path=path, manifest_hash=path, incarnation=trainer.incarnation)
-        epoch, ordinals = self.ledger.consumed_ordinals(step)
-        assert {(epoch, o) for o in ordinals} == {place for place in trainer.weights if place[0] == epoch}
-        trainer.saving = Saved(record, Counter(trainer.weights), epoch, pack_ordinals(ordinals))
+        epoch, consumed = self.ledger.consumed_ranges(step)
+        assert {(epoch, o) for o in ordinals_in(consumed)} == {place for place in trainer.weights if place[0] == epoch}
+        assert all(this[1] + 1 < following[0] for this, following in pairwise(consumed))
+        trainer.saving = Saved(record, Counter(trainer.weights), epoch, consumed)
         trainer.saved = step
         self.files[path] = trainer.saving
 
@@ -303,8 +308,8 @@ class World:
         self.ledger.close()
         self.model = Model(self.model.strict, self.model.budget, committed=[saved.record])
         self.open_ledger(f"rebuilt-{len(self.incarnations)}-{next(self.serial)}")
-        consumed = unpack_ordinals(saved.bitmap)
-        rebuild_run(self.ledger, saved.record, saved.epoch, self.slots, consumed)
+        rebuild_run(self.ledger, saved.record, saved.epoch, self.slots, saved.consumed)
+        consumed = ordinals_in(saved.consumed)
         for slot in self.slots:
             row = Row(sample=slot.sample, size=slot.tokens * BYTES_PER_TOKEN)
             if slot.ordinal in consumed:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.ledger.planning import balance, check_budget, pack_ordinals, unpack_ordinals
+from infra.ledger.planning import balance, check_budget
 
 sizes = st.lists(st.integers(1, 4096), max_size=40)
 
@@ -43,11 +43,6 @@ def test_ranks_hold_about_the_same_number_of_tokens(ranks: int) -> None:
 def test_balance_fills_ranks_before_micro_batches() -> None:
     assert balance([5, 5, 5], ranks=2, micro_batches=2) == [(0, 0), (1, 0), (0, 1)]
     assert balance([1, 9, 4, 4], ranks=2, micro_batches=1) == [(1, 0), (0, 0), (1, 0), (1, 0)]
-
-
-@given(ordinals=st.sets(st.integers(0, 300)))
-def test_bitmap_round_trip(ordinals: set[int]) -> None:
-    assert unpack_ordinals(pack_ordinals(ordinals)) == sorted(ordinals)
 
 
 def _budget(**changes: int) -> None:

@@ -5,7 +5,6 @@ import pytest
 
 from infra.ledger.generators import Publication
 from infra.ledger.ledger import Ledger, StaleIncarnation
-from infra.ledger.planning import pack_ordinals, unpack_ordinals
 from infra.ledger.trainers import EndOfEpoch, RepeatedCrash, Wait, plan_step, rebuild_run, resume_run
 from infra.records.data_path import CheckpointRecord, Lease, ObjectRecord, SampleSlot, StepPlan
 
@@ -97,7 +96,7 @@ def test_bytes_are_freed_by_release_not_by_commit(ledger: Ledger, slots: Slots, 
     ledger.release(incarnation, 0, 0)
     ledger.release(incarnation, 0, 0)
     assert [lease.ordinal for lease in ledger.lease("g", 9)] == [2]
-    assert ledger.consumed_ordinals(1) == (0, [0, 1])
+    assert ledger.consumed_ranges(1) == (0, ((0, 1),))
     assert ledger.commit(incarnation, checkpoint(1, incarnation)) == 2
     assert ledger.commit(incarnation, checkpoint(1, incarnation)) == 0
     assert ledger.checkpoints() == [checkpoint(1, incarnation)]
@@ -284,16 +283,15 @@ def test_a_lost_ledger_is_rebuilt(ledger: Ledger, slots: Slots, captured: Captur
     ledger.open_epoch(None, 0, slots(1, 1, 1, 1))
     one = start(ledger)
     train(ledger, captured, one, 1)
-    epoch, ordinals = ledger.consumed_ordinals(1)
-    manifest = pack_ordinals(ordinals)
+    epoch, consumed = ledger.consumed_ranges(1)
     (late,) = ledger.lease("slow", 1)
     with Ledger.open(f"sqlite:///{tmp_path / 'new.sqlite'}", "run") as new:
         new.create_run(budget_bytes=100, bytes_per_token=10, lease_seconds=60, max_attempts=2, order="strict")
         with pytest.raises(ValueError, match=r"\[9\] beyond its epoch"):
-            rebuild_run(new, checkpoint(1, one), epoch, slots(1, 1, 1, 1), [9])
-        rebuild_run(new, checkpoint(1, one), epoch, slots(1, 1, 1, 1), unpack_ordinals(manifest))
+            rebuild_run(new, checkpoint(1, one), epoch, slots(1, 1, 1, 1), ((9, 9),))
+        rebuild_run(new, checkpoint(1, one), epoch, slots(1, 1, 1, 1), consumed)
         with pytest.raises(ValueError, match="not empty"):
-            rebuild_run(new, checkpoint(1, one), epoch, slots(1, 1, 1, 1), [])
+            rebuild_run(new, checkpoint(1, one), epoch, slots(1, 1, 1, 1), ())
         resume = resume_run(new, lambda _: True, lambda _: True)
         assert (resume.checkpoint, resume.epoch) == (checkpoint(1, one), 0)
         (again,) = new.lease("fast", 1)
