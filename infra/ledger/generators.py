@@ -11,6 +11,7 @@ holds after every transaction:
 * Lease takes the lowest pending row and never skips. Is that row a hole, its size moves from one term of I to the
   other, so **a hole always fits**. Is it none, there are no holes (they would be lower), I's left side is the bytes
   held, and the lease is made only if they and the new row fit.
+* An exchange publishes and then leases: the two in turn, in one transaction.
 * Fail, expiry and give-back turn a holder into at most a hole; publish changes nothing, or lowers a term to what an
   answer really takes; plan, release, commit and quarantine only make terms vanish.
 * Resume can break I: rows trained after the surviving checkpoint come back as holes whose bytes were given away long

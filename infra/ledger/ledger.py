@@ -36,6 +36,9 @@ from infra.ledger.schema import (
 from infra.records.data_path import CaptureRates, CheckpointRecord, Lease, Ranges, SampleProgress, SampleSlot
 from infra.refusal import Refusal
 
+OPENED = 20_000
+"""Samples that are entered in one transaction: generators wait for its end."""
+
 
 class StaleIncarnation(Refusal):
     """A newer trainer has resumed this run. The caller must stop and write nothing more."""
@@ -135,31 +138,38 @@ class Ledger:
             return counts[0]
 
     def open_epoch(self, incarnation: int | None, epoch: int, slots: Sequence[SampleSlot]) -> None:
-        """Enter one row per sample; those already there stay as they are.
+        """Enter one row per sample, `OPENED` at a time; those already there stay as they are.
 
-        A trainer names its incarnation; None is for whoever opens the first epoch before any trainer. A sample
-        that was quarantined in another epoch is quarantined in this one too, and one that was answered keeps its
-        answer. Raises Refusal for a sample larger than the budget, for slots that differ from the rows that are there,
-        and for an epoch before one already open.
+        Generators may lease the first ones meanwhile. A trainer names its incarnation; None is for whoever opens the
+        first epoch before any trainer. A sample that was quarantined in another epoch is quarantined in this one too,
+        and one that was answered keeps its answer. Raises Refusal for a sample larger than the budget, for slots that
+        differ from the rows that are there, and for an epoch before one already open.
         """
-        with self.write(incarnation) as (rows, run):
+        wanted = sorted(slots, key=lambda slot: slot.ordinal)
+        with self.read() as rows:
+            run = rows.run_row()
             check_slots(slots, run.budget_bytes, run.bytes_per_token)
-            missing = _missing(rows, epoch, slots)
+            last = rows.scalar(rows.select(sa.func.max(samples.c.ordinal)).where(samples.c.epoch == epoch))
+            if len({slot.ordinal for slot in wanted}) < len(wanted) or (last is not None and last > wanted[-1].ordinal):
+                raise _other_samples(rows, epoch)
+            # The epochs before are at their end: nothing is answered or quarantined in them any more.
             quarantined = rows.select(samples.c.sample, samples.c.error).where(samples.c.state == QUARANTINED)
             errors = {row.sample: row.error for row in rows.all(quarantined)}
             answers = generators.answers_before(rows, epoch)
-            rows.insert(
-                {
-                    "epoch": epoch,
-                    "attempt": run.attempt_floor,
-                    "state": QUARANTINED if slot.sample in errors else PENDING,
-                    "error": errors.get(slot.sample),
-                    "answer": None,
-                    **slot.model_dump(),
-                    **answers.get(slot.sample, {}),
-                }
-                for slot in missing
-            )
+        for first in range(0, len(wanted), OPENED):
+            with self.write(incarnation) as (rows, run):
+                rows.insert(
+                    {
+                        "epoch": epoch,
+                        "attempt": run.attempt_floor,
+                        "state": QUARANTINED if slot.sample in errors else PENDING,
+                        "error": errors.get(slot.sample),
+                        "answer": None,
+                        **slot.model_dump(),
+                        **answers.get(slot.sample, {}),
+                    }
+                    for slot in _missing(rows, epoch, wanted[first : first + OPENED])
+                )
 
     # What generators ask: `owner` names one of their processes ------------------------------------------------------
 
@@ -361,18 +371,22 @@ class Ledger:
         return LastCapture(*found[0]) if found else None
 
 
+def _other_samples(rows: Rows, epoch: int) -> Refusal:
+    return Refusal(
+        f"epoch {epoch} of run {rows.run!r} is in the ledger with other samples: the sample set or its "
+        "order has changed; resume with the run's own recipe and data, or start a run of another name"
+    )
+
+
 def _missing(rows: Rows, epoch: int, slots: Sequence[SampleSlot]) -> list[SampleSlot]:
-    """The slots of an epoch that have no row yet. Raises Refusal for slots that cannot be added to those rows."""
+    """Those of an epoch's slots, by ordinal, that have no row. Raises Refusal for slots that do not fit to the rows."""
     answered = samples.c.answer.is_not(None).label("answered")
     query = rows.select(samples.c.ordinal, samples.c.sample, samples.c.tokens, answered)
-    there = {row.ordinal: row for row in rows.all(query.where(samples.c.epoch == epoch))}
+    here = (samples.c.epoch == epoch, samples.c.ordinal.between(slots[0].ordinal, slots[-1].ordinal))
+    there = {row.ordinal: row for row in rows.all(query.where(*here))}
     wanted = {slot.ordinal: slot for slot in slots}
-    same = all(ordinal in wanted and _is_of(row, wanted[ordinal]) for ordinal, row in there.items())
-    if len(wanted) != len(slots) or not same:
-        raise Refusal(
-            f"epoch {epoch} of run {rows.run!r} is in the ledger with other samples: the sample set or its "
-            "order has changed; resume with the run's own recipe and data, or start a run of another name"
-        )
+    if not all(ordinal in wanted and _is_of(row, wanted[ordinal]) for ordinal, row in there.items()):
+        raise _other_samples(rows, epoch)
     missing = [slot for slot in slots if slot.ordinal not in there]
     later = rows.select(samples.c.epoch).where(samples.c.epoch > epoch, samples.c.state != QUARANTINED)
     if missing and rows.all(later.limit(1)):

@@ -1,7 +1,9 @@
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import pytest
+from sqlalchemy import event
 
 from infra.ledger.generators import Publication
 from infra.ledger.ledger import Ledger, StaleIncarnation
@@ -337,3 +339,34 @@ def test_sizes_beyond_32_bits(url: str, captured: Captured) -> None:
         assert len(ledger.lease("g", 4)) == 1
         resumed = resume_run(ledger, lambda _: True, lambda _: True)
         assert resumed.evicted == 1, "the first two come back, and the last had their room"
+
+
+def test_an_epoch_that_was_opened_in_part(
+    url: str, slots: Slots, captured: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in its third transaction; a generator has captured the first rows by then."""
+    monkeypatch.setattr("infra.ledger.ledger.OPENED", 2)
+    insertions = count(1)
+
+    def interrupt_the_third_insertion(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+        if statement.startswith("INSERT INTO samples") and next(insertions) == 3:
+            raise KeyboardInterrupt
+
+    epoch = slots(*[1] * 7)
+    with Ledger.open(url, "run") as ledger:
+        ledger.create_run(budget_bytes=100, bytes_per_token=10, lease_seconds=60, max_attempts=2, order="strict")
+        first = start(ledger)
+        event.listen(ledger._engine, "before_cursor_execute", interrupt_the_third_insertion)
+        with pytest.raises(KeyboardInterrupt):
+            ledger.open_epoch(first, 0, epoch)
+        event.remove(ledger._engine, "before_cursor_execute", interrupt_the_third_insertion)
+        assert len(capture(ledger, captured)) == 4
+        second = start(ledger)
+        ledger.open_epoch(second, 0, epoch)
+        assert (ledger.progress().ready, ledger.progress().pending) == (4, 3)
+        capture(ledger, captured)
+        assert planned(plan(ledger, second, 1, 7)) == list(range(7))
+        with pytest.raises(StaleIncarnation):
+            ledger.open_epoch(first, 0, epoch)
+        with pytest.raises(ValueError, match="other samples"):
+            ledger.open_epoch(second, 0, epoch[:5])
