@@ -29,6 +29,27 @@ def live(result: Json) -> Iterable[tuple[str, str]]:
         yield f"the same without a run ({name}): median / 99th percentile", f"{off['p50_s']:.2f} / {off['p99_s']:.2f} s"
 
 
+def one_pass_learned(result: Json) -> Iterable[tuple[str, str]]:
+    """What a draft learns where the target is captured while it answers."""
+    for target, found in result.items():
+        seeds = len(found["drafts"]) // 2
+        tokens = sum(draft["tokens"] for draft in found["drafts"].values()) / len(found["drafts"])
+        for temperature in ("1", "0"):
+            of = found[f"temperature {temperature}"]
+            lengths = (
+                f"{', '.join(f'{one:.2f}' for one in sorted(values))}"
+                for way in ("one pass", "two passes")
+                if (values := [
+                    draft["acceptance"][temperature][0] for name, draft in found["drafts"].items() if way in name
+                ])
+            )  # fmt: skip
+            yield (
+                f"acceptance length of a draft trained in one pass to one trained in two ({target}, temperature "
+                f"{temperature}, {seeds} seeds, {tokens:,.0f} tokens each)",
+                f"{of['one_pass_to_two']:.3f} ({'; '.join(lengths)})",
+            )
+
+
 def live_loop(result: Json) -> Iterable[tuple[str, str]]:
     """The way back after users have changed the subject."""
     for seed, found in result.items():

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from live_facts import live, live_loop
+from live_facts import live, live_loop, one_pass_learned
 from speed_facts import (
     block_step,
     capture,
@@ -276,6 +276,7 @@ SECTIONS = (
             ("lossless-gemma3-270m", "lossless.py", lossless),
             ("lossless-blocks", "lossless.py", lossless),
             ("suffix", "suffix.py", suffix),
+            ("one_pass_learned", "one_pass_learned.py", one_pass_learned),
             ("mtp", "mtp.py", mtp),
             ("optimizers", "optimizers.py", optimizers),
             ("learning_curve", "learning_curve.py", learning_curve),
