@@ -94,25 +94,38 @@ def plan_step(
     Order `strict`: the first `samples_per_step` remaining samples by ordinal, once all of them are ready. Order
     `any`: the first that are ready. Either way the epoch's last step may be short, and a step is never short while
     other samples may still come. `current_step` is the step that is being trained while this one is planned
-    ahead (default: `step` itself); a crash is counted there. Call it even at the end of the epoch to tell.
+    ahead (default: `step` itself); a crash is counted there. Call it even at the end of the epoch to tell. Whoever has
+    to wait has not locked the run.
     """
+    current = step if current_step is None else current_step
+    with ledger.read() as rows:
+        run = rows.run_row()
+        if (run.incarnation, run.current_step) == (incarnation, current):
+            found = _ready(rows, run, epoch, step, samples_per_step)
+            if isinstance(found, Wait):
+                return found
     with ledger.write(incarnation) as (rows, run):
-        current = step if current_step is None else current_step
         if current != run.current_step:
             rows.update_run(current_step=current)
-        # One index walk per state.
-        found = ((ordinal, state) for state in REMAINING for ordinal in _first(rows, epoch, state, samples_per_step))
-        remaining = sorted(found)[:samples_per_step]
-        if not remaining:
-            return EndOfEpoch(epoch=epoch)
-        missing = [ordinal for ordinal, state in remaining if state != READY]
-        ready = len(remaining) - len(missing)
-        if run.plan_order == "any" and missing:
-            ready = min(len(remaining), len(_first(rows, epoch, READY, samples_per_step)))
-        if ready < len(remaining):
-            first_missing = missing[0] if run.plan_order == "strict" else None
-            return Wait(step=step, needed=len(remaining), ready=ready, first_missing=first_missing)
-        return _take(rows, epoch, step, ready, ranks, micro_batches)
+        found = _ready(rows, run, epoch, step, samples_per_step)
+        return _take(rows, epoch, step, found, ranks, micro_batches) if isinstance(found, int) else found
+
+
+def _ready(rows: Rows, run: sa.Row[Any], epoch: int, step: int, samples_per_step: int) -> int | Wait | EndOfEpoch:
+    """How many samples a step can take: all that it needs."""
+    # One index walk per state.
+    found = ((ordinal, state) for state in REMAINING for ordinal in _first(rows, epoch, state, samples_per_step))
+    remaining = sorted(found)[:samples_per_step]
+    if not remaining:
+        return EndOfEpoch(epoch=epoch)
+    missing = [ordinal for ordinal, state in remaining if state != READY]
+    ready = len(remaining) - len(missing)
+    if run.plan_order == "any" and missing:
+        ready = min(len(remaining), len(_first(rows, epoch, READY, samples_per_step)))
+    if ready == len(remaining):
+        return ready
+    first_missing = missing[0] if run.plan_order == "strict" else None
+    return Wait(step=step, needed=len(remaining), ready=ready, first_missing=first_missing)
 
 
 def _first(rows: Rows, epoch: int, state: str, limit: int) -> list[int]:

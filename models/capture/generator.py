@@ -29,7 +29,7 @@ from models.devices import limit_memory
 from models.run import PreparedRun
 from models.targets.layout import SampleError
 
-IDLE_S = (0.05, 0.4)
+IDLE_S = (0.05, 0.2)
 """Pause between two requests for leases while there are none: it doubles, for every request locks the run."""
 WAIT_S = 1.0
 """Longest wait for a capture before leases are renewed and a stop is noticed."""
@@ -152,7 +152,8 @@ class Generator:
         for publication in lost:
             self.transport.delete(publication.record.key)
         self._waiting.extend(leases)
-        self._idle_s = IDLE_S[0] if leases else min(2 * self._idle_s, IDLE_S[1])
+        if hungry:
+            self._idle_s = IDLE_S[0] if leases else min(2 * self._idle_s, IDLE_S[1])
         return len(offered) - len(lost)
 
     def _record_failure(self, future: Future[Captured], lease: Lease) -> None:

@@ -12,6 +12,7 @@ from typing import Literal
 
 import pytest
 
+from infra.ledger.generators import Exchange
 from infra.ledger.ledger import Ledger
 from infra.ledger.trainers import Wait, plan_step, resume_run
 from infra.records.data_path import CheckpointRecord, Lease, SampleSlot, StepPlan
@@ -131,6 +132,7 @@ KILLED_WHILE_IT_PUBLISHES = """
 import os, signal, sys
 import sqlalchemy as sa
 from infra.ledger.generators import Publication
+from infra.ledger.generators import Exchange
 from infra.ledger.ledger import Ledger
 from infra.records.data_path import BufferRecord, ObjectRecord
 
@@ -158,3 +160,21 @@ def test_a_generator_that_is_killed_while_it_publishes_has_published_nothing(url
         assert (ledger.progress().leased, ledger.progress().ready) == (3, 0)
         assert ledger.give_back("killed") == 3
         assert [lease.ordinal for lease in ledger.lease("next", 3)] == [0, 1, 2]
+
+
+def test_whoever_has_to_wait_does_not_queue_for_the_run(url: str) -> None:
+    with Ledger.open(url, "run") as ledger, Ledger.open(url, "run") as other, ThreadPoolExecutor(1) as thread:
+        ledger.create_run(budget_bytes=1000, bytes_per_token=1, lease_seconds=600, max_attempts=2, order="strict")
+        ledger.open_epoch(None, 0, SLOTS)
+        incarnation = resume_run(ledger, lambda _: True, lambda _: True).incarnation
+        ledger.lease("a", SAMPLES)
+
+        def ask() -> tuple[object, Exchange]:
+            planned = plan_step(ledger, incarnation, 0, 1, ranks=1, micro_batches=1, samples_per_step=4)
+            return planned, ledger.exchange("b", (), 4, has_others=True)
+
+        assert isinstance(ask()[0], Wait), "the first time it says which step is trained"
+        with other.write():
+            waits, nothing = thread.submit(ask).result(60)
+        assert isinstance(waits, Wait)
+        assert nothing == Exchange([], [], finished=False)
