@@ -4,6 +4,7 @@ Apart, since thirty-two of them start at once: what they import is what they nee
 """
 
 import json
+import os
 import sys
 import time
 from multiprocessing import Pipe, Process
@@ -50,8 +51,17 @@ def generate(url: str, ready: Path, leased: int) -> None:
 
 
 def rank(orders: Connection) -> None:
-    """A trainer rank other than 0: it hears of a plan, and says that it has copied its samples out."""
-    while text := orders.recv_bytes():
+    """A trainer rank other than 0: it hears of a plan, and says that it has copied its samples out.
+
+    It ends with rank 0, also with a killed one, whose end of the pipe other ranks hold open.
+    """
+    trainer = os.getppid()
+    while True:
+        while not orders.poll(1.0):
+            if os.getppid() != trainer:
+                return
+        if not (text := orders.recv_bytes()):
+            return
         plan = StepPlan.model_validate_json(text)
         orders.send_bytes(str(len(plan.samples)).encode())
 
