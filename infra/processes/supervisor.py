@@ -46,14 +46,14 @@ def main() -> int:
 def supervise(options: argparse.Namespace) -> int:
     """Run the command to its end, or until it is to stop; nothing of it is left then."""
     wakeup = _wake_on_signals()
-    libc = ctypes.CDLL(None)
+    libc, supervisor = ctypes.CDLL(None), os.getpid()
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     child = subprocess.Popen(
         options.command,
         stdin=subprocess.DEVNULL,
         process_group=0,
         # Sound here, unlike in the starter: this process has one thread, so the signal means that it died.
-        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),  # noqa: PLW1509
+        preexec_fn=lambda: _die_with(supervisor, libc),  # noqa: PLW1509
     )
     orphaned = _wait(child, wakeup, options.grace)
     _kill_descendants()
@@ -61,6 +61,13 @@ def supervise(options: argparse.Namespace) -> int:
         for folder in options.owns:
             shutil.rmtree(folder, ignore_errors=True)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def _die_with(supervisor: int, libc: ctypes.CDLL) -> None:
+    """In the command before it begins: die as soon as the supervisor does, or now if it was killed since the fork."""
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != supervisor:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _wake_on_signals() -> int:

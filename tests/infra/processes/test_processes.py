@@ -131,6 +131,31 @@ def gone(pid: int) -> bool:
         return True
 
 
+KILLED_BEFORE_ITS_COMMAND_BEGINS = """
+import ctypes, os, signal, subprocess, sys, time
+from infra.processes import supervisor
+mine, libc = os.getpid(), ctypes.CDLL(None)
+
+def begin():
+    print(os.getpid(), flush=True)
+    os.kill(mine, signal.SIGKILL)
+    while os.getppid() == mine:
+        time.sleep(0.01)
+    supervisor._die_with(mine, libc)
+
+subprocess.Popen(["sleep", "600"], preexec_fn=begin)
+"""
+
+
+def test_a_supervisor_that_is_killed_before_its_command_begins_leaves_nothing() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED_BEFORE_ITS_COMMAND_BEGINS], stdout=subprocess.PIPE, timeout=WAIT_S, check=False
+    )
+    assert ended.returncode == -signal.SIGKILL
+    command = int(ended.stdout)
+    assert not psutil.pid_exists(command) or psutil.Process(command).status() == psutil.STATUS_ZOMBIE
+
+
 def test_a_killed_supervisor_takes_its_command_along(tmp_path: Path) -> None:
     """At once; the command's own children when its starter notices."""
     process = run_shell(tmp_path, "sleep 600 & echo $$ $!; wait")
