@@ -49,7 +49,8 @@ class Ledger:
 
     def __init__(self, engine: sa.Engine, run: str) -> None:
         self._engine, self.run = engine, run
-        self._reader = engine.execution_options(reads=True)
+        level = {"isolation_level": "REPEATABLE READ"} if engine.dialect.name == "postgresql" else {}
+        self._reader = engine.execution_options(reads=True, **level)
 
     @classmethod
     def open(cls, url: str, run: str) -> Self:
@@ -88,7 +89,7 @@ class Ledger:
 
     @contextmanager
     def read(self) -> Iterator[Rows]:
-        """One consistent snapshot; never waits for writers."""
+        """One snapshot, which PostgreSQL by default renews with each statement; never waits for writers."""
         with self._reader.begin() as connection:
             yield Rows(connection, self.run)
 
@@ -203,7 +204,7 @@ class Ledger:
             return Exchange(lost, leases, run.finished)
 
     def lease(self, owner: str, limit: int, has_others: bool = False) -> list[Lease]:
-        """An exchange for nothing."""
+        """An exchange that publishes nothing; its leases."""
         return self.exchange(owner, (), limit, has_others).leases
 
     def publish(self, *publications: Publication) -> list[Publication]:

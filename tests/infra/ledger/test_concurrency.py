@@ -14,6 +14,7 @@ import pytest
 
 from infra.ledger.generators import Exchange
 from infra.ledger.ledger import Ledger
+from infra.ledger.schema import samples
 from infra.ledger.trainers import Wait, plan_step, resume_run
 from infra.records.data_path import CheckpointRecord, Lease, SampleSlot, StepPlan
 
@@ -178,3 +179,13 @@ def test_whoever_has_to_wait_does_not_queue_for_the_run(url: str) -> None:
             waits, nothing = thread.submit(ask).result(60)
         assert isinstance(waits, Wait)
         assert nothing == Exchange([], [], finished=False)
+
+
+def test_a_reader_sees_one_moment(url: str) -> None:
+    with Ledger.open(url, "run") as ledger, Ledger.open(url, "run") as other:
+        ledger.create_run(budget_bytes=1000, bytes_per_token=1, lease_seconds=600, max_attempts=2, order="strict")
+        ledger.open_epoch(None, 0, SLOTS)
+        with ledger.read() as rows:
+            before = rows.scalar(rows.first("pending", samples.c.ordinal, limit=1))
+            assert other.lease("g", 3)
+            assert rows.scalar(rows.first("pending", samples.c.ordinal, limit=1)) == before == 0
