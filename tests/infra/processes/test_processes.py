@@ -153,7 +153,7 @@ def test_a_supervisor_that_is_killed_before_its_command_begins_leaves_nothing() 
     )
     assert ended.returncode == -signal.SIGKILL
     command = int(ended.stdout)
-    assert not psutil.pid_exists(command) or psutil.Process(command).status() == psutil.STATUS_ZOMBIE
+    until(lambda: gone(command))
 
 
 def test_a_killed_supervisor_takes_its_command_along(tmp_path: Path) -> None:
