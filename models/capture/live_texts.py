@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from infra.records.live import LiveText, Taken
 from infra.refusal import Refusal
 from models.data.benchmark_prompts import BenchmarkPrompts, read_excluded_prompts
+from models.data.encoded import EncodedSample
 from models.data.prepare import recipe_data
-from models.data.samples import EncodedSample
 from models.data.tokenizer import read_tokenizer
 from models.run import RunWithTarget
 

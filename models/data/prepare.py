@@ -6,6 +6,7 @@ A sample set with the same content is taken from the cache.
 import hashlib
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -25,10 +26,11 @@ from models.config.recipe import RunConfig, read_config
 from models.data.benchmark_prompts import BenchmarkPrompts, read_excluded_prompts
 from models.data.chat_template import NONE, open_chat_template
 from models.data.conversations import source_hash, source_revision, training_documents
+from models.data.encoded import EncodedSample
 from models.data.images import FOLDER, ImageProcessor, ImageShelf, images_hash
 from models.data.prompts import heldout_prompts, suite_address
 from models.data.sample_set import SampleSet, read_manifest, write_sample_set
-from models.data.samples import SHOWN_REFUSALS, EncodedSample, SampleEncoder, Splits, divide
+from models.data.samples import SHOWN_REFUSALS, SampleEncoder, Splits, divide
 from models.data.tokenizer import read_tokenizer
 from models.progress_bars import counting
 
@@ -80,7 +82,7 @@ def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> 
         )  # fmt: skip
         broken: list[str] = []
         samples = encoder.encode(counting(training_documents(config, broken), "tokenizing"))
-        splits = divide(samples, config, encoder.counts)
+        splits = divide(samples, config, encoder.counts, aside)
         left_out = broken + encoder.counts.refusals
         record = _record(splits, encoder, template, content).model_copy(
             update={"broken": len(broken), "refusals": tuple(left_out[:SHOWN_REFUSALS])}
@@ -135,6 +137,18 @@ def _hash(*parts: object) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
+def _ids_hash(*sides: Sequence[EncodedSample]) -> str:
+    """`_hash` of the lists of their ids, of which it never holds more than one."""
+    found = hashlib.sha256(b"[")
+    for number, side in enumerate(sides):
+        found.update(b", [" if number else b"[")
+        for place, sample in enumerate(side):
+            found.update(f'{", " if place else ""}"{sample.id}"'.encode())
+        found.update(b"]")
+    found.update(b"]")
+    return found.hexdigest()
+
+
 def _record(splits: Splits, encoder: SampleEncoder, template: str, content: str) -> SamplesRecord:
     train = splits.train
     lengths = np.array([len(sample.tokens) for sample in train])
@@ -142,7 +156,7 @@ def _record(splits: Splits, encoder: SampleEncoder, template: str, content: str)
     turns = np.array([sample.turns for sample in train])
     return SamplesRecord(
         path="",
-        dataset_hash=_hash([sample.id for sample in train], [sample.id for sample in splits.heldout]),
+        dataset_hash=_ids_hash(train, splits.heldout),
         template_hash=template,
         tokenizer_hash=encoder.tokenizer_hash or "",
         source_hash=content,

@@ -9,23 +9,30 @@ place for the answer, which the ledger holds once it is there. -1: a place for a
 answer.
 """
 
+import json
+import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from numpy.typing import NDArray
+from safetensors.torch import load_file
 from torch import Tensor
 
 from infra.files.atomic import sha256_file, write_atomically
 from infra.records.data_path import Record, SamplesRecord
 from infra.refusal import Refusal
+from models.data.encoded import EncodedSample
 from models.data.images import FOLDER
-from models.data.samples import EncodedSample, Splits
+from models.data.samples import Splits
 
 Split = Literal["train", "heldout"]
+DTYPES = {"int64": "I64", "int32": "I32", "uint8": "U8"}
+"""Names of data types in safetensors files."""
 
 
 @dataclass(frozen=True)
@@ -136,22 +143,44 @@ def write_sample_set(folder: Path, splits: Splits, record: SamplesRecord) -> Non
     hashes = {}
     for split, samples in (("train", splits.train), ("heldout", splits.heldout)):
         path = folder / f"{split}.safetensors"
-        save_file(_tensors(samples), path)
+        _write(path, samples)
         hashes[f"{split}_sha256"] = sha256_file(path)
     write_atomically(folder / "samples.json", SampleSetManifest(samples=record, **hashes))
 
 
-def _tensors(samples: Sequence[EncodedSample]) -> dict[str, Tensor]:
-    lengths = np.array([len(sample.tokens) for sample in samples], dtype=np.int64)
-    ids = np.frombuffer(bytes.fromhex("".join(sample.id for sample in samples)), dtype=np.uint8)
-    shown = [len(sample.images) for sample in samples]
-    names = np.frombuffer(bytes.fromhex("".join(name for sample in samples for name in sample.images)), dtype=np.uint8)
-    return {
-        "tokens": torch.from_numpy(np.concatenate([sample.tokens for sample in samples])),
-        "loss_mask": torch.from_numpy(np.concatenate([sample.loss_mask for sample in samples]).astype(np.uint8)),
-        "offsets": torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)),
-        "ids": torch.from_numpy(ids.reshape(-1, 16).copy()),
-        "images": torch.from_numpy(names.reshape(-1, 32).copy()),
-        "image_offsets": torch.from_numpy(np.concatenate([[0], np.cumsum(shown)]).astype(np.int64)),
-        "prompts": torch.tensor([sample.prompt for sample in samples], dtype=torch.int64),
+def _write(path: Path, samples: Sequence[EncodedSample]) -> None:
+    """Write a safetensors file. The library's own function wants all tensors in memory, twice."""
+    columns = _columns(samples)
+    count = int(columns["offsets"][-1])
+    # Wide numbers first: each begins at a multiple of its size.
+    shapes = {name: (column.dtype, column.shape) for name, column in columns.items()}
+    shapes |= {"tokens": (np.dtype(np.int32), (count,)), "loss_mask": (np.dtype(np.uint8), (count,))}
+    header, end = dict[str, dict[str, Any]](), 0
+    for name, (dtype, shape) in sorted(shapes.items(), key=lambda item: -item[1][0].itemsize):
+        start, end = end, end + dtype.itemsize * math.prod(shape)
+        header[name] = {"dtype": DTYPES[dtype.name], "shape": shape, "data_offsets": (start, end)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in header:
+            if name in columns:
+                file.write(columns[name].tobytes())
+            for sample in samples if name in ("tokens", "loss_mask") else ():
+                file.write(getattr(sample, name).tobytes())
+
+
+def _columns(samples: Sequence[EncodedSample]) -> dict[str, NDArray[Any]]:
+    """All but tokens and masks."""
+    offsets, shown, prompts, ids, names = array("q", [0]), array("q", [0]), array("q"), bytearray(), bytearray()
+    for sample in samples:
+        offsets.append(offsets[-1] + len(sample.tokens))
+        shown.append(shown[-1] + len(sample.images))
+        prompts.append(sample.prompt)
+        ids += bytes.fromhex(sample.id)
+        names += bytes.fromhex("".join(sample.images))
+    numbers = {"offsets": offsets, "image_offsets": shown, "prompts": prompts}
+    return {name: np.array(values, dtype=np.int64) for name, values in numbers.items()} | {
+        "ids": np.frombuffer(bytes(ids), dtype=np.uint8).reshape(-1, 16),
+        "images": np.frombuffer(bytes(names), dtype=np.uint8).reshape(-1, 32),
     }

@@ -1,9 +1,9 @@
 """Builds samples from documents: tokens, loss mask, length limits, and the held-out split."""
 
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,10 @@ from models.config.data import DataConfig
 from models.data.benchmark_prompts import BenchmarkPrompts
 from models.data.chat_template import UnrenderableError, open_chat_template
 from models.data.conversations import Document, Tokens
+from models.data.encoded import EncodedSample
 from models.data.images import ImageShelf
 from models.data.loss_mask import MaskedTokens, mask_generated, runs_of, tokenize_conversation
+from models.data.spool import Chosen, Numbers, Spool
 from models.data.thinking import without_thinking
 
 ENCODE_BATCH_DOCUMENTS = 256
@@ -27,31 +29,6 @@ TEXT_ALONE = ", and a draft learns from text alone: leave it out"
 PLACEHOLDER = (
     "the text holds a token that stands for an image or sound in this target: remove it, or leave the line out"
 )
-
-
-@dataclass(frozen=True)
-class EncodedSample:
-    """One sample: `tokens` `[T]` int32, `loss_mask` `[T]` bool, and its document."""
-
-    tokens: NDArray[np.int32]
-    loss_mask: NDArray[np.bool_]
-    document: str
-    """Content hash of the document."""
-    turns: int = 0
-    """Answers of a conversation in the mask."""
-    thinking: bool = False
-    """Whether these answers show reasoning, in the mask or not."""
-    images: tuple[str, ...] = ()
-    """Names of the images that stand in it, in order."""
-    prompt: int = 0
-    """Prompt tokens, if the target answers while it is captured: the tokens after them keep place for the answer. 0 for
-    any other sample, -1 where all tokens keep place for what a server's user asks and is answered."""
-
-    @property
-    def id(self) -> str:
-        """Content hash: 32 hexadecimal digits."""
-        content = self.tokens.tobytes() + self.loss_mask.tobytes() + "".join(self.images).encode()
-        return hashlib.sha256(content).hexdigest()[:32]
 
 
 @dataclass
@@ -79,8 +56,8 @@ class PreparationCounts:
 class Splits:
     """Training and held-out samples, each ordered by content hash."""
 
-    train: list[EncodedSample]
-    heldout: list[EncodedSample]
+    train: Sequence[EncodedSample]
+    heldout: Sequence[EncodedSample]
 
 
 @dataclass
@@ -133,7 +110,7 @@ class SampleEncoder:
         check_refused(self.counts.refusals, self.counts.documents, self.config)
 
     def _fresh(self, documents: Iterable[Document]) -> Iterator[Document]:
-        seen: set[str] = set()
+        seen: set[bytes] = set()
         tokens: bool | None = None
         for document in documents:
             if tokens is None:
@@ -144,10 +121,11 @@ class SampleEncoder:
             if document.media and not (self.shelf and document.images and not document.tokens):
                 self.counts.refusals.append(f"{document.place}: {document.media}{self._unseen(document)}")
                 continue
-            if document.wording_hash in seen:
+            wording = bytes.fromhex(document.wording_hash)[:16]  # of a million documents
+            if wording in seen:
                 self.counts.duplicates += 1
                 continue
-            seen.add(document.wording_hash)
+            seen.add(wording)
             if self.excluded.occur_in(self._texts(document)):
                 self.counts.benchmark_prompts += 1
                 continue
@@ -324,32 +302,45 @@ def even_pieces(length: int, room: int) -> list[slice]:
     return [slice(start, end) for start, end in pairwise(edges)]
 
 
-def heldout_documents(documents: Iterable[str], share: float) -> set[str]:
-    """The last `share` of the sorted content hashes: at least one, never all."""
-    ordered = sorted(set(documents))
-    count = min(max(1, round(share * len(ordered))), len(ordered) - 1)
-    return set(ordered[len(ordered) - count :]) if count > 0 else set()
+def first_held(documents: int, share: float) -> int:
+    """Where the held-out side begins among sorted documents: the last `share` of them, at least one and never all."""
+    return documents - max(0, min(max(1, round(share * documents)), documents - 1))
 
 
-def divide(samples: Iterable[EncodedSample], config: DataConfig, counts: PreparationCounts) -> Splits:
+def divide(
+    samples: Iterable[EncodedSample], config: DataConfig, counts: PreparationCounts, folder: Path | None = None
+) -> Splits:
     """Hold out whole documents, of those that are answered, and keep each sample once.
 
-    Raises Refusal: no sample is left, or too few documents to hold one out.
+    The samples wait in a file in `folder`. Raises Refusal: no sample is left, or too few documents to hold one out.
     """
-    samples = list(samples)
-    if not samples:
+    spool = Spool(folder)
+    for sample in samples:
+        spool.add(sample)
+    if not len(spool):
         _refuse(config, counts)
-    there, answered = ({one.document for one in samples if not (closed and one.prompt)} for closed in (False, True))
-    held = heldout_documents(answered, config.heldout_share * len(there) / max(1, len(answered)))
-    if not held:
+    names, document = np.unique(spool.documents, return_inverse=True)
+    answered = np.unique(document[spool.prompts == 0])
+    share = config.heldout_share * len(names) / max(1, len(answered))
+    held = np.zeros(len(names), dtype=bool)
+    held[answered[first_held(len(answered), share) :]] = True
+    if not held.any():
         raise Refusal("only one document is usable: data.source needs at least two, one of them to be held out")
-    heldout = {sample.id: sample for sample in samples if sample.document in held}
-    train = {sample.id: sample for sample in samples if sample.document not in held and sample.id not in heldout}
-    counts.duplicates += len(samples) - len(heldout) - len(train)
-    if not train:
+    order, content = spool.by_content()
+    is_held = held[document[order]]
+    there = np.zeros(content[-1] + 1, dtype=bool)
+    there[content[is_held]] = True
+    heldout = _last_of_each(order[is_held], content[is_held])
+    train = _last_of_each(order[~is_held & ~there[content]], content[~is_held & ~there[content]])
+    counts.duplicates += len(spool) - len(heldout) - len(train)
+    if not len(train):
         raise Refusal("every training sample also occurs in a held-out document: data.source needs more text")
-    ordered = [train[key] for key in sorted(train)]
-    return Splits(train=ordered[: config.max_samples], heldout=[heldout[key] for key in sorted(heldout)])
+    return Splits(train=Chosen(spool, train[: config.max_samples]), heldout=Chosen(spool, heldout))
+
+
+def _last_of_each(order: Numbers, content: Numbers) -> Numbers:
+    """Of the samples with the same content, which follow each other, the last that came."""
+    return order[np.append(content[1:] != content[:-1], True)] if len(order) else order
 
 
 def _refuse(config: DataConfig, counts: PreparationCounts) -> None:

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.records.data_path import SamplesRecord
+from models.data.encoded import EncodedSample
 from models.data.sample_set import SampleSet, read_manifest, write_sample_set
-from models.data.samples import EncodedSample, Splits
+from models.data.samples import Splits
 
 RECORD = SamplesRecord(
     path="",

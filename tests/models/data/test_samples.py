@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from models.config.data import DataConfig
 from models.data.benchmark_prompts import BenchmarkPrompts
 from models.data.conversations import Document, Message, Tokens
+from models.data.encoded import EncodedSample
 from models.data.samples import (
-    EncodedSample,
     PreparationCounts,
     SampleEncoder,
     divide,
     even_pieces,
-    heldout_documents,
     last_run,
 )
 from tests.models.chat_templates import CHATML, QWEN3
@@ -167,13 +166,19 @@ SHARES = st.floats(0.01, 0.49)
 
 
 @given(hashes=HASHES, share=SHARES, data=st.data())
-def test_the_held_out_side_is_the_last_share_of_the_set(hashes: set[str], share: float, data) -> None:
-    held = heldout_documents(hashes, share)
+def test_the_held_out_side_is_the_last_share_of_the_documents(hashes: set[str], share: float, data) -> None:
+    samples = [
+        EncodedSample(np.array([number, 1], dtype=np.int32), np.ones(2, dtype=bool), name)
+        for number, name in enumerate(sorted(hashes))
+    ]
+    splits = divide(samples, DataConfig(heldout_share=share), PreparationCounts())
+    held = {one.document for one in splits.heldout}
     assert abs(len(held) - share * len(hashes)) <= 1
     assert 0 < len(held) < len(hashes)
     assert min(held) > max(hashes - held)
-    shuffled = data.draw(st.permutations(sorted(hashes)))
-    assert heldout_documents([*shuffled, shuffled[0]], share) == held
+    shuffled = data.draw(st.permutations(samples))
+    again = divide([*shuffled, shuffled[0]], DataConfig(heldout_share=share), PreparationCounts())
+    assert {one.document for one in again.heldout} == held
 
 
 def sample(document: int, number: int) -> EncodedSample:
