@@ -60,6 +60,11 @@ DATA_PLANE = (
 """Prefixes of variables that the data plane and its libraries read."""
 
 
+def use_one_tokenizer_thread() -> None:
+    """Tokenize in this thread: as many processes as cores do it at the same time."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
 def data_plane_environment() -> dict[str, str]:
     """The variables that a data-plane command gets on another machine."""
     return {name: value for name, value in os.environ.items() if name.startswith(DATA_PLANE)}

@@ -31,10 +31,11 @@ from models.data.benchmark_prompts import BenchmarkPrompts, read_excluded_prompt
 from models.data.conversations import training_documents
 from models.data.dialogue import Dialogue, check_answerable
 from models.data.images import ImageProcessor
+from models.data.outcomes import check_refused
 from models.data.prepare import recipe_data
 from models.data.prompts import suite_prompts
 from models.data.request_log import logged_texts
-from models.data.samples import SampleEncoder, check_refused
+from models.data.samples import SampleEncoder
 from models.data.tokenizer import read_tokenizer
 from models.drafts.base import Draft
 from models.drafts.registry import build_draft

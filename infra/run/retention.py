@@ -97,6 +97,9 @@ def remove_unused_cache(cache: Path, days: float) -> list[Path]:
                 continue
         for aside in cache.glob(f"{kind}/.*.removed"):  # an interrupted removal
             shutil.rmtree(aside)
+        for parts in cache.glob(f"{kind}/.*.parts"):  # of a preparation that nobody finished
+            if _is_older(parts, days):
+                shutil.rmtree(parts)
     return removed + _remove_files(cache.glob("regenerated/*.jsonl"), days)
 
 

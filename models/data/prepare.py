@@ -5,6 +5,7 @@ A sample set with the same content is taken from the cache.
 
 import hashlib
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,14 +24,16 @@ from infra.records.data_path import Histogram, RegeneratedRecord, SamplesRecord,
 from infra.settings import cache_folder
 from models.config.data import LIVE, DataConfig
 from models.config.recipe import RunConfig, read_config
-from models.data.benchmark_prompts import BenchmarkPrompts, read_excluded_prompts
+from models.data.benchmark_prompts import read_excluded_prompts
 from models.data.chat_template import NONE, open_chat_template
 from models.data.conversations import source_hash, source_revision, training_documents
 from models.data.encoded import EncodedSample
 from models.data.images import FOLDER, ImageProcessor, ImageShelf, images_hash
+from models.data.outcomes import SHOWN_REFUSALS, collect
+from models.data.parts import PARTS, EncoderSettings, outcomes_in_parts
 from models.data.prompts import heldout_prompts, suite_address
 from models.data.sample_set import SampleSet, read_manifest, write_sample_set
-from models.data.samples import SHOWN_REFUSALS, SampleEncoder, Splits, divide
+from models.data.samples import SampleEncoder, Splits, divide
 from models.data.tokenizer import read_tokenizer
 from models.progress_bars import counting
 
@@ -68,20 +71,23 @@ def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> 
         images_hash(config.images),
     )
     folder = cache_folder() / "samples" / key[:32]
+    parts = folder.with_name(f".{folder.name}{PARTS}")
 
     processor = None if config.images is None else ImageProcessor(Path(target.path))
 
     def build(aside: Path) -> None:
-        shelf = None
-        if config.images is not None and processor is not None:
-            shelf = ImageShelf(config.images, aside / FOLDER, processor)
-        encoder = SampleEncoder(
-            tokenizer, config, add_bos,
-            excluded=BenchmarkPrompts(read_excluded_prompts(config.exclude)),
-            tokenizer_hash=made_by, vocabulary=target.vocab_size, ends=ends, media_ids=target.media_ids, shelf=shelf,
-        )  # fmt: skip
+        prompts = tuple(read_excluded_prompts(config.exclude))
+        settings = EncoderSettings(
+            target.path, config, add_bos, prompts, made_by, target.vocab_size, ends, target.media_ids
+        )
         broken: list[str] = []
-        samples = encoder.encode(counting(training_documents(config, broken), "tokenizing"))
+        documents = counting(training_documents(config, broken), "tokenizing")
+        if config.images is not None and processor is not None:
+            encoder = settings.encoder(ImageShelf(config.images, aside / FOLDER, processor))
+            samples = encoder.encode(documents)
+        else:
+            encoder = settings.encoder()
+            samples = collect(outcomes_in_parts(documents, settings, parts), config, encoder.counts)
         splits = divide(samples, config, encoder.counts, aside)
         left_out = broken + encoder.counts.refusals
         record = _record(splits, encoder, template, content).model_copy(
@@ -92,6 +98,7 @@ def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> 
         write_sample_set(aside, splits, record)
 
     build_once(folder, build)
+    shutil.rmtree(parts, ignore_errors=True)
     return read_manifest(folder).samples
 
 

@@ -18,38 +18,17 @@ from models.data.conversations import Document, Tokens
 from models.data.encoded import EncodedSample
 from models.data.images import ImageShelf
 from models.data.loss_mask import MaskedTokens, mask_generated, runs_of, tokenize_conversation
+from models.data.outcomes import Outcome, PreparationCounts, collect
 from models.data.spool import Chosen, Numbers, Spool
 from models.data.thinking import without_thinking
 
-ENCODE_BATCH_DOCUMENTS = 256
-SHOWN_REFUSALS = 3
-"""Refused conversations whose reasons a message repeats."""
+PART = 256
+"""Documents that are tokenized together, and kept in a file together."""
 
 TEXT_ALONE = ", and a draft learns from text alone: leave it out"
 PLACEHOLDER = (
     "the text holds a token that stands for an image or sound in this target: remove it, or leave the line out"
 )
-
-
-@dataclass
-class PreparationCounts:
-    """What happened to the documents."""
-
-    documents: int = 0
-    duplicates: int = 0
-    """Documents with the same words as an earlier one, and samples that also occur on the held-out side."""
-    benchmark_prompts: int = 0
-    """Left out because they contain a benchmark prompt."""
-    dropped: int = 0
-    """Left out because of their length."""
-    truncated: int = 0
-    split: int = 0
-    unusable: int = 0
-    """Left out because nothing in them is supervised."""
-    refusals: list[str] = field(default_factory=list)
-    """Place and reason of each that was left out: more than text, or a chat template that cannot render it."""
-    reasoning_dropped: int = 0
-    """Conversations with reasoning that the chat template has no place for."""
 
 
 @dataclass(frozen=True)
@@ -100,41 +79,52 @@ class SampleEncoder:
 
     def encode(self, documents: Iterable[Document]) -> Iterator[EncodedSample]:
         """Samples of all documents in order, without duplicates and documents that contain a benchmark prompt."""
-        fresh = self._fresh(documents)
-        while batch := list(islice(fresh, ENCODE_BATCH_DOCUMENTS)):
-            if self.template is None and not batch[0].tokens:
-                yield from self._plain(batch)
-                continue
-            for document in batch:
-                yield from self._tokens(document) if document.tokens else self._conversation(document)
-        check_refused(self.counts.refusals, self.counts.documents, self.config)
+        ordered = iter(documents)
+        parts = iter(lambda: list(islice(ordered, PART)), [])
+        return collect((one for part in parts for one in self.outcomes(part)), self.config, self.counts)
 
-    def _fresh(self, documents: Iterable[Document]) -> Iterator[Document]:
-        seen: set[bytes] = set()
-        tokens: bool | None = None
-        for document in documents:
-            if tokens is None:
-                tokens = bool(document.tokens)
-            elif tokens != bool(document.tokens):
-                raise Refusal(f"{document.place}: some records hold tokens, others text: make two sources of them")
-            self.counts.documents += 1
+    def outcomes(self, documents: Sequence[Document]) -> Iterator[Outcome]:
+        """What becomes of each, whatever the others hold."""
+        shown = [self._shown(document) for document in documents]
+        plain = [] if self.template is not None else [one for one in shown if one is not None and not one.tokens]
+        ids = iter(self._plain_ids([one.text for one in plain]))
+        for document, one in zip(documents, shown, strict=True):
+            counts, samples, error, wording = PreparationCounts(), list[EncodedSample](), "", ""
+            known = next(ids) if self.template is None and one is not None and not one.tokens else None
             if document.media and not (self.shelf and document.images and not document.tokens):
-                self.counts.refusals.append(f"{document.place}: {document.media}{self._unseen(document)}")
-                continue
-            wording = bytes.fromhex(document.wording_hash)[:16]  # of a million documents
-            if wording in seen:
-                self.counts.duplicates += 1
-                continue
-            seen.add(wording)
-            if self.excluded.occur_in(self._texts(document)):
-                self.counts.benchmark_prompts += 1
-                continue
-            strip = self.config.thinking == "strip" and not document.tokens
-            shown = _without_thinking(document) if strip else document
-            if shown is None:
-                self.counts.unusable += 1
-                continue
-            yield shown
+                counts.refusals.append(f"{document.place}: {document.media}{self._unseen(document)}")
+            else:
+                wording = document.wording_hash
+                try:
+                    samples += self._samples(document, one, known, counts)
+                except Refusal as refusal:
+                    error = str(refusal)
+            yield Outcome(document.place, wording, bool(document.tokens), counts, tuple(samples), error)
+
+    def _shown(self, document: Document) -> Document | None:
+        """The document as it is learned; None where nothing is left of it."""
+        strip = self.config.thinking == "strip" and not document.tokens
+        return _without_thinking(document) if strip else document
+
+    def _plain_ids(self, texts: list[str]) -> list[list[int]]:
+        # verbose=False: a text longer than the target's context is no reason to warn, the limits are applied here.
+        encode: Any = self.tokenizer
+        return encode(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+
+    def _samples(
+        self, document: Document, shown: Document | None, ids: list[int] | None, counts: PreparationCounts
+    ) -> Iterator[EncodedSample]:
+        if self.excluded.occur_in(self._texts(document)):
+            counts.benchmark_prompts += 1
+        elif shown is None:
+            counts.unusable += 1
+        elif shown.tokens:
+            yield from self._tokens(shown, counts)
+        elif ids is not None:
+            masked = MaskedTokens(np.array(ids, dtype=np.int32), np.ones(len(ids), dtype=bool))
+            yield from self._limited(shown, self._text_prefix, masked, counts)
+        else:
+            yield from self._conversation(shown, counts)
 
     def _unseen(self, document: Document) -> str:
         """Why what a document holds beside text is not learned from."""
@@ -147,16 +137,7 @@ class SampleEncoder:
             return [str(self.tokenizer.decode(part.ids.tolist())) for part in document.tokens if len(self.excluded)]
         return [message.content for message in document.messages]
 
-    def _plain(self, batch: Sequence[Document]) -> Iterator[EncodedSample]:
-        texts = [document.text for document in batch]
-        # verbose=False: a text longer than the target's context is no reason to warn, the limits are applied here.
-        encoded: Any = self.tokenizer(texts, add_special_tokens=False, verbose=False)
-        for document, ids in zip(batch, encoded["input_ids"], strict=True):
-            tokens = np.array(ids, dtype=np.int32)
-            everything = np.ones(len(tokens), dtype=bool)
-            yield from self._limited(document, self._text_prefix, MaskedTokens(tokens, everything))
-
-    def _tokens(self, document: Document) -> Iterator[EncodedSample]:
+    def _tokens(self, document: Document, counts: PreparationCounts) -> Iterator[EncodedSample]:
         """Samples of tokens, which a user or the target made."""
         place, known = document.place, self.vocabulary or len(self.tokenizer)
         if self.template is not None and not document.messages:
@@ -186,7 +167,7 @@ class SampleEncoder:
             if not document.plain:
                 mask_thinking = self.config.thinking == "mask"
                 masked = mask_generated(self.tokenizer, masked, document, mask_thinking=mask_thinking)
-            yield from self._limited(document, [], masked)
+            yield from self._limited(document, [], masked, counts)
 
     def _unanswered(self, document: Document, tokens: Tokens) -> EncodedSample:
         """A prompt, with a place for the answer."""
@@ -200,7 +181,7 @@ class SampleEncoder:
             prompt=prompt,
         )
 
-    def _conversation(self, document: Document) -> Iterator[EncodedSample]:
+    def _conversation(self, document: Document, counts: PreparationCounts) -> Iterator[EncodedSample]:
         if document.plain:
             raise Refusal(
                 f"{document.place}: plain text has no turns for a chat template: set data.chat_template=none, or give "
@@ -211,34 +192,36 @@ class SampleEncoder:
         try:
             parts = tokenize_conversation(self.template, document, turns, mask_thinking=mask_thinking, shelf=self.shelf)
         except UnrenderableError as error:
-            self.counts.refusals.append(str(error))
+            counts.refusals.append(str(error))
             return
         if not parts:
-            self.counts.unusable += 1
-        self.counts.reasoning_dropped += any(part.reasoning_dropped for part in parts)
+            counts.unusable += 1
+        counts.reasoning_dropped += any(part.reasoning_dropped for part in parts)
         bos: Any = self.tokenizer.bos_token_id
         for part in parts:
             prefix = [bos] if self.add_bos and part.ids[:1].tolist() != [bos] else []
-            yield from self._limited(document, prefix, part)
+            yield from self._limited(document, prefix, part, counts)
 
-    def _limited(self, document: Document, prefix: list[int], masked: MaskedTokens) -> Iterator[EncodedSample]:
+    def _limited(
+        self, document: Document, prefix: list[int], masked: MaskedTokens, counts: PreparationCounts
+    ) -> Iterator[EncodedSample]:
         tokens, mask = masked.ids, masked.mask
         media = np.isin(tokens, self.media_ids).nonzero()[0]
         if len(media) and not masked.images:
-            self.counts.refusals.append(f"{document.place}: {PLACEHOLDER}")
+            counts.refusals.append(f"{document.place}: {PLACEHOLDER}")
             return
         room, overlong = self.config.max_tokens - len(prefix), None
         if len(tokens) > room:
             # An image is seen whole or not at all.
             overlong = "drop" if len(media) and media[-1] >= room else self.config.overlong
         if len(tokens) + len(prefix) < self.config.min_tokens or overlong == "drop":
-            self.counts.dropped += 1
+            counts.dropped += 1
             return
         pieces = [slice(room)]
         if overlong == "truncate":
-            self.counts.truncated += 1
+            counts.truncated += 1
         elif overlong == "split":
-            self.counts.split += 1
+            counts.split += 1
             pieces = even_pieces(len(tokens), room)
         head = np.array(prefix, dtype=np.int32)
         unsupervised = np.zeros(len(prefix), dtype=bool)
@@ -255,17 +238,7 @@ class SampleEncoder:
             if sample.loss_mask[1:].any():
                 yield sample
             else:
-                self.counts.unusable += 1
-
-
-def check_refused(refusals: Sequence[str], documents: int, config: DataConfig) -> None:
-    """Raise Refusal for many refused conversations: a sign of wrong roles, the wrong template or data of images."""
-    if refusals and len(refusals) > config.max_refused_share * documents:
-        first = "\n  ".join(refusals[:SHOWN_REFUSALS])
-        raise Refusal(
-            f"{len(refusals)} of {documents} conversations cannot be used, more than data.max_refused_share="
-            f"{config.max_refused_share:g} allows: correct them, or raise it. The first:\n  {first}"
-        )
+                counts.unusable += 1
 
 
 def _without_thinking(document: Document) -> Document | None:

@@ -31,8 +31,8 @@ from models.config.recipe import read_config
 from models.data.chat_template import NONE, open_chat_template
 from models.data.conversations import source_hash, source_revision, training_documents
 from models.data.dialogue import Dialogue, check_answerable
+from models.data.outcomes import SHOWN_REFUSALS, check_refused
 from models.data.prepare import tokenizer_hash
-from models.data.samples import SHOWN_REFUSALS, check_refused
 from models.data.tokenizer import read_tokenizer
 from models.progress_bars import bars
 from models.regeneration.engines import recipe_prompter, regeneration_settings, start_text_engine

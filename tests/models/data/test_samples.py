@@ -11,8 +11,8 @@ from models.config.data import DataConfig
 from models.data.benchmark_prompts import BenchmarkPrompts
 from models.data.conversations import Document, Message, Tokens
 from models.data.encoded import EncodedSample
+from models.data.outcomes import PreparationCounts
 from models.data.samples import (
-    PreparationCounts,
     SampleEncoder,
     divide,
     even_pieces,
@@ -249,7 +249,7 @@ def test_tokens_of_another_tokenizer_are_refused(make_tokenizer) -> None:
         with pytest.raises(ValueError, match=message):
             list(made.encode([document]))
     with pytest.raises(ValueError, match=r"a\.txt:1: some records hold tokens, others text"):
-        list(encoder(tokenizer).encode([good, text("12345")]))
+        list(encoder(tokenizer).encode([tokens([1, 2, 3, 4], [1] * 4), text("12345")]))
     with pytest.raises(ValueError, match=r"t\.jsonl:3: tokens have no turns for a chat template"):
         list(encoder(make_tokenizer("x"), chat_template="tokenizer").encode([good]))
 

@@ -21,8 +21,8 @@ from models.benchmark.served import counts_of, setup_of, watch
 from models.benchmark.standalone import bench
 from models.config.bench_arguments import bench_parser
 from models.config.benchmark import PromotionConfig
-from models.data.sample_set import read_manifest, write_sample_set
 from models.data.encoded import EncodedSample
+from models.data.sample_set import read_manifest, write_sample_set
 from models.data.samples import Splits
 from models.decoding.acceptance import AcceptedCounts
 from models.decoding.plain import continue_greedily

@@ -1,0 +1,98 @@
+"""Tokenizes a large source in parts, several at once, and keeps each in a file until all are done.
+
+Reading and comparing documents stays in this process, so the samples are those of one process. After a kill only the
+parts that are missing are tokenized.
+"""
+
+import multiprocessing
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import chain, count, islice
+from pathlib import Path
+
+from infra.settings import use_one_tokenizer_thread
+from models.config.data import DataConfig
+from models.data.benchmark_prompts import BenchmarkPrompts
+from models.data.conversations import Document
+from models.data.images import ImageShelf
+from models.data.outcomes import Outcome, read_outcomes, write_outcomes
+from models.data.samples import PART, SampleEncoder
+from models.data.tokenizer import read_tokenizer
+
+FEW = 8 * PART
+"""So many documents are tokenized before another process has started."""
+PARTS = ".parts"
+"""End of the name of the folder that holds the parts."""
+AHEAD = 4
+"""Parts per process that wait to be tokenized."""
+
+
+@dataclass(frozen=True)
+class EncoderSettings:
+    """What a process makes its encoder of (see SampleEncoder)."""
+
+    target: str
+    config: DataConfig
+    add_bos: bool
+    prompts: tuple[str, ...]
+    tokenizer_hash: str
+    vocabulary: int
+    ends: frozenset[int]
+    media_ids: tuple[int, ...]
+
+    def encoder(self, shelf: ImageShelf | None = None) -> SampleEncoder:
+        return SampleEncoder(
+            read_tokenizer(self.target),
+            self.config,
+            self.add_bos,
+            excluded=BenchmarkPrompts(self.prompts),
+            tokenizer_hash=self.tokenizer_hash,
+            vocabulary=self.vocabulary,
+            ends=self.ends,
+            media_ids=self.media_ids,
+            shelf=shelf,
+        )
+
+
+def outcomes_in_parts(documents: Iterable[Document], settings: EncoderSettings, folder: Path) -> Iterator[Outcome]:
+    """What becomes of all documents, in order; their parts are kept in `folder`."""
+    ordered = iter(documents)
+    first = list(islice(ordered, FEW))
+    if len(first) < FEW and not folder.is_dir():
+        yield from settings.encoder().outcomes(first)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    rest = chain(first, ordered)
+    parts = zip(count(), iter(lambda: list(islice(rest, PART)), []))
+    processes = max(1, len(os.sched_getaffinity(0)) - 1)
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _open, (settings,)) as pool:
+        ahead = deque[tuple[Path, Future[None] | None]]()
+        for number, part in parts:
+            path = folder / f"{number:07d}.npz"
+            ahead.append((path, None if path.is_file() else pool.submit(_tokenize, path, part)))
+            if len(ahead) > AHEAD * processes:
+                yield from _finished(*ahead.popleft())
+        for path, future in ahead:
+            yield from _finished(path, future)
+
+
+def _finished(path: Path, future: Future[None] | None) -> Iterator[Outcome]:
+    if future is not None:
+        future.result()
+    yield from read_outcomes(path)
+
+
+_encoders: list[SampleEncoder] = []
+"""The one of this process."""
+
+
+def _open(settings: EncoderSettings) -> None:
+    use_one_tokenizer_thread()
+    _encoders.append(settings.encoder())
+
+
+def _tokenize(path: Path, documents: Sequence[Document]) -> None:
+    write_outcomes(path, list(_encoders[0].outcomes(documents)))

@@ -1,0 +1,65 @@
+"""Tokenized in processes of their own, and after a kill, documents become the samples of one process."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.config.data import DataConfig
+from models.data.conversations import Document, Message
+from models.data.outcomes import Outcome, PreparationCounts, read_outcomes, write_outcomes
+from models.data.parts import EncoderSettings, outcomes_in_parts
+from tests.models.chat_templates import CHATML
+
+
+def conversation(number: int) -> Document:
+    turns = (Message("user", f"{number}?"), Message("assistant", f"{number * 7}!" * (1 + number % 5)))
+    return Document(f"a.jsonl:{number}", turns, plain=False)
+
+
+DOCUMENTS = [conversation(number) for number in (*range(50), 3, 4, *range(50, 90))]
+
+
+@pytest.fixture
+def settings(make_tokenizer: Any, tmp_path: Path) -> EncoderSettings:
+    target = tmp_path / "target"
+    make_tokenizer(CHATML).save_pretrained(target)
+    config = DataConfig(min_tokens=2, max_tokens=30, overlong="drop")
+    return EncoderSettings(str(target), config, False, ("12?",), "", 1000, frozenset(), ())
+
+
+def same(found: list[Outcome], expected: list[Outcome]) -> bool:
+    def plain(one: Outcome) -> tuple[Any, ...]:
+        samples = [(each.id, each.document, each.turns, each.thinking, each.prompt) for each in one.samples]
+        return one.place, one.wording, one.has_tokens, one.counts, one.error, samples
+
+    return list(map(plain, found)) == list(map(plain, expected))
+
+
+def test_processes_make_what_one_makes_and_finished_parts_are_kept(
+    settings: EncoderSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = list(settings.encoder().outcomes(DOCUMENTS))
+    assert any(one.samples for one in expected)
+    assert any(one.counts.dropped for one in expected)
+    parts = tmp_path / ".set.parts"
+    assert same(list(outcomes_in_parts(DOCUMENTS, settings, parts)), expected), "few documents"
+    assert not parts.exists()
+    monkeypatch.setattr("models.data.parts.FEW", 10)
+    monkeypatch.setattr("models.data.parts.PART", 16)
+    assert same(list(outcomes_in_parts(DOCUMENTS, settings, parts)), expected)
+    files = sorted(parts.iterdir())
+    assert len(files) == -(-len(DOCUMENTS) // 16)
+    kept = {file: file.stat().st_mtime_ns for file in files}
+    files[2].unlink()
+    assert same(list(outcomes_in_parts(DOCUMENTS, settings, parts)), expected)
+    assert [file for file in kept if file.stat().st_mtime_ns != kept[file]] == [files[2]]
+
+
+def test_a_part_is_read_as_it_was_written(tmp_path: Path) -> None:
+    nothing = Outcome("b.txt:1", "", False, PreparationCounts(refusals=["b.txt:1: an image"]))
+    wrong = Outcome("b.txt:2", "ab" * 32, True, PreparationCounts(), error="b.txt:2: another tokenizer")
+    write_outcomes(tmp_path / "part.npz", [nothing, wrong])
+    assert list(read_outcomes(tmp_path / "part.npz")) == [nothing, wrong]
+    assert np.load(tmp_path / "part.npz")["tokens"].dtype == np.int32
