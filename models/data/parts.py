@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from itertools import chain, count, islice
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from infra.settings import use_one_tokenizer_thread
 from models.config.data import DataConfig
 from models.data.benchmark_prompts import BenchmarkPrompts
@@ -43,9 +45,12 @@ class EncoderSettings:
     ends: frozenset[int]
     media_ids: tuple[int, ...]
 
-    def encoder(self, shelf: ImageShelf | None = None) -> SampleEncoder:
+    def encoder(
+        self, tokenizer: PreTrainedTokenizerBase | None = None, shelf: ImageShelf | None = None
+    ) -> SampleEncoder:
+        """An encoder with this tokenizer of the target; default: one that is read now."""
         return SampleEncoder(
-            read_tokenizer(self.target),
+            tokenizer or read_tokenizer(self.target),
             self.config,
             self.add_bos,
             excluded=BenchmarkPrompts(self.prompts),

@@ -83,10 +83,10 @@ def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> 
         broken: list[str] = []
         documents = counting(training_documents(config, broken), "tokenizing")
         if config.images is not None and processor is not None:
-            encoder = settings.encoder(ImageShelf(config.images, aside / FOLDER, processor))
+            encoder = settings.encoder(tokenizer, ImageShelf(config.images, aside / FOLDER, processor))
             samples = encoder.encode(documents)
         else:
-            encoder = settings.encoder()
+            encoder = settings.encoder(tokenizer)
             samples = collect(outcomes_in_parts(documents, settings, parts), config, encoder.counts)
         splits = divide(samples, config, encoder.counts, aside)
         left_out = broken + encoder.counts.refusals

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from models.data.encoded import EncodedSample
 
-DOCUMENT = 64
-"""Most characters of a document's name: the hexadecimal digits of its hash."""
+DOCUMENT = 32
+"""Characters of a document's name that are kept: half of the hexadecimal digits of its hash."""
 ID_BYTES = 16
 Numbers = NDArray[np.int64]
 
@@ -28,8 +28,7 @@ class Spool(Sequence[EncodedSample]):
         self._images: dict[int, tuple[str, ...]] = {}
 
     def add(self, sample: EncodedSample) -> None:
-        document = sample.document.encode("ascii")
-        assert len(document) <= DOCUMENT, f"the name of a document of {len(document)} characters"
+        document = sample.document[:DOCUMENT].encode("ascii")
         self._file.write(sample.tokens.tobytes() + sample.loss_mask.tobytes())
         if sample.images:
             self._images[len(self)] = sample.images
@@ -68,7 +67,7 @@ class Spool(Sequence[EncodedSample]):
     @property
     def documents(self) -> NDArray[np.bytes_]:
         """`[N]` names, which are ordered as their texts are."""
-        return np.frombuffer(bytes(self._documents), dtype=f"S{DOCUMENT}")
+        return np.frombuffer(self._documents, dtype=f"S{DOCUMENT}")
 
     @property
     def prompts(self) -> Numbers:
@@ -77,7 +76,7 @@ class Spool(Sequence[EncodedSample]):
 
     def by_content(self) -> tuple[Numbers, Numbers]:
         """The samples `[N]` by content hash, then by arrival, and of each of these the number of its content."""
-        high, low = np.frombuffer(bytes(self._ids), dtype=">u8").reshape(-1, 2).T
+        high, low = np.frombuffer(self._ids, dtype=">u8").reshape(-1, 2).T
         order = np.lexsort((low, high))
         new = np.ones(len(self), dtype=bool)
         new[1:] = (high[order][1:] != high[order][:-1]) | (low[order][1:] != low[order][:-1])
