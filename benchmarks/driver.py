@@ -3,6 +3,7 @@
 python benchmarks/driver.py RUN                       all of it on this machine
 python benchmarks/driver.py RUN --side trainer        store and trainer; whoever starts it drives the generators
 python benchmarks/driver.py RUN --side generator
+python benchmarks/driver.py RUN --parts 2             with a Mooncake store whose memory is in two processes
 python benchmarks/driver.py --postgres FOLDER ADDRESS a PostgreSQL that is started again whenever it dies
 python benchmarks/driver.py RUN --progress            the ledger's counts, as JSON
 python benchmarks/driver.py RUN --freeze-in-transaction  hold the run's row in the ledger, and stop
@@ -38,7 +39,7 @@ PREPARATION = {"target": "models.targets.prepare", "samples": "models.data.prepa
 POLL_S = 0.2
 
 
-def drive(folder: RunFolder, config: RunConfig, with_generators: bool, resumes: bool) -> None:
+def drive(folder: RunFolder, config: RunConfig, with_generators: bool, resumes: bool, parts: int = 1) -> None:
     """Own the run and train it to its end. `resumes` does what the flow does first when a person resumes a run."""
     with ExitStack() as stack:
         owner = stack.enter_context(own_run(folder, config.transport, print))
@@ -51,7 +52,7 @@ def drive(folder: RunFolder, config: RunConfig, with_generators: bool, resumes: 
         store: list[KeptProcess] = []
         if config.transport.kind == "mooncake":
             objects = objects_folder(config.transport, folder)
-            store = stack.enter_context(start_store(pool, folder, config.transport, objects, print))
+            store = stack.enter_context(start_store(pool, folder, config.transport, objects, print, parts=parts))
         with Ledger.open(config.ledger.url or folder.ledger_url, folder.name) as ledger:
             ledger.reopen()
         print(READY, flush=True)
@@ -129,6 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, nargs="?")
     parser.add_argument("--side", choices=["both", "trainer", "generator"], default="both")
+    parser.add_argument("--parts", type=int, default=1, metavar="N", help="processes that hold the store's memory")
     parser.add_argument("--resumes", action="store_true", help="as a person resumes a run")
     parser.add_argument("--progress", action="store_true")
     parser.add_argument("--freeze-in-transaction", action="store_true")
@@ -147,7 +149,7 @@ def main() -> None:
     elif options.side == "generator":
         drive_generators(folder, config)
     else:
-        drive(folder, config, with_generators=options.side == "both", resumes=options.resumes)
+        drive(folder, config, options.side == "both", options.resumes, options.parts)
 
 
 if __name__ == "__main__":

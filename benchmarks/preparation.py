@@ -66,7 +66,7 @@ def write_source(path: Path, count: int) -> None:
         for _ in range(count):
             turns = [
                 {"role": role, "content": " ".join(dice.choices(words, k=dice.randint(*length)))}
-                for role, length in (("user", (5, 40)), ("assistant", (60, 140))) * 2
+                for role, length in (("user", (5, 40)), ("assistant", (80, 184))) * 2
             ]
             file.write(json.dumps({"messages": turns}) + "\n")
 

@@ -145,7 +145,12 @@ class TransportConfig(StrictConfig):
         "sample. `auto`: the arena if enough shared memory is free. `mooncake`: between machines, by RDMA or TCP. "
         "`stored`: hidden states are captured once and kept in `folder`.",
     )
-    budget_mib: int = Field(default=512, ge=1, le=2**26, description="Most MiB held between capture and training.")
+    budget_mib: int = Field(
+        default=512,
+        ge=1,
+        le=2**26,
+        description="Most MiB held between capture and training. Mooncake divides them among the trainer's machines.",
+    )
     round_mib: int | None = Field(
         default=None,
         ge=1,
@@ -160,7 +165,7 @@ class TransportConfig(StrictConfig):
     )
     address: str = Field(
         default="127.0.0.1",
-        description="Address of the flow's machine in a private network of all machines. Mooncake's store is there, "
+        description="Address of the flow's machine in a private network of all machines. Mooncake's master is there, "
         "and trainer ranks of several machines meet in that network. `auto`: the one of its default route, as for a "
         "flow in a pod, whose address nobody knows before.",
     )

@@ -20,6 +20,7 @@ from infra.pools.base import Pool
 from infra.processes.keep_running import Generators, KeptProcess, follow
 from infra.records.data_path import TrainingResult
 from infra.records.drafts import ExportRecord
+from infra.settings import shared_memory_folder
 from infra.tracking.runs import log_new_metrics
 from infra.transport.choice import objects_folder
 from infra.transport.mooncake.store import start_store
@@ -107,16 +108,20 @@ def start_generators(run: OpenRun, pool: Pool) -> ElasticGenerators:
 
 @contextmanager
 def storing(run: OpenRun, pool: Pool) -> Iterator[list[KeptProcess]]:
-    """The store's processes, on the trainer's machine; none for transports of one machine.
+    """The store's processes; none for transports of one machine.
 
-    On a cluster they run on the flow's machine: transport.address names it, and nobody knows the trainer's before.
+    The master runs on the flow's machine: transport.address names it, and nobody knows the trainer's before. The
+    memory is on the trainer's machines, a part on each.
     """
-    settings = run.config.transport
+    settings, pools = run.config.transport, run.config.pools
     if settings.kind != "mooncake":
         yield []
         return
-    home = pool if run.config.pools.kind == "local" else on_cpu(run)
-    with start_store(home, run.folder, settings, objects_folder(settings, run.folder), get_run_logger().info) as store:
+    here, say = pools.kind == "local", get_run_logger().info
+    folder = objects_folder(settings, run.folder) if here else Path(settings.folder or shared_memory_folder())
+    with start_store(
+        on_cpu(run), run.folder, settings, folder, say, holders=pool, parts=pools.training_machines
+    ) as store:
         yield store
 
 

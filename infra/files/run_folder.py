@@ -61,6 +61,8 @@ class RunFolder:
     """How busy these were: a file for each process."""
     store = _Place("store.json")
     """The record of the run's Mooncake store."""
+    store_parts = _Place("store")
+    """How Mooncake names the parts of its memory."""
     meetings = _Place("meetings")
     """Where the trainer's machines find each other, if there are several."""
     training = _Place("training.json")

@@ -292,10 +292,16 @@ class StoreRecord(Record):
     """host:port of its master."""
     web: str
     """host:port at which the master lists keys."""
-    protocol: Literal["rdma", "tcp"]
-    segment: str
-    """File in shared memory of the store's machine."""
+    protocol: Literal["auto", "rdma", "tcp"]
+    """Settled by the first part before any of them answers: the flow's machine may have other devices."""
+    folder: str
+    """In shared memory of each part's machine: where it makes its memory."""
+    names: str
+    """Folder in which each part writes the name that Mooncake gave it."""
     nbytes: int
+    """Of each part."""
+    parts: int = 1
+    """Processes that hold the memory, one for each of the trainer's machines."""
 
 
 class CaptureRates(Record):

@@ -26,6 +26,8 @@ WAIT_S = 60.0
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 CANARY = "/canary/"
 """Part of the keys of objects that are written, read and deleted as a test."""
+READER = "@"
+"""Between the key of an object to put and the number of the machine that will probably read it."""
 
 Buffer = memoryview | bytearray | bytes
 Read = Callable[[int, memoryview], str]
@@ -48,6 +50,7 @@ class Transport(ABC):
     def put(self, key: str, buffers: Mapping[str, Buffer]) -> ObjectRecord:
         """Write an object; it is whole and readable once this returns.
 
+        Where the store has parts on several machines, `key` may end in `@N`: machine N will probably read it.
         A full store, or one that does not answer, is waited for. Raises StoreUnavailableError when that takes too
         long, TransferError for any other reason.
         """
@@ -132,8 +135,8 @@ def copy_hashed(into: memoryview, source: memoryview, sums: BlockSums) -> None:
 
 
 def flat(buffers: Mapping[str, Buffer], key: str) -> tuple[dict[str, memoryview], int]:
-    """The buffers as bytes, and how many there are; keys leave `+` and `#` to the transports' own names."""
-    assert not {"+", "#"} & set(key), key
+    """The buffers as bytes, and how many there are; keys leave `+`, `#` and `@` to the transports' own names."""
+    assert not {"+", "#", READER} & set(key), key
     views = {name: memoryview(buffer).cast("B") for name, buffer in buffers.items()}
     nbytes = sum(view.nbytes for view in views.values())
     assert nbytes, f"{key} is empty"

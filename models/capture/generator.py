@@ -25,6 +25,7 @@ from infra.run.gpu_use import measured_use
 from infra.transport.choice import sweep
 from models.capture.engine import CANARY_TOKENS, Captured, CaptureEngine, EngineError, StoredEngine
 from models.capture.heldout import make_heldout
+from models.capture.readers import Readers
 from models.devices import limit_memory
 from models.run import PreparedRun
 from models.targets.layout import SampleError
@@ -43,6 +44,7 @@ class Generator:
     def __init__(self, run: PreparedRun, engine: CaptureEngine, owner: str):
         self.owner, self.engine = owner, engine
         self.ledger, self.transport, self.samples = run.open_ledger(), run.open_transport(), run.open_samples()
+        self.readers = Readers(run)
         self.lease_samples = run.config.generator.lease_samples
         self.canaries = self.samples.canaries(CANARY_TOKENS)
         self.has_others = run.config.generator.most > 1
@@ -109,7 +111,8 @@ class Generator:
 
     def _capture(self, lease: Lease) -> Captured:
         """Capture one sample. Raises SampleError only if the engine still passes its canary."""
-        sample, key = self.samples.answered(lease.sample, lease.answer), self.ledger.key(lease)
+        sample = self.samples.answered(lease.sample, lease.answer)
+        key = self.readers.address(self.ledger.key(lease), lease)
         prompt = self.samples.prompt(lease.sample) if lease.answer is None else None
         try:
             if len(sample.tokens) != lease.tokens:

@@ -1,7 +1,9 @@
 """How a trainer rank receives its samples: through host memory, or straight into GPU memory (GPUDirect)."""
 
+import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -21,6 +23,7 @@ from models.targets.hidden_states import HiddenStates
 from models.targets.layout import HiddenStateLayout, as_bytes
 from models.training.control import Control
 from models.training.progress import StreamTimes
+from models.training.recapture import Recapture
 
 CHECKED = 16
 """One sample in this many that arrive in GPU memory is read back and compared with its checksums."""
@@ -148,11 +151,22 @@ class Fetcher:
         ledger: where samples are released.
         incarnation: of this trainer.
         reach: positions after a row of which it needs the target's last states; asked where ranks share samples.
+        stop: set when nobody needs the samples any more.
     """
 
-    def __init__(self, run: PreparedRun, control: Control, ledger: Ledger, incarnation: int, reach: int):
+    def __init__(
+        self,
+        run: PreparedRun,
+        control: Control,
+        ledger: Ledger,
+        incarnation: int,
+        reach: int,
+        *,
+        stop: threading.Event,
+    ):
         self._control, self._ledger, self._incarnation, self._reach = control, ledger, incarnation, reach
         self._transport, self.samples = run.open_transport(), run.open_samples()
+        self._recapture = Recapture(run, self._transport, ledger, incarnation, stop)
         self._frees = run.sharing.mode != "alternate"
         """Otherwise a round keeps its objects until the checkpoint that holds it (infra.ledger.rounds)."""
         self._parts = HostReceiver(self._transport, run.layout) if control.context_size > 1 else None
@@ -172,12 +186,14 @@ class Fetcher:
         if control.context_size > 1:
             share = ContextShare(lengths, control.context_size, control.context_rank, self._reach, control.context)
         started = time.monotonic()
-        hidden = self._whole(planned) if share is None else self._part(planned, share)
+        hidden = self._whole(planned, plan.step) if share is None else self._part(planned, plan.step, share)
         times.fetch_s += time.monotonic() - started
         control.wait_for_fetched()
-        if self._frees and control.context_rank == 0:
-            for p in planned:
-                self._transport.delete(p.object.key)
+        if self._frees:
+            if control.context_rank == 0:
+                for p in planned:
+                    self._transport.delete(p.object.key)
+            self._recapture.delete()
         texts = [self.samples.answered(p.sample, p.answer) for p in planned]
         return PackedSamples(
             tokens=torch.cat([t.tokens for t in texts]),
@@ -197,20 +213,23 @@ class Fetcher:
             if self._control.rank == 0:
                 self._ledger.release(self._incarnation, plan.epoch, *(sample.ordinal for sample in plan.samples))
 
-    def _whole(self, planned: Sequence[PlannedSample]) -> HiddenStates:
+    def _whole(self, planned: Sequence[PlannedSample], step: int) -> HiddenStates:
         hidden, start = self._receiver.empty(sum(p.tokens for p in planned)), 0
         for p in planned:
             rows = slice(start, start + p.tokens)
-            self._receiver.receive(p.object, hidden.rows(rows))
+            self._recapture.read(p, step, partial(self._receiver.receive, into=hidden.rows(rows)))
             start += p.tokens
         return hidden
 
-    def _part(self, planned: Sequence[PlannedSample], share: ContextShare) -> HiddenStates:
-        assert self._parts is not None
-        hidden = self._parts.empty(*(sum(run.rows for run in runs) for runs in (share.runs, share.states)))
+    def _part(self, planned: Sequence[PlannedSample], step: int, share: ContextShare) -> HiddenStates:
+        parts = self._parts
+        assert parts is not None
+        hidden = parts.empty(*(sum(run.rows for run in runs) for runs in (share.runs, share.states)))
         for name, into in hidden.named().items():
             start = 0
             for run in share.runs if name == "aux" else share.states:
-                self._parts.receive_part(planned[run.sample].object, name, run.start, into[start : start + run.rows])
+                place = into[start : start + run.rows]
+                read = partial(parts.receive_part, name=name, first=run.start, into=place)
+                self._recapture.read(planned[run.sample], step, read)
                 start += run.rows
         return hidden

@@ -95,7 +95,8 @@ class StepStream:
     def __init__(self, run: PreparedRun, control: Control, ledger: Ledger, resume: Resume, reach: int):
         self.run, self.control, self.ledger, self.settings = run, control, ledger, run.config.training
         self.incarnation, self.epoch = resume.incarnation, resume.epoch
-        self.fetcher = Fetcher(run, control, ledger, resume.incarnation, reach)
+        self._stop = threading.Event()
+        self.fetcher = Fetcher(run, control, ledger, resume.incarnation, reach, stop=self._stop)
         self.step = self.training_step = 1 + (resume.checkpoint.step if resume.checkpoint else 0)
         """The step to plan next, and the one that the optimizer works on meanwhile."""
         self.times = StreamTimes()
@@ -103,7 +104,6 @@ class StepStream:
         """Whether rank 0 has planned the run's last step; else the stream ended because generators have their turn."""
         self._alternates = run.sharing.mode == "alternate"
         self._opened: set[int] = set()
-        self._stop = threading.Event()
 
     def __iter__(self) -> Iterator[MicroBatch]:
         # One worker: steps are planned and fetched in order, and a future carries its error to the training thread.

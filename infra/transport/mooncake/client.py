@@ -9,10 +9,12 @@ import re
 import threading
 import time
 import urllib.request
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from infra.network.ports import own_address
 from infra.network.rdma import nearest_devices
@@ -100,6 +102,7 @@ class MooncakeClient:
             raise Refusal(f"transport.kind=mooncake: Mooncake does not load ({error}): {INSTALL}") from error
 
         self._web, self._wait_s = store.web, wait_s
+        self._parts, self._names, self._placed = store.parts, Path(store.names), ReplicateConfig
         self.store = MooncakeDistributedStore()
         address = own_address(store.master)
         # No memory of its own: a generator that leaves must not take unread samples along.
@@ -108,19 +111,19 @@ class MooncakeClient:
         if status:
             raise ConnectionError(f"no Mooncake store answers at {store.master} (status {status})")
         self.staging = Staging(self.register, self.unregister)
-        self._pinned = ReplicateConfig()
-        self._pinned.with_hard_pin = True  # never evicted: unread samples are no cache
 
-    def put(self, key: str, address: int, nbytes: int) -> None:
+    def put(self, key: str, address: int, nbytes: int, part: int | None = None) -> None:
         """Write an object from registered memory; waits where the store is full or away.
 
-        Raises TransferError, with nothing left behind.
+        All of it goes to one part of the store, this `part` or one that the key decides, and elsewhere only where that
+        is full or gone: a part that dies takes few objects along. Raises TransferError, with nothing left behind.
         """
         if self.store.is_exist(_piece_key(key, 0)) == 1:
             self.delete(key)  # Mooncake keeps what is there and says that all is well
         left, deadline = _pieces(key, address, nbytes), time.monotonic() + self._wait_s
+        part = zlib.crc32(key.encode()) if part is None else part
         while left:
-            worst, left = self._write(left)
+            worst, left = self._write(left, part % self._parts)
             if left and (worst not in PASSES or time.monotonic() > deadline):
                 self._forget(key)
                 kind = StoreUnavailableError if worst in PASSES else TransferError
@@ -128,13 +131,21 @@ class MooncakeClient:
             if left:
                 time.sleep(POLL_S)
 
-    def _write(self, pieces: list[Piece]) -> tuple[int, list[Piece]]:
+    def _placement(self, part: int) -> Any:
+        """Where Mooncake is to write: a part that was restarted has another name."""
+        placed = self._placed()
+        placed.with_hard_pin = True  # never evicted: unread samples are no cache
+        if self._parts > 1 and (name := self._names / str(part)).is_file():
+            placed.preferred_segments = [name.read_text()]
+        return placed
+
+    def _write(self, pieces: list[Piece], part: int) -> tuple[int, list[Piece]]:
         """The worst status, and the pieces that are not there yet.
 
         A piece of which a broken-off write left a trace counts as written at the next try: so it is asked for, and
         what is not whole is removed.
         """
-        statuses = self.store.batch_put_from(*_columns(pieces), self._pinned)
+        statuses = self.store.batch_put_from(*_columns(pieces), self._placement(part))
         there = self.store.batch_is_exist([key for key, _, _ in pieces])
         left = [piece for piece, status, found in zip(pieces, statuses, there, strict=True) if status or found != 1]
         if left:

@@ -82,6 +82,6 @@ def choose_protocol(wanted: Literal["auto", "rdma", "tcp"], root: Path = Path("/
     return "rdma" if there and wanted != "tcp" else "tcp"
 
 
-def store_bytes(config: TransportConfig) -> int:
-    """Bytes of the store's segment."""
-    return int(config.budget_mib * 2**20 * SLACK) + BEYOND_BUDGET
+def store_bytes(config: TransportConfig, parts: int = 1) -> int:
+    """Bytes of each of the store's parts."""
+    return int(config.budget_mib * 2**20 * SLACK) // parts + BEYOND_BUDGET

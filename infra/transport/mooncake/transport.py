@@ -6,7 +6,7 @@ Objects lie in the store's own process: whoever wrote one may leave, and whoever
 from collections.abc import Mapping
 
 from infra.records.data_path import BufferRecord, ObjectRecord, StoreRecord
-from infra.transport.base import BlockSums, Buffer, Transport, blocks, copy_hashed, fill, flat
+from infra.transport.base import READER, BlockSums, Buffer, Transport, blocks, copy_hashed, fill, flat
 from infra.transport.mooncake.client import PIECE, client_of
 
 LOCATION = "mooncake"
@@ -23,6 +23,7 @@ class MooncakeTransport(Transport):
         self.client = client_of(store)
 
     def put(self, key: str, buffers: Mapping[str, Buffer]) -> ObjectRecord:
+        key, _, reader = key.partition(READER)
         views, nbytes = flat(buffers, key)
         with self.client.staging.take(nbytes) as staged:
             records, start = [], 0
@@ -31,7 +32,7 @@ class MooncakeTransport(Transport):
                 copy_hashed(staged.view[start : start + view.nbytes], view, sums)
                 records.append(BufferRecord(name=name, nbytes=view.nbytes, xxh3=sums.hexdigest()))
                 start += view.nbytes
-            self.client.put(key, staged.address, nbytes)
+            self.client.put(key, staged.address, nbytes, int(reader) if reader else None)
         return ObjectRecord(key=key, location=LOCATION, buffers=tuple(records))
 
     def get(

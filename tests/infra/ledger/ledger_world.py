@@ -12,6 +12,7 @@ from ledger_model import Model, Place, Row, Saved, Trainer
 
 from infra.ledger.generators import Publication
 from infra.ledger.ledger import Ledger
+from infra.ledger.recapture import RecaptureError, lose, take_again
 from infra.ledger.schema import samples
 from infra.ledger.trainers import EndOfEpoch, RepeatedCrash, Resume, Wait, plan_step, rebuild_run, resume_run
 from infra.records.data_path import (
@@ -171,7 +172,7 @@ class World:
 
     def go_on(self, trainer: Trainer, ranks: int) -> None:
         """The trainer's next write, where it neither plans ahead nor saves."""
-        unreleased = next(self.planned("planned", "copied", "deleted"), None)
+        unreleased = next(self.planned("planned", "lost", "copied", "deleted"), None)
         if unreleased:
             self.advance(trainer, unreleased)
         elif trainer.plans:
@@ -233,10 +234,14 @@ class World:
         place = (sample.epoch, sample.ordinal)
         stage = trainer.stages.get(place, "planned")
         if stage == "planned":
-            if self.store.get(sample.object.key) != sample.object:
+            if self.store.get(sample.object.key) == sample.object:
+                trainer.stages[place] = "copied"
+            elif self.model.strict:
+                self.lose(trainer, sample)
+            else:
                 self.trainer = None  # what is lost here is captured again after the restart
-                return
-            trainer.stages[place] = "copied"
+        elif stage == "lost":
+            self.take_again(trainer, sample)
         elif stage == "copied":
             self.store.pop(sample.object.key, None)
             trainer.stages[place] = "deleted"
@@ -244,6 +249,34 @@ class World:
             self.ledger.release(trainer.incarnation, *place)
             self.model.rows[place].held, self.model.rows[place].object = 0, None
             trainer.stages[place] = "released"
+
+    def lose(self, trainer: Trainer, sample: PlannedSample) -> None:
+        """The trainer finds an object gone, and looks which others are gone too."""
+        place = (sample.epoch, sample.ordinal)
+        ready = ((it, self.model.rows[it].object) for it in self.model.of("ready"))
+        gone = [it for it, record in ready if record is None or record.key not in self.store]
+        assert lose(self.ledger, trainer.incarnation, sample.object.key, lambda: set(self.store)) == 1 + len(gone)
+        for it in (place, *gone):
+            self.model.rows[it].to("pending")
+        trainer.stages[place] = "lost"
+
+    def take_again(self, trainer: Trainer, sample: PlannedSample) -> None:
+        place, plan = (sample.epoch, sample.ordinal), next(plan for plan in trainer.plans if sample in plan.samples)
+        row = self.model.rows[place]
+        if row.state == "quarantined":
+            with pytest.raises(RecaptureError, match="broken"):
+                take_again(self.ledger, trainer.incarnation, sample, plan.step, sample.object.key)
+            self.trainer = None
+            return
+        record = take_again(self.ledger, trainer.incarnation, sample, plan.step, sample.object.key)
+        assert record == row.object
+        if record is None:
+            self.capture("a", 1, 1)
+            return
+        row.state, row.step = "taken", plan.step
+        again = tuple(s.model_copy(update={"object": record}) if s == sample else s for s in plan.samples)
+        trainer.plans[trainer.plans.index(plan)] = plan.model_copy(update={"samples": again})
+        trainer.stages[place] = "planned"
 
     def train(self, trainer: Trainer) -> None:
         plan = trainer.plans.pop(0)
@@ -291,7 +324,8 @@ class World:
             self.history.clear()
         if self.rebuilt:
             # A rebuilt ledger knows one epoch's answers only. They are gone if training restarts before that epoch.
-            there = {row.sample for row in self.model.rows.values() if row.answer is not None}
+            rows = (row for row in self.model.rows.values() if row.state != "quarantined")
+            there = {row.sample for row in rows if row.answer is not None}
             self.answers = {sample: answer for sample, answer in self.answers.items() if sample in there}
         self.trainer = Trainer(resume.incarnation, resume.epoch, step, Counter(weights), planned=step, saved=step)
         self.open_epoch(resume.incarnation, resume.epoch)

@@ -63,7 +63,8 @@ class LedgerMachine(World, RuleBasedStateMachine):
         if move == "save" and trainer.trained > trainer.saved and not trainer.saving:
             self.save(trainer)
         if move == "plan ahead":
-            self.plan(trainer, ranks=1 + pick % 3)
+            if "lost" not in trainer.stages.values():
+                self.plan(trainer, ranks=1 + pick % 3)
         elif trainer.saving and (move == "commit" or (move == "save" and pick % 2)):
             self.commit(trainer, trainer.saving)
         elif move == "go on":

@@ -1,7 +1,6 @@
 """A store whose master or holder dies, or that is full: writers wait, readers get an error, no bytes are invented."""
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -9,22 +8,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
+from kept_store import MIB, WAIT_S, KeptStore, get, kept_store, put
 
-from infra.config import TransportConfig
-from infra.files.run_folder import RunFolder
-from infra.pools.local import LocalPool
-from infra.processes.keep_running import KeptProcess
-from infra.processes.process import Owner
-from infra.records.data_path import StoreRecord
 from infra.transport.base import StoreUnavailableError, TransferError
 from infra.transport.mooncake.client import MooncakeClient
-from infra.transport.mooncake.environment import check_mooncake, choose_protocol
-from infra.transport.mooncake.store import start_store
+from infra.transport.mooncake.environment import choose_protocol
 
 pytestmark = pytest.mark.slow
-MIB = 2**20
 WRITER = """
 import sys
 from infra.records.data_path import StoreRecord
@@ -33,64 +24,18 @@ MooncakeTransport(StoreRecord.model_validate_json(sys.argv[1])).put("run/0/0/1",
 """
 
 
-class Store:
-    """A store of a test's own, kept running as the flow keeps it."""
-
-    def __init__(self, run: RunFolder, processes: list[KeptProcess]):
-        self.record: StoreRecord = StoreRecord.read(run.store)
-        self.master, self.holder = processes
-        self.events: list[str] = []
-        self._stop = threading.Event()
-        self._keeper = threading.Thread(target=self._keep)
-        self._keeper.start()
-
-    def _keep(self) -> None:
-        while not self._stop.wait(0.1):
-            for process in (self.master, self.holder):
-                process.tend(lambda _line: None, self.events.append)
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._keeper.join()
-
-    def kill(self, process: KeptProcess) -> None:
-        """`kill -9` of the process itself; its supervisor ends with it."""
-        for child in psutil.Process(process.process.pid).children(recursive=True):
-            child.send_signal(signal.SIGKILL)
-
-
 @pytest.fixture
-def store(public_folder: Path) -> Iterator[Store]:
-    try:
-        check_mooncake()
-    except ValueError as error:
-        pytest.skip(str(error))
-    run = RunFolder(public_folder / "run")
-    pool, config = LocalPool(Owner("tests", run.logs)), TransportConfig(budget_mib=1)
-    with start_store(pool, run, config, public_folder, print) as processes:
-        opened = Store(run, processes)
+def store(public_folder: Path) -> Iterator[KeptStore]:
+    with kept_store(public_folder) as opened:
         yield opened
-        opened.stop()
 
 
 @pytest.fixture
-def client(store: Store) -> MooncakeClient:
-    return MooncakeClient(store.record, wait_s=240.0)
+def client(store: KeptStore) -> MooncakeClient:
+    return MooncakeClient(store.record, wait_s=WAIT_S)
 
 
-def put(client: MooncakeClient, key: str, data: bytes) -> None:
-    with client.staging.take(len(data)) as buffer:
-        buffer.view[: len(data)] = data
-        client.put(key, buffer.address, len(data))
-
-
-def get(client: MooncakeClient, key: str, nbytes: int) -> bytes:
-    with client.staging.take(nbytes) as buffer:
-        client.get(key, buffer.address, nbytes)
-        return bytes(buffer.view[:nbytes])
-
-
-def test_a_killed_master_comes_back_and_writers_wait_for_it(store: Store, client: MooncakeClient) -> None:
+def test_a_killed_master_comes_back_and_writers_wait_for_it(store: KeptStore, client: MooncakeClient) -> None:
     put(client, "run/0/0/1", b"before")
     store.kill(store.master)
     put(client, "run/0/1/1", b"after")
@@ -102,7 +47,7 @@ def test_a_killed_master_comes_back_and_writers_wait_for_it(store: Store, client
     assert any("mooncake-master was killed by signal 9; restart 1" in event for event in store.events)
 
 
-def test_a_master_that_stays_away_is_no_fault_of_an_object(store: Store) -> None:
+def test_a_master_that_stays_away_is_no_fault_of_an_object(store: KeptStore) -> None:
     client = MooncakeClient(store.record, wait_s=1.0)
     put(client, "run/0/0/1", b"before")
     store.stop()
@@ -116,7 +61,7 @@ def test_a_master_that_stays_away_is_no_fault_of_an_object(store: Store) -> None
             call()
 
 
-def test_a_killed_holder_loses_its_objects_and_nothing_else(store: Store, client: MooncakeClient) -> None:
+def test_a_killed_holder_loses_its_objects_and_nothing_else(store: KeptStore, client: MooncakeClient) -> None:
     data = os.urandom(9 * MIB)
     put(client, "run/0/0/1", data)
     store.kill(store.holder)
@@ -126,12 +71,12 @@ def test_a_killed_holder_loses_its_objects_and_nothing_else(store: Store, client
     assert get(client, "run/0/1/1", len(data)) == data
 
 
-def test_a_writer_that_leaves_takes_nothing_along(store: Store, client: MooncakeClient) -> None:
+def test_a_writer_that_leaves_takes_nothing_along(store: KeptStore, client: MooncakeClient) -> None:
     subprocess.run([sys.executable, "-c", WRITER, store.record.model_dump_json()], check=True, timeout=240)
     assert get(client, "run/0/0/1", 8 * MIB) == bytes(range(256)) * 2**15
 
 
-def test_a_full_store_makes_its_writer_wait_and_evicts_nothing(store: Store) -> None:
+def test_a_full_store_makes_its_writer_wait_and_evicts_nothing(store: KeptStore) -> None:
     client = MooncakeClient(store.record, wait_s=1.0)
     size, written = 20 * MIB, range(3)
     assert len(written) * size > store.record.nbytes - size
@@ -142,7 +87,7 @@ def test_a_full_store_makes_its_writer_wait_and_evicts_nothing(store: Store) -> 
     assert client.keys() == [f"run/0/{index}/1" for index in written]
     for index in written:
         assert get(client, f"run/0/{index}/1", size) == bytes([index]) * size
-    client._wait_s = 240.0
+    client._wait_s = WAIT_S
     later = threading.Timer(0.3, client.delete, ["run/0/0/1"])
     begun = time.monotonic()
     later.start()
