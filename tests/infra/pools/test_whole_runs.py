@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra.config import PoolsConfig
+from infra.config import PoolsConfig, TransportConfig
 from infra.data_plane.start import start_generator, start_trainer
 from infra.files.run_folder import RunFolder
 from infra.pools.base import PoolBusyError, PoolSpec
@@ -17,6 +17,8 @@ from infra.pools.run_pools import pool_specs
 from infra.processes.keep_running import Generators, follow
 from infra.processes.process import Owner
 from infra.records.data_path import TrainingResult
+from infra.transport.mooncake.environment import check_mooncake
+from infra.transport.mooncake.store import start_store
 
 
 @pytest.mark.slow
@@ -44,28 +46,35 @@ def test_a_run_on_a_cluster_ends_well(kind: str, request: pytest.FixtureRequest,
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ray", "slurm"])
 def test_ranks_on_two_machines_of_a_cluster(
-    kind: str, request: pytest.FixtureRequest, make_run, tmp_path: Path
+    kind: str, request: pytest.FixtureRequest, make_run, public_folder: Path
 ) -> None:
-    """Each part wants more than half of a machine's cores, so there is one part on each."""
+    """Each part wants more than half of a machine's cores, so there is one on each, and a part of the store with it."""
+    try:
+        check_mooncake()
+    except ValueError as error:
+        pytest.skip(str(error))
     place = request.getfixturevalue(f"{kind}_place")
     config = place.provider()._config.model_copy(update={"cores": 10, "training_machines": 2})
     settings = ["data.max_samples=24", "training.max_steps=3", "training.ranks=2", f"pools.kind={kind}"]
-    shared = ["transport.kind=files", f"transport.folder={tmp_path / 'shared'}", "pools.training_machines=2"]
-    folder = make_run("run", *settings, *shared)
+    folder = make_run("run", *settings, "transport.kind=mooncake", "pools.training_machines=2")
     provider, owner = QueuedPools(config), Owner(f"{kind}-machines", folder.logs)
+    transport = TransportConfig(kind="mooncake", budget_mib=64)
     printed: list[str] = []
     try:
         _, wanted = pool_specs(config, 1)
         (training,) = place.acquire(provider, [wanted], owner)
         assert len({part.machine for part in training._granted}) == 2
+        home = LocalPool(owner)
         with (
-            closing(start_generator(LocalPool(owner), folder, 0, 1, threads=1)) as generator,
+            start_store(home, folder, transport, public_folder, printed.append, holders=training, parts=2) as store,
+            closing(start_generator(home, folder, 0, 1, threads=1)) as generator,
             closing(start_trainer(training, folder, 2, threads=1, machines=2)) as trainer,
         ):
-            follow(trainer, Generators([generator]), printed.append, printed.append)
+            follow(trainer, Generators([generator]), printed.append, printed.append, services=store)
     finally:
         provider.release(owner.name)
     assert TrainingResult.read(folder.training).steps == 3, printed
+    assert sum("store ready" in line for line in printed) == 2, printed
     assert not any("restart" in line for line in printed), printed
 
 
