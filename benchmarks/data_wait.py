@@ -42,7 +42,7 @@ def publish(path: Path, tokens_per_s: float | None) -> None:
     )
     started, published = time.monotonic(), 0
     while not ledger.finished():
-        leases = ledger.lease("publisher", run.config.generator.lease_samples)
+        leases = ledger.lease("publisher", run.config.generator.leased)
         for lease in leases:
             part = ready.rows(slice(0, lease.tokens))
             ledger.publish(Publication(lease, transport.put(ledger.key(lease), layout.pack(part))))

@@ -126,6 +126,7 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
         generator_slots=generator.slots,
         budget_bytes=config.transport.budget_mib * 2**20,
         link_bytes_per_s=plan.link_gbit * 1e9 / 8 if crossing else None,
+        store_machines=config.pools.training_machines,
         memory_bytes=device.memory_bytes or own_memory,
         host_bytes=own_memory if device.is_gpu and plan.device is None and LocalPools().gpus else 0,
         answers=_answers(config, device, inference, per_generator, mean, assumed, prepared=samples is not None),

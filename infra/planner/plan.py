@@ -62,6 +62,8 @@ class Job(Record):
     budget_bytes: int
     link_bytes_per_s: float | None
     """Bandwidth of a machine's network if hidden states cross it; None if they stay on one machine."""
+    store_machines: int = 1
+    """Those that hold a part of the store, and whose networks share the stream: the trainer's."""
     memory_bytes: int
     """Memory of one rank's device; 0 if unknown."""
     host_bytes: int = 0
@@ -203,7 +205,7 @@ def make_plan(job: Job) -> Plan:
         devices_per_generator=job.devices_per_generator,
         devices_per_rank=job.devices_per_rank,
         context=job.setting.context,
-        transport=job.link_bytes_per_s / sample_bytes if job.link_bytes_per_s else None,
+        transport=job.link_bytes_per_s * job.store_machines / sample_bytes if job.link_bytes_per_s else None,
     )
     return _with_sides(job, sides, prefill, draft)
 
@@ -230,7 +232,9 @@ def _with_sides(job: Job, sides: Sides, prefill: float, draft: float) -> Plan:
         longest_sample=longest_sample(job.draft, job.target, job.setting, memory_bytes) if memory_bytes else None,
         target_bytes=job.target.weight_bytes(job.inference_precision),
         store_bytes=in_flight * job.longest_tokens * job.bytes_per_token,
-        traffic=traffic(present.samples_per_s, job.mean_tokens, job.bytes_per_token, job.generators, receiving),
+        traffic=traffic(
+            present.samples_per_s, job.mean_tokens, job.bytes_per_token, job.generators, receiving, job.store_machines
+        ),
         checkpoint_bytes=job.draft.parameters * CHECKPOINT_BYTES_PER_PARAMETER,
     )
 

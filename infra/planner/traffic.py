@@ -46,7 +46,8 @@ class Traffic(Record):
     wire_bytes_per_s: float
     """Hidden states, once over the wire: out of the generators, into the ranks."""
     store_link_bytes_per_s: float
-    """Each way over the link of the machine that holds the store."""
+    """Each way over the link of a machine that holds a part of the store, where no sample is read on its own part's
+    machine."""
     generator_bytes_per_s: float
     """Out of one generator."""
     rank_bytes_per_s: float
@@ -55,15 +56,15 @@ class Traffic(Record):
 
 
 def traffic(
-    samples_per_s: float, tokens_per_sample: float, bytes_of_token: int, generators: int, ranks: int
+    samples_per_s: float, tokens_per_sample: float, bytes_of_token: int, generators: int, ranks: int, machines: int = 1
 ) -> Traffic:
-    """Data rates of a run, from its samples per second."""
+    """Data rates of a run, from its samples per second; its trainer has so many `machines`."""
     wire = samples_per_s * tokens_per_sample * bytes_of_token
     return Traffic(
         samples_per_s=samples_per_s,
         tokens_per_s=samples_per_s * tokens_per_sample,
         wire_bytes_per_s=wire,
-        store_link_bytes_per_s=wire,
+        store_link_bytes_per_s=wire / machines,
         generator_bytes_per_s=wire / max(1, generators),
         rank_bytes_per_s=wire / max(1, ranks),
         ledger_transactions_per_s=samples_per_s * LEDGER_TRANSACTIONS,

@@ -45,7 +45,7 @@ class Generator:
         self.owner, self.engine = owner, engine
         self.ledger, self.transport, self.samples = run.open_ledger(), run.open_transport(), run.open_samples()
         self.readers = Readers(run)
-        self.lease_samples = run.config.generator.lease_samples
+        self.lease_samples = run.config.generator.leased
         self.canaries = self.samples.canaries(CANARY_TOKENS)
         self.has_others = run.config.generator.most > 1
         self.renew_s = run.config.ledger.lease_seconds / 4

@@ -38,7 +38,11 @@ class GeneratorConfig(StrictConfig):
         description="Data type of hidden states on their way to the trainer. `float8`: e4m3 with a scale for each "
         "token and layer, half the bytes of bfloat16.",
     )
-    lease_samples: Count = Field(default=8, description="Samples leased, and published, per ledger transaction.")
+    lease_samples: Count | None = Field(
+        default=None,
+        description="Samples leased, and published, per ledger transaction. Default: as many as there are generators, "
+        "which take turns at the ledger; at least 8, at most 32.",
+    )
     threads: Count | None = Field(
         default=None,
         description="CPU threads per generator. Default: all cores, half of them where training has no GPUs either.",
@@ -53,7 +57,12 @@ class GeneratorConfig(StrictConfig):
     @property
     def slots(self) -> int:
         """Samples that all generators together hold at most: leased, and in the engine."""
-        return self.most * (self.lease_samples + self.in_flight)
+        return self.most * (self.leased + self.in_flight)
+
+    @property
+    def leased(self) -> int:
+        """Samples that a generator leases at a time."""
+        return self.lease_samples or max(8, min(32, self.most))
 
     @property
     def most(self) -> int:

@@ -31,6 +31,8 @@ MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 EPOCHS = 3
 BYTES_PER_TOKEN = 10
 MAX_ATTEMPTS = 2
+MANY = 500
+"""More moves than the steps that are planned at a time can take."""
 
 
 def ordinals_in(ranges: Ranges) -> set[int]:
@@ -356,9 +358,15 @@ class World:
             self.start_trainer()
         leases = self.capture("a", 6, 6)
         assert self.trainer is not None
-        answer = self.plan(self.trainer, ranks=1)
-        while self.trainer and self.trainer.plans:
+        if "lost" in self.trainer.stages.values():
+            # No step is planned while one waits for a sample to be captured again.
             self.go_on(self.trainer, ranks=1)
+            return "busy" if leases or not self.trainer or "lost" not in self.trainer.stages.values() else "idle"
+        answer = self.plan(self.trainer, ranks=1)
+        for _ in range(MANY):
+            if self.trainer and self.trainer.plans:
+                self.go_on(self.trainer, ranks=1)
+        assert not self.trainer or not self.trainer.plans, f"deadlock: {self.model}"
         if self.trainer and isinstance(answer, EndOfEpoch) and answer.epoch == EPOCHS - 1:
             return "done"
         return "busy" if leases or not isinstance(answer, Wait) else "idle"
