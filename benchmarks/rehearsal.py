@@ -4,7 +4,7 @@
 
 The product's generators run with an engine that captures at the plan's rate, against a real PostgreSQL and a real
 Mooncake store in several parts; emulated ranks read, release and commit at the plan's rate. Scaled are: the time, by
-the factor that the result names (all rates are divided by it); the bytes of a token (512 in place of 32,768, and so the
+the factor that the result names (all rates are divided by it); the bytes of a token (768 in place of 32,768, and so the
 pieces into which Mooncake's objects are cut); the number of processes (up to eight generators share one, four read for
 all ranks, at most four hold the store). The numbers of generators, of samples in a step, of leases in a group, of
 objects and of their pieces are the plan's.
@@ -48,6 +48,7 @@ PROCESSES = str(Path(__file__).with_name("rehearsal_processes.py"))
 TOKENS, RATE, RANKS_PER_GENERATOR, MACHINE = 550, 50.0, 7, 8
 """Tokens of a sample; samples per second of a generator; GPUs that train for one; GPUs of a machine."""
 TOKEN_BYTES = stored_bytes_per_token(3, 4096, "bfloat16", top_token=False)
+SCALED_BYTES = 768
 LINK = 400e9 / 8
 SLOWER = {8: 1.0, 64: 4.0, 256: 16.0}
 STEPS = {8: 60, 64: 20, 256: 12}
@@ -73,14 +74,23 @@ def rehearsed_run(folder: Path, gpus: int, url: str) -> Iterator[PreparedRun]:
     write_samples(source, int(step * STEPS[gpus] / 0.97) + 40)
     in_flight = samples_in_flight(step, ranks, PREFETCH, generators * (max(8, min(32, generators)) + 32))
     settings = {
-        "data.source": source, "data.max_tokens": TOKENS, "data.max_samples": step * STEPS[gpus], "data.heldout_share": 0.02,
-        "generator.count": generators, "ledger.url": url, "training.ranks": ranks, "training.samples_per_step": step,
-        "training.prefetch_steps": PREFETCH, "transport.kind": "mooncake", "draft.vocab_size": "null",
-        "transport.budget_mib": -(-in_flight * TOKENS * 512 // 2**20),
-    }  # fmt: skip
+        "data.source": source,
+        "data.max_tokens": TOKENS,
+        "data.max_samples": step * STEPS[gpus],
+        "data.heldout_share": 0.02,
+        "generator.count": generators,
+        "ledger.url": url,
+        "training.ranks": ranks,
+        "training.samples_per_step": step,
+        "training.prefetch_steps": PREFETCH,
+        "transport.kind": "mooncake",
+        "transport.budget_mib": -(-in_flight * TOKENS * SCALED_BYTES // 2**20),
+        "generator.stored_dtype": "bfloat16",
+        "target.aux_layer_ids": "[1]",
+    }
     recipe = ROOT / "recipes" / "tiny.yaml"
     with prepared_run(folder / "run", recipe, [f"{name}={value}" for name, value in settings.items()]) as run:
-        assert run.layout.bytes_per_token <= 512 + 4, run.layout.bytes_per_token
+        assert run.layout.bytes_per_token == SCALED_BYTES
         yield run
 
 
@@ -181,9 +191,9 @@ def rehearse(gpus: int, folder: Path, server: PostgresServer, capacity: float) -
         "time_slower_by": slower, "samples": samples, "planned_samples_per_s": plan.samples_per_s,
         "sustained_samples_per_s": round(sustained, 1), "of_plan": round(sustained / plan.samples_per_s, 3),
         "ledger_bears_samples_per_s": round(capacity), "load": {name: round(value, 4) for name, value in load.items()},
-        "first_limit": first, "reached_with_gpus": round(gpus / load[first]),
-        "most_held_gib": round(most["held"] / 512 * TOKEN_BYTES / 2**30, 1),
-        "budget_gib": round(transport.budget_mib / 512 * TOKEN_BYTES / 2**10, 1),
+        "first_limit": first,
+        "most_held_gib": round(most["held"] / SCALED_BYTES * TOKEN_BYTES / 2**30, 1),
+        "budget_gib": round(transport.budget_mib / SCALED_BYTES * TOKEN_BYTES / 2**10, 1),
         "seconds": {name: round(value, 2) for name, value in told["spent"].items()},
     }  # fmt: skip
 

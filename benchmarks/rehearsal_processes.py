@@ -30,7 +30,7 @@ from models.run import PreparedRun
 
 READERS = 4
 """Processes that read for all ranks."""
-PIECE = 64 * 2**10
+PIECE = 96 * 2**10
 """A real sample of 550 tokens has five pieces; so has one of these."""
 POLL_S, CHECKPOINT_STEPS = 0.02, 10
 

@@ -30,21 +30,17 @@ from infra.pools.local import LocalPool
 from infra.processes.exit import run_main
 from infra.processes.process import Owner
 from infra.provenance import git_sha, hardware
-from infra.records.data_path import StoreRecord
+from infra.records.data_path import ObjectRecord, StoreRecord
 from infra.transport.base import READER
 from infra.transport.mooncake.store import start_store
 from infra.transport.mooncake.transport import MooncakeTransport
 
 RESULT = Path(__file__).parent / "results" / "stores.json"
 MIB = 2**20
-SIZE, COUNT, MACHINES, ROUNDS = 8 * MIB, 6, 3, 3
+SIZE, COUNT, MACHINES, ROUNDS = 8 * MIB, 6, 3, 2
 """Bytes of an object, objects of each writer, machines on either side, repetitions."""
 FLOW = "10.78.0.1"
 WAIT_S = 300.0
-
-
-def machine(side: str, index: int) -> str:
-    return f"stores-{os.getppid() if 'DRIVEN' in os.environ else os.getpid()}-{side}{index}"
 
 
 @contextmanager
@@ -82,57 +78,41 @@ class MachinesPool(LocalPool):
 
 
 def work(what: str, record: Path, mine: int, near: bool) -> None:
-    """A writer or reader: gets ready, waits for a line, works, and says how long it took.
+    """A writer or reader: gets ready, waits for a line, works, says that it has, and ends at another line.
 
-    Writer i writes objects that reader j will read, for every j in turn; `near` puts them on the reader's machine.
+    Writer i writes objects for all readers in turn, beginning with its own number; `near` puts them on the reader's
+    machine, if that holds a part of the store.
     """
     store = StoreRecord.read(record)
     transport = MooncakeTransport(store)
     if what == "put":
         data = os.urandom(SIZE)
-        names = [f"run/{mine}/{index}/1" for index in range(COUNT)]
-        objects = [
-            f"{name}{READER}{index % MACHINES % store.parts}" if near else name for index, name in enumerate(names)
-        ]
+        keys = [f"run/{mine}/{(mine + turn) % COUNT}/1" for turn in range(COUNT)]
+        addresses = [f"{key}{READER}{int(key.split('/')[2]) % MACHINES % store.parts}" if near else key for key in keys]
         transport.delete(transport.put(f"run/{mine}/warm/1", {"aux": data}).key)
-        ready()
-        for key in objects:
-            write_atomically(
-                record.with_name(f"{key.partition(READER)[0].replace('/', '+')}.json"),
-                transport.put(key, {"aux": data}),
-            )
+        tell("ready")
+        for key, address in zip(keys, addresses, strict=True):
+            write_atomically(place(record, key), transport.put(address, {"aux": data}))
+        tell("done")
     else:
-        from infra.records.data_path import ObjectRecord
-
         into = memoryview(bytearray(SIZE))
-        mine_to_read = [
-            ObjectRecord.read(record.with_name(f"run+{writer}+{index}+1.json"))
-            for writer in range(MACHINES)
-            for index in range(mine, COUNT, MACHINES)
-        ]
-        transport.client.get(mine_to_read[0].key, *warm(transport))
-        ready()
-        for one in mine_to_read:
+        keys = [f"run/{writer}/{index}/1" for writer in range(MACHINES) for index in range(mine, COUNT, MACHINES)]
+        objects = [ObjectRecord.read(place(record, key)) for key in keys]
+        transport.get(objects[0], {"aux": into})
+        tell("ready")
+        for one in objects:
             transport.get(one, {"aux": into})
-        done()
-        for one in mine_to_read:
+        tell("done")
+        for one in objects:
             transport.delete(one.key)
-        return
-    done()
 
 
-def warm(transport: MooncakeTransport) -> tuple[int, int]:
-    with transport.client.staging.take(SIZE) as staged:
-        return staged.address, SIZE
+def place(record: Path, key: str) -> Path:
+    return record.with_name(f"{key.replace('/', '+')}.json")
 
 
-def ready() -> None:
-    print("ready", flush=True)
-    sys.stdin.readline()
-
-
-def done() -> None:
-    print("done", flush=True)
+def tell(word: str) -> None:
+    print(word, flush=True)
     sys.stdin.readline()
 
 
@@ -185,9 +165,9 @@ def drive(parts: int) -> None:
         found: dict[str, list[float]] = {}
         for _ in range(ROUNDS):
             for near in (False, True):
-                place = "near" if near else "anywhere"
-                found.setdefault(f"put {place}", []).append(moved / together("put", run.store, near))
-                found.setdefault(f"get {place}", []).append(moved / together("get", run.store, near))
+                where = "near" if near else "anywhere"
+                found.setdefault(f"put {where}", []).append(moved / together("put", run.store, near))
+                found.setdefault(f"get {where}", []).append(moved / together("get", run.store, near))
         record = StoreRecord.read(run.store)
         speeds = {name: round(median(rates), 1) for name, rates in found.items()}
         print(json.dumps({"mib_per_s": speeds, "memory_mib": record.nbytes * record.parts // MIB}))
