@@ -29,19 +29,21 @@ from infra.provenance import git_sha, hardware
 from infra.records.data_path import CheckpointRecord, SampleSlot, StepPlan
 
 RESULT = Path(__file__).parent / "results" / "concurrent_runs.json"
-PROCESSES, SAMPLES, LEASED, STEP, CHECKPOINT_STEPS, MEASURED_S = 4, 40_000, 8, 8, 25, 60.0
+PROCESSES, LEASED, STEP, CHECKPOINT_STEPS, MEASURED_S = 4, 8, 8, 25, 40.0
+SAMPLES = {1: 40_000, 10: 10_000, 100: 2_000}
+"""Of each run, by their number: more than it can train while it is measured."""
 
 
 class EmulatedRun:
     """A generator and a trainer of a run of its own, until they are stopped."""
 
-    def __init__(self, url: str, name: str, stop: threading.Event):
+    def __init__(self, url: str, name: str, samples: int, stop: threading.Event):
         self._ledger, self._stop, self.trained = Ledger.open(url, name), stop, 0
         self._ledger.create_run(
             budget_bytes=64 * TOKENS * BYTES_PER_TOKEN, bytes_per_token=BYTES_PER_TOKEN, lease_seconds=120,
             max_attempts=3, order="strict",
         )  # fmt: skip
-        slots = [SampleSlot(ordinal=i, sample=i, tokens=TOKENS) for i in range(SAMPLES)]
+        slots = [SampleSlot(ordinal=i, sample=i, tokens=TOKENS) for i in range(samples)]
         self._incarnation = resume_run(self._ledger, lambda _: True, lambda _: True).incarnation
         self._ledger.open_epoch(self._incarnation, 0, slots)
         self._threads = [threading.Thread(target=what) for what in (self._generate, self._train)]
@@ -80,9 +82,9 @@ class EmulatedRun:
             self.trained += len(plan.samples)
 
 
-def work(url: str, first: int, count: int) -> None:
+def work(url: str, first: int, count: int, samples: int) -> None:
     stop = threading.Event()
-    runs = [EmulatedRun(url, f"run-{first + index}", stop) for index in range(count)]
+    runs = [EmulatedRun(url, f"run-{first + index}", samples, stop) for index in range(count)]
     print("ready", flush=True)
     sys.stdin.readline()
     for run in runs:
@@ -101,7 +103,15 @@ def measure(url: str, runs: int) -> dict[str, float]:
     with ExitStack() as stack:
         started = []
         for index, count in enumerate(counts):
-            command = [sys.executable, __file__, "--work", url, str(sum(counts[:index])), str(count)]
+            command = [
+                sys.executable,
+                __file__,
+                "--work",
+                url,
+                str(sum(counts[:index])),
+                str(count),
+                str(SAMPLES[runs]),
+            ]
             started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
             stack.callback(started[-1].kill)
         for process in started:
@@ -113,7 +123,7 @@ def measure(url: str, runs: int) -> dict[str, float]:
             process.stdin.flush()
         trained = [count for process in started for count in json.loads(process.communicate(timeout=600)[0])]
     mean = sum(trained) / runs
-    assert max(trained) < SAMPLES, "a run ended before it was stopped"
+    assert max(trained) < SAMPLES[runs], "a run ended before it was stopped"
     return {
         "samples_per_s": round(sum(trained) / MEASURED_S, 1),
         "slowest_of_mean": round(min(trained) / mean, 3),
@@ -123,13 +133,13 @@ def measure(url: str, runs: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, nargs="+", default=[1, 10, 100])
+    parser.add_argument("--runs", type=int, nargs="+", default=list(SAMPLES))
     parser.add_argument("--json", type=Path, default=RESULT)
-    parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--work", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        url, first, count = options.work
-        work(url, int(first), int(count))
+        url, *numbers = options.work
+        work(url, *map(int, numbers))
         return
     results = {}
     with tempfile.TemporaryDirectory() as temporary, ledger_benchmark.databases(Path(temporary)) as (_, urls):

@@ -51,7 +51,7 @@ TOKEN_BYTES = stored_bytes_per_token(3, 4096, "bfloat16", top_token=False)
 SCALED_BYTES = 768
 LINK = 400e9 / 8
 SLOWER = {8: 1.0, 64: 4.0, 256: 16.0}
-STEPS = {8: 60, 64: 20, 256: 12}
+STEPS = {8: 60, 64: 20, 256: 10}
 PREFETCH = 2
 LOOK_S, TRACKING_S = 5.0, 15.0
 START_S, TRAIN_S = 300.0, 900.0

@@ -37,6 +37,7 @@ POLL_S, CHECKPOINT_STEPS = 0.02, 10
 
 def use_small_pieces() -> None:
     client.PIECE = transport.PIECE = PIECE
+    client.GRAIN = 2**20  # many generators put at the same time in one process here
 
 
 class EmulatedEngine:

@@ -31,15 +31,20 @@ POLL_S = 0.02
 GRAIN = 16 * 2**20
 """Staging buffers are a multiple of this size."""
 LIST_S = 10.0
-NO_ROOM, GONE, NO_TRANSFER, NO_MASTER = -200, -704, -800, -900
+REMOVED_AT_ONCE = 8
+"""Pieces of an object that are removed first: 32 MiB of them."""
+NO_ROOM, GONE, TOO_SLOW, NO_TRANSFER, NO_MASTER = -200, -704, -707, -800, -900
 REASONS = {
     NO_ROOM: "the store is full; raise transport.budget_mib",
     GONE: "it is gone from the store",
+    TOO_SLOW: "reading takes longer than Mooncake allows, ten seconds; is this machine or its network overloaded?",
     NO_TRANSFER: "the transfer failed; is the store's process there, and the network?",
     NO_MASTER: "the store's master does not answer",
 }
 PASSES = frozenset({NO_ROOM, NO_TRANSFER, NO_MASTER})
 """What a writer waits for."""
+PASSES_FOR_READERS = frozenset({TOO_SLOW, NO_MASTER})
+"""What says nothing about the object."""
 
 Piece = tuple[str, int, int]
 """Key, address, bytes."""
@@ -167,16 +172,30 @@ class MooncakeClient:
 
         status = self._once_the_master_answers(read)
         if status:
-            kind = StoreUnavailableError if status == NO_MASTER else TransferError
+            kind = StoreUnavailableError if status in PASSES_FOR_READERS else TransferError
             raise kind(f"{key} cannot be read: {_reason(status)}")
 
     def delete(self, key: str) -> None:
         """Delete an object, whatever pieces of it there are. Raises TransferError where the master does not answer."""
-        status = self._once_the_master_answers(lambda: self._forget(key))
+        status = self._once_the_master_answers(lambda: self._remove(key))
         if status == NO_MASTER:
             raise StoreUnavailableError(f"{key} cannot be deleted: {_reason(status)}")
 
+    def _remove(self, key: str) -> int:
+        """Remove pieces up to the first that is missing. Where that is the very first, what a broken-off write left."""
+        first, group = 0, REMOVED_AT_ONCE
+        while True:
+            statuses = self.store.batch_remove([_piece_key(key, first + index) for index in range(group)], True)
+            if NO_MASTER in statuses:
+                return NO_MASTER
+            if first == 0 and statuses[0] == GONE:
+                return self._forget(key)
+            if GONE in statuses:
+                return 0
+            first, group = first + group, 2 * group
+
     def _forget(self, key: str) -> int:
+        """Remove all pieces that there are. The master looks at every key that it has."""
         return self.store.remove_by_regex(f"^{re.escape(key)}#", True)
 
     def keys(self) -> list[str]:
@@ -187,7 +206,7 @@ class MooncakeClient:
 
     def _once_the_master_answers(self, ask: Callable[[], int]) -> int:
         deadline = time.monotonic() + self._wait_s
-        while (status := ask()) == NO_MASTER and time.monotonic() < deadline:
+        while (status := ask()) in PASSES_FOR_READERS and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return status
 

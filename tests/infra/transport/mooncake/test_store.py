@@ -106,3 +106,15 @@ def test_rdma_where_a_port_is_active(tmp_path: Path) -> None:
     (port / "state").write_text("4: ACTIVE\n")
     assert choose_protocol("auto", tmp_path) == "rdma"
     assert choose_protocol("tcp", tmp_path) == "tcp"
+
+
+def test_every_piece_is_deleted_also_after_a_write_that_was_broken_off(store: KeptStore, client: MooncakeClient) -> None:
+    for missing in (0, 2):
+        put(client, "run/0/0/1", bytes(40 * MIB))
+        assert client.store.batch_remove([f"run/0/0/1#{missing}"], True) == [0]
+        while client.keys():
+            client.delete("run/0/0/1")
+    put(client, "run/0/0/1", bytes(40 * MIB))
+    client.delete("run/0/0/1")
+    assert client.keys() == []
+    client.delete("run/0/0/1")
