@@ -108,13 +108,14 @@ def test_rdma_where_a_port_is_active(tmp_path: Path) -> None:
     assert choose_protocol("tcp", tmp_path) == "tcp"
 
 
-def test_every_piece_is_deleted_also_after_a_write_that_was_broken_off(store: KeptStore, client: MooncakeClient) -> None:
-    for missing in (0, 2):
+def test_every_piece_is_deleted(store: KeptStore, client: MooncakeClient) -> None:
+    """Of an object with a hole, which a broken-off write leaves, by as many calls as the sweeper makes."""
+    for missing, calls in ((None, 1), (0, 1), (2, 2)):
         put(client, "run/0/0/1", bytes(40 * MIB))
-        assert client.store.batch_remove([f"run/0/0/1#{missing}"], True) == [0]
-        while client.keys():
+        if missing is not None:
+            assert client.store.batch_remove([f"run/0/0/1#{missing}"], True) == [0]
+        for _ in range(calls):
+            assert client.keys() == ["run/0/0/1"]
             client.delete("run/0/0/1")
-    put(client, "run/0/0/1", bytes(40 * MIB))
-    client.delete("run/0/0/1")
-    assert client.keys() == []
+        assert client.keys() == []
     client.delete("run/0/0/1")
