@@ -33,6 +33,8 @@ from mlflow.tracking import MlflowClient
 from prepared import prepared_run
 
 from infra.files.atomic import write_atomically
+from infra.ledger.pulse import pulse
+from infra.ledger.schema import QUARANTINED
 from infra.planner.traffic import samples_in_flight, stored_bytes_per_token, traffic
 from infra.pools.local import LocalPool
 from infra.processes.exit import run_main
@@ -128,9 +130,10 @@ def watch(run: PreparedRun, trainer: "subprocess.Popen[str]", tracking: MlflowCl
         count, updated = 0, 0.0
         while trainer.poll() is None:
             begun = time.perf_counter()
-            progress = ledger.progress()
+            ledger.count(QUARANTINED)
+            pulse(ledger)
             most["look"] = max(most["look"], time.perf_counter() - begun)
-            most["held"] = max(most["held"], progress.bytes_held)
+            most["held"] = max(most["held"], ledger.progress().bytes_held)
             if time.perf_counter() - updated > TRACKING_S:
                 begun = updated = time.perf_counter()
                 for name in ("loss", "acceptance", "tokens_per_s"):
@@ -181,7 +184,7 @@ def rehearse(gpus: int, folder: Path, server: PostgresServer, capacity: float) -
     load = {
         "PostgreSQL": plan.samples_per_s / capacity,
         "Mooncake's master": plan.samples_per_s * used / samples,
-        "link of each of the trainer's machines": plan.store_link_bytes_per_s / LINK,
+        "a trainer machine's link": plan.store_link_bytes_per_s / LINK,
         "the flow's look at the ledger": most["look"] / LOOK_S,
         "MLflow": most["update"] / TRACKING_S,
     }

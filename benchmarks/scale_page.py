@@ -104,7 +104,7 @@ def rehearsal(result: Json) -> list[str]:
         row("most held in the store, of its budget", lambda one: f"{one['most_held_gib'] / one['budget_gib']:.0%}")
     )
     for name in next(iter(by_gpus.values()))["load"]:
-        rows.append(row(f"load of {name}", lambda one, name=name: f"{one['load'][name]:.1%}"))
+        rows.append(row(f"load: {name}", lambda one, name=name: f"{one['load'][name]:.1%}"))
     rows.append(row("first limit", lambda one: one["first_limit"]))
     rows.append(row("the plan's rates may grow by", lambda one: f"{1 / one['load'][one['first_limit']]:.1f}"))
     return rows

@@ -5,6 +5,7 @@ import time
 from sqlalchemy.exc import DBAPIError
 
 from infra.ledger.ledger import Ledger
+from infra.ledger.pulse import Pulse, pulse
 from infra.ledger.schema import LEASED, PENDING, QUARANTINED
 from infra.refusal import Refusal
 
@@ -67,7 +68,7 @@ class RunWatch:
 
     def __init__(self, ledger: Ledger, stall_s: float, max_quarantined: float):
         self._ledger, self._stall_s, self._max_quarantined = ledger, stall_s, max_quarantined
-        self._seen: object = None
+        self._seen: Pulse | None = None
         self._since = self._looked = time.monotonic()
 
     def check(self) -> None:
@@ -82,14 +83,12 @@ class RunWatch:
         self._looked = now
         try:
             check_quarantined(self._ledger, self._max_quarantined)
-            last = self._ledger.last_capture()
-            # A sample that was lost and captured again changes no count.
-            seen = (self._ledger.progress(), last.at if last else None)
+            seen = pulse(self._ledger)
         except DBAPIError as error:
             if now - self._since > self._stall_s:
                 raise StallError(f"the ledger has not answered for {now - self._since:.0f} s: {error.orig}") from error
             return
-        if seen != self._seen or last is None:
+        if seen != self._seen or seen.captured_at is None:
             self._seen, self._since = seen, now
         elif now - self._since > self._stall_s:
             raise StallError(f"no progress for {now - self._since:.0f} s: {blame(self._ledger)}")

@@ -9,6 +9,7 @@ import torch
 from infra.data_plane.bottleneck import side_rates, slow_side
 from infra.files.lines import as_line
 from infra.ledger.ledger import Ledger
+from infra.ledger.pulse import in_flight
 from infra.records.data_path import HELDOUT_LENGTH, HELDOUT_SEEN, SideRates
 from models.drafts.base import DraftLoss
 from models.run import PreparedRun
@@ -117,7 +118,6 @@ class ProgressReporter:
         self.acceptance = (accepted / tried.clamp(min=1)).tolist()
         if self.control.rank:
             return
-        states = self.ledger.progress()
         rates = side_rates(
             self.ledger.capture_rates(RATES_S),
             trained_tokens=window.tokens,
@@ -135,7 +135,7 @@ class ProgressReporter:
             "acceptance_by_position": self.acceptance,
             "tokens_per_s": window.tokens / elapsed,
             "data_wait_share": waited / elapsed,
-            "samples_in_flight": states.leased + states.ready + states.taken,
+            "samples_in_flight": in_flight(self.ledger),
             "seconds": self.totals["trained_s"],
             "slow_side": slow_side(rates),
             "rates": rates.model_dump(),
@@ -149,7 +149,7 @@ class ProgressReporter:
             f"step {step}/{self.total_steps}{self._time_left(step)} | loss {self.loss:.3f} | acceptance "
             f"{' '.join(f'{rate:.2f}' for rate in self.acceptance)} | {heldout}"
             f"{metrics['tokens_per_s']:.0f} tokens/s | data wait {metrics['data_wait_share']:.1%} | "
-            f"{states.leased + states.ready} samples in flight | {_slow(rates)}",
+            f"{metrics['samples_in_flight']} samples in flight | {_slow(rates)}",
             flush=True,
         )
         self._history.append(look_of(metrics))

@@ -9,6 +9,7 @@ import sqlalchemy as sa
 
 from infra.ledger.generators import Publication
 from infra.ledger.ledger import Ledger
+from infra.ledger.pulse import in_flight, pulse
 from infra.ledger.schema import CONSUMED, samples
 from infra.ledger.trainers import StepPlan, plan_step, resume_run
 from infra.records.data_path import CheckpointRecord, Lease, ObjectRecord, SampleSlot
@@ -67,7 +68,8 @@ def one_step(ledger: Ledger, incarnation: int, step: int, captured: Captured) ->
     ledger.release(incarnation, 0, *(sample.ordinal for sample in plan.samples))
     record = CheckpointRecord(step=step, path="", manifest_hash="", incarnation=incarnation)
     assert ledger.commit(incarnation, record) == STEP
-    assert ledger.last_capture() is not None
+    assert pulse(ledger).checkpoint == step
+    assert in_flight(ledger) == 0
     assert ledger.capture_rates(60.0).tokens
     assert ledger.count("quarantined") == 0
 
