@@ -5,7 +5,7 @@ from typing import NamedTuple
 import sqlalchemy as sa
 
 from infra.ledger.ledger import Ledger
-from infra.ledger.schema import LEASED, READY, checkpoints, samples
+from infra.ledger.schema import LEASED, NO_STEP, READY, checkpoints, runs, samples
 
 
 class Pulse(NamedTuple):
@@ -23,9 +23,11 @@ def pulse(ledger: Ledger) -> Pulse:
     """Where the run is now."""
     last = ledger.last_capture()
     with ledger.read() as rows:
-        run = rows.run_row()
+        query = sa.select(runs.c.incarnation, runs.c.current_step).where(runs.c.name == rows.run)
+        run = rows.connection.execute(query).one_or_none()
         newest = rows.scalar(sa.select(sa.func.max(checkpoints.c.step)).where(checkpoints.c.run == rows.run))
-    return Pulse(run.incarnation, run.current_step, newest, last.at if last else None)
+    incarnation, step = run or (0, NO_STEP)  # a run's first process enters it
+    return Pulse(incarnation, step, newest, last.at if last else None)
 
 
 def in_flight(ledger: Ledger) -> int:

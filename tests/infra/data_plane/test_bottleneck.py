@@ -81,6 +81,14 @@ def test_a_watch_waits_for_the_first_sample_and_then_for_the_next(ledger: Ledger
         watch.check()
 
 
+def test_a_watch_may_begin_before_the_run_is_in_the_ledger(tmp_path: Path) -> None:
+    """The flow watches as soon as it has started the processes, of which the first enters the run."""
+    with Ledger.open(f"sqlite:///{tmp_path}/empty.sqlite", "run") as ledger:
+        watch = RunWatch(ledger, 0.0, 1.0)
+        watch.check()
+        watch.check()
+
+
 def test_a_database_that_is_away_is_waited_for(postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database, "SERVER_S", 1.0)
     with Ledger.open(postgres.make_database("away"), "run") as ledger:
