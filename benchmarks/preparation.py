@@ -96,7 +96,7 @@ def prepare(target: str, source: str) -> None:
 
 
 def killed_at(command: list[str], cache: Path, parts: int) -> int:
-    """Kill a preparation when it has made so many parts; how many there are."""
+    """Start a preparation and kill it as soon as it has made `parts` parts. Returns the number that it had made."""
     process = subprocess.Popen(command, start_new_session=True, env=os.environ | {"DRAFTSMITH_CACHE": str(cache)})
     deadline = time.monotonic() + WAIT_S
     while (there := len(list(cache.glob(f"samples/.*{PARTS}/[0-9]*.npz")))) < parts:

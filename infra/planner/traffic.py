@@ -58,7 +58,7 @@ class Traffic(Record):
 def traffic(
     samples_per_s: float, tokens_per_sample: float, bytes_of_token: int, generators: int, ranks: int, machines: int = 1
 ) -> Traffic:
-    """Data rates of a run, from its samples per second; its trainer has so many `machines`."""
+    """Data rates of a run that trains on `machines` machines, from its samples per second."""
     wire = samples_per_s * tokens_per_sample * bytes_of_token
     return Traffic(
         samples_per_s=samples_per_s,

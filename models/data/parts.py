@@ -6,6 +6,7 @@ parts that are missing are tokenized.
 
 import multiprocessing
 import os
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -25,7 +26,7 @@ from models.data.samples import PART, SampleEncoder
 from models.data.tokenizer import read_tokenizer
 
 FEW = 8 * PART
-"""So many documents are tokenized before another process has started."""
+"""Fewer documents than these are tokenized in this process: another one would start later than they are done."""
 PARTS = ".parts"
 """End of the name of the folder that holds the parts."""
 AHEAD = 4
@@ -73,7 +74,7 @@ def outcomes_in_parts(documents: Iterable[Document], settings: EncoderSettings, 
     rest = chain(first, ordered)
     parts = zip(count(), iter(lambda: list(islice(rest, PART)), []))
     processes = max(1, len(os.sched_getaffinity(0)) - 1)
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _open, (settings,)) as pool:
+    with worker_pool(processes, settings) as pool:
         ahead = deque[tuple[Path, Future[None] | None]]()
         for number, part in parts:
             path = folder / f"{number:07d}.npz"
@@ -82,6 +83,11 @@ def outcomes_in_parts(documents: Iterable[Document], settings: EncoderSettings, 
                 yield from _finished(*ahead.popleft())
         for path, future in ahead:
             yield from _finished(path, future)
+
+
+def worker_pool(processes: int, settings: EncoderSettings | None) -> ProcessPoolExecutor:
+    """Processes that tokenize, with an encoder of these settings; they end with this one, also where it is killed."""
+    return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _open, (settings,))
 
 
 def _finished(path: Path, future: Future[None] | None) -> Iterator[Outcome]:
@@ -94,9 +100,19 @@ _encoders: list[SampleEncoder] = []
 """The one of this process."""
 
 
-def _open(settings: EncoderSettings) -> None:
+def _open(settings: EncoderSettings | None) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     use_one_tokenizer_thread()
-    _encoders.append(settings.encoder())
+    if settings is not None:
+        _encoders.append(settings.encoder())
+
+
+def _end_with_parent() -> None:
+    """A worker of a killed process would wait for work for ever: it holds both ends of its queue."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _tokenize(path: Path, documents: Sequence[Document]) -> None:

@@ -1,9 +1,15 @@
 """Tokenized in processes of their own, and after a kill, documents become the samples of one process."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from models.config.data import DataConfig
@@ -18,6 +24,8 @@ def conversation(number: int) -> Document:
     return Document(f"a.jsonl:{number}", turns, plain=False)
 
 
+ROOT = Path(__file__).parents[3]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 DOCUMENTS = [conversation(number) for number in (*range(50), 3, 4, *range(50, 90))]
 
 
@@ -55,6 +63,30 @@ def test_processes_make_what_one_makes_and_finished_parts_are_kept(
     files[2].unlink()
     assert same(list(outcomes_in_parts(DOCUMENTS, settings, parts)), expected)
     assert [file for file in kept if file.stat().st_mtime_ns != kept[file]] == [files[2]]
+
+
+KILLED = """
+import os, signal
+from models.data import parts
+
+if __name__ == "__main__":
+    with parts.worker_pool(1, None) as pool:
+        print(pool.submit(os.getpid).result(), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_preparation_leaves_no_process(tmp_path: Path) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    with subprocess.Popen([sys.executable, str(script)], cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        worker = int(process.stdout.readline().split()[-1])
+    assert process.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 60
+    while psutil.pid_exists(worker) and psutil.Process(worker).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "it goes on without anybody who reads what it writes"
+        time.sleep(0.1)
 
 
 def test_a_part_is_read_as_it_was_written(tmp_path: Path) -> None:
