@@ -122,6 +122,15 @@ def concurrent(result: Json) -> list[str]:
     ]
 
 
+def spanning(result: Json) -> list[str]:
+    """Runs whose server is on one machine, and on two."""
+    rows = ["| | steps | last loss | prompts prefilled, by machine | restarts |", "|---|--:|--:|--:|--:|"]
+    for name, case in result["cases"].items():
+        prompts = " + ".join(str(count) for count in case["prompts_prefilled"])
+        rows.append(f"| {name} | {case['steps']} | {case['last_loss']:.4f} | {prompts} | {case['restarts']} |")
+    return rows
+
+
 TABLES: dict[str, tuple[str, Callable[[Json], list[str]]]] = {
     "stores": ("stores", stores),
     "rates": ("ledger", rates),
@@ -129,6 +138,7 @@ TABLES: dict[str, tuple[str, Callable[[Json], list[str]]]] = {
     "concurrent": ("concurrent_runs", concurrent),
     "preparation": ("preparation", preparation),
     "rehearsal": ("rehearsal", rehearsal),
+    "spanning": ("spanning", spanning),
 }
 """By its name in the page: the file of results, and what makes the table of it."""
 

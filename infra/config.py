@@ -97,6 +97,11 @@ class PoolsConfig(StrictConfig):
         description="Parts of the training pool, each on one machine, that share training.ranks evenly; with `ray` and "
         "`slurm`. The ranks meet in the private network of transport.address.",
     )
+    machines_per_generator: Count = Field(
+        default=1,
+        description="Machines that hold a generator's copy of the target together, with equal numbers of GPUs; with "
+        "`ray`, `slurm` and generator.engine=sglang. They meet in the private network of transport.address.",
+    )
     sharing: Literal["auto", "apart", "alternate", "share"] = Field(
         default="auto",
         description="`apart`: generators and trainer have GPUs of their own. `alternate`: they take turns on the same "

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from infra.records.data_path import CaptureSpec
+from infra.records.servers import ServerMachines
 
 TRUE = frozenset({"1", "true", "yes", "on"})
 
@@ -102,6 +103,10 @@ CAPTURE = "DRAFTSMITH_CAPTURE"
 """JSON of the CaptureSpec of an engine whose plugin captures."""
 
 
+SERVER_MACHINES = "DRAFTSMITH_SERVER_MACHINES"
+"""JSON of the ServerMachines of a process that starts servers over several machines."""
+
+
 def capture_spec() -> CaptureSpec | None:
     """The capture specification of this engine's plugin; None if it does not capture."""
     text = os.environ.get(CAPTURE)
@@ -185,7 +190,23 @@ def rank_environment(local: int, ranks: int, index: int, machines: int) -> dict[
 
 def meeting_environment(store: str, interface: str) -> dict[str, str]:
     """The file through which the ranks find each other, and the only network interface on which they listen."""
-    return {RANKS_STORE: store, "GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    return {RANKS_STORE: store} | interface_environment(interface)
+
+
+def interface_environment(interface: str) -> dict[str, str]:
+    """The only network interface on which gloo and NCCL listen."""
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+
+
+def server_part_environment(interface: str, address: str) -> dict[str, str]:
+    """For a part of a server over several machines; left to itself SGLang takes the address of the default route."""
+    return interface_environment(interface) | {"SGLANG_HOST_IP": address}
+
+
+def server_machines() -> ServerMachines | None:
+    """The machines over which this process's SGLang servers extend; None: this one alone."""
+    text = os.environ.get(SERVER_MACHINES)
+    return None if text is None else ServerMachines.model_validate_json(text)
 
 
 class RankPlace(NamedTuple):

@@ -13,7 +13,7 @@ from infra.refusal import Refusal
 from infra.tracking import registry
 from infra.tracking.registry import champion, download, version_of_run
 from infra.tracking.runs import log_model_figures
-from tasks.pools import run_main
+from tasks.pools import run_main, span_of
 from tasks.run import OpenRun
 from tasks.side_effects import artifact_key, side_effect
 
@@ -39,7 +39,7 @@ def benchmark_draft(run: OpenRun, pool: Pool, target: TargetRecord) -> Benchmark
         shutil.rmtree(folder, ignore_errors=True)
         downloaded = download(run.tracking_uri, present, folder)
         arguments = ["--champion", str(downloaded), "--champion-label", f"version {present.version}"]
-    run_main(run, pool, "benchmark", "models.benchmark.run", *arguments, timeout_s=TIMEOUT_S)
+    run_main(run, pool, "benchmark", "models.benchmark.run", *arguments, timeout_s=TIMEOUT_S, span=span_of(run))
     return BenchmarkResult.read(run.folder.benchmark)
 
 
@@ -47,13 +47,13 @@ def benchmark_draft(run: OpenRun, pool: Pool, target: TargetRecord) -> Benchmark
 def benchmark_served(run: OpenRun, pool: Pool) -> None:
     """Measure the exported draft in the serving engine, if the run uses one; the benchmark includes the figures."""
     if run.config.own_engine == "sglang" and run.config.benchmark.served_concurrency:
-        run_main(run, pool, "serving-benchmark", "models.benchmark.served", timeout_s=TIMEOUT_S)
+        run_main(run, pool, "serving-benchmark", "models.benchmark.served", timeout_s=TIMEOUT_S, span=span_of(run))
 
 
 @side_effect("measure again", retries=1)
 def measure_again(run: OpenRun, pool: Pool) -> BenchmarkResult:
     """Benchmark the version's export as its run did, without an opponent."""
-    run_main(run, pool, "benchmark", "models.benchmark.run", timeout_s=TIMEOUT_S)
+    run_main(run, pool, "benchmark", "models.benchmark.run", timeout_s=TIMEOUT_S, span=span_of(run))
     result = BenchmarkResult.read(run.folder.benchmark)
     get_run_logger().info(result.summary)
     return result

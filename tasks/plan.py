@@ -84,8 +84,6 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
     # Without GPUs, this machine's memory if the trainer runs on it.
     own_memory = host_memory() if pools.kind == "local" else 0
     aux = len(config.target.aux_layer_ids)
-    has_gpus = bool(pools.inference_gpus or pools.training_gpus)
-    crossing = pools.kind != "local" and (inference + train > plan.gpus_per_machine or not has_gpus)
     return Job(
         name=config.name,
         target=target,
@@ -111,6 +109,9 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
         training_devices=train,
         generators=generator.count,
         devices_per_generator=per_generator,
+        generator_machines=pools.machines_per_generator,
+        machine_devices=plan.gpus_per_machine if device.is_gpu else 0,
+        attention_groups=generator.sglang.attention_data_parallel if generator.engine == "sglang" else 1,
         ranks=training.data_parallel_size,
         devices_per_rank=max(1, train // training.data_parallel_size),
         inference_share=inference_share,
@@ -125,7 +126,7 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
         micro_batches=training.micro_batches,
         generator_slots=generator.slots,
         budget_bytes=config.transport.budget_mib * 2**20,
-        link_bytes_per_s=plan.link_gbit * 1e9 / 8 if crossing else None,
+        link_bytes_per_s=_link(config, inference + train),
         store_machines=config.pools.training_machines,
         memory_bytes=device.memory_bytes or own_memory,
         host_bytes=own_memory if device.is_gpu and plan.device is None and LocalPools().gpus else 0,
@@ -133,6 +134,14 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
         assumptions=tuple(assumed),
         learned=_learned(config),
     )
+
+
+def _link(config: RunConfig, devices: int) -> float | None:
+    """Bytes per second of a machine's network; None if hidden states stay on one machine."""
+    plan, pools = config.plan, config.pools
+    has_gpus = bool(pools.inference_gpus or pools.training_gpus)
+    crossing = pools.kind != "local" and (devices > plan.gpus_per_machine or not has_gpus)
+    return plan.link_gbit * 1e9 / 8 if crossing else None
 
 
 def _learned(config: RunConfig) -> str:

@@ -14,6 +14,8 @@ from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectAlreadyExists
 
+from infra.data_plane.serving import HERE, ServerSpan, launch_serving
+from infra.network.ports import machine_address
 from infra.pools.base import Pool, PoolBusyError, PoolProvider, PoolSpec, Role
 from infra.pools.local import LocalPool, LocalPools
 from infra.pools.run_pools import SinglePools, generator_spec, pool_provider, pool_specs
@@ -81,12 +83,20 @@ def single_pools(run: OpenRun) -> SinglePools:
     return SinglePools(provider, spec, run.owner, noted=noted)
 
 
-def run_main(run: OpenRun, pool: Pool, role: str, name: str, *arguments: str, timeout_s: float) -> None:
+def span_of(run: OpenRun) -> ServerSpan:
+    """The machines over which each SGLang server of a run extends."""
+    machines = run.config.pools.machines_per_generator
+    return HERE if machines == 1 else ServerSpan(machines, machine_address(run.config.transport.address))
+
+
+def run_main(
+    run: OpenRun, pool: Pool, role: str, name: str, *arguments: str, timeout_s: float, span: ServerSpan = HERE
+) -> None:
     """Run `python -m NAME RUN ARGUMENTS` on a pool to its end, forwarding its output to the task's log.
 
     Raises ProcessFailedError with the end of the log, or TimeoutError.
     """
-    process = pool.launch(role, module(name, run.folder.path, *arguments))
+    process = launch_serving(pool, run.folder, role, module(name, run.folder.path, *arguments), span)
     try:
         process.wait(timeout_s, on_line=get_run_logger().info)
     finally:

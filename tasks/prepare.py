@@ -23,7 +23,7 @@ from infra.transport.choice import round_bytes
 from infra.transport.files import check_space
 from models.config.recipe import RunConfig
 from tasks.plan import kept_checkpoints, on_this_machine, plan_recipe
-from tasks.pools import on_cpu, run_main
+from tasks.pools import on_cpu, run_main, span_of
 from tasks.run import OpenRun
 from tasks.side_effects import artifact_key, side_effect
 
@@ -80,7 +80,7 @@ def preflight(run: OpenRun) -> None:
 def regenerate_text(run: OpenRun, pool: Pool) -> RegeneratedRecord:
     """The target's own answers to the recipe's prompts; a retry continues where the last one died."""
     name = "models.regeneration.regenerate"
-    run_main(run, pool, "regenerate", name, timeout_s=REGENERATION_TIMEOUT_S)
+    run_main(run, pool, "regenerate", name, timeout_s=REGENERATION_TIMEOUT_S, span=span_of(run))
     return RegeneratedRecord.read(run.folder.regenerated)
 
 

@@ -29,7 +29,7 @@ from infra.tracking import registry
 from infra.tracking.changes import Announcement, Change
 from infra.tracking.promotion import DraftInService, Step
 from tasks.events import PROMOTED, WAITING, WITHDRAWN, tell
-from tasks.pools import occupy, run_main
+from tasks.pools import occupy, run_main, span_of
 from tasks.run import OpenRun
 from tasks.side_effects import artifact_key, draft_tag, side_effect
 
@@ -108,7 +108,16 @@ def smoke_test(run: OpenRun, pool: Pool, draft: RegisteredDraft) -> SmokeResult:
         export, counts = Path(downloaded) / "export", Path(downloaded) / "request_counts.json"
         registry.download(run.tracking_uri, draft, export)
         write_atomically(counts, registry.read_artifact(run.tracking_uri, draft, registry.REQUEST_COUNTS))
-        run_main(run, pool, "smoke-test", "models.benchmark.smoke", str(export), str(counts), timeout_s=TIMEOUT_S)
+        run_main(
+            run,
+            pool,
+            "smoke-test",
+            "models.benchmark.smoke",
+            str(export),
+            str(counts),
+            timeout_s=TIMEOUT_S,
+            span=span_of(run),
+        )
     return SmokeResult.read(run.folder.smoke)
 
 

@@ -24,7 +24,7 @@ from infra.settings import shared_memory_folder
 from infra.tracking.runs import log_new_metrics
 from infra.transport.choice import objects_folder
 from infra.transport.mooncake.store import start_store
-from tasks.pools import on_cpu, run_main, single_pools
+from tasks.pools import on_cpu, run_main, single_pools, span_of
 from tasks.run import OpenRun
 from tasks.side_effects import artifact_key, side_effect
 
@@ -90,16 +90,17 @@ class _Shown:
 @side_effect("start generators", retries=0)
 def start_generators(run: OpenRun, pool: Pool) -> ElasticGenerators:
     """Start the configured number of generators on the inference pool; the pool's release stops them too."""
-    settings, generators = run.config.generator, []
+    settings, span, generators = run.config.generator, span_of(run), []
     with run.open_ledger() as ledger:
         ledger.reopen()
     for index in range(settings.count):
-        generators.append(start_generator(pool, run.folder, index, settings.count, settings.threads))
+        generators.append(start_generator(pool, run.folder, index, settings.count, settings.threads, span))
         get_run_logger().info("generator-%d: log in %s", index, generators[-1].process.log)
     here = run.config.pools.kind == "local"
 
     def start(own: Pool, index: int) -> KeptProcess:
-        return start_generator(own, run.folder, index, settings.most if here else 1, settings.threads, alone=True)
+        sharing = settings.most if here else 1
+        return start_generator(own, run.folder, index, sharing, settings.threads, span, alone=True)
 
     elasticity = Elasticity(settings.count, settings.most, settings.patience_s)
     # On this machine another place is the same place: what cannot run there is left out.

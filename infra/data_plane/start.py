@@ -5,6 +5,7 @@ from functools import partial
 
 from infra.data_plane.elastic_generators import generator_role
 from infra.data_plane.meeting import open_meeting
+from infra.data_plane.serving import HERE, ServerSpan, launch_serving
 from infra.files.run_folder import RunFolder
 from infra.network.ports import HOST
 from infra.pools.base import Pool
@@ -14,14 +15,19 @@ from infra.processes.process import module
 
 
 def start_generator(
-    pool: Pool, folder: RunFolder, index: int, sharing: int, threads: int | None, alone: bool = False
+    pool: Pool,
+    folder: RunFolder,
+    index: int,
+    sharing: int,
+    threads: int | None,
+    span: ServerSpan = HERE,
+    *,
+    alone: bool = False,
 ) -> KeptProcess:
     """Start generator `index` on its share of a pool among `sharing` processes, or, if `alone`, on all of it."""
     command = module("models.capture.generator", folder.path, "--index", str(index))
-    share = None if alone else index
-    return KeptProcess(
-        partial(pool.launch, generator_role(index), command, threads=threads, processes=sharing, index=share)
-    )
+    launch = partial(launch_serving, pool, folder, generator_role(index), command, span)
+    return KeptProcess(partial(launch, threads=threads, processes=sharing, index=None if alone else index))
 
 
 def start_trainer(
@@ -36,7 +42,7 @@ def start_trainer(
         return KeptProcess(partial(pool.launch, "trainer", command, threads=threads, processes=ranks))
 
     def launch() -> Gang:
-        meeting = open_meeting(folder)
+        meeting = open_meeting(folder, "trainer")
         with ExitStack() as stack:
             members = []
             for index in range(machines):

@@ -175,22 +175,30 @@ def _loss(draft: DraftShape, target: TargetShape, setting: Setting, tokens: int,
     return formed + cast_head + max(projecting, comparing), formed
 
 
-def cache_tokens(longest_tokens: int) -> int:
-    """Tokens of KV cache that an engine needs to prefill without pause: two chunks, or two of the longest samples."""
-    return 2 * max(CHUNK_TOKENS, longest_tokens)
+def cache_tokens(longest_tokens: int, groups: int = 1) -> int:
+    """Tokens of KV cache that an engine needs to prefill without pause: two chunks, or two of the longest samples.
+
+    `groups`: of its ranks, which compute attention for requests of their own; each of them has such a cache.
+    """
+    return 2 * max(CHUNK_TOKENS // groups, longest_tokens)
 
 
-def generator_static(target: TargetShape, precision: Precision, longest_tokens: int, devices: int) -> int:
-    """Bytes of weights and KV cache on each of a generator's `devices`."""
-    cached = target.cache_per_token * cache_tokens(longest_tokens)
-    return (target.weight_bytes(precision) + cached * ITEM_BYTES[precision]) // devices
+def generator_static(
+    target: TargetShape, precision: Precision, longest_tokens: int, devices: int, groups: int = 1
+) -> int:
+    """Bytes of weights and KV cache on each of a generator's `devices`, in `groups` of data-parallel attention."""
+    cached = target.cache_per_token * cache_tokens(longest_tokens, groups) * ITEM_BYTES[precision]
+    divided = 1 if target.latent_cache else devices // groups
+    return target.weight_bytes(precision, groups) // devices + cached // divided
 
 
-def generator_memory(target: TargetShape, precision: Precision, longest_tokens: int, devices: int) -> int:
+def generator_memory(
+    target: TargetShape, precision: Precision, longest_tokens: int, devices: int, groups: int = 1
+) -> int:
     """Bytes of each of a generator's `devices`, with a forward's activations and CUDA's own."""
     rows = max(CHUNK_TOKENS, longest_tokens) * PREFILL_ROWS
     forward = rows * target.hidden_size * ITEM_BYTES[precision]
-    return generator_static(target, precision, longest_tokens, devices) + forward + int(RESERVED)
+    return generator_static(target, precision, longest_tokens, devices, groups) + forward + int(RESERVED)
 
 
 def usable(memory_bytes: int) -> int:

@@ -1,5 +1,6 @@
 """The plan of a run: what it moves, holds, computes, takes and costs, from shapes and assumed rates. Pure."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from infra.planner.answers import Answers
@@ -45,6 +46,12 @@ class Job(Record):
     generators: int
     devices_per_generator: int
     """Those that one generator uses."""
+    generator_machines: int = 1
+    """Those that hold a generator's copy of the target together."""
+    machine_devices: int = 0
+    """GPUs of a machine; 0: unknown."""
+    attention_groups: int = 1
+    """Of a generator's GPUs, with data-parallel attention."""
     ranks: int
     """Ranks with samples of their own; ranks that share samples count as one, with all their devices."""
     devices_per_rank: int = 1
@@ -90,14 +97,16 @@ class Job(Record):
     @property
     def generator_bytes(self) -> int:
         """Memory that a generator needs of each of its GPUs."""
-        precision, devices = self.inference_precision, self.devices_per_generator
-        return generator_memory(self.target, precision, self.longest_tokens, devices)
+        return self._generator(generator_memory)
 
     @property
     def static_bytes(self) -> int:
         """The part of `generator_bytes` for weights and KV cache."""
+        return self._generator(generator_static)
+
+    def _generator(self, part: Callable[..., int]) -> int:
         precision, devices = self.inference_precision, self.devices_per_generator
-        return generator_static(self.target, precision, self.longest_tokens, devices)
+        return part(self.target, precision, self.longest_tokens, devices, self.attention_groups)
 
     @property
     def rank_bytes(self) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from infra.planner.memory import longest_sample, planned_chunk_tokens, rank_memory
 from infra.planner.plan import Job, Plan, make_plan, memory_left
-from infra.quantities import byte_size
+from infra.quantities import byte_size, plural
 from infra.records.data_path import Record
 
 GIB = 2**30
@@ -38,11 +38,20 @@ def _found(plan: Plan) -> Iterator[PlanObstacle]:
         if plan.target_bytes > room:
             held = "as it is quantized" if job.target.bytes_per_weight else f"in {job.inference_precision}"
             needed = -(-plan.target_bytes // int(job.memory_bytes * 0.9))
+            needed, machines = _on_machines(job, needed)
             yield PlanObstacle(
                 problem=f"the target's weights take {plan.target_bytes / GIB:.0f} GiB {held}, "
                 f"and a generator has {job.devices_per_generator} x {job.memory_bytes / GIB:.0f} GiB, of which a tenth "
                 "is left to its cache",
-                overrides=("generator.engine=sglang", f"pools.inference_gpus={needed * job.generators}"),
+                overrides=("generator.engine=sglang", f"pools.inference_gpus={needed * job.generators}", *machines),
+            )
+        elif job.devices_per_generator > job.machine_devices * job.generator_machines > 0:
+            devices, machines = _on_machines(job, job.devices_per_generator)
+            yield PlanObstacle(
+                problem=f"a generator's copy of the target is divided among {job.devices_per_generator} GPUs, and "
+                f"{plural(job.generator_machines, 'machine')} of {job.machine_devices} (plan.gpus_per_machine) hold it",
+                overrides=(f"pools.inference_gpus={devices * job.generators}", *machines),
+                otherwise="more generators (generator.count)",
             )
     if job.memory_bytes and memory_left(job, plan.memory) < 0:
         yield _too_much_memory(plan)
@@ -57,6 +66,23 @@ def _found(plan: Plan) -> Iterator[PlanObstacle]:
             otherwise="shorter samples (data.max_tokens), or fewer in hand (training.prefetch_steps, "
             "generator.lease_samples, training.samples_per_step)",
         )
+
+
+def _on_machines(job: Job, devices: int) -> tuple[int, tuple[str, ...]]:
+    """GPUs of a generator that needs at least so many, and overrides that put them on machines, if one has too few.
+
+    Powers of two: others seldom divide a target's heads.
+    """
+    devices = _power_of_two(devices)
+    if devices <= job.machine_devices or not job.machine_devices:
+        return devices, ()
+    machines = _power_of_two(-(-devices // job.machine_devices))
+    cluster = () if job.generator_machines > 1 else ("pools.kind=ray", "transport.kind=mooncake")
+    return machines * job.machine_devices, (*cluster, f"pools.machines_per_generator={machines}")
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
 
 
 def _host_needs(plan: Plan) -> int:

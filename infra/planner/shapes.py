@@ -42,7 +42,16 @@ class TargetShape(Record):
         le=2**24,
         description="Numbers that a token keeps in a layer's KV cache; 0: two per attention_width.",
     )
-
+    attention_parameters: int = Field(
+        default=0,
+        ge=0,
+        le=10**15,
+        description="Weights of attention, of `parameters`; generator.sglang.attention_data_parallel copies them.",
+    )
+    latent_cache: bool = Field(
+        default=False,
+        description="Whether tensor parallelism leaves the cache whole on every GPU (latent attention).",
+    )
     bytes_per_weight: float | None = Field(
         default=None,
         gt=0,
@@ -50,9 +59,10 @@ class TargetShape(Record):
         description="Bytes of a weight of a quantized target, scales included; default: the precision's.",
     )
 
-    def weight_bytes(self, precision: Precision) -> int:
-        """Bytes of all weights, as an engine holds them."""
-        return int(self.parameters * (self.bytes_per_weight or ITEM_BYTES[precision]))
+    def weight_bytes(self, precision: Precision, attention_copies: int = 1) -> int:
+        """Bytes of all weights, as an engine holds them that has so many copies of attention's."""
+        held = self.parameters + (attention_copies - 1) * self.attention_parameters
+        return int(held * (self.bytes_per_weight or ITEM_BYTES[precision]))
 
     @property
     def cache_per_token(self) -> int:
@@ -171,6 +181,8 @@ def target_shape(config: Mapping[str, Any]) -> TargetShape:
         active_parameters=layers * attention + active,
         attention_width=width,
         cache_width=cached,
+        attention_parameters=layers * attention,
+        latent_cache=bool(text.get("kv_lora_rank")),
         bytes_per_weight=_bytes_per_weight(text.get("quantization_config") or config.get("quantization_config") or {}),
     )
 

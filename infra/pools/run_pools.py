@@ -15,14 +15,14 @@ from infra.refusal import Refusal
 
 
 def pool_specs(config: PoolsConfig, generators: int) -> tuple[PoolSpec, PoolSpec]:
-    """What a run wants: a part for each generator, and one for each machine that the trainer's ranks share."""
-    inference = PoolSpec("inference", config.inference_gpus, parts=generators)
+    """What a run wants: a part for each of a generator's machines, and for each that the trainer's ranks share."""
+    inference = PoolSpec("inference", config.inference_gpus, parts=generators * config.machines_per_generator)
     return inference, PoolSpec("training", config.training_gpus, parts=config.training_machines)
 
 
 def generator_spec(config: PoolsConfig, generators: int) -> PoolSpec:
     """What one generator more wants: as much as the largest share of those that the run begins with."""
-    return PoolSpec("inference", -(-config.inference_gpus // generators))
+    return PoolSpec("inference", -(-config.inference_gpus // generators), parts=config.machines_per_generator)
 
 
 def pool_provider(config: PoolsConfig, look_s: float = LOOK_S) -> PoolProvider:

@@ -1,19 +1,20 @@
-"""Commands that are one: a trainer's on several machines, each a process here."""
+"""Commands that are one: a trainer's or a server's on several machines, each a process here."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from infra.processes.exit import REFUSED
-from infra.processes.process import Process, ProcessFailedError
+from infra.processes.process import POLL_S, Process, ProcessFailedError
 
 
 class Gang:
     """Processes that end well together, and fail together when one of them fails. Its creator stops it."""
 
-    def __init__(self, members: Sequence[Process]) -> None:
-        """`members`: the first one prints for all of them."""
-        self._members = members
+    def __init__(self, members: Sequence[Process], led: bool = False) -> None:
+        """`members`: the first one prints for all of them; if `led`, the others run until it has ended."""
+        self._members, self._led = members, led
         self._failed: Process | None = None
         """Who failed first: the others end because of it."""
 
@@ -28,6 +29,8 @@ class Gang:
         for member, status in zip(self._members, statuses, strict=True):
             if status and self._failed is None:
                 self._failed = member
+        if self._led and statuses[0] == 0:
+            return 0
         return self._failed.poll() if self._failed else None if None in statuses else 0
 
     def failure(self, endless: bool = False) -> ProcessFailedError | None:
@@ -40,6 +43,21 @@ class Gang:
         refusing = (member for member in self._members if member.poll() == REFUSED)
         first = next(refusing, self._failed) if status else None
         return first.failure() if first else None
+
+    def wait(self, timeout_s: float, on_line: Callable[[str], None]) -> None:
+        """Wait for a good end, handing over printed lines. Raises ProcessFailedError or TimeoutError."""
+        deadline = time.monotonic() + timeout_s
+        while (status := self.poll()) is None and time.monotonic() < deadline:
+            for line in self.new_lines():
+                on_line(line)
+            time.sleep(POLL_S)
+        for line in self.new_lines():
+            on_line(line)
+        if status is None:
+            raise TimeoutError(f"the {self._members[0].role} did not end within {timeout_s:g} s; its log is {self.log}")
+        failure = self.failure()
+        if failure is not None:
+            raise failure
 
     def new_lines(self) -> list[str]:
         """What the first member printed since the last call."""

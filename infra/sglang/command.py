@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from infra.network.ports import HOST
+from infra.records.servers import ServerMachines
 from infra.refusal import Refusal
-from infra.settings import leased_gpus, sglang_environment
+from infra.settings import leased_gpus, server_machines, sglang_environment
 from infra.sglang.config import SGLangConfig
 
 CPU_MEMORY_FRACTION = 0.5
@@ -47,7 +48,9 @@ class ServerSpec:
     python: Path = field(default_factory=sglang_python)
     """Interpreter of SGLang's environment; raises Refusal without one."""
     gpus: int = field(default_factory=lambda: len(leased_gpus()))
-    """0 runs on the CPU."""
+    """On each of its machines; 0 runs on the CPU."""
+    machines: ServerMachines | None = field(default_factory=server_machines)
+    """Over which it extends; None: this one alone."""
 
 
 def capture_command(
@@ -87,10 +90,16 @@ def _server(spec: ServerSpec, config: SGLangConfig, port: int) -> list[str]:
     # Prompts come as token ids; the first request is ours, and says more than the server's own warm-up.
     command += ["--skip-tokenizer-init", "--skip-server-warmup"]
     command += ["--log-level", "info", "--log-level-http", "warning"]
-    command += ["--tensor-parallel-size", str(config.tensor_parallel or max(1, spec.gpus // config.data_parallel))]
-    command += ["--max-running-requests", str(max(spec.in_flight, config.data_parallel))]
+    machines, groups = spec.machines.count if spec.machines else 1, config.attention_data_parallel
+    ranks = config.tensor_parallel or max(1, spec.gpus * machines // config.data_parallel)
+    command += ["--tensor-parallel-size", str(ranks)]
+    command += ["--max-running-requests", str(max(spec.in_flight, config.data_parallel, groups))]
+    if groups > 1:
+        # Else the head is divided over ranks with different requests, and nobody knows the target's top token.
+        command += ["--attn-dp-size", str(groups), "--enable-dp-lm-head"]
     optional = {
         "--data-parallel-size": config.data_parallel if config.data_parallel > 1 else None,
+        "--expert-parallel-size": config.expert_parallel,
         "--quantization": config.quantization,
         "--mem-fraction-static": config.memory_fraction,
         "--context-length": config.context_length,

@@ -1,6 +1,8 @@
 """Settings of SGLang servers."""
 
-from pydantic import ConfigDict, Field
+from typing import Self
+
+from pydantic import ConfigDict, Field, model_validator
 
 from infra.config import Count, Seconds, StrictConfig, Tokens
 from infra.refusal import Refusal
@@ -22,9 +24,18 @@ class SGLangConfig(StrictConfig):
 
     requests_in_flight: Count = Field(default=32, description="Requests that a generator keeps in flight.")
     tensor_parallel: Count | None = Field(
-        default=None, description="Tensor-parallel size; default: the generator's GPUs, or 1 on the CPU."
+        default=None,
+        description="Tensor-parallel size, over all machines of a generator; default: its GPUs, or 1 on the CPU.",
     )
     data_parallel: Count = Field(default=1, description="Copies of the target behind one server.")
+    attention_data_parallel: Count = Field(
+        default=1,
+        description="Groups of the tensor-parallel ranks that compute attention for requests of their own, each with "
+        "its own cache; with latent attention (DeepSeek, Kimi), whose cache every rank would otherwise hold whole.",
+    )
+    expert_parallel: Count | None = Field(
+        default=None, description="Ranks over which a layer's experts are dealt out; default: every expert is divided."
+    )
     quantization: str | None = Field(default=None, description="SGLang's name of a quantization, for instance fp8.")
     memory_fraction: float | None = Field(default=None, gt=0, lt=1, description="Memory share of weights and KV cache.")
     context_length: Tokens | None = Field(default=None, description="Longest request in tokens; default: the target's.")
@@ -35,6 +46,23 @@ class SGLangConfig(StrictConfig):
     arguments: tuple[str, ...] = Field(default=(), description="More arguments for sglang.launch_server.")
     start_timeout_s: Seconds = Field(default=900.0, description="Seconds until a server must be ready.")
     request_timeout_s: Seconds = Field(default=300.0, description="Seconds without an answer before a restart.")
+
+    @model_validator(mode="after")
+    def _divisible(self) -> Self:
+        if self.attention_data_parallel > 1 and self.data_parallel > 1:
+            raise Refusal(
+                f"data_parallel is {self.data_parallel} and attention_data_parallel {self.attention_data_parallel}: "
+                "SGLang takes one of them; set the other to 1"
+            )
+        for name, parts in (
+            ("attention_data_parallel", self.attention_data_parallel),
+            ("expert_parallel", self.expert_parallel),
+        ):
+            if self.tensor_parallel and parts and self.tensor_parallel % parts:
+                raise Refusal(
+                    f"tensor_parallel is {self.tensor_parallel} and {name} {parts}, which must divide it: change one"
+                )
+        return self
 
     def check_gpu_dtype(self, dtype: str, setting: str) -> None:
         """Raise Refusal for float32 on GPUs, where the attention that SGLang chooses takes half precision only."""

@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,9 +15,11 @@ from infra.network.health import trouble
 from infra.network.ports import HOST, is_foreign, reserved_port
 from infra.processes.process import Owner, Process, ProcessFailedError, start
 from infra.processes.supervisor import descendants
+from infra.records.servers import ServerMachines
 from infra.refusal import Refusal
 from infra.sglang.compiled import remove_broken
 from infra.sglang.leftovers import Leftovers
+from infra.sglang.machines import LedMachines
 
 ANSWER_S = 5.0
 POLL_S = 0.3
@@ -53,7 +55,9 @@ class SGLangServer:
         owner: Owner,
         environment: Mapping[str, str],
         start_timeout_s: float,
+        machines: ServerMachines | None = None,
     ):
+        """`machines`: over which the server extends, this one first; None: this one alone."""
         self._last: deque[str] = deque(maxlen=LOG_LINES)
         owner.logs.mkdir(parents=True, exist_ok=True)
         self._leftovers = Leftovers(owner.logs / f"{role}.leftovers")
@@ -62,9 +66,16 @@ class SGLangServer:
             port, lock = stack.enter_context(reserved_port())
             owner = replace(owner, locks=(*owner.locks, lock.descriptor))
             stack.callback(self._leftovers.remove)
-            environment = {**environment, **self._own_folder()}
-            self.process: Process = start(role, command(port), owner, environment, grace_s=GRACE_S)
+            arguments, own = command(port), self._own_folder()
+            if machines is not None:
+                others = stack.enter_context(closing(LedMachines(machines, role, start_timeout_s)))
+                owner = replace(owner, locks=(*owner.locks, others.descriptor))
+                arguments = others.start(arguments, dict(environment))
+                own |= others.environment
+            self.process: Process = start(role, arguments, owner, {**environment, **own}, grace_s=GRACE_S)
             stack.callback(self.process.stop)
+            if machines is not None:
+                stack.callback(others.stop)  # first: what ends after it does so as ordered
             self.address = f"http://{HOST}:{port}"
             self._wait_until_ready(port, start_timeout_s)
             self._stack = stack.pop_all()

@@ -93,6 +93,7 @@ class Setup:
             self.owner,
             server_environment(settings, self.generator.threads),
             settings.start_timeout_s,
+            spec.machines,
         )
         try:
             client = SGLangClient(server, settings.request_timeout_s)

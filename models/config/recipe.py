@@ -21,6 +21,7 @@ from models.config.data import LIVE, DataConfig
 from models.config.draft import METHODS, DraftConfig
 from models.config.generator import GeneratorConfig
 from models.config.machine import with_fast_arithmetic
+from models.config.several_machines import check_machines
 from models.config.target import TargetConfig
 from models.config.target_settings import completed
 from models.config.training import TrainingConfig
@@ -97,14 +98,7 @@ class RunConfig(StrictConfig):
                 f"pools.training_gpus is {gpus}, training.ranks {ranks}: a rank needs one GPU, so make them equal (or "
                 "set it to 0 for the CPU)"
             )
-        machines = self.pools.training_machines
-        if machines > 1 and self.pools.kind == "local":
-            raise Refusal(f"pools.training_machines is {machines}, and pools.kind=local is one: set it to ray or slurm")
-        if ranks % machines:
-            raise Refusal(
-                f"training.ranks is {ranks}, and pools.training_machines={machines} share them evenly: make it a "
-                "multiple"
-            )
+        check_machines(self.pools, self.training, self.generator)
         return self
 
     @property

@@ -119,6 +119,7 @@ class SGLangTextEngine:
             Owner(run.folder.name, run.folder.logs),
             server_environment(copies.settings, config.threads),
             config.sglang.start_timeout_s,
+            spec.machines,
         )
         timeout_s = config.sglang.request_timeout_s + settings.max_new_tokens * SLOWEST_TOKEN_S
         self._client = SGLangClient(self._server, timeout_s)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from infra.data_plane.meeting import ALONE, TrainerMachine, meet
+from infra.data_plane.meeting import ALONE, MetMachine, meet
 from infra.files.run_folder import RunFolder
 from infra.pools.binding import near_cores
 from infra.processes.exit import run_main
@@ -28,7 +28,7 @@ GRACE_S = 5.0
 """Between SIGTERM and SIGKILL for the ranks that are left."""
 
 
-def run_ranks(command: Sequence[str], ranks: int, machine: TrainerMachine = ALONE) -> int:
+def run_ranks(command: Sequence[str], ranks: int, machine: MetMachine = ALONE) -> int:
     """Run `command` once per rank of this machine; return 0 when all have ended well, else the first other status.
 
     The status is 128 + n after signal n. A failed rank, or a signal to this process, stops all ranks.

@@ -44,6 +44,11 @@ def register() -> None:
     }
     for name, function in replaced.items():
         HookRegistry.register(OPS + name, function, HookType.REPLACE)
+    group = "sglang.srt.distributed.parallel_state.GroupCoordinator."
+    HookRegistry.register(group + "all_gather_into_tensor", all_gather, HookType.REPLACE)
+    HookRegistry.register(group + "reduce_scatter_tensor", reduce_scatter, HookType.REPLACE)
+    moe = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
+    HookRegistry.register(moe, of_own_experts, HookType.AROUND)
     pool = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
     HookRegistry.register(pool, assign_req_to_token_pool, HookType.REPLACE)
     fp8 = "sglang.srt.layers.quantization.fp8.Fp8LinearMethod.apply"
@@ -134,6 +139,31 @@ def _without_streams() -> None:
     torch.cuda.synchronize = lambda device=None: None  # glm4_moe calls it when a draft takes the target's tables
     original = Tensor.record_stream
     Tensor.record_stream = lambda tensor, stream: original(tensor, stream) if tensor.is_cuda else None
+
+
+def all_gather(group: Any, output: Tensor, given: Tensor) -> None:
+    """By gloo; SGLang's own operators are registered for its platform's device alone."""
+    torch.distributed.all_gather(list(output.chunk(group.world_size)), given, group=group.device_group)
+
+
+def reduce_scatter(group: Any, output: Tensor, given: Tensor) -> Tensor:
+    """By gloo, which has none: everybody reduces everything."""
+    whole = given.clone()
+    torch.distributed.all_reduce(whole, group=group.device_group)
+    return output.copy_(whole.chunk(group.world_size)[group.rank_in_group])
+
+
+def of_own_experts(original: Any, layer: Any, x: Tensor, chosen: Any, *others: Any) -> Tensor:
+    """With expert parallelism those of other ranks have the number -1, which SGLang's PyTorch code does not know.
+
+    Experts of this rank that a token did not choose take their places, without weight.
+    """
+    ids, absent = chosen.topk_ids.long(), chosen.topk_ids < 0
+    used = torch.zeros(len(ids), len(layer.w13_weight) + 1, dtype=torch.long).scatter_(1, ids + 1, 1)[:, 1:]
+    others_first = used.argsort(dim=1, stable=True)
+    ids = torch.where(absent, others_first.gather(1, (absent.cumsum(1) - 1).clamp_min(0)), ids)
+    weights = chosen.topk_weights.masked_fill(absent, 0.0)
+    return original(layer, x, chosen._replace(topk_ids=ids.int(), topk_weights=weights), *others)
 
 
 def assign_req_to_token_pool(

@@ -23,6 +23,10 @@ class VerifyingAttention(TorchNativeAttnBackend):
         super().__init__(runner)
         self.max_context_len = runner.model_config.context_len
 
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
+        """Length of the requests that pad a batch which other ranks want larger."""
+        return 1
+
     def forward_extend(
         self,
         q: Tensor,

@@ -41,6 +41,12 @@ class SpeculatingCpu(PlainCpu):
         from sglang_speculation_attention import VerifyingAttention
 
         register_attention_backend("torch_native")(VerifyingAttention)
+        from sglang.srt.layers import dp_attention
+        from sglang.srt.model_executor import forward_batch_info
+
+        # For SGLang's own CPU platform alone: no pinned memory, and no Triton.
+        forward_batch_info._is_cpu = True
+        dp_attention.memcpy_func = dp_attention.memcpy_cpu
 
 
 def cache_locs(

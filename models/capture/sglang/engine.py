@@ -19,7 +19,7 @@ from infra.records.data_path import CaptureReply
 from infra.records.drafts import CapturePrecision
 from infra.records.sharing import Sharing
 from infra.refusal import Refusal
-from infra.settings import CAPTURE, sglang_environment
+from infra.settings import CAPTURE, server_machines, sglang_environment
 from infra.sglang.client import PromptRefusedError, ServerError, SGLangClient
 from infra.sglang.command import ServerSpec, capture_command, server_environment
 from infra.sglang.config import SLOWEST_TOKEN_S, SGLangConfig
@@ -82,7 +82,7 @@ class SGLangEngine:
     def _connect(self) -> SGLangClient:
         run, name = self.run, f"sglang-{self._index}"
         owner, timeout_s = Owner(run.folder.name, run.folder.logs), self.settings.start_timeout_s
-        self.server = SGLangServer(self._command, name, owner, self._environment(), timeout_s)
+        self.server = SGLangServer(self._command, name, owner, self._environment(), timeout_s, server_machines())
         longest_s = self.settings.request_timeout_s
         if self._answers:
             longest_s += run.samples.longest * SLOWEST_TOKEN_S

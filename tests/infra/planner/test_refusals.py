@@ -32,6 +32,24 @@ def test_the_nearest_recipe_is_possible(settings: list[str], setting: str) -> No
     assert not refusals(plan_recipe(load_recipe(RECIPE, [*settings, *overrides])))
 
 
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (["plan.memory_gb=80", "plan.target.parameters=600000000000"], "the target's weights take 1118 GiB"),
+        (
+            ["pools.inference_gpus=16", "pools.training_gpus=4"],
+            "a generator's copy of the target is divided among 16 GPUs, and 1 machine of 8",
+        ),
+    ],
+)
+def test_a_target_that_is_too_large_for_a_machine_is_divided_among_several(settings: list[str], problem: str) -> None:
+    settings = ["generator.count=1", *settings]
+    (refusal,) = refusals(plan_recipe(load_recipe(RECIPE, settings)))
+    assert problem in str(refusal)
+    assert any(one.startswith("pools.machines_per_generator=") for one in refusal.overrides)
+    assert not refusals(plan_recipe(load_recipe(RECIPE, [*settings, *refusal.overrides])))
+
+
 def test_smaller_chunks_of_the_loss_are_tried_before_shorter_samples() -> None:
     short = ["training.micro_batches=16", "data.max_tokens=4096", "training.loss_chunk_tokens=4096"]
     wanted = plan_recipe(load_recipe(RECIPE, [*short, "training.loss_chunk_tokens=2048"])).memory.total

@@ -86,6 +86,18 @@ def test_a_quantized_target_takes_fewer_bytes(quantization: dict[str, Any], nbyt
     assert generator_static(shape, "bfloat16", 4096, 8) < shape.parameters * nbytes / 8 + 10 * 2**30
 
 
+def test_data_parallel_attention_divides_a_latent_cache_and_copies_the_weights_of_attention() -> None:
+    """Tensor parallelism leaves a latent cache whole on every GPU: with groups each has that of its own requests."""
+    shape = target_shape(KIMI_K2)
+    assert shape.latent_cache
+    one, eight = (generator_static(shape, "bfloat16", 128, 8, groups) for groups in (1, 8))
+    chunk = 2 * 8192 * shape.cache_per_token * 2
+    assert eight - one == pytest.approx(7 * shape.attention_parameters * 2 / 8 - chunk * 7 / 8, abs=8)
+    plain = target_shape(QWEN3_8B)
+    assert not plain.latent_cache
+    assert generator_static(plain, "bfloat16", 128, 8, 8) > generator_static(plain, "bfloat16", 128, 8)
+
+
 def test_a_configuration_that_says_too_little(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"n_embd": 768}))

@@ -14,9 +14,10 @@ from infra.processes.process import Owner, ProcessFailedError, ProcessRefusedErr
 WAIT_S = 120.0
 
 
-def gang(folder: Path, *scripts: str) -> Gang:
+def gang(folder: Path, *scripts: str, led: bool = False) -> Gang:
     owner = Owner("gang", folder / "logs")
-    return Gang([start(f"member-{i}", ["sh", "-c", script], owner, grace_s=1.0) for i, script in enumerate(scripts)])
+    members = [start(f"member-{i}", ["sh", "-c", script], owner, grace_s=1.0) for i, script in enumerate(scripts)]
+    return Gang(members, led)
 
 
 def end(kept: KeptProcess) -> list[str]:
@@ -73,3 +74,24 @@ def test_who_failed_first_is_named(tmp_path: Path) -> None:
     failure = members.failure()
     assert isinstance(failure, ProcessFailedError)
     assert (failure.headline, failure.tail) == ("member-1 ended with exit code 3", ["why"])
+
+
+def test_a_led_one_ends_with_its_first_member_and_the_others_are_stopped(tmp_path: Path) -> None:
+    members, said = gang(tmp_path, "echo one; sleep 0.3; echo two", "sleep 600", led=True), []
+    with closing(KeptProcess(lambda: members)) as kept:
+        members.wait(WAIT_S, said.append)
+        assert members._members[1].poll() is None
+        assert kept.tend(said.append, said.append)
+    assert said == ["one", "two"]
+    assert members._members[1].poll() is not None
+
+
+def test_waiting_for_one_tells_who_failed_and_ends_in_time(tmp_path: Path) -> None:
+    failing = gang(tmp_path, "sleep 600", "exit 3", led=True)
+    with pytest.raises(ProcessFailedError, match="member-1 ended with exit code 3"):
+        failing.wait(WAIT_S, print)
+    failing.stop()
+    slow = gang(tmp_path, "sleep 600", "sleep 600", led=True)
+    with pytest.raises(TimeoutError, match=r"the member-0 did not end within 0\.3 s"):
+        slow.wait(0.3, print)
+    slow.stop()

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from infra.files.atomic import write_atomically
+from infra.pools.base import PoolSpec
+from infra.pools.run_pools import generator_spec, pool_specs
 from infra.refusal import Refusal
 from models.config.recipe import RunConfig, load_recipe, read_config
 
@@ -91,6 +93,28 @@ def test_machines_of_the_trainer_share_the_ranks_evenly_and_are_of_a_cluster() -
         load_recipe(TINY, [*cluster, "training.ranks=3"])
     with pytest.raises(Refusal, match=r"pools\.training_machines is 2, and pools\.kind=local is one"):
         load_recipe(TINY, ["pools.training_machines=2", "training.ranks=2"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["pools.kind=local"], r"pools\.machines_per_generator is 2, and pools\.kind=local is one"),
+        (["generator.engine=transformers"], r"generator\.engine=transformers uses one: set it to sglang"),
+        (["generator.sglang.data_parallel=2"], r"data_parallel=2 are whole copies: set it to 1"),
+        (["pools.inference_gpus=18", "generator.count=2"], "make it a multiple of 4"),
+        (["generator.sglang.tensor_parallel=3"], "tensor_parallel=3 ranks are dealt out evenly"),
+        (["pools.inference_gpus=0"], r"generator\.sglang\.tensor_parallel has to say how many ranks"),
+    ],
+)
+def test_machines_of_a_generator(overrides: list[str], message: str) -> None:
+    cluster = ["pools.kind=ray", "transport.kind=mooncake", "generator.engine=sglang", "pools.machines_per_generator=2"]
+    cluster += ["pools.inference_gpus=16", "generator.compute_dtype=bfloat16", "benchmark.compute_dtype=bfloat16"]
+    config = load_recipe(TINY, cluster)
+    assert config.gpus_per_copy == 16
+    assert [spec.parts for spec in pool_specs(config.pools, 3)] == [6, 1]
+    assert generator_spec(config.pools, 2) == PoolSpec("inference", 8, parts=2)
+    with pytest.raises(Refusal, match=message):
+        load_recipe(TINY, [*cluster, *overrides])
 
 
 def test_what_the_target_generates_keeps_its_reasoning() -> None:

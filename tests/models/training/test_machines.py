@@ -74,7 +74,7 @@ def test_two_hosts_train_what_one_does(
     expected = undisturbed(f"training.sharded={sharded}")
     folder = make_run("apart", *SMALL, f"training.sharded={sharded}")
     generator = start("models.capture.generator", folder)
-    meeting = open_meeting(folder)
+    meeting = open_meeting(folder, "trainer")
     with two_hosts() as hosts, ExitStack() as stack:
         processes = [generator]
         for index, host in enumerate((hosts.trainer, hosts.generator)):
@@ -131,7 +131,7 @@ def test_a_machine_that_does_not_see_the_run_folder_ends_the_training(
 ) -> None:
     """At once and by name: starting it again would not mount a file system."""
     folder = make_run("apart", *SMALL)
-    meeting = open_meeting(folder)
+    meeting = open_meeting(folder, "trainer")
     elsewhere = tmp_path / "elsewhere" / meeting.name
     place = ["--machine", "1", "2", str(elsewhere), "127.0.0.1"]
     command = [sys.executable, "-m", "models.training.launch", str(folder.path), "--ranks", "1", *place]

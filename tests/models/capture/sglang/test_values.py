@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +12,13 @@ import httpx
 import pytest
 import torch
 
+from infra.data_plane.meeting import open_meeting
 from infra.files.atomic import write_atomically
+from infra.network.ports import HOST
+from infra.processes.process import Owner, module, start
 from infra.records.data_path import TargetRecord
+from infra.records.servers import ServerMachines
+from infra.settings import SERVER_MACHINES
 from models.capture.engine import EngineError, Prompt
 from models.capture.sglang.engine import SGLangEngine
 from models.config.recipe import load_recipe
@@ -44,10 +49,18 @@ SETTINGS = {
         *(f"generator.sglang.chunked_prefill_tokens={CHUNK}", "transport.kind=mooncake"),
     ),
     "qwen3, data parallel 2": ("generator.sglang.data_parallel=2",),
+    "qwen3, data-parallel attention": (
+        *("generator.sglang.tensor_parallel=2", "generator.sglang.attention_data_parallel=2"),
+        "draft.vocab_size=700",
+    ),
     "qwen3, chunked, tensor parallel 2": (
         f"generator.sglang.chunked_prefill_tokens={CHUNK}",
         "generator.sglang.tensor_parallel=2",
         "draft.vocab_size=700",
+    ),
+    "qwen3, tensor parallel on two machines, by Mooncake": (
+        *("generator.sglang.tensor_parallel=2", "pools.kind=slurm", "pools.machines_per_generator=2"),
+        *("draft.vocab_size=700", "transport.kind=mooncake"),
     ),
 }
 
@@ -65,7 +78,7 @@ class Served:
 
 # Whole prefills of the tiny Llama are trained on in test_streaming.py, with the losses of transformers; those of Gemma
 # pass the canary below.
-LONG = ("llama", "llama, no layers, chunked, by Mooncake", "qwen3, data parallel 2")
+LONG = ("llama", "qwen3, data parallel 2", "qwen3, data-parallel attention", "qwen3, chunked, tensor parallel 2")
 
 
 @pytest.fixture(
@@ -83,8 +96,27 @@ def served(
     run = sglang_run(*SETTINGS[request.param], target=target)
     if run.config.transport.kind == "mooncake":
         write_atomically(run.folder.store, request.getfixturevalue("mooncake_store"))
-    with closing(SGLangEngine(run, 0)) as engine:
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        if "attention" in request.param:
+            patch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")  # SGLang exchanges rows by kernels of GPUs
+        if run.config.pools.machines_per_generator > 1:
+            patch.setenv(SERVER_MACHINES, stack.enter_context(other_machine(run)))
+        engine = stack.enter_context(closing(SGLangEngine(run, 0)))
         yield Served(run, engine, TargetModel.load(Path(target.path), run.config.target.aux_layer_ids, torch.float32))
+
+
+@contextmanager
+def other_machine(run: PreparedRun) -> Iterator[str]:
+    """A process for the second of a server's machines; what the process on the first one is told."""
+    met = ServerMachines(meeting=open_meeting(run.folder, "generator-0"), count=2, address=HOST).model_dump_json()
+    owner = Owner(run.folder.name, run.folder.logs)
+    member = start("machine-1", module("infra.sglang.member", run.folder.path, "1", met), owner)
+    try:
+        yield met
+        assert member.poll() is None
+    finally:
+        member.stop()
 
 
 def mimo_target(request: pytest.FixtureRequest, tiny_target: TargetRecord) -> TargetRecord:

@@ -1,0 +1,48 @@
+"""Which divisions of a run among several machines can work."""
+
+from infra.config import PoolsConfig
+from infra.refusal import Refusal
+from models.config.generator import GeneratorConfig
+from models.config.training import TrainingConfig
+
+
+def check_machines(pools: PoolsConfig, training: TrainingConfig, generator: GeneratorConfig) -> None:
+    """Raise Refusal for a division that cannot work, with the setting to change."""
+    for setting, machines in (
+        ("training_machines", pools.training_machines),
+        ("machines_per_generator", pools.machines_per_generator),
+    ):
+        if machines > 1 and pools.kind == "local":
+            raise Refusal(f"pools.{setting} is {machines}, and pools.kind=local is one: set it to ray or slurm")
+    if training.ranks % pools.training_machines:
+        raise Refusal(
+            f"training.ranks is {training.ranks}, and pools.training_machines={pools.training_machines} share them "
+            "evenly: make it a multiple"
+        )
+    if pools.machines_per_generator > 1:
+        _check_generators(pools, generator)
+
+
+def _check_generators(pools: PoolsConfig, generator: GeneratorConfig) -> None:
+    machines, sglang = pools.machines_per_generator, generator.sglang
+    given = f"pools.machines_per_generator is {machines}"
+    if generator.engine != "sglang":
+        raise Refusal(f"{given}, and generator.engine={generator.engine} uses one: set it to sglang")
+    if sglang.data_parallel > 1:
+        raise Refusal(
+            f"{given}, and generator.sglang.data_parallel={sglang.data_parallel} are whole copies: set it to 1, and "
+            "have more generators (generator.count)"
+        )
+    parts = machines * generator.count
+    if pools.inference_gpus % parts:
+        raise Refusal(
+            f"{given}, generator.count {generator.count}, and pools.inference_gpus={pools.inference_gpus} are dealt "
+            f"out evenly among them: make it a multiple of {parts}"
+        )
+    if (sglang.tensor_parallel or machines) % machines:
+        raise Refusal(
+            f"{given}, and generator.sglang.tensor_parallel={sglang.tensor_parallel} ranks are dealt out evenly among "
+            "them: make it a multiple, or leave it out"
+        )
+    if not (pools.inference_gpus or sglang.tensor_parallel):
+        raise Refusal(f"{given}: without GPUs, generator.sglang.tensor_parallel has to say how many ranks they have")

@@ -1,0 +1,65 @@
+"""The command line of a server, by its settings and machines."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from infra.records.servers import ServerMachines, ServerOrder
+from infra.sglang.command import ServerSpec, serving_command
+from infra.sglang.config import SGLangConfig
+from infra.sglang.machines import newest_order, part_of
+
+TWO = ServerMachines(meeting=Path("/meeting"), count=2, address="10.0.0.1")
+
+
+def arguments(gpus: int, machines: ServerMachines | None = None, **settings: Any) -> dict[str, str]:
+    spec = ServerSpec(Path("/target"), "bfloat16", 100, 32, Path("/python"), gpus, machines)
+    command = serving_command(spec, SGLangConfig(**settings), (), 30000)
+    return dict(zip(command, [*command[1:], ""], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "machines", "settings", "ranks"),
+    [(8, None, {}, 8), (8, TWO, {}, 16), (8, None, {"data_parallel": 2}, 4), (0, TWO, {"tensor_parallel": 2}, 2)],
+)
+def test_ranks_are_all_gpus_of_all_machines(gpus: int, machines: Any, settings: dict[str, int], ranks: int) -> None:
+    assert arguments(gpus, machines, **settings)["--tensor-parallel-size"] == str(ranks)
+
+
+def test_ranks_with_requests_of_their_own_keep_the_head_together() -> None:
+    found = arguments(8, attention_data_parallel=8, expert_parallel=8, tensor_parallel=8)
+    assert (found["--attn-dp-size"], found["--expert-parallel-size"]) == ("8", "8")
+    assert "--enable-dp-lm-head" in found
+    assert not {"--attn-dp-size", "--enable-dp-lm-head", "--expert-parallel-size"} & set(arguments(8))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tensor_parallel": 8, "attention_data_parallel": 3}, "tensor_parallel is 8 and attention_data_parallel 3"),
+        ({"tensor_parallel": 8, "expert_parallel": 5}, "tensor_parallel is 8 and expert_parallel 5"),
+        ({"data_parallel": 2, "attention_data_parallel": 2}, "SGLang takes one of them"),
+    ],
+)
+def test_divisions_that_sglang_does_not_know_are_refused(settings: dict[str, int], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        SGLangConfig(**settings)
+
+
+def test_the_newest_order_holds_until_it_is_revoked(tmp_path: Path) -> None:
+    assert newest_order(tmp_path) is None
+    orders = [
+        ServerOrder(
+            serial=serial, role="sglang-0", command=("serve",), environment={}, start_timeout_s=1.0,
+            ranks_at="10.0.0.1:21000",
+        )
+        for serial in (9, 10)
+    ]  # fmt: skip
+    for order in orders:
+        (tmp_path / f"order-{order.serial}.json").write_text(order.model_dump_json())
+    assert newest_order(tmp_path) == orders[1]
+    (tmp_path / "order-10.json").unlink()
+    assert newest_order(tmp_path) == orders[0]
+    assert part_of(orders[0], 1, 2) == ["--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "10.0.0.1:21000"]
