@@ -132,14 +132,12 @@ class Killer:
                 return
         self._done = True
         for process in psutil.process_iter(["cmdline"]):
-            if (
-                "infra.sglang.member" in process.info["cmdline"]
-                and str(self._run.folder.path) in process.info["cmdline"]
-            ):
-                for rank in process.children(recursive=True):
-                    if rank.name().startswith("sglang::sched"):
-                        rank.send_signal(signal.SIGKILL)
-                        print("killed", rank.pid, flush=True)
+            command = process.info["cmdline"] or []  # a zombie has none
+            if "infra.sglang.member" not in command or str(self._run.folder.path) not in command:
+                continue
+            for rank in process.children(recursive=True):
+                if rank.name().startswith("sglang::sched"):
+                    rank.send_signal(signal.SIGKILL)
 
 
 def drive(samples: int, names: Sequence[str], answer: Path) -> None:

@@ -47,6 +47,7 @@ def register() -> None:
     group = "sglang.srt.distributed.parallel_state.GroupCoordinator."
     HookRegistry.register(group + "all_gather_into_tensor", all_gather, HookType.REPLACE)
     HookRegistry.register(group + "reduce_scatter_tensor", reduce_scatter, HookType.REPLACE)
+    HookRegistry.register(group + "reduce_scatterv", reduce_scatter_ragged, HookType.REPLACE)
     moe = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
     HookRegistry.register(moe, of_own_experts, HookType.AROUND)
     pool = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
@@ -148,9 +149,17 @@ def all_gather(group: Any, output: Tensor, given: Tensor) -> None:
 
 def reduce_scatter(group: Any, output: Tensor, given: Tensor) -> Tensor:
     """By gloo, which has none: everybody reduces everything."""
+    return reduce_scatter_ragged(group, given, output, [len(output)] * group.world_size)
+
+
+def reduce_scatter_ragged(
+    group: Any, given: Tensor, output: Tensor | None = None, sizes: list[int] | None = None
+) -> Tensor:
+    """The same, where ranks get different numbers of rows."""
     whole = given.clone()
     torch.distributed.all_reduce(whole, group=group.device_group)
-    return output.copy_(whole.chunk(group.world_size)[group.rank_in_group])
+    part = whole.split(sizes or len(given) // group.world_size)[group.rank_in_group]
+    return part.clone() if output is None else output.copy_(part)
 
 
 def of_own_experts(original: Any, layer: Any, x: Tensor, chosen: Any, *others: Any) -> Tensor:
