@@ -79,7 +79,8 @@ def ran(name: str, folder: Path, target: Path, samples: int) -> dict[str, object
     settings = [
         f'target={{"source":"huggingface","name":"{target}","aux_layer_ids":[0,1,2]}}', "training.samples_per_step=4",
         "draft.vocab_size=700", f"data.max_samples={samples}", "generator.engine=sglang", "pools.kind=slurm",
-        "transport.kind=mooncake", f"transport.address={FLOW}", *CASES[name],
+        "transport.kind=mooncake", "transport.budget_mib=8", "generator.sglang.requests_in_flight=8",
+        f"transport.address={FLOW}", *CASES[name],
     ]  # fmt: skip
     events: list[str] = []
     begun = time.monotonic()

@@ -110,7 +110,7 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
         generators=generator.count,
         devices_per_generator=per_generator,
         generator_machines=pools.machines_per_generator,
-        machine_devices=plan.gpus_per_machine if device.is_gpu else 0,
+        machine_devices=_machine_devices(config) if device.is_gpu else 0,
         attention_groups=generator.sglang.attention_data_parallel if generator.engine == "sglang" else 1,
         ranks=training.data_parallel_size,
         devices_per_rank=max(1, train // training.data_parallel_size),
@@ -134,6 +134,12 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
         assumptions=tuple(assumed),
         learned=_learned(config),
     )
+
+
+def _machine_devices(config: RunConfig) -> int:
+    """GPUs of a machine."""
+    own = len(LocalPools().gpus) if config.pools.kind == "local" else 0
+    return max(config.plan.gpus_per_machine, own)
 
 
 def _link(config: RunConfig, devices: int) -> float | None:

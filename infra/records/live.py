@@ -1,6 +1,13 @@
 """What a generator and the plugin of a serving engine say to each other, a line of JSON each."""
 
+from pathlib import Path
+
 from infra.records.data_path import CaptureSpec, Record
+
+
+def rank_socket(path: Path, rank: int) -> Path:
+    """Where rank `rank` of a server listens whose first one listens at `path`: of those with requests of their own."""
+    return path.with_name(f"{path.name}.{rank}") if rank else path
 
 
 class LiveRule(Record):
@@ -22,12 +29,16 @@ class Attach(Record):
 
     spec: CaptureSpec
     rule: LiveRule
+    password: str = ""
+    """What the server's first rank has answered; empty: this is that one."""
 
 
 class Attached(Record):
     """The reply: the password of the run's own requests, or why there is none."""
 
     password: str = ""
+    ranks: int = 1
+    """Of the server, with requests of their own: its copies, or the groups of data-parallel attention."""
     refused: str = ""
 
 
@@ -43,6 +54,6 @@ class Taken(Record):
 
     text: LiveText | None = None
     finished: int = 0
-    """Requests that have finished since the run was attached."""
+    """Requests that have finished since the run was attached to this rank."""
     passed_over: int = 0
     """Texts that the rule wanted and nobody fetched in time."""

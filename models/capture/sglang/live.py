@@ -15,7 +15,8 @@ costs a prefill of that text alone (docs/live.md has both costs). The generator'
 (`extra_key`), so that all of their rows are computed, and a password that was agreed on over the connection: no user
 can have anything captured.
 
-When the connection ends, however it does, everything is forgotten.
+When the connection ends, however it does, everything is forgotten. A server with several copies, or with data-parallel
+attention, has a socket for each: the first one at the named path, the others beside it.
 """
 
 import hashlib
@@ -64,7 +65,8 @@ class Attachment(Generic[Captures]):
     """A run that learns from this server now."""
 
     def __init__(self, wanted: Attach, make: Callable[[CaptureSpec, KeyOf], Captures], idle: Callable[[], bool]):
-        self._idle, self.password = idle, secrets.token_hex(16)
+        # Any rank may be given a run's request, so all of them know it by the same one.
+        self._idle, self.password = idle, wanted.password or secrets.token_hex(16)
         self.capture, self._rule = make(wanted.spec, self.key), wanted.rule
         self.finished: deque[Any] = deque(maxlen=NOTED)
         """Requests that the listener has not looked at."""
@@ -114,6 +116,7 @@ class Live(Generic[Captures]):
         make: makes what captures a run's requests.
         idle: whether the server has nothing to do at the moment.
         obstacle: why no run can learn from this server; empty: it can.
+        ranks: how many of the server's processes have requests of their own, and listen.
     """
 
     def __init__(
@@ -122,8 +125,9 @@ class Live(Generic[Captures]):
         make: Callable[[CaptureSpec, KeyOf], Captures],
         idle: Callable[[], bool] = lambda: True,
         obstacle: str = "",
+        ranks: int = 1,
     ):
-        self._make, self._idle, self._obstacle = make, idle, obstacle
+        self._make, self._idle, self._obstacle, self._ranks = make, idle, obstacle, ranks
         self.attachment: Attachment[Captures] | None = None
         self._listener = listen(path)
         self._thread = threading.Thread(target=self._run, name="live generator", daemon=True)
@@ -169,7 +173,7 @@ class Live(Generic[Captures]):
         if self._obstacle:
             return Attached(refused=self._obstacle)
         self.attachment = attachment = Attachment(wanted, self._make, self._idle)
-        return Attached(password=attachment.password)
+        return Attached(password=attachment.password, ranks=self._ranks)
 
 
 def wants(rule: LiveRule, request: Any) -> bool:

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from infra.records.data_path import CaptureSpec
+from infra.records.live import rank_socket
 from infra.refusal import Refusal
 from infra.settings import capture_spec, live_socket
 from models.capture.sglang.host_copies import HostCopies, HostCopy
@@ -205,20 +206,21 @@ def _own_capture() -> Capture:
 
 
 def listen_for_runs(_result: None, scheduler: Any, *_: Any, **__: Any) -> None:
-    """Hook after a scheduler is made: on the rank that writes, runs may begin to learn from it."""
+    """Hook after a scheduler is made: on every rank that writes, runs may begin to learn from it."""
     path, parallel = live_socket(), _parallel()
-    if path is None or not _writes(parallel) or parallel.attn_dp_rank:
+    if path is None or not _writes(parallel) or parallel.pp_rank:
         return
     obstacle = ""
-    if parallel.attn_dp_size > 1 or parallel.dp_size > 1:
-        obstacle = "it has data-parallel copies, and each would have to be asked: start one server for each"
+    if parallel.nnodes > 1:
+        obstacle = "its ranks are on several machines, and a run reaches those of one: start a server on each"
     elif parallel.pp_size > 1:
         obstacle = "its layers are divided among pipeline ranks, and hidden states are those of one rank"
-
     elif scheduler.disaggregation_mode.value != "null":
         obstacle = "it prefills on other servers than it decodes, and neither has a request's whole text"
     try:
-        _LIVE.append(Live(path, partial(Capture, serves=True), scheduler.is_fully_idle, obstacle))
+        place = rank_socket(path, parallel.dp_rank or parallel.attn_dp_rank)
+        make = partial(Capture, serves=True)
+        _LIVE.append(Live(place, make, scheduler.is_fully_idle, obstacle, parallel.num_dp_ranks))
     except Refusal as refusal:
         # Users are served all the same.
         print(f"draftsmith: nothing is learned from this server: {refusal}", flush=True)

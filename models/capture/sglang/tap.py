@@ -1,8 +1,10 @@
 """A generator's end of the connection to a server that has users."""
 
+import select
 import socket
 import time
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from threading import Event
 from typing import TypeVar
 
@@ -10,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from infra.files.sockets import connect
 from infra.records.data_path import CaptureSpec
-from infra.records.live import Attach, Attached, LiveRule, Taken
+from infra.records.live import Attach, Attached, LiveRule, Taken, rank_socket
 from infra.refusal import Refusal
 from models.config.live import LiveConfig, LiveServerConfig
 from models.run import RunWithTarget
@@ -19,7 +21,55 @@ REPLY_S = 10.0
 POLL_S = 1.0
 REMEDY = "start it with $DRAFTSMITH_LIVE={0} and Draftsmith's plugin installed (docs/live.md)"
 
+COUNTS = ("finished", "passed_over")
 Reply = TypeVar("Reply", bound=BaseModel)
+
+
+class _Rank:
+    """The connection to one of a server's processes."""
+
+    def __init__(self, server: LiveServerConfig, path: Path):
+        self._server, self._path = server, path
+        self.connection = connect(path, REPLY_S)
+        self._lines = self.connection.makefile("rb")
+        self.asked, self.taken = False, Taken()
+
+    def attach(self, wanted: Attach) -> Attached:
+        self._send(wanted.model_dump_json())
+        attached = self.read(Attached)
+        if attached.refused:
+            raise Refusal(f"nothing can be learned from {self._server.address}: {attached.refused}")
+        return attached
+
+    def ask(self) -> None:
+        """For the next text, unless it has not answered yet."""
+        if not self.asked:
+            self._send("{}")
+        self.asked = True
+
+    def _send(self, line: str) -> None:
+        self.connection.sendall(line.encode() + b"\n")
+
+    def read(self, kind: type[Reply]) -> Reply:
+        """The reply to what was sent last."""
+        reply = self._lines.readline()
+        if not reply:
+            raise ConnectionError(f"{self._server.address} closed the connection at {self._path}")
+        self.asked = False
+        try:
+            return kind.model_validate_json(reply)
+        except ValidationError as error:
+            raise Refusal(
+                f"what listens at {self._path} is no server of this version of Draftsmith ({error}): give both the "
+                "same one"
+            ) from error
+
+    def close(self) -> None:
+        """Idempotent; another thread that waits for a text is told so."""
+        with suppress(OSError):  # the server has closed it
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self._lines.close()
+        self.connection.close()
 
 
 class Tap:
@@ -27,39 +77,37 @@ class Tap:
 
     def __init__(self, server: LiveServerConfig, wanted: Attach):
         self.server = server
-        self._connection = connect(server.socket, REPLY_S)
-        self._lines = self._connection.makefile("rb")
+        self._ranks: list[_Rank] = []
         with ExitStack() as undo:
             undo.callback(self.close)
-            attached = self._ask(wanted.model_dump_json(), Attached)
-            if attached.refused:
-                raise Refusal(f"nothing can be learned from {server.address}: {attached.refused}")
+            first = self._attach(0, wanted)
+            self.password = first.password
+            for rank in range(1, first.ranks):
+                self._attach(rank, wanted.model_copy(update={"password": first.password}))
             undo.pop_all()
-        self.password = attached.password
+
+    def _attach(self, rank: int, wanted: Attach) -> Attached:
+        self._ranks.append(_Rank(self.server, rank_socket(self.server.socket, rank)))
+        return self._ranks[-1].attach(wanted)
 
     def take(self) -> Taken:
-        """The next text; without one after about a second. Raises OSError."""
-        return self._ask("{}", Taken)
-
-    def _ask(self, line: str, kind: type[Reply]) -> Reply:
-        self._connection.sendall(line.encode() + b"\n")
-        reply = self._lines.readline()
-        if not reply:
-            raise ConnectionError(f"{self.server.address} closed the connection at {self.server.socket}")
-        try:
-            return kind.model_validate_json(reply)
-        except ValidationError as error:
-            raise Refusal(
-                f"what listens at {self.server.socket} is no server of this version of Draftsmith ({error}): give both "
-                "the same one"
-            ) from error
+        """The next text of any rank; without one after about a second. Raises OSError."""
+        for rank in self._ranks:
+            rank.ask()
+        ready, _, _ = select.select([rank.connection for rank in self._ranks], [], [], REPLY_S)
+        if not ready:
+            raise TimeoutError(f"{self.server.address} says nothing at {self.server.socket}")
+        answering = next(rank for rank in self._ranks if rank.connection in ready)
+        answering.taken = answering.read(Taken)
+        # The others come first the next time.
+        self._ranks.sort(key=lambda rank: rank is answering)
+        finished, passed_over = (sum(getattr(rank.taken, name) for rank in self._ranks) for name in COUNTS)
+        return Taken(text=answering.taken.text, finished=finished, passed_over=passed_over)
 
     def close(self) -> None:
         """Detach. Idempotent; another thread that waits for a text is told so."""
-        with suppress(OSError):  # the server has closed it
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._lines.close()
-        self._connection.close()
+        for rank in self._ranks:
+            rank.close()
 
 
 def open_tap(server: LiveServerConfig, wanted: Attach, stopped: Event, timeout_s: float) -> Tap | None:

@@ -25,6 +25,9 @@ from models.targets.weights import read_target_head
 LONGEST, ANSWER = 256, 24
 
 
+PLAIN = SGLangConfig()
+
+
 @dataclass(frozen=True)
 class Operated:
     """A server that its operator has started."""
@@ -58,10 +61,12 @@ def write_untrained(plain: PreparedRun, place: Path) -> None:
 
 
 @contextmanager
-def operated_server(plain: PreparedRun, folder: Path, with_draft: bool) -> Iterator[Operated]:
+def operated_server(
+    plain: PreparedRun, folder: Path, with_draft: bool, settings: SGLangConfig = PLAIN
+) -> Iterator[Operated]:
     """A server of the run's target in `folder`."""
     path = folder / "live.sock"
-    server = SGLangServer(*launch(plain, folder, path, with_draft), 300.0)
+    server = SGLangServer(*launch(plain, folder, path, with_draft, settings), 300.0)
     try:
         yield Operated(server.address, path)
     finally:
@@ -69,7 +74,7 @@ def operated_server(plain: PreparedRun, folder: Path, with_draft: bool) -> Itera
 
 
 def launch(
-    plain: PreparedRun, folder: Path, path: Path, with_draft: bool
+    plain: PreparedRun, folder: Path, path: Path, with_draft: bool, settings: SGLangConfig = PLAIN
 ) -> tuple[Callable[[int], list[str]], str, Owner, dict[str, str]]:
     """Command by port, name, owner and environment of a server that listens at `path` for runs."""
     if with_draft:
@@ -78,8 +83,6 @@ def launch(
     else:
         arguments = ["--enable-return-aux-hidden-states", "--speculative-algorithm", "EAGLE3"]
         arguments += ["--return-aux-hidden-state-layer-ids", *map(str, plain.config.target.aux_layer_ids)]
-    command = partial(
-        serving_command, ServerSpec(Path(plain.target.path), "float32", LONGEST, 8), SGLangConfig(), arguments
-    )
+    command = partial(serving_command, ServerSpec(Path(plain.target.path), "float32", LONGEST, 8), settings, arguments)
     environment = {"SGLANG_PLATFORM": "draftsmith_test_cpu", "DRAFTSMITH_LIVE": str(path)}
-    return command, "operated", Owner("operated", folder), environment | server_environment(SGLangConfig(), 1)
+    return command, "operated", Owner("operated", folder), environment | server_environment(settings, 1)

@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from infra.config import TransportConfig
 from infra.files.sockets import connect, listen
 from infra.records.data_path import CaptureSpec
-from infra.records.live import Attach, LiveRule
+from infra.records.live import Attach, LiveRule, rank_socket
 from infra.refusal import Refusal
 from infra.settings import CAPTURE, live_socket
 from models.capture.sglang.live import PASSWORD, QUEUED, Live, wants
@@ -69,6 +70,36 @@ def test_finished_requests_reach_the_generator_once(live: Live[Recorder], place:
     assert taken.finished == 1
     assert tap.take().text is None
     tap.close()
+
+
+def test_the_ranks_of_a_server_are_one_to_the_generator(place: LiveServerConfig) -> None:
+    """All know the run's requests by one password; the texts of each reach it, and counts are of all."""
+    with ExitStack() as stack:
+        ranks = [Live(rank_socket(place.socket, rank), Recorder, ranks=3) for rank in range(3)]
+        for live in ranks:
+            stack.callback(live.close)
+        tap = stack.enter_context(closing(Tap(place, wanted())))
+        assert {one.attachment.password for one in ranks if one.attachment} == {tap.password}
+        for rank, live in enumerate(ranks):
+            live.offer(user_request(f"a{rank}", 10 + rank))
+            live.offer(user_request(f"b{rank}", 20 + rank))
+        taken = [tap.take() for _ in range(6)]
+        assert sorted(len(one.text.prompt) for one in taken if one.text) == [10, 11, 12, 20, 21, 22]
+        assert len({len(one.text.prompt) % 10 for one in taken[:3] if one.text}) == 3
+        assert taken[-1].finished == 6
+        assert tap.take().text is None
+
+
+def test_a_server_of_which_a_rank_does_not_listen_yet_is_waited_for(place: LiveServerConfig) -> None:
+    with ExitStack() as stack:
+        first = Live(place.socket, Recorder, ranks=2)
+        stack.callback(first.close)
+        with pytest.raises(FileNotFoundError):
+            Tap(place, wanted())
+        stack.callback(Live(rank_socket(place.socket, 1), Recorder, ranks=2).close)
+        tap = open_tap(place, wanted(), threading.Event(), 60.0)
+        assert tap is not None
+        tap.close()
 
 
 def test_texts_are_cut_and_the_oldest_forgotten(live: Live[Recorder], place: LiveServerConfig) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from infra.network.health import trouble
 from infra.network.ports import HOST, reserved_port
 from infra.processes.process import Process, start
 from infra.records.data_path import TargetRecord
+from infra.sglang.config import SGLangConfig
 from models.capture.engine import Captured, Prompt
 from models.capture.sglang.serving import ServingEngine
 from models.decoding.plain import continue_greedily
 from models.run import PreparedRun
 from models.targets.hidden_states import HiddenStates
 from models.targets.model import TargetModel, eos_ids
-from tests.models.capture.sglang.operated import LONGEST, Operated, launch, operated_server
+from tests.models.capture.sglang.operated import LONGEST, PLAIN, Operated, launch, operated_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 READY_S = 120.0
@@ -46,17 +48,33 @@ class Served:
         return engine.layout.restored(hidden)
 
 
-@pytest.fixture(scope="module", params=["draft", pytest.param("no draft", marks=pytest.mark.long)])
+DIVIDED = SGLangConfig(tensor_parallel=2, attention_data_parallel=2)
+SERVERS = {
+    "draft": (True, PLAIN),
+    "draft, two copies": (True, SGLangConfig(data_parallel=2)),
+    "no draft": (False, PLAIN),
+    "no draft, data-parallel attention": (False, DIVIDED),
+}
+LONG = ("draft", "no draft", "no draft, data-parallel attention")
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in SERVERS]
+)
 def served(
     request: pytest.FixtureRequest,
     sglang_run: Callable[..., PreparedRun],
     tiny_target: TargetRecord,
+    qwen3_target: TargetRecord,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:
-    plain = sglang_run()
-    reference = TargetModel.load(Path(tiny_target.path), plain.config.target.aux_layer_ids, torch.float32)
-    with operated_server(plain, tmp_path_factory.mktemp("operated"), request.param == "draft") as operated:
-        yield Served(operated, sglang_run, reference)
+    # SGLang's Llama does not divide attention by requests.
+    target = qwen3_target if "attention" in request.param else tiny_target
+    run = partial(sglang_run, target=target)
+    plain = run()
+    reference = TargetModel.load(Path(target.path), plain.config.target.aux_layer_ids, torch.float32)
+    with operated_server(plain, tmp_path_factory.mktemp("operated"), *SERVERS[request.param]) as operated:
+        yield Served(operated, run, reference)
 
 
 def prompts(count: int, length: int = 40) -> list[list[int]]:
