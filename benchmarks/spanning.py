@@ -48,6 +48,8 @@ from models.targets.prepare import prepare_target
 RESULT = Path(__file__).parent / "results" / "spanning.json"
 RECIPE = Path(__file__).parents[1] / "recipes" / "tiny.yaml"
 TIMEOUT_S = 900.0
+STEP = 4
+"""Samples of a training step."""
 TWO = ("pools.machines_per_generator=2", "generator.sglang.tensor_parallel=2")
 DIVIDED = (*TWO, "generator.sglang.attention_data_parallel=2", "generator.sglang.expert_parallel=2")
 CASES = {
@@ -77,12 +79,18 @@ def target_folder(folder: Path) -> Path:
 def ran(name: str, folder: Path, target: Path, samples: int) -> dict[str, object]:
     """What a whole run came to."""
     settings = [
-        f'target={{"source":"huggingface","name":"{target}","aux_layer_ids":[0,1,2]}}', "training.samples_per_step=4",
+        f'target={{"source":"huggingface","name":"{target}","aux_layer_ids":[0,1,2]}}', f"training.samples_per_step={STEP}",
+        "training.log_steps=1",
         "draft.vocab_size=700", f"data.max_samples={samples}", "generator.engine=sglang", "pools.kind=slurm",
         "transport.kind=mooncake", "transport.budget_mib=8", "generator.sglang.requests_in_flight=8",
         f"transport.address={FLOW}", *CASES[name],
     ]  # fmt: skip
     events: list[str] = []
+
+    def noted(event: str) -> None:
+        events.append(event)
+        print(event, flush=True)
+
     begun = time.monotonic()
     with prepared_run(folder / "run", RECIPE, settings) as run, ExitStack() as stack:
         owner, config = Owner("spanning", run.folder.logs), run.config.transport
@@ -91,8 +99,8 @@ def ran(name: str, folder: Path, target: Path, samples: int) -> dict[str, object
         store = stack.enter_context(start_store(home, run.folder, config, folder, print, holders=home, parts=1))
         generator = stack.enter_context(closing(start_generator(pool, run.folder, 0, 1, 1, span)))
         trainer = stack.enter_context(closing(start_trainer(home, run.folder, 1, 1)))
-        killer = Killer(run, samples // 3, begun) if "lost" in name else (lambda: None)
-        follow(trainer, Generators([generator]), print, events.append, [killer], store)
+        killer = Killer(run, samples // STEP // 3, begun) if "lost" in name else (lambda: None)
+        follow(trainer, Generators([generator]), print, noted, [killer], store)
         result, last = TrainingResult.read(run.folder.training), last_object(run.folder.metrics)
         assert last is not None
         with run.open_ledger() as ledger:
@@ -118,7 +126,7 @@ def prefilled(log: Path) -> int:
 
 
 class Killer:
-    """Kills the second machine's ranks once, when so many samples are trained."""
+    """Kills the second machine's ranks once, after so many steps."""
 
     def __init__(self, run: PreparedRun, at: int, begun: float) -> None:
         self._run, self._at, self._begun, self._done = run, at, begun, False
@@ -128,9 +136,9 @@ class Killer:
             raise TimeoutError(f"the run did not end within {TIMEOUT_S:g} s")
         if self._done:
             return
-        with self._run.open_ledger() as ledger:
-            if ledger.progress().consumed < self._at:
-                return
+        last = last_object(self._run.folder.metrics)
+        if last is None or last["step"] < self._at:
+            return
         self._done = True
         for process in psutil.process_iter(["cmdline"]):
             command = process.info["cmdline"] or []  # a zombie has none
@@ -139,6 +147,7 @@ class Killer:
             for rank in process.children(recursive=True):
                 if rank.name().startswith("sglang::sched"):
                     rank.send_signal(signal.SIGKILL)
+                    print(f"killed {rank.name()}", flush=True)
 
 
 def drive(samples: int, names: Sequence[str], answer: Path) -> None:

@@ -1,5 +1,6 @@
 """A tiny run on the pools of each cluster: generator and trainer find ledger, transport and each other."""
 
+import sys
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -8,17 +9,26 @@ import psutil
 import pytest
 
 from infra.config import PoolsConfig, TransportConfig
+from infra.data_plane.serving import ServerSpan
 from infra.data_plane.start import start_generator, start_trainer
 from infra.files.run_folder import RunFolder
+from infra.network.ports import HOST
 from infra.pools.base import PoolBusyError, PoolSpec
 from infra.pools.local import LocalPool
 from infra.pools.queued import QueuedPool, QueuedPools
 from infra.pools.run_pools import pool_specs
 from infra.processes.keep_running import Generators, follow
 from infra.processes.process import Owner
-from infra.records.data_path import TrainingResult
+from infra.records.data_path import TargetRecord, TrainingResult
 from infra.transport.mooncake.environment import check_mooncake
 from infra.transport.mooncake.store import start_store
+from models.config.target import TargetConfig
+from models.targets.prepare import prepare_target
+from tests.conftest import prepare_run
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+
+from target_families import FAMILIES, write
 
 
 @pytest.mark.slow
@@ -76,6 +86,39 @@ def test_ranks_on_two_machines_of_a_cluster(
     assert TrainingResult.read(folder.training).steps == 3, printed
     assert sum("store ready" in line for line in printed) == 2, printed
     assert not any("restart" in line for line in printed), printed
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["ray", "slurm"])
+def test_a_generator_on_two_machines_of_a_cluster(
+    kind: str, request: pytest.FixtureRequest, tiny_target: TargetRecord, tmp_path: Path, monkeypatch
+) -> None:
+    """A real SGLang server over both; each part wants more than half of a machine's cores."""
+    place = request.getfixturevalue(f"{kind}_place")
+    config = place.provider()._config.model_copy(update={"cores": 10, "machines_per_generator": 2})
+    family = write(FAMILIES["qwen3"], tmp_path / "qwen3", Path(tiny_target.path))
+    target = prepare_target(TargetConfig(name=str(family), aux_layer_ids=(0, 1, 2)))
+    settings = ["data.max_samples=24", "training.max_steps=3", "draft.vocab_size=700", f"pools.kind={kind}"]
+    settings += ["generator.engine=sglang", "generator.sglang.tensor_parallel=2", "pools.machines_per_generator=2"]
+    settings += ["transport.kind=files", f"transport.folder={tmp_path / 'shared'}"]
+    monkeypatch.setenv("DRAFTSMITH_SHM", str(tmp_path))
+    folder = prepare_run(tmp_path / "run", target, *settings)
+    provider, owner = QueuedPools(config), Owner(f"{kind}-generator", folder.logs)
+    printed: list[str] = []
+    try:
+        wanted, _ = pool_specs(config, 1)
+        (inference,) = place.acquire(provider, [wanted], owner)
+        assert len({part.machine for part in inference._granted}) == 2
+        with (
+            closing(start_generator(inference, folder, 0, 1, 1, ServerSpan(2, HOST))) as generator,
+            closing(start_trainer(LocalPool(owner), folder, 1, threads=1)) as trainer,
+        ):
+            follow(trainer, Generators([generator]), printed.append, printed.append)
+    finally:
+        provider.release(owner.name)
+    assert TrainingResult.read(folder.training).steps == 3, printed
+    assert not any("restart" in line for line in printed), printed
+    assert "machine 1 of 2 is ready" in (folder.logs / "generator-0-machine-1.log").read_text()
 
 
 @pytest.mark.slow

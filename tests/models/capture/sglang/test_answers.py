@@ -29,8 +29,11 @@ SETTINGS = (
     f"generator.sglang.chunked_prefill_tokens={CHUNK}",
     f"generator.sglang.requests_in_flight={len(LENGTHS)}",
     # Requests are let in although they will not all fit: the engine takes some back.
-    f'generator.sglang.arguments=["--max-total-tokens","{POOL}","--schedule-conservativeness","0.01"]',
+    'generator.sglang.arguments=["--max-total-tokens","{pool}","--schedule-conservativeness","0.01"]',
 )
+DIVIDED = ("generator.sglang.tensor_parallel=2", "generator.sglang.attention_data_parallel=2")
+TARGETS = ("llama", "qwen3", "gemma3", "qwen3, data-parallel attention")
+LONG = TARGETS[2:]
 TAKEN_BACK = "Retract requests"
 ROUNDS = 20
 """Requests may reach a busy machine so far apart that all fit into the memory: then they are sent again."""
@@ -63,19 +66,28 @@ class Served:
             assert torch.equal(hidden.top, self.reference.top_tokens(expected.last[0]))
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", pytest.param("gemma3", marks=pytest.mark.long)])
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in TARGETS]
+)
 def served(
     request: pytest.FixtureRequest,
     sglang_run: Callable[..., PreparedRun],
     tiny_target: TargetRecord,
     qwen3_target: TargetRecord,
 ) -> Iterator[Served]:
+    name, _, divided = request.param.partition(", ")
     targets = {"llama": tiny_target, "qwen3": qwen3_target}
     # A draft vocabulary has the target's top tokens captured, too.
-    settings = ("target.aux_layer_ids=[2, 9, 15]",) if request.param == "gemma3" else ("draft.vocab_size=700",)
-    target = targets.get(request.param) or prepare_target(load_recipe(RECIPES / "quickstart.yaml").target)
-    run = sglang_run(*SETTINGS, *settings, target=target)
-    with closing(SGLangEngine(run, 0)) as engine:
+    settings = ("target.aux_layer_ids=[2, 9, 15]",) if name == "gemma3" else ("draft.vocab_size=700",)
+    target = targets.get(name) or prepare_target(load_recipe(RECIPES / "quickstart.yaml").target)
+    # With data-parallel attention each half of the ranks has a pool.
+    sizes = (each.replace("{pool}", str(POOL // 2 if divided else POOL)) for each in SETTINGS)
+    run = sglang_run(*sizes, *settings, *(DIVIDED if divided else ()), target=target)
+    with pytest.MonkeyPatch.context() as patch:
+        if divided:
+            patch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")  # SGLang exchanges rows by kernels of GPUs
+        engine = SGLangEngine(run, 0)
+    with closing(engine):
         yield Served(run, engine, TargetModel.load(Path(target.path), run.config.target.aux_layer_ids, torch.float32))
 
 
