@@ -79,11 +79,11 @@ def target_folder(folder: Path) -> Path:
 def ran(name: str, folder: Path, target: Path, samples: int) -> dict[str, object]:
     """What a whole run came to."""
     settings = [
-        f'target={{"source":"huggingface","name":"{target}","aux_layer_ids":[0,1,2]}}', f"training.samples_per_step={STEP}",
-        "training.log_steps=1",
-        "draft.vocab_size=700", f"data.max_samples={samples}", "generator.engine=sglang", "pools.kind=slurm",
-        "transport.kind=mooncake", "transport.budget_mib=8", "generator.sglang.requests_in_flight=8",
-        f"transport.address={FLOW}", *CASES[name],
+        f'target={{"source":"huggingface","name":"{target}","aux_layer_ids":[0,1,2]}}',
+        f"training.samples_per_step={STEP}", "training.log_steps=1", "draft.vocab_size=700",
+        f"data.max_samples={samples}", "generator.engine=sglang", "generator.sglang.requests_in_flight=8",
+        "pools.kind=slurm", "transport.kind=mooncake", "transport.budget_mib=8", f"transport.address={FLOW}",
+        *CASES[name],
     ]  # fmt: skip
     events: list[str] = []
 

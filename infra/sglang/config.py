@@ -54,14 +54,6 @@ class SGLangConfig(StrictConfig):
                 f"data_parallel is {self.data_parallel} and attention_data_parallel {self.attention_data_parallel}: "
                 "SGLang takes one of them; set the other to 1"
             )
-        for name, parts in (
-            ("attention_data_parallel", self.attention_data_parallel),
-            ("expert_parallel", self.expert_parallel),
-        ):
-            if self.tensor_parallel and parts and self.tensor_parallel % parts:
-                raise Refusal(
-                    f"tensor_parallel is {self.tensor_parallel} and {name} {parts}, which must divide it: change one"
-                )
         return self
 
     def check_gpu_dtype(self, dtype: str, setting: str) -> None:

@@ -1,6 +1,7 @@
 """Which divisions of a run among several machines can work."""
 
 from infra.config import PoolsConfig
+from infra.quantities import plural
 from infra.refusal import Refusal
 from models.config.generator import GeneratorConfig
 from models.config.training import TrainingConfig
@@ -21,6 +22,21 @@ def check_machines(pools: PoolsConfig, training: TrainingConfig, generator: Gene
         )
     if pools.machines_per_generator > 1:
         _check_generators(pools, generator)
+    if generator.engine == "sglang":
+        _check_groups(pools, generator)
+
+
+def _check_groups(pools: PoolsConfig, generator: GeneratorConfig) -> None:
+    """Refuse groups into which the ranks of a copy of the target cannot be divided."""
+    sglang = generator.sglang
+    ranks = sglang.tensor_parallel or max(1, pools.inference_gpus // generator.count // sglang.data_parallel)
+    for name in ("attention_data_parallel", "expert_parallel"):
+        groups = getattr(sglang, name) or 1
+        if ranks % groups:
+            raise Refusal(
+                f"generator.sglang.{name} is {groups}, and a copy of the target has {plural(ranks, 'rank')} "
+                "(generator.sglang.tensor_parallel, or pools.inference_gpus per generator): make it a divisor"
+            )
 
 
 def _check_generators(pools: PoolsConfig, generator: GeneratorConfig) -> None:

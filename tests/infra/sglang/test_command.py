@@ -35,17 +35,9 @@ def test_ranks_with_requests_of_their_own_keep_the_head_together() -> None:
     assert not {"--attn-dp-size", "--enable-dp-lm-head", "--expert-parallel-size"} & set(arguments(8))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"tensor_parallel": 8, "attention_data_parallel": 3}, "tensor_parallel is 8 and attention_data_parallel 3"),
-        ({"tensor_parallel": 8, "expert_parallel": 5}, "tensor_parallel is 8 and expert_parallel 5"),
-        ({"data_parallel": 2, "attention_data_parallel": 2}, "SGLang takes one of them"),
-    ],
-)
-def test_divisions_that_sglang_does_not_know_are_refused(settings: dict[str, int], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        SGLangConfig(**settings)
+def test_copies_and_groups_exclude_each_other() -> None:
+    with pytest.raises(ValidationError, match="SGLang takes one of them"):
+        SGLangConfig(data_parallel=2, attention_data_parallel=2)
 
 
 def test_the_newest_order_holds_until_it_is_revoked(tmp_path: Path) -> None:

@@ -103,6 +103,11 @@ def test_machines_of_the_trainer_share_the_ranks_evenly_and_are_of_a_cluster() -
         (["generator.sglang.data_parallel=2"], r"data_parallel=2 are whole copies: set it to 1"),
         (["pools.inference_gpus=18", "generator.count=2"], "make it a multiple of 4"),
         (["generator.sglang.tensor_parallel=3"], "tensor_parallel=3 ranks are dealt out evenly"),
+        (
+            ["generator.sglang.attention_data_parallel=3"],
+            "attention_data_parallel is 3, and a copy of the target has 16",
+        ),
+        (["generator.sglang.expert_parallel=5"], "expert_parallel is 5, and a copy of the target has 16 ranks"),
         (["pools.inference_gpus=0"], r"generator\.sglang\.tensor_parallel has to say how many ranks"),
     ],
 )
