@@ -188,7 +188,7 @@ def generator_static(
 ) -> int:
     """Bytes of weights and KV cache on each of a generator's `devices`, in `groups` of data-parallel attention."""
     cached = target.cache_per_token * cache_tokens(longest_tokens, groups) * ITEM_BYTES[precision]
-    divided = 1 if target.latent_cache else devices // groups
+    divided = 1 if target.latent_cache else max(1, devices // groups)
     return target.weight_bytes(precision, groups) // devices + cached // divided
 
 

@@ -29,8 +29,8 @@ class LedMachines:
     def __init__(self, machines: ServerMachines, role: str, start_timeout_s: float):
         met = meet(machines.meeting, machines.address, 0, machines.count)
         self._machines, self._role, self._start_timeout_s = machines, role, start_timeout_s
-        self._order = machines.meeting / ORDERS.replace("*", str(serial := next(_serials)))
-        self._serial, self._stack = serial, ExitStack()
+        self._serial, self._stack = next(_serials), ExitStack()
+        self._order = machines.meeting / ORDERS.replace("*", str(self._serial))
         port, lock = self._stack.enter_context(reserved_port(met.address))
         self.descriptor = lock.descriptor
         self.environment = server_part_environment(met.interface, met.address)
