@@ -30,8 +30,9 @@ def top_tokens(scheduler: Any, parallel: Any, last: Tensor) -> Tensor:
     head, processor = model.lm_head, model.logits_processor
     if processor.do_tensor_parallel_all_gather_dp_attn:
         raise Refusal(
-            "the head is divided over ranks with different requests (--enable-dp-attention), so the target's top token "
-            f"is not known: add --enable-dp-lm-head to generator.sglang.arguments, or {REMEDY}"
+            "the head is divided over ranks with different requests (data-parallel attention), so the target's top "
+            "token is not known: set generator.sglang.attention_data_parallel in place of SGLang's own argument, or "
+            f"{REMEDY}"
         )
     # On the forward's stream: after it, and before its buffers are used again.
     overlapped = last.is_cuda and scheduler.enable_overlap
