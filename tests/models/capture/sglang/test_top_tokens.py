@@ -86,5 +86,5 @@ def test_what_has_no_answer_is_refused_with_a_remedy() -> None:
     del without.tp_worker.model_runner.model.lm_head
     with pytest.raises(Refusal, match=r"has no lm_head.*set training\.out_of_vocabulary=text"):
         top_tokens(without, None, last)
-    with pytest.raises(Refusal, match="set generator.sglang.attention_data_parallel"):
+    with pytest.raises(Refusal, match=r"set generator\.sglang\.attention_data_parallel"):
         top_tokens(scheduler(torch.zeros(VOCABULARY, HIDDEN), 0, 2, attention_data_parallel=True), None, last)
