@@ -52,7 +52,7 @@ class _Rank:
 
     def read(self, kind: type[Reply]) -> Reply:
         """The reply to what was sent last."""
-        reply = self._lines.readline()
+        reply = b"" if self._lines.closed else self._lines.readline()
         if not reply:
             raise ConnectionError(f"{self._server.address} closed the connection at {self._path}")
         self.asked = False
@@ -94,7 +94,10 @@ class Tap:
         """The next text of any rank; without one after about a second. Raises OSError."""
         for rank in self._ranks:
             rank.ask()
-        ready, _, _ = select.select([rank.connection for rank in self._ranks], [], [], REPLY_S)
+        try:
+            ready, _, _ = select.select([rank.connection for rank in self._ranks], [], [], REPLY_S)
+        except ValueError as error:  # another thread has closed them
+            raise ConnectionError(f"no longer attached to {self.server.address}") from error
         if not ready:
             raise TimeoutError(f"{self.server.address} says nothing at {self.server.socket}")
         answering = next(rank for rank in self._ranks if rank.connection in ready)

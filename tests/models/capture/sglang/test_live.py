@@ -90,6 +90,20 @@ def test_the_ranks_of_a_server_are_one_to_the_generator(place: LiveServerConfig)
         assert tap.take().text is None
 
 
+def test_whoever_waits_for_a_text_is_told_that_the_connection_is_closed(
+    live: Live[Recorder], place: LiveServerConfig
+) -> None:
+    tap = Tap(place, wanted())
+    assert tap.take().text is None
+    tap.close()
+    for _ in range(2):
+        with pytest.raises(OSError):
+            tap.take()
+    tap._ranks[0].asked = True  # closed by another thread after the question
+    with pytest.raises(ConnectionError, match="no longer attached"):
+        tap.take()
+
+
 def test_a_server_of_which_a_rank_does_not_listen_yet_is_waited_for(place: LiveServerConfig) -> None:
     with ExitStack() as stack:
         first = Live(place.socket, Recorder, ranks=2)
