@@ -48,13 +48,6 @@ def free_port(option: str, wanted: int | None, usual: int, taken: set[int]) -> t
     raise Refusal(f"the ports from {usual} to {usual + PORTS_TRIED - 1} are all taken: name a free one by {option}")
 
 
-def any_free_port() -> int:
-    """A free port, for a server that binds at once."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
-
-
 def lasting_ports(count: int) -> list[int]:
     """Free ports for a server that is to be found at the same ones again after a restart."""
     free = (port for port in random.sample(LASTING, len(LASTING)) if is_free(port))

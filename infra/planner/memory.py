@@ -88,11 +88,6 @@ class RankMemory(Record):
     def total(self) -> int:
         return sum(getattr(self, name) for name in type(self).model_fields)
 
-    @property
-    def steady(self) -> int:
-        """What is there whatever the samples are."""
-        return self.total - self.features - self.activations - self.loss
-
 
 def loss_chunk_tokens(logits_bytes: int, on_cpu: bool) -> int:
     """Positions of the loss whose logits exist at once, where no setting says so.

@@ -148,11 +148,6 @@ def next_steps(seen: Sequence[SeenServer], wanted: Sequence[int], healthy_others
     return [ServerStep("stop", one.url, version) for one, version in wrong[:1]]
 
 
-def is_complete(state: RolloutState, seen: Sequence[SeenServer]) -> bool:
-    """Whether all servers run the target, and it is on trial no more."""
-    return state.trial is None and all(one.condition == "healthy" and one.version == state.target for one in seen)
-
-
 def judge(trial: Trial, config: CanaryConfig, now: float, comparable: bool) -> Verdict:
     """On a version whose canaries are healthy and were probed; `comparable`: its traffic with the other servers'."""
     assert trial.compared_since is not None, "the canaries' traffic does not count yet"

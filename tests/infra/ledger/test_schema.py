@@ -7,7 +7,7 @@ import sqlalchemy as sa
 from infra.ledger import database
 from infra.ledger.database import check_server, refuse_network_file_system
 from infra.ledger.ledger import Ledger
-from infra.network.ports import HOST, any_free_port
+from infra.network.ports import HOST, lasting_ports
 from infra.records.data_path import SampleProgress
 from infra.servers.postgres import PostgresServer
 
@@ -85,4 +85,4 @@ def test_unusable_urls_are_refused(url: str, message: str) -> None:
 
 def test_a_server_that_does_not_answer_is_refused_before_a_run() -> None:
     with pytest.raises(ValueError, match=r"does not let us in: .*Start the server, correct the URL"):
-        check_server(f"postgresql+psycopg://nobody@{HOST}:{any_free_port()}/none")
+        check_server(f"postgresql+psycopg://nobody@{HOST}:{lasting_ports(1)[0]}/none")
