@@ -97,12 +97,13 @@ def served(
     if run.config.transport.kind == "mooncake":
         write_atomically(run.folder.store, request.getfixturevalue("mooncake_store"))
     with ExitStack() as stack:
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        if "attention" in request.param:
-            patch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")  # SGLang exchanges rows by kernels of GPUs
-        if run.config.pools.machines_per_generator > 1:
-            patch.setenv(SERVER_MACHINES, stack.enter_context(other_machine(run)))
-        engine = stack.enter_context(closing(SGLangEngine(run, 0)))
+        # For this engine alone: others in this module are on one machine.
+        with pytest.MonkeyPatch.context() as patch:
+            if "attention" in request.param:
+                patch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")  # SGLang exchanges rows by kernels of GPUs
+            if run.config.pools.machines_per_generator > 1:
+                patch.setenv(SERVER_MACHINES, stack.enter_context(other_machine(run)))
+            engine = stack.enter_context(closing(SGLangEngine(run, 0)))
         yield Served(run, engine, TargetModel.load(Path(target.path), run.config.target.aux_layer_ids, torch.float32))
 
 
