@@ -131,6 +131,20 @@ def spanning(result: Json) -> list[str]:
     return rows
 
 
+def flows(result: Json) -> list[str]:
+    """What runs cost that share a Prefect server and an MLflow server."""
+    rows = [
+        "| runs at once | CPU seconds per run: command, Prefect, MLflow, PostgreSQL | cores per run while it trains |"
+    ]
+    rows[0] += " memory of the command, MiB | mean and slowest end, s |"
+    rows.append("|--:|---|--:|--:|--:|")
+    for runs, one in result["by_runs"].items():
+        seconds = ", ".join(f"{one['cpu_s'][name]:.1f}" for name in ("command", "prefect", "mlflow", "postgres"))
+        ends = f"{one['end_s']['mean']:.0f}, {one['end_s']['slowest']:.0f}"
+        rows.append(f"| {runs} | {seconds} | {sum(one['watched'].values()):.4f} | {one['command_mib']} | {ends} |")
+    return rows
+
+
 TABLES: dict[str, tuple[str, Callable[[Json], list[str]]]] = {
     "stores": ("stores", stores),
     "rates": ("ledger", rates),
@@ -139,6 +153,7 @@ TABLES: dict[str, tuple[str, Callable[[Json], list[str]]]] = {
     "preparation": ("preparation", preparation),
     "rehearsal": ("rehearsal", rehearsal),
     "spanning": ("spanning", spanning),
+    "flows": ("many_flows", flows),
 }
 """By its name in the page: the file of results, and what makes the table of it."""
 
