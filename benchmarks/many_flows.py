@@ -2,8 +2,8 @@
 
     python benchmarks/many_flows.py [--runs 1 10 40] [--json ...]
 
-A small run is made for once, and what its processes write is kept. Then so many `draftsmith retrain` begin at the same
-time, each for a draft of its own, against one Prefect server and one MLflow server over one PostgreSQL server. All of
+First a small run is made, and what its processes write is recorded. Then the given number of `draftsmith retrain`
+commands start at the same time, each for its own draft, on one Prefect, one MLflow and one PostgreSQL server. All of
 each flow is real: engine, tasks, locks, supervisors, tracking, registry, gate, report; only the modules that would
 compute (`python -m models...`) wait as long as they took and copy what they wrote (`playback.py`). Trainings last until
 all runs train; then everything is watched for a while, trainings end together, and the runs go on to their end.
@@ -141,7 +141,7 @@ def used(processes: Mapping[str, Process]) -> dict[str, float]:
 def together(
     count: int, folder: Path, environment: Mapping[str, str], processes: Mapping[str, Process]
 ) -> dict[str, object]:
-    """What so many runs at once came to."""
+    """Run `count` flows at the same time, and measure them."""
     (folder / "go").unlink(missing_ok=True)
     shutil.rmtree(folder / "training", ignore_errors=True)
     before, begun = used(processes), time.monotonic()

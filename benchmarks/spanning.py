@@ -77,7 +77,7 @@ def target_folder(folder: Path) -> Path:
 
 
 def ran(name: str, folder: Path, target: Path, samples: int) -> dict[str, object]:
-    """What a whole run came to."""
+    """Do a whole run, and report how it ended."""
     settings = [
         f'target={{"source":"huggingface","name":"{target}","aux_layer_ids":[0,1,2]}}',
         f"training.samples_per_step={STEP}", "training.log_steps=1", "draft.vocab_size=700",
@@ -126,7 +126,7 @@ def prefilled(log: Path) -> int:
 
 
 class Killer:
-    """Kills the second machine's ranks once, after so many steps."""
+    """Kills the second machine's ranks once, after step `at`."""
 
     def __init__(self, run: PreparedRun, at: int, begun: float) -> None:
         self._run, self._at, self._begun, self._done = run, at, begun, False

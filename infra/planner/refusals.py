@@ -69,9 +69,9 @@ def _found(plan: Plan) -> Iterator[PlanObstacle]:
 
 
 def _on_machines(job: Job, devices: int) -> tuple[int, tuple[str, ...]]:
-    """GPUs of a generator that needs at least so many, and overrides that put them on machines, if one has too few.
+    """Number of GPUs for a generator that needs at least `devices`, and the overrides that spread it over machines.
 
-    Powers of two: others seldom divide a target's heads.
+    Powers of two, because other numbers seldom divide a target's heads. No overrides if one machine is enough.
     """
     devices = _power_of_two(devices)
     if devices <= job.machine_devices or not job.machine_devices:

@@ -60,7 +60,7 @@ class TargetShape(Record):
     )
 
     def weight_bytes(self, precision: Precision, attention_copies: int = 1) -> int:
-        """Bytes of all weights, as an engine holds them that has so many copies of attention's."""
+        """Bytes of all weights in an engine; `attention_copies`: how many copies of attention's weights it holds."""
         held = self.parameters + (attention_copies - 1) * self.attention_parameters
         return int(held * (self.bytes_per_weight or ITEM_BYTES[precision]))
 
