@@ -30,8 +30,13 @@ class RunWithTarget:
     def layout(self) -> HiddenStateLayout:
         """Shapes and data type of the hidden states."""
         dtype = DTYPES[self.config.generator.stored_dtype]
-        top_token = self.config.top_token(self.target.vocab_size)
-        return HiddenStateLayout(len(self.config.target.aux_layer_ids), self.target.hidden_size, dtype, top_token)
+        return HiddenStateLayout(
+            aux_count=len(self.config.target.aux_layer_ids),
+            hidden_size=self.target.hidden_size,
+            dtype=dtype,
+            top_token=self.config.top_token(self.target.vocab_size),
+            embedded=self.config.embedded,
+        )
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,7 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
             stored=generator.stored_dtype,
             precision=config.training_dtype,
             top_token=config.top_token(target.vocab_size),
+            embedded=config.embedded,
             whole_head=config.whole_head(target.vocab_size),
             chunk_tokens=training.loss_chunk_tokens,
             muon=training.optimizer == "muon",

@@ -119,7 +119,7 @@ def refuse_small_stores(config: RunConfig, target: TargetRecord, samples: Sample
 def _bytes_per_token(config: RunConfig, target: TargetRecord) -> int:
     layers = len(config.target.aux_layer_ids)
     dtype, top_token = config.generator.stored_dtype, config.top_token(target.vocab_size)
-    return stored_bytes_per_token(layers, target.hidden_size, dtype, top_token)
+    return stored_bytes_per_token(layers, target.hidden_size, dtype, top_token, config.embedded)
 
 
 @side_effect("plan run", retries=0)

@@ -60,10 +60,16 @@ class Setting(Record):
     """Ranks among which weights, gradients and optimizer state are divided (training.sharded)."""
     context: int = 1
     """Ranks that share every sample (training.context_parallel_size)."""
+    embedded: bool = False
+    """Whether generators send the embeddings that the target read (data.images)."""
     on_device: bool = False
     """Whether prefetched hidden states are in GPU memory too (transport.receive)."""
     one_memory: bool
     """Whether what a GPU leaves to its host shares the memory that is planned: on a CPU."""
+
+    def stored_bytes_per_token(self, hidden_size: int) -> int:
+        """Bytes of a token's hidden states, of a target of `hidden_size`."""
+        return stored_bytes_per_token(self.aux_count, hidden_size, self.stored, self.top_token, self.embedded)
 
 
 class RankMemory(Record):
@@ -114,9 +120,10 @@ def rank_memory(draft: DraftShape, target: TargetShape, setting: Setting, length
     heads = table * draft.vocab_size + (table * target.vocab_size if setting.whole_head else 0)
     copies = setting.prefetch_steps + 2 if setting.one_memory or setting.on_device else 2
     activations, loss = _of_batch(draft, target, setting, lengths)
-    captured = stored_bytes_per_token(setting.aux_count, target.hidden_size, setting.stored, setting.top_token)
+    captured = setting.stored_bytes_per_token(target.hidden_size)
     # Restored once more, for the micro-batch that is computed.
-    restored = (setting.aux_count + 1) * target.hidden_size * RESTORED_BYTES if setting.stored == "float8" else 0
+    rows = setting.aux_count + 1 + setting.embedded
+    restored = rows * target.hidden_size * RESTORED_BYTES if setting.stored == "float8" else 0
     share = -(-draft.parameters // setting.divided) * FLOAT
     saved = -(-draft.matrix_parameters // setting.divided) * FLOAT if setting.muon else 0
     # Divided, a draft is still put together for every micro-batch, and its gradients before they are reduced.

@@ -20,7 +20,6 @@ from infra.planner.traffic import (
     CHECKPOINT_BYTES_PER_PARAMETER,
     Traffic,
     samples_in_flight,
-    stored_bytes_per_token,
     traffic,
 )
 from infra.quantities import figure
@@ -130,14 +129,15 @@ class Job(Record):
         if setting.on_device or not self.device.is_gpu:
             return 0
         tokens, aux = -(-sum(self.micro_batch) // setting.context), setting.aux_count
-        parts = (tokens * self.bytes_per_token * share // (aux + 1) for share in (aux, 1))
+        rows = (aux, 1, int(setting.embedded))
+        parts = (tokens * self.bytes_per_token * share // sum(rows) for share in rows)
         micro_batch = sum(1 << (nbytes - 1).bit_length() for nbytes in parts if nbytes)
         return (setting.prefetch_steps + 2) * self.micro_batches * micro_batch
 
     @property
     def bytes_per_token(self) -> int:
         setting = self.setting
-        return stored_bytes_per_token(setting.aux_count, self.target.hidden_size, setting.stored, setting.top_token)
+        return setting.stored_bytes_per_token(self.target.hidden_size)
 
 
 class Plan(Record):

@@ -19,18 +19,21 @@ StoredPrecision = Literal["float32", "bfloat16", "float8"]
 STORED_BYTES: dict[StoredPrecision, int] = {"float32": 4, "bfloat16": 2, "float8": 1}
 
 
-def bytes_per_token(aux_count: int, hidden_size: int, item_bytes: int, top_token: bool) -> int:
-    """Bytes of captured hidden states: K layer outputs, the output after the final norm, perhaps the top token.
+def bytes_per_token(aux_count: int, hidden_size: int, item_bytes: int, top_token: bool, embedded: bool = False) -> int:
+    """Bytes of captured hidden states: K layer outputs, the output after the final norm, perhaps the embedding that the
+    target read, perhaps the top token.
 
     Numbers of one byte have a scale for each of these.
     """
     row = hidden_size * item_bytes + (SCALE_BYTES if item_bytes == 1 else 0)
-    return (aux_count + 1) * row + TOP_TOKEN_BYTES * top_token
+    return (aux_count + 1 + embedded) * row + TOP_TOKEN_BYTES * top_token
 
 
-def stored_bytes_per_token(aux_count: int, hidden_size: int, dtype: StoredPrecision, top_token: bool) -> int:
+def stored_bytes_per_token(
+    aux_count: int, hidden_size: int, dtype: StoredPrecision, top_token: bool, embedded: bool = False
+) -> int:
     """The same by the name of the stored data type."""
-    return bytes_per_token(aux_count, hidden_size, STORED_BYTES[dtype], top_token)
+    return bytes_per_token(aux_count, hidden_size, STORED_BYTES[dtype], top_token, embedded)
 
 
 def samples_in_flight(samples_per_step: int, ranks: int, prefetch_steps: int, generator_slots: int) -> int:

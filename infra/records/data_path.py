@@ -192,6 +192,8 @@ class CaptureSpec(Record):
     """Data type of the stored hidden states."""
     top_token: bool
     """Whether the target's top token at every position belongs to them."""
+    embedded: bool
+    """Whether the embeddings that the target reads belong to them."""
 
 
 class CaptureReply(Record):

@@ -19,6 +19,7 @@ from infra.records.drafts import CapturePrecision
 from infra.refusal import Refusal
 from infra.transport.files import StoredTransport
 from models.run import PreparedRun
+from models.targets.architecture import media_ids
 from models.targets.hidden_states import HiddenStates
 from models.targets.layout import HiddenStateLayout, SampleError
 from models.targets.model import TargetModel
@@ -58,6 +59,8 @@ class Continued:
     """`[P + N - 1, K*H]` CPU features of all tokens but the last, in the stored data type."""
     shown: bool = False
     """Whether the prompt holds images."""
+    embedded: Tensor | None = None
+    """`[P + N - 1, H]` what the target's first layer read, where the prompt holds images and the draft reads them."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,7 @@ class StoredEngine:
                 generator.engine,
                 run.config.served_quantization(run.target.quantization),
                 run.layout.top_token,
+                run.layout.embedded,
             ]
         )
 
@@ -190,6 +194,21 @@ def check_capture(
         raise Refusal(f"canary: head(last) gives the target's own next token at only {agreement:.0%} of positions")
     if captured.top is not None:
         check_next_tokens(target.head, captured.last, captured.top, layout.dtype)
+    check_embedded(target, captured, tokens, seen, tolerance)
+
+
+@torch.no_grad()
+def check_embedded(
+    target: TargetModel, captured: HiddenStates, tokens: Tensor, seen: Mapping[str, Tensor], tolerance: float
+) -> None:
+    """Raise Refusal unless what was captured of images is what transformers' first layer reads of them, within a
+    relative `tolerance`."""
+    if captured.embedded is None or not seen:
+        return
+    own = target.forward(tokens[None].to(target.device), seen=seen, embedded=True).embedded
+    assert own is not None
+    shown = torch.isin(tokens, torch.tensor(media_ids(target.model.config)))
+    _compare("what the first layer reads of an image", captured.embedded[shown], own[0].cpu()[shown], tolerance)
 
 
 def check_same(written: HiddenStates, read: HiddenStates, layout: HiddenStateLayout, computed: torch.dtype) -> None:

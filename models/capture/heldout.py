@@ -56,6 +56,9 @@ def seen_prompts(samples: SampleSet, most: int, longest: int) -> list[Prompt]:
 def write_heldout(path: Path, texts: Sequence[Continued]) -> None:
     """Write the texts atomically."""
     tensors = {f"aux.{index}": text.aux.contiguous() for index, text in enumerate(texts)}
+    tensors |= {
+        f"embedded.{index}": text.embedded.contiguous() for index, text in enumerate(texts) if text.embedded is not None
+    }
     tokens = [[list(text.prompt), list(text.continuation), text.shown] for text in texts]
     aside = path.with_name(f".{path.name}.part")
     save_file(tensors, aside, {"texts": json.dumps(tokens), "sha256": _sha256(tensors)})
@@ -68,19 +71,19 @@ def read_heldout(path: Path) -> list[Continued] | None:
     try:
         with safe_open(path, framework="pt") as file:
             texts, sha256 = json.loads(file.metadata()["texts"]), file.metadata()["sha256"]
-            tensors = {f"aux.{index}": file.get_tensor(f"aux.{index}") for index in range(len(texts))}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dictionary)
     except (FileNotFoundError, SafetensorError, KeyError, ValueError):
         return None
     if _sha256(tensors) != sha256:
         return None
     return [
-        Continued(tuple(prompt), tuple(continuation), tensors[f"aux.{index}"], shown)
+        Continued(tuple(prompt), tuple(continuation), tensors[f"aux.{index}"], shown, tensors.get(f"embedded.{index}"))
         for index, (prompt, continuation, shown) in enumerate(texts)
     ]
 
 
 def _sha256(tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
-    for tensor in tensors.values():
+    for _, tensor in sorted(tensors.items()):
         digest.update(tensor.view(torch.uint8).numpy().data)
     return digest.hexdigest()

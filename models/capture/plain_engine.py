@@ -46,8 +46,9 @@ class PlainEngine:
 
     def prefill(self, tokens: Tensor, images: Sequence[Path] = ()) -> HiddenStates:
         """Hidden states of `tokens` `[T]`, without the top tokens."""
-        hidden = self.target.forward(tokens[None].to(self.target.device), seen=self._seen(tokens, images))
-        return HiddenStates(aux=hidden.aux[0], last=hidden.last[0])
+        given, embedded = tokens[None].to(self.target.device), self.layout.embedded
+        hidden = self.target.forward(given, seen=self._seen(tokens, images), embedded=embedded)
+        return HiddenStates(**{name: rows[0] for name, rows in hidden.named().items()})
 
     def check_canary(self, tokens: Tensor, images: Sequence[Path] = ()) -> None:
         read = self.layout.restored(self.layout.stored(self._capture(tokens, images)))
@@ -94,8 +95,14 @@ class PlainEngine:
         found = []
         for prompt, text in zip(prompts, texts, strict=True):
             read = torch.tensor([*prompt.tokens, *text][:-1])
-            aux = self.prefill(read, prompt.images).features.to("cpu", self.layout.restored_dtype)
-            found.append(Continued(prompt.tokens, tuple(text), aux, bool(prompt.images)))
+            hidden, shown = self.prefill(read, prompt.images), bool(prompt.images)
+            embedded = hidden.embedded if shown else None
+            aux, embedded = (
+                rows if rows is None else rows.to("cpu", self.layout.restored_dtype)
+                for rows in (hidden.features, embedded)
+            )
+            assert aux is not None
+            found.append(Continued(prompt.tokens, tuple(text), aux, shown, embedded))
         return found
 
     @torch.no_grad()

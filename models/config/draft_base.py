@@ -40,6 +40,11 @@ class MethodConfig(StrictConfig):
         return False
 
     @property
+    def obstacle_to_images(self) -> str:
+        """Why a draft that reads embeddings cannot read those of images, with the remedy; empty if it can."""
+        return ""
+
+    @property
     def needs_mass(self) -> bool:
         """Whether the loss asks for the draft vocabulary's share of the target's probability."""
         return False
@@ -185,6 +190,11 @@ class LossChoice(StrictConfig):
         le=10_000,
         description="`lk_lambda`: KL has weight exp(-lk_decay x acceptance rate); 0 is KL alone.",
     )
+
+    @property
+    def obstacle_to_images(self) -> str:
+        """Why a draft that reads embeddings cannot read those of images, with the remedy; empty if it can."""
+        return ""
 
     @property
     def needs_mass(self) -> bool:

@@ -58,6 +58,13 @@ class Eagle3Config(LossChoice, VocabularyChoice, LatentShape):
         default=None, description="Loss weight of each step; default: by ttt_decay."
     )
 
+    @property
+    def obstacle_to_images(self) -> str:
+        """See `MethodConfig`: an image's embeddings are in the target's space, and have its size."""
+        own = self.train_embeddings or self.hidden_size is not None
+        remedy = "leave draft.train_embeddings and draft.hidden_size out, or data.images"
+        return f"a draft with embeddings of its own cannot read the target's embeddings of an image: {remedy}" * own
+
     @model_validator(mode="after")
     def _consistent(self) -> "Eagle3Config":
         if self.fc_norm and self.norm_before_fc:

@@ -75,6 +75,14 @@ class MtpConfig(LossChoice, LatentShape):
         default=None, description="Loss weight of each step; default: by the objective."
     )
 
+    @property
+    def obstacle_to_images(self) -> str:
+        """See `MethodConfig`."""
+        return (
+            "an MTP layer counts the positions of an image as its target does, and these are not captured: set "
+            "draft.method to another one, or leave data.images out"
+        )
+
     @model_validator(mode="after")
     def _is_one_full_layer(self) -> "MtpConfig":
         if self.layer_types != ("full_attention",):

@@ -186,11 +186,13 @@ class RunConfig(StrictConfig):
         return ""
 
     def _check_images(self) -> None:
-        if self.data.images is not None and self.draft.reads_embeddings:
-            raise Refusal(
-                f"data.images: drafts of {self.draft.title} read the embeddings of an image's tokens, which are not "
-                "captured: set draft.method to dflash, dflash2, domino, dspark or medusa, or leave data.images out"
-            )
+        if self.embedded and (obstacle := self.draft.obstacle_to_images):
+            raise Refusal(f"data.images: {obstacle}")
+
+    @property
+    def embedded(self) -> bool:
+        """Whether generators send the embeddings that the target read: those of images are in no table."""
+        return self.data.images is not None and self.draft.reads_embeddings
 
     def _check_sharing(self) -> None:
         pools = self.pools

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.drafts.batched_proposer import Along, PackedTexts, Proposer
+from models.drafts.batched_proposer import Along, PackedTexts, Proposer, RolloutSource
 from models.drafts.context import ContextShare
 from models.drafts.sampling import Sampling
 from models.drafts.vocabulary import DraftVocabulary
@@ -36,6 +36,11 @@ class PackedSamples:
     (`training.out_of_vocabulary=argmax`); with a `share`, of its states alone. None: the text's token decides."""
     share: ContextShare | None = None
     """Which rows are computed here, where ranks share samples. None: all."""
+    embedded: Tensor | None = None
+    """`[N, H]` what the target's first layer read; with a `share`, of its states alone. None: there are no images, or
+    the draft reads no embeddings."""
+    shown: Tensor | None = None
+    """`[N]` bool, on the host: the token stands for a part of an image. None where `embedded` is."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,15 @@ class Draft(torch.nn.Module):
 
     def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
         raise NotImplementedError
+
+    def after_images(self, embedded: Tensor, shown: Tensor) -> RolloutSource:
+        """This draft for one text that holds images.
+
+        Args:
+            embedded: `[T, H]` what the target's first layer read of all tokens but the last.
+            shown: `[T + 1]` bool: the token stands for a part of an image.
+        """
+        return self
 
     def logits_along(self, texts: PackedTexts, lookahead: int, rows: Tensor) -> Iterator[Tensor]:
         """Logits `[n, Vd]` of each token that is proposed, at most `lookahead` of them; see `DrawingSource.along`."""

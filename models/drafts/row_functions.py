@@ -4,7 +4,7 @@ Each is one kernel on a GPU (see `models.fused`). Gradients are written by hand:
 inputs in their own dtype, and no float32 copy of them.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -60,12 +60,34 @@ class _RmsNorm(torch.autograd.Function):
         return of_x.view_as(x), of_weight, None, None
 
 
-def embedded_input(table: Tensor, tokens: Tensor, hidden: Tensor, weights: tuple[Tensor, Tensor], eps: float) -> Tensor:
+class Embeddings(NamedTuple):
+    """What rows embed, by number: a token of the vocabulary, or from V on an image's parts."""
+
+    table: Tensor
+    """`[V, H]`."""
+    shown: Tensor | None = None
+    """`[M, H]` the target's embeddings of the images of a micro-batch, in any order; they are never trained."""
+
+
+def embedded_input(
+    embeddings: Embeddings, tokens: Tensor, hidden: Tensor, weights: tuple[Tensor, Tensor], eps: float
+) -> Tensor:
     """Normed embeddings of `tokens` `[N]` beside normed `hidden` `[N, H]`: `[N, 2H]` in `compute_dtype`.
 
     The backward pass looks the embeddings up again.
     """
-    return _EmbeddedInput.apply(table, tokens, hidden, *weights, eps, compute_dtype(weights[0]))  # type: ignore[return-value]
+    return _EmbeddedInput.apply(*embeddings, tokens, hidden, *weights, eps, compute_dtype(weights[0]))  # type: ignore[return-value]
+
+
+def _looked_up(table: Tensor, shown: Tensor | None, tokens: Tensor) -> Tensor:
+    """`[N, H]` see `Embeddings`."""
+    if shown is None:
+        return F.embedding(tokens, table)
+    count = len(table)
+    found = F.embedding(tokens.clamp(max=count - 1), table)
+    # Every row is looked up in both: choosing rows would have the host wait for their number.
+    other = F.embedding((tokens - count).clamp(min=0), shown)
+    return torch.where((tokens < count).unsqueeze(-1), found, other.to(found.dtype))
 
 
 @fused
@@ -82,22 +104,24 @@ def _paired_norm(
 class _EmbeddedInput(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, table: Tensor, tokens: Tensor, hidden: Tensor, of_table: Tensor, of_hidden: Tensor, *how: Any
+        ctx: Any, table: Tensor, shown: Tensor | None, tokens: Tensor, hidden: Tensor, *weights_and_how: Any
     ) -> Tensor:
+        of_table, of_hidden, *how = weights_and_how
         with torch.autocast(hidden.device.type, enabled=False):
-            both, *factors = _paired_norm(F.embedding(tokens, table), hidden, (of_table, of_hidden), *how)
-        ctx.save_for_backward(table, tokens, hidden, of_table, of_hidden, *factors)
+            both, *factors = _paired_norm(_looked_up(table, shown, tokens), hidden, (of_table, of_hidden), *how)
+        ctx.save_for_backward(table, shown, tokens, hidden, of_table, of_hidden, *factors)
         return both
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        table, tokens, hidden, of_table, of_hidden, *factors = ctx.saved_tensors
+        table, shown, tokens, hidden, of_table, of_hidden, *factors = ctx.saved_tensors
         first, second = gradients[0].chunk(2, dim=-1)
-        of_rows, of_first = _norm_backward(first, F.embedding(tokens, table), factors[0], of_table)
+        of_rows, of_first = _norm_backward(first, _looked_up(table, shown, tokens), factors[0], of_table)
         of_x, of_second = _norm_backward(second, hidden, factors[1], of_hidden)
         trained = ctx.needs_input_grad[0]
+        assert not (trained and shown is not None), "a draft with embeddings of its own reads none of images"
         of_rows = torch.ops.aten.embedding_dense_backward(of_rows, tokens, len(table), -1, False) if trained else None
-        return of_rows, None, of_x, of_first, of_second, None, None
+        return of_rows, None, None, of_x, of_first, of_second, None, None
 
 
 def rotate(x: Tensor, tables: Tables) -> Tensor:

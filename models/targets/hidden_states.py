@@ -14,6 +14,9 @@ class HiddenStates:
     top: Tensor | None = None
     """`[..., T]` int32 the target's own next token, with the greatest logit of its whole vocabulary; None where no
     draft asks for it."""
+    embedded: Tensor | None = None
+    """`[..., T, H]` what the target's first layer read: of a text's tokens their embeddings, of an image's tokens what
+    the vision model says of them. None where no draft asks for it. In texts without images it may be anything."""
 
     @property
     def features(self) -> Tensor:

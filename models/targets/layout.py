@@ -19,7 +19,8 @@ class SampleError(Exception):
 
 @dataclass(frozen=True)
 class HiddenStateLayout:
-    """Hidden states of a run: `aux` `[T, K*H]` and `last` `[T, H]` in `dtype`, perhaps `top` `[T]` int32.
+    """Hidden states of a run: `aux` `[T, K*H]`, `last` and perhaps `embedded` `[T, H]` in `dtype`, perhaps `top` `[T]`
+    int32.
 
     With `dtype=FLOAT8` rows are stored as models.targets.float8 describes, and restored in bfloat16.
     """
@@ -29,10 +30,13 @@ class HiddenStateLayout:
     dtype: torch.dtype
     top_token: bool = False
     """Whether the target's top token belongs to it."""
+    embedded: bool = False
+    """Whether the embeddings that the target read belong to it."""
 
     @property
     def bytes_per_token(self) -> int:
-        return bytes_per_token(self.aux_count, self.hidden_size, self.dtype.itemsize, self.top_token)
+        item = self.dtype.itemsize
+        return bytes_per_token(self.aux_count, self.hidden_size, item, self.top_token, self.embedded)
 
     @property
     def restored_dtype(self) -> torch.dtype:
@@ -67,7 +71,9 @@ class HiddenStateLayout:
         if self.dtype != FLOAT8:
             return stored
         rows = {
-            name: decode(getattr(stored, name), groups, self.restored_dtype) for name, groups in self._groups.items()
+            name: decode(tensor, self._groups[name], self.restored_dtype)
+            for name, tensor in stored.named().items()
+            if name in self._groups
         }
         return replace(stored, **rows)
 
@@ -81,7 +87,7 @@ class HiddenStateLayout:
     ) -> HiddenStates:
         """Uninitialized memory for `tokens` positions, which a transport fills.
 
-        `last`: positions of the last states and top tokens, if it differs. `pinned`: page-locked, for asynchronous
+        `last`: positions of everything but the features, if it differs. `pinned`: page-locked, for asynchronous
         copies.
         """
         shapes = self._shapes(tokens, tokens if last is None else last)
@@ -99,12 +105,13 @@ class HiddenStateLayout:
     @property
     def _groups(self) -> dict[str, int]:
         """Layers in a row."""
-        return {"aux": self.aux_count, "last": 1}
+        return {"aux": self.aux_count, "last": 1} | ({"embedded": 1} if self.embedded else {})
 
     def _shapes(self, tokens: int, last: int, stored: bool = True) -> dict[str, tuple[int, ...]]:
         """In the order in which buffers lie in an object."""
         width = self.hidden_size + (SCALE_BYTES if stored and self.dtype == FLOAT8 else 0)
         shapes: dict[str, tuple[int, ...]] = {"aux": (tokens, self.aux_count * width), "last": (last, width)}
+        shapes |= {"embedded": (last, width)} if self.embedded else {}
         return shapes | ({"top": (last,)} if self.top_token else {})
 
     def _dtype(self, name: str) -> torch.dtype:

@@ -1,6 +1,7 @@
 """The target in transformers, with a forward that also captures hidden states."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -113,13 +114,16 @@ class TargetModel:
         cache: Cache | None = None,
         placement: Placement | None = None,
         seen: Mapping[str, Tensor] = MappingProxyType({}),
+        *,
+        embedded: bool = False,
     ) -> HiddenStates:
         """Run the decoder over `tokens` `[B, T]`, which follow the tokens in `cache`. `logits` computes logits.
 
         Without a placement the tokens are consecutive. With causal attention right padding does not affect earlier
         positions, so a right-padded batch needs no mask as long as padded positions are ignored.
 
-        `seen`: what the model reads of images (`ImageProcessor.inputs`); without cache and placement.
+        `seen`: what the model reads of images (`ImageProcessor.inputs`); without cache and placement. `embedded`:
+        whether what the first layer reads is wanted.
         """
         self._captured.clear()
         placed: dict[str, Any] = {}
@@ -131,11 +135,14 @@ class TargetModel:
             assert cache is None
             assert placement is None
             reader, placed = self.model.base_model, dict(seen)
-        output = reader(input_ids=tokens, past_key_values=cache, use_cache=cache is not None, **placed)
+        entered = list[Tensor]()
+        with _entering(self.body.layers[0], entered) if embedded else nullcontext():
+            output = reader(input_ids=tokens, past_key_values=cache, use_cache=cache is not None, **placed)
         last = output.last_hidden_state
         parts = [self._captured[layer_id] for layer_id in self.aux_layer_ids] + [last] * self.with_last
         self._captured.clear()
-        return HiddenStates(aux=torch.cat(parts, dim=-1) if parts else last[..., :0], last=last)
+        aux = torch.cat(parts, dim=-1) if parts else last[..., :0]
+        return HiddenStates(aux=aux, last=last, embedded=entered[0] if embedded else None)
 
     def _masks(self, placement: Placement) -> Tensor | dict[str, Tensor]:
         """Additive masks `[B, 1, T, S + T]`, one per type of layer if there are several."""
@@ -173,6 +180,20 @@ class TargetModel:
     def top_tokens(self, last: Tensor) -> Tensor:
         """`[N]` int32: see TargetHead.top_tokens."""
         return self.head.top_tokens(last)
+
+
+@contextmanager
+def _entering(layer: nn.Module, entered: list[Tensor]) -> Iterator[None]:
+    """What enters a layer is appended."""
+
+    def hook(_module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        entered.append(inputs[0] if inputs else named["hidden_states"])
+
+    handle = layer.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def eos_ids(target: Path) -> frozenset[int]:

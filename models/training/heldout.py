@@ -35,7 +35,7 @@ class HeldoutWalk:
     def __init__(self, run: PreparedRun, draft: Draft, divided: bool):
         """A draft that is going to be divided among ranks is copied now, but for its tables, which stay whole."""
         self._path, self._every = run.folder.heldout, run.config.training.heldout_steps
-        self._lookahead = run.config.benchmark.lookahead
+        self._lookahead, self._media_ids = run.config.benchmark.lookahead, torch.tensor(run.target.media_ids)
         self._texts: list[Continued] = []
         tables = {id(buffer): buffer for buffer in draft.buffers()}
         self._draft = deepcopy(draft, tables) if divided and self._every else draft
@@ -52,7 +52,11 @@ class HeldoutWalk:
         counts: dict[str, list[AcceptedCounts]] = {HELDOUT_LENGTH: [], HELDOUT_SEEN: []}
         with weights_of(draft, averaged):
             for text in self._texts:
-                found = simulate(draft, text.prompt, text.continuation, text.aux.to(device), self._lookahead)[-1]
+                source = draft
+                if text.embedded is not None:
+                    shown = torch.isin(torch.tensor([*text.prompt, *text.continuation]), self._media_ids)
+                    source = draft.after_images(text.embedded.to(device), shown.to(device))
+                found = simulate(source, text.prompt, text.continuation, text.aux.to(device), self._lookahead)[-1]
                 counts[HELDOUT_SEEN if text.shown else HELDOUT_LENGTH].append(found)
         return {name: acceptance_length(some) for name, some in counts.items() if any(one.steps for one in some)}
 

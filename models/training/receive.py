@@ -166,6 +166,7 @@ class Fetcher:
     ):
         self._control, self._ledger, self._incarnation, self._reach = control, ledger, incarnation, reach
         self._transport, self.samples = run.open_transport(), run.open_samples()
+        self._media_ids = torch.tensor(run.target.media_ids)
         self._recapture = Recapture(run, self._transport, ledger, incarnation, stop)
         self._frees = run.sharing.mode != "alternate"
         """Otherwise a round keeps its objects until the checkpoint that holds it (infra.ledger.rounds)."""
@@ -195,8 +196,11 @@ class Fetcher:
                     self._transport.delete(p.object.key)
             self._recapture.delete()
         texts = [self.samples.answered(p.sample, p.answer) for p in planned]
+        tokens = torch.cat([t.tokens for t in texts])
+        shown = None if hidden.embedded is None else torch.isin(tokens, self._media_ids)
+        seen = shown is not None and bool(shown.any())
         return PackedSamples(
-            tokens=torch.cat([t.tokens for t in texts]),
+            tokens=tokens,
             loss_mask=torch.cat([t.loss_mask for t in texts]),
             aux=hidden.aux,
             last=hidden.last,
@@ -204,6 +208,8 @@ class Fetcher:
             top=None if hidden.top is None else hidden.top.cpu(),
             lengths=lengths,
             share=share,
+            embedded=hidden.embedded if seen else None,
+            shown=shown if seen else None,
         )
 
     def release(self, plan: StepPlan) -> None:

@@ -61,18 +61,23 @@ class MicroBatch:
         if len(marks) > 1:
             marks.popleft().synchronize()
         with torch.cuda.stream(copying):
-            names = ("aux", "last")
-            moved = {name: getattr(self.samples, name).to(device, non_blocking=True) for name in names}
+            rows = self._rows(self.samples).named()
+            moved = {name: tensor.to(device, non_blocking=True) for name, tensor in rows.items()}
         computing.wait_stream(copying)
         for tensor in moved.values():
             tensor.record_stream(computing)
         return self._restored(replace(self.samples, **moved))
 
     def _restored(self, samples: PackedSamples) -> "MicroBatch":
-        rows = HiddenStates(samples.aux, samples.last)
+        rows = self._rows(samples)
         if self.layout is not None:
             rows = self.layout.restored(rows)
-        return replace(self, samples=replace(samples, aux=rows.features, last=rows.last))
+        return replace(self, samples=replace(samples, aux=rows.features, last=rows.last, embedded=rows.embedded))
+
+    @staticmethod
+    def _rows(samples: PackedSamples) -> HiddenStates:
+        """What the GPU needs of them."""
+        return HiddenStates(samples.aux, samples.last, embedded=samples.embedded)
 
 
 @cache

@@ -31,6 +31,7 @@ from models.capture.engine import (
     EngineError,
     Prompt,
     check_capture,
+    check_embedded,
     check_next_tokens,
     check_same,
 )
@@ -59,6 +60,8 @@ KERNELS = (
 )
 """Settings of SGLang that decide how hidden states are rounded."""
 CANARY_ANSWER = 8
+SCALED_OTHERWISE = 0.25
+"""Relative difference that embeddings of an image may have, which another library scales to the vision model's size."""
 LOADED_BYTES = 4 * 2**30
 """Targets with at most this size of weights are loaded to be compared; larger ones are read weight by weight."""
 DEQUANTIZED = 4
@@ -198,7 +201,9 @@ class SGLangEngine:
             return "the target is too large, or quantized, to be compared with an image"
         target = TargetModel.load(path, self.run.config.target.aux_layer_ids, dtype, sees=True)
         # Pixels may be rounded otherwise: SGLang scales images by torchvision, this process by Pillow.
-        check_ranking(target, hidden, tokens, self.layout, ImageProcessor(path).inputs(tokens, images))
+        seen = ImageProcessor(path).inputs(tokens, images)
+        check_ranking(target, hidden, tokens, self.layout, seen)
+        check_embedded(target, hidden, tokens, seen, SCALED_OTHERWISE)
         return None
 
     def _compare(self, hidden: HiddenStates, tokens: Tensor, head: TargetHead) -> str | None:
@@ -263,8 +268,8 @@ class SGLangEngine:
             asked = torch.tensor(prompt.tokens)
             hidden, answer = self._take_back(f"heldout-{index}", asked, prompt.images, sampling)
             text = tuple(end_of(answer, ends))
-            features = hidden.features[: len(prompt.tokens) + len(text) - 1]
-            return Continued(prompt.tokens, text, features, bool(prompt.images))
+            read, shown = hidden.rows(slice(len(prompt.tokens) + len(text) - 1)), bool(prompt.images)
+            return Continued(prompt.tokens, text, read.features, shown, read.embedded if shown else None)
 
         with ThreadPoolExecutor(self.in_flight) as threads:
             return list(threads.map(one, range(len(prompts))))

@@ -5,6 +5,7 @@ batch, which are those of prompts in a prefill and one for each request in a ste
 
     logits_output.hidden_states       [rows, K*H]   outputs of the chosen layers
     logits_output.last_hidden_states  [rows, H]     after the final norm
+    logits_output.mm_input_embeds     [rows, H]     what the first layer reads, of batches with images
 
 A request is captured if `sampling_params.custom_params` has an object's key under "draftsmith"; the answer's
 `meta_info` then has a `CaptureReply` under the same name. Other requests are not touched. The object has a row for
@@ -47,6 +48,7 @@ SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.__init__"
 LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor.__init__"
 RUN_BATCH = "sglang.srt.managers.scheduler.Scheduler.run_batch"
 STREAM_OUTPUT = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output"
+EMBEDDED = "sglang.srt.managers.mm_utils.prepare_mm_inputs"
 GEMMA3 = "sglang.srt.models.gemma3_causal."
 GEMMA3_LAYER = GEMMA3 + "Gemma3DecoderLayer.forward"
 GEMMA3_CAPTURE = GEMMA3 + "Gemma3ForCausalLM.set_eagle3_layers_to_capture"
@@ -69,7 +71,9 @@ class Capture:
 
     def __init__(self, spec: CaptureSpec, key: KeyOf = named_key, serves: bool = False):
         self.key, self.serves = key, serves
-        self._layout = HiddenStateLayout(spec.aux_count, spec.hidden_size, DTYPES[spec.dtype], spec.top_token)
+        self._layout = HiddenStateLayout(
+            spec.aux_count, spec.hidden_size, DTYPES[spec.dtype], spec.top_token, spec.embedded
+        )
         self._copies = HostCopies(self._layout, waits=not serves)
         self._writer = Writer(spec, self._layout, self._copies, ends_server=not serves)
         self._unfinished: dict[str, Any] = {}
@@ -91,9 +95,13 @@ class Capture:
         if not self._layout.aux_count:
             aux = aux.new_empty(len(aux), 0)  # of the one layer that the engine had to name
         # Engines of Draftsmith's own have no graphs but those of decoding.
-        return self._copies.start(
-            HiddenStates(aux, output.last_hidden_states, top), scheduler, replayed=decodes or self.serves
-        )
+        embedded = None
+        if self._layout.embedded:
+            # A batch without images looks its tokens up in the table, which the trainer has.
+            given = output.mm_input_embeds
+            embedded = torch.zeros_like(output.last_hidden_states) if given is None else given
+        hidden = HiddenStates(aux, output.last_hidden_states, top, embedded)
+        return self._copies.start(hidden, scheduler, replayed=decodes or self.serves)
 
     def submit(self, batch: Any, copy: HostCopy | Exception) -> list[PendingReply | None]:
         """Have a prefill written. Returns one reply per request, None if it is not captured or not complete yet."""
@@ -246,6 +254,16 @@ def _parallel() -> Any:
     return get_parallel()
 
 
+def keep_embedded(original: Callable[..., Tensor | None], *arguments: Any, **named: Any) -> Tensor | None:
+    """Hook around what makes the embeddings of a batch with images: the first layer's norm may overwrite them."""
+    found = original(*arguments, **named)
+    (batch,) = (one for one in (*arguments, *named.values()) if hasattr(one, "mm_input_embeds"))
+    spec = capture_spec()
+    if batch.mm_input_embeds is not None and spec is not None and spec.embedded:
+        batch.mm_input_embeds = batch.mm_input_embeds.clone()
+    return found
+
+
 def mark_layers(_: None, model: Any, *_arguments: Any, **_named: Any) -> None:
     """Hook after a model is told to capture; engines that do not capture stay unchanged."""
     for layer in model.model.layers:
@@ -282,3 +300,4 @@ def register() -> None:
     if capture_spec() is not None or live_socket() is not None:
         HookRegistry.register(RUN_BATCH, after_run_batch, HookType.AFTER)
         HookRegistry.register(STREAM_OUTPUT, hold_replies, HookType.AROUND)
+        HookRegistry.register(EMBEDDED, keep_embedded, HookType.AROUND)

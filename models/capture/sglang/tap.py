@@ -156,4 +156,5 @@ def capture_spec_of(run: RunWithTarget) -> CaptureSpec:
         hidden_size=layout.hidden_size,
         dtype=run.config.generator.stored_dtype,
         top_token=layout.top_token,
+        embedded=layout.embedded,
     )

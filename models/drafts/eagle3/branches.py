@@ -6,7 +6,7 @@ says of every depth and every number of tokens how much of the text such a tree 
 before its position, and to its own path, as the rows of a training step do.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -41,19 +41,19 @@ class _Layers:
 
     def __init__(self, draft: "UnrolledDraft", texts: PackedTexts, rows: Tensor, topk: int):
         self.draft, self.rows, self.topk = draft, rows, topk
-        self.weights = draft.weights()
+        self.one = draft.begin()
         self.positions = texts.places[0]
         self.verified: list[tuple[Tensor, Tensor]] = []
         """Keys and values of all texts' rows, by layer."""
-        hidden = draft.enter(self.weights[0], texts.following, self.positions, draft.fuse(texts.aux))
-        for index, weights in enumerate(self.weights):
-            q, k, v = draft.project(index, weights, texts.following, self.positions, hidden)
+        hidden = draft.enter(self.one, texts.following, self.positions, draft.fuse(texts.aux))
+        for index, weights in enumerate(self.one.weights):
+            q, k, v = draft.project(self.one, index, texts.following, self.positions, hidden)
             self.verified.append((k, v))
             attended = step_attention(q, [(k, v)], texts.lengths, window=draft.config.windows[index])
             hidden = draft.decoder_layers[index].finish(hidden, attended, weights)
         self.lengths, self.before = _runs(texts, rows)
         self._take(hidden[rows].unsqueeze(0))
-        self.paths: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.weights]
+        self.paths: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.one.weights]
         """By layer, keys and values `[w, n, kv_heads, d]` of each beam's path, depth after depth."""
 
     def _take(self, raw: Tensor) -> None:
@@ -67,15 +67,15 @@ class _Layers:
         hidden = self.fed_back[parents, at].flatten(0, 1)
         self.paths = [[(k[parents, at], v[parents, at]) for k, v in path] for path in self.paths]
         positions, tokens = (self.positions[self.rows] + depth).repeat(self.topk), beams.tokens.T.flatten()
-        hidden = self.draft.enter(self.weights[0], tokens, positions, hidden)
-        for index, weights in enumerate(self.weights):
-            hidden = self._run(index, weights, tokens, positions, hidden)
+        hidden = self.draft.enter(self.one, tokens, positions, hidden)
+        for index in range(len(self.paths)):
+            hidden = self._run(index, tokens, positions, hidden)
         self._take(hidden.unflatten(0, (self.topk, -1)))
 
-    def _run(self, index: int, weights: Any, tokens: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
+    def _run(self, index: int, tokens: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
         """A layer's output of the rows of all beams, one beam after the other."""
         draft, (k, v) = self.draft, self.verified[index]
-        q, *own = (x.unflatten(0, (self.topk, -1)) for x in draft.project(index, weights, tokens, positions, hidden))
+        q, *own = (x.unflatten(0, (self.topk, -1)) for x in draft.project(self.one, index, tokens, positions, hidden))
         self.paths[index].append((own[0], own[1]))
         first, earlier = (k[self.rows], v[self.rows]), Earlier(k, v, self.before)
         attended = [
@@ -85,7 +85,7 @@ class _Layers:
             )
             for beam in range(self.topk)
         ]  # fmt: skip
-        return draft.decoder_layers[index].finish(hidden, torch.cat(attended), weights)
+        return draft.decoder_layers[index].finish(hidden, torch.cat(attended), self.one.weights[index])
 
 
 def _runs(texts: PackedTexts, rows: Tensor) -> tuple[list[int], tuple[slice, ...]]:

@@ -11,7 +11,7 @@ from models.config.latent import LatentShape
 from models.drafts.layers import AttentionProjections, GatedMLP, GatedWeights, RMSNorm
 from models.drafts.products import SharedWeight, added_product, products
 from models.drafts.rope import latent_scale
-from models.drafts.row_functions import Tables, embedded_input, rotate
+from models.drafts.row_functions import Embeddings, Tables, embedded_input, rotate
 
 
 class Eagle3Weights(NamedTuple):
@@ -139,12 +139,12 @@ class Eagle3Layer(nn.Module):
         return Eagle3Weights(own.weights(), SharedWeight(own.o_proj.weight), self.mlp.weights())
 
     def project(
-        self, table: Tensor, tokens: Tensor, hidden: Tensor, tables: Tables, weights: Eagle3Weights
+        self, embeddings: Embeddings, tokens: Tensor, hidden: Tensor, tables: Tables, weights: Eagle3Weights
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries `[N, heads, d]`, rotated keys and values `[N, kv_heads, d]`.
 
         Args:
-            table: `[V, h]` embeddings, read by the first layer.
+            embeddings: read by the first layer.
             tokens: `[N]`, what the rows embed.
             hidden: `[N, h]`, what the layer before gave; of the first one, the previous step.
             tables: of the rows' positions.
@@ -152,7 +152,7 @@ class Eagle3Layer(nn.Module):
         """
         if self.first:
             norms = self.input_layernorm.weight, self.hidden_norm.weight
-            x = embedded_input(table, tokens, hidden, norms, self.hidden_norm.eps)
+            x = embedded_input(embeddings, tokens, hidden, norms, self.hidden_norm.eps)
         else:
             x = self.input_layernorm(hidden)
         return self.self_attn.project(x, weights.attention, tables)

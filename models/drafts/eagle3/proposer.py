@@ -29,7 +29,7 @@ class Eagle3Proposer(CachedProposer):
         config = draft.config
         empty = draft.norm.weight.new_empty(0, config.num_kv_heads, config.head_dim)
         super().__init__(rows, len(config.layer_types), empty)
-        self.draft, self.weights = draft, draft.weights()
+        self.draft, self.one = draft, draft.begin()
 
     @torch.no_grad()
     def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
@@ -101,11 +101,13 @@ class Eagle3Proposer(CachedProposer):
         """See `step`; keys go to the columns `places` `[B, T]`, and rows see what is `visible` `[B, T, S]` bool through
         a layer's window."""
         draft, embedded, at = self.draft, tokens.flatten(), positions.flatten()
-        hidden = draft.enter(self.weights[0], embedded, at, hidden)
-        for index, (layer, cache, weights) in enumerate(zip(draft.decoder_layers, caches, self.weights, strict=True)):
+        hidden = draft.enter(self.one, embedded, at, hidden)
+        for index, (layer, cache, weights) in enumerate(
+            zip(draft.decoder_layers, caches, self.one.weights, strict=True)
+        ):
             seen = visible[draft.config.windows[index]]
             cache.reserve(seen.shape[-1])
-            q, k, v = draft.project(index, weights, embedded, at, hidden)
+            q, k, v = draft.project(self.one, index, embedded, at, hidden)
             cache.write(places, k.unflatten(0, places.shape), v.unflatten(0, places.shape))
             attended = cache.attend(q.unflatten(0, places.shape), seen)
             hidden = layer.finish(hidden, attended.flatten(0, 1), weights)

@@ -4,8 +4,9 @@ A subclass says what the first step reads (`fuse`), and what enters the layers o
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models.drafts.base import Draft, DraftLoss, PackedSamples, TargetProjection
-from models.drafts.batched_proposer import PackedTexts
+from models.drafts.batched_proposer import PackedTexts, Proposer, RolloutSource
 from models.drafts.chains import chain_loss
 from models.drafts.context import ContextShare
 from models.drafts.eagle3.attention import Earlier, step_attention
@@ -21,7 +22,7 @@ from models.drafts.eagle3.branches import ranks_along
 from models.drafts.eagle3.proposer import Eagle3Proposer
 from models.drafts.layers import TargetTable
 from models.drafts.rope import rotary_tables
-from models.drafts.row_functions import Tables
+from models.drafts.row_functions import Embeddings, Tables
 from models.drafts.transfer import to_device
 
 RECOMPUTED_ROWS = 8192
@@ -29,6 +30,14 @@ RECOMPUTED_ROWS = 8192
 
 NextTokens = Callable[[int, Tensor], Tensor]
 """(step j >= 1, normed hidden states of step j-1 `[N, H]`) -> tokens `[N]` that step j embeds."""
+
+
+class Pass(NamedTuple):
+    """What the layers read in one pass, in which each runs once per step."""
+
+    weights: Sequence[Any]
+    """Each layer's."""
+    embeddings: Embeddings
 
 
 class UnrolledLayer(Protocol):
@@ -39,12 +48,12 @@ class UnrolledLayer(Protocol):
         ...
 
     def project(
-        self, table: Tensor, tokens: Tensor, hidden: Tensor, tables: Tables, weights: Any
+        self, embeddings: Embeddings, tokens: Tensor, hidden: Tensor, tables: Tables, weights: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries `[N, heads, d]`, rotated keys and values `[N, kv_heads, d]`.
 
         Args:
-            table: `[V, h]` embeddings.
+            embeddings: what tokens stand for.
             tokens: `[N]`, what the rows embed.
             hidden: `[N, h]`, what enters the layer.
             tables: of the rows' positions.
@@ -72,8 +81,16 @@ class UnrolledDraft(Draft):
         return list(self.layers)  # type: ignore[arg-type]
 
     def weights(self) -> Sequence[Any]:
-        """Each layer's weights for one pass, in which it runs once per step."""
+        """Each layer's weights for one pass."""
         return [layer.weights() for layer in self.decoder_layers]
+
+    def begin(self, shown: Tensor | None = None) -> Pass:
+        """A pass; `shown` `[M, H]` are embeddings of images (see `Embeddings`)."""
+        return Pass(self.weights(), Embeddings(self.embed_tokens.weight, shown))
+
+    def numbered(self, tokens: Tensor, shown: Tensor, places: Tensor) -> Tensor:
+        """`tokens` `[N]` as rows embed them: where `shown` `[N]` bool, the row of images that `places` `[N]` names."""
+        return torch.where(shown, len(self.embed_tokens.weight) + places, tokens)
 
     @property
     def positions(self) -> int:
@@ -103,6 +120,7 @@ class UnrolledDraft(Draft):
         share: ContextShare | None = None,
         *,
         chained: bool = True,
+        shown: Tensor | None = None,
     ) -> Iterator[Tensor]:
         """Run `steps` steps from every row of a packed batch at once.
 
@@ -115,6 +133,7 @@ class UnrolledDraft(Draft):
             share: where ranks share the sequences, which rows these are; `lengths` are still those of all.
             chained: a row of step j stands at position i + j and sees the first step's rows and its own later ones, as
                 while decoding. Otherwise it stays at position i and sees the rows of its own step.
+            shown: `[M, H]` embeddings of images, where tokens are `numbered`.
 
         Yields:
             Normed hidden states `[N, h]` of each step.
@@ -123,12 +142,12 @@ class UnrolledDraft(Draft):
             positions = torch.cat([torch.arange(n, device=tokens.device) for n in lengths])
         else:
             positions = share.positions(tokens.device)
-        hidden, weights = self.fuse(aux), self.weights()
-        known: list[list[Tensor]] = [[] for _ in weights]
+        hidden, one = self.fuse(aux), self.begin(shown)
+        known: list[list[Tensor]] = [[] for _ in one.weights]
         for step in range(steps):
             place = (share or lengths, tokens, positions + step if chained else positions, hidden)
             columns = [column for of_layer in known for column in of_layer] if chained else []
-            raw, normed, *more = self._recomputable(partial(self._step, weights))(*place, *columns)
+            raw, normed, *more = self._recomputable(partial(self._step, one))(*place, *columns)
             for of_layer, found in zip(known, _shares(more, len(known)), strict=True):
                 of_layer.extend(found)
             yield normed
@@ -138,7 +157,7 @@ class UnrolledDraft(Draft):
 
     def _step(
         self,
-        weights: Sequence[Any],
+        one: Pass,
         of: Sequence[int] | ContextShare,
         tokens: Tensor,
         positions: Tensor,
@@ -151,30 +170,25 @@ class UnrolledDraft(Draft):
         and values of all ranks come before those of its own.
         """
         new: list[Tensor] = []
-        hidden = self.enter(weights[0], tokens, positions, hidden)
-        for layer, columns in enumerate(_shares(known, len(weights))):
-            project = self._recomputable(partial(self.project, layer, weights[layer]))
+        hidden = self.enter(one, tokens, positions, hidden)
+        for layer, columns in enumerate(_shares(known, len(one.weights))):
+            project = self._recomputable(partial(self.project, one, layer))
             q, k, v = _by_rows(self.recompute, project, tokens, positions, hidden)
             more = (*of.gather(k, v), k, v) if isinstance(of, ContextShare) and not columns else (k, v)
             attended = _attend(q, [*columns, *more], of, self.config.windows[layer])
-            finish = self._recomputable(partial(self._finish, layer, weights[layer]))
+            finish = self._recomputable(partial(self._finish, layer, one.weights[layer]))
             hidden, *normed = _by_rows(self.recompute, finish, hidden, attended)
             new += more
         return hidden, *normed, *new
 
-    def enter(self, weights: Any, tokens: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
-        """What enters the first layer of rows `[n]`, `[n, h]`, from the previous step's hidden states `[n, h]`.
-
-        `weights` are the first layer's.
-        """
+    def enter(self, one: Pass, tokens: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
+        """What enters the first layer of rows `[n]`, `[n, h]`, from the previous step's hidden states `[n, h]`."""
         return hidden
 
-    def project(
-        self, layer: int, weights: Any, tokens: Tensor, positions: Tensor, hidden: Tensor
-    ) -> tuple[Tensor, ...]:
+    def project(self, one: Pass, layer: int, tokens: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values of a layer's rows `[n]`; see `UnrolledLayer.project`."""
         tables = rotary_tables(positions, self.config)
-        return self.decoder_layers[layer].project(self.embed_tokens.weight, tokens, hidden, tables, weights)
+        return self.decoder_layers[layer].project(one.embeddings, tokens, hidden, tables, one.weights[layer])
 
     def _finish(self, layer: int, weights: Any, hidden: Tensor, attended: Tensor) -> tuple[Tensor, ...]:
         """A layer's output; of the last one normed, too."""
@@ -190,8 +204,11 @@ class UnrolledDraft(Draft):
         """Divergence from the target over the training-time test, step by step (see Draft.loss)."""
         config, count, first = self.config, len(batch.tokens), batch.tokens[:1]
 
+        # A rank that shares samples may hold no state, and then has no row that embeds anything of the text.
+        images = batch.embedded if batch.embedded is not None and len(batch.embedded) else None
+        tokens = batch.tokens if images is None else self._with_images(batch)
         # Rows whose text ends before a step's token run on padding; their weight is 0.
-        padded = torch.cat([batch.tokens, first.expand(config.ttt_steps)])
+        padded = torch.cat([tokens, first.expand(config.ttt_steps)])
         (padded,) = to_device([padded], batch.aux.device)
         rows = None if batch.share is None else batch.share.packed_rows(padded.device)
 
@@ -199,16 +216,34 @@ class UnrolledDraft(Draft):
             return padded[1 + step : 1 + step + count] if rows is None else padded[1 + step + rows]
 
         shared, steps = batch.share, config.ttt_steps
-        outputs = self.unroll(text(0), batch.aux, batch.lengths, steps, text, shared, chained=self.trains_chains)
+        how: dict[str, Any] = {"chained": self.trains_chains, "shown": images}
+        outputs = self.unroll(text(0), batch.aux, batch.lengths, steps, text, shared, **how)
         return chain_loss(self, outputs, batch, target, total, chunk_tokens, own_tokens=self.learns_own_tokens)
 
+    def _with_images(self, batch: PackedSamples) -> Tensor:
+        """`[N]` on the host: the batch's tokens, `numbered`."""
+        assert batch.shown is not None
+        places = torch.arange(len(batch.tokens))
+        if batch.share is not None:
+            # Parts of images that other ranks' rows embed may have any number.
+            places = batch.share.state_index(places.device).clamp(min=0)
+        return self.numbered(batch.tokens, batch.shown, places)
+
     @torch.no_grad()
-    def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
-        """Proposals `[T, lookahead]` from every position of one sequence (see ProposalSource)."""
+    def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int, shown: Tensor | None = None) -> Tensor:
+        """Proposals `[T, lookahead]` from every position of one sequence (see RolloutSource).
+
+        `shown` `[M, H]`: embeddings of images, where tokens are `numbered`.
+        """
         proposals: list[Tensor] = []
-        for normed in self.unroll(tokens[1:], aux, [len(aux)], lookahead, lambda _step, _normed: proposals[-1]):
+        steps = self.unroll(tokens[1:], aux, [len(aux)], lookahead, lambda _step, _normed: proposals[-1], shown=shown)
+        for normed in steps:
             proposals.append(self.target_ids[self.logits(normed).argmax(-1)])
         return torch.stack(proposals, dim=1)
+
+    def after_images(self, embedded: Tensor, shown: Tensor) -> RolloutSource:
+        """See `Draft.after_images`."""
+        return _AfterImages(self, embedded, shown)
 
     def logits_along(self, texts: PackedTexts, lookahead: int, rows: Tensor) -> Iterator[Tensor]:
         """See `Draft.logits_along`; rows whose text ends before a step's token run on other tokens, to no effect."""
@@ -227,6 +262,23 @@ class UnrolledDraft(Draft):
 
     def proposers(self, count: int) -> Eagle3Proposer:
         return Eagle3Proposer(self, count)
+
+
+@dataclass(frozen=True)
+class _AfterImages:
+    """See `Draft.after_images`."""
+
+    draft: UnrolledDraft
+    embedded: Tensor
+    shown: Tensor
+
+    def proposers(self, count: int) -> Proposer:
+        raise AssertionError("texts with images are walked, not decoded")
+
+    def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
+        """See `RolloutSource.rollout`."""
+        numbered = self.draft.numbered(tokens, self.shown, torch.arange(len(tokens), device=tokens.device))
+        return self.draft.rollout(numbered, aux, lookahead, self.embedded)
 
 
 def _shares(flat: Sequence[Tensor], count: int) -> list[list[Tensor]]:

@@ -10,7 +10,7 @@ from models.drafts.eagle3.layers import GroupedAttention, MultiHeadLatentAttenti
 from models.drafts.layers import GatedMLP, GatedWeights, RMSNorm
 from models.drafts.mtp.experts import ExpertWeights, MixtureOfExperts
 from models.drafts.products import SharedWeight, added_product, products
-from models.drafts.row_functions import Tables, rms_norm
+from models.drafts.row_functions import Embeddings, Tables, rms_norm
 
 
 class ZeroCentredNorm(nn.Module):
@@ -114,7 +114,7 @@ class MtpLayer(nn.Module):
         return MtpWeights(fc, own.weights(), gate, SharedWeight(own.o_proj.weight), self.mlp.weights())
 
     def project(
-        self, _table: Tensor, _tokens: Tensor, hidden: Tensor, tables: Tables, weights: MtpWeights
+        self, _embeddings: Embeddings, _tokens: Tensor, hidden: Tensor, tables: Tables, weights: MtpWeights
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries `[N, heads, d]`, rotated keys and values `[N, kv_heads, d]` of rows `hidden` `[N, H]`."""
         return self.self_attn.project(self.input_layernorm(hidden), weights.attention, tables)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from models.config.mtp import MtpConfig
-from models.drafts.eagle3.unrolled import UnrolledDraft
+from models.drafts.eagle3.unrolled import Pass, UnrolledDraft
 from models.drafts.layers import TargetTable
 from models.drafts.mtp.layers import MtpLayer, MtpWeights, norm_of
 from models.drafts.mtp.names import stored_tensors
@@ -83,14 +83,14 @@ class MtpDraft(UnrolledDraft):
         """The first step's hidden states are the target's: `[N, H]`, the last H of `[N, K*H]`."""
         return aux[..., -self.hidden_size :].to(compute_dtype(self.fc.weight))
 
-    def enter(self, weights: MtpWeights, tokens: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
+    def enter(self, one: Pass, tokens: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
         """`u` `[n, H]`. MiMo's layer sees no embedding at position 0."""
         factors = self.embedding_norm.factors, self.hidden_norm.factors
-        both = embedded_input(self.embed_tokens.weight, tokens, hidden, factors, self.config.rms_norm_eps)
+        both = embedded_input(one.embeddings, tokens, hidden, factors, self.config.rms_norm_eps)
         if self.config.family == "mimo":
             first = torch.arange(2 * self.hidden_size, device=both.device) < self.hidden_size
             both = both.masked_fill((positions == 0).unsqueeze(1) & first, 0.0)
-        return products(both, (weights.fc,))[0]
+        return products(both, (one.weights[0].fc,))[0]
 
 
 DRAFT = MtpDraft

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import torch
 
 from infra.files.run_folder import RunFolder
 from infra.records.data_path import HELDOUT_LENGTH, HELDOUT_SEEN
+from infra.refusal import Refusal
 from models.capture.engine import Prompt
 from models.capture.heldout import read_heldout, seen_prompts
 from models.capture.plain_engine import PlainEngine
 from models.data.images import ImageProcessor
 from models.run import PreparedRun
+from models.targets.hidden_states import HiddenStates
 from models.targets.model import TargetModel
 from tests.conftest import memory_folder, prepare_run
 from tests.models.seeing_targets import seeing_target, write_pictures
@@ -24,6 +27,10 @@ SETTINGS = ["data.chat_template=tokenizer", "data.overlong=truncate", "data.held
 SETTINGS += ["training.samples_per_step=4", "training.log_steps=1", "training.heldout_steps=2"]
 SETTINGS += ["training.heldout_prompts=2", "benchmark.max_new_tokens=6", "target.aux_layer_ids=[0, 1, 2]"]
 MEDUSA = "draft={method: medusa, heads: 3, vocab_size: 512}"
+EAGLE3 = (
+    "draft={method: eagle3, vocab_size: 512, num_heads: 2, num_kv_heads: 2, head_dim: 8, intermediate_size: 16, "
+    "ttt_steps: 3}"
+)
 
 
 def write_source(folder: Path, count: int = 16) -> Path:
@@ -46,11 +53,11 @@ def seeing_run(tmp_path: Path, tiny_target: Any, monkeypatch: pytest.MonkeyPatch
     with memory_folder() as memory:
         monkeypatch.setenv("DRAFTSMITH_SHM", str(memory))
 
-        def make(family: str, *overrides: str) -> RunFolder:
+        def make(family: str, *overrides: str, draft: str = MEDUSA) -> RunFolder:
             target = seeing_target(family, tmp_path / family, tiny_target.path)
             source = write_source(tmp_path)
             data = [f"data.source={source}", f"data.images={tmp_path / 'pictures'}"]
-            return prepare_run(tmp_path / "run", target, MEDUSA, *data, *SETTINGS, *overrides)
+            return prepare_run(tmp_path / "run", target, draft, *data, *SETTINGS, *overrides)
 
         yield make
 
@@ -97,13 +104,62 @@ def test_answers_about_an_image_are_the_targets_own(family: str, seeing_run: Cal
         assert torch.equal(one.aux, hidden.aux)
 
 
-def test_a_run_with_images_trains_and_is_measured_on_them(
-    seeing_run: Callable[..., RunFolder], run_to_the_end: Callable[[RunFolder], None]
+@pytest.mark.parametrize("family", FAMILIES)
+def test_embeddings_of_images_are_captured_for_drafts_that_read_them(
+    family: str, seeing_run: Callable[..., RunFolder]
 ) -> None:
-    folder = seeing_run("qwen2_5_vl", "training.epochs=3")
+    run = PreparedRun.open(seeing_run(family, draft=EAGLE3).path)
+    engine, samples = PlainEngine(run), run.open_samples()
+    for one in samples.canaries(32):
+        engine.check_canary(one.tokens, one.images)
+    target = TargetModel.load(Path(run.target.path), (0, 1, 2), torch.float32, sees=True)
+    processor, media = ImageProcessor(Path(run.target.path)), torch.tensor(run.target.media_ids)
+    seen = 0
+    for index in range(len(samples)):
+        one = samples[index]
+        record = engine.capture(f"run/0/{index}/1", one.tokens, one.images).record
+        back = run.layout.empty(len(one.tokens))
+        engine.transport.get(record, run.layout.views(back))
+        given = processor.inputs(one.tokens, one.images)
+        entered = target.model(one.tokens[None], output_hidden_states=True, **given).hidden_states[0][0]
+        assert back.embedded is not None
+        assert torch.equal(back.embedded, entered)
+        shown = torch.isin(one.tokens, media)
+        assert bool(shown.any()) == bool(one.images)
+        if one.images:
+            table = target.model.get_input_embeddings()(one.tokens)
+            assert torch.equal(entered[~shown], table[~shown])
+            assert (entered - table)[shown].abs().amax(-1).min() > 1e-3
+            seen += 1
+    assert seen
+
+
+def test_wrong_embeddings_of_an_image_do_not_pass_the_canary(seeing_run: Callable[..., RunFolder]) -> None:
+    run = PreparedRun.open(seeing_run("qwen2_5_vl", draft=EAGLE3).path)
+    engine = PlainEngine(run)
+    (one,) = (one for one in run.open_samples().canaries(32) if one.images)
+    prefill = engine.prefill
+
+    def moved(*arguments: Any) -> HiddenStates:
+        hidden = prefill(*arguments)
+        assert hidden.embedded is not None
+        return replace(hidden, embedded=hidden.embedded.roll(1, 0))
+
+    engine.prefill = moved  # type: ignore[method-assign]
+    with pytest.raises(Refusal, match="first layer reads of an image differs"):
+        engine.check_canary(one.tokens, one.images)
+
+
+@pytest.mark.parametrize("draft", [MEDUSA, EAGLE3])
+@pytest.mark.parametrize("stored", ["float32", "float8"])
+def test_a_run_with_images_trains_and_is_measured_on_them(
+    draft: str, stored: str, seeing_run: Callable[..., RunFolder], run_to_the_end: Callable[[RunFolder], None]
+) -> None:
+    folder = seeing_run("qwen2_5_vl", "training.epochs=3", f"generator.stored_dtype={stored}", draft=draft)
     run_to_the_end(folder)
     texts = read_heldout(folder.heldout)
     assert texts is not None
     assert {text.shown for text in texts} == {True, False}
+    assert all((text.embedded is not None) == (text.shown and draft == EAGLE3) for text in texts)
     lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     assert any(HELDOUT_LENGTH in line and HELDOUT_SEEN in line for line in lines)

@@ -224,9 +224,13 @@ def test_without_data_images_the_message_names_the_setting(
     assert document.images == (pictures[0],)
 
 
-def test_drafts_that_read_embeddings_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"data\.images: drafts of EAGLE-3 read the embeddings"):
-        load_recipe(RECIPES / "tiny.yaml", ["data.images=pictures", "data.chat_template=tokenizer"])
+def test_recipes_whose_images_would_not_be_learned_are_refused() -> None:
+    pictures = ["data.images=pictures", "data.chat_template=tokenizer"]
+    for own in ("draft.train_embeddings=true", "draft.hidden_size=64"):
+        with pytest.raises(ValueError, match=r"data\.images: a draft with embeddings of its own cannot read"):
+            load_recipe(RECIPES / "tiny.yaml", [*pictures, own])
+    assert load_recipe(RECIPES / "tiny.yaml", pictures).embedded
+    assert not load_recipe(RECIPES / "tiny.yaml", ["draft={method: medusa}", *pictures]).embedded
     with pytest.raises(ValueError, match="only a chat template knows"):
         load_recipe(RECIPES / "tiny.yaml", ["draft={method: medusa}", "data.images=pictures"])
 

@@ -25,7 +25,7 @@ MEDUSA = {"method": "medusa", "vocab_size": 24, "heads": 3}
 LENGTHS = ((64,), (37, 22), (1, 2, 3, 5, 9), (1,))
 """Shorter ones than there are runs of rows too: some ranks have nothing to do."""
 CASES = {
-    f"{name}-{'-'.join(map(str, lengths))}": (config, recompute, lengths)
+    f"{name}-{'-'.join(map(str, lengths))}": (config, recompute, lengths, name == "images")
     for name, config, recompute in (
         ("eagle3", EAGLE3, False),
         ("eagle3.1", EAGLE3 | {"fc_norm": True, "norm_output": True, "loss": "lk_alpha"}, False),
@@ -33,6 +33,7 @@ CASES = {
         ("sliding", EAGLE3 | SLIDING, False),
         ("sliding-recompute", EAGLE3 | SLIDING, True),
         ("medusa", MEDUSA, False),
+        ("images", EAGLE3, False),
     )
     for lengths in LENGTHS
 }
@@ -48,29 +49,33 @@ def make_draft(config: dict) -> Draft:
     return draft
 
 
-def make_batch(lengths: tuple[int, ...], group: dist.ProcessGroup | None, reach: int) -> PackedSamples:
+def make_batch(lengths: tuple[int, ...], group: dist.ProcessGroup | None, reach: int, images: bool) -> PackedSamples:
     count = sum(lengths)
     tokens, mask = torch.randint(VOCABULARY, (count,)), torch.rand(count) < 0.7
     aux, last = torch.randn(count, len(AUX) * HIDDEN), torch.randn(count, HIDDEN)
     top = torch.randint(VOCABULARY, (count,), dtype=torch.int32)
+    embedded = torch.randn(count, HIDDEN) if images else None
+    shown = torch.rand(count) < 0.4 if images else None
     if group is None:
-        return PackedSamples(tokens, mask, aux, last, lengths, top)
+        return PackedSamples(tokens, mask, aux, last, lengths, top, embedded=embedded, shown=shown)
     share = ContextShare(lengths, dist.get_world_size(group), dist.get_rank(group), reach, group)
     here, states = ([run.packed for run in runs] for runs in (share.runs, share.states))
     parts = ((aux, here), (last, states), (top, states))
     aux, last, top = (torch.cat([x[:0], *(x[part] for part in there)]) for x, there in parts)
-    return PackedSamples(tokens, mask, aux, last, lengths, top, share)
+    if embedded is not None:
+        embedded = torch.cat([embedded[:0], *(embedded[part] for part in states)])
+    return PackedSamples(tokens, mask, aux, last, lengths, top, share, embedded, shown)
 
 
 def outcome(
-    config: dict, recompute: bool, lengths: tuple[int, ...], group: dist.ProcessGroup | None
+    config: dict, recompute: bool, lengths: tuple[int, ...], images: bool, group: dist.ProcessGroup | None
 ) -> dict[str, torch.Tensor]:
     draft = make_draft(config)
     draft.recompute = recompute
     head = torch.randn(VOCABULARY, HIDDEN)
     whole = head if draft.config.needs_mass else None
     target = TargetProjection(head[draft.vocabulary.target_ids], whole, 1.2, None)
-    found = draft.loss(make_batch(lengths, group, draft.positions), target, 13, 8)
+    found = draft.loss(make_batch(lengths, group, draft.positions, images), target, 13, 8)
     found.loss.backward()
     gradients = {name: p.grad for name, p in draft.named_parameters() if p.grad is not None}
     counts = {name: torch.tensor(getattr(found, name)) for name in ("supervised", "covered")}

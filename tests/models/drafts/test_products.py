@@ -11,7 +11,7 @@ from models.config.eagle3 import Eagle3Config
 from models.drafts.layers import RMSNorm
 from models.drafts.products import SharedWeight, added_product, gated_product, products
 from models.drafts.rope import rotary_tables
-from models.drafts.row_functions import embedded_input, gated, rms_norm, rotate
+from models.drafts.row_functions import Embeddings, embedded_input, gated, rms_norm, rotate
 
 
 def normal(*sizes: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -36,7 +36,7 @@ def test_a_norm_is_torchs_own() -> None:
 def test_gradients_of_embedded_input() -> None:
     tokens = torch.tensor([3, 0, 3, 1])
     assert torch.autograd.gradcheck(
-        lambda table, hidden, first, second: embedded_input(table, tokens, hidden, (first, second), 1e-3),
+        lambda table, hidden, first, second: embedded_input(Embeddings(table), tokens, hidden, (first, second), 1e-3),
         (normal(5, 6), normal(4, 6), normal(6), normal(6)),
     )
 

@@ -15,15 +15,16 @@ from models.data.images import ImageProcessor
 from models.data.prepare import prepare_samples
 from models.run import PreparedRun
 from models.targets.model import TargetModel
-from tests.models.capture.test_images_captured import MEDUSA, SETTINGS, write_source
+from tests.models.capture.test_images_captured import EAGLE3, MEDUSA, SETTINGS, write_source
 from tests.models.seeing_targets import seeing_target
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl"])
+@pytest.mark.parametrize(("family", "draft"), [("qwen3_vl", MEDUSA), ("qwen3_vl", EAGLE3)])
 def test_captured_states_are_the_targets_own(
     family: str,
+    draft: str,
     sglang_run: Callable[..., PreparedRun],
     engine_of: Callable[..., SGLangEngine],
     tiny_target: Any,
@@ -34,7 +35,7 @@ def test_captured_states_are_the_targets_own(
     target = seeing_target(family, tmp_path / family, tiny_target.path)
     source = write_source(tmp_path)
     data = [f"data.source={source}", f"data.images={tmp_path / 'pictures'}"]
-    run = sglang_run(MEDUSA, *data, *SETTINGS, target=target)
+    run = sglang_run(draft, *data, *SETTINGS, target=target)
     record = prepare_samples(run.config.data, target, run.config.target.add_bos)
     write_atomically(run.folder.samples, record)
     run = PreparedRun.open(run.folder.path)
@@ -48,8 +49,13 @@ def test_captured_states_are_the_targets_own(
         captured = engine.capture(f"images/{index}", one.tokens, one.images).record
         back = run.layout.empty(len(one.tokens))
         engine.transport.get(captured, run.layout.views(back))
-        own = reference.forward(one.tokens[None], seen=processor.inputs(one.tokens, one.images))
-        for found, expected in ((back.aux, own.aux[0]), (back.last, own.last[0])):
+        own = reference.forward(one.tokens[None], seen=processor.inputs(one.tokens, one.images), embedded=True)
+        pairs = [(back.aux, own.aux[0]), (back.last, own.last[0])]
+        if draft == EAGLE3 and one.images:
+            assert back.embedded is not None
+            assert own.embedded is not None
+            pairs.append((back.embedded, own.embedded[0]))
+        for found, expected in pairs:
             error = (found - expected).norm() / expected.norm()
             # Pixels are rounded otherwise: torchvision scales them there, Pillow here.
             assert error <= (0.02 if one.images else 1e-4)

@@ -37,7 +37,13 @@ class Recorder:
 
 def wanted(**rule: Any) -> Attach:
     spec = CaptureSpec(
-        transport=TransportConfig(), run=Path("runs/some"), aux_count=3, hidden_size=4, dtype="float32", top_token=False
+        transport=TransportConfig(),
+        run=Path("runs/some"),
+        aux_count=3,
+        hidden_size=4,
+        dtype="float32",
+        top_token=False,
+        embedded=False,
     )
     return Attach(spec=spec, rule=LiveRule(**{"share": 1.0, "longest": LONGEST} | rule))
 

@@ -33,7 +33,9 @@ class Engine:
 
     def __init__(self, folder: Path):
         config = TransportConfig(kind="files", folder=str(folder))
-        spec = CaptureSpec(transport=config, run=folder, aux_count=3, hidden_size=4, dtype="float32", top_token=False)
+        spec = CaptureSpec(
+            transport=config, run=folder, aux_count=3, hidden_size=4, dtype="float32", top_token=False, embedded=False
+        )
         self.capture, self.scheduler = Capture(spec), fake_scheduler()
         self.transport = open_transport(config, RunFolder(folder))
         self.replies: dict[str, Queue[CaptureReply]] = {}
