@@ -91,6 +91,12 @@ def random_layer(layout: Layout, folder: Path) -> tuple[nn.Module, dict[str, Ten
 def write_with_layer(family: str, folder: Path, tokenizer: Path) -> Path:
     """Write the family's target with its MTP layer to `folder`."""
     write(FAMILIES[family], folder, tokenizer)
+    add_layer(family, folder)
+    return folder
+
+
+def add_layer(family: str, folder: Path) -> None:
+    """Write an MTP layer beside the target in `folder`."""
     _, own = random_layer(LAYOUTS[family], folder)
     if own_layers := [name for name in own if name.startswith("model.layers.")]:
         assert not own_layers[0].startswith(f"model.layers.{LAYERS - 1}.")
@@ -99,4 +105,3 @@ def write_with_layer(family: str, folder: Path, tokenizer: Path) -> Path:
     kept = {name: tensor if name.endswith("bias") else tensor.bfloat16() for name, tensor in own.items()}
     kept = {name: tensor.contiguous() for name, tensor in kept.items()}
     save_file(load_file(folder / WEIGHTS) | kept, folder / WEIGHTS, {"format": "pt"})
-    return folder

@@ -60,6 +60,7 @@ def check_settings(run: RunWithTarget) -> None:
         check_server(config.ledger.url)
     draft = _draft(config, target)
     place = Path(target.path)
+    _check_axes(config, place)
     if own := draft.target_tensors(tensor_files(place)):
         OwnLayer.find(place, own)
     _check_disk(run, sum(parameter.numel() for parameter in draft.parameters()))
@@ -187,6 +188,16 @@ def _draft(recipe: RunConfig, target: TargetRecord) -> Draft:
     with torch.device("meta"):
         embedding = torch.empty(target.vocab_size, target.hidden_size)
         return build_draft(config, embedding, vocabulary, recipe.target.aux_layer_ids)
+
+
+def _check_axes(config: RunConfig, target: Path) -> None:
+    """Raise Refusal for a draft that counts positions along axes that its target does not have."""
+    text = read_model_config(target).get_text_config()
+    if getattr(config.draft, "mrope_section", None) and "mrope_section" not in (text.rope_parameters or {}):
+        raise Refusal(
+            "draft.mrope_section: the target counts positions along one axis (its config.json has no mrope_section): "
+            "leave it out"
+        )
 
 
 def _check_disk(run: RunWithTarget, parameters: int) -> None:

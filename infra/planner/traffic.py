@@ -13,6 +13,7 @@ CHECKPOINT_BYTES_PER_PARAMETER = 16
 
 
 TOP_TOKEN_BYTES = 4
+PLACE_BYTES = 12
 SCALE_BYTES = 4
 
 StoredPrecision = Literal["float32", "bfloat16", "float8"]
@@ -21,12 +22,12 @@ STORED_BYTES: dict[StoredPrecision, int] = {"float32": 4, "bfloat16": 2, "float8
 
 def bytes_per_token(aux_count: int, hidden_size: int, item_bytes: int, top_token: bool, embedded: bool = False) -> int:
     """Bytes of captured hidden states: K layer outputs, the output after the final norm, perhaps the embedding that the
-    target read, perhaps the top token.
+    target read, with its place on three axes, perhaps the top token.
 
     Numbers of one byte have a scale for each of these.
     """
     row = hidden_size * item_bytes + (SCALE_BYTES if item_bytes == 1 else 0)
-    return (aux_count + 1 + embedded) * row + TOP_TOKEN_BYTES * top_token
+    return (aux_count + 1 + embedded) * row + TOP_TOKEN_BYTES * top_token + PLACE_BYTES * embedded
 
 
 def stored_bytes_per_token(

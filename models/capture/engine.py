@@ -49,6 +49,14 @@ class Captured:
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """Token ids, and the files of the images that stand in them."""
+
+    tokens: tuple[int, ...]
+    images: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True)
 class Continued:
     """A prompt of P tokens with the target's greedy continuation of N tokens."""
 
@@ -61,14 +69,21 @@ class Continued:
     """Whether the prompt holds images."""
     embedded: Tensor | None = None
     """`[P + N - 1, H]` what the target's first layer read, where the prompt holds images and the draft reads them."""
+    places: Tensor | None = None
+    """`[P + N - 1, 3]` int32, with `embedded`: see HiddenStates."""
 
-
-@dataclass(frozen=True)
-class Prompt:
-    """Token ids, and the files of the images that stand in them."""
-
-    tokens: tuple[int, ...]
-    images: tuple[Path, ...] = ()
+    @classmethod
+    def of(cls, prompt: Prompt, continuation: Sequence[int], hidden: HiddenStates, dtype: torch.dtype) -> "Continued":
+        """From the hidden states of all tokens but the last, kept in `dtype`."""
+        shown = bool(prompt.images)
+        return cls(
+            prompt=prompt.tokens,
+            continuation=tuple(continuation),
+            aux=hidden.features.to("cpu", dtype),
+            shown=shown,
+            embedded=hidden.embedded.to("cpu", dtype) if shown and hidden.embedded is not None else None,
+            places=hidden.places.cpu() if shown and hidden.places is not None else None,
+        )
 
 
 class CaptureEngine(Protocol):
@@ -205,10 +220,14 @@ def check_embedded(
     relative `tolerance`."""
     if captured.embedded is None or not seen:
         return
-    own = target.forward(tokens[None].to(target.device), seen=seen, embedded=True).embedded
-    assert own is not None
+    own = target.forward(tokens[None].to(target.device), seen=seen, embedded=True)
+    assert own.embedded is not None
+    assert own.places is not None
+    if captured.places is None or not torch.equal(captured.places.cpu(), own.places[0].cpu()):
+        raise Refusal("canary: positions of an image's parts differ from those of a plain forward")
     shown = torch.isin(tokens, torch.tensor(media_ids(target.model.config)))
-    _compare("what the first layer reads of an image", captured.embedded[shown], own[0].cpu()[shown], tolerance)
+    found, expected = captured.embedded[shown], own.embedded[0].cpu()[shown]
+    _compare("what the first layer reads of an image", found, expected, tolerance)
 
 
 def check_same(written: HiddenStates, read: HiddenStates, layout: HiddenStateLayout, computed: torch.dtype) -> None:

@@ -56,9 +56,9 @@ def seen_prompts(samples: SampleSet, most: int, longest: int) -> list[Prompt]:
 def write_heldout(path: Path, texts: Sequence[Continued]) -> None:
     """Write the texts atomically."""
     tensors = {f"aux.{index}": text.aux.contiguous() for index, text in enumerate(texts)}
-    tensors |= {
-        f"embedded.{index}": text.embedded.contiguous() for index, text in enumerate(texts) if text.embedded is not None
-    }
+    for index, text in enumerate(texts):
+        named = {"embedded": text.embedded, "places": text.places}
+        tensors |= {f"{name}.{index}": rows.contiguous() for name, rows in named.items() if rows is not None}
     tokens = [[list(text.prompt), list(text.continuation), text.shown] for text in texts]
     aside = path.with_name(f".{path.name}.part")
     save_file(tensors, aside, {"texts": json.dumps(tokens), "sha256": _sha256(tensors)})
@@ -77,7 +77,14 @@ def read_heldout(path: Path) -> list[Continued] | None:
     if _sha256(tensors) != sha256:
         return None
     return [
-        Continued(tuple(prompt), tuple(continuation), tensors[f"aux.{index}"], shown, tensors.get(f"embedded.{index}"))
+        Continued(
+            tuple(prompt),
+            tuple(continuation),
+            tensors[f"aux.{index}"],
+            shown,
+            tensors.get(f"embedded.{index}"),
+            tensors.get(f"places.{index}"),
+        )
         for index, (prompt, continuation, shown) in enumerate(texts)
     ]
 

@@ -95,14 +95,8 @@ class PlainEngine:
         found = []
         for prompt, text in zip(prompts, texts, strict=True):
             read = torch.tensor([*prompt.tokens, *text][:-1])
-            hidden, shown = self.prefill(read, prompt.images), bool(prompt.images)
-            embedded = hidden.embedded if shown else None
-            aux, embedded = (
-                rows if rows is None else rows.to("cpu", self.layout.restored_dtype)
-                for rows in (hidden.features, embedded)
-            )
-            assert aux is not None
-            found.append(Continued(prompt.tokens, tuple(text), aux, shown, embedded))
+            hidden = self.prefill(read, prompt.images)
+            found.append(Continued.of(prompt, text, hidden, self.layout.restored_dtype))
         return found
 
     @torch.no_grad()

@@ -6,11 +6,11 @@ from pydantic import Field, model_validator
 
 from infra.planner.shapes import ITEM_BYTES, DraftShape, Kept, Precision, TargetShape
 from infra.refusal import Refusal
+from models.config.axes import AxialShape
 from models.config.draft_base import LOSS_FIELDS, LossChoice, VocabularyChoice
-from models.config.latent import LatentShape
 
 
-class Eagle3Config(LossChoice, VocabularyChoice, LatentShape):
+class Eagle3Config(LossChoice, VocabularyChoice, AxialShape):
     """Decoder layers, usually one, over the next token's embedding and the fused target features.
 
     EAGLE-3.1 is `fc_norm` and `norm_output` together.

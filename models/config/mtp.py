@@ -7,9 +7,10 @@ from pydantic import Field, model_validator
 
 from infra.planner.shapes import ITEM_BYTES, DraftShape, Kept, Precision, TargetShape
 from infra.refusal import Refusal
+from models.config.axes import AxialShape
 from models.config.draft_base import LOSS_FIELDS, LossChoice
 from models.config.experts import Experts, target_experts
-from models.config.latent import LatentAttention, LatentShape
+from models.config.latent import LatentAttention
 
 MtpFamily = Literal["mimo", "qwen", "deepseek"]
 OF_MODEL_TYPE: dict[str, MtpFamily] = {
@@ -26,7 +27,7 @@ OF_MODEL_TYPE: dict[str, MtpFamily] = {
 """Model types of targets whose layout of an MTP layer is known."""
 
 
-class MtpConfig(LossChoice, LatentShape):
+class MtpConfig(LossChoice, AxialShape):
     """The target's own MTP layer. Training starts from the target's weights of it, and an export replaces these."""
 
     title: ClassVar[str] = "MTP"
@@ -74,14 +75,6 @@ class MtpConfig(LossChoice, LatentShape):
     ttt_weights: tuple[Annotated[float, Field(ge=0, le=1_000_000)], ...] | None = Field(
         default=None, description="Loss weight of each step; default: by the objective."
     )
-
-    @property
-    def obstacle_to_images(self) -> str:
-        """See `MethodConfig`."""
-        return (
-            "an MTP layer counts the positions of an image as its target does, and these are not captured: set "
-            "draft.method to another one, or leave data.images out"
-        )
 
     @model_validator(mode="after")
     def _is_one_full_layer(self) -> "MtpConfig":
@@ -194,6 +187,8 @@ def own_layer(text: Mapping[str, Any]) -> dict[str, Any]:
         "gated_attention": family == "qwen" and bool(text.get("attn_output_gate", True)),
         "partial_rotary_factor": float(rotated or (0.25 if family == "qwen" else 1.0)),
     }
+    if section := rope.get("mrope_section"):
+        found |= {"mrope_section": list(section), "mrope_interleaved": bool(rope.get("mrope_interleaved"))}
     if text.get("kv_lora_rank"):
         sizes = LatentAttention.model_validate({name: text[name] for name in LatentAttention.model_fields})
         found |= {"mla": sizes.model_dump(), "num_kv_heads": text["num_attention_heads"], "head_dim": sizes.qk_head_dim}

@@ -41,6 +41,9 @@ class PackedSamples:
     the draft reads no embeddings."""
     shown: Tensor | None = None
     """`[N]` bool, on the host: the token stands for a part of an image. None where `embedded` is."""
+    places: Tensor | None = None
+    """`[N, 3]` int32, positions in time, height and width; with a `share`, of its rows alone. None where `embedded`
+    is."""
 
 
 @dataclass(frozen=True)
@@ -164,11 +167,12 @@ class Draft(torch.nn.Module):
     def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
         raise NotImplementedError
 
-    def after_images(self, embedded: Tensor, shown: Tensor) -> RolloutSource:
+    def after_images(self, embedded: Tensor, places: Tensor, shown: Tensor) -> RolloutSource:
         """This draft for one text that holds images.
 
         Args:
             embedded: `[T, H]` what the target's first layer read of all tokens but the last.
+            places: `[T, 3]` int32, where these stand.
             shown: `[T + 1]` bool: the token stands for a part of an image.
         """
         return self

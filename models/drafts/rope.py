@@ -5,15 +5,23 @@ import math
 import torch
 from torch import Tensor
 
+from models.config.axes import AxialShape
 from models.config.draft_base import LayerShape
 from models.config.rope import RopeScaling
 from models.drafts.row_functions import Tables
 
 
 def rotary_tables(positions: Tensor, shape: LayerShape) -> Tables:
-    """Cosines and sines for `positions` `[N]`, each `[N, 1, rotary_dim / 2]` float32, by the shape's frequencies."""
+    """Cosines and sines for `positions` `[N]`, each `[N, 1, rotary_dim / 2]` float32, by the shape's frequencies.
+
+    `positions` may also be `[N, 3]`, in time, height and width: pairs then turn by the axis that the shape gives them.
+    """
     frequencies, scale = inverse_frequencies(shape, positions.device)
-    angles = positions.to(torch.float64)[:, None, None] * frequencies
+    if positions.ndim == 1:
+        positions = positions.unsqueeze(-1)
+    elif isinstance(shape, AxialShape) and shape.axes:
+        positions = positions[:, shape.axes]
+    angles = positions.to(torch.float64).unsqueeze(1) * frequencies
     return (angles.cos() * scale).float(), (angles.sin() * scale).float()
 
 

@@ -189,6 +189,8 @@ def _rope(layer: Section) -> dict[str, Any]:
         found["rope_scaling"] = _scaling(kind, rope, layer)
     elif kind != "default":
         raise Refusal(f"its rope_type is {kind!r}, drafts here have default, {', '.join(OF_TYPE)}: give another draft")
+    if (section := rope.take("mrope_section")) is not None:
+        found |= {"mrope_section": section, "mrope_interleaved": bool(rope.take("mrope_interleaved", False))}
     rope.all_taken()
     return found
 

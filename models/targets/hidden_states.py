@@ -17,6 +17,9 @@ class HiddenStates:
     embedded: Tensor | None = None
     """`[..., T, H]` what the target's first layer read: of a text's tokens their embeddings, of an image's tokens what
     the vision model says of them. None where no draft asks for it. In texts without images it may be anything."""
+    places: Tensor | None = None
+    """`[..., T, 3]` int32 where it stands in time, height and width, by the target's own count; None where `embedded`
+    is."""
 
     @property
     def features(self) -> Tensor:

@@ -19,8 +19,8 @@ class SampleError(Exception):
 
 @dataclass(frozen=True)
 class HiddenStateLayout:
-    """Hidden states of a run: `aux` `[T, K*H]`, `last` and perhaps `embedded` `[T, H]` in `dtype`, perhaps `top` `[T]`
-    int32.
+    """Hidden states of a run: `aux` `[T, K*H]`, `last` and perhaps `embedded` `[T, H]` in `dtype`, perhaps `places`
+    `[T, 3]` and `top` `[T]` int32.
 
     With `dtype=FLOAT8` rows are stored as models.targets.float8 describes, and restored in bfloat16.
     """
@@ -31,7 +31,7 @@ class HiddenStateLayout:
     top_token: bool = False
     """Whether the target's top token belongs to it."""
     embedded: bool = False
-    """Whether the embeddings that the target read belong to it."""
+    """Whether the embeddings that the target read belong to it, and their places."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -87,8 +87,8 @@ class HiddenStateLayout:
     ) -> HiddenStates:
         """Uninitialized memory for `tokens` positions, which a transport fills.
 
-        `last`: positions of everything but the features, if it differs. `pinned`: page-locked, for asynchronous
-        copies.
+        `last`: positions of last states, top tokens and embeddings, if it differs. `pinned`: page-locked, for
+        asynchronous copies.
         """
         shapes = self._shapes(tokens, tokens if last is None else last)
         return HiddenStates(
@@ -111,11 +111,11 @@ class HiddenStateLayout:
         """In the order in which buffers lie in an object."""
         width = self.hidden_size + (SCALE_BYTES if stored and self.dtype == FLOAT8 else 0)
         shapes: dict[str, tuple[int, ...]] = {"aux": (tokens, self.aux_count * width), "last": (last, width)}
-        shapes |= {"embedded": (last, width)} if self.embedded else {}
+        shapes |= {"embedded": (last, width), "places": (tokens, 3)} if self.embedded else {}
         return shapes | ({"top": (last,)} if self.top_token else {})
 
     def _dtype(self, name: str) -> torch.dtype:
-        return torch.int32 if name == "top" else self.dtype
+        return torch.int32 if name in ("top", "places") else self.dtype
 
 
 def finite_rows(hidden: HiddenStates) -> Tensor:

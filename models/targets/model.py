@@ -19,6 +19,8 @@ from models.targets.weights import TargetHead, logit_shape
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 GENERATION_CONFIG = "generation_config.json"
+AXES = 3
+"""Time, height and width of an image's parts."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class TargetModel:
         positions, so a right-padded batch needs no mask as long as padded positions are ignored.
 
         `seen`: what the model reads of images (`ImageProcessor.inputs`); without cache and placement. `embedded`:
-        whether what the first layer reads is wanted.
+        whether what the first layer reads is wanted, and the places.
         """
         self._captured.clear()
         placed: dict[str, Any] = {}
@@ -135,14 +137,38 @@ class TargetModel:
             assert cache is None
             assert placement is None
             reader, placed = self.model.base_model, dict(seen)
-        entered = list[Tensor]()
-        with _entering(self.body.layers[0], entered) if embedded else nullcontext():
+        entered = dict[str, Any]()
+        with self._entering(entered) if embedded else nullcontext():
             output = reader(input_ids=tokens, past_key_values=cache, use_cache=cache is not None, **placed)
         last = output.last_hidden_state
         parts = [self._captured[layer_id] for layer_id in self.aux_layer_ids] + [last] * self.with_last
         self._captured.clear()
         aux = torch.cat(parts, dim=-1) if parts else last[..., :0]
-        return HiddenStates(aux=aux, last=last, embedded=entered[0] if embedded else None)
+        return HiddenStates(aux=aux, last=last, **entered)
+
+    @contextmanager
+    def _entering(self, entered: dict[str, Any]) -> Iterator[None]:
+        """Note what enters the decoder: `embedded` `[B, T, H]` and `places` `[B, T, 3]`."""
+
+        def read(_layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+            entered["embedded"] = inputs[0] if inputs else named["hidden_states"]
+
+        def place(_body: nn.Module, _inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+            given = named.get("position_ids")
+            tokens = named["input_ids"] if named.get("inputs_embeds") is None else named["inputs_embeds"]
+            if given is None:
+                given = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
+            # Some give the position in the text before the three.
+            axes = given[-AXES:] if given.ndim == AXES else given.expand(AXES, *given.shape)
+            entered["places"] = axes.movedim(0, -1).int()
+
+        hooks = [(self.body.layers[0], read), (self.body, place)]
+        handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in hooks]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _masks(self, placement: Placement) -> Tensor | dict[str, Tensor]:
         """Additive masks `[B, 1, T, S + T]`, one per type of layer if there are several."""
@@ -180,20 +206,6 @@ class TargetModel:
     def top_tokens(self, last: Tensor) -> Tensor:
         """`[N]` int32: see TargetHead.top_tokens."""
         return self.head.top_tokens(last)
-
-
-@contextmanager
-def _entering(layer: nn.Module, entered: list[Tensor]) -> Iterator[None]:
-    """What enters a layer is appended."""
-
-    def hook(_module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        entered.append(inputs[0] if inputs else named["hidden_states"])
-
-    handle = layer.register_forward_pre_hook(hook, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def eos_ids(target: Path) -> frozenset[int]:

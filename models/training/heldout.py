@@ -55,7 +55,8 @@ class HeldoutWalk:
                 source = draft
                 if text.embedded is not None:
                     shown = torch.isin(torch.tensor([*text.prompt, *text.continuation]), self._media_ids)
-                    source = draft.after_images(text.embedded.to(device), shown.to(device))
+                    assert text.places is not None
+                    source = draft.after_images(*(x.to(device) for x in (text.embedded, text.places, shown)))
                 found = simulate(source, text.prompt, text.continuation, text.aux.to(device), self._lookahead)[-1]
                 counts[HELDOUT_SEEN if text.shown else HELDOUT_LENGTH].append(found)
         return {name: acceptance_length(some) for name, some in counts.items() if any(one.steps for one in some)}

@@ -210,6 +210,7 @@ class Fetcher:
             share=share,
             embedded=hidden.embedded if seen else None,
             shown=shown if seen else None,
+            places=hidden.places if seen else None,
         )
 
     def release(self, plan: StepPlan) -> None:
@@ -233,7 +234,7 @@ class Fetcher:
         hidden = parts.empty(*(sum(run.rows for run in runs) for runs in (share.runs, share.states)))
         for name, into in hidden.named().items():
             start = 0
-            for run in share.runs if name == "aux" else share.states:
+            for run in share.runs if name in ("aux", "places") else share.states:
                 place = into[start : start + run.rows]
                 read = partial(parts.receive_part, name=name, first=run.start, into=place)
                 self._recapture.read(planned[run.sample], step, read)

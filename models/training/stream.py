@@ -72,12 +72,13 @@ class MicroBatch:
         rows = self._rows(samples)
         if self.layout is not None:
             rows = self.layout.restored(rows)
-        return replace(self, samples=replace(samples, aux=rows.features, last=rows.last, embedded=rows.embedded))
+        restored = {"aux": rows.features, "last": rows.last, "embedded": rows.embedded, "places": rows.places}
+        return replace(self, samples=replace(samples, **restored))
 
     @staticmethod
     def _rows(samples: PackedSamples) -> HiddenStates:
         """What the GPU needs of them."""
-        return HiddenStates(samples.aux, samples.last, embedded=samples.embedded)
+        return HiddenStates(samples.aux, samples.last, embedded=samples.embedded, places=samples.places)
 
 
 @cache

@@ -16,6 +16,7 @@ from models.targets.prepare import prepare_target
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
+from mtp_families import LAYOUTS, add_layer
 from target_families import FAMILIES, write
 
 QWEN_TOKENS = {
@@ -64,6 +65,8 @@ def seeing_target(name: str, folder: Path, tokenizer: str, layers: tuple[int, ..
     ids = {key: vocabulary + place for place, key in enumerate(tokens.values())}
     settings = family.settings | {"vocab_size": vocabulary + 8}
     write(replace(family, settings=settings, wrapper=family.wrapper | ids), folder, Path(tokenizer))
+    if name in LAYOUTS:
+        add_layer(name, folder)
     words = AutoTokenizer.from_pretrained(tokenizer)
     words.add_special_tokens({"additional_special_tokens": list(tokens)})
     words.save_pretrained(folder)

@@ -268,8 +268,8 @@ class SGLangEngine:
             asked = torch.tensor(prompt.tokens)
             hidden, answer = self._take_back(f"heldout-{index}", asked, prompt.images, sampling)
             text = tuple(end_of(answer, ends))
-            read, shown = hidden.rows(slice(len(prompt.tokens) + len(text) - 1)), bool(prompt.images)
-            return Continued(prompt.tokens, text, read.features, shown, read.embedded if shown else None)
+            read = hidden.rows(slice(len(prompt.tokens) + len(text) - 1))
+            return Continued.of(prompt, text, read, read.features.dtype)
 
         with ThreadPoolExecutor(self.in_flight) as threads:
             return list(threads.map(one, range(len(prompts))))

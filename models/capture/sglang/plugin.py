@@ -25,6 +25,7 @@ same features in training and in service, so the patch applies to every engine t
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -78,7 +79,7 @@ class Capture:
         self._writer = Writer(spec, self._layout, self._copies, ends_server=not serves)
         self._unfinished: dict[str, Any] = {}
 
-    def copy(self, scheduler: Any, output: Any, decodes: bool) -> HostCopy | None:
+    def copy(self, scheduler: Any, output: Any, batch: Any) -> HostCopy | None:
         """Begin to copy what a batch computed to the host; None on ranks that write nothing."""
         if output.hidden_states is None or output.last_hidden_states is None:
             raise Refusal(
@@ -95,13 +96,13 @@ class Capture:
         if not self._layout.aux_count:
             aux = aux.new_empty(len(aux), 0)  # of the one layer that the engine had to name
         # Engines of Draftsmith's own have no graphs but those of decoding.
-        embedded = None
+        hidden = HiddenStates(aux, output.last_hidden_states, top)
         if self._layout.embedded:
             # A batch without images looks its tokens up in the table, which the trainer has.
             given = output.mm_input_embeds
             embedded = torch.zeros_like(output.last_hidden_states) if given is None else given
-        hidden = HiddenStates(aux, output.last_hidden_states, top, embedded)
-        return self._copies.start(hidden, scheduler, replayed=decodes or self.serves)
+            hidden = replace(hidden, embedded=embedded, places=_places(batch))
+        return self._copies.start(hidden, scheduler, replayed=batch.forward_mode.is_decode() or self.serves)
 
     def submit(self, batch: Any, copy: HostCopy | Exception) -> list[PendingReply | None]:
         """Have a prefill written. Returns one reply per request, None if it is not captured or not complete yet."""
@@ -157,7 +158,7 @@ def after_run_batch(result: Any, scheduler: Any, batch: Any, *_: Any, **__: Any)
     if not any(map(capture.key, batch.reqs)):
         return
     try:
-        copy = capture.copy(scheduler, output, mode.is_decode())
+        copy = capture.copy(scheduler, output, batch)
     except Exception as error:  # noqa: BLE001 (an exception here would end the engine; the replies carry it)
         copy = error if _writes(_parallel()) else None
     if copy is not None and mode.is_decode():
@@ -186,6 +187,22 @@ def hold_replies(
 def _answers(request: Any) -> bool:
     """Whether a request is captured with its answer."""
     return request.sampling_params.max_new_tokens > 1
+
+
+def _places(batch: Any) -> Tensor:
+    """`[rows, 3]` int32, on the host: where a batch's rows stand in time, height and width."""
+    found = []
+    if batch.forward_mode.is_decode():
+        # After an image's last part text goes on from its greatest place, which is less than its number of parts.
+        for request, length in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
+            moved = getattr(request.multimodal_inputs, "mrope_position_delta", None)
+            found.append(torch.full((1, 3), length - 1 + (0 if moved is None else int(moved))))
+        return torch.cat(found).int()
+    for request, count, start in zip(batch.reqs, batch.extend_lens, batch.prefix_lens, strict=True):
+        seen = getattr(request.multimodal_inputs, "mrope_positions", None)
+        rows = torch.arange(start, start + count).expand(3, -1) if seen is None else seen[:, start : start + count]
+        found.append(rows.T.cpu())
+    return torch.cat(found).int()
 
 
 def _writes(parallel: Any) -> bool:

@@ -40,6 +40,15 @@ class Pass(NamedTuple):
     embeddings: Embeddings
 
 
+class ImageRows(NamedTuple):
+    """What rows read of images."""
+
+    embedded: Tensor
+    """`[M, H]` embeddings that the target read, by the numbers in `UnrolledDraft.numbered`."""
+    places: Tensor
+    """`[N, 3]` int32, where the rows stand in time, height and width."""
+
+
 class UnrolledLayer(Protocol):
     """A decoder layer, cut where its rows attend."""
 
@@ -120,7 +129,7 @@ class UnrolledDraft(Draft):
         share: ContextShare | None = None,
         *,
         chained: bool = True,
-        shown: Tensor | None = None,
+        images: ImageRows | None = None,
     ) -> Iterator[Tensor]:
         """Run `steps` steps from every row of a packed batch at once.
 
@@ -133,16 +142,18 @@ class UnrolledDraft(Draft):
             share: where ranks share the sequences, which rows these are; `lengths` are still those of all.
             chained: a row of step j stands at position i + j and sees the first step's rows and its own later ones, as
                 while decoding. Otherwise it stays at position i and sees the rows of its own step.
-            shown: `[M, H]` embeddings of images, where tokens are `numbered`.
+            images: of texts with images, whose tokens are `numbered`.
 
         Yields:
             Normed hidden states `[N, h]` of each step.
         """
-        if share is None:
+        if images is not None and self.config.mrope_section is not None:
+            positions = images.places.long()
+        elif share is None:
             positions = torch.cat([torch.arange(n, device=tokens.device) for n in lengths])
         else:
             positions = share.positions(tokens.device)
-        hidden, one = self.fuse(aux), self.begin(shown)
+        hidden, one = self.fuse(aux), self.begin(None if images is None else images.embedded)
         known: list[list[Tensor]] = [[] for _ in one.weights]
         for step in range(steps):
             place = (share or lengths, tokens, positions + step if chained else positions, hidden)
@@ -204,9 +215,9 @@ class UnrolledDraft(Draft):
         """Divergence from the target over the training-time test, step by step (see Draft.loss)."""
         config, count, first = self.config, len(batch.tokens), batch.tokens[:1]
 
-        # A rank that shares samples may hold no state, and then has no row that embeds anything of the text.
-        images = batch.embedded if batch.embedded is not None and len(batch.embedded) else None
-        tokens = batch.tokens if images is None else self._with_images(batch)
+        images, tokens = _images(batch), batch.tokens
+        if images is not None:
+            tokens = self._with_images(batch)
         # Rows whose text ends before a step's token run on padding; their weight is 0.
         padded = torch.cat([tokens, first.expand(config.ttt_steps)])
         (padded,) = to_device([padded], batch.aux.device)
@@ -216,8 +227,8 @@ class UnrolledDraft(Draft):
             return padded[1 + step : 1 + step + count] if rows is None else padded[1 + step + rows]
 
         shared, steps = batch.share, config.ttt_steps
-        how: dict[str, Any] = {"chained": self.trains_chains, "shown": images}
-        outputs = self.unroll(text(0), batch.aux, batch.lengths, steps, text, shared, **how)
+        where = text(0), batch.aux, batch.lengths
+        outputs = self.unroll(*where, steps, text, shared, chained=self.trains_chains, images=images)
         return chain_loss(self, outputs, batch, target, total, chunk_tokens, own_tokens=self.learns_own_tokens)
 
     def _with_images(self, batch: PackedSamples) -> Tensor:
@@ -230,20 +241,20 @@ class UnrolledDraft(Draft):
         return self.numbered(batch.tokens, batch.shown, places)
 
     @torch.no_grad()
-    def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int, shown: Tensor | None = None) -> Tensor:
+    def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int, images: ImageRows | None = None) -> Tensor:
         """Proposals `[T, lookahead]` from every position of one sequence (see RolloutSource).
 
-        `shown` `[M, H]`: embeddings of images, where tokens are `numbered`.
+        `images`: as in `unroll`.
         """
         proposals: list[Tensor] = []
-        steps = self.unroll(tokens[1:], aux, [len(aux)], lookahead, lambda _step, _normed: proposals[-1], shown=shown)
+        steps = self.unroll(tokens[1:], aux, [len(aux)], lookahead, lambda _step, _normed: proposals[-1], images=images)
         for normed in steps:
             proposals.append(self.target_ids[self.logits(normed).argmax(-1)])
         return torch.stack(proposals, dim=1)
 
-    def after_images(self, embedded: Tensor, shown: Tensor) -> RolloutSource:
+    def after_images(self, embedded: Tensor, places: Tensor, shown: Tensor) -> RolloutSource:
         """See `Draft.after_images`."""
-        return _AfterImages(self, embedded, shown)
+        return _AfterImages(self, embedded, places, shown)
 
     def logits_along(self, texts: PackedTexts, lookahead: int, rows: Tensor) -> Iterator[Tensor]:
         """See `Draft.logits_along`; rows whose text ends before a step's token run on other tokens, to no effect."""
@@ -270,6 +281,7 @@ class _AfterImages:
 
     draft: UnrolledDraft
     embedded: Tensor
+    places: Tensor
     shown: Tensor
 
     def proposers(self, count: int) -> Proposer:
@@ -278,7 +290,15 @@ class _AfterImages:
     def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
         """See `RolloutSource.rollout`."""
         numbered = self.draft.numbered(tokens, self.shown, torch.arange(len(tokens), device=tokens.device))
-        return self.draft.rollout(numbered, aux, lookahead, self.embedded)
+        return self.draft.rollout(numbered, aux, lookahead, ImageRows(self.embedded, self.places))
+
+
+def _images(batch: PackedSamples) -> ImageRows | None:
+    if batch.embedded is None or not len(batch.embedded):
+        # A rank that shares samples may hold no state: it then has no row that embeds anything of the text.
+        return None
+    assert batch.places is not None
+    return ImageRows(batch.embedded, batch.places)
 
 
 def _shares(flat: Sequence[Tensor], count: int) -> list[list[Tensor]]:

@@ -22,6 +22,7 @@ from models.targets.model import TargetModel
 from tests.conftest import memory_folder, prepare_run
 from tests.models.seeing_targets import seeing_target, write_pictures
 
+MTP = "draft={method: mtp}"
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3")
 SETTINGS = ["data.chat_template=tokenizer", "data.overlong=truncate", "data.heldout_share=0.3"]
 SETTINGS += ["training.samples_per_step=4", "training.log_steps=1", "training.heldout_steps=2"]
@@ -57,6 +58,8 @@ def seeing_run(tmp_path: Path, tiny_target: Any, monkeypatch: pytest.MonkeyPatch
             target = seeing_target(family, tmp_path / family, tiny_target.path)
             source = write_source(tmp_path)
             data = [f"data.source={source}", f"data.images={tmp_path / 'pictures'}"]
+            if draft == MTP:
+                data += ["target.source=huggingface", f"target.name={target.path}"]
             return prepare_run(tmp_path / "run", target, draft, *data, *SETTINGS, *overrides)
 
         yield make
@@ -124,6 +127,8 @@ def test_embeddings_of_images_are_captured_for_drafts_that_read_them(
         entered = target.model(one.tokens[None], output_hidden_states=True, **given).hidden_states[0][0]
         assert back.embedded is not None
         assert torch.equal(back.embedded, entered)
+        assert back.places is not None
+        assert torch.equal(back.places.long(), places_of(target, one.tokens, given))
         shown = torch.isin(one.tokens, media)
         assert bool(shown.any()) == bool(one.images)
         if one.images:
@@ -132,6 +137,17 @@ def test_embeddings_of_images_are_captured_for_drafts_that_read_them(
             assert (entered - table)[shown].abs().amax(-1).min() > 1e-3
             seen += 1
     assert seen
+
+
+def places_of(target: TargetModel, tokens: torch.Tensor, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    """`[T, 3]` by the family's own count."""
+    model: Any = target.model.base_model
+    if not given or not hasattr(model, "get_rope_index"):
+        return torch.arange(len(tokens)).unsqueeze(1).expand(-1, 3)
+    wanted = {name: given[name] for name in ("mm_token_type_ids", "image_grid_thw")}
+    places = model.get_rope_index(tokens[None], **wanted)[0][:, 0].T
+    assert (places != torch.arange(len(tokens)).unsqueeze(1)).any()
+    return places
 
 
 def test_wrong_embeddings_of_an_image_do_not_pass_the_canary(seeing_run: Callable[..., RunFolder]) -> None:
@@ -150,16 +166,29 @@ def test_wrong_embeddings_of_an_image_do_not_pass_the_canary(seeing_run: Callabl
         engine.check_canary(one.tokens, one.images)
 
 
-@pytest.mark.parametrize("draft", [MEDUSA, EAGLE3])
-@pytest.mark.parametrize("stored", ["float32", "float8"])
+@pytest.mark.parametrize(
+    ("family", "draft", "stored"),
+    [
+        ("qwen2_5_vl", MEDUSA, "float32"),
+        ("qwen2_5_vl", EAGLE3, "float32"),
+        ("qwen2_5_vl", EAGLE3, "float8"),
+        ("qwen3_5", MTP, "float32"),
+        ("qwen2_5_vl", EAGLE3[:-1] + ", mrope_section: [2, 1, 1]}", "float32"),
+    ],
+)
 def test_a_run_with_images_trains_and_is_measured_on_them(
-    draft: str, stored: str, seeing_run: Callable[..., RunFolder], run_to_the_end: Callable[[RunFolder], None]
+    family: str,
+    draft: str,
+    stored: str,
+    seeing_run: Callable[..., RunFolder],
+    run_to_the_end: Callable[[RunFolder], None],
 ) -> None:
-    folder = seeing_run("qwen2_5_vl", "training.epochs=3", f"generator.stored_dtype={stored}", draft=draft)
+    layers = ["target.aux_layer_ids=[]"] if draft == MTP else []
+    folder = seeing_run(family, *layers, "training.epochs=3", f"generator.stored_dtype={stored}", draft=draft)
     run_to_the_end(folder)
     texts = read_heldout(folder.heldout)
     assert texts is not None
     assert {text.shown for text in texts} == {True, False}
-    assert all((text.embedded is not None) == (text.shown and draft == EAGLE3) for text in texts)
+    assert all((text.embedded is not None) == (text.shown and draft != MEDUSA) for text in texts)
     lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     assert any(HELDOUT_LENGTH in line and HELDOUT_SEEN in line for line in lines)

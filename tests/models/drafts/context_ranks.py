@@ -33,7 +33,7 @@ CASES = {
         ("sliding", EAGLE3 | SLIDING, False),
         ("sliding-recompute", EAGLE3 | SLIDING, True),
         ("medusa", MEDUSA, False),
-        ("images", EAGLE3, False),
+        ("images", EAGLE3 | {"mrope_section": [2, 1, 1]}, False),
     )
     for lengths in LENGTHS
 }
@@ -56,15 +56,17 @@ def make_batch(lengths: tuple[int, ...], group: dist.ProcessGroup | None, reach:
     top = torch.randint(VOCABULARY, (count,), dtype=torch.int32)
     embedded = torch.randn(count, HIDDEN) if images else None
     shown = torch.rand(count) < 0.4 if images else None
+    places = torch.randint(30, (count, 3), dtype=torch.int32) if images else None
     if group is None:
-        return PackedSamples(tokens, mask, aux, last, lengths, top, embedded=embedded, shown=shown)
+        return PackedSamples(tokens, mask, aux, last, lengths, top, None, embedded, shown, places)
     share = ContextShare(lengths, dist.get_world_size(group), dist.get_rank(group), reach, group)
     here, states = ([run.packed for run in runs] for runs in (share.runs, share.states))
     parts = ((aux, here), (last, states), (top, states))
     aux, last, top = (torch.cat([x[:0], *(x[part] for part in there)]) for x, there in parts)
-    if embedded is not None:
+    if embedded is not None and places is not None:
         embedded = torch.cat([embedded[:0], *(embedded[part] for part in states)])
-    return PackedSamples(tokens, mask, aux, last, lengths, top, share, embedded, shown)
+        places = torch.cat([places[:0], *(places[part] for part in here)])
+    return PackedSamples(tokens, mask, aux, last, lengths, top, share, embedded, shown, places)
 
 
 def outcome(

@@ -186,10 +186,8 @@ def test_weights_that_do_not_fit_are_refused(tensors, message, authors, target):
         ({"attention_bias": True}, "tensors: .*q_proj.bias"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "factor is .*Field required"),
-        (
-            {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 3]}},
-            r"rope_scaling\.mrope_section is \[2, 3\]",
-        ),
+        ({"rope_scaling": {"rope_type": "default", "mrope_section": [2, 3]}}, "mrope_section"),
+        ({"rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 9]}}, r"has 14 pairs, and \d of a head"),
         (
             {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.5} | LONG},
             "attention_factor is 1.5",

@@ -18,6 +18,8 @@ from models.targets.model import TargetModel
 from tests.models.capture.test_images_captured import EAGLE3, MEDUSA, SETTINGS, write_source
 from tests.models.seeing_targets import seeing_target
 
+CHUNK = 32
+
 pytestmark = pytest.mark.slow
 
 
@@ -35,7 +37,9 @@ def test_captured_states_are_the_targets_own(
     target = seeing_target(family, tmp_path / family, tiny_target.path)
     source = write_source(tmp_path)
     data = [f"data.source={source}", f"data.images={tmp_path / 'pictures'}"]
-    run = sglang_run(draft, *data, *SETTINGS, target=target)
+    # Images are divided among chunks.
+    chunks = [f"generator.sglang.chunked_prefill_tokens={CHUNK}"] if draft == EAGLE3 else []
+    run = sglang_run(draft, *data, *SETTINGS, *chunks, target=target)
     record = prepare_samples(run.config.data, target, run.config.target.add_bos)
     write_atomically(run.folder.samples, record)
     run = PreparedRun.open(run.folder.path)
@@ -55,11 +59,21 @@ def test_captured_states_are_the_targets_own(
             assert back.embedded is not None
             assert own.embedded is not None
             pairs.append((back.embedded, own.embedded[0]))
+            assert back.places is not None
+            assert own.places is not None
+            assert torch.equal(back.places, own.places[0])
+            assert (back.places != torch.arange(len(one.tokens)).unsqueeze(1)).any()
         for found, expected in pairs:
             error = (found - expected).norm() / expected.norm()
             # Pixels are rounded otherwise: torchvision scales them there, Pillow here.
             assert error <= (0.02 if one.images else 1e-4)
     shown = seen_prompts(run.open_samples("heldout"), 2, run.samples.longest)
-    assert [one.shown for one in engine.continue_greedily([*shown, Prompt((0, 5, 9))], 4)] == [True] * len(shown) + [
-        False
-    ]
+    texts = engine.continue_greedily([*shown, Prompt((0, 5, 9))], 4)
+    assert [one.shown for one in texts] == [True] * len(shown) + [False]
+    for prompt, text in zip(shown, texts, strict=False):
+        read = torch.tensor([*text.prompt, *text.continuation][:-1])
+        own = reference.forward(read[None], seen=processor.inputs(read, prompt.images), embedded=True)
+        assert own.places is not None
+        if draft == EAGLE3:
+            assert text.places is not None
+            assert torch.equal(text.places, own.places[0])

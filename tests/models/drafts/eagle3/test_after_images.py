@@ -1,6 +1,7 @@
 """Drafts that read embeddings, on texts with images: as if the target's table had a row for every part of an image."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ CONFIG |= {"ttt_steps": 4, "intermediate_size": 20}
 VARIANTS: Mapping[str, dict[str, Any]] = {
     "plain": {},
     "eagle3.1": {"fc_norm": True, "norm_output": True},
+    "axes": {"mrope_section": [2, 1, 1], "mrope_interleaved": True},
     "two layers": {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 7},
 }
 
@@ -43,7 +45,13 @@ def batch() -> PackedSamples:
     tokens, shown = torch.randint(VOCABULARY, (count,)), torch.rand(count) < 0.4
     mask = (torch.rand(count) < 0.7) & ~shown
     aux, last = torch.randn(count, len(AUX) * HIDDEN), torch.randn(count, HIDDEN)
-    return PackedSamples(tokens, mask, aux, last, LENGTHS, embedded=torch.randn(count, HIDDEN), shown=shown)
+    embedded, places = torch.randn(count, HIDDEN), consecutive(LENGTHS)
+    return PackedSamples(tokens, mask, aux, last, LENGTHS, embedded=embedded, shown=shown, places=places)
+
+
+def consecutive(lengths: tuple[int, ...]) -> Tensor:
+    """`[N, 3]`: the places of text."""
+    return torch.cat([torch.arange(length) for length in lengths]).int().unsqueeze(1).expand(-1, 3)
 
 
 def loss_of(draft: Draft, batch: PackedSamples) -> dict[str, Tensor]:
@@ -72,9 +80,7 @@ def test_loss_and_gradients_are_those_with_a_longer_table(variant: str, recomput
     ours, theirs = loss_of(short, batch), loss_of(long, with_long_table(batch))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    other = PackedSamples(
-        batch.tokens, batch.loss_mask, batch.aux, batch.last, LENGTHS, embedded=-batch.embedded, shown=batch.shown
-    )
+    other = replace(batch, embedded=-batch.embedded)
     assert not torch.equal(ours["loss"], loss_of(short, other)["loss"])
 
 
@@ -86,6 +92,7 @@ def test_proposals_after_an_image_are_those_with_a_longer_table(variant: str, ba
     shown = torch.cat([batch.shown, torch.zeros(1, dtype=torch.bool)])
     tokens = torch.cat([batch.tokens, torch.tensor([5])])
     longer = torch.cat([with_long_table(batch).tokens, torch.tensor([5])])
-    found = short.after_images(batch.embedded, shown).rollout(tokens, batch.aux, 4)  # type: ignore[attr-defined]
+    places = consecutive((len(batch.tokens),))
+    found = short.after_images(batch.embedded, places, shown).rollout(tokens, batch.aux, 4)
     assert torch.equal(found, long.rollout(longer, batch.aux, 4))
     assert not torch.equal(found, short.rollout(tokens, batch.aux, 4))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from infra.refusal import Refusal
 from models.config.recipe import as_recipe
+from models.drafts.eagle3.unrolled import ImageRows
 from models.drafts.mtp.experts import BIAS
 from models.drafts.mtp.module import MtpDraft
 from models.drafts.registry import build_draft
@@ -65,12 +66,14 @@ def test_the_layer_is_transformers_own(target):
     both = torch.cat([norm(of_embedding, embedded), norm(of_hidden, last)], dim=-1)
     mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
     three, start = layout.start.startswith("Qwen3_5"), "TextRotaryEmbedding"
-    positions = torch.arange(count).expand(3, 1, count) if three else torch.arange(count)[None]
-    tables = layout.kind(start if three else "RotaryEmbedding")(config)(both[None], positions)
+    # Three axes: as of a text with an image in the middle.
+    places = torch.randint(count, (3, 1, count)) if three else torch.arange(count)[None]
+    tables = layout.kind(start if three else "RotaryEmbedding")(config)(both[None], places)
     entered = (both @ own[f"{layout.prefix}{project}.weight"].T)[None]
-    out = layer(entered, position_embeddings=tables, attention_mask=mask, position_ids=positions)
+    out = layer(entered, position_embeddings=tables, attention_mask=mask, position_ids=places)
     expected = norm(last_norm, (out[0] if isinstance(out, tuple) else out).view(count, HIDDEN))
-    (found,) = draft.unroll(tokens[1:], last, [count], 1, lambda *_: tokens)
+    images = ImageRows(torch.zeros(1, HIDDEN), places[:, 0].T.int()) if three else None
+    (found,) = draft.unroll(tokens[1:], last, [count], 1, lambda *_: tokens, images=images)
     assert expected.std() > 0.1
     assert torch.allclose(found, expected, atol=2e-5)
 
