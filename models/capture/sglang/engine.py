@@ -135,8 +135,8 @@ class SGLangEngine:
         """Answer one prompt. Returns the hidden states of all that was read in the transport, and the answer."""
         asked = {**sampling, "custom_params": self._marks(key)}
         try:
-            collapsed = self._collapsed(tokens, images)
-            answer = self._client.generate(collapsed, asked, **_shown(images), **self._settings())
+            prompt, more = asked_with(tokens, images, self.run.target.media_ids)
+            answer = self._client.generate(prompt, asked, **more, **self._settings())
         except PromptRefusedError as error:
             raise SampleError(str(error)) from error
         except ServerError as error:
@@ -159,14 +159,6 @@ class SGLangEngine:
     def _settings(self) -> dict[str, Any]:
         """Further settings of every such request."""
         return {}
-
-    def _collapsed(self, tokens: Tensor, images: Sequence[Path]) -> list[int]:
-        """The tokens with one placeholder for every image: SGLang expands it by its own processor."""
-        if not images:
-            return tokens.tolist()
-        media = torch.isin(tokens, torch.tensor(self.run.target.media_ids))
-        again = torch.cat([torch.zeros(1, dtype=torch.bool), tokens[1:] == tokens[:-1]])
-        return tokens[~(media & again)].tolist()
 
     def check_canary(self, tokens: Tensor, images: Sequence[Path] = ()) -> None:
         """Capture the prompt twice, which fails with a prefix cache, and compare every captured state."""
@@ -280,9 +272,14 @@ class SGLangEngine:
         self._client.close()
 
 
-def _shown(images: Sequence[Path]) -> dict[str, Any]:
-    """A request's images, which the server reads from this machine's disk."""
-    return {"image_data": [path.as_uri() for path in images]} if images else {}
+def asked_with(tokens: Tensor, images: Sequence[Path], media_ids: Sequence[int]) -> tuple[list[int], dict[str, Any]]:
+    """A prompt with images as SGLang wants it: one placeholder for each, which its own processor expands, and the
+    files, which the server reads from this machine's disk."""
+    if not images:
+        return tokens.tolist(), {}
+    media = torch.isin(tokens, torch.tensor(media_ids))
+    again = torch.cat([torch.zeros(1, dtype=torch.bool), tokens[1:] == tokens[:-1]])
+    return tokens[~(media & again)].tolist(), {"image_data": [path.as_uri() for path in images]}
 
 
 def _as_captured(settings: SGLangConfig, target: Path) -> SGLangConfig:
