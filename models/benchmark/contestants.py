@@ -43,8 +43,8 @@ class Contestants:
         return self.drafts[1] if len(self.drafts) > 1 else None
 
 
-def load_contestants(target: Path, folders: Sequence[Path], dtype: torch.dtype) -> Contestants:
-    """Load a target and exported drafts, which may read different target layers."""
+def load_contestants(target: Path, folders: Sequence[Path], dtype: torch.dtype, *, sees: bool = False) -> Contestants:
+    """Load a target and exported drafts, which may read different target layers. `sees`: the target reads images."""
     if quantization := read_quantization(target):
         raise Refusal(
             f"{target} is quantized ({quantization}), and the reference decoder would compute it with dequantized "
@@ -56,7 +56,7 @@ def load_contestants(target: Path, folders: Sequence[Path], dtype: torch.dtype) 
     drafts = [load_draft(folder, target, dtype, device) for folder in folders]
     layers = sorted({layer for loaded in drafts for layer in loaded.aux_layer_ids})
     mixed = bool(layers) and not all(loaded.aux_layer_ids for loaded in drafts)
-    model = TargetModel.load(target, layers, dtype, device, with_last=mixed)
+    model = TargetModel.load(target, layers, dtype, device, with_last=mixed, sees=sees)
     pack_products(model)
 
     @cache
@@ -107,6 +107,11 @@ class SelectedLayers:
     def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
         """`[T, lookahead]` int64; see `DrawingSource.rollout`."""
         return self.source.rollout(tokens, self.select(aux), lookahead)
+
+    def after_images(self, embedded: Tensor, places: Tensor, shown: Tensor) -> DrawingSource:
+        """See `Draft.after_images`."""
+        draft = draft_of(self).after_images(embedded, places, shown)
+        return SelectedLayers(draft, self.chosen, self.layers)
 
     def along(self, texts: PackedTexts, lookahead: int, rows: Tensor, sampling: Sampling) -> Along:
         """See `DrawingSource.along`."""

@@ -8,6 +8,7 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -19,6 +20,7 @@ from infra.records.benchmark_text import acceptance_tables, findings, goodput_ro
 from infra.records.data_path import TrainingResult
 from infra.records.goodput import MeasuredGoodput
 from infra.run.gpu_use import measured_use
+from models.benchmark.after_images import GROUND, image_prompts, measure_after_images
 from models.benchmark.best_trees import with_trees
 from models.benchmark.categories import suite_result
 from models.benchmark.conditions import Counter, conditions
@@ -26,7 +28,7 @@ from models.benchmark.confidence import confidence_fit
 from models.benchmark.contestants import Contestants, load_contestants
 from models.benchmark.counter import why_engine_counts
 from models.benchmark.engine_counts import benchmark_in_engine
-from models.benchmark.measure import at, measure, measure_suite, walk_decoded
+from models.benchmark.measure import WalkedTexts, at, measure, measure_suite, walk_decoded
 from models.benchmark.plots import (
     plot_by_position,
     plot_goodput,
@@ -37,7 +39,7 @@ from models.benchmark.plots import (
 )
 from models.benchmark.result import build_result, gather, ground, request_counts, with_loads
 from models.benchmark.step_costs import measure_goodput
-from models.data.prompts import heldout_prompts, suite_prompts
+from models.data.prompts import Prompt, heldout_prompts, suite_prompts
 from models.data.request_log import logged_texts
 from models.data.tokenizer import read_tokenizer
 from models.decoding.acceptance import acceptance_length, distinct_token_share
@@ -82,7 +84,8 @@ def _by_reference(
     config, promotion = run.config.benchmark, run.config.promotion
     prompts = heldout_prompts(run.open_samples("heldout"), run.config.benchmark)
     folders = [run.folder.export, champion] if champion else [run.folder.export]
-    contestants = load_contestants(Path(run.target.path), folders, DTYPES[run.config.benchmark_dtype])
+    shown = image_prompts(run)
+    contestants = load_contestants(Path(run.target.path), folders, DTYPES[run.config.benchmark_dtype], sees=bool(shown))
     found = measure(contestants, config, prompts, run.config.seed, _logged(run))
     walks = found.traffic(promotion.traffic.sampling).by_rule(config.sampled_proposals)
     goodput = None
@@ -93,6 +96,8 @@ def _by_reference(
         confidence = confidence_fit(contestants, config, prompts, run.config.seed, sampled=sampled)
         goodput = goodput.model_copy(update={"confidence": confidence})
     suites = [_suite(run, contestants, name, goodput) for name in promotion.suites]
+    if shown:
+        suites.append(_after_images(run, contestants, shown, goodput))
     under = conditions(
         config, Counter.reference(contestants.target), target=run.target, draft=run.folder.export,
         dataset_hash=run.samples.dataset_hash, template_hash=run.samples.template_hash, prompts=len(prompts),
@@ -103,10 +108,9 @@ def _by_reference(
         found, [suite for suite, _ in suites], config, promotion, dataset_hash=run.samples.dataset_hash,
         champion_label=champion_label, served_gap=served_gap, goodput=goodput,
     )  # fmt: skip
-    shown = [result for _, result in suites]
     result = build_result(
-        found, config, under, evidence, traffic=run.config.promotion.traffic.sampling, served=served, suites=shown,
-        goodput=goodput,
+        found, config, under, evidence, traffic=run.config.promotion.traffic.sampling, served=served,
+        suites=[result for _, result in suites], goodput=goodput,
     )  # fmt: skip
     return result, evidence, request_counts(found, under, prompts[: promotion.smoke_prompts])
 
@@ -141,13 +145,30 @@ def _suite(
     found = measure_suite(
         contestants, config, name, suite.prompts, sampled=traffic.sampling == "sampled", seed=run.config.seed
     )
-    walks = found.by_rule(config.sampled_proposals)
-    compared = ground(
-        name, suite.dataset_hash, run.config.promotion.suite_margin, walks, config.lookahead,
-        categories=suite.categories, contexts=tuple(map(len, suite.prompts)),
+    return _judged(
+        run, found, goodput, name=name, dataset_hash=suite.dataset_hash, categories=suite.categories,
+        contexts=tuple(map(len, suite.prompts)), too_long=suite.too_long,
     )  # fmt: skip
-    shown = suite_result(compared, distinct_token_share(found.texts), suite.too_long)
-    return with_loads(compared, walks, goodput, traffic.loads_of(config)), shown
+
+
+def _after_images(
+    run: PreparedRun, contestants: Contestants, prompts: Sequence[Prompt], goodput: MeasuredGoodput | None
+) -> tuple[Ground, SuiteResult]:
+    """The same on held-out prompts with images."""
+    return _judged(
+        run, measure_after_images(run, contestants, prompts), goodput, name=GROUND,
+        dataset_hash=run.samples.dataset_hash, contexts=tuple(len(prompt.tokens) for prompt in prompts),
+    )  # fmt: skip
+
+
+def _judged(
+    run: PreparedRun, found: WalkedTexts, goodput: MeasuredGoodput | None, *, too_long: int = 0, **named: Any
+) -> tuple[Ground, SuiteResult]:
+    config, promotion = run.config.benchmark, run.config.promotion
+    walks = found.by_rule(config.sampled_proposals)
+    compared = ground(margin=promotion.suite_margin, walks=walks, lookahead=config.lookahead, **named)
+    shown = suite_result(compared, distinct_token_share(found.texts), too_long)
+    return with_loads(compared, walks, goodput, promotion.traffic.loads_of(config)), shown
 
 
 def tables(result: BenchmarkResult) -> Iterator[Table]:

@@ -18,6 +18,7 @@ from infra.records.data_path import ObjectRecord
 from infra.records.drafts import CapturePrecision
 from infra.refusal import Refusal
 from infra.transport.files import StoredTransport
+from models.data.prompts import Prompt
 from models.run import PreparedRun
 from models.targets.architecture import media_ids
 from models.targets.hidden_states import HiddenStates
@@ -46,14 +47,6 @@ class Captured:
     """Seconds of the write."""
     answer: tuple[int, ...] | None = None
     """Of a prompt that was answered on the way: the tokens of the answer that belong to the sample."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """Token ids, and the files of the images that stand in them."""
-
-    tokens: tuple[int, ...]
-    images: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)

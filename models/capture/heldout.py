@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from infra.files.atomic import sync_file
-from models.capture.engine import CaptureEngine, Continued, Prompt
-from models.data.prompts import heldout_prompts
-from models.data.sample_set import SampleSet
+from models.capture.engine import CaptureEngine, Continued
+from models.data.prompts import Prompt, heldout_prompts, seen_prompts
 from models.run import PreparedRun
 
 
@@ -39,18 +38,6 @@ def make_heldout(run: PreparedRun, engine: CaptureEngine) -> None:
     prompts = prompts[:most] + seen_prompts(samples, most, longest)
     room = longest - max((len(prompt.tokens) for prompt in prompts), default=0)
     write_heldout(run.folder.heldout, engine.continue_greedily(prompts, min(settings.max_new_tokens, room)))
-
-
-def seen_prompts(samples: SampleSet, most: int, longest: int) -> list[Prompt]:
-    """The first `most` held-out prompts with one image: everything before the first answer, where it leaves room for
-    one within `longest` tokens."""
-    prompts = dict[Prompt, None]()
-    for sample in (samples[index] for index in samples.image_offsets.diff().nonzero().flatten().tolist()):
-        first = int(sample.loss_mask.int().argmax())
-        # Images of later turns stand after the first answer.
-        if len(prompts) < most and first + 2 <= longest and len(sample.images) == 1:
-            prompts[Prompt(tuple(sample.tokens[:first].tolist()), sample.images)] = None
-    return list(prompts)
 
 
 def write_heldout(path: Path, texts: Sequence[Continued]) -> None:

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
 from infra.records.drafts import CapturePrecision
-from models.capture.engine import Captured, Continued, Prompt, check_capture
+from models.capture.engine import Captured, Continued, check_capture
 from models.data.images import ImageProcessor
+from models.data.prompts import Prompt
+from models.decoding.after_images import continue_seen
 from models.decoding.continuations import continue_batch
-from models.decoding.plain import end_of
 from models.devices import compute_device
 from models.drafts.sampling import Sampling
 from models.dtypes import DTYPES
@@ -35,7 +35,7 @@ class PlainEngine:
         self.layout, self.transport = run.layout, run.open_transport()
         dtype = DTYPES[run.config.capture_dtype]
         self._folder = Path(run.target.path)
-        self._eos_ids = eos_ids(self._folder)
+        self._eos_ids, self._media_ids = eos_ids(self._folder), frozenset(run.target.media_ids)
         self._sampling, self._seed = run.config.data.regeneration, run.config.seed
         layers, sees = run.config.target.aux_layer_ids, run.config.data.images is not None
         self.target = TargetModel.load(self._folder, layers, dtype, compute_device(), sees=sees)
@@ -56,11 +56,7 @@ class PlainEngine:
 
     def _seen(self, tokens: Tensor, images: Sequence[Path]) -> dict[str, Tensor]:
         """What the model reads of images, on its device."""
-        if not images:
-            return {}
-        inputs = self._images.inputs(tokens, images)
-        floats = self.target.head_weight
-        return {key: value.to(floats if value.is_floating_point() else floats.device) for key, value in inputs.items()}
+        return self._images.inputs(tokens, images, self.target.head_weight) if images else {}
 
     @cached_property
     def _images(self) -> ImageProcessor:
@@ -99,19 +95,10 @@ class PlainEngine:
             found.append(Continued.of(prompt, text, hidden, self.layout.restored_dtype))
         return found
 
-    @torch.no_grad()
     def _continue_seen(self, prompt: Prompt, max_new_tokens: int) -> list[int]:
-        """By transformers itself, which counts positions after an image as its family does."""
         tokens = torch.tensor(prompt.tokens)
-        model: Any = self.target.model
-        answer = model.generate(
-            tokens[None].to(self.target.device),
-            **self._seen(tokens, prompt.images),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            eos_token_id=sorted(self._eos_ids) or None,
-        )
-        return end_of(answer[0, len(tokens) :].tolist(), self._eos_ids)
+        seen, ends = self._seen(tokens, prompt.images), self._eos_ids | self._media_ids
+        return continue_seen(self.target, tokens, seen, max_new_tokens, ends)
 
     def close(self) -> None:
         """Nothing to stop."""

@@ -54,8 +54,7 @@ class DataConfig(StrictConfig):
         default=None,
         description="Folder below which the source's paths of images lie, local or at an address; `embedded`: images "
         "lie inside the records alone (`data:` addresses, bytes in Parquet). Conversations with images are then "
-        "learned with them, by drafts that read the target's hidden states alone (dflash, dflash2, domino, dspark, "
-        "medusa). Default: they are left out.",
+        "learned with them. Default: they are left out.",
     )
     turns: Literal["all", "last"] = Field(
         default="all", description="Which answers of a conversation are learned: all of them, or only the last."

@@ -65,9 +65,9 @@ class ImageProcessor:
         """The text of the tokens that stand for an image."""
         return self._processor._process_images([image], return_tensors="pt")[1][0]
 
-    def inputs(self, tokens: Tensor, images: Sequence[Path]) -> dict[str, Tensor]:
+    def inputs(self, tokens: Tensor, images: Sequence[Path], like: Tensor | None = None) -> dict[str, Tensor]:
         """What the target's model reads beside `tokens` `[T]`, in a batch of one: pixels, and which tokens stand for
-        them."""
+        them. On the device of `like`, floats in its data type."""
         if not images:
             return {}
         pictures = [opened(path.read_bytes()) for path in images]
@@ -75,7 +75,10 @@ class ImageProcessor:
         kinds = self._processor.create_mm_token_type_ids([tokens.tolist()])
         name = next(name for name in self._processor.model_input_names if name.endswith("token_type_ids"))
         unused = self._processor.unused_input_names
-        return {key: value for key, value in values.items() if key not in unused} | {name: torch.tensor(kinds)}
+        found = {key: value for key, value in values.items() if key not in unused} | {name: torch.tensor(kinds)}
+        if like is None:
+            return found
+        return {key: value.to(like if value.is_floating_point() else like.device) for key, value in found.items()}
 
 
 class _NoVideo:

@@ -32,6 +32,14 @@ _MULTI_TURN = ("writing", "roleplay", "reasoning", "math", "coding", "extraction
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """Token ids, and the files of the images that stand in them."""
+
+    tokens: tuple[int, ...]
+    images: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True)
 class SuiteFormat:
     """Fields of a suite's records that hold question and category."""
 
@@ -201,6 +209,18 @@ def heldout_prompts(samples: SampleSet, config: BenchmarkConfig) -> list[list[in
     heldout = (samples[index] for index in range(len(samples)))
     texts = ((sample.tokens, sample.loss_mask) for sample in heldout if not sample.images)
     return take_prompts(texts, config.prompts, config.prompt_tokens)
+
+
+def seen_prompts(samples: SampleSet, most: int, longest: int) -> list[Prompt]:
+    """The first `most` held-out prompts with one image: everything before the first answer, where it leaves room for
+    one within `longest` tokens."""
+    prompts = dict[Prompt, None]()
+    for sample in (samples[index] for index in samples.image_offsets.diff().nonzero().flatten().tolist()):
+        first = int(sample.loss_mask.int().argmax())
+        # Images of later turns stand after the first answer.
+        if len(prompts) < most and first + 2 <= longest and len(sample.images) == 1:
+            prompts[Prompt(tuple(sample.tokens[:first].tolist()), sample.images)] = None
+    return list(prompts)
 
 
 def suite_prompts(config: RunConfig, target: TargetRecord, name: str) -> SuitePrompts:

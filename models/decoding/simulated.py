@@ -7,7 +7,7 @@ The text's next token, drawn from p, equals x with exactly that probability and 
 that, so the walk over sampled text is speculative sampling itself, not an estimate of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from models.decoding.plain import ROWS, likeliest
 from models.drafts.batched_proposer import ProposalSource, RolloutSource, Turn
 from models.drafts.sampling import GREEDY, Sampling
 from models.drafts.trees import NO_PROPOSAL, Likeliest
+from models.targets.hidden_states import HiddenStates
 from models.targets.model import TargetModel
 
 
@@ -61,20 +62,49 @@ def read_texts(
     """
     tokens = [torch.tensor(list(text), device=target.device) for text in texts]
     states = target.forward(pad_sequence([text[:-1] for text in tokens], batch_first=True))
-    found = []
-    for row, (text, wanted) in enumerate(zip(tokens, sampled or [0] * len(texts), strict=True)):
-        following, aux, last = text[1:], states.features[row, : len(text) - 1], states.last[row, : len(text) - 1]
-        best, chances = list[Likeliest](), [aux.new_empty(0, dtype=torch.float32)]
-        first = len(last) - wanted
-        for rows in torch.arange(0 if candidates else first, len(last), device=target.device).split(ROWS):
-            logits, own = target.logits(last[rows]), rows[rows >= first]
-            if candidates:
-                best.append(likeliest(logits, candidates))
-            if len(own):
-                after = sampling.distribution(logits[-len(own) :])
-                chances.append(after.gather(-1, following[own].unsqueeze(-1)).squeeze(-1))
-        found.append(TextReading(following, aux, Likeliest.joined(best) if best else None, torch.cat(chances)))
-    return found
+    return [
+        _reading(
+            target, text, HiddenStates(states.aux[row, : len(text) - 1], states.last[row, : len(text) - 1]), candidates,
+            wanted, sampling,
+        )
+        for row, (text, wanted) in enumerate(zip(tokens, sampled or [0] * len(texts), strict=True))
+    ]  # fmt: skip
+
+
+@torch.no_grad()
+def read_seen(
+    target: TargetModel,
+    text: Sequence[int],
+    seen: Mapping[str, Tensor],
+    *,
+    candidates: int = 0,
+    sampled: int = 0,
+    sampling: Sampling = GREEDY,
+) -> tuple[TextReading, HiddenStates]:
+    """Read one text with images, which the model reads as `seen`; and its hidden states, with what was embedded.
+
+    Other arguments: as of `read_texts`, for one text.
+    """
+    tokens = torch.tensor(list(text), device=target.device)
+    states = target.forward(tokens[None, :-1], seen=seen, embedded=True)
+    hidden = HiddenStates(**{name: rows[0] for name, rows in states.named().items()})
+    return _reading(target, tokens, hidden, candidates, sampled, sampling), hidden
+
+
+def _reading(
+    target: TargetModel, text: Tensor, hidden: HiddenStates, candidates: int, wanted: int, sampling: Sampling
+) -> TextReading:
+    following, aux, last = text[1:], hidden.features, hidden.last
+    best, chances = list[Likeliest](), [aux.new_empty(0, dtype=torch.float32)]
+    first = len(last) - wanted
+    for rows in torch.arange(0 if candidates else first, len(last), device=target.device).split(ROWS):
+        logits, own = target.logits(last[rows]), rows[rows >= first]
+        if candidates:
+            best.append(likeliest(logits, candidates))
+        if len(own):
+            after = sampling.distribution(logits[-len(own) :])
+            chances.append(after.gather(-1, following[own].unsqueeze(-1)).squeeze(-1))
+    return TextReading(following, aux, Likeliest.joined(best) if best else None, torch.cat(chances))
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.drafts.batched_proposer import Along, PackedTexts, Proposer, RolloutSource
+from models.drafts.batched_proposer import Along, DrawingSource, PackedTexts, Proposer
 from models.drafts.context import ContextShare
 from models.drafts.sampling import Sampling
 from models.drafts.vocabulary import DraftVocabulary
@@ -167,7 +167,7 @@ class Draft(torch.nn.Module):
     def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
         raise NotImplementedError
 
-    def after_images(self, embedded: Tensor, places: Tensor, shown: Tensor) -> RolloutSource:
+    def after_images(self, embedded: Tensor, places: Tensor, shown: Tensor) -> DrawingSource:
         """This draft for one text that holds images.
 
         Args:

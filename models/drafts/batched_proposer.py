@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -124,6 +124,21 @@ class RolloutSource(ProposalSource, Protocol):
         ...
 
 
+class ImageRows(NamedTuple):
+    """What rows read of images."""
+
+    embedded: Tensor
+    """`[M, H]` embeddings that the target read; a row embeds one of them by a number from V on, the vocabulary's size.
+    """
+    places: Tensor
+    """`[N, 3]` int32, where the rows stand in time, height and width."""
+
+
+def shown_in(prompt: Sequence[int], continuation: Sequence[int], media_ids: Tensor) -> Tensor:
+    """`[P + N]` bool: the token stands for a part of an image. In what a target said it is a word like any other."""
+    return torch.cat([torch.isin(torch.tensor(prompt), media_ids), torch.zeros(len(continuation), dtype=torch.bool)])
+
+
 @dataclass(frozen=True)
 class PackedTexts:
     """Texts of T + 1 tokens each, a row for each token but the last, concatenated; N is the number of rows."""
@@ -134,6 +149,8 @@ class PackedTexts:
     """`[N, K*H]` target features."""
     lengths: tuple[int, ...]
     """T of each text."""
+    images: ImageRows | None = None
+    """What the rows read of images."""
 
     @classmethod
     def of(cls, following: Sequence[Tensor], aux: Sequence[Tensor]) -> "PackedTexts":

@@ -23,6 +23,7 @@ from models.capture.heldout import read_heldout
 from models.decoding.acceptance import AcceptedCounts, acceptance_length
 from models.decoding.simulated import simulate
 from models.drafts.base import Draft
+from models.drafts.batched_proposer import shown_in
 from models.run import PreparedRun
 
 FALL = 0.03
@@ -54,7 +55,7 @@ class HeldoutWalk:
             for text in self._texts:
                 source = draft
                 if text.embedded is not None:
-                    shown = torch.isin(torch.tensor([*text.prompt, *text.continuation]), self._media_ids)
+                    shown = shown_in(text.prompt, text.continuation, self._media_ids)
                     assert text.places is not None
                     source = draft.after_images(*(x.to(device) for x in (text.embedded, text.places, shown)))
                 found = simulate(source, text.prompt, text.continuation, text.aux.to(device), self._lookahead)[-1]

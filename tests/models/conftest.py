@@ -16,6 +16,8 @@ from infra.records.data_path import SamplesRecord, TargetRecord
 from models.config.recipe import RunConfig, load_recipe
 from models.data.prepare import prepare_samples
 from models.run import PreparedRun
+from tests.conftest import memory_folder, prepare_run
+from tests.models.seeing_targets import MEDUSA, MTP, SETTINGS, seeing_target, write_source
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 HOLDER, HOLD_S = "the test", 3600.0
@@ -82,3 +84,21 @@ def tiny_config() -> RunConfig:
 @pytest.fixture(scope="session")
 def tiny_samples(tiny_config: RunConfig, tiny_target: TargetRecord) -> SamplesRecord:
     return prepare_samples(tiny_config.data, tiny_target, tiny_config.target.add_bos)
+
+
+@pytest.fixture
+def seeing_run(tmp_path: Path, tiny_target: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes runs of a family's tiny target on conversations of which half hold an image."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    with memory_folder() as memory:
+        monkeypatch.setenv("DRAFTSMITH_SHM", str(memory))
+
+        def make(family: str, *overrides: str, draft: str = MEDUSA, conversations: int = 16) -> RunFolder:
+            target = seeing_target(family, tmp_path / family, tiny_target.path)
+            source = write_source(tmp_path, conversations)
+            data = [f"data.source={source}", f"data.images={tmp_path / 'pictures'}"]
+            if draft == MTP:
+                data += ["target.source=huggingface", f"target.name={target.path}"]
+            return prepare_run(tmp_path / "run", target, draft, *data, *SETTINGS, *overrides)
+
+        yield make

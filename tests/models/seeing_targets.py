@@ -19,6 +19,16 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from mtp_families import LAYOUTS, add_layer
 from target_families import FAMILIES, write
 
+MTP = "draft={method: mtp}"
+SEEING = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3")
+SETTINGS = ["data.chat_template=tokenizer", "data.overlong=truncate", "data.heldout_share=0.3"]
+SETTINGS += ["training.samples_per_step=4", "training.log_steps=1", "training.heldout_steps=2"]
+SETTINGS += ["training.heldout_prompts=2", "benchmark.max_new_tokens=6", "target.aux_layer_ids=[0, 1, 2]"]
+MEDUSA = "draft={method: medusa, heads: 3, vocab_size: 512}"
+EAGLE3 = (
+    "draft={method: eagle3, vocab_size: 512, num_heads: 2, num_kv_heads: 2, head_dim: 8, intermediate_size: 16, "
+    "ttt_steps: 3}"
+)
 QWEN_TOKENS = {
     "<|image_pad|>": "image_token_id",
     "<|video_pad|>": "video_token_id",
@@ -92,3 +102,16 @@ def write_pictures(folder: Path, count: int, seed: int = 0) -> list[str]:
         names.append(f"{number}.png")
         Image.fromarray(draws.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(folder / names[-1])
     return names
+
+
+def write_source(folder: Path, count: int = 16) -> Path:
+    """Half of the questions are about a picture."""
+    names = write_pictures(folder / "pictures", count)
+    source = folder / "source.jsonl"
+    with source.open("w") as file:
+        for number, name in enumerate(names):
+            text: Any = {"type": "text", "text": f"What is number {number}?"}
+            content = [{"type": "image", "image": name}, text] if number % 2 else text["text"]
+            turns = [{"role": "user", "content": content}, {"role": "assistant", "content": "It is a module. " * 4}]
+            file.write(json.dumps({"messages": turns}) + "\n")
+    return source

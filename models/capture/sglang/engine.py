@@ -29,7 +29,6 @@ from models.capture.engine import (
     Captured,
     Continued,
     EngineError,
-    Prompt,
     check_capture,
     check_embedded,
     check_next_tokens,
@@ -40,6 +39,7 @@ from models.capture.sglang.model_class import CAPTURED_AS
 from models.capture.sglang.plugin import NAME
 from models.capture.sglang.tap import capture_spec_of
 from models.data.images import ImageProcessor
+from models.data.prompts import Prompt
 from models.decoding.plain import end_of
 from models.dtypes import DTYPES
 from models.run import PreparedRun

@@ -4,7 +4,7 @@ A subclass says what the first step reads (`fuse`), and what enters the layers o
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models.drafts.base import Draft, DraftLoss, PackedSamples, TargetProjection
-from models.drafts.batched_proposer import PackedTexts, Proposer, RolloutSource
+from models.drafts.batched_proposer import Along, DrawingSource, ImageRows, PackedTexts, Proposer
 from models.drafts.chains import chain_loss
 from models.drafts.context import ContextShare
 from models.drafts.eagle3.attention import Earlier, step_attention
@@ -23,6 +23,7 @@ from models.drafts.eagle3.proposer import Eagle3Proposer
 from models.drafts.layers import TargetTable
 from models.drafts.rope import rotary_tables
 from models.drafts.row_functions import Embeddings, Tables
+from models.drafts.sampling import Sampling
 from models.drafts.transfer import to_device
 
 RECOMPUTED_ROWS = 8192
@@ -38,15 +39,6 @@ class Pass(NamedTuple):
     weights: Sequence[Any]
     """Each layer's."""
     embeddings: Embeddings
-
-
-class ImageRows(NamedTuple):
-    """What rows read of images."""
-
-    embedded: Tensor
-    """`[M, H]` embeddings that the target read, by the numbers in `UnrolledDraft.numbered`."""
-    places: Tensor
-    """`[N, 3]` int32, where the rows stand in time, height and width."""
 
 
 class UnrolledLayer(Protocol):
@@ -252,7 +244,7 @@ class UnrolledDraft(Draft):
             proposals.append(self.target_ids[self.logits(normed).argmax(-1)])
         return torch.stack(proposals, dim=1)
 
-    def after_images(self, embedded: Tensor, places: Tensor, shown: Tensor) -> RolloutSource:
+    def after_images(self, embedded: Tensor, places: Tensor, shown: Tensor) -> DrawingSource:
         """See `Draft.after_images`."""
         return _AfterImages(self, embedded, places, shown)
 
@@ -260,7 +252,11 @@ class UnrolledDraft(Draft):
         """See `Draft.logits_along`; rows whose text ends before a step's token run on other tokens, to no effect."""
         text, lengths = F.pad(texts.following, (0, lookahead)), texts.lengths
         count = len(texts.following)
-        outputs = self.unroll(text[:count], texts.aux, lengths, lookahead, lambda step, _: text[step : step + count])
+
+        def following(step: int, _normed: Tensor) -> Tensor:
+            return text[step : step + count]
+
+        outputs = self.unroll(text[:count], texts.aux, lengths, lookahead, following, images=texts.images)
         return (self.logits(normed[rows]) for normed in outputs)
 
     def ranks_along(self, texts: PackedTexts, rows: Tensor, topk: int, depth: int) -> Tensor:
@@ -289,8 +285,18 @@ class _AfterImages:
 
     def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
         """See `RolloutSource.rollout`."""
-        numbered = self.draft.numbered(tokens, self.shown, torch.arange(len(tokens), device=tokens.device))
-        return self.draft.rollout(numbered, aux, lookahead, ImageRows(self.embedded, self.places))
+        return self.draft.rollout(self._numbered(tokens), aux, lookahead, ImageRows(self.embedded, self.places))
+
+    def along(self, texts: PackedTexts, lookahead: int, rows: Tensor, sampling: Sampling) -> Along:
+        """See `DrawingSource.along`, for this text alone."""
+        assert len(texts.lengths) == 1
+        following = self._numbered(F.pad(texts.following, (1, 0)))[1:]
+        seen = replace(texts, following=following, images=ImageRows(self.embedded, self.places))
+        return self.draft.along(seen, lookahead, rows, sampling)
+
+    def _numbered(self, tokens: Tensor) -> Tensor:
+        """`[T + 1]`."""
+        return self.draft.numbered(tokens, self.shown, torch.arange(len(tokens), device=tokens.device))
 
 
 def _images(batch: PackedSamples) -> ImageRows | None:

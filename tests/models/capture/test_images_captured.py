@@ -12,60 +12,17 @@ import torch
 from infra.files.run_folder import RunFolder
 from infra.records.data_path import HELDOUT_LENGTH, HELDOUT_SEEN
 from infra.refusal import Refusal
-from models.capture.engine import Prompt
-from models.capture.heldout import read_heldout, seen_prompts
+from models.capture.heldout import read_heldout
 from models.capture.plain_engine import PlainEngine
 from models.data.images import ImageProcessor
+from models.data.prompts import Prompt, seen_prompts
 from models.run import PreparedRun
 from models.targets.hidden_states import HiddenStates
 from models.targets.model import TargetModel
-from tests.conftest import memory_folder, prepare_run
-from tests.models.seeing_targets import seeing_target, write_pictures
-
-MTP = "draft={method: mtp}"
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3")
-SETTINGS = ["data.chat_template=tokenizer", "data.overlong=truncate", "data.heldout_share=0.3"]
-SETTINGS += ["training.samples_per_step=4", "training.log_steps=1", "training.heldout_steps=2"]
-SETTINGS += ["training.heldout_prompts=2", "benchmark.max_new_tokens=6", "target.aux_layer_ids=[0, 1, 2]"]
-MEDUSA = "draft={method: medusa, heads: 3, vocab_size: 512}"
-EAGLE3 = (
-    "draft={method: eagle3, vocab_size: 512, num_heads: 2, num_kv_heads: 2, head_dim: 8, intermediate_size: 16, "
-    "ttt_steps: 3}"
-)
+from tests.models.seeing_targets import EAGLE3, MEDUSA, MTP, SEEING
 
 
-def write_source(folder: Path, count: int = 16) -> Path:
-    """Half of the questions are about a picture."""
-    names = write_pictures(folder / "pictures", count)
-    source = folder / "source.jsonl"
-    with source.open("w") as file:
-        for number, name in enumerate(names):
-            text: Any = {"type": "text", "text": f"What is number {number}?"}
-            content = [{"type": "image", "image": name}, text] if number % 2 else text["text"]
-            turns = [{"role": "user", "content": content}, {"role": "assistant", "content": "It is a module. " * 4}]
-            file.write(json.dumps({"messages": turns}) + "\n")
-    return source
-
-
-@pytest.fixture
-def seeing_run(tmp_path: Path, tiny_target: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes runs of a family's tiny target on conversations of which half hold an image."""
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
-    with memory_folder() as memory:
-        monkeypatch.setenv("DRAFTSMITH_SHM", str(memory))
-
-        def make(family: str, *overrides: str, draft: str = MEDUSA) -> RunFolder:
-            target = seeing_target(family, tmp_path / family, tiny_target.path)
-            source = write_source(tmp_path)
-            data = [f"data.source={source}", f"data.images={tmp_path / 'pictures'}"]
-            if draft == MTP:
-                data += ["target.source=huggingface", f"target.name={target.path}"]
-            return prepare_run(tmp_path / "run", target, draft, *data, *SETTINGS, *overrides)
-
-        yield make
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SEEING)
 def test_captured_states_are_the_targets_own(family: str, seeing_run: Callable[..., RunFolder]) -> None:
     run = PreparedRun.open(seeing_run(family).path)
     engine, samples = PlainEngine(run), run.open_samples()
@@ -90,7 +47,7 @@ def test_captured_states_are_the_targets_own(family: str, seeing_run: Callable[.
             assert (back.last - blind.last[0]).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SEEING)
 def test_answers_about_an_image_are_the_targets_own(family: str, seeing_run: Callable[..., RunFolder]) -> None:
     run = PreparedRun.open(seeing_run(family).path)
     engine, heldout = PlainEngine(run), run.open_samples("heldout")
@@ -107,7 +64,7 @@ def test_answers_about_an_image_are_the_targets_own(family: str, seeing_run: Cal
         assert torch.equal(one.aux, hidden.aux)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SEEING)
 def test_embeddings_of_images_are_captured_for_drafts_that_read_them(
     family: str, seeing_run: Callable[..., RunFolder]
 ) -> None:

@@ -8,22 +8,22 @@ import pytest
 import torch
 
 from infra.files.atomic import write_atomically
-from models.capture.engine import Prompt
-from models.capture.heldout import seen_prompts
 from models.capture.sglang.engine import SGLangEngine
 from models.data.images import ImageProcessor
 from models.data.prepare import prepare_samples
+from models.data.prompts import Prompt, seen_prompts
 from models.run import PreparedRun
 from models.targets.model import TargetModel
-from tests.models.capture.test_images_captured import EAGLE3, MEDUSA, SETTINGS, write_source
-from tests.models.seeing_targets import seeing_target
+from tests.models.seeing_targets import EAGLE3, MEDUSA, SETTINGS, seeing_target, write_source
 
 CHUNK = 32
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("family", "draft"), [("qwen3_vl", MEDUSA), ("qwen3_vl", EAGLE3)])
+@pytest.mark.parametrize(
+    ("family", "draft"), [pytest.param("qwen3_vl", MEDUSA, marks=pytest.mark.long), ("qwen3_vl", EAGLE3)]
+)
 def test_captured_states_are_the_targets_own(
     family: str,
     draft: str,

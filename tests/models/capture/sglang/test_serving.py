@@ -17,8 +17,9 @@ from infra.network.ports import HOST, reserved_port
 from infra.processes.process import Process, start
 from infra.records.data_path import TargetRecord
 from infra.sglang.config import SGLangConfig
-from models.capture.engine import Captured, Prompt
+from models.capture.engine import Captured
 from models.capture.sglang.serving import ServingEngine
+from models.data.prompts import Prompt
 from models.decoding.plain import continue_greedily
 from models.run import PreparedRun
 from models.targets.hidden_states import HiddenStates

@@ -19,10 +19,11 @@ from infra.processes.process import Owner, module, start
 from infra.records.data_path import TargetRecord
 from infra.records.servers import ServerMachines
 from infra.settings import SERVER_MACHINES
-from models.capture.engine import EngineError, Prompt
+from models.capture.engine import EngineError
 from models.capture.sglang.engine import SGLangEngine
 from models.config.recipe import load_recipe
 from models.config.target import TargetConfig
+from models.data.prompts import Prompt
 from models.decoding.plain import continue_greedily
 from models.decoding.simulated import features
 from models.run import PreparedRun

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from models.config.draft import parse_draft_config
 from models.drafts.base import Draft, PackedSamples, TargetProjection
+from models.drafts.batched_proposer import PackedTexts
 from models.drafts.registry import build_draft
+from models.drafts.sampling import Sampling
 from models.drafts.vocabulary import DraftVocabulary
 
 HIDDEN, VOCABULARY, AUX, LENGTHS = 12, 40, (0, 2), (23, 9, 14)
@@ -89,6 +91,8 @@ def test_proposals_after_an_image_are_those_with_a_longer_table(variant: str, ba
     assert batch.embedded is not None
     assert batch.shown is not None
     short, long = drafts_of(variant, batch.embedded)
+    # An answer of text at the end.
+    batch.shown[-12:] = False
     shown = torch.cat([batch.shown, torch.zeros(1, dtype=torch.bool)])
     tokens = torch.cat([batch.tokens, torch.tensor([5])])
     longer = torch.cat([with_long_table(batch).tokens, torch.tensor([5])])
@@ -96,3 +100,10 @@ def test_proposals_after_an_image_are_those_with_a_longer_table(variant: str, ba
     found = short.after_images(batch.embedded, places, shown).rollout(tokens, batch.aux, 4)
     assert torch.equal(found, long.rollout(longer, batch.aux, 4))
     assert not torch.equal(found, short.rollout(tokens, batch.aux, 4))
+    count, law = len(batch.tokens), Sampling(temperature=0.7)
+    texts = [PackedTexts(text[1:], batch.aux, (count,)) for text in (tokens, longer)]
+    rows = torch.arange(count - 9, count)
+    ours = short.after_images(batch.embedded, places, shown).along(texts[0], 4, rows, law)
+    theirs = long.along(texts[1], 4, rows, law)
+    assert torch.equal(ours.chances, theirs.chances)
+    assert torch.equal(ours.likeliest, theirs.likeliest)

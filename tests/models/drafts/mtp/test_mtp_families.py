@@ -13,7 +13,7 @@ from torch import Tensor
 
 from infra.refusal import Refusal
 from models.config.recipe import as_recipe
-from models.drafts.eagle3.unrolled import ImageRows
+from models.drafts.batched_proposer import ImageRows
 from models.drafts.mtp.experts import BIAS
 from models.drafts.mtp.module import MtpDraft
 from models.drafts.registry import build_draft
