@@ -74,6 +74,26 @@ def checked_plan(config: RunConfig) -> Plan:
     return plan
 
 
+def _setting(config: RunConfig, target: TargetShape, device: Device) -> Setting:
+    training = config.training
+    return Setting(
+        aux_count=len(config.target.aux_layer_ids),
+        stored=config.generator.stored_dtype,
+        precision=config.training_dtype,
+        top_token=config.top_token(target.vocab_size),
+        embedded=config.embedded,
+        whole_head=config.whole_head(target.vocab_size),
+        chunk_tokens=training.loss_chunk_tokens,
+        muon=training.optimizer == "muon",
+        recompute=training.recompute,
+        prefetch_steps=training.prefetch_steps,
+        divided=training.ranks if training.sharded else 1,
+        context=training.context_parallel_size,
+        on_device=config.transport.kind == "mooncake" and config.transport.receive != "host",
+        one_memory=not device.is_gpu,
+    )
+
+
 def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) -> Job:
     plan, training, generator, pools = config.plan, config.training, config.generator, config.pools
     assumed: list[str] = []
@@ -88,22 +108,7 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
         name=config.name,
         target=target,
         draft=config.draft.shape(target, aux, config.training_dtype),
-        setting=Setting(
-            aux_count=aux,
-            stored=generator.stored_dtype,
-            precision=config.training_dtype,
-            top_token=config.top_token(target.vocab_size),
-            embedded=config.embedded,
-            whole_head=config.whole_head(target.vocab_size),
-            chunk_tokens=training.loss_chunk_tokens,
-            muon=training.optimizer == "muon",
-            recompute=training.recompute,
-            prefetch_steps=training.prefetch_steps,
-            divided=training.ranks if training.sharded else 1,
-            context=training.context_parallel_size,
-            on_device=config.transport.kind == "mooncake" and config.transport.receive != "host",
-            one_memory=not device.is_gpu,
-        ),
+        setting=_setting(config, target, device),
         inference_precision=config.capture_dtype,
         device=device,
         inference_devices=inference,
