@@ -1,28 +1,33 @@
 """Rotary position embedding: tables of cosines and sines for every scaling that drafts may have."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from models.config.axes import AxialShape
 from models.config.draft_base import LayerShape
 from models.config.rope import RopeScaling
 from models.drafts.row_functions import Tables
+from models.drafts.transfer import to_device
 
 
 def rotary_tables(positions: Tensor, shape: LayerShape) -> Tables:
     """Cosines and sines for `positions` `[N]`, each `[N, 1, rotary_dim / 2]` float32, by the shape's frequencies.
 
-    `positions` may also be `[N, 3]`, in time, height and width: pairs then turn by the axis that the shape gives them.
+    `positions` may also be `[N, rotary_dim / 2]`, of every pair its own (`pair_positions`).
     """
     frequencies, scale = inverse_frequencies(shape, positions.device)
     if positions.ndim == 1:
         positions = positions.unsqueeze(-1)
-    elif isinstance(shape, AxialShape) and shape.axes:
-        positions = positions[:, shape.axes]
     angles = positions.to(torch.float64).unsqueeze(1) * frequencies
     return (angles.cos() * scale).float(), (angles.sin() * scale).float()
+
+
+def pair_positions(places: Tensor, axes: Sequence[int]) -> Tensor:
+    """`[N, rotary_dim / 2]` int64: where each pair stands, by its axis of `places` `[N, 3]`."""
+    (index,) = to_device([torch.tensor(axes)], places.device)
+    return places.long()[:, index]
 
 
 def inverse_frequencies(shape: LayerShape, device: torch.device) -> tuple[Tensor, float]:

@@ -21,7 +21,7 @@ from models.drafts.eagle3.attention import Earlier, step_attention
 from models.drafts.eagle3.branches import ranks_along
 from models.drafts.eagle3.proposer import Eagle3Proposer
 from models.drafts.layers import TargetTable
-from models.drafts.rope import rotary_tables
+from models.drafts.rope import pair_positions, rotary_tables
 from models.drafts.row_functions import Embeddings, Tables
 from models.drafts.sampling import Sampling
 from models.drafts.transfer import to_device
@@ -139,8 +139,9 @@ class UnrolledDraft(Draft):
         Yields:
             Normed hidden states `[N, h]` of each step.
         """
-        if images is not None and self.config.mrope_section is not None:
-            positions = images.places.long()
+        axes = self.config.axes
+        if images is not None and axes is not None:
+            positions = pair_positions(images.places, axes)
         elif share is None:
             positions = torch.cat([torch.arange(n, device=tokens.device) for n in lengths])
         else:

@@ -9,7 +9,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryE
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from models.config.eagle3 import Eagle3Config
-from models.drafts.rope import rotary_tables
+from models.drafts.rope import pair_positions, rotary_tables
 
 FAMILIES: dict[str, tuple[Any, Any, list[int], bool]] = {
     "Qwen2.5-VL": (Qwen2_5_VLTextConfig, Qwen2_5_VLRotaryEmbedding, [16, 24, 24], False),
@@ -26,16 +26,20 @@ def test_pairs_turn_by_the_axes_that_the_target_gives_them(family: str) -> None:
     cos, sin = rotary(config)(torch.zeros(1), places.T[:, None])
     sizes = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 128, "intermediate_size": 8, "rope_theta": 1e6}
     shape = Eagle3Config(**sizes, mrope_section=tuple(section), mrope_interleaved=interleaved)
-    for ours, theirs in zip(rotary_tables(places, shape), (cos, sin), strict=True):
+    assert shape.axes is not None
+    found = rotary_tables(pair_positions(places, shape.axes), shape)
+    for ours, theirs in zip(found, (cos, sin), strict=True):
         # Their angles are float32.
         assert (ours[:, 0] - theirs[0, :, :64]).abs().max() < 5e-4
-    assert not torch.equal(rotary_tables(places, shape)[0], rotary_tables(places[:, 0], shape)[0])
+    assert not torch.equal(found[0], rotary_tables(places[:, 0], shape)[0])
 
 
 def test_on_text_the_axes_change_nothing() -> None:
     sizes = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 8}
     shape, along = Eagle3Config(**sizes, mrope_section=(4, 2, 2)), torch.arange(30)
-    for three, one in zip(rotary_tables(along[:, None].expand(-1, 3), shape), rotary_tables(along, shape), strict=True):
+    assert shape.axes is not None
+    of_pairs = pair_positions(along[:, None].expand(-1, 3), shape.axes)
+    for three, one in zip(rotary_tables(of_pairs, shape), rotary_tables(along, shape), strict=True):
         assert torch.equal(three, one)
 
 
