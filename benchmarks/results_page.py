@@ -178,6 +178,13 @@ def follower(result: Json) -> Iterable[tuple[str, str]]:
     yield "requests that were lost meanwhile", f"{result['lost']} of {result['sent']:,}, {result['retried']} sent again"
 
 
+def bench(result: Json) -> Iterable[tuple[str, str]]:
+    yield (
+        "`draftsmith bench`, Gemma 3 270M, two suites of 32 prompts, 64 tokens, temperatures 0 and 1, all baselines",
+        f"{result['wall_s']:.0f} s",
+    )
+
+
 def quarter(result: Json) -> Iterable[tuple[str, str]]:
     told = result["totals"]
     yield (
@@ -297,6 +304,7 @@ SECTIONS = (
         "Speed and memory",
         (
             ("block_step", "block_step.py", block_step),
+            ("bench", "draftsmith bench", bench),
             ("capture_cost", "capture_cost.py", capture),
             ("decode_capture", "decode_capture.py", decode_capture),
             ("live", "live.py", live),
