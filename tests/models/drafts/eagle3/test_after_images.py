@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from emulated_device import DEVICE, emulated_device
 from torch import Tensor
 
 from models.config.draft import parse_draft_config
@@ -56,10 +57,14 @@ def consecutive(lengths: tuple[int, ...]) -> Tensor:
     return torch.cat([torch.arange(length) for length in lengths]).int().unsqueeze(1).expand(-1, 3)
 
 
-def loss_of(draft: Draft, batch: PackedSamples) -> dict[str, Tensor]:
+def head_of(draft: Draft) -> Tensor:
+    """The target's, of the draft vocabulary."""
     torch.manual_seed(2)
-    head = torch.randn(VOCABULARY, HIDDEN)
-    target = TargetProjection(head[draft.vocabulary.target_ids], None, 1.0, None)
+    return torch.randn(VOCABULARY, HIDDEN)[draft.vocabulary.target_ids.cpu()]
+
+
+def loss_of(draft: Draft, batch: PackedSamples) -> dict[str, Tensor]:
+    target = TargetProjection(head_of(draft), None, 1.0, None)
     found = draft.loss(batch, target, 13, 8)
     found.loss.backward()
     gradients = {name: p.grad for name, p in draft.named_parameters() if p.grad is not None}
@@ -84,6 +89,24 @@ def test_loss_and_gradients_are_those_with_a_longer_table(variant: str, recomput
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     other = replace(batch, embedded=-batch.embedded)
     assert not torch.equal(ours["loss"], loss_of(short, other)["loss"])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_host_waits_for_no_device(variant: str, batch: PackedSamples) -> None:
+    assert batch.embedded is not None
+    ours, theirs = (drafts_of(variant, batch.embedded)[0] for _ in range(2))
+    expected = loss_of(ours, batch)
+    with emulated_device() as traffic:
+        theirs.to(DEVICE)
+        moved = {name: getattr(batch, name).to(DEVICE) for name in ("aux", "last", "embedded", "places")}
+        head = head_of(theirs).to(DEVICE)
+        traffic.clear()
+        loss = theirs.loss(replace(batch, **moved), TargetProjection(head, None, 1.0, None), 13, 8).loss
+        loss.backward()
+        assert not traffic.waits.total(), traffic.waits
+        assert not traffic.to_host
+        assert len(traffic.to_device) <= 5
+        assert loss.item() == pytest.approx(expected["loss"].item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
