@@ -103,6 +103,12 @@ def test_a_class_that_this_machine_cannot_import_is_left_to_sglang(tmp_path, mon
     check_settings(run_of("CohereForCausalLM", {}, [], tmp_path))
 
 
+def test_axes_that_the_target_does_not_have_are_refused(tmp_path):
+    run = run_of("LlamaForCausalLM", {}, ["draft.mrope_section=[16, 0, 0]"], tmp_path)
+    with pytest.raises(Refusal, match=r"draft\.mrope_section: the target counts positions along one axis"):
+        check_settings(run)
+
+
 def test_a_target_without_an_mtp_layer_is_refused_before_anything_is_captured(tmp_path):
     sizes = "num_heads: 2, num_kv_heads: 2, head_dim: 24, intermediate_size: 16"
     changes = [f"draft={{method: mtp, family: mimo, {sizes}}}", "target.aux_layer_ids=[]"]
